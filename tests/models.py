@@ -1,0 +1,129 @@
+"""Small models, data and training loops for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import torch
+from torch import nn
+
+
+def llama(layers=2, hidden=64, vocab=256, heads=4, tie=False, seed=0, **kwargs):
+    """A random transformers Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=hidden * 2 + 24,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=128,
+        tie_word_embeddings=tie,
+        use_cache=False,
+        **kwargs,
+    )
+    return LlamaForCausalLM(config)
+
+
+def ds_config(section=None, dtype="fp32", **overrides):
+    """A ds_config for tests: nothing stays gathered between forward and backward, so every path is exercised."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "wall_clock_breakdown": False,
+    }
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    if dtype == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    if section is not None:
+        config["zeropp_fp8"] = copy.deepcopy(section)
+    for key, value in overrides.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            config[key] = {**config[key], **value}
+        else:
+            config[key] = value
+    return config
+
+
+def section(recipe="zeropp", ranks_per_node=2, **fields):
+    """A zeropp_fp8 section."""
+    return {"recipe": recipe, "topology": {"ranks_per_node": ranks_per_node}, "report": {"every": 0}, **fields}
+
+
+def batches(steps, rank, batch=2, length=32, vocab=256, seed=1):
+    """Deterministic token batches that differ by rank, with some structure to learn."""
+    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    for _ in range(steps):
+        start = torch.randint(0, vocab, (batch, 1), generator=generator)
+        stride = torch.randint(1, 4, (batch, 1), generator=generator)
+        yield (start + stride * torch.arange(length)) % vocab
+
+
+def make_engine(model, config, optimizer="adamw", lr=1e-3, model_parameters=None):
+    """deepspeed.initialize with torch's AdamW (no compiler)."""
+    import deepspeed
+
+    parameters = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
+    if optimizer is None:
+        return deepspeed.initialize(model=model, config=copy.deepcopy(config))[0]
+    chosen = torch.optim.AdamW(parameters, lr=lr) if optimizer == "adamw" else torch.optim.SGD(parameters, lr=lr)
+    return deepspeed.initialize(model=model, optimizer=chosen, config=copy.deepcopy(config))[0]
+
+
+def full_weights(module):
+    """{name: full tensor as float32} of a ZeRO-3 model, exact."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        return {name: p.detach().float().clone() for name, p in module.named_parameters()}
+
+
+def build(make, config, zero_init=False):
+    """Make a model, under zero.Init when asked."""
+    import deepspeed
+
+    context = deepspeed.zero.Init(config_dict_or_path=config) if zero_init else contextlib.nullcontext()
+    with context:
+        return make()
+
+
+def train(engine, steps, accumulation=1, batch=2, vocab=256, seed=1, length=32):
+    """Losses of `steps` optimizer steps on a causal LM."""
+    rank = torch.distributed.get_rank()
+    losses = []
+    for index, tokens in enumerate(batches(steps * accumulation, rank, batch, length, vocab, seed)):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        if (index + 1) % accumulation == 0:
+            losses.append(float(loss))
+    return losses
+
+
+class Mlp(nn.Module):
+    """The simple model of DeepSpeed's own tests: a few linear layers and a cross-entropy loss."""
+
+    def __init__(self, hidden=16, layers=3, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linears = nn.ModuleList([nn.Linear(hidden, hidden) for _ in range(layers)])
+
+    def forward(self, x, y):
+        for linear in self.linears:
+            x = torch.relu(linear(x))
+        return nn.functional.cross_entropy(x, y)

@@ -1,0 +1,129 @@
+"""Running a function on several gloo ranks, each a fresh process forked from a server that has imported everything.
+
+A start takes 0.2 s this way, where spawning takes 13 s. Fresh processes leak no process group and no zero.Init state
+from one test to the next.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "models",
+    "zeropp_fp8.plugin",
+    "zeropp_fp8.zero.stage3",
+]
+
+_context = None
+
+
+def _forkserver():
+    global _context
+    if _context is None:
+        _context = multiprocessing.get_context("forkserver")
+        _context.set_forkserver_preload(PRELOAD)
+    return _context
+
+
+def _main(function, arguments, rank, world, ranks_per_node, folder, env):
+    """One rank: environment, process group, the function, its result or traceback into a file."""
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks_per_node),
+            "LOCAL_SIZE": str(world),
+            "DS_ACCELERATOR": "cpu",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+            **env,
+        }
+    )
+    log = open(os.path.join(folder, f"log{rank}"), "w", buffering=1)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    try:
+        import deepspeed
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        store = dist.FileStore(os.path.join(folder, "store"), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        outcome = ("ok", function(**arguments))
+    except BaseException:
+        outcome = ("error", traceback.format_exc())
+    with open(os.path.join(folder, f"part{rank}"), "wb") as f:
+        pickle.dump(outcome, f)
+    os.rename(os.path.join(folder, f"part{rank}"), os.path.join(folder, f"result{rank}"))
+    os._exit(0)
+
+
+class RankError(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+def run_ranks(function, world=4, ranks_per_node=2, timeout=240, env=None, **arguments):
+    """Run module-level `function(**arguments)` on `world` ranks; returns their results in rank order.
+
+    Raises RankError with the traceback as soon as one rank raises, or when time is up; the others are ended then.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = _forkserver()
+        processes = [
+            context.Process(target=_main, args=(function, arguments, r, world, ranks_per_node, folder, env or {}))
+            for r in range(world)
+        ]
+        for process in processes:
+            process.start()
+        results: dict[int, object] = {}
+        deadline = time.monotonic() + timeout
+        try:
+            while len(results) < world:
+                for rank in range(world):
+                    path = Path(folder, f"result{rank}")
+                    if rank not in results and path.exists():
+                        kind, value = pickle.loads(path.read_bytes())
+                        if kind == "error":
+                            raise RankError(f"rank {rank} of {world}:\n{value}\n{_tail(folder, rank)}")
+                        results[rank] = value
+                if time.monotonic() > deadline:
+                    missing = sorted(set(range(world)) - set(results))
+                    raise RankError(f"ranks {missing} did not finish in {timeout} s\n{_tail(folder, missing[0])}")
+                time.sleep(0.01)
+        finally:
+            for process in processes:
+                if len(results) < world:
+                    process.kill()
+                process.join()
+        return [results[rank] for rank in range(world)]
+
+
+def _tail(folder, rank, lines=40):
+    path = Path(folder, f"log{rank}")
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+
+
+def printed(rank=0):
+    """What this rank has printed so far; for use inside a function that runs on ranks."""
+    import sys
+
+    sys.stdout.flush()
+    return Path(os.readlink("/proc/self/fd/1")).read_text()

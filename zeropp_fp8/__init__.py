@@ -1,0 +1,53 @@
+"""zeropp_fp8: a DeepSpeed plugin that trains with ZeRO-3 and quantized communication.
+
+    import zeropp_fp8
+    zeropp_fp8.enable()          # before deepspeed.initialize and deepspeed.zero.Init
+
+Nothing else in a script changes; the `zeropp_fp8` section of the ds_config (or DeepSpeed's own ZeRO++ keys) says what
+is done.
+"""
+
+from zeropp_fp8.config import ConfigError
+
+__version__ = "0.1.0"
+__all__ = ["ConfigError", "__version__", "disable", "enable", "wire_report"]
+
+
+def enable() -> None:
+    """Install the plugin into DeepSpeed. Idempotent. Call it before `zero.Init` and `deepspeed.initialize`.
+
+    Raises:
+        RuntimeError: this DeepSpeed lacks a name the plugin relies on; the message says which and the version.
+    """
+    from zeropp_fp8 import plugin
+
+    plugin.enable()
+
+
+def disable() -> None:
+    """Take the plugin out again: every replaced name of DeepSpeed is restored. Engines made meanwhile keep working."""
+    from zeropp_fp8 import plugin
+
+    plugin.disable()
+
+
+def wire_report(engine, total: bool = False) -> dict:
+    """Bytes per step sent by this rank of a DeepSpeed engine (with `total`: by all ranks together).
+
+    Returns:
+        {"steps": finished optimizer steps,
+         "per_step": {"weights_forward" | "weights_backward" | "gradients" | "other": {"inter": bytes, "intra": bytes}},
+         "stock_per_step": the same for stock ZeRO-3 on the same events, by the ring formula in 16 bits,
+         "outside_steps": {"inter", "intra"}: bytes so far for GatheredParameters, evaluation and checkpoints}
+        `inter` is between nodes, `intra` within a node. No communication: safe to call on one rank alone.
+
+    Raises:
+        ValueError: the engine was not made with the plugin active.
+    """
+    session = getattr(engine, "zeropp_fp8_session", None)
+    if session is None:
+        raise ValueError(
+            "wire_report: this engine does not run with the plugin; call zeropp_fp8.enable() before "
+            'deepspeed.initialize and put a "zeropp_fp8" section into the ds_config'
+        )
+    return session.ledger.report(total=total)

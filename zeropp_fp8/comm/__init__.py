@@ -1,0 +1,26 @@
+"""Collectives on two levels (node, network) with quantized payloads, and the ledger of what they send.
+
+Usable without DeepSpeed, on any torch.distributed backend with uint8 all-gather and all-to-all (gloo, NCCL):
+
+    topology = make_topology(ranks_per_node=8)
+    full = quantized_all_gather(shard, make_format("int8"), topology)
+    mean_slices = quantized_reduce_scatter(gradients, topology, make_format("int8"), make_format("int4"))
+"""
+
+from zeropp_fp8.comm.all_gather import PendingGather, quantized_all_gather, start_gather
+from zeropp_fp8.comm.error_feedback import ErrorFeedback
+from zeropp_fp8.comm.ledger import WireLedger
+from zeropp_fp8.comm.reduce_scatter import quantized_reduce_scatter
+from zeropp_fp8.comm.topology import Level, Topology, make_topology
+
+__all__ = [
+    "ErrorFeedback",
+    "Level",
+    "PendingGather",
+    "Topology",
+    "WireLedger",
+    "make_topology",
+    "quantized_all_gather",
+    "quantized_reduce_scatter",
+    "start_gather",
+]

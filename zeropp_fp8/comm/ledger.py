@@ -1,0 +1,111 @@
+"""Bytes on the wire, counted where buffers are handed to the backend.
+
+An all-gather over g ranks of a payload of b bytes sends (g-1) b bytes from each of them, an all-to-all of a buffer of
+b bytes sends (g-1)/g b. Beside it stands what stock ZeRO-3 would have sent for the same events: one ring over all W
+ranks in 16 bits, (W-1)/W of the bytes from each rank, of which the N crossings between nodes are shared evenly by the
+ranks of a node. (gloo's own reduce-scatter sends more than a ring does.)
+
+Every collective of a step moves the same number of bytes from every rank, because shards are padded to equal size and
+gradients that are missing on a rank are sent as zeros. So the sum over ranks is W times the count of one rank, and
+asking for it needs no communication.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+STEP_KINDS = ("weights_forward", "weights_backward", "gradients", "other")
+OUTSIDE = "outside_steps"
+STOCK_BYTES_PER_ELEMENT = 2
+
+
+def _zeros() -> dict[str, float]:
+    return {"inter": 0, "intra": 0}
+
+
+class WireLedger:
+    """Counters of one engine on one rank.
+
+    A step's bytes stay pending until `end_step()`; reports average over finished steps.
+    """
+
+    def __init__(self, nodes: int, ranks_per_node: int) -> None:
+        self.nodes = nodes
+        self.ranks_per_node = ranks_per_node
+        self.steps = 0
+        self.kind = OUTSIDE
+        self._pending: dict[str, dict[str, float]] = defaultdict(_zeros)
+        self._pending_stock: dict[str, dict[str, float]] = defaultdict(_zeros)
+        self._done: dict[str, dict[str, float]] = defaultdict(_zeros)
+        self._done_stock: dict[str, dict[str, float]] = defaultdict(_zeros)
+        self._outside: dict[str, float] = _zeros()
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @contextmanager
+    def counting(self, kind: str) -> Iterator[None]:
+        """Bytes sent inside belong to `kind`: one of STEP_KINDS, or OUTSIDE."""
+        previous, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = previous
+
+    def sent(self, link: str, num_bytes: float) -> None:
+        """This rank hands `num_bytes` for other ranks to the backend, over `link` ("inter" or "intra")."""
+        counter = self._outside if self.kind == OUTSIDE else self._pending[self.kind]
+        counter[link] += num_bytes
+
+    def sent_around_ring(self, num_bytes: float, rounds: float = 1.0) -> None:
+        """A collective over all ranks that DeepSpeed issues itself, by the ring formula; `rounds` 2 for all-reduce."""
+        for link, share in self._ring(num_bytes * rounds).items():
+            self.sent(link, share)
+
+    def stock_would_send(self, numel: int) -> None:
+        """Stock ZeRO-3 would move `numel` elements (of the full tensor) around the ring in 16 bits here."""
+        if self.kind != OUTSIDE:
+            for link, share in self._ring(numel * STOCK_BYTES_PER_ELEMENT).items():
+                self._pending_stock[self.kind][link] += share
+
+    def _ring(self, num_bytes: float) -> dict[str, float]:
+        """Mean bytes per rank when a ring all-gather (or reduce-scatter) moves `num_bytes` over all ranks."""
+        world = self.world_size
+        per_rank = num_bytes * (world - 1) / world
+        # Of the W links of the ring N lead to another node (none when there is one node).
+        crossing = self.nodes / world if self.nodes > 1 else 0.0
+        return {"inter": per_rank * crossing, "intra": per_rank * (1 - crossing)}
+
+    def end_step(self) -> None:
+        """An optimizer step ended (also one skipped for overflow)."""
+        for pending, done in ((self._pending, self._done), (self._pending_stock, self._done_stock)):
+            for kind, links in pending.items():
+                for link, num_bytes in links.items():
+                    done[kind][link] += num_bytes
+            pending.clear()
+        self.steps += 1
+
+    def report(self, total: bool = False) -> dict:
+        """Bytes per step sent by this rank, or by all ranks with `total`; see zeropp_fp8.wire_report."""
+        ranks = self.world_size if total else 1
+
+        def per_step(counters: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+            steps = max(self.steps, 1)
+            return {
+                kind: {link: _exact(counters[kind][link] * ranks / steps) for link in ("inter", "intra")}
+                for kind in STEP_KINDS
+            }
+
+        return {
+            "steps": self.steps,
+            "per_step": per_step(self._done),
+            "stock_per_step": per_step(self._done_stock),
+            "outside_steps": {link: _exact(num_bytes * ranks) for link, num_bytes in self._outside.items()},
+        }
+
+
+def _exact(value: float) -> float | int:
+    return int(value) if value == int(value) else value

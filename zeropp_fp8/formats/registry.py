@@ -1,0 +1,43 @@
+"""Formats by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zeropp_fp8.formats import float8
+from zeropp_fp8.formats.base import WireFormat
+from zeropp_fp8.formats.block_scaled import BlockScaledFormat, Element
+from zeropp_fp8.formats.integer import IntegerElement
+from zeropp_fp8.formats.unquantized import UnquantizedFormat
+
+_ELEMENTS: dict[str, Callable[[], Element]] = {
+    "int8": lambda: IntegerElement(8),
+    "int4": lambda: IntegerElement(4),
+    "fp8_e4m3": float8.e4m3,
+    "fp8_e5m2": float8.e5m2,
+}
+
+FORMAT_NAMES = ("none", "fp16", *_ELEMENTS)
+
+
+def make_format(name: str, **options) -> WireFormat:
+    """A format object by name.
+
+    Args:
+        name: "none", "fp16", "int8", "int4", "fp8_e4m3" or "fp8_e5m2".
+        **options: for "none" `dtype` (torch.bfloat16 unless told); for the quantized formats `block_size` (128; None
+            for one scale per tensor), `hadamard` (False) and `rounding` ("nearest", "half_away", "stochastic").
+
+    Raises:
+        ValueError: an unknown name, or an option value that does not exist.
+        TypeError: an unknown option.
+    """
+    if name == "none":
+        return UnquantizedFormat(**options)
+    if name == "fp16":
+        return UnquantizedFormat(torch.float16, name="fp16", **options)
+    if name in _ELEMENTS:
+        return BlockScaledFormat(name, _ELEMENTS[name](), **options)
+    raise ValueError(f"unknown format {name!r}; formats are {', '.join(FORMAT_NAMES)}")

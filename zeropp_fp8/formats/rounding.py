@@ -1,0 +1,26 @@
+"""Rounding modes, shared by all formats.
+
+nearest:    to the nearest grid point, ties to the even one (IEEE 754 roundTiesToEven)
+half_away:  to the nearest grid point, ties away from zero
+stochastic: up with a probability equal to the fractional part; the mean over draws is the value itself
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROUNDING_MODES = ("nearest", "half_away", "stochastic")
+
+
+def round_to_integer_(values: Tensor, rounding: str, generator: torch.Generator | None = None) -> Tensor:
+    """Round fp32 `values` to integers in place."""
+    if rounding == "nearest":
+        return values.round_()
+    if rounding == "half_away":
+        sign = values.sign()
+        return values.abs_().add_(0.5).floor_().mul_(sign)
+    if rounding == "stochastic":
+        noise = torch.rand(values.shape, dtype=values.dtype, device=values.device, generator=generator)
+        return values.add_(noise).floor_()
+    raise ValueError(f"rounding must be one of {ROUNDING_MODES}, got {rounding!r}")

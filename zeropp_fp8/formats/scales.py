@@ -1,0 +1,28 @@
+"""Block scales: one bf16 number a block, rounded up so that no code can overflow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# The smallest scale of a block that is not all zero: the smallest normal bf16. Below it a scale would be a subnormal
+# with fewer than 8 significant bits, and amax / max could underflow to zero.
+MIN_SCALE = 2.0**-126
+
+
+def round_up_to_bf16(values: Tensor) -> Tensor:
+    """The smallest bf16 number >= each non-negative finite fp32 value, as fp32. NaN stays NaN."""
+    bits = values.contiguous().view(torch.int32)
+    rounded = torch.bitwise_and(bits + 0xFFFF, -0x10000).view(torch.float32)
+    return torch.where(values.isnan(), values, rounded)
+
+
+def block_scales(amax: Tensor, largest_code: float) -> Tensor:
+    """Scales for blocks with largest magnitudes `amax` (fp32), as fp32 numbers that are exact in bf16.
+
+    scale = round_up_bf16(amax / largest_code), hence amax / scale <= largest_code. An all-zero block has scale 0; a
+    block with NaN or Inf has scale NaN, so that all of it decodes to NaN and overflow checks see it.
+    """
+    scale = round_up_to_bf16((amax / largest_code).clamp_min_(MIN_SCALE))
+    scale = torch.where(amax == 0, torch.zeros_like(scale), scale)
+    return torch.where(amax.isfinite(), scale, torch.full_like(scale, float("nan")))

@@ -1,0 +1,39 @@
+"""The tensor's own bytes: the `none` of the configuration, and the carrier of norms and biases."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zeropp_fp8.formats.base import WireFormat, align_up, check_encodable
+
+
+class UnquantizedFormat(WireFormat):
+    """Numbers as they are, in one 16- or 32-bit dtype. NaN, Inf and every bit survive when the dtypes agree."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, name: str = "none") -> None:
+        self.dtype = dtype
+        self.name = name
+
+    def __repr__(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8.0 * self.dtype.itemsize
+
+    def payload_bytes(self, numel: int) -> int:
+        return align_up(numel * self.dtype.itemsize)
+
+    @torch.no_grad()
+    def encode_rows(self, matrix: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        check_encodable(matrix, self.name)
+        rows, numel = matrix.shape
+        raw = matrix.to(self.dtype).contiguous().view(torch.uint8)
+        return F.pad(raw, (0, self.payload_bytes(numel) - raw.shape[1]))
+
+    @torch.no_grad()
+    def decode_rows(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        raw = payload[:, : numel * self.dtype.itemsize].clone(memory_format=torch.contiguous_format)
+        return raw.view(self.dtype).to(dtype)

@@ -1,0 +1,244 @@
+"""Installing the plugin: the only file that names the parts of DeepSpeed that are replaced.
+
+    deepspeed.DeepSpeedEngine        -> a subclass that builds the plugin's ZeRO-3 where the ds_config asks for it
+    deepspeed.DeepSpeedHybridEngine  -> a subclass that refuses such a ds_config
+    deepspeed.zero.Init.__init__     -> hides the four ZeRO++ keys and checks the configuration early
+
+Every name relied on is looked up in `enable()`. The facts are those of DeepSpeed 0.18 and 0.19.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from zeropp_fp8.config import IN_TREE_KEYS, SECTION, ConfigError, load_ds_config, resolve, without_in_tree_keys
+
+_STAGE3 = "deepspeed.runtime.zero.stage3"
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
+_PARTITION = "deepspeed.runtime.zero.partition_parameters"
+_ENGINE = "deepspeed.runtime.engine"
+_MANGLED = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+
+# (module, dotted name, parameters it must take)
+RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("deepspeed", "DeepSpeedEngine", ()),
+    ("deepspeed", "DeepSpeedHybridEngine", ()),
+    ("deepspeed", "ops.__compatible_ops__", ()),
+    (_ENGINE, "DeepSpeedEngine._configure_zero_optimizer", ("optimizer",)),
+    (_ENGINE, "DeepSpeedEngine.load_checkpoint", ()),
+    (_ENGINE, "DeepSpeedZeRoOffload", ()),
+    ("deepspeed.runtime.superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3", ()),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.__init__", ("module", "init_optimizer", "param_names", "reduce_scatter")),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.initialize_ds_offload", ("module",)),
+    (_STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{_MANGLED}", ("params_to_reduce",)),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks", ()),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.reduce_ready_partitions_and_remove_grads", ("param",)),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue", ()),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._post_step", ("timer_names",)),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue", ()),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._get_norm_groups", ()),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.has_overflow", ("partition_gradients",)),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._rigid_state_dict", ()),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._rigid_load_state_dict", ("state_dict", "load_optimizer_states")),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.load_state_dict", ()),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", ("closure",)),
+    (_OFFLOAD, "DeepSpeedZeRoOffload.__init__", ("module", "ds_config", "overlap_comm")),
+    (_OFFLOAD, "DeepSpeedZeRoOffload.pre_sub_module_forward_function", ("sub_module",)),
+    (_OFFLOAD, "DeepSpeedZeRoOffload.post_sub_module_forward_function", ("sub_module",)),
+    (_OFFLOAD, "DeepSpeedZeRoOffload.pre_sub_module_backward_function", ("sub_module",)),
+    (_OFFLOAD, "DeepSpeedZeRoOffload.destroy", ()),
+    (_PARTITION, "Init.__init__", ("config_dict_or_path", "config", "zero_quantized_weights")),
+    (_PARTITION, "ZeroParamStatus.NOT_AVAILABLE", ()),
+    (_PARTITION, "get_allgather_dtype", ("param", "param_ds_tensor")),
+)
+
+_restore: list[tuple[Any, Any, Any]] = []  # (object or dict, name or key, what was there)
+
+
+def _verify() -> None:
+    """Raise RuntimeError unless this DeepSpeed has every name the plugin relies on, with its parameters."""
+    import deepspeed
+
+    for module_name, dotted, parameters in RELIED_ON:
+        where = f"{module_name}.{dotted}"
+        try:
+            found: Any = importlib.import_module(module_name)
+            for part in dotted.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            raise RuntimeError(
+                f"zeropp_fp8 relies on {where}, which DeepSpeed {deepspeed.__version__} does not have; "
+                "install deepspeed>=0.18,<0.20"
+            ) from None
+        if parameters:
+            taken = inspect.signature(inspect.unwrap(found)).parameters
+            # DeepSpeed's profiling decorator hides the signature behind (*args, **kwargs).
+            opaque = {p.kind for p in taken.values()} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+            missing = [name for name in parameters if name not in taken]
+            if missing and not opaque:
+                raise RuntimeError(
+                    f"zeropp_fp8 relies on {where} taking {', '.join(missing)}, which DeepSpeed "
+                    f"{deepspeed.__version__} does not; install deepspeed>=0.18,<0.20"
+                )
+
+
+def _replace(owner: Any, name: Any, value: Any) -> None:
+    if isinstance(owner, dict):
+        _restore.append((owner, name, owner.get(name)))
+        owner[name] = value
+    else:
+        _restore.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+
+def is_enabled() -> bool:
+    """Whether the plugin is installed now."""
+    return bool(_restore)
+
+
+def enable() -> None:
+    """See zeropp_fp8.enable."""
+    if is_enabled():
+        return
+    # zero.Init replaces torch.Tensor.__new__; importing torch._dynamo under that dies in torch 2.13, so import first.
+    import torch._dynamo  # noqa: F401
+
+    import deepspeed
+
+    _verify()
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    _replace(deepspeed, "DeepSpeedEngine", _engine_class(deepspeed.DeepSpeedEngine))
+    _replace(deepspeed, "DeepSpeedHybridEngine", _refusing_hybrid_engine(deepspeed.DeepSpeedHybridEngine))
+    _replace(Init, "__init__", _init_without_in_tree_keys(Init.__init__))
+    if get_accelerator().device_name() == "cpu":
+        # init_distributed() would compile a shared-memory op with gcc (30 s) that nothing here uses.
+        _replace(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
+
+
+def disable() -> None:
+    """See zeropp_fp8.disable."""
+    while _restore:
+        owner, name, value = _restore.pop()
+        if isinstance(owner, dict):
+            owner[name] = value
+        else:
+            setattr(owner, name, value)
+
+
+def _init_without_in_tree_keys(stock_init):
+    """zero.Init.__init__ that checks the configuration and does not see the ZeRO++ keys."""
+
+    @functools.wraps(stock_init)
+    def __init__(self, *args, **kwargs):
+        bound = inspect.signature(stock_init).bind(self, *args, **kwargs)
+        for name in ("config_dict_or_path", "config"):
+            given = bound.arguments.get(name)
+            if given is not None:
+                ds_config = load_ds_config(given)
+                if resolve(ds_config) is not None:
+                    bound.arguments[name] = without_in_tree_keys(ds_config)
+                    for key in IN_TREE_KEYS:  # some of them are arguments of Init too
+                        if key in bound.arguments:
+                            bound.arguments[key] = IN_TREE_KEYS[key]
+        stock_init(*bound.args, **bound.kwargs)
+
+    return __init__
+
+
+def _refusing_hybrid_engine(stock_class):
+    class HybridEngine(stock_class):
+        """DeepSpeedHybridEngine, which has ZeRO-3 code of its own, refuses a ds_config that asks for the plugin."""
+
+        def __init__(self, *args, config=None, **kwargs):
+            resolve(load_ds_config(config), hybrid_engine=True)
+            super().__init__(*args, config=config, **kwargs)
+
+    return HybridEngine
+
+
+def _engine_class(stock_class):
+    class ZeroppEngine(stock_class):
+        """DeepSpeedEngine that builds the plugin's ZeRO-3 when the ds_config asks for it, and is stock otherwise."""
+
+        zeropp_fp8_session = None
+
+        def __init__(self, args, model, *positional, config=None, config_class=None, **kwargs):
+            plugin_config = resolve(config) if isinstance(config, dict) else None
+            # nn.Module.__setattr__ is not usable before Module.__init__ for modules only; a plain object is fine.
+            object.__setattr__(self, "_zeropp_fp8_config", plugin_config)
+            if plugin_config is not None:
+                config = without_in_tree_keys(config)
+                for key, off in IN_TREE_KEYS.items():
+                    setattr(config_class.zero_config, key, off)
+            super().__init__(args, model, *positional, config=config, config_class=config_class, **kwargs)
+            if plugin_config is None and self.global_rank == 0:
+                print(
+                    f'zeropp_fp8: stock DeepSpeed; the ds_config has no "{SECTION}" section and no ZeRO++ key '
+                    "(or switches the section off)",
+                    flush=True,
+                )
+
+        def _configure_zero_optimizer(self, optimizer):
+            if self._zeropp_fp8_config is None:
+                return super()._configure_zero_optimizer(optimizer)
+            from zeropp_fp8.zero.session import Session
+
+            session = Session(self._zeropp_fp8_config, _partition_group(self.module, self.mpu))
+            object.__setattr__(self, "zeropp_fp8_session", session)
+            with _zero_classes_of(session):
+                return super()._configure_zero_optimizer(optimizer)
+
+        def load_checkpoint(self, *args, **kwargs):
+            result = super().load_checkpoint(*args, **kwargs)
+            offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
+            if hasattr(offload, "gatherer"):
+                # Frozen weights are written straight into the shards: nothing derived from the old ones may survive.
+                offload.gatherer.weights_changed()
+            return result
+
+    ZeroppEngine.__name__ = ZeroppEngine.__qualname__ = stock_class.__name__
+    return ZeroppEngine
+
+
+def _partition_group(module, mpu):
+    """The process group that the model's parameters are, or are about to be, partitioned over."""
+    import torch.distributed as dist
+
+    found = {id(p.ds_process_group): p.ds_process_group for p in module.parameters() if hasattr(p, "ds_process_group")}
+    if len(found) > 1:
+        raise ConfigError(
+            f'"{SECTION}": the model\'s parameters are partitioned over {len(found)} different process groups (expert '
+            "parallelism); the plugin needs one: remove the section or the expert parallelism"
+        )
+    if found:
+        return next(iter(found.values()))
+    if mpu is not None and hasattr(mpu, "get_data_parallel_group"):
+        return mpu.get_data_parallel_group()
+    return dist.group.WORLD
+
+
+@contextmanager
+def _zero_classes_of(session) -> Iterator[None]:
+    """While DeepSpeed builds its ZeRO-3 objects, the names it looks up give the plugin's classes, bound to `session`."""
+    # SuperOffload's class must exist before the swap, or it would inherit from the plugin's.
+    import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
+    from deepspeed.runtime import engine as engine_module
+    from deepspeed.runtime.zero import stage3 as stage3_module
+
+    from zeropp_fp8.zero.offload import ZeroppOffload
+    from zeropp_fp8.zero.stage3 import ZeroppStage3
+
+    stock = stage3_module.DeepSpeedZeroOptimizer_Stage3, engine_module.DeepSpeedZeRoOffload
+    stage3_module.DeepSpeedZeroOptimizer_Stage3 = functools.partial(ZeroppStage3, session=session)
+    engine_module.DeepSpeedZeRoOffload = functools.partial(ZeroppOffload, session=session)
+    try:
+        yield
+    finally:
+        stage3_module.DeepSpeedZeroOptimizer_Stage3, engine_module.DeepSpeedZeRoOffload = stock

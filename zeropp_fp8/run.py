@@ -1,0 +1,44 @@
+"""Run an unmodified training script with the plugin on: `python -m zeropp_fp8.run SCRIPT ARGS`.
+
+With a launcher: `deepspeed --module zeropp_fp8.run train.py ...`, `torchrun -m zeropp_fp8.run train.py ...`,
+`accelerate launch -m zeropp_fp8.run train.py ...`. `-m MODULE` in place of SCRIPT runs a module.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+USAGE = "usage: python -m zeropp_fp8.run [-m] SCRIPT [ARGS ...]"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Enable the plugin and run a script or module as __main__."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # The deepspeed launcher puts --local_rank=N in front of the script's own arguments.
+    leading = []
+    while arguments and arguments[0].startswith(("--local_rank=", "--local-rank=")):
+        leading.append(arguments.pop(0))
+    is_module = arguments[:1] == ["-m"]
+    if is_module:
+        arguments.pop(0)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__ + "\n" + USAGE)
+        raise SystemExit(0 if arguments else 2)
+    target, rest = arguments[0], arguments[1:]
+
+    import zeropp_fp8
+
+    zeropp_fp8.enable()
+    sys.argv = [target, *leading, *rest]
+    if is_module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
+        runpy.run_path(target, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

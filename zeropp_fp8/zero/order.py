@@ -1,0 +1,80 @@
+"""The one order in which gradients are reduced on every rank.
+
+Stock ZeRO-3 puts a gradient into the bucket when autograd produces it, so ranks whose unused parameters differ (a
+mixture of experts, a conditional layer) fill different buckets and hang or mix up tensors. Here parameters are cut
+into units (a transformer block, or a single parameter), the units have one fixed order, and a unit enters the bucket
+only after all units before it. What has not come when backward ends is sent as zeros.
+
+The order is the reverse of registration, which is the order in which backward finishes blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+
+def reduction_units(parameters: Sequence[Parameter], blocks: Sequence[nn.Module]) -> list[list[Parameter]]:
+    """Cut the trainable `parameters` (in the optimizer's order) into units, in the order of their reduction.
+
+    Inside a block the optimizer's order is kept.
+    """
+    block_of = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
+    units: dict[object, list[Parameter]] = {}
+    for param in parameters:
+        units.setdefault(block_of.get(id(param), param), []).append(param)
+    return list(reversed(units.values()))
+
+
+class FixedOrder:
+    """Hands parameters to `reduce` unit by unit in the fixed order, during one backward pass."""
+
+    def __init__(self, units: list[list[Parameter]], reduce: Callable[[Parameter], None]) -> None:
+        self._units = units
+        self._reduce = reduce
+        self._unit_of = {id(p): index for index, unit in enumerate(units) for p in unit}
+        self._start_again()
+
+    def _start_again(self) -> None:
+        self._next = 0
+        self._ready: set[int] = set()
+        self._missing = [len(unit) for unit in self._units]
+
+    def is_ready(self, param: Parameter) -> None:
+        """Autograd produced `param.grad`."""
+        index = self._unit_of[id(param)]
+        if index < self._next:
+            # A second gradient in one backward, after the first has been reduced: it adds to the first.
+            self._reduce(param)
+            return
+        if id(param) not in self._ready:
+            self._ready.add(id(param))
+            self._missing[index] -= 1
+        while self._next < len(self._units) and self._missing[self._next] == 0:
+            self._reduce_next()
+
+    def finish(self) -> None:
+        """Backward ended: reduce what is left, with zeros for gradients that did not come."""
+        while self._next < len(self._units):
+            for param in self._units[self._next]:
+                if param.grad is None:
+                    set_zero_gradient(param)
+            self._reduce_next()
+        self._start_again()
+
+    def _reduce_next(self) -> None:
+        for param in self._units[self._next]:
+            self._reduce(param)
+        self._next += 1
+
+
+def set_zero_gradient(param: Parameter) -> None:
+    """Give a ZeRO-3 parameter, gathered or not, a gradient of zeros in its full shape."""
+    data = param.data
+    # torch checks a gradient's shape against data's; a zero-stride view has the shape without the memory.
+    param.data = torch.zeros(1, dtype=data.dtype, device=data.device).expand(param.ds_shape)
+    param.grad = torch.zeros(param.ds_shape, dtype=data.dtype, device=data.device)
+    param.data = data

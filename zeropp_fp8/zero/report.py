@@ -1,0 +1,128 @@
+"""What rank 0 prints: the table at start, and a line with bytes every `report.every` steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from zeropp_fp8.comm.reduce_scatter import slice_numel
+from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.zero.session import Session
+
+if TYPE_CHECKING:
+    from zeropp_fp8.zero.weights import WeightGatherer
+
+MEGA = 1e6
+
+
+def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: list[nn.Module]) -> list[tuple]:
+    """(what, format, parameters, remark) for each line of the table."""
+    config, topology = session.config, session.topology
+    params = list(gatherer.adopted.values())
+    by_format: dict[str, list] = defaultdict(list)
+    for param in params:
+        wire_format = gatherer.format_of(param)
+        exact = isinstance(wire_format, UnquantizedFormat)
+        if topology.world_size == 1:
+            reason = "one rank: nothing is sent"
+        elif not exact:
+            reason = "frozen; 16 or 32 bits at rest" if not param.requires_grad else ""
+        elif len(param.ds_shape) < 2 and config.weights.format != "none":
+            reason = "fewer than 2 dimensions: norms and biases stay in high precision"
+        else:
+            reason = "weights.format is none"
+        by_format[(repr(wire_format), reason)].append(param)
+    rows = []
+    for (name, reason), members in by_format.items():
+        rows.append(("weights", name, sum(p.ds_numel for p in members), f"{len(members)} tensors; {reason}".rstrip("; ")))
+    trainable = sum(p.ds_numel for p in params if p.requires_grad)
+
+    def gradient_row(hop: str, chosen: WireFormat | None, ranks: int) -> tuple:
+        if ranks == 1:
+            return (f"gradients {hop}", "-", 0, "one rank on this level: no such hop")
+        if not config.quantizes_gradients:
+            return (f"gradients {hop}", "none", trainable, "DeepSpeed's own flat reduce-scatter")
+        return (f"gradients {hop}", repr(chosen) if chosen else "none", trainable, "tensors of fewer than 2 dimensions exact")
+
+    rows.append(gradient_row("within nodes", session.intra_format, topology.ranks_per_node))
+    rows.append(gradient_row("between nodes", session.inter_format, topology.nodes))
+    if session.secondary_ranks is None:
+        rows.append(("secondary shard", "none", 0, "backward gathers cross the network again"))
+    else:
+        numel = sum(p.ds_numel for p in params)
+        rows.append(
+            ("secondary shard", "as received", numel, f"one copy in {session.secondary_ranks} rank(s); backward stays there")
+        )
+    if config.gather_granularity == "block":
+        rows.append(("gather unit", "block", 0, f"{len(blocks)} blocks ({type(blocks[0]).__name__})" if blocks else
+                     "no repeated block found in the model: gathered module by module"))
+    else:
+        rows.append(("gather unit", config.gather_granularity, 0, ""))
+    return rows
+
+
+def predicted_bytes(session: Session, gatherer: WeightGatherer) -> dict[str, dict[str, float]]:
+    """Bytes one rank sends in a step of one micro-batch that gathers each parameter once forward and once backward."""
+    topology, world = session.topology, session.topology.world_size
+    before, after = session.gather_levels
+    weights = {"forward": {"inter": 0, "intra": 0}, "backward": {"inter": 0, "intra": 0}}
+    gradients = {"inter": 0, "intra": 0}
+    for param in gatherer.adopted.values():
+        held = gatherer.format_of(param).payload_bytes(param.ds_tensor.ds_numel)
+        for level, kept in [(level, session.secondary_ranks is not None) for level in before] + [(a, False) for a in after]:
+            sent = held * (level.size - 1)
+            held *= level.size
+            weights["forward"][level.link] += sent
+            weights["backward"][level.link] += 0 if kept else sent
+        if param.requires_grad and session.config.quantizes_gradients:
+            size = slice_numel(param.ds_numel, world)
+            exact = UnquantizedFormat(param.dtype)
+            vector = len(param.ds_shape) < 2
+            intra = exact if vector else session.intra_format or exact
+            inter = exact if vector else session.inter_format or exact
+            gradients["intra"] += intra.payload_bytes(size) * topology.nodes * (topology.ranks_per_node - 1)
+            gradients["inter"] += inter.payload_bytes(size) * (topology.nodes - 1)
+        elif param.requires_grad:
+            for link, share in session.ledger._ring(param.ds_numel * param.element_size()).items():
+                gradients[link] += share
+    return {"weights forward": weights["forward"], "weights backward": weights["backward"], "gradients": gradients}
+
+
+def start_table(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: list[nn.Module]) -> str:
+    """The table as text."""
+    config, topology = session.config, session.topology
+    lines = [
+        f"zeropp_fp8: recipe {config.recipe or 'none (lossless plus the ZeRO++ keys)'}; {topology.nodes} node(s) x "
+        f"{topology.ranks_per_node} rank(s), from {session.ranks_per_node_source}",
+        f"  {'what':<24}{'format':<34}{'parameters':>14}  remark",
+    ]
+    for what, name, numel, remark in _rows(session, gatherer, model, blocks):
+        lines.append(f"  {what:<24}{name:<34}{numel if numel else '':>14}  {remark}".rstrip())
+    lines.append(f"  {'MB a rank sends a step':<24}{'between nodes':>16}{'within node':>18}  (one micro-batch)")
+    for what, links in predicted_bytes(session, gatherer).items():
+        lines.append(f"  {what:<24}{links['inter'] / MEGA:>16.3f}{links['intra'] / MEGA:>18.3f}")
+    return "\n".join(lines)
+
+
+def print_start_table(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Print the table on rank 0."""
+    if session.topology.rank == 0:
+        print(start_table(session, gatherer, model, blocks), flush=True)
+
+
+def print_progress_line(session: Session) -> None:
+    """Print the bytes per step so far, on rank 0, every `report.every` steps."""
+    every, ledger = session.config.report.every, session.ledger
+    if not every or ledger.steps % every or session.topology.rank != 0:
+        return
+    report = ledger.report()
+    sent = {link: sum(kind[link] for kind in report["per_step"].values()) for link in ("inter", "intra")}
+    stock = {link: sum(kind[link] for kind in report["stock_per_step"].values()) for link in ("inter", "intra")}
+    ratio = f"{sent['inter'] / stock['inter']:.3f} x stock" if stock["inter"] else "one node"
+    print(
+        f"zeropp_fp8: step {ledger.steps}: a rank sends {sent['inter'] / MEGA:.3f} MB between nodes ({ratio}) and "
+        f"{sent['intra'] / MEGA:.3f} MB within its node a step",
+        flush=True,
+    )

@@ -1,0 +1,58 @@
+"""What the parts of one engine share."""
+
+from __future__ import annotations
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from zeropp_fp8.comm import Topology, WireLedger, make_topology
+from zeropp_fp8.config import PluginConfig, check_topology, find_ranks_per_node, secondary_ranks
+from zeropp_fp8.formats import WireFormat, make_format
+
+
+class Session:
+    """Configuration, topology, formats, ledger and random generators of one engine.
+
+    Made once the data-parallel group exists. Making it is collective over that group.
+    """
+
+    def __init__(self, config: PluginConfig, group) -> None:
+        world_size = torch.distributed.get_world_size(group)
+        ranks_per_node, self.ranks_per_node_source = find_ranks_per_node(config, world_size)
+        check_topology(config, world_size, ranks_per_node)
+        self.config = config
+        self.topology: Topology = make_topology(group, ranks_per_node)
+        self.secondary_ranks = secondary_ranks(config, ranks_per_node)
+        self.gather_levels = self.topology.gather_levels(self.secondary_ranks)
+        self.ledger = WireLedger(self.topology.nodes, ranks_per_node)
+
+        weights, frozen, gradients = config.weights, config.frozen, config.gradients
+        if world_size == 1:  # nothing is sent, so nothing is gained by rounding it
+            off = {"format": "none"}
+            weights, frozen = weights.model_copy(update=off), frozen.model_copy(update=off)
+        self.weight_format = _quantized(weights.format, weights.block_size, weights.hadamard, weights.rounding)
+        self.frozen_format = _quantized(frozen.format, frozen.block_size, False, "nearest") or self.weight_format
+        self.intra_format = _quantized(
+            gradients.intra_format, gradients.block_size, gradients.hadamard and gradients.intra_format == "int4",
+            gradients.rounding,
+        )
+        self.inter_format = _quantized(
+            gradients.inter_format, gradients.block_size, gradients.hadamard, gradients.rounding
+        )
+        # Ranks draw different numbers, or the rounding errors of a mean would not average out.
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.generators = {
+            name: torch.Generator(device=self.device).manual_seed(config.seed * 1000003 + 2 * self.topology.rank + index)
+            for index, name in enumerate(("weights", "gradients"))
+        }
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether the generators' states are part of what training depends on."""
+        return "stochastic" in (self.config.weights.rounding, self.config.gradients.rounding)
+
+
+def _quantized(name: str, block_size: int, hadamard: bool, rounding: str) -> WireFormat | None:
+    if name == "none":
+        return None
+    return make_format(name, block_size=block_size, hadamard=hadamard, rounding=rounding)

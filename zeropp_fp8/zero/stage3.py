@@ -1,0 +1,201 @@
+"""Subclass of DeepSpeedZeroOptimizer_Stage3.
+
+What it changes: gathers (through ZeroppOffload), the reduction of gradient buckets (qgZ) and its order, the drop of
+secondary shards when weights change, and an entry of its own in checkpoints where training depends on more than
+weights and optimizer state. Everything else, the optimizer and the checkpoint layout included, is DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+from deepspeed import comm as ds_comm
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import logger
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.zero.gradients import GradientReducer
+from zeropp_fp8.zero.offload import ZeroppOffload
+from zeropp_fp8.zero.order import FixedOrder, reduction_units
+from zeropp_fp8.zero.report import print_progress_line
+from zeropp_fp8.zero.session import Session
+
+CHECKPOINT_ENTRY = "zeropp_fp8"
+_LEAF = "ds_z3_leaf_module"
+# The double-underscore methods of DeepSpeed's class, by the names under which Python stores them.
+AVG_SCATTER_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+
+
+class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
+    """ZeRO stage 3 with quantized collectives."""
+
+    def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
+        self.session = session
+        self.reducer = GradientReducer(session)
+        self._order: FixedOrder | None = None
+        if session.config.quantizes_gradients:
+            kwargs["reduce_scatter"] = True
+        super().__init__(module, init_optimizer, param_names, *args, **kwargs)
+
+    # -- gathers ---------------------------------------------------------------------------------------------------
+
+    def initialize_ds_offload(self, module, **kwargs) -> ZeroppOffload:
+        return ZeroppOffload(module=module, session=self.session, **kwargs)
+
+    @property
+    def gatherer(self):
+        return self.parameter_offload.gatherer
+
+    def _post_step(self, timer_names) -> None:
+        """After the weights changed: drop what was derived from them, fetch the persistent parameters again."""
+        self.gatherer.weights_changed()
+        with self._persistent_parameters_gathered():
+            super()._post_step(timer_names)
+
+    def checkpoint_event_epilogue(self) -> None:
+        self.gatherer.weights_changed()
+        with self._persistent_parameters_gathered():
+            super().checkpoint_event_epilogue()
+
+    def _persistent_parameters_gathered(self):
+        """DeepSpeed gathers persistent parameters through their exact all_gather; do it in the wire format instead."""
+        with self.session.ledger.counting("weights_forward"):
+            self.gatherer.gather_now(self.persistent_parameters)
+        return _Replaced(self, "persistent_parameters", [])
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    def create_reduce_and_remove_grad_hooks(self) -> None:
+        """Reduce every parameter from its own gradient hook, blocks (z3 leaf modules) included.
+
+        DeepSpeed reduces a leaf module from a full backward hook of the module, which fires before the gradients
+        exist when no input of the block needs one (a frozen embedding under LoRA). The unit order below keeps blocks
+        together without it, and gives the same buckets as stock's leaf modules.
+        """
+        trainable = [param for group in self.fp16_groups for param in group]
+        if self._uses_fixed_order():
+            self._order = FixedOrder(
+                reduction_units(trainable, self.parameter_offload.blocks), super().reduce_ready_partitions_and_remove_grads
+            )
+            leaf_of = {param: param.__dict__.pop(_LEAF) for param in trainable if _LEAF in param.__dict__}
+            super().create_reduce_and_remove_grad_hooks()
+            for param, leaf in leaf_of.items():
+                setattr(param, _LEAF, leaf)
+        else:
+            super().create_reduce_and_remove_grad_hooks()
+
+    def _uses_fixed_order(self) -> bool:
+        """Always, except that `lossless` at module granularity promises stock's buckets, filled as gradients come."""
+        return self.session.config.quantizes_gradients or self.session.config.gather_granularity == "block"
+
+    def reduce_ready_partitions_and_remove_grads(self, param: Parameter) -> None:
+        if self._coalesce_reduction_is_on() or self._order is None:
+            super().reduce_ready_partitions_and_remove_grads(param)
+        else:
+            self._order.is_ready(param)
+
+    def _coalesce_reduction_is_on(self) -> bool:
+        # DeepSpeedEngine.coalesce_grad_reduction(), which DeepSpeed 0.18 does not have.
+        return getattr(self, "_coalesce_grad_reduction", False)
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        if self._order is not None:
+            self._order.finish()
+        super().independent_gradient_partition_epilogue()
+
+    def _avg_scatter_grads(self, params: list[Parameter], communication_data_type=None) -> list[Tensor]:
+        """Mean gradient of a bucket, this rank's slices; DeepSpeed's own reduce-scatter when nothing is quantized."""
+        session = self.session
+        if not session.config.quantizes_gradients:
+            with session.ledger.counting("gradients"):
+                numel = sum(p.ds_tensor.ds_numel for p in params) * session.topology.world_size
+                dtype = communication_data_type or self.communication_data_type
+                session.ledger.sent_around_ring(numel * dtype.itemsize)
+                session.ledger.stock_would_send(numel)
+            stock = getattr(super(), AVG_SCATTER_GRADS)
+            return stock(params) if communication_data_type is None else stock(params, communication_data_type)
+        names = [self.param_names.get(p, str(p.ds_id)) for p in params]
+        return self.reducer.reduce(params, [p.grad for p in params], names, self.gradient_accumulation_dtype)
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def step(self, closure=None) -> None:
+        loss_scale = self.loss_scale
+        super().step(closure)
+        residuals = self.reducer.error_feedback
+        if residuals and (self.overflow or self.loss_scale != loss_scale):
+            residuals.reset()
+        self.session.ledger.end_step()
+        print_progress_line(self.session)
+
+    def _get_norm_groups(self):
+        with self.session.ledger.counting("other"):
+            for _ in self.fp16_groups:
+                self.session.ledger.sent_around_ring(8, rounds=2)  # an all-reduce of one fp64 number
+        return super()._get_norm_groups()
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        with self.session.ledger.counting("other"):
+            self.session.ledger.sent_around_ring(1, rounds=2)  # an all-reduce of one byte
+        return super().has_overflow(partition_gradients)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _rigid_state_dict(self) -> dict:
+        state = super()._rigid_state_dict()
+        extra = {}
+        if self.reducer.error_feedback is not None:
+            extra["error_feedback"] = self.reducer.error_feedback.state_dict()
+        if self.session.rounds_stochastically:
+            extra["generators"] = {name: g.get_state() for name, g in self.session.generators.items()}
+        if extra:
+            extra["world"] = (self.session.topology.nodes, self.session.topology.ranks_per_node)
+            state[CHECKPOINT_ENTRY] = extra
+        return state
+
+    def _rigid_load_state_dict(self, state_dict: dict, load_optimizer_states: bool = True) -> None:
+        super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+        self._load_own_entry(state_dict.get(CHECKPOINT_ENTRY))
+
+    def _load_own_entry(self, extra: dict | None) -> None:
+        """Take over residuals and generator states; a checkpoint without them, or of another world, resets them."""
+        topology = self.session.topology
+        if self.reducer.error_feedback is not None:
+            self.reducer.error_feedback.reset()
+        if extra is None or tuple(extra["world"]) != (topology.nodes, topology.ranks_per_node):
+            wanted = self.reducer.error_feedback is not None or self.session.rounds_stochastically
+            if wanted and ds_comm.get_rank() == 0:
+                logger.warning(
+                    "zeropp_fp8: the checkpoint holds no residuals or generator states for this topology "
+                    f"({topology.nodes} x {topology.ranks_per_node} ranks); they start afresh"
+                )
+            return
+        if self.reducer.error_feedback is not None and "error_feedback" in extra:
+            self.reducer.error_feedback.load_state_dict(extra["error_feedback"], self.session.device)
+        for name, generator_state in extra.get("generators", {}).items():
+            self.session.generators[name].set_state(generator_state)
+
+    def load_state_dict(self, *args, **kwargs) -> None:
+        with self.session.ledger.counting(OUTSIDE):
+            super().load_state_dict(*args, **kwargs)
+        if kwargs.get("checkpoint_folder"):  # a universal checkpoint holds weights and optimizer state only
+            self._load_own_entry(None)
+        self.gatherer.weights_changed()
+
+
+setattr(ZeroppStage3, AVG_SCATTER_GRADS, ZeroppStage3._avg_scatter_grads)
+
+
+class _Replaced:
+    """Context in which an attribute of an object has another value."""
+
+    def __init__(self, owner: object, name: str, value: object) -> None:
+        self._owner, self._name, self._value = owner, name, value
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._owner, self._name)
+        setattr(self._owner, self._name, self._value)
+
+    def __exit__(self, *exc) -> None:
+        setattr(self._owner, self._name, self._before)
+
