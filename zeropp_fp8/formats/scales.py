@@ -23,6 +23,8 @@ def block_scales(amax: Tensor, largest_code: float) -> Tensor:
     scale = round_up_bf16(amax / largest_code), hence amax / scale <= largest_code. An all-zero block has scale 0; a
     block with NaN or Inf has scale NaN, so that all of it decodes to NaN and overflow checks see it.
     """
-    scale = round_up_to_bf16((amax / largest_code).clamp_min_(MIN_SCALE))
+    # Divided by a tensor on purpose: torch on CUDA turns a division by a Python number into a multiplication by its
+    # reciprocal, which is not correctly rounded, and the bytes would differ from the CPU's.
+    scale = round_up_to_bf16((amax / torch.full_like(amax, largest_code)).clamp_min_(MIN_SCALE))
     scale = torch.where(amax == 0, torch.zeros_like(scale), scale)
     return torch.where(amax.isfinite(), scale, torch.full_like(scale, float("nan")))

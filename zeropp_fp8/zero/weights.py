@@ -39,7 +39,7 @@ class NodeCopy:
 
     held: Tensor
     payload_bytes: int
-    parameters: tuple[Parameter, ...]
+    parameter_ids: tuple[int, ...]
 
 
 @dataclass
@@ -205,7 +205,7 @@ class WeightGatherer:
             payload_bytes = payload.numel()
             held = gather_through(payload, before, ledger)
             if self.session.secondary_ranks is not None:
-                self._keep(params, payloads, NodeCopy(held, payload_bytes, tuple(params)))
+                self._keep(params, payloads, NodeCopy(held, payload_bytes, tuple(p.ds_id for p in params)))
         return GatherHandle(self, params, start_gather(held, before, after, payload_bytes, ledger))
 
     def _keep(self, params: list[Parameter], payloads: list[Tensor], copy: NodeCopy) -> None:
@@ -218,7 +218,7 @@ class WeightGatherer:
     def _from_node_copies(self, params: list[Parameter]) -> tuple[Tensor, int]:
         """(held, payload bytes) for a group: the kept buffer itself when it holds exactly this group."""
         first: NodeCopy = getattr(params[0], STATE).node_copy
-        if first.parameters == tuple(params):
+        if first.parameter_ids == tuple(p.ds_id for p in params):
             return first.held, first.payload_bytes
         parts = []
         for param in params:
