@@ -117,7 +117,9 @@ class BlockScaledFormat(WireFormat):
         scaled = scaled.view(rows, -1)[:, : self._code_count(numel)]
         codes = self.element.quantize_(scaled, self.rounding, generator)
 
-        scale_bytes = scales.to(torch.bfloat16).view(torch.uint8)
+        # The scales are exact in bf16, so their upper halves are it. A cast would also do, but CPU and CUDA cast NaN to
+        # different bits, and payloads are compared byte for byte.
+        scale_bytes = scales.view(torch.int32).bitwise_right_shift(16).to(torch.int16).view(torch.uint8)
         payload = torch.empty(rows, self.payload_bytes(numel), dtype=torch.uint8, device=matrix.device)
         codes_start, codes_end = scale_bytes.shape[1], scale_bytes.shape[1] + codes.shape[1]
         payload[:, :codes_start] = scale_bytes

@@ -1,0 +1,190 @@
+"""Training jobs that run on ranks; kept apart from the tests so that ranks import little."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from models import Mlp, build, ds_config, full_weights, llama, make_engine, section, train
+from torch import nn
+
+import zeropp_fp8
+
+
+def allow_fp16_on_cpu():
+    """DeepSpeed refuses fp16 on CPUs without an fp16 oneDNN; torch itself computes it, slowly and correctly."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = type(get_accelerator())
+    accelerator.is_fp16_supported = lambda self: True
+    accelerator.supported_dtypes = lambda self: [torch.float, torch.half, torch.bfloat16]
+
+
+def switch(plugin):
+    """Plugin on or off."""
+    zeropp_fp8.enable() if plugin else zeropp_fp8.disable()
+
+
+def train_llama(plugin, steps=30, dtype="fp32", zero_init=False, leaf=False, tie=False, recipe=None, fields=None,
+                checkpointing=None, seed=0, layers=2, lora=False, detect=False, **overrides):
+    """Train a small Llama; returns losses, weights at start and end and, with the plugin, the wire report."""
+    import deepspeed
+
+    switch(plugin)
+    the_section = section(recipe, **(fields or {})) if plugin else None
+    if detect:
+        the_section and the_section.pop("topology")
+    config = ds_config(the_section, dtype, **overrides)
+    model = build(lambda: llama(layers=layers, tie=tie, seed=seed), config, zero_init)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(3)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        model.enable_input_require_grads()
+    if leaf:
+        deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
+    engine = make_engine(model, config, lr=1e-2 if lora else 1e-3)
+    start = full_weights(engine.module)
+    losses = train(engine, steps, config["gradient_accumulation_steps"])
+    report = zeropp_fp8.wire_report(engine) if plugin else None
+    return {"losses": losses, "weights": full_weights(engine.module), "start": start, "report": report}
+
+
+def train_both(granularity, recipe="lossless", **options):
+    """Stock (with leaf modules for `block`) and the plugin, one after the other in the same ranks."""
+    importlib.import_module("torch._dynamo")  # zero.Init needs it imported before, see plugin.enable
+    leaf = granularity == "block" and recipe == "lossless"
+    stock = train_llama(False, leaf=leaf, **{k: v for k, v in options.items() if k != "detect"})
+    return stock, train_llama(True, recipe=recipe, fields={"gather_granularity": granularity}, **options)
+
+
+def stock_plugin_stock(steps=5):
+    """(stock, zeropp, stock again, whether every replaced name is restored)."""
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    names = (deepspeed.DeepSpeedEngine, deepspeed.DeepSpeedHybridEngine, Init.__init__)
+    first = train_llama(False, steps=steps)
+    quantized = train_llama(True, recipe="zeropp", steps=steps)
+    again = train_llama(False, steps=steps)
+    restored = names == (deepspeed.DeepSpeedEngine, deepspeed.DeepSpeedHybridEngine, Init.__init__)
+    return first, quantized, again, restored
+
+
+def train_mlp(steps=20):
+    """Losses of the linear stack: stock, lossless, and the ZeRO++ keys of DeepSpeed alone."""
+
+    def run(plugin, config):
+        switch(plugin)
+        engine = make_engine(Mlp(), config, lr=1e-2)
+        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        losses = []
+        for _ in range(steps):
+            x, y = torch.randn(8, 16, generator=generator), torch.randint(0, 16, (8,), generator=generator)
+            loss = engine(x, y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    keys = {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}
+    return (
+        run(False, ds_config()),
+        run(True, ds_config(section("lossless", gather_granularity="module"))),
+        run(True, ds_config(zero_optimization=keys)),
+    )
+
+
+VARIANTS = {
+    "reentrant": {"checkpointing": "reentrant"},
+    "non-reentrant": {"checkpointing": "non-reentrant"},
+    "overlap off": {"zero_optimization": {"stage": 3, "overlap_comm": False, "contiguous_gradients": False}},
+    "module": {"fields": {"gather_granularity": "module"}},
+    "parameter": {"fields": {"gather_granularity": "parameter"}},
+    "fp16": {"dtype": "fp16"},
+}
+
+
+def train_variant(variant, steps=8):
+    """zeropp in its plain form and in one variant."""
+    if variant == "fp16":
+        allow_fp16_on_cpu()
+    plain = train_llama(True, recipe="zeropp", steps=steps)
+    return plain, train_llama(True, recipe="zeropp", steps=steps, **VARIANTS[variant])
+
+
+def train_lora(checkpointing, zero_init, steps=4):
+    """LoRA with stock, lossless and zeropp."""
+    importlib.import_module("torch._dynamo")
+    options = {"lora": True, "checkpointing": checkpointing, "zero_init": zero_init, "steps": steps}
+    return (
+        train_llama(False, **options),
+        train_llama(True, recipe="lossless", **options),
+        train_llama(True, recipe="zeropp", **options),
+    )
+
+
+class BranchyBlock(nn.Module):
+    """A block with a branch that only some calls use, and a matrix that none does.
+
+    The matrices are the block's own parameters, so that it is gathered as one at every granularity: ranks that gather
+    different modules cannot work under ZeRO-3 at all.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.main, self.extra, self.never = (nn.Parameter(torch.randn(24, 24) / 5) for _ in range(3))
+        self.gain = nn.Parameter(torch.ones(24))
+
+    def forward(self, x, use_extra):
+        y = torch.tanh(x @ self.main)
+        return y + (y @ self.extra) * self.gain if use_extra else y
+
+
+class Branchy(nn.Module):
+    """Two blocks; each call says whether this rank takes the branches."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([BranchyBlock() for _ in range(2)])
+        self.gain = nn.Parameter(torch.ones(24))
+        self.head = nn.Linear(24, 4)
+
+    def forward(self, x, use_extra):
+        for block in self.blocks:
+            x = block(x, use_extra)
+        return self.head(x * self.gain if use_extra else x).square().mean()
+
+
+def train_branchy(recipe, fields=None, steps=3):
+    """Ranks differ in what they use; returns the gradient-trained weights."""
+    zeropp_fp8.enable()
+    rank = torch.distributed.get_rank()
+    config = ds_config(section(recipe, **(fields or {})))
+    engine = make_engine(Branchy(), config, optimizer="sgd", lr=0.5)
+    torch.manual_seed(5 + rank)
+    for step in range(steps):
+        loss = engine(torch.randn(3, 24), use_extra=(rank + step) % 2 == 0)
+        engine.backward(loss)
+        engine.step()
+    return full_weights(engine.module)
+
+
+def branchy_reference(steps=3, world=4):
+    """The same training in one process, the mean over ranks written out."""
+    model = Branchy()
+    inputs = []
+    for rank in range(world):
+        torch.manual_seed(5 + rank)
+        inputs.append([torch.randn(3, 24) for _ in range(steps)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(world):
+            (model(inputs[rank][step], use_extra=(rank + step) % 2 == 0) / world).backward()
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -1,0 +1,378 @@
+"""Jobs about hpZ, gradients, accuracy and checkpoints that run on ranks."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from models import batches, build, ds_config, full_weights, llama, make_engine, section, train
+from parity_jobs import allow_fp16_on_cpu, switch
+from ranks import printed
+
+import zeropp_fp8
+
+
+def forward_backward(engine, tokens):
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    engine.backward(loss)
+    return loss.item()
+
+
+def shared_folder():
+    """A temporary folder, the same on every rank."""
+    import tempfile
+
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+# -- hpZ -----------------------------------------------------------------------------------------------------------
+
+
+class InterCounter:
+    """Bytes this rank sent between nodes, in and outside steps, since the last call."""
+
+    def __init__(self, engine):
+        self.ledger = engine.zeropp_fp8_session.ledger
+        self.last = 0
+        self()
+
+    def __call__(self):
+        counters = [self.ledger._outside, *self.ledger._pending.values(), *self.ledger._done.values()]
+        now = sum(counter["inter"] for counter in counters)
+        now, self.last = now - self.last, now
+        return now
+
+
+def secondary_shards(scope):
+    """What each action moves between nodes, and how many bytes the secondary shards hold."""
+    import deepspeed
+
+    switch(True)
+    config = ds_config(
+        section("zeropp", secondary={"scope": scope}, gradients={"intra_format": "none", "inter_format": "none"}),
+        gradient_accumulation_steps=3,
+    )
+    engine = make_engine(llama(), config)
+    gatherer = engine.optimizer.gatherer
+    tokens = list(batches(8, dist.get_rank()))
+    moved = InterCounter(engine)
+    log = {}
+
+    def forward():
+        return engine(input_ids=tokens[0], labels=tokens[0]).loss
+
+    with torch.no_grad():
+        first = forward().item()
+        log["first evaluation"] = moved()
+        assert forward().item() == first
+        log["second evaluation"] = moved()
+    log["held"] = gatherer.secondary_bytes()
+    loss = forward()
+    assert loss.item() == first
+    log["training forward"] = moved()
+    engine.backward(loss)
+    engine.step()
+    moved()
+    loss = forward()
+    log["second micro-batch"] = moved()
+    engine.backward(loss)
+    engine.step()
+    engine.backward(forward())
+    moved()
+    engine.step()
+    log["held after step"] = gatherer.secondary_bytes()
+    moved()
+    with torch.no_grad():
+        assert forward().item() != first
+        log["after step"] = moved()
+        generated = engine.module.generate(input_ids=tokens[0][:, :4], max_new_tokens=3, do_sample=False)
+        log["generation"] = moved()
+    assert generated.shape == (2, 7)
+
+    # GatheredParameters is exact, also for parameters that are there in quantized form, and a write is seen.
+    weight = engine.module.model.embed_tokens.weight
+    before = full_weights(engine.module)
+    shard = weight.ds_tensor.clone()
+    with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
+        exact = torch.equal(weight.detach(), before["model.embed_tokens.weight"])
+    log["exact"] = exact and torch.equal(weight.ds_tensor, shard)
+    with torch.no_grad():
+        with_weights = forward().item()
+        with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
+            if dist.get_rank() == 0:
+                weight.mul_(0)
+        log["write is seen"] = forward().item() != with_weights
+    return log
+
+
+def persistent_parameters_stay_exact():
+    """With DeepSpeed's default thresholds all parameters persist; what GatheredParameters shows must be the shards."""
+    import deepspeed
+
+    switch(True)
+    engine = make_engine(llama(), ds_config(section("zeropp"), zero_optimization={"stage3_param_persistence_threshold": 10**6}))
+    train(engine, 2)
+    lossy = [p for p in engine.module.parameters() if p.zeropp_fp8_wire.lossy]
+    shards = {name: p.ds_tensor.clone() for name, p in engine.module.named_parameters()}
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        shown = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    rank = dist.get_rank()
+    for name, p in engine.module.named_parameters():
+        assert torch.equal(p.ds_tensor, shards[name])
+        size = p.ds_tensor.numel()
+        own = shown[name].reshape(-1)[rank * size : (rank + 1) * size]
+        assert torch.equal(own, shards[name][: own.numel()])
+    report = zeropp_fp8.wire_report(engine)
+    return len(lossy), report
+
+
+def several_inits_with_hpz():
+    """Four models under zero.Init with the in-tree hpZ key, as RLHF needs; two with optimizers, two without."""
+    import deepspeed
+
+    switch(True)
+    keys = {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}
+    config = ds_config(zero_optimization=keys, dtype="bf16")
+    tokens = next(batches(1, dist.get_rank()))
+    losses = []
+    for index in range(4):
+        model = build(lambda i=index: llama(seed=i % 2), config, zero_init=True)
+        engine = make_engine(model, config, optimizer="adamw" if index < 2 else None)
+        with torch.no_grad():
+            losses.append(engine(input_ids=tokens, labels=tokens).loss.item())
+        if index >= 2:
+            assert isinstance(engine.optimizer, deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload)
+            report = zeropp_fp8.wire_report(engine)
+            assert report["steps"] == 0 and report["outside_steps"]["inter"] > 0
+    return losses, printed()
+
+
+# -- gradients -----------------------------------------------------------------------------------------------------
+
+
+def reduced_gradients(dtype, sequences=128):
+    """The reduced gradient of one batch: stock's, and with each pair of wire formats; weights travel exactly."""
+    from deepspeed.utils import safe_get_full_grad
+
+    if dtype == "fp16":
+        allow_fp16_on_cpu()
+    per_rank = sequences // dist.get_world_size()
+    tokens = next(batches(1, dist.get_rank(), batch=per_rank, length=48))
+
+    def gradient(fields):
+        switch(fields is not None)
+        the_section = None if fields is None else section("zeropp", weights={"format": "none"}, gradients=fields)
+        engine = make_engine(llama(layers=2, hidden=96), ds_config(the_section, dtype, train_micro_batch_size_per_gpu=per_rank))
+        forward_backward(engine, tokens)
+        scale = engine.optimizer.loss_scale if dtype == "fp16" else 1.0
+        grads = [safe_get_full_grad(p).double().flatten() / scale for p in engine.module.parameters()]
+        return torch.cat(grads)
+
+    stock = gradient(None)
+    results = {}
+    for name, fields in {
+        "int8/int8": {"intra_format": "int8", "inter_format": "int8", "hadamard": False},
+        "int8/int4-hadamard": {"intra_format": "int8", "inter_format": "int4"},
+        "int8/int4 stochastic": {"intra_format": "int8", "inter_format": "int4", "rounding": "stochastic"},
+        "e4m3/e4m3": {"intra_format": "fp8_e4m3", "inter_format": "fp8_e4m3", "hadamard": False},
+    }.items():
+        mine = gradient(fields)
+        cosine = torch.nn.functional.cosine_similarity(mine, stock, dim=0).item()
+        results[name] = (cosine, (mine.norm() / stock.norm()).item())
+    return results
+
+
+def overflow_is_seen():
+    """A gradient with Inf on one rank skips the step on every rank, and training goes on."""
+    allow_fp16_on_cpu()
+    switch(True)
+    fields = {"gradients": {"error_feedback": True}}
+    config = ds_config(section("zeropp", **fields), fp16={"enabled": True, "initial_scale_power": 8})
+    engine = make_engine(llama(), config)
+    tokens = list(batches(6, dist.get_rank()))
+    forward_backward(engine, tokens[0])
+    engine.step()
+    kept = len(engine.optimizer.reducer.error_feedback)
+    before = full_weights(engine.module)
+    loss = engine(input_ids=tokens[1], labels=tokens[1]).loss
+    engine.backward(loss * (float("inf") if dist.get_rank() == 3 else 1.0))
+    engine.step()
+    dropped = len(engine.optimizer.reducer.error_feedback)
+    after = full_weights(engine.module)
+    unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    losses = [forward_backward(engine, t) or engine.step() for t in tokens[2:3]]
+    engine.step()
+    return engine.optimizer.overflow, unchanged, kept, dropped, losses, engine.skipped_steps
+
+
+# -- accuracy ------------------------------------------------------------------------------------------------------
+
+
+def library_bytes(limit=400_000):
+    """Source text of the Python standard library as byte values."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    data = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return torch.frombuffer(bytearray(data[:limit]), dtype=torch.uint8).long()
+
+
+def held_out_losses(dtype, recipes, seeds=(0, 1, 2), steps=60, batch=8, length=48, peak_lr=1e-3):
+    """Held-out loss of each recipe (None: stock) and seed after training on real text; ranks see different data."""
+    text = library_bytes()
+    train_text, held_out = text[:-40_000], text[-40_000:]
+    rank = dist.get_rank()
+    results = {}
+    for recipe in recipes:
+        for seed in seeds:
+            switch(recipe is not None)
+            config = ds_config(section(recipe) if recipe else None, dtype, train_micro_batch_size_per_gpu=batch)
+            engine = make_engine(llama(seed=seed), config, lr=peak_lr)
+            generator = torch.Generator().manual_seed(100 * seed + rank)
+            for step in range(steps):
+                for group in engine.optimizer.param_groups:
+                    group["lr"] = peak_lr * min(1.0, (step + 1) / 10)
+                starts = torch.randint(0, len(train_text) - length, (batch,), generator=generator)
+                tokens = torch.stack([train_text[s : s + length] for s in starts])
+                forward_backward(engine, tokens)
+                engine.step()
+            generator = torch.Generator().manual_seed(rank)
+            starts = torch.randint(0, len(held_out) - length, (32,), generator=generator)
+            tokens = torch.stack([held_out[s : s + length] for s in starts])
+            with torch.no_grad():
+                loss = engine(input_ids=tokens, labels=tokens).loss.detach().float()
+            dist.all_reduce(loss)
+            results[(recipe, seed)] = loss.item() / dist.get_world_size()
+            if recipe is not None:
+                results[(recipe, "report")] = zeropp_fp8.wire_report(engine)
+            engine.destroy()
+    return results
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def checkpoints(recipe, fields=None, dtype="bf16"):
+    """Save and resume, exchange with stock, zero_to_fp32 and the consolidated 16-bit weights."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    folder = shared_folder()
+    tokens = list(batches(8, dist.get_rank()))
+    own = ds_config(section(recipe, **(fields or {})), dtype, gradient_clipping=1.0)
+    stock = ds_config(None, dtype, gradient_clipping=1.0)
+
+    def steps(engine, some):
+        losses = []
+        for t in some:
+            losses.append(forward_backward(engine, t))
+            engine.step()
+        return losses
+
+    def resumed(config, tag, seed):
+        switch(config is own)
+        engine = make_engine(llama(seed=seed), config)
+        engine.load_checkpoint(folder, tag=tag)
+        return engine
+
+    switch(True)
+    engine = make_engine(llama(), own)
+    steps(engine, tokens[:4])
+    engine.save_checkpoint(folder, tag="own")
+    uninterrupted = steps(engine, tokens[4:])
+    final = full_weights(engine.module)
+
+    again = resumed(own, "own", seed=9)
+    resumed_losses = steps(again, tokens[4:])
+    resumed_weights = full_weights(again.module)
+
+    in_stock = resumed(stock, "own", seed=9)
+    stock_losses = steps(in_stock, tokens[4:])
+    in_stock.save_checkpoint(folder, tag="stock")
+    stock_weights = full_weights(in_stock.module)
+
+    back = resumed(own, "stock", seed=5)
+    back_weights = full_weights(back.module)
+    consolidated = back._zero3_consolidated_16bit_state_dict()
+    fp32 = get_fp32_state_dict_from_zero_checkpoint(folder, tag="own")
+    switch(True)
+    at_save = resumed(own, "own", seed=1)
+    at_save_weights = full_weights(at_save.module)
+
+    def same(a, b):
+        return all(torch.equal(a[name].float(), b[name].float()) for name in b)
+
+    lp = torch.bfloat16 if dtype == "bf16" else torch.float32
+    return {
+        "resume losses": (uninterrupted, resumed_losses),
+        "resume weights": same(resumed_weights, final),
+        "stock losses": (uninterrupted, stock_losses),
+        "stock to own": same(back_weights, stock_weights),
+        "consolidated": dist.get_rank() != 0 or same(consolidated, back_weights),
+        "zero_to_fp32": same({n: w.to(lp) for n, w in fp32.items()}, at_save_weights),
+    }
+
+
+def load_with_frozen_parameters():
+    """hpZ and frozen parameters: after load_checkpoint outputs come from the loaded weights, not from old secondaries."""
+    switch(True)
+    folder = shared_folder()
+    tokens = next(batches(1, dist.get_rank()))
+
+    def engine_of(seed):
+        model = llama(seed=seed)
+        model.model.embed_tokens.weight.requires_grad_(False)
+        for p in model.model.layers[0].parameters():
+            p.requires_grad_(False)
+        return make_engine(model, ds_config(section("zeropp")))
+
+    def loss_of(engine):
+        with torch.no_grad():
+            return engine(input_ids=tokens, labels=tokens).loss.item()
+
+    saved = engine_of(0)
+    saved.save_checkpoint(folder, tag="a")
+    expected = loss_of(saved)
+    other = engine_of(1)
+    before = loss_of(other)  # fills secondary shards, frozen parameters' too
+    other.load_checkpoint(folder, tag="a")
+    return expected, before, loss_of(other)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def refusals(cases):
+    """The ConfigError each ds_config raises on this rank, from deepspeed.initialize and from zero.Init."""
+    import deepspeed
+
+    switch(True)
+    messages = {}
+    for name, (changes, through_init) in cases.items():
+        config = ds_config(section("zeropp"))
+        for path, value in changes.items():
+            node = config
+            *parents, last = path.split("/")
+            for part in parents:
+                node = node.setdefault(part, {})
+            node[last] = value
+        try:
+            if through_init:
+                with deepspeed.zero.Init(config_dict_or_path=config):
+                    pass
+            else:
+                make_engine(llama(), config)
+            messages[name] = None
+        except zeropp_fp8.ConfigError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def start_table(fields=None):
+    """What a quantized engine and a stock engine print at start."""
+    switch(True)
+    engine = make_engine(llama(), ds_config(section("zeropp", **{**(fields or {}), "report": {"every": 2}})))
+    train(engine, 2)
+    make_engine(llama(), ds_config())
+    return printed()
