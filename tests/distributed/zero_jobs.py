@@ -47,13 +47,18 @@ class InterCounter:
         return now
 
 
-def secondary_shards(scope):
+def secondary_shards(scope, node_size=2):
     """What each action moves between nodes, and how many bytes the secondary shards hold."""
     import deepspeed
 
     switch(True)
     config = ds_config(
-        section("zeropp", secondary={"scope": scope}, gradients={"intra_format": "none", "inter_format": "none"}),
+        section(
+            "zeropp",
+            ranks_per_node=node_size,
+            secondary={"scope": scope},
+            gradients={"intra_format": "none", "inter_format": "none"},
+        ),
         gradient_accumulation_steps=3,
     )
     engine = make_engine(llama(), config)
