@@ -7,7 +7,7 @@ replaces them. Two kinds of gather exist:
   shard's payload is encoded once and cached until the weights change, so forward, backward, every micro-batch and
   evaluation see the same bits, also with stochastic rounding. With hpZ the payloads received in the first hops are
   kept (the secondary shard): later gathers use the node's own links only.
-* for looking and changing (`GatheredParameters` and everything built on it): DeepSpeed's own exact gather.
+* for looking and changing (`GatheredParameters` and everything built on it): every bit, in two levels too.
 
 Payloads and secondary shards are dropped by `weights_changed()`, which every writer of weights calls on every rank:
 the optimizer step, checkpoint loads, `partition(has_been_updated=True)`. All ranks therefore agree on who holds what;
@@ -231,13 +231,16 @@ class WeightGatherer:
 
     def decode_into(self, params: Sequence[Parameter], payloads: Tensor) -> None:
         """Decode uint8 [*levels, bytes] (rank order) into the parameters and mark them available."""
+        self._decode(params, [self.format_of(p) for p in params], payloads)
+
+    def _decode(self, params: Sequence[Parameter], formats: Sequence[WireFormat], payloads: Tensor) -> None:
         if payloads.is_cuda:
             # wait() may run on another stream than the one the buffer was allocated on.
             payloads.record_stream(torch.cuda.current_stream())
         world = self.session.topology.world_size
         offset = 0
-        for param in params:
-            wire_format, shard_numel = self.format_of(param), param.ds_tensor.ds_numel
+        for param, wire_format in zip(params, formats):
+            shard_numel = param.ds_tensor.ds_numel
             size = wire_format.payload_bytes(shard_numel)
             rows = payloads[..., offset : offset + size].reshape(world, size)
             offset += size
@@ -262,17 +265,26 @@ class WeightGatherer:
         current.wait_stream(self.stream)
 
     def gather_exactly(self, params: list[Parameter], async_op: bool = False, hierarchy: int = 0):
-        """DeepSpeed's exact gather; a parameter that is there in quantized form is gathered again."""
+        """Gather with every bit, complete on the current stream, for looking at weights and changing them.
+
+        A parameter that is there in quantized form is gathered again. `async_op` is left to DeepSpeed's own gather.
+        """
         for param in params:
             if getattr(param, STATE).lossy and not param.ds_active_sub_modules:
                 param.partition()
+        if async_op:
+            return getattr(params[0], STATE).stock_all_gather(params, async_op=True, hierarchy=hierarchy)
         missing = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-        with self.session.ledger.counting(OUTSIDE):
-            for param in missing:
-                self.session.ledger.sent_around_ring(
-                    param.ds_tensor.ds_numel * self.session.topology.world_size * param.ds_tensor.element_size()
-                )
-        return getattr(params[0], STATE).stock_all_gather(params, async_op=async_op, hierarchy=hierarchy)
+        if missing:
+            levels = self.session.topology.gather_levels()
+            formats = [UnquantizedFormat(p.ds_tensor.dtype) for p in missing]
+            shards = [p.ds_tensor.data.to(self.session.device) for p in missing]
+            payload = torch.cat([f.encode(shard) for f, shard in zip(formats, shards)])
+            with self.session.ledger.counting(OUTSIDE):
+                held = gather_through(payload, levels[0], self.session.ledger)
+                pending = start_gather(held, *levels, payload.numel(), self.session.ledger)
+            self._decode(missing, formats, pending.wait())
+        return None
 
     def _count_update(self, params: list[Parameter]) -> None:
         """GatheredParameters(modifier_rank=...) broadcasts each parameter before it partitions it again."""
