@@ -57,6 +57,41 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (_PARTITION, "get_allgather_dtype", ("param", "param_ds_tensor")),
 )
 
+# (module, class, attributes that the class's own methods must mention): objects that exist only inside an engine.
+RELIED_ON_ATTRIBUTES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3",
+        (
+            "fp16_groups",
+            "gradient_accumulation_dtype",
+            "communication_data_type",
+            "param_names",
+            "parameter_offload",
+            "persistent_parameters",
+            "overflow",
+            "loss_scale",
+        ),
+    ),
+    (_OFFLOAD, "DeepSpeedZeRoOffload", ("module", "_DeepSpeedZeRoOffload__allgather_stream", "ds_z3_leaf_module")),
+    (
+        _PARTITION,
+        "Init",
+        (
+            "all_gather",
+            "all_gather_coalesced",
+            "partition",
+            "ds_active_sub_modules",
+            "ds_id",
+            "ds_numel",
+            "ds_process_group",
+            "ds_shape",
+            "ds_status",
+            "ds_tensor",
+        ),
+    ),
+)
+
 _restore: list[tuple[Any, Any, Any]] = []  # (object or dict, name or key, what was there)
 
 
@@ -85,6 +120,35 @@ def _verify() -> None:
                     f"zeropp_fp8 relies on {where} taking {', '.join(missing)}, which DeepSpeed "
                     f"{deepspeed.__version__} does not; install deepspeed>=0.18,<0.20"
                 )
+
+
+    for module_name, class_name, attributes in RELIED_ON_ATTRIBUTES:
+        mentioned = _names_in_methods(getattr(importlib.import_module(module_name), class_name))
+        for name in attributes:
+            if name not in mentioned:
+                raise RuntimeError(
+                    f"zeropp_fp8 relies on the attribute {name} of {module_name}.{class_name}, which DeepSpeed "
+                    f"{deepspeed.__version__} does not have; install deepspeed>=0.18,<0.20"
+                )
+
+
+def _names_in_methods(cls: type) -> set[str]:
+    """Every attribute name that the methods of a class read or write, functions inside them included."""
+    names: set[str] = set()
+
+    def scan(code) -> None:
+        names.update(code.co_names)
+        for constant in code.co_consts:
+            if inspect.iscode(constant):
+                scan(constant)
+
+    for value in vars(cls).values():
+        # DeepSpeed's profiling decorator keeps the method in a closure, without __wrapped__.
+        cells = getattr(value, "__closure__", None) or ()
+        for function in (value, *(cell.cell_contents for cell in cells)):
+            if inspect.isfunction(function):
+                scan(inspect.unwrap(function).__code__)
+    return names
 
 
 def _replace(owner: Any, name: Any, value: Any) -> None:

@@ -1,0 +1,95 @@
+"""Installing and removing the plugin, and what it says when DeepSpeed is not what it relies on."""
+
+import deepspeed
+import pytest
+from deepspeed.runtime.zero import parameter_offload, partition_parameters, stage3
+
+import zeropp_fp8
+from zeropp_fp8 import plugin
+
+
+@pytest.fixture(autouse=True)
+def leave_stock():
+    yield
+    zeropp_fp8.disable()
+
+
+def replaceable():
+    return (
+        deepspeed.DeepSpeedEngine,
+        deepspeed.DeepSpeedHybridEngine,
+        partition_parameters.Init.__init__,
+        deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm"),
+    )
+
+
+def test_enable_is_idempotent_and_disable_restores_every_name():
+    stock = replaceable()
+    zeropp_fp8.enable()
+    first = replaceable()
+    assert all(a is not b for a, b in zip(first[:3], stock[:3])) and first[3] is False
+    zeropp_fp8.enable()
+    assert replaceable() == first
+    zeropp_fp8.disable()
+    assert replaceable() == stock
+    zeropp_fp8.disable()
+    assert replaceable() == stock
+
+
+def test_engine_class_keeps_its_name_and_ancestry():
+    stock = deepspeed.DeepSpeedEngine
+    zeropp_fp8.enable()
+    assert issubclass(deepspeed.DeepSpeedEngine, stock)
+    assert deepspeed.DeepSpeedEngine.__name__ == stock.__name__
+
+
+@pytest.mark.parametrize(
+    "owner, name",
+    [
+        (stage3.DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"),
+        (stage3.DeepSpeedZeroOptimizer_Stage3, "initialize_ds_offload"),
+        (parameter_offload.DeepSpeedZeRoOffload, "pre_sub_module_backward_function"),
+        (partition_parameters, "get_allgather_dtype"),
+    ],
+)
+def test_a_missing_name_is_named_with_the_version(monkeypatch, owner, name):
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(RuntimeError, match=rf"{name}.*DeepSpeed {deepspeed.__version__}.*install deepspeed"):
+        zeropp_fp8.enable()
+    assert not plugin.is_enabled()
+
+
+def test_a_changed_signature_is_named(monkeypatch):
+    monkeypatch.setattr(parameter_offload.DeepSpeedZeRoOffload, "pre_sub_module_forward_function", lambda self, m: None)
+    with pytest.raises(RuntimeError, match="pre_sub_module_forward_function taking sub_module"):
+        zeropp_fp8.enable()
+
+
+def test_a_missing_attribute_is_named(monkeypatch):
+    monkeypatch.setattr(
+        plugin,
+        "RELIED_ON_ATTRIBUTES",
+        (("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", ("no_such_thing",)),),
+    )
+    with pytest.raises(RuntimeError, match="attribute no_such_thing of deepspeed"):
+        zeropp_fp8.enable()
+
+
+def test_run_passes_arguments_through(tmp_path, monkeypatch, capsys):
+    """`python -m zeropp_fp8.run SCRIPT ARGS` with the launcher's --local_rank in front."""
+    from zeropp_fp8 import run
+
+    script = tmp_path / "script.py"
+    script.write_text("import sys, zeropp_fp8.plugin\nprint(__name__, sys.argv[1:], zeropp_fp8.plugin.is_enabled())\n")
+    monkeypatch.setattr("sys.argv", ["run"])
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    run.main(["--local_rank=1", str(script), "--a", "b"])
+    assert capsys.readouterr().out == "__main__ ['--local_rank=1', '--a', 'b'] True\n"
+
+
+def test_run_without_a_script_says_how(capsys):
+    from zeropp_fp8 import run
+
+    with pytest.raises(SystemExit) as stop:
+        run.main([])
+    assert stop.value.code == 2 and "usage: python -m zeropp_fp8.run" in capsys.readouterr().out
