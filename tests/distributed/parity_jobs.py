@@ -116,6 +116,26 @@ def train_variant(variant, steps=8):
     return plain, train_llama(True, recipe="zeropp", steps=steps, **VARIANTS[variant])
 
 
+def train_quantized_with_everything(steps=12):
+    """zeropp against stock with tied weights, accumulation, clipping and prefetching all at once."""
+    importlib.import_module("torch._dynamo")
+    options = {
+        "steps": steps,
+        "tie": True,
+        "zero_init": True,
+        "dtype": "bf16",
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": 30000,
+            "stage3_prefetch_bucket_size": 60000,
+            "stage3_max_live_parameters": 200000,
+        },
+    }
+    return train_llama(False, **options), train_llama(True, recipe="zeropp", **options)
+
+
 def train_lora(checkpointing, zero_init, steps=4):
     """LoRA with stock, lossless and zeropp."""
     importlib.import_module("torch._dynamo")

@@ -96,6 +96,15 @@ def test_quantized_variants_train_like_the_plain_one(variant):
     assert varied["losses"][-1] < varied["losses"][0]
 
 
+def test_quantized_with_tied_weights_accumulation_clipping_and_prefetch():
+    stock, zeropp = run_ranks(jobs.train_quantized_with_everything)[0]
+    assert zeropp["losses"] == pytest.approx(stock["losses"], rel=3e-3)
+    report = zeropp["report"]["per_step"]
+    assert report["weights_backward"]["inter"] == 0
+    # two micro-batches a step, and the weights cross the network once: 123,904 parameters in int8, half of them a rank
+    assert report["weights_forward"]["inter"] < 0.6 * 123904 / 2
+
+
 @pytest.mark.parametrize("zero_init", [False, True])
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
 def test_lora_added_after_zero_init(checkpointing, zero_init):

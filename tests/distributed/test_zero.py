@@ -39,6 +39,21 @@ def test_several_inits_with_hpz():
     assert text.count("zeropp_fp8: recipe none (lossless plus the ZeRO++ keys)") == 4
 
 
+def test_quantized_nontrainable_weights():
+    losses, formats, trainable, text = run_ranks(jobs.quantized_nontrainable_weights)[0]
+    for name, wire_format in formats.items():
+        matrix = "norm" not in name
+        assert wire_format.startswith("int8" if matrix and not trainable[name] else "float32"), name
+    assert any(trainable.values()) and "frozen; 16 or 32 bits at rest" in text and losses[1] == losses[1]
+
+
+def test_data_parallel_group_is_not_the_world():
+    results = run_ranks(jobs.data_parallel_group_is_not_the_world)
+    for rank, (first, last, reduced) in enumerate(results):
+        assert (first, last) == pytest.approx((rank % 2, rank % 2 + 2), rel=0.01)
+        assert reduced == pytest.approx([rank % 2 + 1.0], rel=0.01)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_reduced_gradient_of_one_batch(dtype):
     """128 sequences; limits from the in-tree qgZ's failure: right to a per mille with int8, to 3 % with int4."""

@@ -156,6 +156,42 @@ def several_inits_with_hpz():
     return losses, printed()
 
 
+def quantized_nontrainable_weights():
+    """The in-tree key alone: frozen matrices travel in int8, trainable ones in full."""
+    switch(True)
+    model = llama()
+    for name, p in model.named_parameters():
+        p.requires_grad_("layers.1." in name)
+    engine = make_engine(model, ds_config(zero_optimization={"zero_quantized_nontrainable_weights": True}))
+    losses = train(engine, 2)
+    formats = {name: repr(engine.optimizer.gatherer.format_of(p)) for name, p in engine.module.named_parameters()}
+    return losses, formats, {name: p.requires_grad for name, p in engine.module.named_parameters()}, printed()
+
+
+class _PairGroups:
+    """A model-parallel unit whose data-parallel groups are every second rank, as with tensor parallelism of 2."""
+
+    def __init__(self):
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        self.mine = groups[dist.get_rank() % 2]
+
+    def get_data_parallel_group(self):
+        return self.mine
+
+
+def data_parallel_group_is_not_the_world():
+    """Topology and collectives follow the data-parallel group: 2 of 4 ranks, one on each node."""
+    from zeropp_fp8.comm import make_topology, quantized_all_gather, quantized_reduce_scatter
+    from zeropp_fp8.formats import make_format
+
+    rank = dist.get_rank()
+    topology = make_topology(_PairGroups().mine, ranks_per_node=1)
+    assert (topology.nodes, topology.ranks_per_node, topology.rank) == (2, 1, rank // 2)
+    gathered = quantized_all_gather(torch.full((64,), float(rank)), make_format("int8"), topology)
+    reduced = quantized_reduce_scatter([torch.full((8, 8), float(rank))], topology, make_format("int8"), make_format("int8"))
+    return gathered[0].item(), gathered[-1].item(), reduced[0].unique().tolist()
+
+
 # -- gradients -----------------------------------------------------------------------------------------------------
 
 
