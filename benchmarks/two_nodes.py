@@ -21,9 +21,9 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
 
-from emulated_nodes import launch, sent_bytes, two_nodes
+from emulated_nodes import launch, sent_bytes, two_nodes  # noqa: E402
 
 RUNS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit")
 MODELS = {
@@ -260,7 +260,10 @@ def main() -> None:
         launch(__file__, [*sys.argv[1:], "--worker"], 4, Path(folder, "store"), args.timeout)
     result = json.loads(Path(args.out).read_text())
     for row in result.get("collectives", []):
-        print(f"{row['dtype']:<9} std {row['std']:<7} {row['formats']:<20} cosine {row['cosine']:.6f} norm {row['norm_ratio']:.5f}")
+        print(
+            f"{row['dtype']:<9} std {row['std']:<7} {row['formats']:<20} "
+            f"cosine {row['cosine']:.6f} norm {row['norm_ratio']:.5f}"
+        )
     print("\n".join(line(row, result["rows"][0]) for row in result["rows"]))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -54,9 +55,10 @@ def _main(function, arguments, rank, world, ranks_per_node, folder, env):
             **env,
         }
     )
-    log = open(os.path.join(folder, f"log{rank}"), "w", buffering=1)
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+    log = os.open(os.path.join(folder, f"log{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout.reconfigure(line_buffering=True)
     try:
         import deepspeed
         import torch
@@ -123,7 +125,5 @@ def _tail(folder, rank, lines=40):
 
 def printed(rank=0):
     """What this rank has printed so far; for use inside a function that runs on ranks."""
-    import sys
-
     sys.stdout.flush()
     return Path(os.readlink("/proc/self/fd/1")).read_text()

@@ -255,7 +255,9 @@ def _parse(section: dict[str, Any]) -> PluginConfig:
     except ValidationError as error:
         lines = []
         for problem in error.errors():
-            location = tuple(part for part in problem["loc"] if isinstance(part, str) and not part.startswith("literal"))
+            location = tuple(
+                part for part in problem["loc"] if isinstance(part, str) and not part.startswith("literal")
+            )
             where = ".".join((SECTION, *location))
             if problem["type"] == "extra_forbidden":
                 names = _field_names(problem["loc"])
@@ -282,9 +284,9 @@ def _check_in_tree_keys(config: PluginConfig, section: Mapping[str, Any], keys: 
     }
     for key, value in keys.items():
         field, choice = chosen[key]
-        if (value != IN_TREE_KEYS[key]) == (choice != "none"):
-            if key != "zero_hpz_partition_size" or choice in ("none", "node", "rank", value):
-                continue
+        agree = (value != IN_TREE_KEYS[key]) == (choice != "none")
+        if agree and (key != "zero_hpz_partition_size" or choice in ("none", "node", "rank", value)):
+            continue
         raise ConfigError(
             f'"zero_optimization.{key}": {json.dumps(value)} contradicts "{SECTION}.{field}" = "{choice}"'
             f"{_origin(section)}; remove one of the two"
@@ -371,7 +373,10 @@ def _check_host(config: PluginConfig, ds_config: Mapping[str, Any], hybrid_engin
         )
     nvme = '"nvme"; the plugin supports "cpu" and "none" there'
     refused = {
-        "zero_optimization.offload_param.device": (_get(ds_config, "zero_optimization", "offload_param", "device"), nvme),
+        "zero_optimization.offload_param.device": (
+            _get(ds_config, "zero_optimization", "offload_param", "device"),
+            nvme,
+        ),
         "zero_optimization.offload_optimizer.device": (
             _get(ds_config, "zero_optimization", "offload_optimizer", "device"),
             nvme,
@@ -452,7 +457,9 @@ def find_ranks_per_node(config: PluginConfig, world_size: int, env: Mapping[str,
     if configured != "detect":
         source, value = f"{SECTION}.topology.ranks_per_node", configured
     else:
-        found = [(name, env[name]) for name in _LAUNCHER_VARIABLES if env.get(name, "").isdigit() and int(env[name]) > 0]
+        found = [
+            (name, env[name]) for name in _LAUNCHER_VARIABLES if env.get(name, "").isdigit() and int(env[name]) > 0
+        ]
         if found:
             source, value = found[0][0], int(found[0][1])
         elif world_size == 1:

@@ -113,14 +113,16 @@ def _verify() -> None:
         if parameters:
             taken = inspect.signature(inspect.unwrap(found)).parameters
             # DeepSpeed's profiling decorator hides the signature behind (*args, **kwargs).
-            opaque = {p.kind for p in taken.values()} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+            opaque = {p.kind for p in taken.values()} == {
+                inspect.Parameter.VAR_POSITIONAL,
+                inspect.Parameter.VAR_KEYWORD,
+            }
             missing = [name for name in parameters if name not in taken]
             if missing and not opaque:
                 raise RuntimeError(
                     f"zeropp_fp8 relies on {where} taking {', '.join(missing)}, which DeepSpeed "
                     f"{deepspeed.__version__} does not; install deepspeed>=0.18,<0.20"
                 )
-
 
     for module_name, class_name, attributes in RELIED_ON_ATTRIBUTES:
         mentioned = _names_in_methods(getattr(importlib.import_module(module_name), class_name))
@@ -170,9 +172,8 @@ def enable() -> None:
     if is_enabled():
         return
     # zero.Init replaces torch.Tensor.__new__; importing torch._dynamo under that dies in torch 2.13, so import first.
-    import torch._dynamo  # noqa: F401
-
     import deepspeed
+    import torch._dynamo  # noqa: F401
 
     _verify()
     from deepspeed.accelerator import get_accelerator
@@ -290,7 +291,7 @@ def _partition_group(module, mpu):
 
 @contextmanager
 def _zero_classes_of(session) -> Iterator[None]:
-    """While DeepSpeed builds its ZeRO-3 objects, the names it looks up give the plugin's classes, bound to `session`."""
+    """While DeepSpeed builds its ZeRO-3 objects, the names it looks up give the plugin's classes for `session`."""
     # SuperOffload's class must exist before the swap, or it would inherit from the plugin's.
     import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
     from deepspeed.runtime import engine as engine_module

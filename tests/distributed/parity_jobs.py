@@ -25,8 +25,22 @@ def switch(plugin):
     zeropp_fp8.enable() if plugin else zeropp_fp8.disable()
 
 
-def train_llama(plugin, steps=30, dtype="fp32", zero_init=False, leaf=False, tie=False, recipe=None, fields=None,
-                checkpointing=None, seed=0, layers=2, lora=False, detect=False, **overrides):
+def train_llama(
+    plugin,
+    steps=30,
+    dtype="fp32",
+    zero_init=False,
+    leaf=False,
+    tie=False,
+    recipe=None,
+    fields=None,
+    checkpointing=None,
+    seed=0,
+    layers=2,
+    lora=False,
+    detect=False,
+    **overrides,
+):
     """Train a small Llama; returns losses, weights at start and end and, with the plugin, the wire report."""
     import deepspeed
 

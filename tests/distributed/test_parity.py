@@ -48,17 +48,15 @@ def assert_same(stock, plugin):
 )
 def test_lossless_is_stock_bit_for_bit(case, dtype, granularity):
     """30 steps; `block` is compared with stock whose decoder layers are z3 leaf modules."""
-    stock, plugin = run_ranks(
-        jobs.train_both, granularity=granularity, dtype=dtype, steps=30, **PARITY_CASES[case]
-    )[0]
+    stock, plugin = run_ranks(jobs.train_both, granularity=granularity, dtype=dtype, steps=30, **PARITY_CASES[case])[0]
     assert_same(stock, plugin)
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
 def test_lossless_is_stock_with_activation_checkpointing(checkpointing):
-    stock, plugin = run_ranks(
-        jobs.train_both, granularity="block", dtype="fp32", steps=6, checkpointing=checkpointing
-    )[0]
+    stock, plugin = run_ranks(jobs.train_both, granularity="block", dtype="fp32", steps=6, checkpointing=checkpointing)[
+        0
+    ]
     assert_same(stock, plugin)
 
 
@@ -82,8 +80,14 @@ def test_documentation_model_through_both():
 def test_other_worlds(world, ranks_per_node):
     """One rank, one node, one rank a node, odd counts: quantized training stays close to stock."""
     stock, plugin = run_ranks(
-        jobs.train_both, world=world, ranks_per_node=ranks_per_node, granularity="block", dtype="fp32", steps=6,
-        recipe="zeropp", detect=True,
+        jobs.train_both,
+        world=world,
+        ranks_per_node=ranks_per_node,
+        granularity="block",
+        dtype="fp32",
+        steps=6,
+        recipe="zeropp",
+        detect=True,
     )[0]
     assert plugin["losses"] == pytest.approx(stock["losses"], rel=3e-3)
 

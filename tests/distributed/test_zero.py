@@ -12,7 +12,9 @@ import zeropp_fp8
 @pytest.mark.parametrize("scope, world, ranks_per_node", [("node", 4, 2), ("rank", 4, 2), ("none", 4, 2), (2, 8, 4)])
 def test_secondary_shards(scope, world, ranks_per_node):
     """The forward fills the node's copy; until the weights change nothing crosses the network again."""
-    log = run_ranks(jobs.secondary_shards, world=world, ranks_per_node=ranks_per_node, scope=scope, node_size=ranks_per_node)[0]
+    log = run_ranks(
+        jobs.secondary_shards, world=world, ranks_per_node=ranks_per_node, scope=scope, node_size=ranks_per_node
+    )[0]
     assert log["exact"] and log["write is seen"]
     assert log["first evaluation"] > 0 and log["after step"] == log["first evaluation"]
     again = ("second evaluation", "training forward", "second micro-batch", "generation")
@@ -102,9 +104,9 @@ STOCHASTIC = {
 }
 
 
-@pytest.mark.parametrize("recipe, fields, dtype", [
-    ("lossless", None, "fp32"), ("zeropp", None, "bf16"), ("zeropp-4bit", STOCHASTIC, "bf16")
-])
+@pytest.mark.parametrize(
+    "recipe, fields, dtype", [("lossless", None, "fp32"), ("zeropp", None, "bf16"), ("zeropp-4bit", STOCHASTIC, "bf16")]
+)
 def test_checkpoints(recipe, fields, dtype):
     """Resume is exact (generators and residuals included); stock reads ours and we read stock's."""
     for result in run_ranks(jobs.checkpoints, recipe=recipe, fields=fields, dtype=dtype):
@@ -151,9 +153,16 @@ def test_refusals_reach_every_rank_before_any_collective():
 def test_start_table_and_progress_line():
     text = run_ranks(jobs.start_table)
     assert "2 node(s) x 2 rank(s), from zeropp_fp8.topology.ranks_per_node" in text[0]
-    for part in ("int8 (block 256)", "norms and biases stay in high precision", "int4 (block 128, hadamard)",
-                 "one copy in 2 rank(s)", "2 blocks (LlamaDecoderLayer)", "MB a rank sends a step", "step 2: a rank sends",
-                 "zeropp_fp8: stock DeepSpeed"):
+    for part in (
+        "int8 (block 256)",
+        "norms and biases stay in high precision",
+        "int4 (block 128, hadamard)",
+        "one copy in 2 rank(s)",
+        "2 blocks (LlamaDecoderLayer)",
+        "MB a rank sends a step",
+        "step 2: a rank sends",
+        "zeropp_fp8: stock DeepSpeed",
+    ):
         assert part in text[0], part
     assert "zeropp_fp8:" not in text[1], "only rank 0 prints"
 

@@ -119,7 +119,9 @@ def persistent_parameters_stay_exact():
     import deepspeed
 
     switch(True)
-    engine = make_engine(llama(), ds_config(section("zeropp"), zero_optimization={"stage3_param_persistence_threshold": 10**6}))
+    engine = make_engine(
+        llama(), ds_config(section("zeropp"), zero_optimization={"stage3_param_persistence_threshold": 10**6})
+    )
     train(engine, 2)
     lossy = [p for p in engine.module.parameters() if p.zeropp_fp8_wire.lossy]
     shards = {name: p.ds_tensor.clone() for name, p in engine.module.named_parameters()}
@@ -188,7 +190,9 @@ def data_parallel_group_is_not_the_world():
     topology = make_topology(_PairGroups().mine, ranks_per_node=1)
     assert (topology.nodes, topology.ranks_per_node, topology.rank) == (2, 1, rank // 2)
     gathered = quantized_all_gather(torch.full((64,), float(rank)), make_format("int8"), topology)
-    reduced = quantized_reduce_scatter([torch.full((8, 8), float(rank))], topology, make_format("int8"), make_format("int8"))
+    reduced = quantized_reduce_scatter(
+        [torch.full((8, 8), float(rank))], topology, make_format("int8"), make_format("int8")
+    )
     return gathered[0].item(), gathered[-1].item(), reduced[0].unique().tolist()
 
 
@@ -207,7 +211,9 @@ def reduced_gradients(dtype, sequences=128):
     def gradient(fields):
         switch(fields is not None)
         the_section = None if fields is None else section("zeropp", weights={"format": "none"}, gradients=fields)
-        engine = make_engine(llama(layers=2, hidden=96), ds_config(the_section, dtype, train_micro_batch_size_per_gpu=per_rank))
+        engine = make_engine(
+            llama(layers=2, hidden=96), ds_config(the_section, dtype, train_micro_batch_size_per_gpu=per_rank)
+        )
         forward_backward(engine, tokens)
         scale = engine.optimizer.loss_scale if dtype == "fp16" else 1.0
         grads = [safe_get_full_grad(p).double().flatten() / scale for p in engine.module.parameters()]
@@ -356,7 +362,7 @@ def checkpoints(recipe, fields=None, dtype="bf16"):
 
 
 def load_with_frozen_parameters():
-    """hpZ and frozen parameters: after load_checkpoint outputs come from the loaded weights, not from old secondaries."""
+    """hpZ and frozen parameters: after load_checkpoint outputs come from the loaded weights, not from old copies."""
     switch(True)
     folder = shared_folder()
     tokens = next(batches(1, dist.get_rank()))

@@ -29,9 +29,8 @@ class UnquantizedFormat(WireFormat):
     @torch.no_grad()
     def encode_rows(self, matrix: Tensor, generator: torch.Generator | None = None) -> Tensor:
         check_encodable(matrix, self.name)
-        rows, numel = matrix.shape
         raw = matrix.to(self.dtype).contiguous().view(torch.uint8)
-        return F.pad(raw, (0, self.payload_bytes(numel) - raw.shape[1]))
+        return F.pad(raw, (0, self.payload_bytes(matrix.shape[1]) - raw.shape[1]))
 
     @torch.no_grad()
     def decode_rows(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

@@ -36,7 +36,9 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
         by_format[(repr(wire_format), reason)].append(param)
     rows = []
     for (name, reason), members in by_format.items():
-        rows.append(("weights", name, sum(p.ds_numel for p in members), f"{len(members)} tensors; {reason}".rstrip("; ")))
+        rows.append(
+            ("weights", name, sum(p.ds_numel for p in members), f"{len(members)} tensors; {reason}".rstrip("; "))
+        )
     trainable = sum(p.ds_numel for p in params if p.requires_grad)
 
     def gradient_row(hop: str, chosen: WireFormat | None, ranks: int) -> tuple:
@@ -44,7 +46,12 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
             return (f"gradients {hop}", "-", 0, "one rank on this level: no such hop")
         if not config.quantizes_gradients:
             return (f"gradients {hop}", "none", trainable, "DeepSpeed's own flat reduce-scatter")
-        return (f"gradients {hop}", repr(chosen) if chosen else "none", trainable, "tensors of fewer than 2 dimensions exact")
+        return (
+            f"gradients {hop}",
+            repr(chosen) if chosen else "none",
+            trainable,
+            "tensors of fewer than 2 dimensions exact",
+        )
 
     rows.append(gradient_row("within nodes", session.intra_format, topology.ranks_per_node))
     rows.append(gradient_row("between nodes", session.inter_format, topology.nodes))
@@ -53,11 +60,24 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
     else:
         numel = sum(p.ds_numel for p in params)
         rows.append(
-            ("secondary shard", "as received", numel, f"one copy in {session.secondary_ranks} rank(s); backward stays there")
+            (
+                "secondary shard",
+                "as received",
+                numel,
+                f"one copy in {session.secondary_ranks} rank(s); backward stays there",
+            )
         )
     if config.gather_granularity == "block":
-        rows.append(("gather unit", "block", 0, f"{len(blocks)} blocks ({type(blocks[0]).__name__})" if blocks else
-                     "no repeated block found in the model: gathered module by module"))
+        rows.append(
+            (
+                "gather unit",
+                "block",
+                0,
+                f"{len(blocks)} blocks ({type(blocks[0]).__name__})"
+                if blocks
+                else "no repeated block found in the model: gathered module by module",
+            )
+        )
     else:
         rows.append(("gather unit", config.gather_granularity, 0, ""))
     return rows
@@ -71,7 +91,9 @@ def predicted_bytes(session: Session, gatherer: WeightGatherer) -> dict[str, dic
     gradients = {"inter": 0, "intra": 0}
     for param in gatherer.adopted.values():
         held = gatherer.format_of(param).payload_bytes(param.ds_tensor.ds_numel)
-        for level, kept in [(level, session.secondary_ranks is not None) for level in before] + [(a, False) for a in after]:
+        for level, kept in [(level, session.secondary_ranks is not None) for level in before] + [
+            (a, False) for a in after
+        ]:
             sent = held * (level.size - 1)
             held *= level.size
             weights["forward"][level.link] += sent

@@ -33,7 +33,9 @@ class Session:
         self.weight_format = _quantized(weights.format, weights.block_size, weights.hadamard, weights.rounding)
         self.frozen_format = _quantized(frozen.format, frozen.block_size, False, "nearest") or self.weight_format
         self.intra_format = _quantized(
-            gradients.intra_format, gradients.block_size, gradients.hadamard and gradients.intra_format == "int4",
+            gradients.intra_format,
+            gradients.block_size,
+            gradients.hadamard and gradients.intra_format == "int4",
             gradients.rounding,
         )
         self.inter_format = _quantized(
@@ -42,7 +44,9 @@ class Session:
         # Ranks draw different numbers, or the rounding errors of a mean would not average out.
         self.device = torch.device(get_accelerator().current_device_name())
         self.generators = {
-            name: torch.Generator(device=self.device).manual_seed(config.seed * 1000003 + 2 * self.topology.rank + index)
+            name: torch.Generator(device=self.device).manual_seed(
+                config.seed * 1000003 + 2 * self.topology.rank + index
+            )
             for index, name in enumerate(("weights", "gradients"))
         }
 

@@ -75,7 +75,8 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         trainable = [param for group in self.fp16_groups for param in group]
         if self._uses_fixed_order():
             self._order = FixedOrder(
-                reduction_units(trainable, self.parameter_offload.blocks), super().reduce_ready_partitions_and_remove_grads
+                reduction_units(trainable, self.parameter_offload.blocks),
+                super().reduce_ready_partitions_and_remove_grads,
             )
             leaf_of = {param: param.__dict__.pop(_LEAF) for param in trainable if _LEAF in param.__dict__}
             super().create_reduce_and_remove_grad_hooks()
@@ -198,4 +199,3 @@ class _Replaced:
 
     def __exit__(self, *exc) -> None:
         setattr(self._owner, self._name, self._before)
-

@@ -315,4 +315,3 @@ class WeightGatherer:
         """Bytes of secondary shards held by this rank now."""
         copies = {id(s.node_copy): s.node_copy for p in self.adopted.values() if (s := getattr(p, STATE)).node_copy}
         return sum(copy.held.numel() for copy in copies.values())
-
