@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
 
-from emulated_nodes import launch, sent_bytes, two_nodes  # noqa: E402
+from emulated_nodes import launch, sent_bytes, two_nodes
 
 RUNS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit")
 MODELS = {

@@ -196,6 +196,7 @@ def resolve(ds_config: Mapping[str, Any], *, hybrid_engine: bool = False) -> Plu
     if not isinstance(section, Mapping):
         raise ConfigError(f'"{SECTION}" must be an object such as {{"recipe": "zeropp"}}, got {section!r}')
     keys = in_tree_keys(ds_config)
+    _check_in_tree_types(keys)
     config = _parse(_merge(section, keys))
     _check_in_tree_keys(config, section, keys)
     _check_fields(config)
@@ -206,6 +207,7 @@ def resolve(ds_config: Mapping[str, Any], *, hybrid_engine: bool = False) -> Plu
 def _merge(section: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """recipe (or: lossless plus what the in-tree keys ask), overridden by the fields set by hand."""
     recipe = section.get("recipe")
+    hpz_size = keys.get("zero_hpz_partition_size", 1)
     if recipe is None:
         base = copy.deepcopy(RECIPES["lossless"])
         if keys.get("zero_quantized_weights"):
@@ -214,10 +216,14 @@ def _merge(section: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any
             base["gradients"] = copy.deepcopy(RECIPES["zeropp"]["gradients"])
         if keys.get("zero_quantized_nontrainable_weights"):
             base["frozen"] = {"format": "int8", "block_size": 256}
-        if keys.get("zero_hpz_partition_size", 1) != 1:
-            base["secondary"] = {"scope": keys["zero_hpz_partition_size"]}
+        if hpz_size != 1:
+            base["secondary"] = {"scope": hpz_size}
+    elif not isinstance(recipe, str):
+        raise ConfigError(f'"{SECTION}.recipe" must be a name, one of {", ".join(sorted(RECIPES))}; got {recipe!r}')
     elif recipe in RECIPES:
         base = copy.deepcopy(RECIPES[recipe])
+        if hpz_size != 1 and base.get("secondary", {}).get("scope") == "node":
+            base["secondary"]["scope"] = hpz_size  # the key says how many ranks of the node share a copy
     elif recipe in PLANNED_RECIPES:
         raise ConfigError(
             f'"{SECTION}.recipe": "{recipe}" is not in this version; use one of {", ".join(sorted(RECIPES))}'
@@ -249,16 +255,26 @@ def _field_names(location: tuple) -> list[str]:
     return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
 
 
+def _location(location: tuple) -> list[str]:
+    """The keys of a pydantic location. What follows a leaf field (union members, list indices) is pydantic's own."""
+    keys: list[str] = []
+    model: Any = PluginConfig
+    for part in location:
+        keys.append(str(part))
+        field = model.model_fields.get(part)
+        model = field.annotation if field is not None else None
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            break
+    return keys
+
+
 def _parse(section: dict[str, Any]) -> PluginConfig:
     try:
         return PluginConfig(**section)
     except ValidationError as error:
         lines = []
         for problem in error.errors():
-            location = tuple(
-                part for part in problem["loc"] if isinstance(part, str) and not part.startswith("literal")
-            )
-            where = ".".join((SECTION, *location))
+            where = ".".join((SECTION, *_location(problem["loc"])))
             if problem["type"] == "extra_forbidden":
                 names = _field_names(problem["loc"])
                 hint = _nearest(str(problem["loc"][-1]), names)
@@ -268,14 +284,17 @@ def _parse(section: dict[str, Any]) -> PluginConfig:
         raise ConfigError("; ".join(dict.fromkeys(lines))) from None
 
 
-def _check_in_tree_keys(config: PluginConfig, section: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
-    """The types of the in-tree keys, and that they do not contradict the section."""
+def _check_in_tree_types(keys: Mapping[str, Any]) -> None:
     for key, value in keys.items():
         off = IN_TREE_KEYS[key]
         valid = isinstance(value, bool) if isinstance(off, bool) else type(value) is int and value >= 1
         if not valid:
             kind = "true or false" if isinstance(off, bool) else "a number of ranks, at least 1"
             raise ConfigError(f'"zero_optimization.{key}" must be {kind}, got {value!r}')
+
+
+def _check_in_tree_keys(config: PluginConfig, section: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
+    """The in-tree keys must not contradict the section."""
     chosen = {
         "zero_quantized_weights": ("weights.format", config.weights.format),
         "zero_quantized_gradients": ("gradients.inter_format", _gradient_summary(config)),
@@ -285,7 +304,7 @@ def _check_in_tree_keys(config: PluginConfig, section: Mapping[str, Any], keys: 
     for key, value in keys.items():
         field, choice = chosen[key]
         agree = (value != IN_TREE_KEYS[key]) == (choice != "none")
-        if agree and (key != "zero_hpz_partition_size" or choice in ("none", "node", "rank", value)):
+        if agree and (key != "zero_hpz_partition_size" or choice in ("none", value)):
             continue
         raise ConfigError(
             f'"zero_optimization.{key}": {json.dumps(value)} contradicts "{SECTION}.{field}" = "{choice}"'
@@ -395,10 +414,10 @@ def _check_host(config: PluginConfig, ds_config: Mapping[str, Any], hybrid_engin
         "zero_optimization.use_all_reduce_for_fetch_params": _get(
             ds_config, "zero_optimization", "use_all_reduce_for_fetch_params"
         ),
-        "zero_optimization.mics_shard_size": (_get(ds_config, "zero_optimization", "mics_shard_size") or -1) > 0,
+        "zero_optimization.mics_shard_size": _get(ds_config, "zero_optimization", "mics_shard_size") not in (None, -1),
     }
     for key, value in conflicts.items():
-        if value:
+        if value not in (None, False):
             raise ConfigError(f'"{key}" replaces parts of ZeRO-3 that the plugin replaces too; remove one of the two')
     if config.quantizes_gradients:
         if _get(ds_config, "zero_optimization", "reduce_scatter") is False:

@@ -62,16 +62,16 @@ class WireLedger:
 
     def sent_around_ring(self, num_bytes: float, rounds: float = 1.0) -> None:
         """A collective over all ranks that DeepSpeed issues itself, by the ring formula; `rounds` 2 for all-reduce."""
-        for link, share in self._ring(num_bytes * rounds).items():
+        for link, share in self.ring_bytes(num_bytes * rounds).items():
             self.sent(link, share)
 
     def stock_would_send(self, numel: int) -> None:
         """Stock ZeRO-3 would move `numel` elements (of the full tensor) around the ring in 16 bits here."""
         if self.kind != OUTSIDE:
-            for link, share in self._ring(numel * STOCK_BYTES_PER_ELEMENT).items():
+            for link, share in self.ring_bytes(numel * STOCK_BYTES_PER_ELEMENT).items():
                 self._pending_stock[self.kind][link] += share
 
-    def _ring(self, num_bytes: float) -> dict[str, float]:
+    def ring_bytes(self, num_bytes: float) -> dict[str, float]:
         """Mean bytes per rank when a ring all-gather (or reduce-scatter) moves `num_bytes` over all ranks."""
         world = self.world_size
         per_rank = num_bytes * (world - 1) / world

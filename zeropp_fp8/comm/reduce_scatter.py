@@ -7,7 +7,8 @@ between nodes each rank ends with its own slice; between the hops values are deq
     x [N, L, S]  --reorder-->  [L, N, S]  --encode, all-to-all in the node-->  L contributions to [N, S]
     mean over L in fp32  --encode, all-to-all between nodes-->  N contributions to [S]  --mean over N in fp32
 
-Dividing on each hop (by L, then by N) makes the result the mean over ranks and keeps it in the range of the input.
+Dividing on each hop (by L, then by N) makes the result the mean over ranks; only an fp32 sum is ever formed, so fp16
+gradients cannot overflow on the way.
 Blocks never straddle a slice or a tensor, so the result does not depend on how tensors were bucketed.
 """
 
@@ -68,7 +69,8 @@ def quantized_reduce_scatter(
         quantize_vectors: also quantize tensors of fewer than two dimensions, which otherwise keep their dtype.
 
     Returns:
-        for each tensor, fp32 [ceil(numel / world_size)]: this rank's slice of the mean, zero-padded at the end.
+        for each tensor, fp32 [ceil(numel / world_size)]: this rank's slice of the mean. What lies beyond the
+        tensor's end (padding) means nothing.
     """
     nodes, per_node, world = topology.nodes, topology.ranks_per_node, topology.world_size
 

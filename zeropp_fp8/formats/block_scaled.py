@@ -52,6 +52,7 @@ class BlockScaledFormat(WireFormat):
 
     Raises:
         ValueError: a block size or rounding mode that does not exist.
+        TypeError: a block size that is no int.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class BlockScaledFormat(WireFormat):
         hadamard: bool = False,
         rounding: str = "nearest",
     ) -> None:
+        if block_size is not None and type(block_size) is not int:
+            raise TypeError(f"{name}: block_size must be an int or None, got {block_size!r}")
         if rounding not in ROUNDING_MODES:
             raise ValueError(f"{name}: rounding must be one of {ROUNDING_MODES}, got {rounding!r}")
         if block_size is not None and (block_size < 1 or block_size % element.codes_per_byte):
@@ -140,9 +143,10 @@ class BlockScaledFormat(WireFormat):
         scales = payload[:, :codes_start].clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
         values = self.element.dequantize(payload[:, codes_start:codes_end].contiguous())
         values = F.pad(values, (0, num_blocks * block_size - code_count)).view(rows, num_blocks, block_size)
-        values = values.mul_(scales.unsqueeze(-1))
         if self.hadamard:
+            # Before scaling: sums of codes cannot overflow, sums of values near the largest fp32 number could.
             values = rotate_back(values)
+        values = values * scales.unsqueeze(-1)
         limit = torch.finfo(dtype).max
         values = values.clamp_(-limit, limit).view(rows, -1)
         return values[:, :numel].to(dtype).contiguous()

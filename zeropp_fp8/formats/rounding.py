@@ -18,8 +18,11 @@ def round_to_integer_(values: Tensor, rounding: str, generator: torch.Generator 
     if rounding == "nearest":
         return values.round_()
     if rounding == "half_away":
+        # Not floor(|v| + 0.5): in fp32 that sum rounds 0.49999997 up to 1.
         sign = values.sign()
-        return values.abs_().add_(0.5).floor_().mul_(sign)
+        magnitude = values.abs_()
+        whole = magnitude.floor()
+        return values.copy_(whole.add_((magnitude - whole >= 0.5).to(values.dtype))).mul_(sign)
     if rounding == "stochastic":
         noise = torch.rand(values.shape, dtype=values.dtype, device=values.device, generator=generator)
         return values.add_(noise).floor_()

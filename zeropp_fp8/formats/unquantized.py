@@ -34,5 +34,7 @@ class UnquantizedFormat(WireFormat):
 
     @torch.no_grad()
     def decode_rows(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        if numel == 0:
+            return torch.empty(payload.shape[0], 0, dtype=dtype, device=payload.device)
         raw = payload[:, : numel * self.dtype.itemsize].clone(memory_format=torch.contiguous_format)
         return raw.view(self.dtype).to(dtype)

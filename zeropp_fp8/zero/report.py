@@ -107,7 +107,7 @@ def predicted_bytes(session: Session, gatherer: WeightGatherer) -> dict[str, dic
             gradients["intra"] += intra.payload_bytes(size) * topology.nodes * (topology.ranks_per_node - 1)
             gradients["inter"] += inter.payload_bytes(size) * (topology.nodes - 1)
         elif param.requires_grad:
-            for link, share in session.ledger._ring(param.ds_numel * param.element_size()).items():
+            for link, share in session.ledger.ring_bytes(param.ds_numel * param.element_size()).items():
                 gradients[link] += share
     return {"weights forward": weights["forward"], "weights backward": weights["backward"], "gradients": gradients}
 

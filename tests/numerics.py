@@ -1,0 +1,125 @@
+"""Numeric references for tests, written out from the formulas and sharing no code with the package."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+LARGEST_CODE = {"int8": 127.0, "int4": 7.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
+CODE_BITS = {"int8": 8, "int4": 4, "fp8_e4m3": 8, "fp8_e5m2": 8}
+# (mantissa bits, exponent of the smallest normal number, exponent bias)
+FLOAT8_LAYOUT = {"fp8_e4m3": (3, -6, 7), "fp8_e5m2": (2, -14, 15)}
+# Rounding to a dtype changes a value by at most this share of it, plus half its smallest subnormal.
+UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+HALF_SMALLEST = {torch.float32: 2.0**-150, torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25}
+SMALLEST_SCALE = 2.0**-126
+GROUP = 32
+
+
+def signal_to_noise_db(reference: torch.Tensor, actual: torch.Tensor) -> float:
+    """10 log10(sum reference^2 / sum (reference - actual)^2), summed in float64; inf when they are equal."""
+    reference, actual = reference.detach().double(), actual.detach().double()
+    noise = (reference - actual).square().sum().item()
+    signal = reference.square().sum().item()
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise)
+
+
+def student_t(numel: int, degrees: int, generator: torch.Generator) -> torch.Tensor:
+    """Student-t numbers from their definition: normal / sqrt(chi-squared / degrees)."""
+    chi_squared = torch.zeros(numel)
+    for _ in range(degrees):
+        chi_squared += torch.randn(numel, generator=generator).square()
+    return torch.randn(numel, generator=generator) / (chi_squared / degrees).sqrt()
+
+
+def sylvester_matrix() -> torch.Tensor:
+    """The 32 x 32 Hadamard matrix in float64: element (i, j) is -1 to the number of ones in the binary i AND j."""
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(GROUP)] for i in range(GROUP)]
+    return torch.tensor(signs, dtype=torch.float64)
+
+
+def bfloat16_at_least(value: float) -> float:
+    """The smallest bf16 number (8 significant bits) not below a positive `value` in the normal range."""
+    mantissa, exponent = math.frexp(value)  # value = mantissa * 2^exponent, 1/2 <= mantissa < 1
+    return math.ldexp(math.ceil(mantissa * 256), exponent - 8)
+
+
+def payload_size(numel: int, bits: int, block_size: int | None, hadamard: bool = False) -> int:
+    """Bytes of a block-scaled payload: 2 a scale, then the codes, up to a multiple of 16."""
+    if numel == 0:
+        return 0
+    blocks = 1 if block_size is None else math.ceil(numel / block_size)
+    multiple = GROUP if hadamard else 8 // bits
+    codes = math.ceil(numel / multiple) * multiple
+    return math.ceil((2 * blocks + codes * bits // 8) / 16) * 16
+
+
+def integer_reference(values: list[float], bits: int, block_size: int) -> tuple[bytes, list[float]]:
+    """(payload, decoded values) of symmetric block-scaled integers, nearest rounding, element by element in float64."""
+    largest = 2 ** (bits - 1) - 1
+    scales, codes = [], []
+    for start in range(0, len(values), block_size):
+        block = values[start : start + block_size]
+        amax = max(abs(v) for v in block)
+        scale = bfloat16_at_least(max(amax / largest, SMALLEST_SCALE)) if amax else 0.0
+        scales.append(scale)
+        codes += [max(-largest, min(largest, round(v / scale))) if scale else 0 for v in block]
+    decoded = [code * scales[i // block_size] for i, code in enumerate(codes)]
+    scale_bytes = b"".join(np.float32(scale).tobytes()[2:] for scale in scales)  # bf16 is the upper half of fp32
+    if bits == 8:
+        code_bytes = bytes(code % 256 for code in codes)
+    else:
+        codes += [0] * (len(codes) % 2)
+        code_bytes = bytes((low % 16) + 16 * (high % 16) for low, high in zip(codes[0::2], codes[1::2]))
+    payload = scale_bytes + code_bytes
+    return payload + bytes(-len(payload) % 16), decoded
+
+
+def float8_value(code: int, name: str) -> float:
+    """The number that an FP8 code stands for (OFP8): (-1)^sign * 2^(exponent - bias) * 1.mantissa, or a subnormal."""
+    mantissa_bits, min_exponent, bias = FLOAT8_LAYOUT[name]
+    sign = -1.0 if code & 0x80 else 1.0
+    mantissa = code & ((1 << mantissa_bits) - 1)
+    exponent = (code & 0x7F) >> mantissa_bits
+    if name == "fp8_e4m3" and code & 0x7F == 0x7F:
+        return math.nan
+    if name == "fp8_e5m2" and exponent == 31:
+        return math.nan if mantissa else sign * math.inf
+    if exponent == 0:
+        return sign * math.ldexp(mantissa, min_exponent - mantissa_bits)
+    return sign * math.ldexp(1 + mantissa / (1 << mantissa_bits), exponent - bias)
+
+
+def error_bound(
+    values: torch.Tensor, name: str, block_size: int | None, hadamard: bool, rounding: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """float64 [n]: the largest error an element of flat `values` may have after encoding and decoding to `dtype`.
+
+    step  = scale for integers; scale * 2^(max(floor(log2 |v / scale|), min exponent) - mantissa bits) for FP8, where
+            scale <= max(amax / largest, 2^-126) * (1 + 2^-7)
+    error <= step / 2 for nearest and half_away, <= step for stochastic
+    With the rotation each element is the sum of the 32 rotated elements of its group, hence so is its error bound.
+    The rounding of fp32 arithmetic and of the final cast to `dtype` come on top.
+    """
+    x = values.detach().double().reshape(-1)
+    numel = x.numel()
+    multiple = GROUP if hadamard else 1
+    block = block_size or math.ceil(numel / multiple) * multiple
+    padded = torch.zeros(math.ceil(numel / block) * block, dtype=torch.float64)
+    padded[:numel] = x
+    coded = (padded.view(-1, GROUP) @ sylvester_matrix() / GROUP).view(-1) if hadamard else padded
+    amax = coded.view(-1, block).abs().amax(dim=1, keepdim=True)
+    scale = (amax / LARGEST_CODE[name]).clamp_min(SMALLEST_SCALE) * (1 + 2.0**-7) * (amax > 0)
+    step = scale.expand(-1, block).reshape(-1)
+    if name in FLOAT8_LAYOUT:
+        mantissa_bits, min_exponent, _ = FLOAT8_LAYOUT[name]
+        # spacing of a normal number <= |v| * 2^-mantissa_bits; of a subnormal one scale * 2^(min_exponent - ...)
+        step = torch.maximum(coded.abs(), step * 2.0**min_exponent) * 2.0**-mantissa_bits
+    bound = step * (1.0 if rounding == "stochastic" else 0.5)
+    bound += 2.0**-20 * coded.abs()
+    if hadamard:
+        bound = bound.view(-1, GROUP).sum(dim=1, keepdim=True).expand(-1, GROUP).reshape(-1)
+    bound = bound[:numel]
+    return bound + UNIT_ROUNDOFF[dtype] * (x.abs() + bound) + HALF_SMALLEST[dtype]

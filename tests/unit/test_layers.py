@@ -1,0 +1,179 @@
+"""Imports between the package's folders point downwards only, and only plugin.py changes DeepSpeed."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zeropp_fp8
+
+PACKAGE = Path(zeropp_fp8.__file__).parent
+
+# What each part may import besides itself: plugin -> zero -> {comm, compute, optim} -> {kernels, formats}.
+# `config` and `diagnostics` may be imported by all and import none of them.
+_READ_BY_ALL = {"config", "diagnostics"}
+_BASE = _READ_BY_ALL | {"kernels", "formats"}
+_MIDDLE = _BASE | {"comm", "compute", "optim"}
+MAY_IMPORT = {
+    "": {"plugin", "config"},  # zeropp_fp8/__init__.py
+    "run": {"", "plugin", "config"},
+    "plugin": _MIDDLE | {"zero"},
+    "zero": _MIDDLE,
+    "comm": _BASE,
+    "compute": _BASE,
+    "optim": _BASE,
+    "kernels": _READ_BY_ALL,
+    "formats": _READ_BY_ALL,
+    "config": set(),
+    "diagnostics": set(),
+}
+PARTS = set(MAY_IMPORT) - {""}
+
+
+def part_of(module):
+    """The folder or top-level file of a dotted module name of the package; "" for the package itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def imported_parts(source, module, is_package):
+    """(line, part) of every import of the package in `source`, wherever it stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:  # relative
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                parents = package[: len(package) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            # `from zeropp_fp8 import comm` imports a part, `from zeropp_fp8 import enable` the package itself.
+            names = [base]
+            if base == "zeropp_fp8":
+                names = [f"{base}.{alias.name}" if alias.name in PARTS else base for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == "zeropp_fp8":
+                yield node.lineno, part_of(name)
+
+
+def upward_imports(source, module, is_package=False):
+    """A line for each import that the drawing does not allow."""
+    own = part_of(module)
+    return [
+        f"{module}:{line} imports {part or 'the package itself'}"
+        for line, part in imported_parts(source, module, is_package)
+        if part != own and part not in MAY_IMPORT[own]
+    ]
+
+
+def changes_of_deepspeed(source):
+    """Lines that assign to (or delete) an attribute or item of something imported from deepspeed."""
+    tree = ast.parse(source)
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or "deepspeed" for alias in node.names if alias.name.split(".")[0] == "deepspeed"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "deepspeed":
+            names |= {alias.asname or alias.name for alias in node.names}
+
+    def is_deepspeed(node):
+        while isinstance(node, (ast.Attribute, ast.Subscript)):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in names
+
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            changed = is_deepspeed(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            changed = bool(node.args) and is_deepspeed(node.args[0])
+        else:
+            continue
+        if changed:
+            lines.append(node.lineno)
+    return lines
+
+
+def module_name(path):
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+EVERY_FILE = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
+
+
+def test_every_file_belongs_to_a_part():
+    assert {part_of(module_name(path)) for path in FILES} <= set(MAY_IMPORT)
+    assert {"formats", "comm", "zero", "plugin", "config"} <= {part_of(module_name(path)) for path in FILES}
+
+
+@EVERY_FILE
+def test_imports_point_downwards(path):
+    assert upward_imports(path.read_text(), module_name(path), path.name == "__init__.py") == []
+
+
+@EVERY_FILE
+def test_only_the_plugin_changes_deepspeed(path):
+    if path.name != "plugin.py":
+        assert changes_of_deepspeed(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("zeropp_fp8.formats.base", "from zeropp_fp8.comm import Topology"),
+        ("zeropp_fp8.formats.base", "import zeropp_fp8.comm.ledger as ledger"),
+        ("zeropp_fp8.formats.base", "from zeropp_fp8 import comm"),
+        ("zeropp_fp8.formats.base", "from ..comm import ledger"),
+        ("zeropp_fp8.formats.base", "def f():\n    from zeropp_fp8.zero import session"),
+        ("zeropp_fp8.formats.base", "from zeropp_fp8 import enable"),
+        ("zeropp_fp8.comm.ledger", "import zeropp_fp8.zero.stage3"),
+        ("zeropp_fp8.comm.ledger", "from zeropp_fp8.optim import adamw"),
+        ("zeropp_fp8.zero.stage3", "from zeropp_fp8 import plugin"),
+        ("zeropp_fp8.config", "from zeropp_fp8.formats import FORMAT_NAMES"),
+        ("zeropp_fp8", "from zeropp_fp8.zero import stage3"),
+    ],
+)
+def test_the_check_finds_an_upward_import(module, source):
+    assert len(upward_imports(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("zeropp_fp8.formats.base", "import torch\nfrom zeropp_fp8.formats.scales import x\nfrom .scales import x"),
+        ("zeropp_fp8.comm.ledger", "from zeropp_fp8.formats import make_format\nfrom zeropp_fp8.config import resolve"),
+        ("zeropp_fp8.plugin", "from zeropp_fp8 import zero, config\nimport zeropp_fp8.comm"),
+        ("zeropp_fp8.run", "import zeropp_fp8"),
+    ],
+)
+def test_the_check_accepts_downward_imports(module, source):
+    assert upward_imports(source, module) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("import deepspeed\ndeepspeed.zero.Init = 3", [2]),
+        ("import deepspeed.comm as dist\ndist.x = 3", [2]),
+        ("from deepspeed.runtime import engine as e\nsetattr(e.Engine, 'step', 3)", [2]),
+        ("def f():\n    from deepspeed import ops\n    ops.__compatible_ops__['x'] = 1", [3]),
+        ("import deepspeed\ndel deepspeed.zero", [2]),
+        ("import deepspeed\nmine = deepspeed.zero\nmine2 = {}\nmine2[deepspeed] = 1", []),
+    ],
+)
+def test_the_check_finds_a_change_of_deepspeed(source, lines):
+    assert changes_of_deepspeed(source) == lines
+
+
+def test_importing_the_package_is_light():
+    """Reading the configuration or asking for help must not wait seconds for torch and DeepSpeed."""
+    code = "import sys, zeropp_fp8; print(sorted({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
