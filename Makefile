@@ -1,0 +1,58 @@
+# Each target makes .venv by itself. Change the interpreter with `make PYTHON=python3.12 ...`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+# No op of DeepSpeed is compiled at installation: this project needs none.
+export DS_BUILD_OPS = 0
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help demo test check format clean
+help:
+	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
+	@echo "make test     all tests"
+	@echo "make check    ruff: lint and format"
+	@echo "make format   let ruff reformat"
+	@echo "make clean    remove .venv and caches"
+
+demo: $(VENV)/.run
+	$(BIN)/python examples/pretrain/demo.py $(DEMO_ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+check: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
+
+# Stamps: what is installed, remade when a version or a dependency changes.
+$(VENV)/.made: constraints.txt
+	$(PYTHON) -c 'import sys; (3, 10) <= sys.version_info < (3, 14) or sys.exit("Python 3.10 to 3.13 is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.made
+	$(BIN)/pip install --quiet -c constraints.txt ruff
+	@touch $@
+
+# torch by itself first, by its exact version: every later package is then content with the build that is there.
+$(VENV)/.torch: $(VENV)/.made
+	$(BIN)/pip install --progress-bar off -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.torch setup.cfg
+	$(BIN)/pip install --progress-bar off -c constraints.txt -e ".[examples]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(BIN)/pip install --progress-bar off -c constraints.txt -e ".[examples,test,dev]"
+	@touch $@

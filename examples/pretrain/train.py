@@ -1,0 +1,340 @@
+"""Train a causal language model on text with DeepSpeed ZeRO-3, with or without zeropp_fp8. Copy it and change it.
+
+    deepspeed train.py --model llama-base --data stdlib --deepspeed_config ../../ds_configs/zeropp.json --steps 500
+    torchrun --nproc-per-node 4 train.py ...                  # the same
+    python train.py ...                                       # one process
+    deepspeed train.py --model Qwen/Qwen3-0.6B --data ~/texts ...        # a model of Hugging Face, your own files
+
+What the plugin does is in the ds_config alone: its "zeropp_fp8" section, or DeepSpeed's ZeRO++ keys. Without them this
+is a plain DeepSpeed script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import random
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from data import Sequences, byte_tokens, read_documents, split_tokens, tokenizer_tokens
+from deepspeed.accelerator import get_accelerator
+from models import SMALL_LLAMAS, is_small, make_model
+from tqdm import tqdm
+
+import zeropp_fp8
+
+MEGA = 1e6
+END_STEPS = 10  # loss_end is the mean over so many steps
+FIGURES = ("loss_start", "loss_end", "held_out_loss", "step_s")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model",
+        default="llama-small",
+        help=f"Hugging Face name or folder, or one of {', '.join(SMALL_LLAMAS)} (random)",
+    )
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        default=["stdlib"],
+        help='text files, folders, "stdlib" (the source of Python\'s standard library), or Hugging Face data sets '
+        "(NAME or NAME:CONFIGURATION)",
+    )
+    parser.add_argument("--deepspeed_config", required=True, help="path of the DeepSpeed JSON")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps in all, those before --resume included")
+    parser.add_argument("--sequence-length", type=int, default=128, help="tokens in a sequence")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate after the warm-up")
+    parser.add_argument("--warmup", type=int, default=10, help="steps over which the learning rate rises")
+    parser.add_argument("--schedule", choices=("constant", "cosine"), default="constant", help="after the warm-up")
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="for matrices; vectors have none")
+    parser.add_argument("--seed", type=int, default=0, help="initial weights and order of the data")
+    parser.add_argument("--eval-every", type=int, default=0, help="steps between held-out losses; 0: only at the end")
+    parser.add_argument("--eval-batches", type=int, default=8, help="batches on each rank for a held-out loss; 0: none")
+    parser.add_argument("--save", metavar="DIR", help="write a checkpoint here at the end")
+    parser.add_argument("--save-every", type=int, default=0, help="and every so many steps; 0: only at the end")
+    parser.add_argument("--resume", metavar="DIR", help="continue from the latest checkpoint there")
+    parser.add_argument("--loss-log", metavar="FILE", help="JSON lines: loss, learning rate and seconds of each step")
+    parser.add_argument("--summary", metavar="FILE", help="JSON: losses, step time and bytes of the whole run")
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher gives it
+    arguments = parser.parse_args()
+    if arguments.save_every and not arguments.save:
+        parser.error("--save-every needs --save DIR")
+    return arguments
+
+
+def be_the_only_process() -> None:
+    """Without a launcher: a world of one rank."""
+    if "RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(alone)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of Python and torch, on every device."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def make_optimizer(model: torch.nn.Module, arguments: argparse.Namespace) -> torch.optim.Optimizer:
+    """torch's AdamW: no compiler is needed, unlike for DeepSpeed's."""
+    decayed, plain = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # A partitioned parameter is empty here; DeepSpeed keeps its shape in ds_shape.
+            (decayed if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 else plain).append(parameter)
+    groups = [{"params": decayed, "weight_decay": arguments.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=arguments.lr, betas=(0.9, 0.95))
+
+
+def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str) -> float:
+    """What the learning rate of optimizer step `step` (from 0) is multiplied by."""
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, steps - warmup))))
+
+
+def make_engine(arguments: argparse.Namespace, ds_config: dict):
+    """The DeepSpeed engine. Optimizer and scheduler are the script's, unless the ds_config has its own."""
+    model = make_model(arguments.model, copy.deepcopy(ds_config), arguments.sequence_length)
+    optimizer = scheduler = None
+    if "optimizer" not in ds_config:
+        optimizer = make_optimizer(model, arguments)
+        if "scheduler" not in ds_config:
+            scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer,
+                lambda step: learning_rate_factor(step, arguments.warmup, arguments.steps, arguments.schedule),
+            )
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=None if optimizer else [p for p in model.parameters() if p.requires_grad],
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        config=copy.deepcopy(ds_config),
+    )
+    return engine
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    """The mean of one number of each rank."""
+    total = value.detach().float().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def bytes_sent(engine, total: bool = False) -> dict[str, float] | None:
+    """Bytes a step sends between nodes and within them; None when DeepSpeed runs without the plugin."""
+    if getattr(engine, "zeropp_fp8_session", None) is None:
+        return None
+    per_step = zeropp_fp8.wire_report(engine, total=total)["per_step"]
+    return {link: sum(kind[link] for kind in per_step.values()) for link in ("inter", "intra")}
+
+
+def train_step(engine, training: Sequences, step: int) -> float:
+    """One optimizer step (gradient accumulation included); returns the loss, mean over micro-batches and ranks."""
+    batch, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    losses = []
+    for micro in range(accumulation):
+        first = ((step * accumulation + micro) * world + rank) * batch
+        tokens = training.training_batch(first, batch).to(engine.device)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return mean_over_ranks(torch.stack(losses).mean())
+
+
+@torch.no_grad()
+def held_out_loss(engine, held_out: Sequences, batches: int) -> float:
+    """Loss on `batches` batches a rank of text that is never trained on, mean over ranks."""
+    batch, rank, world = engine.train_micro_batch_size_per_gpu(), dist.get_rank(), dist.get_world_size()
+    engine.eval()
+    losses = []
+    for index in range(batches):
+        tokens = held_out.evaluation_batch(index * world + rank, batches * world, batch).to(engine.device)
+        losses.append(engine(input_ids=tokens, labels=tokens).loss.detach())
+    engine.train()
+    return mean_over_ranks(torch.stack(losses).mean())
+
+
+def what_must_not_change(arguments: argparse.Namespace, engine, training: Sequences) -> dict:
+    """Everything that a resumed run must share with the run it continues."""
+    names = ["seed", "sequence_length", "lr", "warmup", "schedule", "weight_decay"]
+    if arguments.schedule == "cosine":
+        names.append("steps")
+    fixed = {"--" + name.replace("_", "-"): getattr(arguments, name) for name in names}
+    fixed["the number of sequences in a step"] = engine.train_batch_size()
+    fixed["the number of tokens to train on"] = len(training.tokens)
+    return fixed
+
+
+def save(engine, directory: str, step: int, fixed: dict) -> None:
+    """Write a checkpoint. Every rank keeps its own generator states; the order of the data follows from the step."""
+    state = {
+        "step": step,
+        "fixed": fixed,
+        "random": {
+            "python": random.getstate(),
+            "cpu": torch.get_rng_state(),
+            "device": get_accelerator().get_rng_state(),
+        },
+    }
+    engine.save_checkpoint(directory, tag=f"step{step}", client_state=state)
+
+
+def resume(engine, directory: str, fixed: dict) -> int:
+    """Load the latest checkpoint; returns the number of steps done.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it belongs to a run with other settings.
+    """
+    path, state = engine.load_checkpoint(directory)
+    if path is None:
+        raise FileNotFoundError(f"--resume {directory}: no checkpoint there")
+    for name, value in fixed.items():
+        if state["fixed"].get(name) != value:
+            raise ValueError(f"--resume {directory}: {name} was {state['fixed'].get(name)}, is {value} now")
+    random.setstate(state["random"]["python"])
+    torch.set_rng_state(state["random"]["cpu"])
+    get_accelerator().set_rng_state(state["random"]["device"])
+    return state["step"]
+
+
+def load_data(arguments: argparse.Namespace) -> tuple[Sequences, Sequences]:
+    """(training data, held-out data)."""
+    encode = byte_tokens
+    if not is_small(arguments.model):
+        from transformers import AutoTokenizer
+
+        encode = tokenizer_tokens(AutoTokenizer.from_pretrained(arguments.model))
+    training, held_out = split_tokens(read_documents(arguments.data), encode)
+    return (
+        Sequences(training, arguments.sequence_length, arguments.seed),
+        Sequences(held_out, arguments.sequence_length),
+    )
+
+
+class Log:
+    """JSON lines on rank 0, nothing on the others. A resumed run adds to the file of the run that it continues."""
+
+    def __init__(self, path: str | None, append: bool) -> None:
+        self._path = Path(path) if path and dist.get_rank() == 0 else None
+        if self._path:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if not append:
+                self._path.write_text("")
+
+    def write(self, **entry) -> None:
+        """Add one line."""
+        if self._path:
+            with self._path.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+
+def train(
+    arguments: argparse.Namespace, engine, training: Sequences, held_out: Sequences, start: int, fixed: dict
+) -> dict:
+    """Steps `start` ... arguments.steps - 1, with evaluation and checkpoints; returns the figures of the run."""
+    log = Log(arguments.loss_log, append=start > 0)
+    is_main = dist.get_rank() == 0
+    losses, seconds, evaluated = [], [], {}
+    bar = tqdm(
+        total=arguments.steps,
+        initial=start,
+        desc=Path(arguments.deepspeed_config).stem,
+        unit="step",
+        disable=not is_main,
+        mininterval=0.5 if sys.stderr.isatty() else 5.0,
+        dynamic_ncols=True,
+    )
+    for step in range(start, arguments.steps):
+        learning_rate = engine.get_lr()[0]
+        get_accelerator().synchronize()
+        began = time.perf_counter()
+        losses.append(train_step(engine, training, step))  # reading the loss waits for the device
+        get_accelerator().synchronize()
+        seconds.append(time.perf_counter() - began)
+        log.write(step=step + 1, loss=losses[-1], lr=learning_rate, seconds=seconds[-1])
+
+        sent = bytes_sent(engine)
+        shown = {"loss": f"{losses[-1]:.3f}", "s/step": f"{statistics.median(seconds[-END_STEPS:]):.2f}"}
+        if sent:
+            shown |= {"MB/step between nodes": f"{sent['inter'] / MEGA:.2f}", "within": f"{sent['intra'] / MEGA:.2f}"}
+        bar.set_postfix(shown, refresh=False)
+        bar.update()
+
+        done = step + 1 == arguments.steps
+        if arguments.eval_batches and (done or (arguments.eval_every and (step + 1) % arguments.eval_every == 0)):
+            evaluated[step + 1] = held_out_loss(engine, held_out, arguments.eval_batches)
+            log.write(step=step + 1, held_out_loss=evaluated[step + 1])
+        if arguments.save and (done or (arguments.save_every and (step + 1) % arguments.save_every == 0)):
+            save(engine, arguments.save, step + 1, fixed)
+    bar.close()
+    figures = {
+        "steps": arguments.steps,
+        "world_size": dist.get_world_size(),
+        "loss_start": losses[0] if losses else None,
+        "loss_end": statistics.fmean(losses[-END_STEPS:]) if losses else None,
+        "held_out_loss": evaluated.get(arguments.steps),
+        "step_s": statistics.median(seconds) if seconds else None,
+        "wire_report": None,
+    }
+    if bytes_sent(engine) is not None:
+        # All ranks together, bytes of one step; stock's by the ring formula in 16 bits.
+        figures["wire_report"] = zeropp_fp8.wire_report(engine, total=True)
+    return figures
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    zeropp_fp8.enable()  # the one line that this project adds; it acts where the ds_config asks for it
+    be_the_only_process()
+    deepspeed.init_distributed()
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    seed_everything(arguments.seed)
+    ds_config = json.loads(Path(arguments.deepspeed_config).read_text())
+
+    training, held_out = load_data(arguments)
+    engine = make_engine(arguments, ds_config)
+    seed_everything(arguments.seed + 1 + dist.get_rank())  # same initial weights, other dropout on each rank
+    fixed = what_must_not_change(arguments, engine, training)
+    start = resume(engine, arguments.resume, fixed) if arguments.resume else 0
+    if dist.get_rank() == 0:
+        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+        print(
+            f"{arguments.model}: {parameters / MEGA:.2f} million parameters; {len(training.tokens) / MEGA:.2f} million "
+            f"tokens to train on, {len(held_out.tokens) / MEGA:.2f} held out; {engine.train_batch_size()} sequences of "
+            f"{arguments.sequence_length} tokens a step on {dist.get_world_size()} rank(s)",
+            flush=True,
+        )
+    figures = train(arguments, engine, training, held_out, start, fixed)
+    if dist.get_rank() == 0:
+        print("; ".join(f"{name} {figures[name]:.4f}" for name in FIGURES if figures[name] is not None), flush=True)
+        if arguments.summary:
+            Path(arguments.summary).parent.mkdir(parents=True, exist_ok=True)
+            Path(arguments.summary).write_text(json.dumps(figures, indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
