@@ -205,7 +205,8 @@ def train_branchy(recipe, fields=None, steps=3):
         loss = engine(torch.randn(3, 24), use_extra=(rank + step) % 2 == 0)
         engine.backward(loss)
         engine.step()
-    return full_weights(engine.module)
+    reports = zeropp_fp8.wire_report(engine), zeropp_fp8.wire_report(engine, total=True) if rank == 1 else None
+    return full_weights(engine.module), *reports
 
 
 def branchy_reference(steps=3, world=4):

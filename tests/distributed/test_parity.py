@@ -132,9 +132,16 @@ def test_ranks_with_different_unused_parameters(granularity):
     reference = jobs.branchy_reference()
     fields = {"gather_granularity": granularity, "weights": {"format": "none"}}
     exact_gradients = {"gradients": {"intra_format": "none", "inter_format": "none"}}
-    results = {"zeropp": run_ranks(jobs.train_branchy, recipe="zeropp", fields=fields)[0]}
+    runs = {"zeropp": run_ranks(jobs.train_branchy, recipe="zeropp", fields=fields)}
     if granularity == "block":  # at module granularity `lossless` fills stock's buckets in stock's way
-        results["lossless"] = run_ranks(jobs.train_branchy, recipe="lossless", fields={**fields, **exact_gradients})[0]
-    for recipe, weights in results.items():
+        runs["lossless"] = run_ranks(jobs.train_branchy, recipe="lossless", fields={**fields, **exact_gradients})
+    for recipe, ranks in runs.items():
         for name, expected in reference.items():
-            torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-5 if recipe == "lossless" else 2e-2)
+            atol = 1e-5 if recipe == "lossless" else 2e-2
+            torch.testing.assert_close(ranks[0][0][name], expected, rtol=0, atol=atol)
+        # The total over ranks, asked for on one rank alone, is the sum of what each rank counted itself.
+        total = ranks[1][2]
+        for kind, links in total["per_step"].items():
+            for link, num_bytes in links.items():
+                assert num_bytes == pytest.approx(sum(report["per_step"][kind][link] for _, report, _ in ranks))
+        assert total["per_step"]["gradients"]["inter"] > 0

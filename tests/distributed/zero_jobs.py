@@ -266,7 +266,7 @@ def library_bytes(limit=400_000):
     return torch.frombuffer(bytearray(data[:limit]), dtype=torch.uint8).long()
 
 
-def held_out_losses(dtype, recipes, seeds=(0, 1, 2), steps=60, batch=8, length=48, peak_lr=1e-3):
+def held_out_losses(dtype, recipes, seeds=(0, 1, 2), steps=50, batch=8, length=32, peak_lr=1e-3):
     """Held-out loss of each recipe (None: stock) and seed after training on real text; ranks see different data."""
     text = library_bytes()
     train_text, held_out = text[:-40_000], text[-40_000:]
