@@ -7,6 +7,7 @@ collective, with the key and the remedy in the message.
 
 from __future__ import annotations
 
+import base64
 import copy
 import difflib
 import json
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import hjson
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 SECTION = "zeropp_fp8"
@@ -154,11 +156,21 @@ PLANNED_RECIPES = ("fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "qlora")
 
 
 def load_ds_config(ds_config: Any) -> dict[str, Any]:
-    """A ds_config given as a dict, a path or a JSON string, as a new dict."""
+    """A ds_config in any form DeepSpeed takes (a dict, a path, base64 of JSON), or as JSON text, as a new dict.
+
+    Raises:
+        ConfigError: a string that is neither.
+    """
     if isinstance(ds_config, Mapping):
         return copy.deepcopy(dict(ds_config))
-    text = str(ds_config)
-    return json.loads(Path(text).read_text() if os.path.exists(text) else text)
+    if os.path.exists(ds_config):
+        return hjson.loads(Path(ds_config).read_text(), object_pairs_hook=dict)  # DeepSpeed reads Hjson too
+    if ds_config.lstrip().startswith("{"):
+        return hjson.loads(ds_config, object_pairs_hook=dict)
+    try:
+        return hjson.loads(base64.urlsafe_b64decode(ds_config).decode(), object_pairs_hook=dict)
+    except (ValueError, hjson.HjsonDecodeError):
+        raise ConfigError(f"the ds_config {ds_config!r} is neither a file nor base64 of JSON") from None
 
 
 def in_tree_keys(ds_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -235,7 +235,8 @@ def _engine_class(stock_class):
         zeropp_fp8_session = None
 
         def __init__(self, args, model, *positional, config=None, config_class=None, **kwargs):
-            plugin_config = resolve(config) if isinstance(config, dict) else None
+            config = load_ds_config(config) if config is not None else None
+            plugin_config = resolve(config) if config is not None else None
             # nn.Module.__setattr__ is not usable before Module.__init__ for modules only; a plain object is fine.
             object.__setattr__(self, "_zeropp_fp8_config", plugin_config)
             if plugin_config is not None:

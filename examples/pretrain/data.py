@@ -5,6 +5,7 @@ The order is a pure function of (seed, step), so a resumed run continues with ex
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -40,8 +41,11 @@ def standard_library_files() -> list[Path]:
 
 
 def _files_below(root: Path) -> list[Path]:
-    found = (path for path in root.rglob("*") if path.suffix in TEXT_SUFFIXES and path.is_file())
-    return sorted(path for path in found if not SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1]))
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]  # not even looked into
+        found += [Path(folder, name) for name in names if Path(name).suffix in TEXT_SUFFIXES]
+    return sorted(found)
 
 
 def find_files(data: str) -> list[Path] | None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import numpy as np
@@ -197,20 +198,22 @@ def test_one_process_saves_and_refuses_to_resume_another_run(tmp_path, train_com
     assert status != 0 and "--seed was 0, is 3 now" in output
 
 
+IN_TREE_DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": 16,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "zero_optimization": {
+        "stage": 3,
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": 2,
+        "zero_quantized_gradients": True,
+    },
+}
+
+
 def test_unmodified_script_and_in_tree_ds_config(tmp_path):
     """`deepspeed --module zeropp_fp8.run SCRIPT` with the four keys of DeepSpeed's own ZeRO++."""
-    ds_config = {
-        "train_micro_batch_size_per_gpu": 16,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {
-            "stage": 3,
-            "zero_quantized_weights": True,
-            "zero_hpz_partition_size": 2,
-            "zero_quantized_gradients": True,
-        },
-    }
     path = tmp_path / "in_tree.json"
-    path.write_text(json.dumps(ds_config))
+    path.write_text(json.dumps(IN_TREE_DS_CONFIG))
     script = Path(__file__).with_name("unmodified_script.py")
     output = launched(
         deepspeed_command("--module", "zeropp_fp8.run", script, "--deepspeed", "--deepspeed_config", path)
@@ -220,6 +223,26 @@ def test_unmodified_script_and_in_tree_ds_config(tmp_path):
     for rank in (0, 1):
         seen = [float(loss) for loss in re.findall(rf"rank {rank} step \d+ loss (\d\.\d{{4}})", output)]
         assert len(seen) == 20 and np.mean(seen[-5:]) < 0.8 * np.mean(seen[:5])
+
+
+def test_a_failing_rank_ends_the_job(tmp_path):
+    """Rank 1 raises between forward and backward; rank 0, which waits for it, is ended by the launcher."""
+    script = tmp_path / "failing.py"
+    text = Path(__file__).with_name("unmodified_script.py").read_text()
+    assert "engine.backward(loss)" in text
+    raising = (
+        "if torch.distributed.get_rank() == 1: raise RuntimeError('rank 1 gives up')\n{indent}engine.backward(loss)"
+    )
+    line = next(line for line in text.splitlines() if "engine.backward(loss)" in line)
+    indent = line[: len(line) - len(line.lstrip())]
+    script.write_text(text.replace("engine.backward(loss)", raising.format(indent=indent)))
+    path = tmp_path / "in_tree.json"
+    path.write_text(json.dumps(IN_TREE_DS_CONFIG))
+    command = deepspeed_command("--module", "zeropp_fp8.run", script, "--deepspeed", "--deepspeed_config", path)
+    started = time.monotonic()
+    status, output = run(command)
+    assert status != 0 and "rank 1 gives up" in output
+    assert time.monotonic() - started < 90
 
 
 # -- the data, in this process ---------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Every rule of the `zeropp_fp8` section: what it resolves to, and what each refusal says."""
 
+import base64
 import copy
 import json
 import re
@@ -642,3 +643,15 @@ def test_ds_config_from_a_dict_a_path_or_a_string(tmp_path):
         assert loaded == config
         loaded["zero_optimization"]["stage"] = 1
         assert config["zero_optimization"]["stage"] == 3
+
+
+def test_ds_config_as_base64_and_with_comments(tmp_path):
+    """The other two forms that DeepSpeed reads."""
+    text = json.dumps(ds_config({"recipe": "zeropp"}))
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    assert resolve(load_ds_config(encoded)).recipe == "zeropp"
+    path = tmp_path / "commented.json"
+    path.write_text("# a comment\n" + text)
+    assert load_ds_config(str(path)) == load_ds_config(text)
+    with pytest.raises(ConfigError, match="neither a file nor base64"):
+        load_ds_config("no/such/file.json")
