@@ -4,15 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
 
 # No op of DeepSpeed is compiled at installation: this project needs none.
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test check format clean
+.PHONY: help demo test bench-two-nodes check format clean
 help:
 	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
 	@echo "make test     all tests"
+	@echo "make bench-two-nodes   step times and bytes on two emulated nodes (root); results in runs/two_nodes.*"
 	@echo "make check    ruff: lint and format"
 	@echo "make format   let ruff reformat"
 	@echo "make clean    remove .venv and caches"
@@ -22,6 +24,10 @@ demo: $(VENV)/.run
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+# As root: it makes two network namespaces. 4 GPUs, else the CPU with a small model.
+bench-two-nodes: $(VENV)/.bench
+	$(BIN)/python benchmarks/two_nodes.py --equivalence --out runs/two_nodes.json --plot runs/two_nodes.png $(BENCH_ARGS)
 
 check: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -51,6 +57,10 @@ $(VENV)/.torch: $(VENV)/.made
 
 $(VENV)/.run: $(VENV)/.torch setup.cfg
 	$(BIN)/pip install --progress-bar off -c constraints.txt -e ".[examples]"
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.run
+	$(BIN)/pip install --quiet -c constraints.txt pyroute2
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run

@@ -1,20 +1,27 @@
-"""Step time, loss and bytes of ZeRO-3 configurations on two emulated nodes.
+"""Step time, bytes and losses of this project and its peers on two emulated nodes, at one or more link rates.
 
-    python benchmarks/two_nodes.py --gbit 25 --runs stock,zeropp,zeropp-4bit --dtypes bf16,fp16 --out results.json
+    python benchmarks/two_nodes.py --gbit nvlink,25,10 --quantized-gbit 6,4 --equivalence --plot two_nodes.png
+    python benchmarks/two_nodes.py --read a.json b.json --plot two_nodes.png
 
-Runs as root. On GPUs 4 ranks as 2 nodes x 2 over NCCL, else 4 gloo ranks on the CPU with a small model. All runs of a
-call use the same model, data and seed, one after the other in the same processes; `tx_bytes` is read from the
-interface of node 0 around the timed steps and stands beside the ledger's count.
+Runs as root (namespaces); on GPUs 4 ranks as 2 nodes x 2 over NCCL, else 4 gloo ranks on the CPU with a small model.
+Every run trains the same model on the same data in bf16, clips gradients at 1.0 and uses AdamW with fp32 master
+weights. Runs follow one another in the same processes, because starting them anew takes 35 s a run on GPUs; each is
+built once and then timed at every rate, the link being reshaped in between.
+
+    stock, stock-leaf        DeepSpeed ZeRO-3; with every decoder layer as a z3 leaf module
+    lossless, zeropp, ...    ZeRO-3 with this project's recipes
+    in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
+    fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
+import itertools
 import json
+import math
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -23,50 +30,101 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
 
-from emulated_nodes import launch, sent_bytes, two_nodes
+from emulated_nodes import GBIT, MAX_GBIT, launch, sent_bytes, set_rate, two_nodes
+from environment import NO_IN_TREE, build_in_tree_op, describe, join
 
-RUNS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit")
+RANKS = 4
+QUANTIZED = ("zeropp", "zeropp-4bit")
+RECIPES = ("lossless", *QUANTIZED)
+IN_TREE = ("in-tree", "in-tree-leaf")
+RUNS = ("stock", "stock-leaf", *RECIPES, "fsdp2", "hsdp", *IN_TREE)
+ONE_NODE = "nvlink"  # all ranks in one node
+SETTINGS = ("model", "micro_batch", "tokens")
+STOCK_LINEAR = None  # torch.nn.functional.linear before DeepSpeed's; a worker keeps it
 MODELS = {
-    # hidden, intermediate, layers, heads, vocabulary: 1.33B parameters as in the published ZeRO++ sizes
-    "1.3b": (2048, 5504, 24, 16, 32000),
+    # hidden, intermediate, layers, heads, vocabulary
+    "1.3b": (2048, 5504, 24, 16, 32000),  # as in the published ZeRO++ sizes
+    "small": (256, 688, 6, 4, 2048),  # 5.8 M: a gathered model outweighs latency at some 100 Mbit/s
     "tiny": (128, 344, 4, 4, 512),
 }
 
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gbit", type=float, default=25.0, help="rate between the nodes in Gbit/s; 0: not shaped")
-    parser.add_argument("--runs", default=",".join(RUNS))
-    parser.add_argument("--dtypes", default="bf16")
-    parser.add_argument("--model", default="1.3b", choices=MODELS)
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens per rank and step")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps")
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--collectives", action="store_true", help="also check the collectives against float64")
-    parser.add_argument("--timeout", type=float, default=550)
-    parser.add_argument("--out", default="two_nodes.json")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    on_gpu = "on GPUs {}, on a CPU {}"
+    parser.add_argument(
+        "--gbit",
+        help=f"rates between the nodes in Gbit/s, separated by commas; 0: not shaped; {ONE_NODE}: one node, no link "
+        f"(default {on_gpu.format('nvlink,25,10', '0.2,0.5')})",
+    )
+    parser.add_argument(
+        "--quantized-gbit",
+        metavar="GBIT",
+        help=f"more rates, for {' and '.join(QUANTIZED)} only: the low ones that --equivalence needs, where a step of "
+        "stock takes 20 s and more",
+    )
+    parser.add_argument("--runs", help=f"some of {','.join(RUNS)} (default: all that run here)")
+    parser.add_argument("--model", choices=MODELS, help=f"default {on_gpu.format('1.3b', 'small')}")
+    parser.add_argument("--micro-batch", type=int, default=1, help="sequences per rank and step")
+    parser.add_argument("--tokens", type=int, help=f"tokens in a sequence (default {on_gpu.format(1024, 128)})")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps at each rate")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the first rate; one step before each other")
+    parser.add_argument(
+        "--fsdp-reduce-dtype", choices=("bf16", "fp32"), default="bf16", help="gradients of fsdp2, hsdp"
+    )
+    parser.add_argument(
+        "--equivalence",
+        type=float,
+        nargs="?",
+        const=math.inf,
+        metavar="GBIT",
+        help="the lowest rate at which each other run is as fast as stock at this rate, interpolated (default: the "
+        "highest rate measured)",
+    )
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds for everything")
+    parser.add_argument("--out", help="default two_nodes.json; with --read: none")
+    parser.add_argument("--plot", help="step time against rate, as a PNG file")
+    parser.add_argument("--read", nargs="+", metavar="JSON", help="measure nothing: show (and merge) earlier results")
+    args = parser.parse_args(argv)
+    if not args.read:
+        _complete(args, parser)
+    return args
 
 
-def ds_config(run: str, dtype: str) -> dict:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 1.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": True,
-            "reduce_bucket_size": int(1e8),
-            "stage3_prefetch_bucket_size": int(1e8),
-            "stage3_max_live_parameters": int(2e8),
-            "stage3_max_reuse_distance": int(2e8),
-        },
-        dtype: {"enabled": True} if dtype == "bf16" else {"enabled": True, "initial_scale_power": 12},
-    }
-    if not run.startswith("stock"):
-        config["zeropp_fp8"] = {"recipe": run, "report": {"every": 0}}
-    return config
+def _complete(args, parser) -> None:
+    """Fill in what depends on the machine, and refuse what it cannot do."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    args.out = args.out or "two_nodes.json"
+    args.model = args.model or ("1.3b" if on_gpu else "small")
+    args.tokens = args.tokens or (1024 if on_gpu else 128)
+    names = args.runs.split(",") if args.runs else [run for run in RUNS if on_gpu or run not in IN_TREE]
+    for run in names:
+        if run not in RUNS:
+            parser.error(f"--runs: {run} is none of {', '.join(RUNS)}")
+        if run in IN_TREE and not on_gpu:
+            parser.error(f"--runs {run}: {NO_IN_TREE}")
+    if on_gpu and torch.cuda.device_count() < RANKS:
+        parser.error(f"{RANKS} GPUs are needed, {torch.cuda.device_count()} found")
+    args.runs = names
+    args.gbit = _rates(args.gbit or ("nvlink,25,10" if on_gpu else "0.2,0.5"), parser)
+    args.quantized_gbit = _rates(args.quantized_gbit, parser) if args.quantized_gbit else []
+
+
+def _rates(text: str, parser) -> list:
+    rates = []
+    for part in text.split(","):
+        try:
+            rates.append(part if part == ONE_NODE else float(part))
+        except ValueError:
+            parser.error(f"{part} is no rate")
+        if part != ONE_NODE and not 0 <= rates[-1] <= MAX_GBIT:
+            parser.error(f"{part} Gbit/s: from 0 (not shaped) to {MAX_GBIT:g}, what the queue can shape")
+    return rates
+
+
+# --- the runs: each builds its engine and gives step(tokens) -> loss, session (the plugin's engine or None), close()
 
 
 def build_model(name: str, device):
@@ -88,183 +146,453 @@ def build_model(name: str, device):
         return LlamaForCausalLM(config)
 
 
-def check_collectives(device) -> list[dict]:
-    """The mean gradient and the gathered weights against float64, for every dtype."""
+def make_optimizer(model):
+    import torch
+
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=next(model.parameters()).is_cuda)
+
+
+def ds_config(run: str, args) -> dict:
+    zero = {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": int(1e8),
+        "stage3_prefetch_bucket_size": int(1e8),
+        "stage3_max_live_parameters": int(2e8),
+        "stage3_max_reuse_distance": int(2e8),
+    }
+    if args.model != "1.3b":  # a small model would stay gathered: every tensor is below these limits
+        zero |= {
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,
+        }
+    if run in IN_TREE:
+        zero |= {
+            "zero_quantized_weights": True,
+            "zero_hpz_partition_size": int(os.environ["LOCAL_WORLD_SIZE"]),
+            "zero_quantized_gradients": True,
+        }
+    config = {
+        "train_micro_batch_size_per_gpu": args.micro_batch,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+    }
+    if run in RECIPES:
+        config["zeropp_fp8"] = {"recipe": run, "report": {"every": 0}}
+    return config
+
+
+class DeepSpeedRun:
+    """ZeRO-3: stock, with leaf modules, with DeepSpeed's own ZeRO++, or with the plugin."""
+
+    def __init__(self, run: str, args, device):
+        import deepspeed
+
+        import zeropp_fp8
+
+        if run in IN_TREE:
+            build_in_tree_op()
+        zeropp_fp8.enable() if run in RECIPES else zeropp_fp8.disable()
+        # A group left by in-tree hpZ would shard the next run's parameters inside a node, and stop a second hpZ run.
+        deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        model = build_model(args.model, device)
+        if run.endswith("-leaf"):
+            deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
+        config = ds_config(run, args)
+        self.engine = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)[0]
+        self.session = self.engine if run in RECIPES else None
+
+    def step(self, tokens):
+        loss = self.engine(input_ids=tokens, labels=tokens).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss
+
+    def close(self) -> None:
+        import zeropp_fp8
+
+        self.engine.destroy()
+        self.engine = self.session = None
+        zeropp_fp8.disable()
+
+
+class FsdpRun:
+    """FSDP2 over all ranks, or (hsdp) sharded inside a node and replicated between nodes."""
+
+    session = None
+
+    def __init__(self, run: str, args, device):
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+        # ZeRO-3 replaces it for good with a Python function that saves memory; FSDP must not pay for that.
+        torch.nn.functional.linear = STOCK_LINEAR
+        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        if run == "hsdp":
+            shape, names = (RANKS // per_node, per_node), ("replicate", "shard")
+        else:
+            shape, names = (RANKS,), ("shard",)
+        reduce_dtype = torch.bfloat16 if args.fsdp_reduce_dtype == "bf16" else torch.float32
+        options = {
+            "mesh": init_device_mesh(device.type, shape, mesh_dim_names=names),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype),
+        }
+        self.model = build_model(args.model, device)
+        for layer in self.model.model.layers:
+            fully_shard(layer, reshard_after_forward=True, **options)
+        fully_shard(self.model, **options)  # by default the root stays gathered: backward needs it at once
+        if device.type == "cpu":  # gloo has no mean
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+        self.optimizer = make_optimizer(self.model)
+
+    def step(self, tokens):
+        import torch
+
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def close(self) -> None:
+        self.model = self.optimizer = None
+
+
+# --- measuring, in every rank
+
+
+def measure(run: str, args, device) -> None:
+    """Build one run and time it at every rate; rank 0 writes a row for each."""
+    import torch
+
+    found = _forget_memory(device)
+    trainer = (FsdpRun if run in ("fsdp2", "hsdp") else DeepSpeedRun)(run, args, device)
+    _forget_memory(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    batches = _batches(args, device)
+    more = args.quantized_gbit if run in QUANTIZED and ONE_NODE not in args.gbit else []
+    for index, rate in enumerate([*args.gbit, *more]):
+        _set_rate(rate)
+        row = {"run": run, "gbit": rate}
+        row |= _time_steps(trainer, batches, args.warmup if index == 0 else 1, args.steps, device)
+        row |= _bytes_and_floor(trainer.session, row, rate)
+        if device.type == "cuda":
+            # DeepSpeed's engines leave about 5 GiB behind after destroy(): a run's peak is counted from what it found.
+            row["peak_gib"] = (torch.cuda.max_memory_allocated() - found) / 2**30
+            row["found_gib"] = found / 2**30
+        if isinstance(trainer, FsdpRun):
+            row["reduce_dtype"] = args.fsdp_reduce_dtype
+        if torch.distributed.get_rank() == 0:
+            add_to(args.out, "rows", row)
+            print(line(row, {}), flush=True)
+    _set_rate(0)  # what the next run sends while it is built is not measured
+    trainer.close()
+
+
+def _forget_memory(device) -> int:
+    """Free what can be freed; returns the bytes still allocated."""
+    import torch
+
+    gc.collect()
+    if device.type == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def _batches(args, device):
+    """The same tokens in every run; different ones on every rank."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7 + torch.distributed.get_rank())
+    while True:
+        shape, vocab = (args.micro_batch, args.tokens), MODELS[args.model][-1]
+        yield torch.randint(0, vocab, shape, generator=generator).to(device)
+
+
+def _set_rate(rate) -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    if rate != ONE_NODE and os.environ["LOCAL_RANK"] == "0" and os.environ["NODE_INTERFACE"] != "lo":
+        set_rate(rate or None)
+    dist.barrier()
+
+
+def _time_steps(trainer, batches, warmup: int, steps: int, device) -> dict:
     import torch
     import torch.distributed as dist
 
-    from zeropp_fp8.comm import make_topology, quantized_all_gather, quantized_reduce_scatter
-    from zeropp_fp8.formats import make_format
-
-    topology = make_topology(ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
-    rows = []
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        generator = torch.Generator(device=device).manual_seed(dist.get_rank())
-        for std in (1.0, 1e-2, 1e-4):
-            grad = torch.randn(1000, 1037, generator=generator, device=device).mul_(std).to(dtype)
-            everyone = [torch.empty_like(grad) for _ in range(topology.world_size)]
-            dist.all_gather(everyone, grad)
-            exact = torch.stack([g.double() for g in everyone]).mean(0).view(-1)
-            for name, intra, inter in (("int8/int8", "int8", "int8"), ("int8/int4-hadamard", "int8", "int4")):
-                mine = quantized_reduce_scatter(
-                    [grad], topology, make_format(intra), make_format(inter, hadamard=inter == "int4")
-                )[0]
-                full = quantized_all_gather(mine, make_format("none", dtype=torch.float32), topology)
-                full = full[: exact.numel()].double()
-                cosine = torch.nn.functional.cosine_similarity(full, exact, dim=0).item()
-                rows.append(
-                    {
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "std": std,
-                        "formats": name,
-                        "cosine": cosine,
-                        "norm_ratio": (full.norm() / exact.norm()).item(),
-                    }
-                )
-    return rows
-
-
-def measure(run: str, dtype: str, args, device) -> dict:
-    """Train for warm-up and timed steps; one row of results."""
-    import deepspeed
-    import torch
-
-    import zeropp_fp8
-
-    zeropp_fp8.disable() if run.startswith("stock") else zeropp_fp8.enable()
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        # DeepSpeed's engines leave about 5 GiB behind after destroy(); a run's peak is counted from what it found.
-        torch.cuda.synchronize()
-        found = torch.cuda.memory_allocated()
-    model = build_model(args.model, device)
-    if run == "stock-leaf":
-        deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(run, dtype))[0]
-    del model, optimizer
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    vocab = MODELS[args.model][-1]
-    generator = torch.Generator().manual_seed(7 + torch.distributed.get_rank())
-    losses, times = [], []
-    for step in range(args.warmup + args.steps):
-        tokens = torch.randint(0, vocab, (1, args.tokens), generator=generator).to(device)
-        if step == args.warmup:
-            torch.distributed.barrier()
-            before, ledger_before = sent_bytes(), _ledger_inter(engine)
-        if on_gpu:
+    times, losses = [], []
+    for step in range(warmup + steps):
+        tokens = next(batches)
+        if step == warmup:
+            dist.barrier()
+            sent, counted = sent_bytes(), _ledger_bytes(trainer.session)
+        if device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        if on_gpu:
+        loss = trainer.step(tokens)
+        if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        times.append(1e3 * (time.perf_counter() - start))
         losses.append(loss.item())
-    torch.distributed.barrier()
-    sent = sent_bytes() - before
-    row = {
-        "run": run,
-        "dtype": dtype,
-        "step_ms": 1e3 * statistics.median(times[args.warmup :]),
+    dist.barrier()
+    counted = None if counted is None else (_ledger_bytes(trainer.session) - counted) / steps
+    everyones = [None] * RANKS
+    dist.all_gather_object(everyones, (sent_bytes() - sent) / steps)
+    timed = times[warmup:]
+    return {
+        "step_ms": statistics.median(timed),
+        "min_ms": min(timed),
+        "max_ms": max(timed),
+        "times_ms": timed,
         "losses": losses,
-        "tx_bytes_per_node_step": sent / args.steps,
-        "peak_gib": (torch.cuda.max_memory_allocated() - found) / 2**30 if on_gpu else None,
+        "tx_bytes_per_node_step": max(everyones),  # of the node that sent more
+        "ledger_bytes_per_node_step": counted,
     }
-    if not run.startswith("stock"):
-        row["wire"] = zeropp_fp8.wire_report(engine, total=True)
-        row["ledger_inter_bytes_per_node_step"] = (_ledger_inter(engine) - ledger_before) / args.steps
-    engine.destroy()
-    del engine
-    gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
-    return row
 
 
-def _ledger_inter(engine) -> float:
-    """Bytes that one node has sent to the other in finished steps, by the ledger; 0 without the plugin."""
+def _ledger_bytes(engine) -> float | None:
+    """Bytes that one node has sent to the other in finished steps, by the plugin's count; None without it."""
+    if engine is None:
+        return None
     import zeropp_fp8
 
-    if engine.optimizer.__class__.__name__ != "ZeroppStage3":
-        return 0.0
     report = zeropp_fp8.wire_report(engine, total=True)
-    return sum(kind["inter"] for kind in report["per_step"].values()) * report["steps"] / 2
+    inter = sum(kind["inter"] for kind in report["per_step"].values()) * report["steps"]
+    return inter * int(os.environ["LOCAL_WORLD_SIZE"]) / RANKS
+
+
+def _bytes_and_floor(engine, row: dict, rate) -> dict:
+    """What depends on the link: with the plugin on a shaped one, the time that its bytes alone take."""
+    more = {}
+    if rate == ONE_NODE:
+        more = {"tx_bytes_per_node_step": None, "ledger_bytes_per_node_step": None}
+    elif engine is not None and rate:
+        floor = 1e3 * row["ledger_bytes_per_node_step"] / (rate * GBIT)
+        more = {"floor_ms": floor, "times_floor": row["step_ms"] / floor}
+    if engine is not None:
+        import zeropp_fp8
+
+        more["wire"] = zeropp_fp8.wire_report(engine, total=True)
+    return more
 
 
 def worker(args) -> None:
     import torch
-    import torch.distributed as dist
 
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=dist.FileStore(os.environ["STORE_FILE"], world),
-        rank=rank,
-        world_size=world,
-        device_id=device if on_gpu else None,
-    )
-    import deepspeed
+    global STOCK_LINEAR
+    STOCK_LINEAR = torch.nn.functional.linear
+    device = join()
+    for run in args.runs:
+        if torch.distributed.get_rank() == 0:
+            add_to(args.out, "started", run)
+        measure(run, args, device)
+    torch.distributed.destroy_process_group()
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False)
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "command": "python benchmarks/two_nodes.py " + " ".join(a for a in sys.argv[1:] if a != "--worker"),
-        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-        "gbit": args.gbit,
-        "model": args.model,
-        "tokens": args.tokens,
-        "rows": [],
-    }
-    if args.collectives:
-        result["collectives"] = check_collectives(device)
-    for dtype in args.dtypes.split(","):
-        for run in args.runs.split(","):
-            result["rows"].append(measure(run, dtype, args, device))
-            if rank == 0:
-                Path(args.out).write_text(json.dumps(result, indent=1))
-                print(line(result["rows"][-1], result["rows"][0]), flush=True)
-    dist.destroy_process_group()
+
+# --- starting the ranks, and keeping what they measured
+
+
+def add_to(path: str, key: str, entry: dict) -> None:
+    """Append to a list of the result file; it is whole after every row, should the time run out."""
+    result = json.loads(Path(path).read_text())
+    result[key].append(entry)
+    Path(path).write_text(json.dumps(result, indent=1))
+
+
+def run_all(args) -> dict:
+    """Measure everything; a run that fails is recorded and left out, the others go on in new processes."""
+    head = describe("benchmarks/two_nodes.py", sys.argv[1:])
+    settings = {key: getattr(args, key) for key in (*SETTINGS, "steps", "warmup")}
+    result = {**head, **settings, "ranks": RANKS, "dtype": "bf16", "rows": [], "failed": [], "started": []}
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(args.out).write_text(json.dumps(result, indent=1))
+    deadline = time.monotonic() + args.timeout
+    shaped = [rate for rate in args.gbit if rate != ONE_NODE]
+    try:
+        if ONE_NODE in args.gbit:
+            # One node has nothing to replicate over: hsdp would be fsdp2.
+            _run_group([run for run in args.runs if run != "hsdp"], [ONE_NODE], args, deadline)
+        if shaped:
+            with two_nodes():
+                _run_group(args.runs, shaped, args, deadline)
+    except TimeoutError as error:
+        add_to(args.out, "failed", {"error": str(error)})
+    result = json.loads(Path(args.out).read_text())
+    del result["started"]
+    return result
+
+
+def _run_group(runs: list, rates: list, args, deadline: float) -> None:
+    """Start the ranks once for all runs; again, without it, after a run that failed."""
+    while runs:
+        job = json.dumps({**vars(args), "runs": runs, "gbit": rates})
+        with_link = rates != [ONE_NODE]
+        before = len(json.loads(Path(args.out).read_text())["started"])
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                launch(
+                    __file__,
+                    ["--worker", job],
+                    RANKS,
+                    Path(folder, "store"),
+                    deadline - time.monotonic(),
+                    nodes=2 if with_link else 1,
+                    namespaces=with_link,
+                )
+                return
+            except RuntimeError as error:
+                started = json.loads(Path(args.out).read_text())["started"][before:]
+                if not started:  # the ranks did not even find each other: no run's fault, and no use to try again
+                    add_to(args.out, "failed", {"gbit": rates, "error": str(error)})
+                    return
+                print(f"{started[-1]}: {error}; going on without it", flush=True)
+                add_to(args.out, "failed", {"run": started[-1], "gbit": rates, "error": str(error)})
+                runs = runs[len(started) :]
+
+
+# --- showing results
 
 
 def line(row: dict, first: dict) -> str:
-    ledger = row.get("ledger_inter_bytes_per_node_step")
-    return (
-        f"{row['run']:<12}{row['dtype']:<6}{row['step_ms']:>9.1f} ms  {first['step_ms'] / row['step_ms']:>5.2f} x first"
-        f"   tx {row['tx_bytes_per_node_step'] / 1e6:>9.2f} MB  ledger {ledger / 1e6 if ledger else 0:>9.2f} MB"
-        f"   loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}"
-        + (f"   peak {row['peak_gib']:.2f} GiB" if row["peak_gib"] else "")
+    def number(value, digits=1, unit=1.0):
+        return "-" if value is None else f"{value / unit:.{digits}f}"
+
+    speed = first["step_ms"] / row["step_ms"] if first else None
+    cells = (
+        f"{row['run']:<14}",
+        f"{number(row['step_ms']):>9}{number(row['min_ms']):>9}{number(row['max_ms']):>9}",
+        f"{number(speed, 2):>8}",
+        f"{number(row['tx_bytes_per_node_step'], 2, 1e6):>10}{number(row['ledger_bytes_per_node_step'], 2, 1e6):>10}",
+        f"{number(row.get('floor_ms')):>9}{number(row.get('times_floor'), 2):>8}",
+        f"{number(row.get('peak_gib'), 2):>7}",
+        f"  {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}",
     )
+    return "".join(cells)
+
+
+HEAD = (
+    f"{'':<14}{'median':>9}{'min':>9}{'max':>9}{'x first':>8}{'sent':>10}{'ledger':>10}{'floor':>9}{'x':>8}{'peak':>7}"
+    f"  loss\n{'':<14}{'ms':>9}{'ms':>9}{'ms':>9}{'':>8}{'MB/node':>10}{'MB/node':>10}{'ms':>9}{'floor':>8}{'GiB':>7}"
+)
+
+
+def rates_of(result: dict) -> list:
+    rates = {row["gbit"] for row in result["rows"]}
+    return sorted(rates, key=lambda rate: (math.inf, 1) if rate in (ONE_NODE, 0) else (rate, 0), reverse=True)
+
+
+def show(result: dict) -> None:
+    for rate in rates_of(result):
+        rows = [row for row in result["rows"] if row["gbit"] == rate]
+        link = "one node" if rate == ONE_NODE else f"{rate:g} Gbit/s between the nodes" if rate else "not shaped"
+        print(f"\n{link}, {result['model']}, {result['micro_batch']} x {result['tokens']} tokens a rank, bf16\n{HEAD}")
+        print("\n".join(line(row, rows[0]) for row in rows))
+    for failure in result["failed"]:
+        print(f"\nfailed: {failure.get('run', '')} {failure['error']}")
+
+
+def equivalences(result: dict, at: float, against: str = "stock") -> list[dict]:
+    """For every other run, the lowest rate at which it takes no longer a step than `against` at the rate `at`."""
+    times = {(row["run"], row["gbit"]): row["step_ms"] for row in result["rows"]}
+    if at == math.inf:
+        at = max((rate for run, rate in times if run == against and rate != ONE_NODE), default=at)
+    target = times.get((against, at))
+    if target is None:
+        print(f"\n--equivalence: no row of {against} at {at:g} Gbit/s")
+        return []
+    found = []
+    for run in dict.fromkeys(row["run"] for row in result["rows"]):
+        points = sorted((rate, ms) for (name, rate), ms in times.items() if name == run and rate not in (ONE_NODE, 0))
+        if run != against and points:
+            bound, rate = crossing(points, target)
+            found.append(
+                {"run": run, "against": against, "at_gbit": at, "target_ms": target, "bound": bound, "gbit": rate}
+            )
+    return found
+
+
+def crossing(points: list[tuple[float, float]], target: float) -> tuple[str, float]:
+    """The lowest rate with a time of `target`, on straight lines between (rate, time) with both axes logarithmic."""
+    if points[0][1] <= target:
+        return "at most", points[0][0]
+    for (rate_a, time_a), (rate_b, time_b) in itertools.pairwise(points):
+        if time_a > target >= time_b:
+            share = math.log(time_a / target) / math.log(time_a / time_b)
+            return "about", rate_a * (rate_b / rate_a) ** share
+    return "more than", points[-1][0]
+
+
+def plot(result: dict, path: str) -> None:
+    """Step time against rate, a line a run; one node stands at the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rates = sorted(rate for rate in rates_of(result) if rate not in (ONE_NODE, 0))
+    at = {rate: rate for rate in rates} | {ONE_NODE: 2.5 * max(rates, default=1.0)}
+    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
+    for index, run in enumerate(dict.fromkeys(row["run"] for row in result["rows"])):
+        rows = [row for row in result["rows"] if row["run"] == run and row["gbit"] in at]
+        rows.sort(key=lambda row: at[row["gbit"]])
+        style = {"color": f"C{index}", "linestyle": "-" if run in RECIPES else "--", "marker": "o", "markersize": 4}
+        points = [(at[row["gbit"]], row["step_ms"]) for row in rows]
+        axis.plot(*zip(*points), label=run, **style)
+    axis.set(xscale="log", yscale="log", xlabel="Gbit/s between the nodes", ylabel="ms a step (median)")
+    ticks = [rate for rate in (*rates, ONE_NODE) if any(row["gbit"] == rate for row in result["rows"])]
+    axis.set_xticks([at[rate] for rate in ticks], [f"{t:g}" if t != ONE_NODE else "one node" for t in ticks])
+    axis.minorticks_off()
+    times = [row["step_ms"] for row in result["rows"] if row["gbit"] in at]
+    low, high = math.floor(math.log2(min(times))), math.ceil(math.log2(max(times)))
+    axis.set_yticks([2**n for n in range(low, high + 1)], [f"{2**n:g}" for n in range(low, high + 1)])
+    axis.grid(alpha=0.3)
+    figure.legend(frameon=False, loc="outside right upper")
+    axis.set_title(f"{result['model']}, {result['micro_batch']} x {result['tokens']} tokens a rank, bf16")
+    figure.savefig(path, dpi=150)
+
+
+def merged(paths: list[str]) -> dict:
+    """Results of calls with the same settings as one: a later row replaces an earlier one of the same run and rate."""
+    results = [json.loads(Path(path).read_text()) for path in paths]
+    if len({tuple(result[key] for key in SETTINGS) for result in results}) > 1:
+        sys.exit(f"--read: these results differ in one of {', '.join(SETTINGS)}")
+    rows = {(row["run"], row["gbit"]): row for result in results for row in result["rows"]}
+    commands = "; ".join(dict.fromkeys(result["command"] for result in results))
+    failed = [failure for result in results for failure in result["failed"]]
+    return {**results[0], "command": commands, "rows": list(rows.values()), "failed": failed}
 
 
 def main() -> None:
-    args = parse()
-    if args.worker:
-        worker(args)
+    if sys.argv[1:2] == ["--worker"]:
+        worker(argparse.Namespace(**json.loads(sys.argv[2])))
         return
-    with two_nodes(args.gbit or None), tempfile.TemporaryDirectory() as folder:
-        launch(__file__, [*sys.argv[1:], "--worker"], 4, Path(folder, "store"), args.timeout)
-    result = json.loads(Path(args.out).read_text())
-    for row in result.get("collectives", []):
-        print(
-            f"{row['dtype']:<9} std {row['std']:<7} {row['formats']:<20} "
-            f"cosine {row['cosine']:.6f} norm {row['norm_ratio']:.5f}"
-        )
-    print("\n".join(line(row, result["rows"][0]) for row in result["rows"]))
+    args = parse()
+    result = merged(args.read) if args.read else run_all(args)
+    show(result)
+    if args.equivalence:
+        result["equivalence"] = equivalences(result, args.equivalence)
+        for found in result["equivalence"]:
+            print(
+                f"{found['run']} is as fast as {found['against']} at {found['at_gbit']:g} Gbit/s "
+                f"({found['target_ms']:.0f} ms) from {found['bound']} {found['gbit']:.3g} Gbit/s on"
+            )
+    if args.out:
+        Path(args.out).write_text(json.dumps(result, indent=1))
+    if args.plot and result["rows"]:
+        plot(result, args.plot)
+    sys.exit(1 if result["failed"] else 0)
 
 
 if __name__ == "__main__":

@@ -47,13 +47,13 @@ def bfloat16_at_least(value: float) -> float:
 
 
 def payload_size(numel: int, bits: int, block_size: int | None, hadamard: bool = False) -> int:
-    """Bytes of a block-scaled payload: 2 a scale, then the codes, up to a multiple of 16."""
+    """Bytes of a block-scaled payload: 2 a scale, then the codes, each up to a multiple of 16."""
     if numel == 0:
         return 0
     blocks = 1 if block_size is None else math.ceil(numel / block_size)
     multiple = GROUP if hadamard else 8 // bits
     codes = math.ceil(numel / multiple) * multiple
-    return math.ceil((2 * blocks + codes * bits // 8) / 16) * 16
+    return math.ceil(2 * blocks / 16) * 16 + math.ceil(codes * bits // 8 / 16) * 16
 
 
 def integer_reference(values: list[float], bits: int, block_size: int) -> tuple[bytes, list[float]]:
@@ -73,8 +73,7 @@ def integer_reference(values: list[float], bits: int, block_size: int) -> tuple[
     else:
         codes += [0] * (len(codes) % 2)
         code_bytes = bytes((low % 16) + 16 * (high % 16) for low, high in zip(codes[0::2], codes[1::2]))
-    payload = scale_bytes + code_bytes
-    return payload + bytes(-len(payload) % 16), decoded
+    return scale_bytes + bytes(-len(scale_bytes) % 16) + code_bytes + bytes(-len(code_bytes) % 16), decoded
 
 
 def float8_value(code: int, name: str) -> float:

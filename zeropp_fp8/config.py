@@ -134,6 +134,11 @@ class PluginConfig(_Section):
     report: ReportConfig = ReportConfig()
 
     @property
+    def quantizes(self) -> bool:
+        """Whether anything is quantized at all; if not, results are promised to be stock's, bit for bit."""
+        return self.quantizes_gradients or self.weights.format != "none" or self.frozen.format != "none"
+
+    @property
     def quantizes_gradients(self) -> bool:
         return self.gradients.intra_format != "none" or self.gradients.inter_format != "none"
 

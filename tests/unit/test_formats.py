@@ -105,8 +105,8 @@ def test_rotated_integers_match_the_reference():
 
 
 def one_block_payload(codes):
-    """A payload of one block: scale 1.0 in bf16, then the code bytes."""
-    payload = bytes([0x80, 0x3F, *codes])
+    """A payload of one block: scale 1.0 in bf16, padded to 16 bytes, then the code bytes."""
+    payload = bytes([0x80, 0x3F]) + bytes(14) + bytes(codes)
     return torch.tensor(list(payload + bytes(-len(payload) % 16)), dtype=torch.uint8)
 
 

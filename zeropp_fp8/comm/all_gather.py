@@ -7,6 +7,7 @@ model instead of the (W-1)/W of a ring.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -54,6 +55,19 @@ def _all_gather(payload: Tensor, level: Level, ledger: WireLedger | None, async_
     return gathered, work
 
 
+def start_level(gathered: Tensor, payload: Tensor, level: Level, ledger: WireLedger | None) -> dist.Work | None:
+    """Start one hop: flat uint8 `gathered` becomes the payloads of the level's ranks; None where it is one rank.
+
+    `payload` may be this rank's part of `gathered` (in place).
+    """
+    if level.size == 1:
+        return None
+    work = _all_gather_single(gathered, payload, group=level.group, async_op=True)
+    if ledger is not None:
+        ledger.sent(level.link, (level.size - 1) * payload.numel())
+    return work
+
+
 def gather_through(payload: Tensor, levels: Sequence[Level], ledger: WireLedger | None = None) -> Tensor:
     """All-gather flat uint8 `payload` through `levels`, complete on the current stream. Flat, last hop outermost."""
     for level in levels:
@@ -69,6 +83,17 @@ def start_gather(
     held = gather_through(held, first, ledger)
     buffer, work = _all_gather(held, last, ledger, async_op=True)
     return PendingGather(buffer, work, [level.size for level in (*before, *after)], payload_bytes)
+
+
+def rank_of_rows(level_sizes: Sequence[int]) -> list[int]:
+    """Which rank's payload each row of a gathered buffer is, after hops over levels of these sizes.
+
+    Every hop puts its own level in front, so the buffer's dimensions are the levels, last hop first, while ranks count
+    with the first hop outermost.
+    """
+    dims = len(level_sizes)
+    ranks = torch.arange(math.prod(level_sizes)).view(*level_sizes)
+    return ranks.permute(*reversed(range(dims))).reshape(-1).tolist()
 
 
 def quantized_all_gather(

@@ -7,24 +7,27 @@ between nodes each rank ends with its own slice; between the hops values are deq
     x [N, L, S]  --reorder-->  [L, N, S]  --encode, all-to-all in the node-->  L contributions to [N, S]
     mean over L in fp32  --encode, all-to-all between nodes-->  N contributions to [S]  --mean over N in fp32
 
-Dividing on each hop (by L, then by N) makes the result the mean over ranks; only an fp32 sum is ever formed, so fp16
-gradients cannot overflow on the way.
+Multiplying by 1/L on the first hop and 1/N on the second makes the result the mean over ranks; only an fp32 sum is
+ever formed, so fp16 gradients cannot overflow on the way.
 Blocks never straddle a slice or a tensor, so the result does not depend on how tensors were bucketed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from zeropp_fp8.comm.error_feedback import ErrorFeedback
+from zeropp_fp8.comm.lanes import BufferRing, Lane
 from zeropp_fp8.comm.ledger import WireLedger
+from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder, slices_of
 from zeropp_fp8.comm.topology import Level, Topology
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.formats.noise import Seed
 
 
 def slice_numel(numel: int, world_size: int) -> int:
@@ -32,19 +35,183 @@ def slice_numel(numel: int, world_size: int) -> int:
     return -(-numel // world_size)
 
 
-def _exchange(rows_by_tensor: list[Tensor], level: Level, ledger: WireLedger | None) -> list[Tensor]:
-    """All-to-all of encoded rows: each tensor is uint8 [level.size * k, bytes], row block d goes to rank d.
-
-    All tensors travel in one message. Returns the same shapes, row block s received from rank s.
-    """
-    blocks = [rows.view(level.size, -1) for rows in rows_by_tensor]
-    outgoing = torch.cat(blocks, dim=1)
-    incoming = torch.empty_like(outgoing)
-    dist.all_to_all_single(incoming, outgoing, group=level.group)
+def _start_exchange(incoming: Tensor, outgoing: Tensor, level: Level, ledger: WireLedger | None) -> dist.Work:
+    """All-to-all of flat uint8 buffers cut into `level.size` equal parts."""
+    work = dist.all_to_all_single(incoming, outgoing, group=level.group, async_op=True)
     if ledger is not None:
         ledger.sent(level.link, outgoing.numel() // level.size * (level.size - 1))
-    received = incoming.split([block.shape[1] for block in blocks], dim=1)
-    return [part.reshape(rows.shape) for part, rows in zip(received, rows_by_tensor)]
+    return work
+
+
+@dataclass
+class Rings:
+    """The buffers of the reductions of one engine, by what they hold."""
+
+    sent_within: BufferRing
+    received_within: BufferRing
+    sent_between: BufferRing
+    received_between: BufferRing
+
+    @classmethod
+    def on(cls, device: torch.device) -> Rings:
+        """New rings on `device`."""
+        # Two units on the fast links: one on its way, one being filled. Six on the network, so that backward can run
+        # ahead of it: its buffers are ranks_per_node times smaller.
+        return cls(BufferRing(device, 2), BufferRing(device, 2), BufferRing(device, 6), BufferRing(device, 6))
+
+
+@dataclass
+class ReduceLanes:
+    """Where the steps of a reduction are issued: the first hop and the sum after it; the last sum."""
+
+    first: Lane
+    last: Lane
+
+
+class ReduceScatterPlan:
+    """The reduction of a fixed list of tensors, all in one message a hop.
+
+    Args:
+        shapes, dtypes: of the tensors (fp32, bf16 or fp16), the same list on every rank.
+        intra_format, inter_format: wire formats of the hop within and between nodes; None sends the tensor's dtype.
+        quantize_vectors: also quantize tensors of fewer than two dimensions, which otherwise keep their dtype.
+        use_kernels: see PayloadLayout.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[torch.dtype],
+        topology: Topology,
+        intra_format: WireFormat | None,
+        inter_format: WireFormat | None,
+        device: torch.device,
+        quantize_vectors: bool = False,
+        use_kernels: bool | None = None,
+    ) -> None:
+        self.topology = topology
+        self.device = device
+        nodes, per_node = topology.nodes, topology.ranks_per_node
+        numels = [int(torch.Size(shape).numel()) for shape in shapes]
+        self.slice_numels = [slice_numel(numel, topology.world_size) for numel in numels]
+        exact = [UnquantizedFormat(dtype) for dtype in dtypes]
+        quantized = [len(shape) >= 2 or quantize_vectors for shape in shapes]
+        intra = [intra_format if q and intra_format else e for q, e in zip(quantized, exact)]
+        inter = [inter_format if q and inter_format else e for q, e in zip(quantized, exact)]
+        self.within = PayloadLayout(self.slice_numels, intra, dtypes, device, inter, use_kernels)
+        self.between = PayloadLayout(self.slice_numels, inter, dtypes, device, intra, use_kernels)
+        # Row l * N + n of the first payload holds slice n * L + l.
+        self.reordered = SliceOrder([n * per_node + i for i in range(per_node) for n in range(nodes)], device)
+        self.natural = SliceOrder(range(nodes), device)
+
+    def run(
+        self,
+        tensors: Sequence[Tensor],
+        results: Sequence[Tensor],
+        *,
+        accumulate: bool = False,
+        rings: Rings | None = None,
+        lanes: ReduceLanes | None = None,
+        ledger: WireLedger | None = None,
+        generator: torch.Generator | None = None,
+        error_feedback: ErrorFeedback | None = None,
+        keys: Sequence[str] | None = None,
+    ) -> Iterator[None]:
+        """Reduce `tensors` into `results`: a generator that yields wherever it would have to wait for other ranks.
+
+        On a GPU nothing blocks, and the generator should be run to its end at once. On a CPU other work, the start of
+        other reductions too, fits in between. Once it has yielded first, `tensors` are no longer needed.
+
+        Args:
+            tensors: contiguous, as the plan was made for.
+            results: for each tensor at most its slice's elements, fp32, bf16 or fp16, contiguous.
+            accumulate: add to `results` instead of writing them.
+            error_feedback, keys: residuals of the hop between nodes, and a stable name for each tensor.
+        """
+        topology = self.topology
+        nodes, per_node = topology.nodes, topology.ranks_per_node
+        rings = rings or Rings.on(self.device)
+        here = Lane.here()
+        first, last = (lanes.first, lanes.last) if lanes else (here, here)
+
+        if topology.world_size == 1:
+            for tensor, result in zip(tensors, results):
+                mean = tensor.view(-1).view(result.shape).to(result.dtype)
+                result.add_(mean) if accumulate else result.copy_(mean)
+            return
+
+        if per_node > 1:  # hop 1, inside the node
+            sent = rings.sent_within.take(per_node * nodes * self.within.row_bytes)
+            rows = sent.view(per_node * nodes, self.within.row_bytes)
+            self.within.encode(tensors, self.reordered, rows, self.within.draw_seed(generator))
+            first.after_current()
+            with first:
+                received = rings.received_within.take(sent.numel())
+                work = _start_exchange(received, sent, topology.within, ledger)
+            yield
+            contributions = received.view(per_node, nodes, self.within.row_bytes)
+            if nodes == 1:
+                with last:
+                    work.wait()
+                    rings.sent_within.give_back(sent)
+                    self.within.reduce_to_tensors(contributions.squeeze(1), results, accumulate)
+                    rings.received_within.give_back(received)
+                return
+            with first:
+                work.wait()
+                rings.sent_within.give_back(sent)
+                payload = rings.sent_between.take(nodes * self.between.row_bytes)
+                rows = payload.view(nodes, self.between.row_bytes)
+                seed = self.between.draw_seed(generator)
+                if error_feedback is None:
+                    self.within.reduce_to_payload(contributions, self.between, rows, seed)
+                else:
+                    means = (self.within.mean(contributions, i) for i in range(len(self.slice_numels)))
+                    self._encode_with_residuals(means, rows, seed, error_feedback, keys)
+                rings.received_within.give_back(received)
+        else:
+            payload = rings.sent_between.take(nodes * self.between.row_bytes)
+            rows = payload.view(nodes, self.between.row_bytes)
+            seed = self.between.draw_seed(generator)
+            if error_feedback is None:
+                self.between.encode(tensors, self.natural, rows, seed)
+            else:
+                sizes = zip(tensors, self.slice_numels)
+                whole = (slices_of(tensor, size, self.natural).float() for tensor, size in sizes)
+                self._encode_with_residuals(whole, rows, seed, error_feedback, keys)
+            first.after_current()
+
+        with first:  # hop 2, between nodes
+            received = rings.received_between.take(payload.numel())
+            work = _start_exchange(received, payload, topology.between, ledger)
+        yield
+        with last:
+            work.wait()
+            rings.sent_between.give_back(payload)
+            self.between.reduce_to_tensors(received.view(nodes, -1), results, accumulate)
+            rings.received_between.give_back(received)
+
+    def _encode_with_residuals(
+        self,
+        means: Iterable[Tensor],
+        rows: Tensor,
+        seed: Seed | None,
+        error_feedback: ErrorFeedback,
+        keys: Sequence[str],
+    ) -> None:
+        """Encode fp32 [nodes, slice numel] of each tensor, corrected by what earlier rounding dropped."""
+        layout = self.between
+        for i, (mean, key) in enumerate(zip(means, keys)):
+            wire_format = layout.formats[i]
+            corrected = not isinstance(wire_format, UnquantizedFormat)
+            if corrected:
+                mean = mean.clone()
+                error_feedback.add_to_(key, mean)
+            encoded = wire_format.encode_rows_seeded(mean, seed.of_tensor(i) if seed else None)
+            if corrected:
+                decoded = wire_format.decode_rows(encoded, mean.shape[1], torch.float32)
+                error_feedback.store(key, mean, decoded)
+            rows[:, layout.offsets[i] : layout.offsets[i] + layout.sizes[i]] = encoded
 
 
 @torch.no_grad()
@@ -64,57 +231,34 @@ def quantized_reduce_scatter(
 
     Args:
         tensors: fp32, bf16 or fp16 tensors of any shape, the same shapes and order on every rank.
-        intra_format, inter_format: wire formats of the hop within and between nodes; None sends the tensor's dtype.
-        error_feedback, keys: residuals of the hop between nodes, and a stable name for each tensor.
-        quantize_vectors: also quantize tensors of fewer than two dimensions, which otherwise keep their dtype.
+        intra_format, inter_format, quantize_vectors: see ReduceScatterPlan.
+        generator: a CPU generator, the source of seeds for stochastic rounding.
+        error_feedback, keys: see ReduceScatterPlan.run.
 
     Returns:
         for each tensor, fp32 [ceil(numel / world_size)]: this rank's slice of the mean. What lies beyond the
-        tensor's end (padding) means nothing.
+        tensor's end (padding) is zero.
     """
-    nodes, per_node, world = topology.nodes, topology.ranks_per_node, topology.world_size
-
-    def formats_of(tensor: Tensor) -> tuple[WireFormat, WireFormat]:
-        exact = UnquantizedFormat(tensor.dtype)
-        if tensor.dim() < 2 and not quantize_vectors:
-            return exact, exact
-        return intra_format or exact, inter_format or exact
-
-    slices = []
-    for tensor in tensors:
-        size = slice_numel(tensor.numel(), world)
-        flat = F.pad(tensor.reshape(-1), (0, size * world - tensor.numel()))
-        slices.append(flat.view(nodes, per_node, size))
-
-    # Hop 1, inside the node.
-    if per_node > 1:
-        rows = []
-        for tensor, x in zip(tensors, slices):
-            reordered = x.transpose(0, 1).reshape(per_node * nodes, x.shape[-1])
-            rows.append(formats_of(tensor)[0].encode_rows(reordered, generator))
-        partial = []
-        for tensor, x, received in zip(tensors, slices, _exchange(rows, topology.within, ledger)):
-            values = formats_of(tensor)[0].decode_rows(received, x.shape[-1], torch.float32)
-            partial.append(values.view(per_node, nodes, -1).sum(dim=0).div_(per_node))
-    else:
-        partial = [x.reshape(nodes, -1).float() for x in slices]
-
-    # Hop 2, between nodes.
-    if nodes == 1:
-        return [x.view(-1) for x in partial]
-    rows = []
-    for index, (tensor, x) in enumerate(zip(tensors, partial)):
-        wire_format = formats_of(tensor)[1]
-        corrected = error_feedback is not None and not isinstance(wire_format, UnquantizedFormat)
-        if corrected:
-            x = x.clone()
-            error_feedback.add_to_(keys[index], x)
-        payload = wire_format.encode_rows(x, generator)
-        if corrected:
-            error_feedback.store(keys[index], x, wire_format.decode_rows(payload, x.shape[-1], torch.float32))
-        rows.append(payload)
-    results = []
-    for tensor, x, received in zip(tensors, partial, _exchange(rows, topology.between, ledger)):
-        values = formats_of(tensor)[1].decode_rows(received, x.shape[-1], torch.float32)
-        results.append(values.sum(dim=0).div_(nodes))
+    if not tensors:
+        return []
+    device = tensors[0].device
+    plan = ReduceScatterPlan(
+        [t.shape for t in tensors],
+        [t.dtype for t in tensors],
+        topology,
+        intra_format,
+        inter_format,
+        device,
+        quantize_vectors,
+    )
+    results = [torch.zeros(size, dtype=torch.float32, device=device) for size in plan.slice_numels]
+    for _ in plan.run(
+        [t.detach().contiguous() for t in tensors],
+        results,
+        ledger=ledger,
+        generator=generator,
+        error_feedback=error_feedback,
+        keys=keys,
+    ):
+        pass
     return results

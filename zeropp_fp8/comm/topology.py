@@ -23,6 +23,11 @@ class Level:
     size: int
     link: str
 
+    @property
+    def rank(self) -> int:
+        """This rank's place among the level's ranks."""
+        return dist.get_rank(self.group)
+
 
 # Process groups are communicators: memory on NCCL, and a rendezvous to create. Engines over the same parent group
 # (the four models of RLHF) share them. Keyed by the parent group object, so a new world never meets old groups.

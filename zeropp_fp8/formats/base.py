@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zeropp_fp8.formats.noise import Seed, draw_seed
+
 # A payload starts at a multiple of 16 bytes inside a bucket, so that kernels can use 16-byte loads.
 PAYLOAD_ALIGNMENT = 16
 
@@ -37,8 +39,17 @@ class WireFormat(ABC):
         """Exact size in bytes of the payload of `numel` elements; 0 for 0 elements, else a multiple of 16."""
 
     @abstractmethod
+    def encode_rows_seeded(self, matrix: Tensor, seed: Seed | None) -> Tensor:
+        """`encode_rows` with the seed itself; None where `needs_seed` is False."""
+
+    @property
+    def needs_seed(self) -> bool:
+        """Whether encoding rounds stochastically."""
+        return False
+
     def encode_rows(self, matrix: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Encode each row of `matrix` [rows, n] (fp32, bf16 or fp16) into uint8 [rows, payload_bytes(n)]."""
+        return self.encode_rows_seeded(matrix, draw_seed(generator) if self.needs_seed else None)
 
     @abstractmethod
     def decode_rows(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
@@ -49,7 +60,7 @@ class WireFormat(ABC):
 
         Args:
             tensor: fp32, bf16 or fp16, any shape, also empty.
-            generator: source of randomness for stochastic rounding, on the tensor's device.
+            generator: source of the seed for stochastic rounding, a CPU generator.
 
         Returns:
             uint8 tensor [payload_bytes(tensor.numel())] on the tensor's device.

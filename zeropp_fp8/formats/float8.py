@@ -20,13 +20,13 @@ class Float8Element:
         self.mantissa_bits = mantissa_bits
         self.min_exponent = min_exponent
 
-    def quantize_(self, scaled: Tensor, rounding: str, generator: torch.Generator | None) -> Tensor:
+    def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None) -> Tensor:
         """fp32 values with |v| <= largest (up to division error) -> uint8 codes of the same shape."""
         if rounding != "nearest":
             # The grid spacing around v is 2^(exponent - mantissa_bits); frexp's exponent is one more than IEEE's.
             exponent = torch.frexp(scaled).exponent.sub_(1).clamp_min_(self.min_exponent)
             spacing = torch.ldexp(torch.ones_like(scaled), exponent.sub_(self.mantissa_bits))
-            scaled = round_to_integer_(scaled / spacing, rounding, generator).mul_(spacing)
+            scaled = round_to_integer_(scaled / spacing, rounding, noise).mul_(spacing)
         # The clamp is needed: an unscaled cast beyond the largest value gives NaN on a GPU and saturates on a CPU.
         return scaled.clamp_(-self.largest, self.largest).to(self.dtype).view(torch.uint8)
 

@@ -19,9 +19,9 @@ class IntegerElement:
         self.largest = float(2 ** (bits - 1) - 1)
         self.codes_per_byte = 8 // bits
 
-    def quantize_(self, scaled: Tensor, rounding: str, generator: torch.Generator | None) -> Tensor:
+    def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None) -> Tensor:
         """fp32 values with |v| <= largest (up to division error) -> uint8 codes [..., n / codes_per_byte]."""
-        rounded = round_to_integer_(scaled, rounding, generator).clamp_(-self.largest, self.largest)
+        rounded = round_to_integer_(scaled, rounding, noise).clamp_(-self.largest, self.largest)
         codes = rounded.to(torch.int8).view(torch.uint8)
         if self.bits == 8:
             return codes

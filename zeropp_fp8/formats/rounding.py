@@ -7,14 +7,13 @@ stochastic: up with a probability equal to the fractional part; the mean over dr
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 ROUNDING_MODES = ("nearest", "half_away", "stochastic")
 
 
-def round_to_integer_(values: Tensor, rounding: str, generator: torch.Generator | None = None) -> Tensor:
-    """Round fp32 `values` to integers in place."""
+def round_to_integer_(values: Tensor, rounding: str, noise: Tensor | None = None) -> Tensor:
+    """Round fp32 `values` to integers in place; `noise` in [0, 1), of the same shape, for stochastic rounding."""
     if rounding == "nearest":
         return values.round_()
     if rounding == "half_away":
@@ -24,6 +23,5 @@ def round_to_integer_(values: Tensor, rounding: str, generator: torch.Generator 
         whole = magnitude.floor()
         return values.copy_(whole.add_((magnitude - whole >= 0.5).to(values.dtype))).mul_(sign)
     if rounding == "stochastic":
-        noise = torch.rand(values.shape, dtype=values.dtype, device=values.device, generator=generator)
         return values.add_(noise).floor_()
     raise ValueError(f"rounding must be one of {ROUNDING_MODES}, got {rounding!r}")

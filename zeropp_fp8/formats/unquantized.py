@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeropp_fp8.formats.base import WireFormat, align_up, check_encodable
+from zeropp_fp8.formats.noise import Seed
 
 
 class UnquantizedFormat(WireFormat):
@@ -27,7 +28,7 @@ class UnquantizedFormat(WireFormat):
         return align_up(numel * self.dtype.itemsize)
 
     @torch.no_grad()
-    def encode_rows(self, matrix: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def encode_rows_seeded(self, matrix: Tensor, seed: Seed | None) -> Tensor:
         check_encodable(matrix, self.name)
         raw = matrix.to(self.dtype).contiguous().view(torch.uint8)
         return F.pad(raw, (0, self.payload_bytes(matrix.shape[1]) - raw.shape[1]))

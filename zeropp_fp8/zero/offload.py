@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import torch
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.blocks import find_blocks
+from zeropp_fp8.zero.coordinator import UnitCoordinator
 from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
+from zeropp_fp8.zero.units import build_units
 from zeropp_fp8.zero.weights import WeightGatherer
 
 
 class ZeroppOffload(DeepSpeedZeRoOffload):
-    """DeepSpeed's hooks around modules, with this project's gathers behind them."""
+    """DeepSpeed's hooks around modules, with this project's units, coordinator and gathers behind them."""
 
     def __init__(self, module, *args, session: Session, **kwargs) -> None:
         self.session = session
         self.gatherer = WeightGatherer(session)
-        self.blocks = find_blocks(module) if session.config.gather_granularity == "block" else []
+        granularity = session.config.gather_granularity
+        self.blocks = find_blocks(module) if granularity == "block" else []
         for block in self.blocks:
             block._z3_leaf = True  # DeepSpeed then fetches and releases the block as one unit
         self._evaluating = False
         super().__init__(module, *args, **kwargs)
-        self.gatherer.stream = self._DeepSpeedZeRoOffload__allgather_stream
-        self.gatherer.adopt(module.parameters())
+        self.gatherer.adopt(build_units(module, self.blocks, granularity))
+        self.param_coordinator = UnitCoordinator(
+            self.gatherer,
+            prefetch_numel=self._prefetch_bucket_sz,
+            max_live_numel=self._max_available_parameters_in_numel,
+            max_reuse_numel=self._max_reuse_distance_in_numel,
+        )
         print_start_table(session, self.gatherer, module, self.blocks)
+
+    def get_param_coordinator(self, *args, **kwargs) -> UnitCoordinator:
+        """DeepSpeed's hooks ask for the coordinator each time."""
+        return self.param_coordinator
 
     # -- what the ledger calls the bytes of a gather: the hooks know which pass it is -------------------------------
 
@@ -35,25 +48,36 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         recomputing = torch._C._current_graph_task_id() != -1  # activation checkpointing, inside backward
         return "weights_forward" if forward and not recomputing else "weights_backward"
 
+    # -- the hooks: DeepSpeed's own do the same, with tracing, memory reports and profiling ranges around it, which cost
+    # -- more than the work itself once there is one unit a block ----------------------------------------------------
+
+    @torch.no_grad()
     def pre_sub_module_forward_function(self, sub_module) -> None:
         if sub_module is self.module:
             self.gatherer.module_depth = 0  # a forward that raised left it above zero
         if self.gatherer.module_depth == 0 and torch._C._current_graph_task_id() == -1:
             self._evaluating = not torch.is_grad_enabled()
+        parameter_offload.FWD_MODULE_STACK.append(sub_module)
         with self.session.ledger.counting(self._kind(forward=True)):
-            super().pre_sub_module_forward_function(sub_module)
+            self.param_coordinator.fetch_sub_module(sub_module, forward=True)
         self.gatherer.module_depth += 1
 
+    @torch.no_grad()
     def post_sub_module_forward_function(self, sub_module) -> None:
         self.gatherer.module_depth = max(0, self.gatherer.module_depth - 1)
-        super().post_sub_module_forward_function(sub_module)
+        self.param_coordinator.release_sub_module(sub_module, forward=True)
 
+    @torch.no_grad()
     def pre_sub_module_backward_function(self, sub_module) -> None:
         self._evaluating = False
         with self.session.ledger.counting(self._kind(forward=False)):
-            super().pre_sub_module_backward_function(sub_module)
+            self.param_coordinator.fetch_sub_module(sub_module, forward=False)
+
+    @torch.no_grad()
+    def post_sub_module_backward_function(self, sub_module) -> None:
+        self.param_coordinator.release_sub_module(sub_module, forward=False)
 
     def destroy(self) -> None:
         """Take the hooks off, and give the parameters DeepSpeed's own gathers back."""
         super().destroy()
-        self.gatherer.release()
+        self.gatherer.give_back()

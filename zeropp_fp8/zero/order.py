@@ -17,22 +17,38 @@ from torch import nn
 from torch.nn import Parameter
 
 
-def reduction_units(parameters: Sequence[Parameter], blocks: Sequence[nn.Module]) -> list[list[Parameter]]:
+def reduction_units(
+    parameters: Sequence[Parameter], blocks: Sequence[nn.Module], joined_numel: int = 0
+) -> list[list[Parameter]]:
     """Cut the trainable `parameters` (in the optimizer's order) into units, in the order of their reduction.
 
-    Inside a block the optimizer's order is kept.
+    Inside a block the optimizer's order is kept. Neighbours outside blocks are joined up to `joined_numel` elements, so
+    that a model without blocks does not pay a message for each parameter.
     """
     block_of = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
     units: dict[object, list[Parameter]] = {}
     for param in parameters:
         units.setdefault(block_of.get(id(param), param), []).append(param)
-    return list(reversed(units.values()))
+    joined: list[list[Parameter]] = []
+    open_numel = None  # elements of the last unit, when it may grow
+    for key, unit in reversed(units.items()):
+        numel = sum(p.ds_numel for p in unit)
+        if isinstance(key, int):
+            joined.append(unit)
+            open_numel = None
+        elif open_numel is not None and open_numel + numel <= joined_numel:
+            joined[-1] += unit
+            open_numel += numel
+        else:
+            joined.append(unit)
+            open_numel = numel
+    return joined
 
 
 class FixedOrder:
-    """Hands parameters to `reduce` unit by unit in the fixed order, during one backward pass."""
+    """Hands units of parameters to `reduce` in the fixed order, during one backward pass."""
 
-    def __init__(self, units: list[list[Parameter]], reduce: Callable[[Parameter], None]) -> None:
+    def __init__(self, units: list[list[Parameter]], reduce: Callable[[list[Parameter]], None]) -> None:
         self._units = units
         self._reduce = reduce
         self._unit_of = {id(p): index for index, unit in enumerate(units) for p in unit}
@@ -48,7 +64,7 @@ class FixedOrder:
         index = self._unit_of[id(param)]
         if index < self._next:
             # A second gradient in one backward, after the first has been reduced: it adds to the first.
-            self._reduce(param)
+            self._reduce([param])
             return
         if id(param) not in self._ready:
             self._ready.add(id(param))
@@ -66,8 +82,7 @@ class FixedOrder:
         self._start_again()
 
     def _reduce_next(self) -> None:
-        for param in self._units[self._next]:
-            self._reduce(param)
+        self._reduce(self._units[self._next])
         self._next += 1
 
 

@@ -41,12 +41,10 @@ class Session:
         self.inter_format = _quantized(
             gradients.inter_format, gradients.block_size, gradients.hadamard, gradients.rounding
         )
-        # Ranks draw different numbers, or the rounding errors of a mean would not average out.
+        # Ranks draw different seeds, or the rounding errors of a mean would not average out. The host draws them.
         self.device = torch.device(get_accelerator().current_device_name())
         self.generators = {
-            name: torch.Generator(device=self.device).manual_seed(
-                config.seed * 1000003 + 2 * self.topology.rank + index
-            )
+            name: torch.Generator().manual_seed(config.seed * 1000003 + 2 * self.topology.rank + index)
             for index, name in enumerate(("weights", "gradients"))
         }
 

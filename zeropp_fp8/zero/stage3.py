@@ -7,6 +7,7 @@ weights and optimizer state. Everything else, the optimizer and the checkpoint l
 
 from __future__ import annotations
 
+import torch
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.gradients import GradientReducer
 from zeropp_fp8.zero.offload import ZeroppOffload
 from zeropp_fp8.zero.order import FixedOrder, reduction_units
@@ -24,6 +26,7 @@ CHECKPOINT_ENTRY = "zeropp_fp8"
 _LEAF = "ds_z3_leaf_module"
 # The double-underscore methods of DeepSpeed's class, by the names under which Python stores them.
 AVG_SCATTER_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+GRAD_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
@@ -31,11 +34,21 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
         self.session = session
-        self.reducer = GradientReducer(session)
+        self._reducer: GradientReducer | None = None
         self._order: FixedOrder | None = None
+        self._reduced: set[int] = set()  # ds_id of what this backward has reduced already
         if session.config.quantizes_gradients:
             kwargs["reduce_scatter"] = True
+        if session.config.quantizes:
+            use_fused_update(init_optimizer)
         super().__init__(module, init_optimizer, param_names, *args, **kwargs)
+
+    @property
+    def reducer(self) -> GradientReducer:
+        """Made on first use: DeepSpeed's constructor makes the stream, and already needs the reducer before it ends."""
+        if self._reducer is None:
+            self._reducer = GradientReducer(self.session, self.reduce_and_partition_stream)
+        return self._reducer
 
     # -- gathers ---------------------------------------------------------------------------------------------------
 
@@ -74,9 +87,15 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         """
         trainable = [param for group in self.fp16_groups for param in group]
         if self._uses_fixed_order():
+            quantized = self.session.config.quantizes_gradients
             self._order = FixedOrder(
-                reduction_units(trainable, self.parameter_offload.blocks),
-                super().reduce_ready_partitions_and_remove_grads,
+                reduction_units(
+                    trainable,
+                    self.parameter_offload.blocks,
+                    # Stock's buckets are filled parameter by parameter, so there is nothing to join for them.
+                    joined_numel=self.reduce_bucket_size if quantized else 0,
+                ),
+                self._reduce_unit if quantized else self._put_into_bucket,
             )
             leaf_of = {param: param.__dict__.pop(_LEAF) for param in trainable if _LEAF in param.__dict__}
             super().create_reduce_and_remove_grad_hooks()
@@ -92,8 +111,38 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
     def reduce_ready_partitions_and_remove_grads(self, param: Parameter) -> None:
         if self._coalesce_reduction_is_on() or self._order is None:
             super().reduce_ready_partitions_and_remove_grads(param)
-        else:
+        elif getattr(param, "ds_grad_is_ready", True):  # not while a tiled computation goes on adding to it
             self._order.is_ready(param)
+
+    def _put_into_bucket(self, params: list[Parameter]) -> None:
+        """Stock's way, for `lossless`."""
+        for param in params:
+            super().reduce_ready_partitions_and_remove_grads(param)
+
+    @torch.no_grad()
+    def _reduce_unit(self, params: list[Parameter]) -> None:
+        """Quantize the gradients of a unit, send them, and let the result arrive in the gradient partitions."""
+        for param in params:
+            if param.grad.numel() != param.ds_numel:
+                raise RuntimeError(
+                    f"the gradient of {self.param_names.get(param, param.ds_id)} has {param.grad.numel()} elements, "
+                    f"its parameter {param.ds_numel}"
+                )
+        grads = [param.grad.contiguous() for param in params]
+        names = [self.param_names.get(p, str(p.ds_id)) for p in params]
+        if self.offload_optimizer:
+            slices = self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
+            super().partition_grads(params, slices)
+            return
+        # A parameter whose gradient comes twice in one backward adds to what it has reduced before.
+        again = self.micro_step_id > 0 or params[0].ds_id in self._reduced
+        self._reduced.update(p.ds_id for p in params)
+        partitions = getattr(self, GRAD_PARTITIONS)
+        results = [partitions[p.ds_id].view(-1)[: self.reducer.own_numel(p)] for p in params]
+        self.reducer.start(params, grads, names, results, accumulate=again)
+        for param in params:
+            # Encoding was the last use, on this stream: the memory may be used again at once.
+            param.grad = None
 
     def _coalesce_reduction_is_on(self) -> bool:
         # DeepSpeedEngine.coalesce_grad_reduction(), which DeepSpeed 0.18 does not have.
@@ -102,6 +151,9 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
     def independent_gradient_partition_epilogue(self) -> None:
         if self._order is not None:
             self._order.finish()
+        self._reduced.clear()
+        if self.session.config.quantizes_gradients:
+            self.reducer.drain()
         super().independent_gradient_partition_epilogue()
 
     def _avg_scatter_grads(self, params: list[Parameter], communication_data_type=None) -> list[Tensor]:
@@ -116,7 +168,8 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
             stock = getattr(super(), AVG_SCATTER_GRADS)
             return stock(params) if communication_data_type is None else stock(params, communication_data_type)
         names = [self.param_names.get(p, str(p.ds_id)) for p in params]
-        return self.reducer.reduce(params, [p.grad for p in params], names, self.gradient_accumulation_dtype)
+        grads = [p.grad.view(p.ds_shape) for p in params]
+        return self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -128,6 +181,21 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
             residuals.reset()
         self.session.ledger.end_step()
         print_progress_line(self.session)
+
+    def get_grad_norm_direct(self, gradients, params, norm_type=2):
+        """The global 2-norm in one multi-tensor pass and one all-reduce; DeepSpeed takes one pass a parameter in fp64.
+
+        Unquantized gradients keep DeepSpeed's, whose bits `lossless` promises.
+        """
+        plain = float(norm_type) == 2.0 and self.model_parallel_group is None and gradients
+        if not (plain and self.session.config.quantizes_gradients):
+            return super().get_grad_norm_direct(gradients, params, norm_type)
+        norms = torch.stack(torch._foreach_norm([g for g in gradients if g.numel()], 2, dtype=torch.float32))
+        total = norms.double().square().sum()
+        ds_comm.all_reduce(total, op=ds_comm.ReduceOp.SUM, group=self.session.topology.group)
+        norm = total.sqrt()
+        # DeepSpeed's mark for a norm that is not finite.
+        return torch.where(norm.isfinite(), norm, torch.full_like(norm, -1.0))
 
     def _get_norm_groups(self):
         with self.session.ledger.counting("other"):
@@ -156,6 +224,8 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _rigid_load_state_dict(self, state_dict: dict, load_optimizer_states: bool = True) -> None:
         super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+        if self.session.config.quantizes:
+            use_fused_update(self.optimizer)
         self._load_own_entry(state_dict.get(CHECKPOINT_ENTRY))
 
     def _load_own_entry(self, extra: dict | None) -> None:

@@ -1,0 +1,111 @@
+"""What a benchmark runs on: the record of hardware, versions and command, and how a rank makes itself ready."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import platform
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+NO_IN_TREE = (
+    "DeepSpeed's own ZeRO++ needs CUDA: its quantizer is an op that nvcc compiles at run time, and there is no GPU here"
+)
+
+
+def describe(script: str, arguments: Sequence[str]) -> dict:
+    """Date, hardware, versions and command, for the head of a result file."""
+    import torch
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", script, *map(_without_folder, arguments)]),
+        "hardware": _hardware(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+            **{name: _version(name) for name in ("deepspeed", "transformers", "triton")},
+        },
+    }
+
+
+def _without_folder(argument: str) -> str:
+    """An absolute path says where somebody's files lie, not what was run: keep its name only."""
+    head, equals, tail = argument.rpartition("=")
+    return head + equals + Path(tail).name if tail.startswith("/") else argument
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _hardware() -> dict:
+    import torch
+
+    hardware = {"cpu": _cpu_name(), "cpu_cores": os.cpu_count(), "gpus": torch.cuda.device_count()}
+    if hardware["gpus"]:
+        hardware["gpu"] = torch.cuda.get_device_name(0)
+        hardware["gpu_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+    return hardware
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def join(with_deepspeed: bool = True):
+    """Join the process group from what `launch` put into the environment; returns this rank's device."""
+    import torch
+    import torch._dynamo  # torch 2.13: zero.Init breaks its import, so it must come first
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames collectives that older ones only have so
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    backend = "nccl" if on_gpu else "gloo"
+    world = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(os.environ["STORE_FILE"], world),
+        rank=int(os.environ["RANK"]),
+        world_size=world,
+        device_id=device if on_gpu else None,
+    )
+    if with_deepspeed:
+        import deepspeed
+
+        deepspeed.utils.logger.setLevel(logging.WARNING)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 30 s of gcc on a CPU, for nothing used here
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
+    return device
+
+
+def build_in_tree_op() -> None:
+    """Compile DeepSpeed's CUDA op of ZeRO++ (about 33 s, once a machine): rank 0 first, the others load its result."""
+    import torch
+    import torch.distributed as dist
+    from deepspeed.ops.op_builder import QuantizerBuilder
+
+    major, minor = torch.cuda.get_device_capability()
+    os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"  # its build fails for 9.0a, what torch may choose itself
+    if dist.get_rank() == 0:
+        QuantizerBuilder().load()
+    dist.barrier()
+    QuantizerBuilder().load()

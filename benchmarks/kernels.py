@@ -1,0 +1,192 @@
+"""Time of quantize, dequantize and dequantize-sum-quantize, beside a plain copy and a naive quantization.
+
+    python benchmarks/kernels.py --elements 268435456 --out kernels.json
+
+On a GPU the Triton kernels, else the torch code with one thread. A line says: microseconds, GB/s (bytes read and
+written), and that bandwidth as a share of a copy's, measured in the same run. "naive" is what one would write in torch:
+one scale for the whole tensor; its error stands beside the block-scaled one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+
+import torch
+from environment import describe
+
+from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
+from zeropp_fp8.formats import make_format
+
+RANKS = 8  # of a reduction
+FORMATS = {
+    "int8 block 256": ("int8", {"block_size": 256}),
+    "int8 block 128": ("int8", {"block_size": 128}),
+    "int4 block 128": ("int4", {"block_size": 128}),
+    "int4 block 128 hadamard": ("int4", {"block_size": 128, "hadamard": True}),
+    "int4 block 128 hadamard stochastic": ("int4", {"block_size": 128, "hadamard": True, "rounding": "stochastic"}),
+    "fp8_e4m3 block 128": ("fp8_e4m3", {"block_size": 128}),
+}
+REDUCTIONS = {
+    "8 x int8 -> int4 hadamard": ("int8 block 128", "int4 block 128 hadamard"),
+    "8 x int8 -> int4": ("int8 block 128", "int4 block 128"),
+    "8 x int8 -> int8": ("int8 block 128", "int8 block 128"),
+    "8 x int4 hadamard -> fp32": ("int4 block 128 hadamard", None),
+    "8 x int8 -> fp32": ("int8 block 128", None),
+}
+
+
+def milliseconds(work: Callable[[], None], device: torch.device, repeats: int) -> float:
+    """Median time of `work`, after warm-up."""
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            begin = time.perf_counter()
+            work()
+            times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def made(name: str):
+    element, options = FORMATS[name]
+    return make_format(element, **options)
+
+
+def relative_error(values: torch.Tensor, decoded: torch.Tensor) -> float:
+    """Root of the mean squared error over the root mean square."""
+    return ((values.float() - decoded.float()).norm() / values.float().norm()).item()
+
+
+def naive_quantize(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One scale for the whole tensor, in plain torch."""
+    largest = 2 ** (bits - 1) - 1
+    scale = values.abs().max().float() / largest
+    codes = (values.float() / scale).round().clamp(-largest, largest).to(torch.int8)
+    if bits == 4:
+        codes = (codes[0::2] & 0xF) | (codes[1::2] << 4)
+    return codes, scale
+
+
+def naive_dequantize(codes: torch.Tensor, scale: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
+    if bits == 4:
+        codes = torch.stack([(codes << 4) >> 4, codes >> 4], dim=-1).view(-1)
+    return (codes.float() * scale).to(dtype)
+
+
+def measure(elements: int, device: torch.device, repeats: int) -> list[dict]:
+    """Rows of results."""
+    values = torch.empty(elements, dtype=torch.bfloat16, device=device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    for piece in values.split(1 << 26):  # heavy-tailed, like gradients: normal / sqrt(chi-squared / 4)
+        normal = torch.randn(5, piece.numel(), generator=generator, device=device)
+        piece.copy_(normal[0] / (normal[1:].square().sum(0) / 4).sqrt())
+    decoded = torch.empty_like(values)
+    rows = []
+
+    def add(operation: str, name: str, work: Callable[[], None], num_bytes: float, **more) -> None:
+        ms = milliseconds(work, device, repeats)
+        rows.append({"operation": operation, "format": name, "us": 1e3 * ms, "gb_per_s": num_bytes / ms / 1e6, **more})
+        copy = rows[0]["gb_per_s"]
+        rows[-1]["share_of_copy"] = rows[-1]["gb_per_s"] / copy
+        print(line(rows[-1]), flush=True)
+
+    add("copy", "bf16", lambda: decoded.copy_(values), 4 * elements)
+    whole = SliceOrder([0], device)
+    for name in FORMATS:
+        wire_format = made(name)
+        layout = PayloadLayout([elements], [wire_format], [values.dtype], device)
+        payload = torch.empty(1, layout.row_bytes, dtype=torch.uint8, device=device)
+        seed = layout.draw_seed(torch.Generator().manual_seed(0))
+        moved = 2 * elements + layout.row_bytes
+        add("quantize", name, lambda: layout.encode([values], whole, payload, seed), moved)  # noqa: B023
+        if "stochastic" not in name:
+            add("dequantize", name, lambda: layout.decode(payload, whole, [decoded]), moved)  # noqa: B023
+            rows[-1]["relative_error"] = relative_error(values, decoded)
+    # the slices of a 2 x 2 reduction, reordered on the way
+    reorder = SliceOrder([0, 2, 1, 3], device)
+    layout = PayloadLayout([elements // 4], [made("int8 block 128")], [values.dtype], device)
+    payload = torch.empty(4, layout.row_bytes, dtype=torch.uint8, device=device)
+    moved = 2 * elements + 4 * layout.row_bytes
+    add("reorder+quantize", "int8 block 128", lambda: layout.encode([values], reorder, payload), moved)
+
+    part = elements // RANKS
+    for name, (first, then) in REDUCTIONS.items():
+        formats = made(first), made(then or first)
+        layout = PayloadLayout([part], [formats[0]], [values.dtype], device, [formats[1]])
+        next_layout = PayloadLayout([part], [formats[1]], [values.dtype], device, [formats[0]])
+        received = torch.empty(RANKS, 1, layout.row_bytes, dtype=torch.uint8, device=device)
+        for rank in range(RANKS):
+            layout.encode([values[rank * part : (rank + 1) * part]], whole, received[rank])
+        if then:
+            payload = torch.empty(1, next_layout.row_bytes, dtype=torch.uint8, device=device)
+            add(
+                "sum",
+                name,
+                lambda: layout.reduce_to_payload(received, next_layout, payload),  # noqa: B023
+                received.numel() + payload.numel(),
+            )
+        else:
+            result = torch.empty(part, dtype=torch.float32, device=device)
+            add(
+                "sum",
+                name,
+                lambda: layout.reduce_to_tensors(received.squeeze(1), [result]),  # noqa: B023
+                received.numel() + 4 * part,
+            )
+    for bits in (8, 4):
+        codes, scale = naive_quantize(values, bits)
+        moved = (2 + bits / 8) * elements
+        add("quantize", f"naive int{bits}, one scale", lambda: naive_quantize(values, bits), moved)  # noqa: B023
+        add(
+            "dequantize",
+            f"naive int{bits}, one scale",
+            lambda: naive_dequantize(codes, scale, bits, values.dtype),  # noqa: B023
+            moved,
+        )
+        rows[-1]["relative_error"] = relative_error(values, naive_dequantize(codes, scale, bits, values.dtype))
+    return rows
+
+
+def line(row: dict) -> str:
+    error = f"   error {row['relative_error']:.4f}" if "relative_error" in row else ""
+    return (
+        f"{row['operation']:<18}{row['format']:<36}{row['us']:>11.1f} us{row['gb_per_s']:>9.1f} GB/s"
+        f"{100 * row['share_of_copy']:>7.1f} % of copy{error}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--elements", type=int, default=1 << 28 if on_gpu else 1 << 24)
+    parser.add_argument("--repeats", type=int, default=30 if on_gpu else 3)
+    parser.add_argument("--out", help="JSON file")
+    args = parser.parse_args()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    if not on_gpu:
+        torch.set_num_threads(1)
+    result = describe("benchmarks/kernels.py", sys.argv[1:])
+    result["elements"] = args.elements
+    result["rows"] = measure(args.elements, device, args.repeats)
+    if args.out:
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Kernels against the torch code of formats/, for tests in Triton's interpreter (CPU) and natively (GPU)."""
+
+from __future__ import annotations
+
+import torch
+
+from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
+from zeropp_fp8.formats import UnquantizedFormat, make_format
+from zeropp_fp8.formats.noise import Seed
+
+SEED = Seed(123456789, 987654321)
+CPU = torch.device("cpu")
+# (name, options): every element, with the rotation, block sizes that are no power of two, and long blocks
+FORMATS = {
+    "int8": ("int8", {"block_size": 128}),
+    "int8-96": ("int8", {"block_size": 96}),
+    "int8-2": ("int8", {"block_size": 2}),
+    "int8-8192": ("int8", {"block_size": 8192}),
+    "int8-hadamard": ("int8", {"block_size": 256, "hadamard": True}),
+    "int4": ("int4", {"block_size": 128}),
+    "int4-34": ("int4", {"block_size": 34}),
+    "int4-hadamard": ("int4", {"block_size": 128, "hadamard": True}),
+    "int4-hadamard-96": ("int4", {"block_size": 96, "hadamard": True}),
+    "fp8_e4m3": ("fp8_e4m3", {"block_size": 128}),
+    "fp8_e5m2": ("fp8_e5m2", {"block_size": 128}),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make(name: str, rounding: str = "nearest", dtype: torch.dtype = torch.bfloat16):
+    """A format by its name in FORMATS, or "none"."""
+    if name == "none":
+        return make_format("none", dtype=dtype)
+    element, options = FORMATS[name]
+    return make_format(element, rounding=rounding, **options)
+
+
+def awkward(numels, dtype, seed=0):
+    """Tensors over nine orders of magnitude, with zeros, a NaN and an Inf."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for numel in numels:
+        values = torch.randn(numel, generator=generator) * torch.logspace(-5, 4, max(numel, 1))[:numel]
+        values[::7] = 0
+        tensors.append(values.to(dtype))
+    if tensors[-1].numel() > 200:
+        tensors[-1][150] = float("nan")
+    if tensors[0].numel() > 2:
+        tensors[0][-1] = float("inf")
+    return tensors
+
+
+def layouts(wire_format, slice_numels, dtype, device, partner=None):
+    """(torch code on the CPU, kernels on `device`) for the same payload."""
+    count = len(slice_numels)
+    partners = [partner] * count if partner else None
+    formats, dtypes = [wire_format] * count, [dtype] * count
+    return (
+        PayloadLayout(slice_numels, formats, dtypes, CPU, partners, use_kernels=False),
+        PayloadLayout(slice_numels, formats, dtypes, device, partners, use_kernels=True),
+    )
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal, NaN where NaN (CPU and GPU cast NaN to different bits)."""
+    actual = actual.cpu()
+    return torch.equal(actual.isnan(), expected.isnan()) and torch.equal(actual.nan_to_num(7), expected.nan_to_num(7))
+
+
+def check_quantize_and_dequantize(wire_format, dtype, numels, world, slices, device, outputs):
+    """Same bytes, same values; tensors whose slices are in another order, and only some of them."""
+    tensors = awkward(numels, dtype)
+    slice_numels = [-(-n // world) for n in numels]
+    reference, kernels = layouts(wire_format, slice_numels, dtype, device)
+    assert all(group.segments is not None for group in kernels._groups)
+    order, device_order = SliceOrder(slices, CPU), SliceOrder(slices, device)
+    seed = SEED if wire_format.needs_seed else None
+    expected = torch.zeros(len(slices), reference.row_bytes, dtype=torch.uint8)
+    reference.encode(tensors, order, expected, seed)
+    actual = torch.full_like(expected, 255, device=device)
+    kernels.encode([t.to(device) for t in tensors], device_order, actual, seed)
+    differing = (actual.cpu() != expected).nonzero().tolist()
+    assert not differing, (wire_format, dtype, numels, slices, kernels.offsets, differing[:5])
+    for output in outputs:
+        wanted = [torch.full((n,), 7.0, dtype=output) for n in numels]
+        got = [torch.full((n,), 7.0, dtype=output, device=device) for n in numels]
+        reference.decode(expected, order, wanted)
+        kernels.decode(expected.to(device), device_order, got)
+        for a, b in zip(got, wanted):
+            assert same(a, b), output
+
+
+def check_reduce(first, then, dtype, numels, nodes, ranks, device, outputs):
+    """The mean over ranks, encoded for the next hop (same bytes), then written and added to tensors (same values)."""
+    slice_numels = [-(-n // (nodes * ranks)) for n in numels]
+    reference, kernels = layouts(first, slice_numels, dtype, device, then)
+    reference_then, kernels_then = layouts(then, slice_numels, dtype, device, first)
+    received = torch.zeros(ranks, nodes, reference.row_bytes, dtype=torch.uint8)
+    for rank in range(ranks):
+        reference.encode(awkward(numels, dtype, seed=rank), SliceOrder(range(nodes), CPU), received[rank], SEED)
+    expected = torch.zeros(nodes, reference_then.row_bytes, dtype=torch.uint8)
+    reference.reduce_to_payload(received, reference_then, expected, SEED)
+    actual = torch.full_like(expected, 255, device=device)
+    kernels.reduce_to_payload(received.to(device), kernels_then, actual, SEED)
+    differing = (actual.cpu() != expected).nonzero().tolist()
+    if isinstance(then, UnquantizedFormat):  # NaN has other bits on each device: compare values
+        for i in range(len(numels)):
+            decoded = [reference_then._decode_rows(payload, i, torch.float32) for payload in (actual.cpu(), expected)]
+            assert same(*decoded), (first, then, numels)
+    else:
+        assert not differing, (first, then, numels, kernels_then.offsets, differing[:5])
+
+    own = [max(0, n - 3) for n in slice_numels]  # a last slice without its padding
+    for output in outputs:
+        for accumulate in (False, True):
+            wanted = [torch.full((n,), 0.25, dtype=output) for n in own]
+            got = [torch.full((n,), 0.25, dtype=output, device=device) for n in own]
+            reference_then.reduce_to_tensors(expected, wanted, accumulate)
+            kernels_then.reduce_to_tensors(expected.to(device), got, accumulate)
+            for a, b in zip(got, wanted):
+                assert same(a, b), (output, accumulate)

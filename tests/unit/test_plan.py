@@ -1,0 +1,470 @@
+"""The cost model: bytes against hand-computed counts and the ledger, times against measurements, and its errors."""
+
+import ast
+import itertools
+import json
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zeropp_fp8.config import RECIPES
+from zeropp_fp8.diagnostics.plan import (
+    EMULATED_H200,
+    H200,
+    METHODS,
+    PEERS,
+    Cluster,
+    Hardware,
+    Job,
+    Model,
+    PlanError,
+    calibrate,
+    check,
+    estimate,
+    load_points,
+    memory_per_gpu,
+    method_named,
+)
+from zeropp_fp8.diagnostics.plan.__main__ import main
+from zeropp_fp8.diagnostics.plan.measured import MODELS, emulated_job
+from zeropp_fp8.diagnostics.plan.step_time import overlapped
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "benchmarks/results/2026-11-20_4xH200_two_nodes"
+PARAMETERS = 1345423360  # of the benchmark's Llama
+M = 2 * PARAMETERS
+NONE_KEPT = replace(emulated_job(25), kept_parameters=0)
+
+
+def moved(name, job=NONE_KEPT, hardware=EMULATED_H200):
+    return estimate(METHODS[name], job, hardware).inter_bytes
+
+
+# -- bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("stock", 3 * 3 / 4 * M),  # a ring of 4 ranks carries 3/4 of M over each node's link, three times
+        ("lossless", (1 / 2 + 1 / 2 + 3 / 4) * M),  # gathers in two levels; DeepSpeed's own reduce-scatter
+        ("zeropp", (1 + 2 / 256) * PARAMETERS / 2 + (1 / 2 + 2 / 128) * PARAMETERS / 2),
+        ("zeropp-4bit", 2 * (1 / 2 + 2 / 128) * PARAMETERS / 2),
+        ("in-tree", (1 + 4 / 8000) * PARAMETERS * 3 / 4 + (1 / 2 + 4 / 2048) * PARAMETERS / 2),
+        ("in-tree-hpz", 2 * 3 / 4 * M),
+        ("hsdp", 2 * 1 / 2 * M),  # all-reduce between 2 nodes
+        ("fsdp2", 3 / 4 * (3 * M - 2 * 2 * 32000 * 2048)),  # embeddings stay gathered
+    ],
+)
+def test_bytes_between_two_nodes(name, expected):
+    assert moved(name) == pytest.approx(expected, rel=1e-12)
+
+
+def test_bytes_of_the_zeropp_recipe_in_gigabytes():
+    """0.67 GB of INT8 weights and 0.33 GB of INT4 gradients leave a node a step, plus their scales."""
+    method, job = METHODS["zeropp"], NONE_KEPT
+    assert method.forward_traffic(job).inter / 1e9 == pytest.approx(0.67, abs=0.01)
+    assert method.backward_traffic(job).inter == 0
+    assert method.gradient_traffic(job).inter / 1e9 == pytest.approx(0.33, abs=0.02)
+
+
+def test_published_volumes_at_many_nodes():
+    """3 M for ZeRO-3, 0.75 M for ZeRO++ (arXiv 2306.10209, table 1); the factors (W-1)/W and the scales are small."""
+    job = replace(NONE_KEPT, cluster=Cluster(1000, 8, 100))
+    assert moved("stock", job) / M == pytest.approx(3, rel=1e-3)
+    assert moved("in-tree", job) / M == pytest.approx(0.75, rel=3e-3)
+    assert moved("zeropp", job) / M == pytest.approx(0.75, rel=0.02)
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_bytes_against_the_ledger_and_the_interface(file):
+    """What the two-node benchmark counted, in the ledger and on the network interface."""
+    result = json.loads(file.read_text())
+    job = emulated_job(result["gbit"])
+    for row in result["rows"]:
+        modelled = moved(row["run"], job)
+        # Stock keeps somewhat other parameters from forward to backward than the settings say; with hpZ none matter.
+        tolerance = 0.05 if row["run"] in ("stock", "stock-leaf", "lossless") else 0.006
+        assert modelled == pytest.approx(row["tx_bytes_per_node_step"], rel=tolerance)
+        if row["run"].startswith("zeropp"):
+            assert modelled == pytest.approx(row["ledger_inter_bytes_per_node_step"], rel=1e-3)
+            intra = sum(kind["intra"] for kind in row["wire"]["per_step"].values()) / 4
+            assert estimate(METHODS[row["run"]], job, H200).intra_bytes == pytest.approx(intra, rel=0.05)
+
+
+@pytest.mark.parametrize("recipe", ["lossless", "zeropp", "zeropp-4bit"])
+def test_formats_are_those_of_the_recipes(recipe):
+    """The plan imports no torch, so it has the sizes of the formats a second time."""
+    from zeropp_fp8.formats import make_format
+
+    def bytes_per_element(format, block_size=128, **_):
+        return 2.0 if format == "none" else make_format(format, block_size=block_size).bits_per_element / 8
+
+    section, method = RECIPES[recipe], METHODS[recipe]
+    gradients = section.get("gradients", {})
+    assert method.weight_bytes == bytes_per_element(**section.get("weights", {"format": "none"}))
+    for hop, modelled in (("intra", method.gradient_intra), ("inter", method.gradient_inter)):
+        expected = bytes_per_element(gradients.get(f"{hop}_format", "none"), gradients.get("block_size", 128))
+        assert modelled == expected
+    assert (method.secondary_bytes > 0) == (section.get("secondary", {}).get("scope") == "node")
+
+
+def test_gradient_accumulation_gathers_again_only_without_a_secondary_copy():
+    job = replace(NONE_KEPT, micro_batches=4)
+    zeropp = METHODS["zeropp"]
+    assert moved("stock", job) == 4 * moved("stock")
+    expected = zeropp.forward_traffic(job).inter + 4 * zeropp.gradient_traffic(job).inter
+    assert moved("zeropp", job) == expected
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_gpu_and_one_node(name):
+    alone = estimate(METHODS[name], replace(NONE_KEPT, cluster=Cluster(1, 1)), H200)
+    assert alone.inter_bytes == alone.intra_bytes == 0
+    node = estimate(METHODS[name], replace(NONE_KEPT, cluster=Cluster(1, 4)), H200)
+    assert node.inter_bytes == 0 < node.intra_bytes
+    one_each = estimate(METHODS[name], replace(NONE_KEPT, cluster=Cluster(4, 1, 25)), H200)
+    assert one_each.intra_bytes == 0 < one_each.inter_bytes
+
+
+# -- time
+
+
+def pipeline(wire, busy, blocks):
+    """Two stages, simulated block by block."""
+    on_wire = on_gpu = 0.0
+    for _ in range(blocks):
+        on_wire += wire / blocks
+        on_gpu = max(on_gpu, on_wire) + busy / blocks
+    return on_gpu
+
+
+@pytest.mark.parametrize(("wire", "busy", "blocks"), itertools.product((0.0, 1.0, 3.5), (0.0, 0.7, 8.0), (1, 2, 33)))
+def test_overlap_is_a_two_stage_pipeline(wire, busy, blocks):
+    assert overlapped(wire, busy, blocks) == pytest.approx(pipeline(wire, busy, blocks))
+    assert overlapped(wire, busy, blocks, overlap=0.0) == pytest.approx(wire + busy)
+
+
+def test_a_wire_bound_step_by_hand():
+    """Stock over 1 Gbit/s: 9/4 M bytes at 0.125 GB/s; nothing else is near."""
+    job = replace(NONE_KEPT, cluster=Cluster(2, 2, 1))
+    hardware = replace(EMULATED_H200, link_efficiency=1.0)
+    one = estimate(METHODS["stock"], job, hardware)
+    assert one.step_s == pytest.approx(9 / 4 * M / 0.125e9, rel=0.01)
+    assert one.step_s > 9 / 4 * M / 0.125e9
+    assert one.bound == "wire between nodes"
+
+
+def test_what_bounds_a_step():
+    def bound(name, **changes):
+        return estimate(METHODS[name], replace(NONE_KEPT, **changes), H200).bound
+
+    assert bound("stock", cluster=Cluster(1, 4)) == "host"
+    assert bound("stock", cluster=Cluster(1, 4), tokens=1 << 16) == "compute"
+    assert bound("stock") == "wire between nodes"
+    slow = replace(H200, codec_efficiency=0.001)
+    assert estimate(METHODS["zeropp"], NONE_KEPT, slow).bound == "quantizing"
+    far = replace(H200, net_latency_us=1e4)
+    assert estimate(METHODS["stock"], replace(NONE_KEPT, cluster=Cluster(64, 1, 1e6)), far).bound == "latency"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_monotonic(name):
+    def steps(jobs, hardware=H200):
+        return [estimate(METHODS[name], job, hardware).step_s for job in jobs]
+
+    rates = steps(replace(NONE_KEPT, cluster=Cluster(4, 8, gbit)) for gbit in (10, 25, 100, 400, 1600))
+    assert rates == sorted(rates, reverse=True)
+    tokens = steps(replace(NONE_KEPT, tokens=count) for count in (1024, 4096, 1 << 14, 1 << 17))
+    assert tokens == sorted(tokens)
+    sizes = steps(replace(NONE_KEPT, model=Model.from_parameters(size)) for size in (1e9, 7e9, 3e10, 7e10))
+    assert sizes == sorted(sizes)
+    nodes = [moved(name, replace(NONE_KEPT, cluster=Cluster(count, 8, 100))) for count in (1, 2, 4, 64, 128)]
+    assert nodes == sorted(nodes)
+    kept = steps(replace(NONE_KEPT, kept_parameters=count) for count in (1e9, 2e8, 0))
+    assert kept == sorted(kept)
+    batches = steps(replace(NONE_KEPT, micro_batches=count) for count in (1, 2, 8))
+    assert batches == sorted(batches)
+    faster = [steps([NONE_KEPT], replace(H200, overlap=share))[0] for share in (1.0, 0.5, 0.0)]
+    assert faster == sorted(faster)
+    assert steps([replace(NONE_KEPT, checkpointing=True, tokens=1 << 17)]) > steps([replace(NONE_KEPT, tokens=1 << 17)])
+
+
+# -- measurement
+
+
+def test_peers_are_met_within_15_percent():
+    for residual in check(PEERS, EMULATED_H200):
+        assert abs(residual.error) < 0.15, residual.point.label
+
+
+def test_stock_and_lossless_of_this_project_are_met_within_15_percent():
+    """zeropp and zeropp-4bit of these results quantized with plain torch operations, which the model does not fit."""
+    points = [point for point in load_points(RESULTS) if not point.run.startswith("zeropp")]
+    assert len(points) == 6
+    for residual in check(points, EMULATED_H200):
+        assert abs(residual.error) < 0.15, residual.point.label
+
+
+def test_slow_links_are_predicted_from_fast_ones():
+    """Fitted without the 10 Gbit/s points, it predicts them."""
+
+    def at_10(point):
+        return point.job.cluster.inter_gbit == 10
+
+    start = replace(EMULATED_H200, host_per_tensor_ms=1.0, host_per_gather_ms=0.2, link_efficiency=0.7)
+    fields = ("host_per_tensor_ms", "host_per_gather_ms", "link_efficiency")
+    fitted = calibrate([point for point in PEERS if not at_10(point)], start, fields)
+    held_out = [point for point in PEERS if at_10(point)]
+    assert len(held_out) == 3
+    for residual in check(held_out, fitted):
+        assert abs(residual.error) < 0.05, residual.point.label
+
+
+def test_calibration_finds_what_made_the_points():
+    truth = replace(EMULATED_H200, host_per_tensor_ms=0.9, link_efficiency=0.6)
+    jobs = [emulated_job(25), emulated_job(None)]
+    points = [
+        replace(point, step_s=estimate(METHODS[point.run], point.job, truth).step_s)
+        for point in PEERS
+        if point.job in jobs
+    ]
+    found = calibrate(points, EMULATED_H200, ["host_per_tensor_ms", "link_efficiency"])
+    assert found.host_per_tensor_ms == pytest.approx(0.9, rel=1e-3)
+    assert found.link_efficiency == pytest.approx(0.6, rel=1e-3)
+    assert replace(found, host_per_tensor_ms=0, link_efficiency=1) == replace(
+        truth, host_per_tensor_ms=0, link_efficiency=1
+    )
+
+
+def test_calibration_leaves_a_start_where_the_field_is_hidden():
+    """At the start quantizing hides behind the host; only a wide first step shows that it matters."""
+    truth = replace(EMULATED_H200, codec_efficiency=0.004)
+    points = [replace(PEERS[0], run="zeropp", job=emulated_job(gbit)) for gbit in (10, 25)]
+    points = [replace(point, step_s=estimate(METHODS["zeropp"], point.job, truth).step_s) for point in points]
+    found = calibrate(points, EMULATED_H200, ["codec_efficiency"])
+    assert found.codec_efficiency == pytest.approx(0.004, rel=1e-2)
+
+
+ROW = {"run": "zeropp", "dtype": "bf16", "step_ms": 500.0, "peak_gib": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("result", "clusters"),
+    [
+        ({"gbit": 25, "rows": [ROW]}, [Cluster(2, 2, 25)]),
+        ({"rates": [{"gbit": 25, "rows": [ROW]}, {"gbit": None, "rows": [ROW]}]}, [Cluster(2, 2, 25), Cluster(1, 4)]),
+        ({"gbit": [25, 0], "rows": [ROW | {"gbit": 25}, ROW | {"gbit": 0}]}, [Cluster(2, 2, 25), Cluster(2, 2, 72)]),
+        ({"gbit": "nvlink", "rows": [ROW]}, [Cluster(1, 4)]),
+        ({"gbit": 10, "nodes": 4, "ranks_per_node": 8, "rows": [ROW]}, [Cluster(4, 8, 10)]),
+        ({"gbit": 25, "rows": [ROW, {"run": "stock", "error": "out of memory"}]}, [Cluster(2, 2, 25)]),
+        ({"gbit": 25, "device": "x86_64", "rows": [ROW]}, []),
+        ({"gbit": 25, "hardware": {"gpus": 0}, "rows": [ROW]}, []),
+        ({"hardware": {"gpus": 4, "gpu": "NVIDIA H200"}, "rows": [ROW | {"gbit": 25.0}]}, [Cluster(2, 2, 25)]),
+        ({"rows": [[1.0, 2.0], {"dtype": "bf16", "cosine": 1.0}]}, []),
+        ({"collectives": []}, []),
+        ([1, 2], []),
+    ],
+)
+def test_results_in_every_form(tmp_path, result, clusters):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/result.json").write_text(json.dumps(result))
+    points = load_points(tmp_path)
+    assert [point.job.cluster for point in points] == clusters
+    for point in points:
+        assert (point.run, point.step_s, point.peak_bytes) == ("zeropp", 0.5, 2**31)
+        assert (point.job.model, point.job.tokens) == (MODELS["1.3b"], 1024)
+
+
+def test_a_row_overrides_the_file(tmp_path):
+    path = tmp_path / "result.json"
+    row = ROW | {"tokens": 2048, "micro_batch": 4, "run": "in_tree"}
+    path.write_text(
+        json.dumps({"gbit": 25, "tokens": 1024, "rows": [row, ROW | {"run": "hsdp", "reduce_dtype": "fp32"}]})
+    )
+    one, other = load_points(path)
+    assert (one.run, one.job.tokens, one.job.sequence_length) == ("in-tree", 8192, 2048)
+    assert (other.run, other.job.tokens) == ("hsdp-fp32-gradients", 1024)  # no method of the model
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        (json.dumps({"model": "9b", "rows": [ROW]}), "model '9b' is not known"),
+        (json.dumps({"gbit": [10, 25], "rows": [ROW]}), "must say which of the rates"),
+        (json.dumps({"gbit": "fast", "rows": [ROW]}), "gbit must be a rate"),
+    ],
+)
+def test_results_that_cannot_be_read(tmp_path, text, message):
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=message):
+        load_points(path)
+
+
+def test_models_have_the_parameters_of_the_benchmark():
+    tree = ast.parse((ROOT / "benchmarks/two_nodes.py").read_text())
+    (models,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "MODELS"
+    )
+    assert set(models) <= set(MODELS)
+    for name, (hidden, intermediate, layers, _, vocabulary) in models.items():
+        norms = (2 * layers + 1) * hidden
+        total = layers * (4 * hidden**2 + 3 * hidden * intermediate) + 2 * vocabulary * hidden + norms
+        assert MODELS[name] == Model(total, hidden, layers, vocabulary)
+
+
+# -- memory
+
+
+def test_memory_by_hand():
+    """8 GPUs, 2 nodes: 2 + 12 + 2 bytes a parameter over 8; the INT8 copy over the 4 ranks of a node."""
+    job = Job(Model.from_parameters(7e9), Cluster(2, 4, 100), 1024)
+    stock = memory_per_gpu(METHODS["stock"], job)
+    assert stock.held == pytest.approx(16 * 7e9 / 8)
+    assert memory_per_gpu(METHODS["zeropp"], job).secondary == pytest.approx(7e9 * (1 + 2 / 256) / 4)
+    assert memory_per_gpu(METHODS["zeropp-4bit"], job).secondary == pytest.approx(7e9 * (0.5 + 2 / 128) / 4)
+    assert memory_per_gpu(METHODS["in-tree"], job).secondary == pytest.approx(7e9 * 2 / 4)
+    assert memory_per_gpu(METHODS["hsdp"], job).held == pytest.approx(16 * 7e9 / 4)
+    assert stock.held < stock.peak == stock.held + max(stock.gathered + stock.activations, stock.update)
+
+
+def test_memory_of_measured_peaks():
+    """Stock, leaf and lossless reach 8.16 to 8.25 GiB on 4 H200, HSDP 11.6 GiB."""
+    points = [point for point in load_points(RESULTS) if not point.run.startswith("zeropp")]
+    for point in points:
+        assert memory_per_gpu(METHODS[point.run], point.job).peak == pytest.approx(point.peak_bytes, rel=0.15)
+    assert memory_per_gpu(METHODS["hsdp"], emulated_job(25)).peak == pytest.approx(11.6 * 2**30, rel=0.15)
+
+
+def test_checkpointing_saves_activations_and_costs_time():
+    job = Job(Model.from_parameters(7e9), Cluster(1, 8), 8192)
+    saved = replace(job, checkpointing=True)
+    assert memory_per_gpu(METHODS["stock"], saved).activations < memory_per_gpu(METHODS["stock"], job).activations / 2
+    assert estimate(METHODS["stock"], saved, H200).step_s > estimate(METHODS["stock"], job, H200).step_s
+
+
+# -- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Cluster(0, 8, 100), "nodes must be a whole number, at least 1, got 0"),
+        (lambda: Cluster(2, 1.5, 100), "ranks_per_node must be a whole number"),
+        (lambda: Cluster(2, 8), "2 nodes need a link between them"),
+        (lambda: Cluster(2, 8, -1), "inter_gbit"),
+        (lambda: Model(-1, 128, 2), "parameters must be above 0"),
+        (lambda: Model(float("nan"), 128, 2), "parameters must be above 0"),
+        (lambda: Model(1e9, 128, float("nan")), "layers must be a whole number"),
+        (lambda: Model(1e6, 4096, 2), "two embeddings of 32000 x 4096 have 2.62e.08 parameters, more than the whole"),
+        (lambda: replace(NONE_KEPT, tokens=0), "tokens must be a whole number"),
+        (lambda: replace(NONE_KEPT, tokens=1000, sequence=300), "must be a multiple of sequence"),
+        (lambda: replace(NONE_KEPT, kept_parameters=-1), "kept_parameters must be 0 or more"),
+        (lambda: Hardware(0, 4300, 400), "intra_gbs must be above 0"),
+        (lambda: replace(H200, link_efficiency=1.2), "link_efficiency is a share"),
+        (lambda: replace(H200, host_per_block_ms=-1), "host_per_block_ms must not be below 0"),
+        (lambda: method_named("zeropp-4bits"), 'did you mean "zeropp-4bit"'),
+        (
+            lambda: estimate(METHODS["stock"], Job(Model(100, 1, 1, 2), Cluster(64, 8, 10), 1), H200),
+            "512 ranks cannot share 100 parameters",
+        ),
+        (lambda: calibrate(PEERS, H200, ["speed"]), "hardware has no 'speed'"),
+        (lambda: calibrate(PEERS, H200, []), "1 to 3 fields"),
+        (lambda: calibrate(PEERS, H200, list(vars(H200))[:4]), "1 to 3 fields"),
+        (lambda: calibrate(PEERS[:1], H200, ["intra_gbs", "memory_gbs"]), "at least as many measured points"),
+        (lambda: calibrate(PEERS, replace(H200, net_latency_us=0), ["net_latency_us"]), "starts at 0"),
+        (lambda: check([replace(PEERS[0], run="magic")], H200), "there is no method 'magic'"),
+        (lambda: load_points("no/such/folder"), "there is no file or folder"),
+    ],
+)
+def test_impossible_inputs(make, message):
+    with pytest.raises(PlanError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("parameters", [1.3e9, 7e9, 13e9, 70e9, 175e9])
+def test_a_usual_shape_for_a_size(parameters):
+    model = Model.from_parameters(parameters)
+    blocks = 12 * model.layers * model.hidden**2
+    assert blocks + model.embedding_parameters == pytest.approx(parameters, rel=0.05)
+    assert model.hidden % 128 == 0 and 64 < model.hidden / model.layers < 192
+    given = Model.from_parameters(parameters, hidden=model.hidden, layers=model.layers)
+    assert given == model
+
+
+# -- command line
+
+
+def test_command_line_prints_every_method():
+    command = [sys.executable, "-m", "zeropp_fp8.diagnostics.plan", "--params", "7e9", "--nodes", "8"]
+    command += ["--ranks-per-node", "8", "--gbit", "100", "--tokens", "2048"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stdout.splitlines()
+    assert "7 B parameters" in lines[0] and "8 x 8 GPUs, 100 Gbit/s" in lines[0] and "modelled" in lines[0]
+    assert [line.split()[0] for line in lines[3:]] == [
+        *("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "in-tree", "fsdp2", "hsdp")
+    ]
+    assert all("wire" in line for line in lines[3:])
+
+
+def test_command_line_json_agrees_with_the_model(capsys):
+    main(["--params", "7e9", "--gbit", "100", "--methods", "zeropp", "--tflops", "300", "--json"])
+    (row,) = json.loads(capsys.readouterr().out)["methods"]
+    job = Job(Model.from_parameters(7e9), Cluster(8, 8, 100), 2048)
+    expected = estimate(METHODS["zeropp"], job, replace(H200, achieved_tflops=300))
+    assert row["step_s"] == expected.step_s
+    assert row["peak_bytes"] == expected.memory.peak
+    assert row["tokens_per_s"] * row["step_s"] == pytest.approx(2048)
+
+
+def test_command_line_checks_and_fits(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"gbit": 25, "rows": [ROW | {"run": "magic"}, ROW | {"run": "stock", "step_ms": 1883}]}))
+    main(["--check", str(path), "--fit", "link_efficiency"])
+    out = capsys.readouterr().out
+    assert "no model for: magic" in out
+    assert "fitted link_efficiency = " in out
+    assert out.count("%") == len(PEERS) + 1 + 1  # a line a point, and the largest error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", "0"], "nodes must be a whole number"),
+        (["--methods", "zerop"], "there is no method 'zerop'"),
+        (["--check", "nowhere.json"], "there is no file or folder nowhere.json"),
+        (["--fit", "overlap"], "--fit needs --check"),
+    ],
+)
+def test_command_line_errors(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_scaling_plot(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    scaling = runpy.run_path(str(ROOT / "benchmarks/plan_scaling.py"))
+    scaling["main"](["--out", str(tmp_path / "new/scaling")])
+    assert (tmp_path / "new/scaling.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads((tmp_path / "new/scaling.json").read_text())
+    assert {row["kind"] for part in ("modelled", "published", "measured") for row in result[part]} == {
+        *("modelled", "published", "measured")
+    }
+    assert {(row["gbit"], row["gpus"]) for row in result["modelled"]} == {
+        (gbit, 8 * 2**power) for gbit in (100, 200, 400, 800) for power in range(8)
+    }
+    assert "published" in capsys.readouterr().out
+    # What was published lies between the model without any overlap of wire and GPU and with all of it, or within 5 %.
+    for row in result["published"]:
+        ends = sorted(row["modelled"]["no overlap"] + row["modelled"]["full overlap"])
+        assert 0.95 * ends[0] < row.get("lowest", row.get("typical")) < row["highest"] < 1.05 * ends[-1]

@@ -1,0 +1,222 @@
+"""Several tensors in one payload row, codes and scales together, whatever their formats.
+
+A row holds one slice of each tensor, one after the other, each with its own scales: blocks never straddle two tensors,
+so results do not depend on which tensors travel together. On a GPU all tensors that share a format are handled by one
+launch of a kernel; elsewhere the torch code of formats/ does the same, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zeropp_fp8.formats import BlockScaledFormat, WireFormat
+from zeropp_fp8.formats.noise import Seed, draw_seed
+
+
+class SliceOrder:
+    """Which slice each row of a payload holds."""
+
+    def __init__(self, slices: Sequence[int], device: torch.device) -> None:
+        self.slices = tuple(slices)
+        self.is_natural = self.slices == tuple(range(len(self.slices)))
+        self.on_device = torch.tensor(self.slices, dtype=torch.int32).to(device)
+
+
+def format_key(wire_format: WireFormat) -> Hashable:
+    """Equal for formats that make the same bytes."""
+    if isinstance(wire_format, BlockScaledFormat):
+        return (wire_format.name, wire_format.block_size, wire_format.hadamard, wire_format.rounding)
+    return wire_format.dtype
+
+
+@dataclass
+class _Group:
+    """Tensors of a payload that share formats and dtype."""
+
+    members: list[int]
+    wire_format: WireFormat
+    segments: object = None  # kernels.SegmentTable, where kernels are used
+
+
+class PayloadLayout:
+    """Where each tensor lies in a payload row, and encoding, decoding and reducing such rows.
+
+    Args:
+        slice_numels: elements of a slice, for each tensor.
+        formats: wire format of each tensor.
+        dtypes: dtype of each tensor on this side of the wire.
+        device: where the tensors live.
+        partner_formats: formats of the layout that `reduce_to_payload` goes to or comes from, for the same tensors.
+        use_kernels: Triton kernels instead of torch operations; None: on a GPU.
+    """
+
+    def __init__(
+        self,
+        slice_numels: Sequence[int],
+        formats: Sequence[WireFormat],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        partner_formats: Sequence[WireFormat] | None = None,
+        use_kernels: bool | None = None,
+    ) -> None:
+        self.slice_numels = tuple(slice_numels)
+        self.formats = tuple(formats)
+        self.device = device
+        self.sizes = [f.payload_bytes(n) for f, n in zip(formats, slice_numels)]
+        self.offsets = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        self.row_bytes = sum(self.sizes)
+        self.needs_seed = any(f.needs_seed for f in formats)
+        use_kernels = device.type == "cuda" if use_kernels is None else use_kernels
+        partners = partner_formats or formats
+        by_key: dict[Hashable, list[int]] = defaultdict(list)
+        for index, (mine, partner, dtype) in enumerate(zip(formats, partners, dtypes)):
+            if self.slice_numels[index] == 0:
+                continue  # nothing to move
+            by_key[(format_key(mine), format_key(partner), dtype)].append(index)
+        self._groups = [self._make_group(members, partners, use_kernels) for members in by_key.values()]
+        self._tables: dict[Hashable, object] = {}
+
+    def _make_group(self, members: list[int], partners: Sequence[WireFormat], use_kernels: bool) -> _Group:
+        group = _Group(members, self.formats[members[0]])
+        if use_kernels:
+            from zeropp_fp8 import kernels
+
+            partner = partners[members[0]]
+            if kernels.supports(group.wire_format) and kernels.supports(partner):
+                group.segments = kernels.SegmentTable(
+                    group.wire_format,
+                    [self.slice_numels[i] for i in members],
+                    [self.offsets[i] for i in members],
+                    self.device,
+                    like=partner if isinstance(partner, BlockScaledFormat) else None,
+                )
+        return group
+
+    def _table(self, index: int, role: str, tensors: Sequence[Tensor], segments) -> object:
+        """The TensorTable of a group's tensors, made again only when their places changed."""
+        from zeropp_fp8 import kernels
+
+        key = kernels.table_key(tensors)
+        held = self._tables.get((index, role))
+        if held is None or held[0] != key:
+            held = self._tables[(index, role)] = (key, kernels.TensorTable(tensors, segments, self.device))
+        return held[1]
+
+    def draw_seed(self, generator: torch.Generator | None) -> Seed | None:
+        """A seed if any format rounds stochastically."""
+        return draw_seed(generator) if self.needs_seed else None
+
+    # -- tensors -> rows ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, tensors: Sequence[Tensor], order: SliceOrder, payload: Tensor, seed: Seed | None = None) -> None:
+        """Encode slices of contiguous `tensors` into `payload`, uint8 [rows, row_bytes]."""
+        for index, group in enumerate(self._groups):
+            members = [tensors[i] for i in group.members]
+            if group.segments is not None:
+                from zeropp_fp8 import kernels
+
+                table = self._table(index, "source", members, group.segments)
+                kernels.quantize(members[0], table, group.segments, order.on_device, payload, seed)
+                continue
+            for place, (i, tensor) in enumerate(zip(group.members, members)):
+                rows = slices_of(tensor, self.slice_numels[i], order)
+                encoded = group.wire_format.encode_rows_seeded(rows, seed.of_tensor(place) if seed else None)
+                payload[:, self.offsets[i] : self.offsets[i] + self.sizes[i]] = encoded
+
+    # -- rows -> tensors ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def decode(self, payload: Tensor, order: SliceOrder, tensors: Sequence[Tensor]) -> None:
+        """Decode `payload`, uint8 [rows, row_bytes], into the slices of contiguous `tensors` that its rows hold."""
+        for index, group in enumerate(self._groups):
+            members = [tensors[i] for i in group.members]
+            if group.segments is not None:
+                from zeropp_fp8 import kernels
+
+                table = self._table(index, "destination", members, group.segments)
+                kernels.dequantize(members[0], table, group.segments, order.on_device, payload)
+                continue
+            for i, tensor in zip(group.members, members):
+                rows = self._decode_rows(payload, i, tensor.dtype)
+                _write_slices(rows, order, tensor.view(-1))
+
+    def _decode_rows(self, payload: Tensor, i: int, dtype: torch.dtype) -> Tensor:
+        """Tensor i of a payload [rows, row_bytes] as [rows, slice numel]."""
+        part = payload[:, self.offsets[i] : self.offsets[i] + self.sizes[i]]
+        return self.formats[i].decode_rows(part, self.slice_numels[i], dtype)
+
+    # -- rows of several ranks -> their mean -------------------------------------------------------------------------
+
+    def mean(self, received: Tensor, i: int) -> Tensor:
+        """fp32 [rows, slice numel]: the mean over ranks of tensor i in uint8 [ranks, rows, row_bytes]."""
+        total = self._decode_rows(received[0], i, torch.float32)
+        for rank_rows in received[1:]:
+            total += self._decode_rows(rank_rows, i, torch.float32)
+        return total.mul_(1.0 / received.shape[0])
+
+    @torch.no_grad()
+    def reduce_to_payload(
+        self, received: Tensor, then: PayloadLayout, payload: Tensor, seed: Seed | None = None
+    ) -> None:
+        """Encode the mean over ranks of `received`, uint8 [ranks, rows, row_bytes], into `payload` by layout `then`."""
+        for group, next_group in zip(self._groups, then._groups):
+            if group.segments is not None and next_group.segments is not None:
+                from zeropp_fp8 import kernels
+
+                if kernels.can_chain(group.segments, next_group.segments):
+                    kernels.reduce_to_payload(received, group.segments, next_group.segments, payload, seed)
+                    continue
+            for place, i in enumerate(group.members):
+                encoded = next_group.wire_format.encode_rows_seeded(
+                    self.mean(received, i), seed.of_tensor(place) if seed else None
+                )
+                payload[:, then.offsets[i] : then.offsets[i] + then.sizes[i]] = encoded
+
+    @torch.no_grad()
+    def reduce_to_tensors(self, received: Tensor, tensors: Sequence[Tensor], accumulate: bool = False) -> None:
+        """Write the mean over ranks of `received`, uint8 [ranks, row_bytes], to `tensors`, or add it to them.
+
+        A tensor may have fewer elements than its slice: padding is dropped.
+        """
+        for index, group in enumerate(self._groups):
+            members = [tensors[i] for i in group.members]
+            if group.segments is not None:
+                from zeropp_fp8 import kernels
+
+                table = self._table(index, "result", members, group.segments)
+                kernels.reduce_to_tensors(received, group.segments, members[0], table, accumulate)
+                continue
+            for i, tensor in zip(group.members, members):
+                mean = self.mean(received.unsqueeze(1), i).view(-1)[: tensor.numel()].view(tensor.shape)
+                if accumulate:
+                    tensor += mean.to(tensor.dtype)
+                else:
+                    tensor.copy_(mean)
+
+
+def slices_of(tensor: Tensor, slice_numel: int, order: SliceOrder) -> Tensor:
+    """[rows, slice_numel]: the slices of a tensor in the order of the rows, zeros beyond its end."""
+    count = max(order.slices) + 1
+    flat = tensor.reshape(-1)[: count * slice_numel]
+    if flat.numel() != count * slice_numel:
+        flat = F.pad(flat, (0, count * slice_numel - flat.numel()))
+    rows = flat.view(count, slice_numel)
+    return rows if order.is_natural else rows[list(order.slices)]
+
+
+def _write_slices(rows: Tensor, order: SliceOrder, flat: Tensor) -> None:
+    """The inverse of slices_of; what lies beyond the tensor's end is dropped."""
+    if order.is_natural and rows.numel() >= flat.numel():
+        flat.copy_(rows.view(-1)[: flat.numel()])
+        return
+    slice_numel = rows.shape[1]
+    for row, index in zip(rows, order.slices):
+        piece = flat[index * slice_numel : (index + 1) * slice_numel]
+        piece.copy_(row[: piece.numel()])

@@ -1,0 +1,170 @@
+"""What is trained, and on how many GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BYTES_16BIT = 2
+GBIT = 1e9 / 8  # bytes/s
+
+
+class PlanError(ValueError):
+    """A job, a machine or a measurement that cannot be. The message names the value and what it must be."""
+
+
+def require_positive(**values: float) -> None:
+    """Raise PlanError for the first value that is not above 0."""
+    for name, value in values.items():
+        if not value > 0:
+            raise PlanError(f"{name} must be above 0, got {value!r}")
+
+
+def require_whole(**values: float) -> None:
+    """Raise PlanError for the first value that is not a whole number of at least 1."""
+    for name, value in values.items():
+        if not value >= 1 or value % 1:
+            raise PlanError(f"{name} must be a whole number, at least 1, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder-only transformer with separate input and output embeddings.
+
+    Args:
+        parameters: all of them, embeddings included.
+        hidden, layers, vocabulary: its shape.
+        tensors_per_layer: matrices of a layer (Llama: q, k, v, o, gate, up, down). Norms and biases lie below
+            DeepSpeed's persistence threshold and are not gathered.
+    """
+
+    parameters: float
+    hidden: int
+    layers: int
+    vocabulary: int = 32000
+    tensors_per_layer: int = 7
+
+    def __post_init__(self) -> None:
+        require_positive(parameters=self.parameters)
+        require_whole(
+            hidden=self.hidden,
+            layers=self.layers,
+            vocabulary=self.vocabulary,
+            tensors_per_layer=self.tensors_per_layer,
+        )
+        if self.embedding_parameters >= self.parameters:
+            raise PlanError(
+                f"two embeddings of {self.vocabulary} x {self.hidden} have {self.embedding_parameters:.3g} parameters, "
+                f"more than the whole model of {self.parameters:.3g}; give a smaller vocabulary or hidden size"
+            )
+
+    @classmethod
+    def from_parameters(
+        cls, parameters: float, hidden: int | None = None, layers: int | None = None, vocabulary: int = 32000
+    ) -> Model:
+        """A usual shape for a size: 12 layers hidden^2 parameters in the blocks (Kaplan et al., arXiv 2001.08361,
+        table 1), hidden = 128 layers where neither is given, hidden a multiple of 128.
+
+        Raises:
+            PlanError: no shape with this vocabulary has so few parameters.
+        """
+        require_positive(parameters=parameters)
+        if hidden is None:
+            rough = (parameters / (12 * layers)) ** 0.5 if layers else (parameters * 128 / 12) ** (1 / 3)
+            hidden = max(128, round(rough / 128) * 128)
+        blocks = parameters - 2 * vocabulary * hidden
+        if layers is None:
+            layers = max(1, round(blocks / (12 * hidden**2)))
+        return cls(parameters, hidden, layers, vocabulary)
+
+    @property
+    def bytes_16bit(self) -> float:
+        """M: the model in 16 bits, in bytes."""
+        return BYTES_16BIT * self.parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        return 2 * self.vocabulary * self.hidden
+
+    @property
+    def block_parameters(self) -> float:
+        """Parameters of one transformer block."""
+        return (self.parameters - self.embedding_parameters) / self.layers
+
+    @property
+    def units(self) -> int:
+        """What is gathered at once with block granularity: the blocks, the input and the output embedding."""
+        return self.layers + 2
+
+    @property
+    def tensors(self) -> int:
+        """Tensors that are gathered."""
+        return self.layers * self.tensors_per_layer + 2
+
+    def forward_flop(self, tokens: float, sequence: int) -> float:
+        """Floating point operations of one forward pass over `tokens` tokens; the backward pass takes twice as many.
+
+        2 a parameter and token in matrix products (the input embedding is a look-up), and 2 * 2 * sequence * hidden a
+        token and layer for scores and values, halved by the causal mask (arXiv 2104.04473, appendix).
+        """
+        matrices = self.parameters - self.vocabulary * self.hidden
+        attention = 2 * self.layers * sequence * self.hidden
+        return tokens * (2 * matrices + attention)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """N nodes of L GPUs; `inter_gbit` is the rate at which one node sends to all others, in Gbit/s, one way.
+
+    A single node has no such link; its rate is ignored.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    inter_gbit: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_whole(nodes=self.nodes, ranks_per_node=self.ranks_per_node)
+        if self.nodes > 1 and not self.inter_gbit > 0:
+            raise PlanError(
+                f"{self.nodes} nodes need a link between them: inter_gbit (Gbit/s a node) must be above 0, "
+                f"got {self.inter_gbit!r}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training job.
+
+    Args:
+        tokens: tokens of one GPU in one micro-batch.
+        sequence: tokens of one sequence; all of `tokens` where not given.
+        micro_batches: gradient accumulation steps.
+        kept_parameters: parameters that ZeRO-3 keeps gathered from the forward to the backward pass (the smaller of
+            stage3_max_live_parameters and stage3_max_reuse_distance, which DeepSpeed sets to 1e9).
+        checkpointing: activation checkpointing of every block; the backward pass then computes the forward again.
+    """
+
+    model: Model
+    cluster: Cluster
+    tokens: int
+    sequence: int | None = None
+    micro_batches: int = 1
+    kept_parameters: float = 2e8
+    checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        require_whole(tokens=self.tokens, micro_batches=self.micro_batches)
+        if self.sequence is not None:
+            require_whole(sequence=self.sequence)
+            if self.tokens % self.sequence:
+                raise PlanError(f"tokens ({self.tokens}) must be a multiple of sequence ({self.sequence})")
+        if self.kept_parameters < 0:
+            raise PlanError(f"kept_parameters must be 0 or more, got {self.kept_parameters!r}")
+
+    @property
+    def sequence_length(self) -> int:
+        return self.sequence or self.tokens

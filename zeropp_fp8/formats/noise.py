@@ -1,0 +1,78 @@
+"""Uniform numbers for stochastic rounding: a hash of a seed and an element's place, the same on every device.
+
+A device's own generator gives other numbers on a CPU than on a GPU, and can only be read in order. Here the number of
+an element depends on nothing but (seed, row, column), so that the torch code and a kernel that walks the elements in
+any order make the same payload, and a payload can be made again from its seed.
+
+The hash is the 32-bit integer mixer "lowbias32" (C. Wellons, hash-prospector; bias 0.17 of 1000).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
+ROW_STEP = 0x9E3779B9  # 2^32 / golden ratio: keys of neighbouring rows lie far apart
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Seed:
+    """62 random bits in two halves below 2^31, so that a kernel always gets 32-bit integers."""
+
+    low: int
+    high: int
+
+    def of_tensor(self, index: int) -> Seed:
+        """The seed of the tensor with this index in a payload of several."""
+        return Seed((self.low + index) & 0x7FFFFFFF, self.high)
+
+
+def draw_seed(generator: torch.Generator | None) -> Seed:
+    """A seed from a CPU generator (None: torch's default one). The host draws, so no device is waited for.
+
+    Raises:
+        TypeError: the generator is not on the CPU.
+    """
+    if generator is not None and generator.device.type != "cpu":
+        raise TypeError(f"stochastic rounding: the generator must be a CPU generator, got one on {generator.device}")
+    low, high = torch.randint(0, 1 << 31, (2,), generator=generator).tolist()
+    return Seed(low, high)
+
+
+def _mix(x: int) -> int:
+    x ^= x >> 16
+    x = x * MIX_1 & _MASK
+    x ^= x >> 15
+    x = x * MIX_2 & _MASK
+    return x ^ x >> 16
+
+
+def _signed(x: int) -> int:
+    """The int32 with the same bits as a uint32."""
+    return x - (1 << 32) if x >= 1 << 31 else x
+
+
+def _mix_(x: Tensor) -> Tensor:
+    """`_mix` on int32 in place; torch shifts arithmetically, so the sign's copies are masked off."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= MIX_1
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _signed(MIX_2)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def uniform(seed: Seed, rows: int, columns: int, device: torch.device) -> Tensor:
+    """fp32 [rows, columns] in [0, 1), multiples of 2^-24.
+
+    key = mix(mix(low ^ row * ROW_STEP) + high); number = mix(column * (mix(key) | 1) + key) >> 8.
+    """
+    keys = [_mix(_mix(seed.low ^ (row * ROW_STEP & _MASK)) + seed.high & _MASK) for row in range(rows)]
+    steps = torch.tensor([[_signed(_mix(key) | 1)] for key in keys], dtype=torch.int32, device=device)
+    starts = torch.tensor([[_signed(key)] for key in keys], dtype=torch.int32, device=device)
+    counters = torch.arange(columns, dtype=torch.int32, device=device) * steps + starts
+    return ((_mix_(counters) >> 8) & 0xFFFFFF).float().mul_(2.0**-24)

@@ -1,0 +1,185 @@
+"""Payload rows -> tensors, in one pass: read a code an element and 2 bytes a block, write the value.
+
+    tensor.flat[s * S : (s + 1) * S] = decode(payload[r]) with s = slices[r], S = the tensor's slice size
+
+What lies beyond a tensor's end (the padding of its last slices) is not written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zeropp_fp8.kernels.elements import (
+    clamp_keeping_nan,
+    load_some,
+    narrowed,
+    numbers_of,
+    rotate,
+    store_some,
+)
+from zeropp_fp8.kernels.quantize import place_of_program
+from zeropp_fp8.kernels.tables import SegmentTable, TensorTable, interpreted, native_float8
+
+
+@triton.jit
+def decode_tile(
+    payload_ptr,
+    tile,
+    numel,
+    num_blocks,
+    code_bytes,
+    LIMIT: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    """[TILE_BLOCKS, WIDTH] of one tensor's slice: fp32 within [-LIMIT, LIMIT], or an unquantized element's own dtype."""
+    blocks = tl.arange(0, TILE_BLOCKS)
+    first_block = tile * TILE_BLOCKS
+    if ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32":
+        dtype: tl.constexpr = tl.bfloat16 if ELEMENT == "bf16" else (tl.float16 if ELEMENT == "fp16" else tl.float32)
+        local = blocks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        left = tl.minimum(numel - first_block * BLOCK_SIZE, TILE_BLOCKS * WIDTH).to(tl.int32)
+        source = payload_ptr.to(tl.pointer_type(dtype)) + first_block * BLOCK_SIZE
+        values = load_some(source + local, local, left, True, TILE_BLOCKS * WIDTH, False)
+    else:
+        blocks_left = tl.minimum(num_blocks - first_block, TILE_BLOCKS).to(tl.int32)
+        scale_bits = tl.load(
+            payload_ptr.to(tl.pointer_type(tl.int16)) + first_block + blocks, mask=blocks < blocks_left, other=0
+        )
+        scales = (scale_bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        codes_ptr = payload_ptr + tl.multiple_of((num_blocks * 2 + 15) // 16 * 16, 16)
+        per_byte: tl.constexpr = 2 if ELEMENT == "int4" else 1
+        columns = tl.arange(0, WIDTH // per_byte)
+        first_byte = first_block * (BLOCK_SIZE // per_byte)
+        local = blocks[:, None] * (BLOCK_SIZE // per_byte) + columns[None, :]
+        bytes_left = tl.minimum(code_bytes - first_byte, TILE_BLOCKS * (BLOCK_SIZE // per_byte)).to(tl.int32)
+        codes = load_some(
+            codes_ptr + first_byte + local,
+            local,
+            bytes_left,
+            columns[None, :] < BLOCK_SIZE // per_byte,
+            TILE_BLOCKS * (BLOCK_SIZE // per_byte),
+            WIDTH != BLOCK_SIZE,
+        )
+        values = numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+        if HADAMARD:
+            values = rotate(values, TILE_BLOCKS, WIDTH)
+        values = clamp_keeping_nan(values * scales[:, None], LIMIT)
+    return values
+
+
+@triton.jit
+def write_tile(
+    values,
+    tensor_ptr,
+    end,
+    tile,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Write a tile to tensor_ptr[tile's first element ..], nothing at or beyond `end`; or add it to what is there."""
+    dtype: tl.constexpr = tensor_ptr.dtype.element_ty
+    columns = tl.arange(0, WIDTH)
+    start = tile * (TILE_BLOCKS * BLOCK_SIZE)
+    left = tl.maximum(tl.minimum(end - start, TILE_BLOCKS * BLOCK_SIZE), 0).to(tl.int32)
+    local = tl.arange(0, TILE_BLOCKS)[:, None] * BLOCK_SIZE + columns[None, :]
+    width_ok = columns[None, :] < BLOCK_SIZE
+    pointers = tensor_ptr + start + local
+    if ACCUMULATE:
+        # Rounded to the buffer's dtype before the addition, as the torch code does.
+        before = load_some(pointers, local, left, width_ok, TILE_BLOCKS * BLOCK_SIZE, WIDTH != BLOCK_SIZE)
+        values = narrowed(values, dtype, INTERPRETED).to(tl.float32) + before.to(tl.float32)
+    if values.dtype != dtype:
+        values = narrowed(values.to(tl.float32), dtype, INTERPRETED)
+    store_some(pointers, values, local, left, width_ok, TILE_BLOCKS * BLOCK_SIZE, WIDTH != BLOCK_SIZE)
+
+
+@triton.jit
+def dequantize_kernel(
+    base_ptr,
+    payload_ptr,
+    slices_ptr,
+    tensors_ptr,
+    segments_ptr,
+    tiles_ptr,
+    row_bytes,
+    LIMIT: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program: one tile of one tensor's slice in one row."""
+    segment, tile, offset, slice_numel, num_blocks, code_bytes, _ = place_of_program(tiles_ptr, segments_ptr)
+    row = tl.program_id(1).to(tl.int64)
+    slice_index = tl.load(slices_ptr + row).to(tl.int64)
+    numel = tl.load(tensors_ptr + 2 * segment + 1)
+    start = tl.load(tensors_ptr + 2 * segment) + slice_index * slice_numel
+    if ALIGNED:
+        start = tl.multiple_of(start, 16 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    values = decode_tile(
+        payload_ptr + tl.multiple_of(row * row_bytes, 16) + offset,
+        tile,
+        slice_numel,
+        num_blocks,
+        code_bytes,
+        LIMIT,
+        ELEMENT,
+        BLOCK_SIZE,
+        WIDTH,
+        TILE_BLOCKS,
+        HADAMARD,
+        NATIVE_FP8,
+    )
+    end = tl.minimum(slice_numel, numel - slice_index * slice_numel)
+    write_tile(values, base_ptr + start, end, tile, False, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED)
+
+
+def dequantize(base: Tensor, tensors: TensorTable, segments: SegmentTable, slices: Tensor, payload: Tensor) -> None:
+    """Decode payload rows into slices of tensors.
+
+    Args:
+        base: the first of the destination tensors, fp32, bf16 or fp16.
+        tensors: the places of all of them.
+        slices: int32 [rows], which slice each row holds.
+        payload: uint8 [rows, row bytes], contiguous.
+    """
+    if segments.num_tiles == 0:
+        return
+    rows, row_bytes = payload.shape
+    form = segments.format
+    with torch.cuda.device_of(payload):
+        dequantize_kernel[(segments.num_tiles, rows)](
+            base,
+            payload,
+            slices,
+            tensors.entries,
+            segments.segments,
+            segments.tiles,
+            row_bytes,
+            LIMIT=torch.finfo(base.dtype).max,
+            ELEMENT=form.element,
+            BLOCK_SIZE=form.block_size,
+            WIDTH=form.width,
+            TILE_BLOCKS=form.tile_blocks,
+            HADAMARD=form.hadamard,
+            ALIGNED=tensors.aligned,
+            NATIVE_FP8=native_float8(payload.device),
+            INTERPRETED=interpreted(),
+            num_warps=form.num_warps,
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,245 @@
+"""Tensors -> payload rows, in one pass: read 2 (or 4) bytes an element, write its code and 2 bytes a block.
+
+    payload[r] = for each tensor: encode(tensor.flat[s * S : (s + 1) * S]) with s = slices[r], S = its slice size
+
+The order of `slices` is qgZ's slice reordering (ZeRO++ section 3.3), which costs nothing here. Elements beyond a
+tensor's end count as zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zeropp_fp8.formats.noise import Seed
+from zeropp_fp8.kernels.elements import block_scales, codes_of, load_some, narrowed, rotate, store_some, uniform
+from zeropp_fp8.kernels.tables import SegmentTable, TensorTable, interpreted, native_float8
+
+
+@triton.jit
+def place_of_program(tiles_ptr, segments_ptr):
+    """(segment, tile in it, payload offset, slice numel, blocks, code bytes, bytes) of this program."""
+    program = tl.program_id(0).to(tl.int64)
+    segment = tl.load(tiles_ptr + 2 * program).to(tl.int64)
+    tile = tl.load(tiles_ptr + 2 * program + 1).to(tl.int64)
+    entry = segments_ptr + 5 * segment
+    offset = tl.multiple_of(tl.load(entry), 16)
+    return segment, tile, offset, tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+
+
+@triton.jit
+def store_tile(
+    values,
+    payload_ptr,
+    row,
+    tile,
+    numel,
+    num_blocks,
+    code_bytes,
+    total_bytes,
+    seed_low,
+    seed_high,
+    ELEMENT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Encode fp32 [TILE_BLOCKS, WIDTH] (zeros beyond the slice) into the payload of one tensor's slice."""
+    blocks = tl.arange(0, TILE_BLOCKS)
+    columns = tl.arange(0, WIDTH)
+    first_block = tile * TILE_BLOCKS
+    if ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32":
+        dtype: tl.constexpr = tl.bfloat16 if ELEMENT == "bf16" else (tl.float16 if ELEMENT == "fp16" else tl.float32)
+        local = blocks[:, None] * WIDTH + columns[None, :]
+        left = tl.minimum(numel - first_block * BLOCK_SIZE, TILE_BLOCKS * WIDTH).to(tl.int32)
+        out = payload_ptr.to(tl.pointer_type(dtype)) + first_block * BLOCK_SIZE
+        if values.dtype != dtype:
+            values = narrowed(values, dtype, INTERPRETED)
+        store_some(out + local, values, local, left, True, TILE_BLOCKS * WIDTH, False)
+        codes_start = num_blocks * 0
+    else:
+        x = values.to(tl.float32)
+        if HADAMARD:
+            x = rotate(x * (1.0 / 32.0), TILE_BLOCKS, WIDTH)
+        scales, factors, bad = block_scales(x, LARGEST)
+        scaled = tl.where(bad[:, None], 0.0, x * factors[:, None])
+        noise = scaled
+        if ROUNDING == "stochastic":
+            noise = uniform(
+                seed_low,
+                seed_high,
+                row,
+                (first_block * BLOCK_SIZE).to(tl.int32) + blocks[:, None] * BLOCK_SIZE + columns,
+            )
+        codes = codes_of(scaled, noise, ELEMENT, ROUNDING, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+
+        scales_ptr = payload_ptr.to(tl.pointer_type(tl.int16))
+        blocks_left = tl.minimum(num_blocks - first_block, TILE_BLOCKS).to(tl.int32)
+        tl.store(scales_ptr + first_block + blocks, scales, mask=blocks < blocks_left)
+        codes_start = tl.multiple_of((num_blocks * 2 + 15) // 16 * 16, 16)
+
+        per_byte: tl.constexpr = 2 if ELEMENT == "int4" else 1
+        byte_columns = tl.arange(0, WIDTH // per_byte)
+        first_byte = first_block * (BLOCK_SIZE // per_byte)
+        local = blocks[:, None] * (BLOCK_SIZE // per_byte) + byte_columns[None, :]
+        bytes_left = tl.minimum(code_bytes - first_byte, TILE_BLOCKS * (BLOCK_SIZE // per_byte)).to(tl.int32)
+        store_some(
+            payload_ptr + codes_start + first_byte + local,
+            codes,
+            local,
+            bytes_left,
+            byte_columns[None, :] < BLOCK_SIZE // per_byte,
+            TILE_BLOCKS * (BLOCK_SIZE // per_byte),
+            WIDTH != BLOCK_SIZE,
+        )
+
+        if tile == 0:  # zeros between scales and codes
+            pad = tl.arange(0, 8)
+            tl.store(
+                scales_ptr + num_blocks + pad,
+                tl.zeros((8,), tl.int16),
+                mask=pad < (codes_start // 2 - num_blocks).to(tl.int32),
+            )
+    if tile == 0:  # zeros after the codes
+        pad = tl.arange(0, 16)
+        end = codes_start + code_bytes
+        tl.store(payload_ptr + end + pad, tl.zeros((16,), tl.uint8), mask=pad < (total_bytes - end).to(tl.int32))
+
+
+@triton.jit
+def load_tile(
+    tensor_ptr,
+    numel,
+    slice_numel,
+    slice_index,
+    tile,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+):
+    """The tile of a tensor's slice as it is stored, zeros beyond the slice and the tensor."""
+    blocks = tl.arange(0, TILE_BLOCKS)
+    columns = tl.arange(0, WIDTH)
+    start = tile * (TILE_BLOCKS * BLOCK_SIZE)
+    end = tl.minimum(slice_numel, numel - slice_index * slice_numel)
+    # Tile-local offsets fit 32 bits; only the base is computed in 64.
+    left = tl.maximum(tl.minimum(end - start, TILE_BLOCKS * BLOCK_SIZE), 0).to(tl.int32)
+    local = blocks[:, None] * BLOCK_SIZE + columns[None, :]
+    return load_some(
+        tensor_ptr + start + local,
+        local,
+        left,
+        columns[None, :] < BLOCK_SIZE,
+        TILE_BLOCKS * BLOCK_SIZE,
+        WIDTH != BLOCK_SIZE,
+    )
+
+
+# Seeds are random: specializing on "divisible by 16" would compile the kernel twice.
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+def quantize_kernel(
+    base_ptr,
+    payload_ptr,
+    slices_ptr,
+    tensors_ptr,
+    segments_ptr,
+    tiles_ptr,
+    row_bytes,
+    seed_low,
+    seed_high,
+    ELEMENT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program: one tile of one tensor's slice in one row."""
+    segment, tile, offset, slice_numel, num_blocks, code_bytes, total_bytes = place_of_program(tiles_ptr, segments_ptr)
+    row = tl.program_id(1).to(tl.int64)
+    slice_index = tl.load(slices_ptr + row).to(tl.int64)
+    numel = tl.load(tensors_ptr + 2 * segment + 1)
+    start = tl.load(tensors_ptr + 2 * segment) + slice_index * slice_numel
+    if ALIGNED:
+        start = tl.multiple_of(start, 16 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    x = load_tile(base_ptr + start, numel, slice_numel, slice_index, tile, BLOCK_SIZE, WIDTH, TILE_BLOCKS)
+    store_tile(
+        x,
+        payload_ptr + tl.multiple_of(row * row_bytes, 16) + offset,
+        row,
+        tile,
+        slice_numel,
+        num_blocks,
+        code_bytes,
+        total_bytes,
+        (seed_low.to(tl.int64) + segment) & 0x7FFFFFFF,
+        seed_high,
+        ELEMENT,
+        BLOCK_SIZE,
+        WIDTH,
+        TILE_BLOCKS,
+        HADAMARD,
+        ROUNDING,
+        LARGEST,
+        NATIVE_FP8,
+        INTERPRETED,
+    )
+
+
+def quantize(
+    base: Tensor,
+    tensors: TensorTable,
+    segments: SegmentTable,
+    slices: Tensor,
+    payload: Tensor,
+    seed: Seed | None = None,
+) -> None:
+    """Encode slices of tensors into payload rows.
+
+    Args:
+        base: the first of the source tensors, fp32, bf16 or fp16.
+        tensors: the places of all of them.
+        slices: int32 [rows], which slice each row holds.
+        payload: uint8 [rows, row bytes], contiguous; only the bytes of these tensors are written.
+        seed: for stochastic rounding; tensor i of the launch uses `seed.of_tensor(i)`.
+    """
+    if segments.num_tiles == 0:
+        return
+    rows, row_bytes = payload.shape
+    seed = seed or Seed(0, 0)
+    form = segments.format
+    with torch.cuda.device_of(payload):
+        quantize_kernel[(segments.num_tiles, rows)](
+            base,
+            payload,
+            slices,
+            tensors.entries,
+            segments.segments,
+            segments.tiles,
+            row_bytes,
+            seed.low,
+            seed.high,
+            ELEMENT=form.element,
+            BLOCK_SIZE=form.block_size,
+            WIDTH=form.width,
+            TILE_BLOCKS=form.tile_blocks,
+            HADAMARD=form.hadamard,
+            ROUNDING=form.rounding,
+            LARGEST=form.largest,
+            ALIGNED=tensors.aligned,
+            NATIVE_FP8=native_float8(payload.device),
+            INTERPRETED=interpreted(),
+            num_warps=form.num_warps,
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,273 @@
+"""Payloads of several ranks -> the fp32 mean of what they decode to -> tensors, or a payload for the next hop.
+
+    mean[r] = (decode(received[0, r]) + decode(received[1, r]) + ...) * (1 / ranks)      added in this order
+    out[r]  = encode(mean[r])          (reduce_to_payload: the hop between nodes follows)
+    tensor  = mean[0], or tensor += it (reduce_to_tensors: the last hop)
+
+One pass: the mean lives in registers only. With 8 ranks of int8 and an int4 result that is 1.07 bytes an input element.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zeropp_fp8.formats.noise import Seed
+from zeropp_fp8.kernels.dequantize import decode_tile, write_tile
+from zeropp_fp8.kernels.quantize import place_of_program, store_tile
+from zeropp_fp8.kernels.tables import SegmentTable, TensorTable, interpreted, native_float8
+
+_FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+@triton.jit
+def mean_of_tiles(
+    received_ptr,
+    rank_bytes,
+    inverse_ranks,
+    tile,
+    numel,
+    num_blocks,
+    code_bytes,
+    RANKS: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    """fp32 mean of the same tile of every rank; `received_ptr` is at rank 0's, `rank_bytes` from one to the next."""
+    total = tl.zeros((TILE_BLOCKS, WIDTH), tl.float32)
+    for rank in range(RANKS):
+        values = decode_tile(
+            received_ptr + tl.multiple_of(rank * rank_bytes, 16),
+            tile,
+            numel,
+            num_blocks,
+            code_bytes,
+            _FP32_MAX,
+            ELEMENT,
+            BLOCK_SIZE,
+            WIDTH,
+            TILE_BLOCKS,
+            HADAMARD,
+            NATIVE_FP8,
+        )
+        total += values.to(tl.float32)
+    if HADAMARD:
+        # The rotation leaves numbers in the padding of the last group; the next hop must see zeros there.
+        left = tl.minimum(numel - tile * (TILE_BLOCKS * BLOCK_SIZE), TILE_BLOCKS * BLOCK_SIZE).to(tl.int32)
+        local = tl.arange(0, TILE_BLOCKS)[:, None] * BLOCK_SIZE + tl.arange(0, WIDTH)[None, :]
+        total = tl.where(local < left, total, 0.0)
+    return total * inverse_ranks
+
+
+# Seeds are random: specializing on "divisible by 16" would compile the kernel twice.
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+def reduce_to_payload_kernel(
+    received_ptr,
+    payload_ptr,
+    segments_in_ptr,
+    segments_out_ptr,
+    tiles_ptr,
+    rank_bytes,
+    row_bytes_in,
+    row_bytes_out,
+    inverse_ranks,
+    seed_low,
+    seed_high,
+    RANKS: tl.constexpr,
+    ELEMENT_IN: tl.constexpr,
+    HADAMARD_IN: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program: one tile of one tensor's slice in one row."""
+    segment, tile, offset, numel, num_blocks, code_bytes, _ = place_of_program(tiles_ptr, segments_in_ptr)
+    row = tl.program_id(1).to(tl.int64)
+    mean = mean_of_tiles(
+        received_ptr + tl.multiple_of(row * row_bytes_in, 16) + offset,
+        rank_bytes,
+        inverse_ranks,
+        tile,
+        numel,
+        num_blocks,
+        code_bytes,
+        RANKS,
+        ELEMENT_IN,
+        BLOCK_SIZE,
+        WIDTH,
+        TILE_BLOCKS,
+        HADAMARD_IN,
+        NATIVE_FP8,
+    )
+    _, _, offset, numel, num_blocks, code_bytes, total_bytes = place_of_program(tiles_ptr, segments_out_ptr)
+    store_tile(
+        mean,
+        payload_ptr + tl.multiple_of(row * row_bytes_out, 16) + offset,
+        row,
+        tile,
+        numel,
+        num_blocks,
+        code_bytes,
+        total_bytes,
+        (seed_low.to(tl.int64) + segment) & 0x7FFFFFFF,
+        seed_high,
+        ELEMENT,
+        BLOCK_SIZE,
+        WIDTH,
+        TILE_BLOCKS,
+        HADAMARD,
+        ROUNDING,
+        LARGEST,
+        NATIVE_FP8,
+        INTERPRETED,
+    )
+
+
+@triton.jit
+def reduce_to_tensors_kernel(
+    received_ptr,
+    base_ptr,
+    tensors_ptr,
+    segments_ptr,
+    tiles_ptr,
+    rank_bytes,
+    inverse_ranks,
+    RANKS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program: one tile of one tensor's slice."""
+    segment, tile, offset, numel, num_blocks, code_bytes, _ = place_of_program(tiles_ptr, segments_ptr)
+    mean = mean_of_tiles(
+        received_ptr + offset,
+        rank_bytes,
+        inverse_ranks,
+        tile,
+        numel,
+        num_blocks,
+        code_bytes,
+        RANKS,
+        ELEMENT,
+        BLOCK_SIZE,
+        WIDTH,
+        TILE_BLOCKS,
+        HADAMARD,
+        NATIVE_FP8,
+    )
+    start = tl.load(tensors_ptr + 2 * segment)
+    if ALIGNED:
+        start = tl.multiple_of(start, 16 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    end = tl.minimum(numel, tl.load(tensors_ptr + 2 * segment + 1))
+    write_tile(mean, base_ptr + start, end, tile, ACCUMULATE, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED)
+
+
+def can_chain(first: SegmentTable, then: SegmentTable) -> bool:
+    """Whether reduce_to_payload can go from one format to the other: their tiles must cover the same elements."""
+    a, b = first.format, then.format
+    return (a.block_size, a.width, a.tile_blocks) == (b.block_size, b.width, b.tile_blocks)
+
+
+def reduce_to_payload(
+    received: Tensor,
+    segments_in: SegmentTable,
+    segments_out: SegmentTable,
+    payload: Tensor,
+    seed: Seed | None = None,
+) -> None:
+    """Encode the mean over ranks, row by row.
+
+    Args:
+        received: uint8 [ranks, rows, row bytes in], contiguous.
+        segments_in, segments_out: the same tensors in the two formats; `can_chain` must hold.
+        payload: uint8 [rows, row bytes out], contiguous.
+    """
+    if segments_in.num_tiles == 0:
+        return
+    ranks, rows, row_bytes_in = received.shape
+    seed = seed or Seed(0, 0)
+    form = segments_out.format
+    with torch.cuda.device_of(payload):
+        reduce_to_payload_kernel[(segments_in.num_tiles, rows)](
+            received,
+            payload,
+            segments_in.segments,
+            segments_out.segments,
+            segments_in.tiles,
+            rows * row_bytes_in,
+            row_bytes_in,
+            payload.shape[1],
+            1.0 / ranks,
+            seed.low,
+            seed.high,
+            RANKS=ranks,
+            ELEMENT_IN=segments_in.format.element,
+            HADAMARD_IN=segments_in.format.hadamard,
+            ELEMENT=form.element,
+            BLOCK_SIZE=form.block_size,
+            WIDTH=form.width,
+            TILE_BLOCKS=form.tile_blocks,
+            HADAMARD=form.hadamard,
+            ROUNDING=form.rounding,
+            LARGEST=form.largest,
+            NATIVE_FP8=native_float8(payload.device),
+            INTERPRETED=interpreted(),
+            num_warps=form.num_warps,
+            enable_fp_fusion=False,
+        )
+
+
+def reduce_to_tensors(
+    received: Tensor, segments: SegmentTable, base: Tensor, tensors: TensorTable, accumulate: bool = False
+) -> None:
+    """Write the mean over ranks of the single row to tensors, or add it to them.
+
+    Args:
+        received: uint8 [ranks, row bytes], contiguous.
+        base: the first of the destination tensors, fp32, bf16 or fp16.
+        tensors: the places of all of them, each with at most its slice's elements.
+    """
+    if segments.num_tiles == 0:
+        return
+    ranks, row_bytes = received.shape
+    form = segments.format
+    with torch.cuda.device_of(received):
+        reduce_to_tensors_kernel[(segments.num_tiles,)](
+            received,
+            base,
+            tensors.entries,
+            segments.segments,
+            segments.tiles,
+            row_bytes,
+            1.0 / ranks,
+            RANKS=ranks,
+            ACCUMULATE=accumulate,
+            ELEMENT=form.element,
+            BLOCK_SIZE=form.block_size,
+            WIDTH=form.width,
+            TILE_BLOCKS=form.tile_blocks,
+            HADAMARD=form.hadamard,
+            ALIGNED=tensors.aligned,
+            NATIVE_FP8=native_float8(received.device),
+            INTERPRETED=interpreted(),
+            num_warps=form.num_warps,
+            enable_fp_fusion=False,
+        )

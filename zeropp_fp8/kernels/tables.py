@@ -1,0 +1,150 @@
+"""What one launch works on: which tensors, where in them, and where in the payload.
+
+A unit (a transformer block) has several tensors. Each is cut into slices of equal size; row r of a payload holds slice
+slices[r] of every tensor, one after the other. A program of a kernel handles one tile of one tensor's slice in one
+row; it finds its place in three small integer tables on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from zeropp_fp8.formats import BlockScaledFormat, UnquantizedFormat, WireFormat
+
+# Elements a program handles: 32 fp32 registers a thread at 4 warps.
+TILE = 4096
+LARGEST_BLOCK = 16384
+_UNQUANTIZED_WIDTH = 1024
+SEGMENT_COLUMNS = 5
+ELEMENT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in Python (TRITON_INTERPRET=1), which works on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def native_float8(device: torch.device) -> bool:
+    """Whether the device has the instructions for both FP8 formats (compute capability 8.9 and later)."""
+    nvidia = device.type == "cuda" and torch.version.hip is None  # AMD's FP8 instructions know other formats
+    return nvidia and not interpreted() and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def supports(wire_format: WireFormat) -> bool:
+    """Whether the kernels handle the format: all of them, but for scales per tensor and blocks above 16,384 elements."""
+    if isinstance(wire_format, BlockScaledFormat):
+        return wire_format.block_size is not None and wire_format.block_size <= LARGEST_BLOCK
+    return isinstance(wire_format, UnquantizedFormat)
+
+
+@dataclass(frozen=True)
+class KernelFormat:
+    """The compile-time constants of a format."""
+
+    element: str
+    block_size: int
+    width: int  # block_size rounded up to a power of two: the columns of a tile
+    tile_blocks: int  # the rows of a tile
+    hadamard: bool
+    rounding: str
+    largest: float
+
+    @classmethod
+    def of(cls, wire_format: WireFormat, like: KernelFormat | None = None) -> KernelFormat:
+        """The constants of a supported format; an unquantized one takes over the tiles of `like`."""
+        if isinstance(wire_format, BlockScaledFormat):
+            block_size = wire_format.block_size
+            width = max(triton.next_power_of_2(block_size), 32 if wire_format.hadamard else 2)
+            return cls(
+                element=wire_format.name,
+                block_size=block_size,
+                width=width,
+                tile_blocks=max(1, TILE // width),
+                hadamard=wire_format.hadamard,
+                rounding=wire_format.rounding,
+                largest=wire_format.element.largest,
+            )
+        name = next(name for name, dtype in ELEMENT_DTYPES.items() if dtype == wire_format.dtype)
+        width = _UNQUANTIZED_WIDTH
+        if like is not None and like.width == like.block_size:
+            width = like.width
+        return cls(name, width, width, max(1, TILE // width), False, "nearest", 0.0)
+
+    @property
+    def num_warps(self) -> int:
+        """4 for the usual tile, more for long blocks, so that a thread never holds more than 64 values."""
+        return min(16, max(4, self.tile_blocks * self.width // 2048))
+
+
+class SegmentTable:
+    """Where the tensors of one format lie in a payload row.
+
+    Args:
+        wire_format: a supported format.
+        slice_numels: elements of a slice, for each tensor.
+        offsets: the byte in the row at which each tensor's payload starts, multiples of 16.
+        device: where the tables live.
+        like: a format whose tiles an unquantized format takes over, so that `reduce_to_payload` can join the two.
+    """
+
+    def __init__(
+        self,
+        wire_format: WireFormat,
+        slice_numels: Sequence[int],
+        offsets: Sequence[int],
+        device: torch.device,
+        like: WireFormat | None = None,
+    ) -> None:
+        self.format = KernelFormat.of(wire_format, None if like is None else KernelFormat.of(like))
+        elements_per_tile = self.format.tile_blocks * self.format.block_size
+        segments, tiles = [], []
+        for index, (numel, offset) in enumerate(zip(slice_numels, offsets)):
+            if isinstance(wire_format, BlockScaledFormat):
+                num_blocks = wire_format.blocks(numel)[0]
+                code_bytes = wire_format.code_count(numel) // wire_format.element.codes_per_byte
+            else:
+                num_blocks = 0
+                code_bytes = numel * wire_format.dtype.itemsize
+            segments.append((offset, numel, num_blocks, code_bytes, wire_format.payload_bytes(numel)))
+            tiles.extend((index, tile) for tile in range(-(-numel // elements_per_tile)))
+        self.slice_numels = tuple(slice_numels)
+        self.num_tiles = len(tiles)
+        self.segments = torch.tensor(segments, dtype=torch.int64).view(-1, SEGMENT_COLUMNS).to(device)
+        self.tiles = torch.tensor(tiles, dtype=torch.int32).view(-1, 2).to(device)
+
+
+class TensorTable:
+    """Places of the tensors of one launch, as element offsets from the first of them, and their sizes.
+
+    The tensors must be contiguous and of one dtype. The table fits any tensors with the same `key`, so it is made once
+    for views of a buffer, wherever the buffer lies. It does not keep them alive.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], segments: SegmentTable, device: torch.device) -> None:
+        base = tensors[0]
+        itemsize = base.element_size()
+        for tensor in tensors:
+            if tensor.dtype != base.dtype or not tensor.is_contiguous():
+                raise ValueError("the tensors of one launch must be contiguous and of one dtype")
+        rows = [((t.data_ptr() - base.data_ptr()) // itemsize, t.numel()) for t in tensors]
+        entries = torch.tensor(rows, dtype=torch.int64).view(-1, 2)
+        # From pinned memory the copy does not wait for the device; torch keeps the memory until it is done.
+        self.entries = entries.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else entries
+        self.aligned = all(t.data_ptr() % 16 == 0 for t in tensors) and all(
+            (numel * itemsize) % 16 == 0 or tensor.numel() <= numel
+            for numel, tensor in zip(segments.slice_numels, tensors)
+        )
+
+
+def table_key(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """What a TensorTable depends on: the places relative to the first tensor, and the first one's alignment."""
+    base = tensors[0].data_ptr()
+    return (base % 16, *(t.data_ptr() - base for t in tensors))

@@ -1,0 +1,106 @@
+"""The units in which parameters are gathered, decoded and released together: one message a hop, one buffer, one call.
+
+Stock ZeRO-3 pays Python for every parameter and every module; a 1.33B Llama then takes three times as long on NVLink as
+the same model under FSDP2. A unit pays it once for a whole transformer block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import z3_leaf_module
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from zeropp_fp8.comm.payload import PayloadLayout
+
+_PARAMETER_ALIGNMENT = 16  # bytes; kernels then read and write 16 at once
+
+
+@dataclass(eq=False)
+class GatherUnit:
+    """Parameters that are gathered together, and how far their gather is.
+
+    idle -> (first hops under way) -> in flight: the last hop is under way -> live: the parameters hold their values.
+    """
+
+    params: list[Parameter]
+    persistent: bool = False  # kept gathered between steps
+    layout: PayloadLayout | None = None  # made on first use: parameters must be partitioned by then
+    signature: tuple = ()  # what the layout was made for
+
+    first_work: list[dist.Work] = field(default_factory=list)  # hops before the secondary shard, under way
+    held: Tensor | None = None  # their result, flat uint8 [ranks reached * row bytes] ...
+    held_is_current: bool = False  # ... of the weights as they are now
+    payload: Tensor | None = None  # without a secondary shard: this rank's encoded shard, uint8 [row bytes]
+
+    gathered: Tensor | None = None  # the last hop's result, or the buffer it is being written to
+    last_work: dist.Work | None = None
+
+    live: bool = False
+    active_modules: set[int] = field(default_factory=set)  # modules that are using the parameters now
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(p.ds_numel for p in self.params)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the last hop is under way."""
+        return self.gathered is not None
+
+    def empty_parameters(self, device: torch.device) -> list[Tensor]:
+        """A flat tensor for each parameter, all of a dtype in one buffer, each aligned to 16 bytes."""
+        by_dtype: dict[torch.dtype, int] = {}
+        places = []
+        for param in self.params:
+            dtype = param.ds_tensor.dtype
+            start = by_dtype.get(dtype, 0)
+            step = _PARAMETER_ALIGNMENT // dtype.itemsize
+            by_dtype[dtype] = start + -(-param.ds_numel // step) * step
+            places.append((dtype, start))
+        buffers = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in by_dtype.items()}
+        return [buffers[dtype][start : start + p.ds_numel] for p, (dtype, start) in zip(self.params, places)]
+
+
+def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str) -> list[GatherUnit]:
+    """Cut all ZeRO-3 parameters of `model` into units.
+
+    Parameters that stay gathered between steps form one unit. Of the others each block (and each z3 leaf module) is
+    one; what lies outside blocks is cut by module, and everything is at granularity "module"; at "parameter" each is
+    its own. A parameter that several modules share belongs to the first.
+    """
+    taken: set[int] = set()
+
+    def untaken(params: Iterable[Parameter]) -> list[Parameter]:
+        mine = []
+        for param in params:
+            if param.ds_id not in taken:
+                taken.add(param.ds_id)
+                mine.append(param)
+        return mine
+
+    persistent = untaken(p for p in model.parameters() if p.ds_persist)
+    units = [GatherUnit(persistent, persistent=True)] if persistent else []
+
+    def add(params: list[Parameter]) -> None:
+        for members in [[p] for p in params] if granularity == "parameter" else [params]:
+            if members:
+                units.append(GatherUnit(members))
+
+    whole = {id(block) for block in blocks}
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in whole or z3_leaf_module(module):
+            add(untaken(module.parameters()))
+            return
+        add(untaken(module.parameters(recurse=False)))
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    return units
