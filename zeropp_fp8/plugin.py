@@ -3,6 +3,7 @@
     deepspeed.DeepSpeedEngine        -> a subclass that builds the plugin's ZeRO-3 where the ds_config asks for it
     deepspeed.DeepSpeedHybridEngine  -> a subclass that refuses such a ds_config
     deepspeed.zero.Init.__init__     -> hides the four ZeRO++ keys and checks the configuration early
+    zero3_linear_wrap                -> the same linear function at half the host cost
 
 Every name relied on is looked up in `enable()`. The facts are those of DeepSpeed 0.18 and 0.19.
 """
@@ -54,6 +55,12 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (_OFFLOAD, "DeepSpeedZeRoOffload.destroy", ()),
     (_PARTITION, "Init.__init__", ("config_dict_or_path", "config", "zero_quantized_weights")),
     (_PARTITION, "ZeroParamStatus.NOT_AVAILABLE", ()),
+    (_PARTITION, "zero3_linear_wrap", ("input", "weight", "bias")),
+    (_OFFLOAD, "FWD_MODULE_STACK", ()),
+    (_OFFLOAD, "DeepSpeedZeRoOffload.get_param_coordinator", ()),
+    (_OFFLOAD, "DeepSpeedZeRoOffload.post_sub_module_backward_function", ("sub_module",)),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.get_grad_norm_direct", ("gradients", "params", "norm_type")),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.partition_grads", ("params_to_release", "grad_partitions")),
     (_PARTITION, "get_allgather_dtype", ("param", "param_ds_tensor")),
 )
 
@@ -71,9 +78,26 @@ RELIED_ON_ATTRIBUTES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "persistent_parameters",
             "overflow",
             "loss_scale",
+            "micro_step_id",
+            "model_parallel_group",
+            "offload_optimizer",
+            "reduce_and_partition_stream",
+            "reduce_bucket_size",
+            "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
         ),
     ),
-    (_OFFLOAD, "DeepSpeedZeRoOffload", ("module", "_DeepSpeedZeRoOffload__allgather_stream", "ds_z3_leaf_module")),
+    (
+        _OFFLOAD,
+        "DeepSpeedZeRoOffload",
+        (
+            "module",
+            "ds_z3_leaf_module",
+            "param_coordinator",
+            "_max_available_parameters_in_numel",
+            "_max_reuse_distance_in_numel",
+            "_prefetch_bucket_sz",
+        ),
+    ),
     (
         _PARTITION,
         "Init",
@@ -173,15 +197,22 @@ def enable() -> None:
         return
     # zero.Init replaces torch.Tensor.__new__; importing torch._dynamo under that dies in torch 2.13, so import first.
     import deepspeed
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
 
     _verify()
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero import partition_parameters
     from deepspeed.runtime.zero.partition_parameters import Init
+
+    from zeropp_fp8.zero.linear import lean_linear
 
     _replace(deepspeed, "DeepSpeedEngine", _engine_class(deepspeed.DeepSpeedEngine))
     _replace(deepspeed, "DeepSpeedHybridEngine", _refusing_hybrid_engine(deepspeed.DeepSpeedHybridEngine))
     _replace(Init, "__init__", _init_without_in_tree_keys(Init.__init__))
+    stock_linear = partition_parameters.zero3_linear_wrap
+    _replace(partition_parameters, "zero3_linear_wrap", lean_linear(stock_linear))
+    if torch.nn.functional.linear is stock_linear:  # an earlier engine has put it there
+        _replace(torch.nn.functional, "linear", partition_parameters.zero3_linear_wrap)
     if get_accelerator().device_name() == "cpu":
         # init_distributed() would compile a shared-memory op with gcc (30 s) that nothing here uses.
         _replace(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)

@@ -92,7 +92,7 @@ print("done")
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles_without_a_gpu(capability):
-    """Every element compiles, whole tiles are read and written 16 bytes at a time, nothing is spilled to memory."""
+    """Every element compiles; tensors are accessed 16 bytes at a time, codes 8 at a time; nothing is spilled."""
     script = f"""
 import triton
 from triton.backends.compiler import GPUTarget
@@ -103,8 +103,10 @@ from zeropp_fp8.kernels.reduce import reduce_to_payload_kernel, reduce_to_tensor
 
 CAPABILITY = {capability}
 POINTERS = {{"payload_ptr": "*u8", "received_ptr": "*u8", "slices_ptr": "*i32", "tensors_ptr": "*i64",
-             "segments_ptr": "*i64", "segments_in_ptr": "*i64", "segments_out_ptr": "*i64", "tiles_ptr": "*i32"}}
+             "segments_ptr": "*i64", "segments_in_ptr": "*i64", "segments_out_ptr": "*i64"}}
 TILE = {{"BLOCK_SIZE": 128, "WIDTH": 128, "TILE_BLOCKS": 32, "INTERPRETED": False, "NATIVE_FP8": CAPABILITY >= 89}}
+
+CODES = {{"int8": "v2.b32", "fp8_e4m3": "v2.b32", "fp8_e5m2": "v2.b32", "int4": "b32", "bf16": "v4.b32"}}
 
 def compile(kernel, base, constants):
     constants = {{**TILE, **constants}}
@@ -122,7 +124,11 @@ def compile(kernel, base, constants):
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {{"num_warps": 4, "enable_fp_fusion": False}}
     code = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options).asm["ptx"]
-    assert "ld.global.v4.b32" in code and "st.global.v4.b32" in code, (kernel, constants)
+    codes_in = "st" if kernel is quantize_kernel else "ld"
+    coded = constants.get("ELEMENT_IN", constants["ELEMENT"])
+    assert f"{{codes_in}}.global." + CODES[coded] in code, (kernel, constants)
+    if base:
+        assert ("ld" if kernel is quantize_kernel else "st") + ".global.v4.b32" in code, (kernel, constants)
     assert "fma.rn.f32" not in code  # a fused product is rounded once, and bytes would differ
     assert ".local" not in code
 

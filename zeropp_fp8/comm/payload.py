@@ -156,10 +156,8 @@ class PayloadLayout:
 
     def mean(self, received: Tensor, i: int) -> Tensor:
         """fp32 [rows, slice numel]: the mean over ranks of tensor i in uint8 [ranks, rows, row_bytes]."""
-        total = self._decode_rows(received[0], i, torch.float32)
-        for rank_rows in received[1:]:
-            total += self._decode_rows(rank_rows, i, torch.float32)
-        return total.mul_(1.0 / received.shape[0])
+        part = received[..., self.offsets[i] : self.offsets[i] + self.sizes[i]]
+        return self.formats[i].mean_of_rows(list(part), self.slice_numels[i])
 
     @torch.no_grad()
     def reduce_to_payload(

@@ -20,7 +20,7 @@ from zeropp_fp8.kernels.elements import (
     rotate,
     store_some,
 )
-from zeropp_fp8.kernels.quantize import place_of_program
+from zeropp_fp8.kernels.quantize import segment_of_program
 from zeropp_fp8.kernels.tables import SegmentTable, TensorTable, interpreted, native_float8
 
 
@@ -38,8 +38,9 @@ def decode_tile(
     TILE_BLOCKS: tl.constexpr,
     HADAMARD: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """[TILE_BLOCKS, WIDTH] of one tensor's slice: fp32 within [-LIMIT, LIMIT], or an unquantized element's own dtype."""
+    """A tile of one tensor's slice: fp32 within [-LIMIT, LIMIT], or an unquantized element's own dtype."""
     blocks = tl.arange(0, TILE_BLOCKS)
     first_block = tile * TILE_BLOCKS
     if ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32":
@@ -47,7 +48,7 @@ def decode_tile(
         local = blocks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         left = tl.minimum(numel - first_block * BLOCK_SIZE, TILE_BLOCKS * WIDTH).to(tl.int32)
         source = payload_ptr.to(tl.pointer_type(dtype)) + first_block * BLOCK_SIZE
-        values = load_some(source + local, local, left, True, TILE_BLOCKS * WIDTH, False)
+        values = load_some(source + local, local, left, True, WHOLE, False)
     else:
         blocks_left = tl.minimum(num_blocks - first_block, TILE_BLOCKS).to(tl.int32)
         scale_bits = tl.load(
@@ -65,7 +66,7 @@ def decode_tile(
             local,
             bytes_left,
             columns[None, :] < BLOCK_SIZE // per_byte,
-            TILE_BLOCKS * (BLOCK_SIZE // per_byte),
+            WHOLE,
             WIDTH != BLOCK_SIZE,
         )
         values = numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
@@ -86,6 +87,7 @@ def write_tile(
     WIDTH: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """Write a tile to tensor_ptr[tile's first element ..], nothing at or beyond `end`; or add it to what is there."""
     dtype: tl.constexpr = tensor_ptr.dtype.element_ty
@@ -97,11 +99,11 @@ def write_tile(
     pointers = tensor_ptr + start + local
     if ACCUMULATE:
         # Rounded to the buffer's dtype before the addition, as the torch code does.
-        before = load_some(pointers, local, left, width_ok, TILE_BLOCKS * BLOCK_SIZE, WIDTH != BLOCK_SIZE)
+        before = load_some(pointers, local, left, width_ok, WHOLE, WIDTH != BLOCK_SIZE)
         values = narrowed(values, dtype, INTERPRETED).to(tl.float32) + before.to(tl.float32)
     if values.dtype != dtype:
         values = narrowed(values.to(tl.float32), dtype, INTERPRETED)
-    store_some(pointers, values, local, left, width_ok, TILE_BLOCKS * BLOCK_SIZE, WIDTH != BLOCK_SIZE)
+    store_some(pointers, values, local, left, width_ok, WHOLE, WIDTH != BLOCK_SIZE)
 
 
 @triton.jit
@@ -111,7 +113,6 @@ def dequantize_kernel(
     slices_ptr,
     tensors_ptr,
     segments_ptr,
-    tiles_ptr,
     row_bytes,
     LIMIT: tl.constexpr,
     ELEMENT: tl.constexpr,
@@ -123,30 +124,33 @@ def dequantize_kernel(
     NATIVE_FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program: one tile of one tensor's slice in one row."""
-    segment, tile, offset, slice_numel, num_blocks, code_bytes, _ = place_of_program(tiles_ptr, segments_ptr)
+    """One program: one tile (axis 0) of one tensor's slice (axis 2) in one row (axis 1)."""
+    tile = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
+    segment = tl.program_id(2).to(tl.int64)
+    offset, slice_numel, num_blocks, code_bytes, _ = segment_of_program(segments_ptr, segment, ELEMENT)
+    if tile * (TILE_BLOCKS * BLOCK_SIZE) >= slice_numel:
+        return
     slice_index = tl.load(slices_ptr + row).to(tl.int64)
     numel = tl.load(tensors_ptr + 2 * segment + 1)
     start = tl.load(tensors_ptr + 2 * segment) + slice_index * slice_numel
     if ALIGNED:
         start = tl.multiple_of(start, 16 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8))
-    values = decode_tile(
-        payload_ptr + tl.multiple_of(row * row_bytes, 16) + offset,
-        tile,
-        slice_numel,
-        num_blocks,
-        code_bytes,
-        LIMIT,
-        ELEMENT,
-        BLOCK_SIZE,
-        WIDTH,
-        TILE_BLOCKS,
-        HADAMARD,
-        NATIVE_FP8,
-    )
+    payload_ptr += tl.multiple_of(row * row_bytes, 16) + offset
     end = tl.minimum(slice_numel, numel - slice_index * slice_numel)
-    write_tile(values, base_ptr + start, end, tile, False, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED)
+    # The body is compiled twice, so that a whole tile has neither masks nor branches.
+    if end - tile * (TILE_BLOCKS * BLOCK_SIZE) >= TILE_BLOCKS * BLOCK_SIZE:
+        values = decode_tile(
+            payload_ptr, tile, slice_numel, num_blocks, code_bytes,
+            LIMIT, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, NATIVE_FP8, True,
+        )  # fmt: skip
+        write_tile(values, base_ptr + start, end, tile, False, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED, True)
+    else:
+        values = decode_tile(
+            payload_ptr, tile, slice_numel, num_blocks, code_bytes,
+            LIMIT, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, NATIVE_FP8, False,
+        )  # fmt: skip
+        write_tile(values, base_ptr + start, end, tile, False, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED, False)
 
 
 def dequantize(base: Tensor, tensors: TensorTable, segments: SegmentTable, slices: Tensor, payload: Tensor) -> None:
@@ -163,13 +167,12 @@ def dequantize(base: Tensor, tensors: TensorTable, segments: SegmentTable, slice
     rows, row_bytes = payload.shape
     form = segments.format
     with torch.cuda.device_of(payload):
-        dequantize_kernel[(segments.num_tiles, rows)](
+        dequantize_kernel[segments.grid(rows)](
             base,
             payload,
             slices,
             tensors.entries,
             segments.segments,
-            segments.tiles,
             row_bytes,
             LIMIT=torch.finfo(base.dtype).max,
             ELEMENT=form.element,

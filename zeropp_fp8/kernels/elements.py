@@ -42,18 +42,22 @@ def uniform(seed_low, seed_high, row, columns):
 
 
 @triton.jit
-def rotate(x, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
-    """The unscaled Hadamard transform of groups of 32 along a tile's rows.
+def add_and_subtract(x, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
+    """One stage of the butterfly: elements HALF apart become their sum and their difference."""
+    pairs = tl.permute(tl.reshape(x, (BLOCKS, WIDTH // (2 * HALF), 2, HALF)), (0, 1, 3, 2))
+    left, right = tl.split(pairs)
+    out = tl.permute(tl.join(left + right, left - right), (0, 1, 3, 2))
+    return tl.reshape(out, (BLOCKS, WIDTH))
 
-    Each round adds and subtracts neighbours and moves the index bit just handled to the front (Pease's constant
-    geometry); after five rounds the order is the first one again. Pairs and additions are those of formats/hadamard.py.
-    """
-    groups: tl.constexpr = BLOCKS * WIDTH // 32
-    y = tl.reshape(x, (groups, 32))
-    for _ in tl.static_range(5):
-        left, right = tl.split(tl.reshape(y, (groups, 16, 2)))
-        y = tl.reshape(tl.permute(tl.join(left + right, left - right), (0, 2, 1)), (groups, 32))
-    return tl.reshape(y, (BLOCKS, WIDTH))
+
+@triton.jit
+def rotate(x, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
+    """The unscaled Hadamard transform of groups of 32 along a tile's rows: formats/hadamard.py's butterfly."""
+    x = add_and_subtract(x, BLOCKS, WIDTH, 1)
+    x = add_and_subtract(x, BLOCKS, WIDTH, 2)
+    x = add_and_subtract(x, BLOCKS, WIDTH, 4)
+    x = add_and_subtract(x, BLOCKS, WIDTH, 8)
+    return add_and_subtract(x, BLOCKS, WIDTH, 16)
 
 
 @triton.jit
@@ -192,8 +196,8 @@ def numbers_of(codes, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCKS: t
 @triton.jit
 def clamp_keeping_nan(values, LIMIT: tl.constexpr):
     """values within [-LIMIT, LIMIT]; NaN stays NaN."""
-    values = tl.where(values > LIMIT, LIMIT, values)
-    return tl.where(values < -LIMIT, -LIMIT, values)
+    values = tl.minimum(values, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(values, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -210,14 +214,14 @@ def narrowed(values, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def load_some(pointers, local, left, width_ok, FULL_SIZE: tl.constexpr, MASKED_COLUMNS: tl.constexpr):
-    """tl.load of the elements with local < left, else zero.
+def load_some(pointers, local, left, width_ok, WHOLE: tl.constexpr, MASKED_COLUMNS: tl.constexpr):
+    """tl.load of the elements with local < left, else zero; all of them where the tile is WHOLE.
 
     A whole tile is loaded without a mask: a mask that may end anywhere would force one access an element.
     """
     if MASKED_COLUMNS:
         out = tl.load(pointers, mask=(local < left) & width_ok, other=0)
-    elif left == FULL_SIZE:
+    elif WHOLE:
         out = tl.load(pointers)
     else:
         out = tl.load(pointers, mask=local < left, other=0)
@@ -225,11 +229,11 @@ def load_some(pointers, local, left, width_ok, FULL_SIZE: tl.constexpr, MASKED_C
 
 
 @triton.jit
-def store_some(pointers, values, local, left, width_ok, FULL_SIZE: tl.constexpr, MASKED_COLUMNS: tl.constexpr):
+def store_some(pointers, values, local, left, width_ok, WHOLE: tl.constexpr, MASKED_COLUMNS: tl.constexpr):
     """tl.store of the elements with local < left; see load_some."""
     if MASKED_COLUMNS:
         tl.store(pointers, values, mask=(local < left) & width_ok)
-    elif left == FULL_SIZE:
+    elif WHOLE:
         tl.store(pointers, values)
     else:
         tl.store(pointers, values, mask=local < left)

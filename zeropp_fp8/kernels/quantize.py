@@ -19,14 +19,16 @@ from zeropp_fp8.kernels.tables import SegmentTable, TensorTable, interpreted, na
 
 
 @triton.jit
-def place_of_program(tiles_ptr, segments_ptr):
-    """(segment, tile in it, payload offset, slice numel, blocks, code bytes, bytes) of this program."""
-    program = tl.program_id(0).to(tl.int64)
-    segment = tl.load(tiles_ptr + 2 * program).to(tl.int64)
-    tile = tl.load(tiles_ptr + 2 * program + 1).to(tl.int64)
+def segment_of_program(segments_ptr, segment, ELEMENT: tl.constexpr):
+    """(payload offset, slice numel, blocks, code bytes, bytes) of a segment."""
+    # Bytes that an access to codes is aligned to: those of 8 codes, for then a thread handles 8 values on both sides.
+    # With 16 (what the payload allows) a thread would handle 16 or 32 values, and its neighbours' accesses to the
+    # 16-bit tensor would lie 32 or 64 bytes apart. Unquantized numbers are accessed 16 bytes at a time.
+    unquantized: tl.constexpr = ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32"
+    alignment: tl.constexpr = 4 if ELEMENT == "int4" else (16 if unquantized else 8)
     entry = segments_ptr + 5 * segment
-    offset = tl.multiple_of(tl.load(entry), 16)
-    return segment, tile, offset, tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+    offset = tl.multiple_of(tl.load(entry), alignment)
+    return offset, tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
 
 
 @triton.jit
@@ -50,6 +52,7 @@ def store_tile(
     LARGEST: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """Encode fp32 [TILE_BLOCKS, WIDTH] (zeros beyond the slice) into the payload of one tensor's slice."""
     blocks = tl.arange(0, TILE_BLOCKS)
@@ -62,7 +65,7 @@ def store_tile(
         out = payload_ptr.to(tl.pointer_type(dtype)) + first_block * BLOCK_SIZE
         if values.dtype != dtype:
             values = narrowed(values, dtype, INTERPRETED)
-        store_some(out + local, values, local, left, True, TILE_BLOCKS * WIDTH, False)
+        store_some(out + local, values, local, left, True, WHOLE, False)
         codes_start = num_blocks * 0
     else:
         x = values.to(tl.float32)
@@ -96,7 +99,7 @@ def store_tile(
             local,
             bytes_left,
             byte_columns[None, :] < BLOCK_SIZE // per_byte,
-            TILE_BLOCKS * (BLOCK_SIZE // per_byte),
+            WHOLE,
             WIDTH != BLOCK_SIZE,
         )
 
@@ -123,6 +126,7 @@ def load_tile(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """The tile of a tensor's slice as it is stored, zeros beyond the slice and the tensor."""
     blocks = tl.arange(0, TILE_BLOCKS)
@@ -137,7 +141,7 @@ def load_tile(
         local,
         left,
         columns[None, :] < BLOCK_SIZE,
-        TILE_BLOCKS * BLOCK_SIZE,
+        WHOLE,
         WIDTH != BLOCK_SIZE,
     )
 
@@ -150,7 +154,6 @@ def quantize_kernel(
     slices_ptr,
     tensors_ptr,
     segments_ptr,
-    tiles_ptr,
     row_bytes,
     seed_low,
     seed_high,
@@ -165,36 +168,34 @@ def quantize_kernel(
     NATIVE_FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program: one tile of one tensor's slice in one row."""
-    segment, tile, offset, slice_numel, num_blocks, code_bytes, total_bytes = place_of_program(tiles_ptr, segments_ptr)
+    """One program: one tile (axis 0) of one tensor's slice (axis 2) in one row (axis 1)."""
+    tile = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
+    segment = tl.program_id(2).to(tl.int64)
+    offset, slice_numel, num_blocks, code_bytes, total_bytes = segment_of_program(segments_ptr, segment, ELEMENT)
+    if tile * (TILE_BLOCKS * BLOCK_SIZE) >= slice_numel:
+        return
     slice_index = tl.load(slices_ptr + row).to(tl.int64)
     numel = tl.load(tensors_ptr + 2 * segment + 1)
     start = tl.load(tensors_ptr + 2 * segment) + slice_index * slice_numel
     if ALIGNED:
         start = tl.multiple_of(start, 16 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8))
-    x = load_tile(base_ptr + start, numel, slice_numel, slice_index, tile, BLOCK_SIZE, WIDTH, TILE_BLOCKS)
-    store_tile(
-        x,
-        payload_ptr + tl.multiple_of(row * row_bytes, 16) + offset,
-        row,
-        tile,
-        slice_numel,
-        num_blocks,
-        code_bytes,
-        total_bytes,
-        (seed_low.to(tl.int64) + segment) & 0x7FFFFFFF,
-        seed_high,
-        ELEMENT,
-        BLOCK_SIZE,
-        WIDTH,
-        TILE_BLOCKS,
-        HADAMARD,
-        ROUNDING,
-        LARGEST,
-        NATIVE_FP8,
-        INTERPRETED,
-    )
+    payload_ptr += tl.multiple_of(row * row_bytes, 16) + offset
+    seed_low = (seed_low.to(tl.int64) + segment) & 0x7FFFFFFF
+    end = tl.minimum(slice_numel, numel - slice_index * slice_numel)
+    # The body is compiled twice, so that a whole tile has neither masks nor branches.
+    if end - tile * (TILE_BLOCKS * BLOCK_SIZE) >= TILE_BLOCKS * BLOCK_SIZE:
+        x = load_tile(base_ptr + start, numel, slice_numel, slice_index, tile, BLOCK_SIZE, WIDTH, TILE_BLOCKS, True)
+        store_tile(
+            x, payload_ptr, row, tile, slice_numel, num_blocks, code_bytes, total_bytes, seed_low, seed_high,
+            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, NATIVE_FP8, INTERPRETED, True,
+        )  # fmt: skip
+    else:
+        x = load_tile(base_ptr + start, numel, slice_numel, slice_index, tile, BLOCK_SIZE, WIDTH, TILE_BLOCKS, False)
+        store_tile(
+            x, payload_ptr, row, tile, slice_numel, num_blocks, code_bytes, total_bytes, seed_low, seed_high,
+            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, NATIVE_FP8, INTERPRETED, False,
+        )  # fmt: skip
 
 
 def quantize(
@@ -220,13 +221,12 @@ def quantize(
     seed = seed or Seed(0, 0)
     form = segments.format
     with torch.cuda.device_of(payload):
-        quantize_kernel[(segments.num_tiles, rows)](
+        quantize_kernel[segments.grid(rows)](
             base,
             payload,
             slices,
             tensors.entries,
             segments.segments,
-            segments.tiles,
             row_bytes,
             seed.low,
             seed.high,

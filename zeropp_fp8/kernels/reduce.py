@@ -1,6 +1,7 @@
 """Payloads of several ranks -> the fp32 mean of what they decode to -> tensors, or a payload for the next hop.
 
-    mean[r] = (decode(received[0, r]) + decode(received[1, r]) + ...) * (1 / ranks)      added in this order
+    mean[r] = (decode(received[0, r]) + decode(received[1, r]) + ...) * (1 / ranks)      added in this order,
+                                                          rotated numbers as they are and rotated back once, at the end
     out[r]  = encode(mean[r])          (reduce_to_payload: the hop between nodes follows)
     tensor  = mean[0], or tensor += it (reduce_to_tensors: the last hop)
 
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.kernels.dequantize import decode_tile, write_tile
-from zeropp_fp8.kernels.quantize import place_of_program, store_tile
+from zeropp_fp8.kernels.elements import rotate
+from zeropp_fp8.kernels.quantize import segment_of_program, store_tile
 from zeropp_fp8.kernels.tables import SegmentTable, TensorTable, interpreted, native_float8
 
 _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
@@ -38,31 +40,32 @@ def mean_of_tiles(
     TILE_BLOCKS: tl.constexpr,
     HADAMARD: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """fp32 mean of the same tile of every rank; `received_ptr` is at rank 0's, `rank_bytes` from one to the next."""
     total = tl.zeros((TILE_BLOCKS, WIDTH), tl.float32)
-    for rank in range(RANKS):
-        values = decode_tile(
-            received_ptr + tl.multiple_of(rank * rank_bytes, 16),
-            tile,
-            numel,
-            num_blocks,
-            code_bytes,
-            _FP32_MAX,
-            ELEMENT,
-            BLOCK_SIZE,
-            WIDTH,
-            TILE_BLOCKS,
-            HADAMARD,
-            NATIVE_FP8,
-        )
-        total += values.to(tl.float32)
+    if RANKS <= 16:
+        for rank in tl.static_range(RANKS):  # unrolled, so that all loads are under way before the first sum
+            values = decode_tile(
+                received_ptr + tl.multiple_of(rank_bytes * rank, 16), tile, numel, num_blocks, code_bytes,
+                _FP32_MAX, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, False, NATIVE_FP8, WHOLE,
+            )  # fmt: skip
+            total += values.to(tl.float32)
+    else:
+        for rank in range(RANKS):
+            values = decode_tile(
+                received_ptr + tl.multiple_of(rank_bytes * rank, 16), tile, numel, num_blocks, code_bytes,
+                _FP32_MAX, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, False, NATIVE_FP8, WHOLE,
+            )  # fmt: skip
+            total += values.to(tl.float32)
+    total *= inverse_ranks
     if HADAMARD:
+        total = rotate(total, TILE_BLOCKS, WIDTH)
         # The rotation leaves numbers in the padding of the last group; the next hop must see zeros there.
         left = tl.minimum(numel - tile * (TILE_BLOCKS * BLOCK_SIZE), TILE_BLOCKS * BLOCK_SIZE).to(tl.int32)
         local = tl.arange(0, TILE_BLOCKS)[:, None] * BLOCK_SIZE + tl.arange(0, WIDTH)[None, :]
         total = tl.where(local < left, total, 0.0)
-    return total * inverse_ranks
+    return total
 
 
 # Seeds are random: specializing on "divisible by 16" would compile the kernel twice.
@@ -72,7 +75,6 @@ def reduce_to_payload_kernel(
     payload_ptr,
     segments_in_ptr,
     segments_out_ptr,
-    tiles_ptr,
     rank_bytes,
     row_bytes_in,
     row_bytes_out,
@@ -92,47 +94,37 @@ def reduce_to_payload_kernel(
     NATIVE_FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program: one tile of one tensor's slice in one row."""
-    segment, tile, offset, numel, num_blocks, code_bytes, _ = place_of_program(tiles_ptr, segments_in_ptr)
+    """One program: one tile (axis 0) of one tensor's slice (axis 2) in one row (axis 1)."""
+    tile = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
-    mean = mean_of_tiles(
-        received_ptr + tl.multiple_of(row * row_bytes_in, 16) + offset,
-        rank_bytes,
-        inverse_ranks,
-        tile,
-        numel,
-        num_blocks,
-        code_bytes,
-        RANKS,
-        ELEMENT_IN,
-        BLOCK_SIZE,
-        WIDTH,
-        TILE_BLOCKS,
-        HADAMARD_IN,
-        NATIVE_FP8,
-    )
-    _, _, offset, numel, num_blocks, code_bytes, total_bytes = place_of_program(tiles_ptr, segments_out_ptr)
-    store_tile(
-        mean,
-        payload_ptr + tl.multiple_of(row * row_bytes_out, 16) + offset,
-        row,
-        tile,
-        numel,
-        num_blocks,
-        code_bytes,
-        total_bytes,
-        (seed_low.to(tl.int64) + segment) & 0x7FFFFFFF,
-        seed_high,
-        ELEMENT,
-        BLOCK_SIZE,
-        WIDTH,
-        TILE_BLOCKS,
-        HADAMARD,
-        ROUNDING,
-        LARGEST,
-        NATIVE_FP8,
-        INTERPRETED,
-    )
+    segment = tl.program_id(2).to(tl.int64)
+    offset, numel, num_blocks, code_bytes, _ = segment_of_program(segments_in_ptr, segment, ELEMENT_IN)
+    if tile * (TILE_BLOCKS * BLOCK_SIZE) >= numel:
+        return
+    received_ptr += tl.multiple_of(row * row_bytes_in, 16) + offset
+    offset, _, _, code_bytes_out, total_bytes = segment_of_program(segments_out_ptr, segment, ELEMENT)
+    payload_ptr += tl.multiple_of(row * row_bytes_out, 16) + offset
+    seed_low = (seed_low.to(tl.int64) + segment) & 0x7FFFFFFF
+    blocks_out = (numel + BLOCK_SIZE - 1) // BLOCK_SIZE
+    # The body is compiled twice, so that a whole tile has neither masks nor branches.
+    if numel - tile * (TILE_BLOCKS * BLOCK_SIZE) >= TILE_BLOCKS * BLOCK_SIZE:
+        mean = mean_of_tiles(
+            received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes,
+            RANKS, ELEMENT_IN, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD_IN, NATIVE_FP8, True,
+        )  # fmt: skip
+        store_tile(
+            mean, payload_ptr, row, tile, numel, blocks_out, code_bytes_out, total_bytes, seed_low, seed_high,
+            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, NATIVE_FP8, INTERPRETED, True,
+        )  # fmt: skip
+    else:
+        mean = mean_of_tiles(
+            received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes,
+            RANKS, ELEMENT_IN, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD_IN, NATIVE_FP8, False,
+        )  # fmt: skip
+        store_tile(
+            mean, payload_ptr, row, tile, numel, blocks_out, code_bytes_out, total_bytes, seed_low, seed_high,
+            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, NATIVE_FP8, INTERPRETED, False,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -141,7 +133,6 @@ def reduce_to_tensors_kernel(
     base_ptr,
     tensors_ptr,
     segments_ptr,
-    tiles_ptr,
     rank_bytes,
     inverse_ranks,
     RANKS: tl.constexpr,
@@ -155,29 +146,30 @@ def reduce_to_tensors_kernel(
     NATIVE_FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program: one tile of one tensor's slice."""
-    segment, tile, offset, numel, num_blocks, code_bytes, _ = place_of_program(tiles_ptr, segments_ptr)
-    mean = mean_of_tiles(
-        received_ptr + offset,
-        rank_bytes,
-        inverse_ranks,
-        tile,
-        numel,
-        num_blocks,
-        code_bytes,
-        RANKS,
-        ELEMENT,
-        BLOCK_SIZE,
-        WIDTH,
-        TILE_BLOCKS,
-        HADAMARD,
-        NATIVE_FP8,
-    )
+    """One program: one tile (axis 0) of one tensor's slice (axis 2)."""
+    tile = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(2).to(tl.int64)
+    offset, numel, num_blocks, code_bytes, _ = segment_of_program(segments_ptr, segment, ELEMENT)
+    if tile * (TILE_BLOCKS * BLOCK_SIZE) >= numel:
+        return
     start = tl.load(tensors_ptr + 2 * segment)
     if ALIGNED:
         start = tl.multiple_of(start, 16 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8))
     end = tl.minimum(numel, tl.load(tensors_ptr + 2 * segment + 1))
-    write_tile(mean, base_ptr + start, end, tile, ACCUMULATE, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED)
+    received_ptr += offset
+    # The body is compiled twice, so that a whole tile has neither masks nor branches.
+    if end - tile * (TILE_BLOCKS * BLOCK_SIZE) >= TILE_BLOCKS * BLOCK_SIZE:
+        mean = mean_of_tiles(
+            received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes,
+            RANKS, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, NATIVE_FP8, True,
+        )  # fmt: skip
+        write_tile(mean, base_ptr + start, end, tile, ACCUMULATE, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED, True)
+    else:
+        mean = mean_of_tiles(
+            received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes,
+            RANKS, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, NATIVE_FP8, False,
+        )  # fmt: skip
+        write_tile(mean, base_ptr + start, end, tile, ACCUMULATE, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED, False)
 
 
 def can_chain(first: SegmentTable, then: SegmentTable) -> bool:
@@ -206,12 +198,11 @@ def reduce_to_payload(
     seed = seed or Seed(0, 0)
     form = segments_out.format
     with torch.cuda.device_of(payload):
-        reduce_to_payload_kernel[(segments_in.num_tiles, rows)](
+        reduce_to_payload_kernel[segments_in.grid(rows)](
             received,
             payload,
             segments_in.segments,
             segments_out.segments,
-            segments_in.tiles,
             rows * row_bytes_in,
             row_bytes_in,
             payload.shape[1],
@@ -250,12 +241,11 @@ def reduce_to_tensors(
     ranks, row_bytes = received.shape
     form = segments.format
     with torch.cuda.device_of(received):
-        reduce_to_tensors_kernel[(segments.num_tiles,)](
+        reduce_to_tensors_kernel[segments.grid(1)](
             received,
             base,
             tensors.entries,
             segments.segments,
-            segments.tiles,
             row_bytes,
             1.0 / ranks,
             RANKS=ranks,

@@ -51,14 +51,13 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
     # -- the hooks: DeepSpeed's own do the same, with tracing, memory reports and profiling ranges around it, which cost
     # -- more than the work itself once there is one unit a block ----------------------------------------------------
 
-    @torch.no_grad()
     def pre_sub_module_forward_function(self, sub_module) -> None:
         if sub_module is self.module:
             self.gatherer.module_depth = 0  # a forward that raised left it above zero
         if self.gatherer.module_depth == 0 and torch._C._current_graph_task_id() == -1:
             self._evaluating = not torch.is_grad_enabled()
         parameter_offload.FWD_MODULE_STACK.append(sub_module)
-        with self.session.ledger.counting(self._kind(forward=True)):
+        with torch.no_grad(), self.session.ledger.counting(self._kind(forward=True)):
             self.param_coordinator.fetch_sub_module(sub_module, forward=True)
         self.gatherer.module_depth += 1
 

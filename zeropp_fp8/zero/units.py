@@ -43,28 +43,33 @@ class GatherUnit:
     live: bool = False
     active_modules: set[int] = field(default_factory=set)  # modules that are using the parameters now
 
-    @property
-    def numel(self) -> int:
-        """Elements of all its parameters."""
-        return sum(p.ds_numel for p in self.params)
+    numel: int = 0  # elements of all its parameters
+    _places: list[tuple[torch.dtype, int, int, torch.Size]] = field(default_factory=list)
+    _buffer_numels: dict[torch.dtype, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.numel = sum(p.ds_numel for p in self.params)
 
     @property
     def in_flight(self) -> bool:
         """Whether the last hop is under way."""
         return self.gathered is not None
 
-    def empty_parameters(self, device: torch.device) -> list[Tensor]:
-        """A flat tensor for each parameter, all of a dtype in one buffer, each aligned to 16 bytes."""
-        by_dtype: dict[torch.dtype, int] = {}
-        places = []
+    def lay_out(self, layout: PayloadLayout, signature: tuple) -> None:
+        """Take over a payload layout, and place the parameters in a buffer a dtype, each aligned to 16 bytes."""
+        self.layout, self.signature = layout, signature
+        self._places, self._buffer_numels = [], {}
         for param in self.params:
             dtype = param.ds_tensor.dtype
-            start = by_dtype.get(dtype, 0)
+            start = self._buffer_numels.get(dtype, 0)
             step = _PARAMETER_ALIGNMENT // dtype.itemsize
-            by_dtype[dtype] = start + -(-param.ds_numel // step) * step
-            places.append((dtype, start))
-        buffers = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in by_dtype.items()}
-        return [buffers[dtype][start : start + p.ds_numel] for p, (dtype, start) in zip(self.params, places)]
+            self._buffer_numels[dtype] = start + -(-param.ds_numel // step) * step
+            self._places.append((dtype, start, start + param.ds_numel, param.ds_shape))
+
+    def empty_parameters(self, device: torch.device) -> list[Tensor]:
+        """An uninitialized tensor in its shape for each parameter, all of a dtype in one buffer."""
+        buffers = {d: torch.empty(numel, dtype=d, device=device) for d, numel in self._buffer_numels.items()}
+        return [buffers[dtype][start:end].view(shape) for dtype, start, end, shape in self._places]
 
 
 def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str) -> list[GatherUnit]:

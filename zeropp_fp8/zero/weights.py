@@ -165,13 +165,13 @@ class WeightGatherer:
         """The unit's payload layout, made again when its parameters were frozen, unfrozen or cast."""
         signature = tuple((p.requires_grad, p.ds_tensor.dtype, p.ds_tensor.ds_numel) for p in unit.params)
         if unit.layout is None or unit.signature != signature:
-            unit.signature = signature
-            unit.layout = PayloadLayout(
+            layout = PayloadLayout(
                 [p.ds_tensor.ds_numel for p in unit.params],
                 [self.format_of(p) for p in unit.params],
                 [p.ds_tensor.dtype for p in unit.params],
                 self.device,
             )
+            unit.lay_out(layout, signature)
         return unit.layout
 
     # -- a unit's gather -----------------------------------------------------------------------------------------
@@ -262,12 +262,12 @@ class WeightGatherer:
             unit.last_work.wait()
         else:
             self._node.before_current()
-        flats = unit.empty_parameters(self.device)
-        unit.layout.decode(unit.gathered.view(world, unit.layout.row_bytes), self._rank_order, flats)
+        values = unit.empty_parameters(self.device)
+        unit.layout.decode(unit.gathered.view(world, unit.layout.row_bytes), self._rank_order, values)
         self._drop_gathered(unit)
-        for param, flat, wire_format in zip(unit.params, flats, unit.layout.formats):
+        for param, value, wire_format in zip(unit.params, values, unit.layout.formats):
             if param.ds_status != ZeroParamStatus.AVAILABLE:
-                param.data = flat.view(param.ds_shape)
+                param.data = value
                 param.ds_status = ZeroParamStatus.AVAILABLE
                 getattr(param, STATE).lossy = not isinstance(wire_format, UnquantizedFormat)
         if not unit.live:
