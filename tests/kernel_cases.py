@@ -105,7 +105,10 @@ def check_reduce(first, then, dtype, numels, nodes, ranks, device, outputs):
     differing = (actual.cpu() != expected).nonzero().tolist()
     if isinstance(then, UnquantizedFormat):  # NaN has other bits on each device: compare values
         for i in range(len(numels)):
-            decoded = [reference_then._decode_rows(payload, i, torch.float32) for payload in (actual.cpu(), expected)]
+            decoded = [
+                then.decode_rows(reference_then._part(payload, i), slice_numels[i], torch.float32)
+                for payload in (actual.cpu(), expected)
+            ]
             assert same(*decoded), (first, then, numels)
     else:
         assert not differing, (first, then, numels, kernels_then.offsets, differing[:5])

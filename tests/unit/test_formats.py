@@ -21,8 +21,9 @@ from numerics import (
     sylvester_matrix,
 )
 
-from zeropp_fp8.formats import FORMAT_NAMES, ROUNDING_MODES, make_format
+from zeropp_fp8.formats import FORMAT_NAMES, ROUNDING_MODES, chunks, make_format
 from zeropp_fp8.formats.hadamard import rotate, rotate_back
+from zeropp_fp8.formats.noise import Seed
 
 QUANTIZED = tuple(CODE_BITS)
 FLOAT8 = ("fp8_e4m3", "fp8_e5m2")
@@ -415,6 +416,64 @@ def test_small_and_empty_tensors(name, shape, dtype):
     decoded = through(make_format(name), tensor)
     assert decoded.shape == shape and decoded.dtype == dtype
     torch.testing.assert_close(decoded, tensor, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("block_size", [34, 64, None])
+@ROTATION
+@EVERY_QUANTIZED
+def test_bytes_do_not_depend_on_the_size_of_the_pieces(name, hadamard, block_size, monkeypatch):
+    """Several rows a piece, several pieces a row, one block a piece; the last block is cut short."""
+    if hadamard and block_size == 34:
+        block_size = 32
+    seed, numel = Seed(1, 2), 1001
+    matrix = normal(7, numel) * torch.logspace(-3, 3, 7)[:, None]
+    matrix[2, 500], matrix[4, 0] = -math.nan, math.inf
+    for rounding in ROUNDING_MODES:
+        fmt = make_format(name, block_size=block_size, hadamard=hadamard, rounding=rounding)
+        seen = []
+        for piece in (1 << 18, 3 * numel, 200, 1):
+            monkeypatch.setattr(chunks, "PIECE", piece)
+            payload = fmt.encode_rows_seeded(matrix, seed)
+            decoded = fmt.decode_rows(payload, numel, torch.bfloat16)
+            mean = fmt.mean_of_rows([payload, payload.flip(0)], numel)
+            seen.append([payload, decoded.view(torch.int16), mean.view(torch.int32)])
+        assert all(torch.equal(a, b) for others in seen[1:] for a, b in zip(seen[0], others))
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_out_is_written_and_nothing_beside_it(name):
+    fmt, matrix = make_format(name), normal(3, 301)
+    payload = fmt.encode_rows_seeded(matrix, None)
+    size = payload.shape[1]
+    around = torch.full((3, size + 32), 77, dtype=torch.uint8)
+    part = around[:, 16 : 16 + size]
+    assert fmt.encode_rows_seeded(matrix, None, part) is part and torch.equal(part, payload)
+    assert (around[:, :16] == 77).all() and (around[:, 16 + size :] == 77).all()
+    for dtype in DTYPES:
+        values = torch.full((3, 310), 77, dtype=dtype)
+        part = values[:, 5:306]
+        assert fmt.decode_rows(payload, 301, dtype, part) is part
+        assert torch.equal(part, fmt.decode_rows(payload, 301, dtype))
+        assert (values[:, :5] == 77).all() and (values[:, 306:] == 77).all()
+    mean = torch.empty(3, 301)
+    assert fmt.mean_of_rows([payload, payload], 301, mean) is mean
+    assert torch.equal(mean, fmt.mean_of_rows([payload, payload], 301))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_undoing_the_rotation_ignores_the_users_matmul_settings(name):
+    """The rotation of integers is undone by a matrix product, exact in whatever torch may multiply with."""
+    fmt = make_format(name, hadamard=True)
+    payload = fmt.encode(normal(4096))
+    expected = fmt.decode(payload, (4096,), torch.float32)
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with torch.autocast("cpu", torch.bfloat16):
+            decoded = fmt.decode(payload, (4096,), torch.float32)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert torch.equal(decoded, expected)
 
 
 def test_strided_input_is_encoded_by_its_values():

@@ -127,8 +127,8 @@ class PayloadLayout:
                 continue
             for place, (i, tensor) in enumerate(zip(group.members, members)):
                 rows = slices_of(tensor, self.slice_numels[i], order)
-                encoded = group.wire_format.encode_rows_seeded(rows, seed.of_tensor(place) if seed else None)
-                payload[:, self.offsets[i] : self.offsets[i] + self.sizes[i]] = encoded
+                wire_format = group.wire_format
+                wire_format.encode_rows_seeded(rows, seed.of_tensor(place) if seed else None, self._part(payload, i))
 
     # -- rows -> tensors ---------------------------------------------------------------------------------------------
 
@@ -144,20 +144,21 @@ class PayloadLayout:
                 kernels.dequantize(members[0], table, group.segments, order.on_device, payload)
                 continue
             for i, tensor in zip(group.members, members):
-                rows = self._decode_rows(payload, i, tensor.dtype)
-                _write_slices(rows, order, tensor.view(-1))
+                part, slice_numel, flat = self._part(payload, i), self.slice_numels[i], tensor.view(-1)
+                if order.is_natural and flat.numel() == len(order.slices) * slice_numel:
+                    group.wire_format.decode_rows(part, slice_numel, tensor.dtype, flat.view(-1, slice_numel))
+                else:
+                    _write_slices(group.wire_format.decode_rows(part, slice_numel, tensor.dtype), order, flat)
 
-    def _decode_rows(self, payload: Tensor, i: int, dtype: torch.dtype) -> Tensor:
-        """Tensor i of a payload [rows, row_bytes] as [rows, slice numel]."""
-        part = payload[:, self.offsets[i] : self.offsets[i] + self.sizes[i]]
-        return self.formats[i].decode_rows(part, self.slice_numels[i], dtype)
+    def _part(self, payload: Tensor, i: int) -> Tensor:
+        """The bytes of tensor i in payload rows [..., row_bytes]."""
+        return payload[..., self.offsets[i] : self.offsets[i] + self.sizes[i]]
 
     # -- rows of several ranks -> their mean -------------------------------------------------------------------------
 
     def mean(self, received: Tensor, i: int) -> Tensor:
         """fp32 [rows, slice numel]: the mean over ranks of tensor i in uint8 [ranks, rows, row_bytes]."""
-        part = received[..., self.offsets[i] : self.offsets[i] + self.sizes[i]]
-        return self.formats[i].mean_of_rows(list(part), self.slice_numels[i])
+        return self.formats[i].mean_of_rows(list(self._part(received, i)), self.slice_numels[i])
 
     @torch.no_grad()
     def reduce_to_payload(
@@ -172,10 +173,9 @@ class PayloadLayout:
                     kernels.reduce_to_payload(received, group.segments, next_group.segments, payload, seed)
                     continue
             for place, i in enumerate(group.members):
-                encoded = next_group.wire_format.encode_rows_seeded(
-                    self.mean(received, i), seed.of_tensor(place) if seed else None
+                next_group.wire_format.encode_rows_seeded(
+                    self.mean(received, i), seed.of_tensor(place) if seed else None, then._part(payload, i)
                 )
-                payload[:, then.offsets[i] : then.offsets[i] + then.sizes[i]] = encoded
 
     @torch.no_grad()
     def reduce_to_tensors(self, received: Tensor, tensors: Sequence[Tensor], accumulate: bool = False) -> None:

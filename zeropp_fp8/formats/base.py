@@ -39,8 +39,12 @@ class WireFormat(ABC):
         """Exact size in bytes of the payload of `numel` elements; 0 for 0 elements, else a multiple of 16."""
 
     @abstractmethod
-    def encode_rows_seeded(self, matrix: Tensor, seed: Seed | None) -> Tensor:
-        """`encode_rows` with the seed itself; None where `needs_seed` is False."""
+    def encode_rows_seeded(self, matrix: Tensor, seed: Seed | None, out: Tensor | None = None) -> Tensor:
+        """`encode_rows` with the seed itself; None where `needs_seed` is False.
+
+        `out`, uint8 [rows, payload_bytes(n)] with adjacent bytes adjacent in memory, is written and returned. It saves
+        a copy, and on a CPU the clearing of fresh memory: 3 ms for 16 MB.
+        """
 
     @property
     def needs_seed(self) -> bool:
@@ -52,8 +56,15 @@ class WireFormat(ABC):
         return self.encode_rows_seeded(matrix, draw_seed(generator) if self.needs_seed else None)
 
     @abstractmethod
-    def decode_rows(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Decode uint8 [rows, payload_bytes(numel)] into [rows, numel] of `dtype`."""
+    def decode_rows(self, payload: Tensor, numel: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Decode uint8 [rows, payload_bytes(numel)] into [rows, numel] of `dtype`: `out`, or a new tensor."""
+
+    def mean_of_rows(self, payloads: Sequence[Tensor], numel: int, out: Tensor | None = None) -> Tensor:
+        """fp32 [rows, numel]: the mean of several payloads [rows, payload_bytes(numel)], added in their order."""
+        total = self.decode_rows(payloads[0], numel, torch.float32, out)
+        for payload in payloads[1:]:
+            total += self.decode_rows(payload, numel, torch.float32)
+        return total.mul_(1.0 / len(payloads))
 
     def encode(self, tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Encode a tensor of any shape into a flat uint8 payload.

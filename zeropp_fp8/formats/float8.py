@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.rounding import round_to_integer_
 
 
@@ -13,26 +16,50 @@ class Float8Element:
 
     bits = 8
     codes_per_byte = 1
+    is_integer = False
 
     def __init__(self, dtype: torch.dtype, mantissa_bits: int, min_exponent: int) -> None:
         self.dtype = dtype
         self.largest = torch.finfo(dtype).max
         self.mantissa_bits = mantissa_bits
         self.min_exponent = min_exponent
+        # E5M2 has codes for Inf. They are never written.
+        self.largest_decoded = math.inf if dtype == torch.float8_e5m2 else self.largest
 
-    def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None) -> Tensor:
-        """fp32 values with |v| <= largest (up to division error) -> uint8 codes of the same shape."""
+    def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
+        """Write the codes of fp32 values with |v| <= largest (up to division error) to `codes` (uint8).
+
+        `codes` and `scaled` have the same shape; `scaled` is overwritten.
+        """
         if rounding != "nearest":
             # The grid spacing around v is 2^(exponent - mantissa_bits); frexp's exponent is one more than IEEE's.
             exponent = torch.frexp(scaled).exponent.sub_(1).clamp_min_(self.min_exponent)
             spacing = torch.ldexp(torch.ones_like(scaled), exponent.sub_(self.mantissa_bits))
-            scaled = round_to_integer_(scaled / spacing, rounding, noise).mul_(spacing)
+            round_to_integer_(scaled.div_(spacing), rounding, noise).mul_(spacing)
         # The clamp is needed: an unscaled cast beyond the largest value gives NaN on a GPU and saturates on a CPU.
-        return scaled.clamp_(-self.largest, self.largest).to(self.dtype).view(torch.uint8)
+        codes.view(self.dtype).copy_(scaled.clamp_(-self.largest, self.largest))
 
-    def dequantize(self, codes: Tensor) -> Tensor:
-        """uint8 codes -> fp32 values, before scaling."""
-        return codes.view(self.dtype).float()
+    def dequantize(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
+        """Write the values of uint8 codes, before scaling, to `values` (fp32)."""
+        e4m3 = self.dtype == torch.float8_e4m3fn
+        if codes.device.type != "cpu" or _largest(codes, scratch) >= (0x7F if e4m3 else 0x7D):  # a NaN
+            values.copy_(codes.view(self.dtype))
+            return
+        # torch's casts on a CPU take 2.5 (E4M3) and 0.3 (E5M2) ns an element, this 0.3 and 0.2. An E5M2 code is the
+        # upper half of an fp16 number. An E4M3 code shifted left by 7 is an fp16 number with the exponent bias 15
+        # instead of 7, so it is 2^-8 of the value, subnormals included; int16 repeats the sign once too often.
+        halves = scratch("halves", codes.shape, torch.int16).copy_(codes.view(torch.int8))
+        halves.bitwise_left_shift_(7 if e4m3 else 8)
+        if e4m3:
+            halves.bitwise_and_(~0x4000)
+        values.copy_(halves.view(torch.float16))
+        if e4m3:
+            values *= 256.0
+
+
+def _largest(codes: Tensor, scratch: Scratch) -> int:
+    """The largest code, signs left out. Inf and NaN, which encoding never writes, come after all finite numbers."""
+    return torch.bitwise_and(codes, 0x7F, out=scratch("unsigned", codes.shape, torch.uint8)).max().item()
 
 
 def e4m3() -> Float8Element:

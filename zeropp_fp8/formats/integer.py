@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.rounding import round_to_integer_
 
 
@@ -18,21 +19,35 @@ class IntegerElement:
         self.bits = bits
         self.largest = float(2 ** (bits - 1) - 1)
         self.codes_per_byte = 8 // bits
+        self.largest_decoded = float(2 ** (bits - 1))  # of the code that is never written
+        self.is_integer = True
 
-    def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None) -> Tensor:
-        """fp32 values with |v| <= largest (up to division error) -> uint8 codes [..., n / codes_per_byte]."""
-        rounded = round_to_integer_(scaled, rounding, noise).clamp_(-self.largest, self.largest)
-        codes = rounded.to(torch.int8).view(torch.uint8)
-        if self.bits == 8:
-            return codes
-        return torch.bitwise_or(codes[..., 0::2].bitwise_and(0xF), codes[..., 1::2].bitwise_left_shift(4))
+    def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
+        """Write the codes of fp32 values with |v| <= largest (up to division error) to `codes` (uint8).
 
-    def dequantize(self, codes: Tensor) -> Tensor:
-        """uint8 codes -> fp32 values, before scaling."""
+        `codes` is [rows, n / codes_per_byte]; `scaled`, [rows, n], is overwritten.
+        """
+        round_to_integer_(scaled, rounding, noise)
+        if rounding == "stochastic":
+            # 127 + 0.999999 is 128 in fp32. The other modes cannot get there: |v| is at most largest * (1 + 2^-22).
+            scaled.clamp_(-self.largest, self.largest)
         if self.bits == 8:
-            return codes.view(torch.int8).float()
-        out = torch.empty(*codes.shape, 2, dtype=torch.float32, device=codes.device)
-        # Shifting a nibble to the top of an int8 and back extends its sign.
-        out[..., 0] = codes.bitwise_left_shift(4).view(torch.int8).bitwise_right_shift(4)
-        out[..., 1] = codes.view(torch.int8).bitwise_right_shift(4)
-        return out.view(*codes.shape[:-1], codes.shape[-1] * 2)
+            codes.view(torch.int8).copy_(scaled)
+            return
+        # Two neighbours as one int16 h..hl..l, of which the last byte shall be hl: half the numbers a pass.
+        pairs = scratch("nibbles", scaled.shape, torch.int8).copy_(scaled).view(torch.int16)
+        high = scratch("high nibbles", pairs.shape, torch.int16)
+        torch.bitwise_right_shift(pairs, 4, out=high).bitwise_and_(0xF0)
+        codes.copy_(pairs.bitwise_and_(0x0F).bitwise_or_(high))
+
+    def dequantize(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
+        """Write the values of uint8 codes, before scaling, to `values` (fp32)."""
+        if self.bits == 8:
+            values.copy_(codes.view(torch.int8))
+            return
+        # A byte hl becomes the int16 0h0l, that is two int8. Flipping a nibble's sign bit adds 8 to its value.
+        pairs = scratch("nibbles", codes.shape, torch.int16).copy_(codes).bitwise_xor_(0x88)
+        high = scratch("high nibbles", codes.shape, torch.int16)
+        torch.bitwise_left_shift(pairs, 4, out=high)
+        pairs.bitwise_or_(high).bitwise_and_(0x0F0F)
+        values.copy_(pairs.view(torch.int8).sub_(8))

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zeropp_fp8.formats.chunks import Scratch
+
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
 ROW_STEP = 0x9E3779B9  # 2^32 / golden ratio: keys of neighbouring rows lie far apart
 _MASK = 0xFFFFFFFF
@@ -56,23 +58,35 @@ def _signed(x: int) -> int:
     return x - (1 << 32) if x >= 1 << 31 else x
 
 
-def _mix_(x: Tensor) -> Tensor:
-    """`_mix` on int32 in place; torch shifts arithmetically, so the sign's copies are masked off."""
-    x ^= (x >> 16) & 0xFFFF
+def _xor_shifted_(x: Tensor, shift: int, spare: Tensor) -> None:
+    """x ^= x >> shift on int32 as on uint32; torch shifts arithmetically, so the sign's copies are masked off."""
+    torch.bitwise_right_shift(x, shift, out=spare).bitwise_and_(_MASK >> shift)
+    x.bitwise_xor_(spare)
+
+
+def _mix_(x: Tensor, spare: Tensor) -> Tensor:
+    """`_mix` on int32 in place."""
+    _xor_shifted_(x, 16, spare)
     x *= MIX_1
-    x ^= (x >> 15) & 0x1FFFF
+    _xor_shifted_(x, 15, spare)
     x *= _signed(MIX_2)
-    x ^= (x >> 16) & 0xFFFF
+    _xor_shifted_(x, 16, spare)
     return x
 
 
-def uniform(seed: Seed, rows: int, columns: int, device: torch.device) -> Tensor:
-    """fp32 [rows, columns] in [0, 1), multiples of 2^-24.
+def uniform(seed: Seed, rows: range, columns: range, scratch: Scratch) -> Tensor:
+    """fp32 [rows, columns] in [0, 1), multiples of 2^-24, in a buffer of `scratch`.
 
     key = mix(mix(low ^ row * ROW_STEP) + high); number = mix(column * (mix(key) | 1) + key) >> 8.
     """
-    keys = [_mix(_mix(seed.low ^ (row * ROW_STEP & _MASK)) + seed.high & _MASK) for row in range(rows)]
-    steps = torch.tensor([[_signed(_mix(key) | 1)] for key in keys], dtype=torch.int32, device=device)
-    starts = torch.tensor([[_signed(key)] for key in keys], dtype=torch.int32, device=device)
-    counters = torch.arange(columns, dtype=torch.int32, device=device) * steps + starts
-    return ((_mix_(counters) >> 8) & 0xFFFFFF).float().mul_(2.0**-24)
+    keys = [_mix(_mix(seed.low ^ (row * ROW_STEP & _MASK)) + seed.high & _MASK) for row in rows]
+    steps = [_mix(key) | 1 for key in keys]
+    starts = [key + columns.start * step & _MASK for key, step in zip(keys, steps)]
+    shape = (len(rows), len(columns))
+    counters, spare = (scratch(name, shape, torch.int32) for name in ("counters", "noise"))
+    device = counters.device
+    places = torch.arange(len(columns), dtype=torch.int32, device=device)
+    torch.mul(places, torch.tensor([[_signed(step)] for step in steps], dtype=torch.int32, device=device), out=counters)
+    counters += torch.tensor([[_signed(start)] for start in starts], dtype=torch.int32, device=device)
+    _mix_(counters, spare)
+    return spare.view(torch.float32).copy_(counters.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)).mul_(2.0**-24)

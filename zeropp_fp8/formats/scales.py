@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,11 +12,10 @@ from torch import Tensor
 MIN_SCALE = 2.0**-126
 
 
-def round_up_to_bf16(values: Tensor) -> Tensor:
-    """The smallest bf16 number >= each non-negative finite fp32 value, as fp32. NaN stays NaN."""
-    bits = values.contiguous().view(torch.int32)
-    rounded = torch.bitwise_and(bits + 0xFFFF, -0x10000).view(torch.float32)
-    return torch.where(values.isnan(), values, rounded)
+def round_up_to_bf16_(values: Tensor) -> Tensor:
+    """Each positive finite fp32 value becomes the smallest bf16 number >= it, in place."""
+    values.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
+    return values
 
 
 def block_scales(amax: Tensor, largest_code: float) -> Tensor:
@@ -25,6 +26,6 @@ def block_scales(amax: Tensor, largest_code: float) -> Tensor:
     """
     # Divided by a tensor on purpose: torch on CUDA turns a division by a Python number into a multiplication by its
     # reciprocal, which is not correctly rounded, and the bytes would differ from the CPU's.
-    scale = round_up_to_bf16((amax / torch.full_like(amax, largest_code)).clamp_min_(MIN_SCALE))
-    scale = torch.where(amax == 0, torch.zeros_like(scale), scale)
-    return torch.where(amax.isfinite(), scale, torch.full_like(scale, float("nan")))
+    scale = round_up_to_bf16_((amax / torch.full_like(amax, largest_code)).clamp_min_(MIN_SCALE))
+    scale.masked_fill_(amax == 0, 0.0)
+    return scale.masked_fill_((amax < math.inf).logical_not_(), math.nan)

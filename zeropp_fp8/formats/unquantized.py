@@ -28,14 +28,19 @@ class UnquantizedFormat(WireFormat):
         return align_up(numel * self.dtype.itemsize)
 
     @torch.no_grad()
-    def encode_rows_seeded(self, matrix: Tensor, seed: Seed | None) -> Tensor:
+    def encode_rows_seeded(self, matrix: Tensor, seed: Seed | None, out: Tensor | None = None) -> Tensor:
         check_encodable(matrix, self.name)
         raw = matrix.to(self.dtype).contiguous().view(torch.uint8)
-        return F.pad(raw, (0, self.payload_bytes(matrix.shape[1]) - raw.shape[1]))
+        if out is None:
+            return F.pad(raw, (0, self.payload_bytes(matrix.shape[1]) - raw.shape[1]))
+        out[:, : raw.shape[1]] = raw
+        out[:, raw.shape[1] :] = 0
+        return out
 
     @torch.no_grad()
-    def decode_rows(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    def decode_rows(self, payload: Tensor, numel: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         if numel == 0:
-            return torch.empty(payload.shape[0], 0, dtype=dtype, device=payload.device)
+            return torch.empty(payload.shape[0], 0, dtype=dtype, device=payload.device) if out is None else out
         raw = payload[:, : numel * self.dtype.itemsize].clone(memory_format=torch.contiguous_format)
-        return raw.view(self.dtype).to(dtype)
+        values = raw.view(self.dtype)
+        return values.to(dtype) if out is None else out.copy_(values)

@@ -25,6 +25,61 @@ from zeropp_fp8.kernels.tables import SegmentTable, TensorTable, interpreted, na
 
 
 @triton.jit
+def load_unquantized(
+    payload_ptr,
+    tile,
+    numel,
+    ELEMENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """A tile of one tensor's slice that travels in its own dtype."""
+    dtype: tl.constexpr = tl.bfloat16 if ELEMENT == "bf16" else (tl.float16 if ELEMENT == "fp16" else tl.float32)
+    local = tl.arange(0, TILE_BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    start = tile * (TILE_BLOCKS * WIDTH)
+    left = tl.minimum(numel - start, TILE_BLOCKS * WIDTH).to(tl.int32)
+    return load_some(payload_ptr.to(tl.pointer_type(dtype)) + start + local, local, left, True, WHOLE, False)
+
+
+@triton.jit
+def load_quantized(
+    payload_ptr,
+    tile,
+    num_blocks,
+    code_bytes,
+    ELEMENT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """A tile of one tensor's slice as (numbers fp32 [TILE_BLOCKS, WIDTH] before scaling, scales fp32 [TILE_BLOCKS])."""
+    blocks = tl.arange(0, TILE_BLOCKS)
+    first_block = tile * TILE_BLOCKS
+    blocks_left = tl.minimum(num_blocks - first_block, TILE_BLOCKS).to(tl.int32)
+    scales_ptr = payload_ptr.to(tl.pointer_type(tl.int16)) + first_block
+    scale_bits = tl.load(scales_ptr + blocks, mask=blocks < blocks_left, other=0)
+    scales = (scale_bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    codes_ptr = payload_ptr + tl.multiple_of((num_blocks * 2 + 15) // 16 * 16, 16)
+    per_byte: tl.constexpr = 2 if ELEMENT == "int4" else 1
+    columns = tl.arange(0, WIDTH // per_byte)
+    first_byte = first_block * (BLOCK_SIZE // per_byte)
+    local = blocks[:, None] * (BLOCK_SIZE // per_byte) + columns[None, :]
+    bytes_left = tl.minimum(code_bytes - first_byte, TILE_BLOCKS * (BLOCK_SIZE // per_byte)).to(tl.int32)
+    codes = load_some(
+        codes_ptr + first_byte + local,
+        local,
+        bytes_left,
+        columns[None, :] < BLOCK_SIZE // per_byte,
+        WHOLE,
+        WIDTH != BLOCK_SIZE,
+    )
+    return numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH), scales
+
+
+@triton.jit
 def decode_tile(
     payload_ptr,
     tile,
@@ -41,38 +96,15 @@ def decode_tile(
     WHOLE: tl.constexpr,
 ):
     """A tile of one tensor's slice: fp32 within [-LIMIT, LIMIT], or an unquantized element's own dtype."""
-    blocks = tl.arange(0, TILE_BLOCKS)
-    first_block = tile * TILE_BLOCKS
     if ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32":
-        dtype: tl.constexpr = tl.bfloat16 if ELEMENT == "bf16" else (tl.float16 if ELEMENT == "fp16" else tl.float32)
-        local = blocks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        left = tl.minimum(numel - first_block * BLOCK_SIZE, TILE_BLOCKS * WIDTH).to(tl.int32)
-        source = payload_ptr.to(tl.pointer_type(dtype)) + first_block * BLOCK_SIZE
-        values = load_some(source + local, local, left, True, WHOLE, False)
+        values = load_unquantized(payload_ptr, tile, numel, ELEMENT, WIDTH, TILE_BLOCKS, WHOLE)
     else:
-        blocks_left = tl.minimum(num_blocks - first_block, TILE_BLOCKS).to(tl.int32)
-        scale_bits = tl.load(
-            payload_ptr.to(tl.pointer_type(tl.int16)) + first_block + blocks, mask=blocks < blocks_left, other=0
+        numbers, scales = load_quantized(
+            payload_ptr, tile, num_blocks, code_bytes, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, NATIVE_FP8, WHOLE
         )
-        scales = (scale_bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        codes_ptr = payload_ptr + tl.multiple_of((num_blocks * 2 + 15) // 16 * 16, 16)
-        per_byte: tl.constexpr = 2 if ELEMENT == "int4" else 1
-        columns = tl.arange(0, WIDTH // per_byte)
-        first_byte = first_block * (BLOCK_SIZE // per_byte)
-        local = blocks[:, None] * (BLOCK_SIZE // per_byte) + columns[None, :]
-        bytes_left = tl.minimum(code_bytes - first_byte, TILE_BLOCKS * (BLOCK_SIZE // per_byte)).to(tl.int32)
-        codes = load_some(
-            codes_ptr + first_byte + local,
-            local,
-            bytes_left,
-            columns[None, :] < BLOCK_SIZE // per_byte,
-            WHOLE,
-            WIDTH != BLOCK_SIZE,
-        )
-        values = numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
         if HADAMARD:
-            values = rotate(values, TILE_BLOCKS, WIDTH)
-        values = clamp_keeping_nan(values * scales[:, None], LIMIT)
+            numbers = rotate(numbers, TILE_BLOCKS, WIDTH)
+        values = clamp_keeping_nan(numbers * scales[:, None], LIMIT)
     return values
 
 
@@ -162,12 +194,10 @@ def dequantize(base: Tensor, tensors: TensorTable, segments: SegmentTable, slice
         slices: int32 [rows], which slice each row holds.
         payload: uint8 [rows, row bytes], contiguous.
     """
-    if segments.num_tiles == 0:
-        return
     rows, row_bytes = payload.shape
     form = segments.format
     with torch.cuda.device_of(payload):
-        dequantize_kernel[segments.grid(rows)](
+        dequantize_kernel[segments.grid(rows, segments.format.tile_blocks)](
             base,
             payload,
             slices,

@@ -215,13 +215,11 @@ def quantize(
         payload: uint8 [rows, row bytes], contiguous; only the bytes of these tensors are written.
         seed: for stochastic rounding; tensor i of the launch uses `seed.of_tensor(i)`.
     """
-    if segments.num_tiles == 0:
-        return
     rows, row_bytes = payload.shape
     seed = seed or Seed(0, 0)
     form = segments.format
     with torch.cuda.device_of(payload):
-        quantize_kernel[segments.grid(rows)](
+        quantize_kernel[segments.grid(rows, segments.format.tile_blocks)](
             base,
             payload,
             slices,

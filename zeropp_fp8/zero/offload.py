@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from torch import nn
 
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.blocks import find_blocks
@@ -13,6 +16,49 @@ from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.units import build_units
 from zeropp_fp8.zero.weights import WeightGatherer
+
+
+def _before_backward_of(module: nn.Module, run: Callable[[nn.Module], None]) -> type[torch.autograd.Function]:
+    """An identity on a module's outputs whose backward calls `run` before the module's own, once a forward.
+
+    DeepSpeed's function of this kind has a `setup_context`, for which autograd inspects a signature at each call.
+    """
+
+    class PreBackwardFunctionForModule(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, output):
+            # Some models run a layer several times before backward; each backward needs its fetch.
+            module.applied_pre_backward_ref_cnt = module.__dict__.get("applied_pre_backward_ref_cnt", 0) + 1
+            return output.detach()
+
+        @staticmethod
+        def backward(ctx, *grads):
+            if module.applied_pre_backward_ref_cnt > 0:
+                run(module)
+                module.applied_pre_backward_ref_cnt -= 1
+            return grads
+
+    return PreBackwardFunctionForModule
+
+
+def _after_backward_of(module: nn.Module, run: Callable[[nn.Module], None]) -> type[torch.autograd.Function]:
+    """An identity on a module's inputs whose backward calls `run` when all of them have their gradients."""
+
+    class PostBackwardFunctionModule(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            if tensor.requires_grad:
+                module.ds_grads_remaining += 1
+            return tensor.detach()
+
+        @staticmethod
+        def backward(ctx, *grads):
+            module.ds_grads_remaining -= 1
+            if module.ds_grads_remaining == 0:
+                run(module)
+            return grads
+
+    return PostBackwardFunctionModule
 
 
 class ZeroppOffload(DeepSpeedZeRoOffload):
@@ -35,6 +81,12 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             max_reuse_numel=self._max_reuse_distance_in_numel,
         )
         print_start_table(session, self.gatherer, module, self.blocks)
+
+    def _register_deepspeed_module(self, module, *args, **kwargs) -> None:
+        """Put this project's autograd functions where DeepSpeed looks for its own before it makes them."""
+        module.pre_bwd_fn = _before_backward_of(module, self.pre_sub_module_backward_function)
+        module.post_bwd_fn = _after_backward_of(module, self.post_sub_module_backward_function)
+        super()._register_deepspeed_module(module, *args, **kwargs)
 
     def get_param_coordinator(self, *args, **kwargs) -> UnitCoordinator:
         """DeepSpeed's hooks ask for the coordinator each time."""
@@ -79,4 +131,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
     def destroy(self) -> None:
         """Take the hooks off, and give the parameters DeepSpeed's own gathers back."""
         super().destroy()
+        for module in self.module.modules():
+            # A later engine over the model makes its own; these would call this one.
+            for name in ("pre_bwd_fn", "post_bwd_fn"):
+                module.__dict__.pop(name, None)
         self.gatherer.give_back()

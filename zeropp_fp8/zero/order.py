@@ -22,16 +22,25 @@ def reduction_units(
 ) -> list[list[Parameter]]:
     """Cut the trainable `parameters` (in the optimizer's order) into units, in the order of their reduction.
 
-    Inside a block the optimizer's order is kept. Neighbours outside blocks are joined up to `joined_numel` elements, so
-    that a model without blocks does not pay a message for each parameter.
+    Inside a block the optimizer's order is kept. With `joined_numel` what would be a small message or launch of its own
+    is joined: neighbours outside blocks up to that many elements, and the vectors (norms, biases) of all blocks, which
+    travel in another format than the blocks' matrices, with what comes last.
     """
     block_of = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
     units: dict[object, list[Parameter]] = {}
+    vectors: list[Parameter] = []
     for param in parameters:
-        units.setdefault(block_of.get(id(param), param), []).append(param)
+        index = block_of.get(id(param))
+        if joined_numel and index is not None and len(param.ds_shape) < 2:
+            vectors.append(param)
+        else:
+            units.setdefault(param if index is None else index, []).append(param)
+    ordered = list(reversed(units.items()))
+    if vectors:
+        ordered.append((vectors[0], vectors))
     joined: list[list[Parameter]] = []
     open_numel = None  # elements of the last unit, when it may grow
-    for key, unit in reversed(units.items()):
+    for key, unit in ordered:
         numel = sum(p.ds_numel for p in unit)
         if isinstance(key, int):
             joined.append(unit)

@@ -37,8 +37,10 @@ class Method:
         reduce: route of the gradients; "node" is HSDP's, with an all-reduce between nodes.
         gradient_intra, gradient_inter: bytes a gradient on the two levels.
         gathered_by: what is gathered at once.
-        deepspeed: DeepSpeed's ZeRO-3 runs the step: host time for each tensor and each gather, live parameters kept
-            from forward to backward. Else FSDP2, which keeps its root group (embeddings, head) gathered.
+        deepspeed: DeepSpeed's ZeRO-3 runs the step: live parameters are kept from forward to backward. Else FSDP2,
+            which keeps its root group (embeddings, head) gathered.
+        host_by_tensor: DeepSpeed's own coordinator pays the host for each tensor and each gather. This project's (and
+            FSDP2's) work by block was measured to cost no more than the block's own Python.
         states_sharded_over: ranks that share one copy of weights and optimizer states.
         fp32_gradients: the gradient shard is fp32 (FSDP2 with fp32 parameters), else 16 bits.
     """
@@ -55,6 +57,7 @@ class Method:
     gradient_inter: float = BYTES_16BIT
     gathered_by: Literal["tensor", "block"] = "tensor"
     deepspeed: bool = True
+    host_by_tensor: bool = True
     states_sharded_over: Literal["world", "node"] = "world"
     fp32_gradients: bool = False
 
@@ -113,20 +116,21 @@ def _zeropp(name: str, weight_bytes: float) -> Method:
         gradient_intra=INT8_BLOCK_128,
         gradient_inter=INT4_BLOCK_128,
         gathered_by="block",
+        host_by_tensor=False,
     )
 
 
 _QWZ = {"weight_bytes": IN_TREE_INT8, "backward_bytes": IN_TREE_INT8}
 _HPZ = {"backward_gather": "node", "secondary_bytes": BYTES_16BIT}
 _QGZ = {"reduce": "two-level", "gradient_intra": IN_TREE_INT4, "gradient_inter": IN_TREE_INT4}
-_FSDP2 = {"gathered_by": "block", "deepspeed": False, "fp32_gradients": True}
+_FSDP2 = {"gathered_by": "block", "deepspeed": False, "host_by_tensor": False, "fp32_gradients": True}
 
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method("stock"),
         Method("stock-leaf", gathered_by="block"),
-        Method("lossless", gather="two-level", backward_gather="two-level", gathered_by="block"),
+        Method("lossless", gather="two-level", backward_gather="two-level", gathered_by="block", host_by_tensor=False),
         _zeropp("zeropp", INT8_BLOCK_256),
         _zeropp("zeropp-4bit", INT4_BLOCK_128),
         Method("in-tree", **_QWZ, **_HPZ, **_QGZ),

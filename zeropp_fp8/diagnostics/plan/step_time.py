@@ -116,7 +116,7 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
 def host_seconds(method: Method, job: Job, hardware: Hardware) -> float:
     """Python and launches of one micro-batch, forward and backward."""
     milliseconds = job.model.layers * hardware.host_per_block_ms
-    if method.deepspeed:
+    if method.host_by_tensor:
         milliseconds += job.model.tensors * hardware.host_per_tensor_ms
         milliseconds += method.gathers(job) * hardware.host_per_gather_ms
     return milliseconds / 1e3
