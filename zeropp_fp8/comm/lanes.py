@@ -59,10 +59,10 @@ def after(event: torch.cuda.Event | None) -> None:
 
 
 class BufferRing:
-    """At most `count` uint8 buffers that are used again and again, in turn.
+    """About `count` uint8 buffers that are used again and again, in turn; more where more are taken at once.
 
     The allocator cannot know when another stream has finished with a buffer; a ring does, by one event a buffer, and
-    never asks for more memory once it is full. `take` makes the current stream wait until the buffer's last user is
+    asks for no more memory once it is full. `take` makes the current stream wait until the buffer's last user is
     done: on a GPU that is how a slow link holds back the work before it, without stopping the host.
     Buffers must always be taken on the same stream, because the allocator may hand a dropped one to that stream.
     """

@@ -105,19 +105,19 @@ class UnitCoordinator:
                 if not unit.live:
                     gatherer.start(unit)
             if gatherer.device.type == "cpu":  # there finish() blocks, so what comes next must be on its way before
-                self._prefetch()
+                self._prefetch(units)
             for unit in units:
                 gatherer.finish(unit)
             if gatherer.device.type != "cpu":
                 self._prefetch()
 
-    def _prefetch(self) -> None:
+    def _prefetch(self, needed_now: tuple[GatherUnit, ...] = ()) -> None:
         """Start gathering the next units of the known order, as far as the limits allow."""
         if self.prefetch_numel == 0:
             return
         gatherer = self.gatherer
         start = max(self._prefetched_until, self._trace.position)
-        ahead = sum(unit.numel for unit in gatherer.units if unit.in_flight)
+        ahead = sum(unit.numel for unit in gatherer.units if unit.in_flight and unit not in needed_now)
         for position, unit, kind in self._trace.coming(start):
             self._prefetched_until = position
             if unit.live:

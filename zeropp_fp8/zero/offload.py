@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.utils import z3_leaf_module
 from torch import nn
 
 from zeropp_fp8.comm.ledger import OUTSIDE
@@ -61,6 +63,13 @@ def _after_backward_of(module: nn.Module, run: Callable[[nn.Module], None]) -> t
     return PostBackwardFunctionModule
 
 
+@contextlib.contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """No autograd, and no inference tensors either: what an evaluation gathers or keeps, training uses afterwards."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class ZeroppOffload(DeepSpeedZeRoOffload):
     """DeepSpeed's hooks around modules, with this project's units, coordinator and gathers behind them."""
 
@@ -69,7 +78,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self.gatherer = WeightGatherer(session)
         granularity = session.config.gather_granularity
         self.blocks = find_blocks(module) if granularity == "block" else []
-        for block in self.blocks:
+        self._made_leaf = [block for block in self.blocks if not z3_leaf_module(block)]
+        for block in self._made_leaf:
             block._z3_leaf = True  # DeepSpeed then fetches and releases the block as one unit
         self._evaluating = False
         super().__init__(module, *args, **kwargs)
@@ -109,14 +119,14 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         if self.gatherer.module_depth == 0 and torch._C._current_graph_task_id() == -1:
             self._evaluating = not torch.is_grad_enabled()
         parameter_offload.FWD_MODULE_STACK.append(sub_module)
-        with torch.no_grad(), self.session.ledger.counting(self._kind(forward=True)):
+        with _ordinary_tensors(), self.session.ledger.counting(self._kind(forward=True)):
             self.param_coordinator.fetch_sub_module(sub_module, forward=True)
         self.gatherer.module_depth += 1
 
-    @torch.no_grad()
     def post_sub_module_forward_function(self, sub_module) -> None:
         self.gatherer.module_depth = max(0, self.gatherer.module_depth - 1)
-        self.param_coordinator.release_sub_module(sub_module, forward=True)
+        with _ordinary_tensors():
+            self.param_coordinator.release_sub_module(sub_module, forward=True)
 
     @torch.no_grad()
     def pre_sub_module_backward_function(self, sub_module) -> None:
@@ -135,4 +145,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             # A later engine over the model makes its own; these would call this one.
             for name in ("pre_bwd_fn", "post_bwd_fn"):
                 module.__dict__.pop(name, None)
+        for block in self._made_leaf:
+            block._z3_leaf = False
+            for param in block.parameters():
+                param.__dict__.pop("ds_z3_leaf_module", None)
         self.gatherer.give_back()

@@ -123,6 +123,11 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
     def _reduce_unit(self, params: list[Parameter]) -> None:
         """Quantize the gradients of a unit, send them, and let the result arrive in the gradient partitions."""
         for param in params:
+            if param.grad is None:
+                raise RuntimeError(
+                    f"the gradient of {self.param_names.get(param, param.ds_id)} is gone: another engine over the same "
+                    "model has taken it; call destroy() on that engine before the next one is made"
+                )
             if param.grad.numel() != param.ds_numel:
                 raise RuntimeError(
                     f"the gradient of {self.param_names.get(param, param.ds_id)} has {param.grad.numel()} elements, "

@@ -47,6 +47,7 @@ class ParameterWire:
     stock_all_gather_coalesced: object
     stock_partition: object
     unit: GatherUnit
+    owner: WeightGatherer
     lossy: bool = False  # param.data came through a quantized format
 
 
@@ -103,6 +104,7 @@ class WeightGatherer:
                     ),
                     stock_partition=previous.stock_partition if previous else param.partition,
                     unit=unit,
+                    owner=self,
                 )
                 setattr(param, STATE, state)
                 param.all_gather_coalesced = self.all_gather_coalesced
@@ -119,7 +121,9 @@ class WeightGatherer:
         for ring in (self._held_ring, self._gathered_ring):
             ring.clear()
         for param in self.adopted.values():
-            state: ParameterWire = getattr(param, STATE)
+            state: ParameterWire | None = getattr(param, STATE, None)
+            if state is None or state.owner is not self:
+                continue  # a later engine over the same model has taken it over
             if state.lossy:
                 param.partition()
             param.all_gather = state.stock_all_gather
@@ -172,6 +176,7 @@ class WeightGatherer:
                 self.device,
             )
             unit.lay_out(layout, signature)
+            unit.payload = None  # it was made for the old one
         return unit.layout
 
     # -- a unit's gather -----------------------------------------------------------------------------------------
