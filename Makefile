@@ -10,11 +10,12 @@ BENCH_ARGS ?=
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test bench-two-nodes check format clean
+.PHONY: help demo test bench-two-nodes bench-kernels check format clean
 help:
 	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
 	@echo "make test     all tests"
 	@echo "make bench-two-nodes   step times and bytes on two emulated nodes (root); results in runs/two_nodes.*"
+	@echo "make bench-kernels     time and bandwidth of the quantization kernels; results in runs/kernels.json"
 	@echo "make check    ruff: lint and format"
 	@echo "make format   let ruff reformat"
 	@echo "make clean    remove .venv and caches"
@@ -28,6 +29,10 @@ test: $(VENV)/.test
 # As root: it makes two network namespaces. 4 GPUs, else the CPU with a small model.
 bench-two-nodes: $(VENV)/.bench
 	$(BIN)/python benchmarks/two_nodes.py --equivalence --out runs/two_nodes.json --plot runs/two_nodes.png $(BENCH_ARGS)
+
+bench-kernels: $(VENV)/.run
+	mkdir -p runs
+	$(BIN)/python benchmarks/kernels.py --out runs/kernels.json $(BENCH_ARGS)
 
 check: $(VENV)/.lint
 	$(BIN)/ruff check .

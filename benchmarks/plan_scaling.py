@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it i
 from zeropp_fp8.diagnostics.plan import (
     EMULATED_H200,
     METHODS,
-    PEERS,
     PRESETS,
     V100,
     Cluster,
     Hardware,
     Job,
     Model,
+    calibrate_machine,
     check,
     estimate,
     load_points,
@@ -112,7 +112,8 @@ def published_cluster() -> list[dict]:
 
 def measured(results: Path) -> list[dict]:
     """Measured step times of the two emulated nodes with the model's."""
-    points = [*PEERS, *load_points(results)]
+    points = [point for point in load_points(results) if point.run in METHODS]
+    machine = calibrate_machine(points, EMULATED_H200)  # its host and GPU; links and kernels stay as they are
     return [
         {
             "kind": "measured",
@@ -122,7 +123,7 @@ def measured(results: Path) -> list[dict]:
             "modelled_s": residual.modelled_s,
             "error": residual.error,
         }
-        for residual in check([point for point in points if point.run in METHODS], EMULATED_H200)
+        for residual in check(points, machine)
     ]
 
 

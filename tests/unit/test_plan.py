@@ -23,6 +23,7 @@ from zeropp_fp8.diagnostics.plan import (
     Model,
     PlanError,
     calibrate,
+    calibrate_machine,
     check,
     estimate,
     load_points,
@@ -202,11 +203,10 @@ def test_peers_are_met_within_15_percent():
 
 
 def test_every_run_measured_together_is_met_within_15_percent():
-    """Three constants of the host are fitted to the machine of that day; links, GPU and kernels stay as they are."""
+    """Four constants of GPU and host are fitted to the machine of that day; links and kernels stay as they are."""
     points = load_points(RESULTS)
     assert len(points) > 25
-    host = ("host_per_block_ms", "host_per_tensor_ms", "host_per_gather_ms")
-    for residual in check(points, calibrate(points, EMULATED_H200, host)):
+    for residual in check(points, calibrate_machine(points, EMULATED_H200)):
         assert abs(residual.error) < 0.15, residual.point.label
 
 

@@ -15,7 +15,7 @@ host. `step_time.py` has the formulas. Everything here is plain arithmetic: no t
     calibrate.py  model against measurement, and fitting the rates no data sheet gives
 """
 
-from zeropp_fp8.diagnostics.plan.calibrate import Residual, calibrate, check
+from zeropp_fp8.diagnostics.plan.calibrate import Residual, calibrate, calibrate_machine, check
 from zeropp_fp8.diagnostics.plan.hardware import EMULATED_H200, H200, PRESETS, V100, Hardware
 from zeropp_fp8.diagnostics.plan.job import Cluster, Job, Model, PlanError
 from zeropp_fp8.diagnostics.plan.measured import PEERS, MeasuredPoint, load_points
@@ -42,6 +42,7 @@ __all__ = [
     "Residual",
     "StepEstimate",
     "calibrate",
+    "calibrate_machine",
     "check",
     "estimate",
     "load_points",

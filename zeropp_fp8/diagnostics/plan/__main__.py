@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from zeropp_fp8.diagnostics.plan.calibrate import Residual, calibrate, check
+from zeropp_fp8.diagnostics.plan.calibrate import Residual, calibrate, calibrate_machine, check
 from zeropp_fp8.diagnostics.plan.hardware import EMULATED_H200, PRESETS, Hardware
 from zeropp_fp8.diagnostics.plan.job import Cluster, Job, Model, PlanError
 from zeropp_fp8.diagnostics.plan.measured import PEERS, load_points
@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--check", nargs="*", metavar="PATH", help="results at PATH against the model; without PATH the peers known"
     )
     output.add_argument(
-        "--fit", default="", help="with --check: up to three fields of Hardware to fit first, with commas"
+        "--fit", default="", help='with --check: up to three fields of Hardware to fit first, with commas, or "machine"'
     )
     arguments = parser.parse_args(argv)
     if arguments.fit and arguments.check is None:
@@ -139,7 +139,11 @@ def run_check(arguments: argparse.Namespace) -> str:
     lines = [f"no model for: {', '.join(unknown)}"] if unknown else []
     if arguments.fit:
         fields = arguments.fit.split(",")
-        hardware = calibrate(points, hardware, fields)
+        if fields == ["machine"]:
+            fields = ["host_per_block_ms", "achieved_tflops", "host_per_tensor_ms", "host_per_gather_ms"]
+            hardware = calibrate_machine(points, hardware)
+        else:
+            hardware = calibrate(points, hardware, fields)
         lines += [f"fitted {field} = {getattr(hardware, field):.4g}" for field in fields]
     return "\n".join([*lines, check_table(check(points, hardware))])
 

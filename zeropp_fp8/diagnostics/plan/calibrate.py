@@ -47,6 +47,19 @@ def _scaled(hardware: Hardware, field: str, log_factor: float) -> Hardware:
     return replace(hardware, **{field: min(value, 1.0) if field in SHARES else value})
 
 
+def calibrate_machine(points: Sequence[MeasuredPoint], hardware: Hardware) -> Hardware:
+    """The four constants of a GPU and its host, fitted to runs of one machine on one day.
+
+    First FSDP2 in one node, whose step is its blocks' Python or their computing; then what DeepSpeed adds, from all.
+
+    Raises:
+        PlanError: fewer than two points of FSDP2 in one node.
+    """
+    fsdp2 = [p for p in points if p.run == "fsdp2" and p.job.cluster.nodes == 1]
+    own = calibrate(fsdp2, hardware, ("host_per_block_ms", "achieved_tflops"))
+    return calibrate(points, own, ("host_per_tensor_ms", "host_per_gather_ms"))
+
+
 def calibrate(points: Sequence[MeasuredPoint], hardware: Hardware, fields: Sequence[str]) -> Hardware:
     """Fit up to three rates or constants to measured points: least squares of the log ratio, by coordinate search.
 

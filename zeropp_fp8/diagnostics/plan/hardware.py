@@ -40,7 +40,7 @@ class Hardware:
     host_per_block_ms: float = 3.94
     host_per_tensor_ms: float = 0.43
     host_per_gather_ms: float = 0.78
-    codec_efficiency: float = 0.5
+    codec_efficiency: float = 0.8
     overlap: float = 1.0
     net_latency_us: float = 14.0
     node_latency_us: float = 3.4
@@ -64,8 +64,8 @@ class Hardware:
 
 # 4 H200 of one host: NCCL over NVLink within a pair and the copy bandwidth were measured. host_per_block_ms and
 # achieved_tflops are fitted to FSDP2 in one node, then host_per_tensor_ms, host_per_gather_ms and link_efficiency to
-# the other peers in measured.py (`calibrate`). codec_efficiency is an assumption, and so is link_efficiency of a
-# network that is not this one.
+# the other peers in measured.py (`calibrate`). codec_efficiency is what benchmarks/kernels.py measured there, 0.6 to
+# 0.9 by kernel. link_efficiency of a network that is not this one is an assumption.
 EMULATED_H200 = Hardware(intra_gbs=200, memory_gbs=4300, achieved_tflops=362, link_efficiency=0.995)
 H200 = replace(EMULATED_H200, link_efficiency=0.9)
 # Data sheet: NVLink 150 GB/s one way, memory 900 GB/s, 125 TFLOP/s; what training reaches of them is assumed.

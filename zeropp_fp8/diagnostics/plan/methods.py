@@ -39,6 +39,7 @@ class Method:
         gathered_by: what is gathered at once.
         deepspeed: DeepSpeed's ZeRO-3 runs the step: live parameters are kept from forward to backward. Else FSDP2,
             which keeps its root group (embeddings, head) gathered.
+        hops_overlap: the hop between nodes of one block and the hop within the node of another run at the same time.
         host_by_tensor: DeepSpeed's own coordinator pays the host for each tensor and each gather. This project's (and
             FSDP2's) work by block was measured to cost no more than the block's own Python.
         states_sharded_over: ranks that share one copy of weights and optimizer states.
@@ -58,6 +59,7 @@ class Method:
     gathered_by: Literal["tensor", "block"] = "tensor"
     deepspeed: bool = True
     host_by_tensor: bool = True
+    hops_overlap: bool = False
     states_sharded_over: Literal["world", "node"] = "world"
     fp32_gradients: bool = False
 
@@ -81,24 +83,24 @@ class Method:
     def forward_traffic(self, job: Job, first: bool = True) -> Traffic:
         """Weights of one forward pass; `first` micro-batch of a step or a later one."""
         route = "node" if self.later_from_secondary and not first else self.gather
-        return _gather(route, self.weight_bytes * job.model.parameters, job.cluster)
+        return _gather(route, self.weight_bytes * job.model.parameters, job.cluster, self.hops_overlap)
 
     def backward_traffic(self, job: Job) -> Traffic:
         """Weights of one backward pass."""
         gathered = job.model.parameters - self.kept_parameters(job)
-        return _gather(self.backward_gather, self.backward_bytes * gathered, job.cluster)
+        return _gather(self.backward_gather, self.backward_bytes * gathered, job.cluster, self.hops_overlap)
 
     def gradient_traffic(self, job: Job) -> Traffic:
         """Gradients of one backward pass."""
         inter, intra = (b * job.model.parameters for b in (self.gradient_inter, self.gradient_intra))
         if self.reduce == "two-level":
-            return two_levels(inter, intra, job.cluster)
+            return two_levels(inter, intra, job.cluster, self.hops_overlap)
         return (hybrid_reduction if self.reduce == "node" else flat_ring)(inter, job.cluster)
 
 
-def _gather(route: Route, num_bytes: float, cluster: Cluster) -> Traffic:
+def _gather(route: Route, num_bytes: float, cluster: Cluster, hops_overlap: bool) -> Traffic:
     if route == "two-level":
-        return two_levels(num_bytes, num_bytes, cluster)
+        return two_levels(num_bytes, num_bytes, cluster, hops_overlap)
     return (within_node if route == "node" else flat_ring)(num_bytes, cluster)
 
 
@@ -117,6 +119,7 @@ def _zeropp(name: str, weight_bytes: float) -> Method:
         gradient_inter=INT4_BLOCK_128,
         gathered_by="block",
         host_by_tensor=False,
+        hops_overlap=True,
     )
 
 
@@ -130,7 +133,14 @@ METHODS: dict[str, Method] = {
     for method in (
         Method("stock"),
         Method("stock-leaf", gathered_by="block"),
-        Method("lossless", gather="two-level", backward_gather="two-level", gathered_by="block", host_by_tensor=False),
+        Method(
+            "lossless",
+            gather="two-level",
+            backward_gather="two-level",
+            gathered_by="block",
+            host_by_tensor=False,
+            hops_overlap=True,
+        ),
         _zeropp("zeropp", INT8_BLOCK_256),
         _zeropp("zeropp-4bit", INT4_BLOCK_128),
         Method("in-tree", **_QWZ, **_HPZ, **_QGZ),

@@ -20,7 +20,8 @@ class Traffic:
         inter: bytes a node sends to other nodes.
         intra: bytes a GPU sends within its node.
         net_hops, node_hops: hops of one collective that follow each other, between and within nodes (latency).
-        at_once: both links work at the same time, as in one ring; else one level follows the other.
+        at_once: both links work at the same time, as in one ring, or because the hops of consecutive blocks overlap;
+            else one level follows the other.
     """
 
     inter: float = 0.0
@@ -43,7 +44,7 @@ def flat_ring(num_bytes: float, cluster: Cluster) -> Traffic:
     )
 
 
-def two_levels(inter_bytes: float, intra_bytes: float, cluster: Cluster) -> Traffic:
+def two_levels(inter_bytes: float, intra_bytes: float, cluster: Cluster, at_once: bool = False) -> Traffic:
     """Ranks with one local index between nodes, and the ranks of a node among themselves.
 
     The arguments are the size of the whole model as it travels on each level. All-to-all counts like all-gather: W
@@ -55,6 +56,7 @@ def two_levels(inter_bytes: float, intra_bytes: float, cluster: Cluster) -> Traf
         intra=intra_bytes * (per_node - 1) / per_node,
         net_hops=nodes - 1,
         node_hops=per_node - 1,
+        at_once=at_once,
     )
 
 
