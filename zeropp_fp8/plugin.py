@@ -78,6 +78,7 @@ RELIED_ON_ATTRIBUTES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "persistent_parameters",
             "overflow",
             "loss_scale",
+            "ipg_buckets",
             "micro_step_id",
             "model_parallel_group",
             "offload_optimizer",

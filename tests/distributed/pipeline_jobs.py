@@ -338,3 +338,28 @@ def two_engines_one_module(limits):
     other = engine_of("zeropp", limits, other_model)
     log["other"] = [train_step(other, batch) for batch in tokens]
     return log
+
+
+# -- host synchronisation
+
+
+def train_as_if_streams_had_to_be_waited_for():
+    """(losses, losses where DeepSpeed believes it must stop the host for its reduction stream; there is none here)."""
+    from unittest import mock
+
+    from deepspeed.accelerator import get_accelerator
+
+    results = []
+    for data_dependency in (True, False):
+        engine = engine_of("zeropp", ("none", 0))
+        answer = mock.patch.object(get_accelerator(), "resolves_data_dependency", lambda: data_dependency)  # noqa: B023
+        losses = []
+        for tokens in some_batches(2):
+            loss = loss_of(engine, tokens)
+            with answer:
+                engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+        results.append(losses)
+    return tuple(results)

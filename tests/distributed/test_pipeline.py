@@ -144,3 +144,8 @@ def test_a_second_engine_over_the_same_module(two_engines):
     """It computes what an engine over a module of its own does: nothing of the first is asked for old weights."""
     for log in two_engines:
         assert log["second"] == log["other"]
+
+
+def test_the_host_does_not_wait_for_the_reduction_stream():
+    for plain, without_waiting in run_ranks(jobs.train_as_if_streams_had_to_be_waited_for):
+        assert plain == without_waiting

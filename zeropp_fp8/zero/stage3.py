@@ -157,9 +157,15 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         if self._order is not None:
             self._order.finish()
         self._reduced.clear()
-        if self.session.config.quantizes_gradients:
-            self.reducer.drain()
-        super().independent_gradient_partition_epilogue()
+        if not self.session.config.quantizes_gradients:
+            super().independent_gradient_partition_epilogue()
+            return
+        self.reducer.drain()  # the current stream now waits for all results, so that the host need not
+        if any(bucket.params for bucket in self.ipg_buckets.values()):  # DeepSpeed's own work on that stream
+            super().independent_gradient_partition_epilogue()
+            return
+        with _Replaced(self, "reduce_and_partition_stream", _NoWait()):
+            super().independent_gradient_partition_epilogue()
 
     def _avg_scatter_grads(self, params: list[Parameter], communication_data_type=None) -> list[Tensor]:
         """Mean gradient of a bucket, this rank's slices; DeepSpeed's own reduce-scatter when nothing is quantized."""
@@ -260,6 +266,13 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
 
 
 setattr(ZeroppStage3, AVG_SCATTER_GRADS, ZeroppStage3._avg_scatter_grads)
+
+
+class _NoWait:
+    """Stands for a stream whose work the current stream waits for already."""
+
+    def synchronize(self) -> None:
+        """DeepSpeed stops the host here at the end of every backward."""
 
 
 class _Replaced:
