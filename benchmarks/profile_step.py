@@ -3,7 +3,8 @@
     python benchmarks/profile_step.py --runs stock,stock-leaf,zeropp,fsdp2 --gbit nvlink --out profile.json
 
 For each run: the step time without a profiler; device time of one step by kind of kernel, and how long the compute
-stream was busy; host time of one step by Python function (cProfile) and by call into CUDA. Ranks, model and runs are
+stream was busy; host time of one step by Python function (cProfile, of the main thread: on a GPU autograd runs
+backward's hooks in a thread of its own, which cProfile does not see) and by call into CUDA. Ranks, model and runs are
 those of two_nodes.py. On a CPU there is no device part.
 """
 

@@ -363,3 +363,38 @@ def train_as_if_streams_had_to_be_waited_for():
         engine.destroy()
         results.append(losses)
     return tuple(results)
+
+
+# -- what is under way, and optimizer states on the CPU
+
+
+def most_under_way(limits):
+    """(most elements whose gather was under way after a fetch, elements of the largest unit), without a copy."""
+    engine = engine_of("lossless", limits)
+    coordinator, gatherer = pipeline_of(engine)
+    fetch, seen = coordinator.fetch_sub_module, []
+
+    def watched(module, forward):
+        fetch(module, forward)
+        seen.append(sum(unit.numel for unit in gatherer.units if unit.held is not None))
+
+    coordinator.fetch_sub_module = watched
+    for tokens in some_batches(3):
+        train_step(engine, tokens)
+    largest = max(unit.numel for unit in gatherer.units)
+    engine.destroy()
+    return max(seen), largest
+
+
+def offloaded(recipe):
+    """Losses with optimizer states where they are, and with DeepSpeed's CPU offload, over two micro-batches a step."""
+    results = []
+    for offload in ({}, {"offload_optimizer": {"device": "cpu"}}):
+        zero = {**with_limits("none"), **offload}
+        config = ds_config(section(recipe), zero_optimization=zero, gradient_accumulation_steps=2)
+        config["zero_force_ds_cpu_optimizer"] = False  # its own Adam is compiled; torch's does as well
+        zeropp_fp8.enable()
+        engine = make_engine(small_llama(), config, "adamw")
+        results.append([train_step(engine, tokens) for tokens in some_batches(6)])
+        engine.destroy()
+    return tuple(results)

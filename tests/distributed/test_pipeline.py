@@ -149,3 +149,31 @@ def test_a_second_engine_over_the_same_module(two_engines):
 def test_the_host_does_not_wait_for_the_reduction_stream():
     for plain, without_waiting in run_ranks(jobs.train_as_if_streams_had_to_be_waited_for):
         assert plain == without_waiting
+
+
+@pytest.mark.parametrize("limits", ["tiny", "small"])
+def test_what_is_under_way_stays_within_the_limit(limits):
+    """Also where only the first hops of a gather have been started, as on a CPU."""
+    prefetch = jobs.LIMITS[limits][0]
+    for most, largest in run_ranks(jobs.most_under_way, limits=limits):
+        assert 0 < most <= max(prefetch, largest)
+
+
+@pytest.mark.parametrize("recipe", ["lossless", "zeropp"])
+def test_optimizer_states_on_the_cpu(recipe):
+    for plain, offloaded in run_ranks(jobs.offloaded, recipe=recipe):
+        assert offloaded == plain and len(set(plain)) == 6
+
+
+def test_the_table_says_where_a_gpu_has_no_kernel():
+    from types import SimpleNamespace
+
+    import torch
+
+    from zeropp_fp8.formats import make_format
+    from zeropp_fp8.zero.report import _without_kernel
+
+    gpu, cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
+    assert "torch code" in _without_kernel(gpu, make_format("int8", block_size=32768))
+    assert _without_kernel(gpu, make_format("int8", block_size=16384)) == ""
+    assert _without_kernel(cpu, make_format("int8", block_size=32768)) == ""

@@ -9,17 +9,22 @@ from __future__ import annotations
 import torch
 
 
-def use_fused_update(optimizer: torch.optim.Optimizer) -> None:
-    """Select `fused` in every group of a torch Adam or AdamW on a GPU that asks for neither fused nor foreach."""
+def use_fused_update(optimizer: torch.optim.Optimizer) -> bool:
+    """Select `fused` in every group of a torch Adam or AdamW on a GPU that asks for neither fused nor foreach.
+
+    Returns whether a group was changed.
+    """
+    changed = False
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        return
+        return changed
     for group in optimizer.param_groups:
         chosen = any(group.get(name) is not None for name in ("fused", "foreach"))
         on_gpu = all(p.is_cuda and p.is_floating_point() for p in group["params"])
         if chosen or group.get("capturable") or group.get("differentiable") or not on_gpu:
             continue
-        group["fused"] = True
+        group["fused"] = changed = True
     for param, state in optimizer.state.items():
         # The fused kernel counts steps on the device.
         if isinstance(param, torch.Tensor) and param.is_cuda and torch.is_tensor(state.get("step")):
             state["step"] = state["step"].to(param.device)
+    return changed

@@ -17,6 +17,15 @@ if TYPE_CHECKING:
 MEGA = 1e6
 
 
+def _without_kernel(session: Session, wire_format: WireFormat | None) -> str:
+    """A remark where a GPU has no kernel for a format."""
+    if session.device.type != "cuda" or wire_format is None:
+        return ""
+    from zeropp_fp8 import kernels
+
+    return "" if kernels.supports(wire_format) else "no kernel for blocks this long: torch code, slower"
+
+
 def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: list[nn.Module]) -> list[tuple]:
     """(what, format, parameters, remark) for each line of the table."""
     config, topology = session.config, session.topology
@@ -33,6 +42,7 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
             reason = "fewer than 2 dimensions: norms and biases stay in high precision"
         else:
             reason = "weights.format is none"
+        reason = "; ".join(part for part in (reason, _without_kernel(session, wire_format)) if part)
         by_format[(repr(wire_format), reason)].append(param)
     rows = []
     for (name, reason), members in by_format.items():
@@ -50,7 +60,7 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
             f"gradients {hop}",
             repr(chosen) if chosen else "none",
             trainable,
-            "tensors of fewer than 2 dimensions exact",
+            "; ".join(filter(None, ("tensors of fewer than 2 dimensions exact", _without_kernel(session, chosen)))),
         )
 
     rows.append(gradient_row("within nodes", session.intra_format, topology.ranks_per_node))

@@ -39,8 +39,8 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         self._reduced: set[int] = set()  # ds_id of what this backward has reduced already
         if session.config.quantizes_gradients:
             kwargs["reduce_scatter"] = True
-        if session.config.quantizes:
-            use_fused_update(init_optimizer)
+        if session.config.quantizes and use_fused_update(init_optimizer) and session.topology.rank == 0:
+            print("zeropp_fp8: the optimizer leaves the choice to torch: its fused update is used", flush=True)
         super().__init__(module, init_optimizer, param_names, *args, **kwargs)
 
     @property
@@ -135,13 +135,14 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
                 )
         grads = [param.grad.contiguous() for param in params]
         names = [self.param_names.get(p, str(p.ds_id)) for p in params]
-        if self.offload_optimizer:
-            slices = self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
-            super().partition_grads(params, slices)
-            return
         # A parameter whose gradient comes twice in one backward adds to what it has reduced before.
         again = self.micro_step_id > 0 or params[0].ds_id in self._reduced
         self._reduced.update(p.ds_id for p in params)
+        if self.offload_optimizer:
+            slices = self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
+            with _Replaced(self, "micro_step_id", max(self.micro_step_id, int(again))):  # DeepSpeed adds from 1 on
+                super().partition_grads(params, slices)
+            return
         partitions = getattr(self, GRAD_PARTITIONS)
         results = [partitions[p.ds_id].view(-1)[: self.reducer.own_numel(p)] for p in params]
         self.reducer.start(params, grads, names, results, accumulate=again)

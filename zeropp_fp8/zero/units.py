@@ -24,7 +24,7 @@ _PARAMETER_ALIGNMENT = 16  # bytes; kernels then read and write 16 at once
 class GatherUnit:
     """Parameters that are gathered together, and how far their gather is.
 
-    idle -> (first hops under way) -> in flight: the last hop is under way -> live: the parameters hold their values.
+    idle -> (first hops started ahead of need) -> in flight: asked for -> live: the parameters hold their values.
     """
 
     params: list[Parameter]
@@ -37,6 +37,7 @@ class GatherUnit:
     held_is_current: bool = False  # ... of the weights as they are now
     payload: Tensor | None = None  # without a secondary shard: this rank's encoded shard, uint8 [row bytes]
 
+    asked_for: bool = False  # its gather has been started; on a CPU perhaps only the first hops
     gathered: Tensor | None = None  # the last hop's result, or the buffer it is being written to
     last_work: dist.Work | None = None
 
@@ -52,8 +53,8 @@ class GatherUnit:
 
     @property
     def in_flight(self) -> bool:
-        """Whether the last hop is under way."""
-        return self.gathered is not None
+        """Whether its gather is under way."""
+        return self.asked_for or self.gathered is not None
 
     def lay_out(self, layout: PayloadLayout, signature: tuple) -> None:
         """Take over a payload layout, and place the parameters in a buffer a dtype, each aligned to 16 bytes."""

@@ -229,8 +229,9 @@ class WeightGatherer:
         `ahead`: the values are not needed yet. On a CPU the last hop is then left to `finish` unless it can start at
         once, because waiting for the first hops would block.
         """
-        if unit.in_flight:
+        if unit.gathered is not None:
             return
+        unit.asked_for = True
         self.start_first_hops(unit)
         if not (ahead and unit.first_work and self.device.type == "cpu"):
             self._start_last_hop(unit)
@@ -259,8 +260,7 @@ class WeightGatherer:
         missing = [p for p in unit.params if p.ds_status != ZeroParamStatus.AVAILABLE]
         if not missing:
             return
-        if not unit.in_flight:
-            self.start(unit)
+        self.start(unit)
         world = self.session.topology.world_size
         self.session.ledger.stock_would_send(sum(p.ds_tensor.ds_numel for p in missing) * world)
         if unit.last_work is not None:
@@ -284,6 +284,7 @@ class WeightGatherer:
         if unit.gathered is not None and unit.gathered is not unit.held:
             self._gathered_ring.give_back(unit.gathered)
         unit.gathered = unit.last_work = None
+        unit.asked_for = False
         if self.session.secondary_ranks is None and unit.held is not None:
             self._held_ring.give_back(unit.held)
             unit.held = None
@@ -294,7 +295,8 @@ class WeightGatherer:
         for work in unit.first_work:
             work.wait()
         unit.first_work = []
-        if unit.in_flight:
+        unit.asked_for = False
+        if unit.gathered is not None:
             if unit.last_work is not None:
                 unit.last_work.wait()
             self._drop_gathered(unit)

@@ -1,0 +1,335 @@
+"""Rings and lanes on a CPU, and payload rows of several tensors."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numerics import error_bound, integer_reference
+
+from zeropp_fp8.comm.all_gather import rank_of_rows
+from zeropp_fp8.comm.lanes import BufferRing, Lane, after, mark
+from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder, slices_of
+from zeropp_fp8.formats import make_format
+from zeropp_fp8.formats.noise import Seed
+
+CPU = torch.device("cpu")
+PLENTY = 10**9
+
+
+# -- buffers and lanes
+
+
+def test_a_ring_hands_its_buffers_out_in_turn():
+    ring = BufferRing(CPU, 2)
+    seen = []
+    for _ in range(6):
+        buffer = ring.take(64)
+        assert buffer.dtype == torch.uint8 and buffer.shape == (64,) and buffer.is_contiguous()
+        seen.append(buffer)
+        ring.give_back(buffer)
+    places = [buffer.data_ptr() for buffer in seen]
+    assert len(set(places)) == 2 and places == places[:2] * 3
+    assert ring.num_bytes() == 128
+
+
+def test_a_ring_never_hands_out_a_buffer_twice():
+    ring = BufferRing(CPU, 2)
+    taken = [ring.take(32) for _ in range(4)]  # more than it has: they are made
+    assert len({buffer.data_ptr() for buffer in taken}) == 4 and ring.num_bytes() == 0
+    ring.give_back(taken[2])
+    assert ring.take(32).data_ptr() == taken[2].data_ptr()
+
+
+def test_a_ring_grows_with_what_is_asked_for():
+    ring = BufferRing(CPU, 1)
+    small = ring.take(10)
+    ring.give_back(small)
+    large = ring.take(100)
+    assert large.numel() == 100
+    ring.give_back(large)
+    assert ring.num_bytes() == 100, "the small one is gone"
+    part = ring.take(30)
+    assert part.numel() == 30 and part.data_ptr() == large.data_ptr()
+    ring.give_back(part)
+    assert ring.num_bytes() == 100, "the part stands for the whole"
+    ring.clear()
+    assert ring.num_bytes() == 0
+    assert ring.take(0).numel() == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.lists(st.one_of(st.integers(0, 50), st.just("back")), max_size=20))
+def test_rings_under_any_use(count, uses):
+    ring, taken, ever = BufferRing(CPU, count), [], []
+    most = 0
+    for use in uses:
+        if use != "back":
+            taken.append(ring.take(use))
+            ever.append(taken[-1])
+            taken[-1].fill_(len(ever) % 251)
+            most = max(most, len(taken))
+        elif taken:
+            ring.give_back(taken.pop(0))
+        for buffer in taken:
+            assert buffer.numel() == 0 or (buffer == buffer[0]).all()
+        assert len({int(buffer[0]) for buffer in taken if buffer.numel()}) == sum(b.numel() > 0 for b in taken)
+        assert len(ring._free) + len(taken) <= max(count, most)
+
+
+def test_a_lane_on_a_cpu_is_the_host():
+    assert mark(CPU) is None and after(None) is None
+    for lane in (Lane(CPU), Lane.here()):
+        assert lane.stream is None
+        for _ in range(2):
+            with lane as entered:
+                assert entered is lane
+            lane.after_current()
+            lane.before_current()
+        with pytest.raises(KeyError), lane:
+            raise KeyError
+
+
+# -- payload rows
+
+INT8 = make_format("int8", block_size=32)
+INT4_ROTATED = make_format("int4", block_size=32, hadamard=True)
+E4M3 = make_format("fp8_e4m3", block_size=64)
+
+
+def exact(dtype=torch.float32):
+    return make_format("none", dtype=dtype)
+
+
+MIXED_FORMATS = [INT8, exact(), INT4_ROTATED, make_format("int8", block_size=32), exact(torch.bfloat16), E4M3, INT8]
+MIXED_DTYPES = [
+    torch.float32,
+    torch.float32,
+    torch.bfloat16,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.bfloat16,
+]
+MIXED_NUMELS = [33, 7, 70, 100, 0, 5, 64]
+
+
+def numbers(numel, dtype=torch.float32, seed=0):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * seed + numel)).to(dtype)
+
+
+def mixed_tensors(slices, short=0, seed=0):
+    """A tensor for each format, `short` elements less than its slices hold."""
+    sizes = [max(0, slices * numel - short) for numel in MIXED_NUMELS]
+    return [numbers(size, dtype, seed + i) for i, (size, dtype) in enumerate(zip(sizes, MIXED_DTYPES))]
+
+
+def mixed_layout(formats=None, partners=None):
+    return PayloadLayout(MIXED_NUMELS, formats or MIXED_FORMATS, MIXED_DTYPES, CPU, partner_formats=partners)
+
+
+def own_slice(tensor, index, numel):
+    """Slice `index` of a flat tensor, with zeros beyond its end."""
+    piece = tensor[index * numel : (index + 1) * numel]
+    return torch.cat([piece, torch.zeros(numel - piece.numel(), dtype=tensor.dtype)])
+
+
+def filled(layout, rows):
+    return torch.full((rows, layout.row_bytes), 0xAB, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1], [0]])
+@pytest.mark.parametrize("short", [0, 4])
+def test_a_row_is_each_formats_own_encoding(order, short):
+    layout, tensors = mixed_layout(), mixed_tensors(3, short)
+    payload = filled(layout, len(order))
+    layout.encode(tensors, SliceOrder(order, CPU), payload)
+    for row, index in zip(payload, order):
+        pieces = [own_slice(tensor, index, numel) for tensor, numel in zip(tensors, MIXED_NUMELS)]
+        expected = torch.cat([f.encode(piece) for f, piece in zip(MIXED_FORMATS, pieces)])
+        assert torch.equal(row, expected)
+    assert layout.row_bytes == sum(f.payload_bytes(n) for f, n in zip(MIXED_FORMATS, MIXED_NUMELS))
+    assert layout.sizes[4] == 0 and all(offset % 16 == 0 for offset in layout.offsets)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1]])
+@pytest.mark.parametrize("short", [0, 4])
+def test_a_row_decodes_to_each_formats_own_decoding(order, short):
+    """What no row holds stays as it was, and the padding of the last slice is dropped."""
+    layout, tensors = mixed_layout(), mixed_tensors(3, short)
+    payload = filled(layout, len(order))
+    layout.encode(tensors, SliceOrder(order, CPU), payload)
+    results = [torch.full_like(tensor, 7.0) for tensor in tensors]
+    layout.decode(payload, SliceOrder(order, CPU), results)
+    for wire_format, numel, tensor, result in zip(MIXED_FORMATS, MIXED_NUMELS, tensors, results):
+        expected = torch.full_like(tensor, 7.0)
+        for index in order:
+            piece = own_slice(tensor, index, numel)
+            decoded = wire_format.decode(wire_format.encode(piece), piece.shape, tensor.dtype)
+            expected[index * numel : (index + 1) * numel] = decoded[: max(0, tensor.numel() - index * numel)]
+        assert torch.equal(result, expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.permutations(range(5)), st.integers(1, 5), st.integers(0, 9), st.integers(0, 8))
+def test_slices_in_any_order_come_back(permutation, kept, numel, short):
+    slices = permutation[:kept]
+    order = SliceOrder(slices, CPU)
+    assert order.is_natural == (list(slices) == list(range(kept))) and order.on_device.tolist() == slices
+    tensor = numbers(max(0, 5 * numel - short))
+    layout = PayloadLayout([numel], [exact()], [torch.float32], CPU)
+    payload = filled(layout, kept)
+    layout.encode([tensor], order, payload)
+    result = torch.full_like(tensor, 7.0)
+    layout.decode(payload, order, [result])
+    sent = torch.zeros(5 * numel, dtype=torch.bool)
+    for index in slices:
+        sent[index * numel : (index + 1) * numel] = True
+    sent = sent[: tensor.numel()]
+    assert torch.equal(result[sent], tensor[sent]) and (result[~sent] == 7.0).all()
+    rows = slices_of(tensor, numel, order)
+    assert torch.equal(rows, torch.stack([own_slice(tensor, index, numel) for index in slices]))
+
+
+def test_each_tensor_of_a_payload_has_its_own_seed():
+    stochastic = make_format("int8", block_size=32, rounding="stochastic")
+    other = make_format("int4", block_size=32, rounding="stochastic")
+    formats, numels = [stochastic, exact(), other, stochastic], [64, 8, 64, 64]
+    layout = PayloadLayout(numels, formats, [torch.float32] * 4, CPU)
+    same = numbers(2 * 64)
+    tensors = [same, numbers(16), same, same]
+    payload, seed = filled(layout, 2), Seed(123, 456)
+    layout.encode(tensors, SliceOrder([0, 1], CPU), payload, seed)
+    parts = [payload[:, o : o + s] for o, s in zip(layout.offsets, layout.sizes)]
+    assert not torch.equal(parts[0], parts[3]), "equal tensors, other noise"
+    for i, place in ((0, 0), (2, 0), (3, 1)):  # their places among the tensors of their format
+        assert torch.equal(parts[i], formats[i].encode_rows_seeded(same.view(2, 64), seed.of_tensor(place)))
+    again = filled(layout, 2)
+    layout.encode(tensors, SliceOrder([0, 1], CPU), again, seed)
+    assert torch.equal(again, payload)
+    layout.encode(tensors, SliceOrder([0, 1], CPU), again, Seed(124, 456))
+    assert not torch.equal(again, payload)
+
+
+def test_a_seed_is_drawn_only_where_one_is_needed():
+    generator = torch.Generator().manual_seed(5)
+    state = generator.get_state()
+    assert mixed_layout().draw_seed(generator) is None and torch.equal(generator.get_state(), state)
+    stochastic = make_format("int8", rounding="stochastic")
+    layout = PayloadLayout([8, 8], [exact(), stochastic], [torch.float32] * 2, CPU)
+    first, second = layout.draw_seed(generator), layout.draw_seed(generator)
+    assert first != second and layout.draw_seed(generator.manual_seed(5)) == first
+
+
+def contributions(layout, ranks, rows, short=0):
+    """(uint8 [ranks, rows, row bytes], each rank's tensors)."""
+    tensors = [mixed_tensors(rows, short, seed=10 * rank + 1) for rank in range(ranks)]
+    received = torch.stack([filled(layout, rows) for _ in range(ranks)])
+    for own, payload in zip(tensors, received):
+        layout.encode(own, SliceOrder(range(rows), CPU), payload)
+    return received, tensors
+
+
+def written_out_mean(tensors, i, index):
+    """float64 mean over ranks of what slice `index` of tensor i is after its format; integers element by element."""
+    numel, wire_format = MIXED_NUMELS[i], MIXED_FORMATS[i]
+    total = torch.zeros(numel, dtype=torch.float64)
+    for own in tensors:
+        piece = own_slice(own[i], index, numel)
+        if wire_format.name == "int8":
+            total += torch.tensor(integer_reference(piece.double().tolist(), 8, 32)[1], dtype=torch.float64)
+        else:
+            total += wire_format.decode(wire_format.encode(piece), piece.shape, torch.float32).double()
+    return total / len(tensors)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_mean_of_a_payload(ranks):
+    layout = mixed_layout()
+    received, tensors = contributions(layout, ranks, rows=2)
+    for i, numel in enumerate(MIXED_NUMELS):
+        mean = layout.mean(received, i)
+        assert mean.dtype == torch.float32 and mean.shape == (2, numel)
+        for index in range(2):
+            torch.testing.assert_close(mean[index].double(), written_out_mean(tensors, i, index), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("result_dtype", [torch.float32, torch.bfloat16])
+def test_reduce_to_tensors(accumulate, result_dtype):
+    """Into results shorter than the slices too, and into views of a larger buffer."""
+    layout = mixed_layout()
+    received, tensors = contributions(layout, ranks=3, rows=1)
+    sizes = [max(0, numel - short) for numel, short in zip(MIXED_NUMELS, itertools.cycle([0, 3]))]
+    results = [numbers(size, result_dtype, seed=77) for size in sizes]
+    before = [result.clone() for result in results]
+    layout.reduce_to_tensors(received[:, 0], results, accumulate)
+    for i, (result, old) in enumerate(zip(results, before)):
+        mean = written_out_mean(tensors, i, 0)[: result.numel()]
+        expected = mean + old.double() if accumulate else mean
+        tolerance = 1e-6 if result_dtype == torch.float32 else 2.0**-7
+        torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=4 * tolerance)
+
+
+SECOND_HOPS = {
+    "each as before": MIXED_FORMATS,
+    "integers get shorter": [INT4_ROTATED if f is INT8 else f for f in MIXED_FORMATS[:3]] + MIXED_FORMATS[3:],
+    "all exact": [exact() for _ in MIXED_FORMATS],
+}
+
+
+@pytest.mark.parametrize("formats", SECOND_HOPS.values(), ids=SECOND_HOPS)
+def test_reduce_to_payload(formats):
+    within, between = mixed_layout(partners=formats), mixed_layout(formats, partners=MIXED_FORMATS)
+    received, tensors = contributions(within, ranks=2, rows=3)
+    payload = filled(between, 3)
+    within.reduce_to_payload(received, between, payload)
+    for i, (wire_format, numel) in enumerate(zip(formats, MIXED_NUMELS)):
+        part = payload[:, between.offsets[i] : between.offsets[i] + between.sizes[i]]
+        for index in range(3):
+            mean = written_out_mean(tensors, i, index)
+            decoded = wire_format.decode(part[index].contiguous(), (numel,), torch.float32).double()
+            if hasattr(wire_format, "block_size") and numel:
+                bound = error_bound(
+                    mean, wire_format.name, wire_format.block_size, wire_format.hadamard, "nearest", torch.float32
+                )
+            else:
+                bound = mean.abs() * (2.0**-8 if wire_format.dtype == torch.bfloat16 else 2.0**-22) + 1e-7
+            assert ((decoded - mean).abs() <= bound + 1e-6).all()
+            assert numel == 0 or decoded.abs().sum() > 0
+
+
+def test_reduce_to_payload_uses_the_seed():
+    stochastic = make_format("int4", block_size=32, rounding="stochastic")
+    within = PayloadLayout([64, 64], [INT8, INT8], [torch.float32] * 2, CPU, [stochastic] * 2)
+    between = PayloadLayout([64, 64], [stochastic] * 2, [torch.float32] * 2, CPU, [INT8] * 2)
+    received = torch.stack([filled(within, 2) for _ in range(2)])
+    for rank, payload in enumerate(received):
+        within.encode([numbers(128, seed=rank)] * 2, SliceOrder([0, 1], CPU), payload)
+    payload, seed = filled(between, 2), Seed(3, 4)
+    within.reduce_to_payload(received, between, payload, seed)
+    for i in range(2):
+        expected = stochastic.encode_rows_seeded(within.mean(received, i), seed.of_tensor(i))
+        assert torch.equal(payload[:, between.offsets[i] : between.offsets[i] + between.sizes[i]], expected)
+
+
+# -- whose row is whose
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_rows_of_a_gather_by_simulation(level_sizes):
+    """Every rank gathers from those that differ from it in one digit only, level by level."""
+    world = math.prod(level_sizes)
+    places = list(itertools.product(*map(range, level_sizes)))  # digits of each rank, the first hop's first
+    buffers = {place: [rank] for rank, place in enumerate(places)}
+    for hop, size in enumerate(level_sizes):
+        buffers = {
+            place: [row for digit in range(size) for row in buffers[(*place[:hop], digit, *place[hop + 1 :])]]
+            for place in places
+        }
+    expected = rank_of_rows(level_sizes)
+    assert sorted(expected) == list(range(world))
+    assert all(buffer == expected for buffer in buffers.values())
