@@ -10,12 +10,14 @@ BENCH_ARGS ?=
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test bench-two-nodes bench-kernels check format clean
+.PHONY: help demo test bench-two-nodes bench-kernels bench-fp8 bench-convergence check format clean
 help:
 	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
 	@echo "make test     all tests"
 	@echo "make bench-two-nodes   step times and bytes on two emulated nodes (root); results in runs/two_nodes.*"
 	@echo "make bench-kernels     time and bandwidth of the quantization kernels; results in runs/kernels.json"
+	@echo "make bench-fp8         speed of FP8 linear layers against bf16; results in runs/fp8_linear.json"
+	@echo "make bench-convergence held-out losses of FP8 and MX training against bf16; results in runs/convergence.*"
 	@echo "make check    ruff: lint and format"
 	@echo "make format   let ruff reformat"
 	@echo "make clean    remove .venv and caches"
@@ -33,6 +35,13 @@ bench-two-nodes: $(VENV)/.bench
 bench-kernels: $(VENV)/.run
 	mkdir -p runs
 	$(BIN)/python benchmarks/kernels.py --out runs/kernels.json $(BENCH_ARGS)
+
+bench-fp8: $(VENV)/.run
+	$(BIN)/python benchmarks/fp8_linear.py --out runs/fp8_linear.json $(BENCH_ARGS)
+
+# A 100M-class model, about 2 minutes a run on a large GPU; else a tiny one on the CPU.
+bench-convergence: $(VENV)/.run
+	$(BIN)/python benchmarks/convergence.py --out runs/convergence.json --plot runs/convergence.png $(BENCH_ARGS)
 
 check: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
-from zeropp_fp8.formats import UnquantizedFormat, make_format
+from zeropp_fp8.formats import MX_NAMES, UnquantizedFormat, make_format
 from zeropp_fp8.formats.noise import Seed
 
 SEED = Seed(123456789, 987654321)
@@ -23,6 +23,9 @@ FORMATS = {
     "int4-hadamard-96": ("int4", {"block_size": 96, "hadamard": True}),
     "fp8_e4m3": ("fp8_e4m3", {"block_size": 128}),
     "fp8_e5m2": ("fp8_e5m2", {"block_size": 128}),
+    "int8-32": ("int8", {"block_size": 32}),
+    **{name: (name, {}) for name in MX_NAMES},
+    **{f"{name}-floor": (name, {"scale_mode": "floor"}) for name in MX_NAMES},
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,12 +39,13 @@ def make(name: str, rounding: str = "nearest", dtype: torch.dtype = torch.bfloat
 
 
 def awkward(numels, dtype, seed=0):
-    """Tensors over nine orders of magnitude, with zeros, a NaN and an Inf."""
+    """Tensors over nine orders of magnitude, with zeros of both signs, a NaN and an Inf."""
     generator = torch.Generator().manual_seed(seed)
     tensors = []
     for numel in numels:
         values = torch.randn(numel, generator=generator) * torch.logspace(-5, 4, max(numel, 1))[:numel]
         values[::7] = 0
+        values[3::14] = -0.0
         tensors.append(values.to(dtype))
     if tensors[-1].numel() > 200:
         tensors[-1][150] = float("nan")
@@ -62,9 +66,10 @@ def layouts(wire_format, slice_numels, dtype, device, partner=None):
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal, NaN where NaN (CPU and GPU cast NaN to different bits)."""
-    actual = actual.cpu()
-    return torch.equal(actual.isnan(), expected.isnan()) and torch.equal(actual.nan_to_num(7), expected.nan_to_num(7))
+    """Equal, zeros with their signs, NaN where NaN (CPU and GPU cast NaN to different bits)."""
+    actual, nan = actual.cpu(), expected.isnan()
+    signs = torch.equal(actual.signbit() & ~nan, expected.signbit() & ~nan)
+    return signs and torch.equal(actual.isnan(), nan) and torch.equal(actual[~nan], expected[~nan])
 
 
 def check_quantize_and_dequantize(wire_format, dtype, numels, world, slices, device, outputs):
@@ -90,14 +95,19 @@ def check_quantize_and_dequantize(wire_format, dtype, numels, world, slices, dev
             assert same(a, b), output
 
 
-def check_reduce(first, then, dtype, numels, nodes, ranks, device, outputs):
+def largest(numels, dtype, seed=0):
+    """Numbers that products of scale and element may round up beyond the dtype's largest; signs differ by rank."""
+    return [torch.full((numel,), torch.finfo(dtype).max * (-1) ** seed, dtype=dtype) for numel in numels]
+
+
+def check_reduce(first, then, dtype, numels, nodes, ranks, device, outputs, values=awkward):
     """The mean over ranks, encoded for the next hop (same bytes), then written and added to tensors (same values)."""
     slice_numels = [-(-n // (nodes * ranks)) for n in numels]
     reference, kernels = layouts(first, slice_numels, dtype, device, then)
     reference_then, kernels_then = layouts(then, slice_numels, dtype, device, first)
     received = torch.zeros(ranks, nodes, reference.row_bytes, dtype=torch.uint8)
     for rank in range(ranks):
-        reference.encode(awkward(numels, dtype, seed=rank), SliceOrder(range(nodes), CPU), received[rank], SEED)
+        reference.encode(values(numels, dtype, seed=rank), SliceOrder(range(nodes), CPU), received[rank], SEED)
     expected = torch.zeros(nodes, reference_then.row_bytes, dtype=torch.uint8)
     reference.reduce_to_payload(received, reference_then, expected, SEED)
     actual = torch.full_like(expected, 255, device=device)
@@ -122,3 +132,25 @@ def check_reduce(first, then, dtype, numels, nodes, ranks, device, outputs):
             kernels_then.reduce_to_tensors(expected.to(device), got, accumulate)
             for a, b in zip(got, wanted):
                 assert same(a, b), (output, accumulate)
+
+
+def check_round_trip(mx_format, dtype, shape, device):
+    """kernels.round_trip along either axis, and both at once, against MXFormat.round_trip bit for bit."""
+    from zeropp_fp8.kernels.round_trip import round_trip
+
+    matrix = awkward([shape[0] * shape[1]], dtype)[0].view(shape)
+    matrix.view(-1)[5::97] = -0.3
+    if matrix.numel() > 400:
+        matrix.view(-1)[300] = float("nan")
+        matrix.view(-1)[-77:-70] = torch.finfo(dtype).max
+        matrix.view(-1)[-60] = -torch.finfo(dtype).smallest_normal / 2
+    seed = SEED if mx_format.needs_seed else None
+    wanted = mx_format.round_trip(matrix, seed=seed), mx_format.round_trip(matrix.t(), seed=seed)
+    for along_rows, along_columns in ((True, False), (False, True), (True, True)):
+        got = round_trip(matrix.to(device), mx_format, along_rows, along_columns, seed)
+        for asked, a, b in zip((along_rows, along_columns), got, wanted):
+            if not asked:
+                assert a is None
+                continue
+            assert a.is_contiguous() and a.dtype == dtype and a.shape == b.shape
+            assert same(a, b), (mx_format, dtype, shape, along_rows, along_columns)

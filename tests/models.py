@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-def llama(layers=2, hidden=64, vocab=256, heads=4, tie=False, seed=0, **kwargs):
+def llama(layers=2, hidden=64, vocab=256, heads=4, tie=False, seed=0, intermediate=None, **kwargs):
     """A random transformers Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,7 +17,7 @@ def llama(layers=2, hidden=64, vocab=256, heads=4, tie=False, seed=0, **kwargs):
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
-        intermediate_size=hidden * 2 + 24,
+        intermediate_size=intermediate or hidden * 2 + 24,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,

@@ -122,3 +122,142 @@ def error_bound(
         bound = bound.view(-1, GROUP).sum(dim=1, keepdim=True).expand(-1, GROUP).reshape(-1)
     bound = bound[:numel]
     return bound + UNIT_ROUNDOFF[dtype] * (x.abs() + bound) + HALF_SMALLEST[dtype]
+
+
+# -- MX formats (OCP Microscaling v1.0), in numpy and float64 -----------------------------------------------------
+
+MX_BLOCK = 32
+# (exponent bits, mantissa bits, bias, exponent of the largest number, largest number), from the specification's tables
+MX_FLOATS = {
+    "mxfp8_e4m3": (4, 3, 7, 8, 448.0),
+    "mxfp8_e5m2": (5, 2, 15, 15, 57344.0),
+    "mxfp6_e2m3": (2, 3, 1, 2, 7.5),
+    "mxfp6_e3m2": (3, 2, 3, 4, 28.0),
+    "mxfp4": (2, 1, 1, 2, 6.0),
+}
+MX_BITS = {"mxfp8_e4m3": 8, "mxfp8_e5m2": 8, "mxfp6_e2m3": 6, "mxfp6_e3m2": 6, "mxfp4": 4, "mxint8": 8}
+MX_LARGEST = {name: layout[4] for name, layout in MX_FLOATS.items()} | {"mxint8": 127 / 64}
+MX_EMAX = {name: layout[3] for name, layout in MX_FLOATS.items()} | {"mxint8": 0}
+MX_HOLDS_SPECIAL = ("mxfp8_e4m3", "mxfp8_e5m2")
+
+
+def mx_code_value(name: str, code: int) -> float:
+    """The number P that a code stands for."""
+    if name == "mxint8":
+        return (code - 256 if code >= 128 else code) / 64
+    exponent_bits, mantissa_bits, bias, _, _ = MX_FLOATS[name]
+    sign = -1.0 if code >> exponent_bits + mantissa_bits else 1.0
+    exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
+    mantissa = code & (1 << mantissa_bits) - 1
+    if name == "mxfp8_e4m3" and (exponent, mantissa) == (15, 7):
+        return math.nan
+    if name == "mxfp8_e5m2" and exponent == 31:
+        return math.nan if mantissa else sign * math.inf
+    if exponent == 0:
+        return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
+    return sign * (1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias)
+
+
+def mx_grid(name: str) -> np.ndarray:
+    """The finite numbers >= 0, in order; that of a float's k-th is its code k."""
+    codes = range(128) if MX_BITS[name] == 8 else range(1 << MX_BITS[name] - 1)
+    values = [value for value in (mx_code_value(name, code) for code in codes) if math.isfinite(value)]
+    assert values == sorted(values) and values[-1] == MX_LARGEST[name]
+    return np.array(values)
+
+
+def mx_shared_exponent(amax: float, name: str, scale_mode: str) -> int:
+    """The exponent of X for a block whose largest finite magnitude is `amax` (0 or an fp32 normal number)."""
+    if amax == 0:
+        return -127
+    exponent = math.frexp(amax)[1] - 1 - MX_EMAX[name]
+    if scale_mode == "rceil":
+        exponent -= 2
+        while math.ldexp(MX_LARGEST[name], exponent) < amax:
+            exponent += 1
+    return max(-127, min(127, exponent))
+
+
+def hashed_noise(low: int, high: int, rows: int, columns: int) -> np.ndarray:
+    """float64 [rows, columns]: the noise of stochastic rounding for a seed of two halves."""
+
+    def mix(x: int) -> int:
+        x ^= x >> 16
+        x = x * 0x7FEB352D % 2**32
+        x ^= x >> 15
+        x = x * 0x846CA68B % 2**32
+        return x ^ x >> 16
+
+    noise = np.empty((rows, columns))
+    for row in range(rows):
+        key = mix((mix(low ^ row * 0x9E3779B9 % 2**32) + high) % 2**32)
+        step = mix(key) | 1
+        noise[row] = [(mix((column * step + key) % 2**32) >> 8) / 2**24 for column in range(columns)]
+    return noise
+
+
+def mx_round(scaled: np.ndarray, name: str, rounding: str, noise: np.ndarray | None = None) -> np.ndarray:
+    """Places in `mx_grid` of finite float64 numbers >= 0, by searching it."""
+    grid = mx_grid(name)
+    scaled = np.minimum(scaled, grid[-1])
+    lower = np.searchsorted(grid, scaled, side="right") - 1
+    upper = np.minimum(lower + 1, len(grid) - 1)
+    step = np.where(upper > lower, grid[upper] - grid[lower], 1.0)
+    fraction = (scaled - grid[lower]) / step
+    if rounding == "nearest":
+        up = (fraction > 0.5) | ((fraction == 0.5) & (lower % 2 == 1))
+    elif rounding == "half_away":
+        up = fraction >= 0.5
+    else:
+        up = fraction >= 1 - noise
+    return np.where(up, upper, lower)
+
+
+def mx_reference(
+    values: np.ndarray, name: str, scale_mode: str, rounding: str, noise: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(E8M0 bytes [rows, blocks], codes [rows, blocks * 32], decoded float64 [rows, n]) of float64 [rows, n].
+
+    The numbers are those of fp32 numbers; `noise` is that of the padded rows. Decoded numbers are not clamped.
+    """
+    rows, numel = values.shape
+    num_blocks = math.ceil(numel / MX_BLOCK)
+    blocks = np.zeros((rows, num_blocks * MX_BLOCK))
+    blocks[:, :numel] = values
+    blocks = np.where(np.abs(blocks) < 2.0**-126, np.copysign(0.0, blocks), blocks)
+    blocks = blocks.reshape(rows, num_blocks, MX_BLOCK)
+    noise = None if noise is None else noise.reshape(blocks.shape)
+    finite = np.isfinite(blocks)
+    magnitudes = np.where(finite, np.abs(blocks), 0.0)
+    exponents = np.array(
+        [[mx_shared_exponent(amax, name, scale_mode) for amax in row] for row in magnitudes.max(axis=2)]
+    ).reshape(rows, num_blocks)
+    codes = mx_round(magnitudes / 2.0 ** exponents[..., None], name, rounding, noise)
+    negative = np.signbit(blocks)
+    if name == "mxint8":
+        codes = np.where(negative, -codes % 256, codes)
+    else:
+        codes = codes + (negative << MX_BITS[name] - 1)
+    scales = exponents + 127
+    if name == "mxfp8_e4m3":
+        codes[~finite] = 0x7F
+    elif name == "mxfp8_e5m2":
+        codes[~finite] = 0x7F
+        codes[np.isinf(blocks)] = np.where(negative[np.isinf(blocks)], 0xFC, 0x7C)
+    else:
+        spoiled = ~finite.all(axis=2)
+        scales[spoiled] = 0xFF
+        codes[spoiled] = 0
+    factors = np.where(scales == 0xFF, math.nan, 2.0 ** (scales - 127))
+    numbers = np.array([mx_code_value(name, code) for code in range(256)])[codes]
+    decoded = (numbers * factors[..., None]).reshape(rows, -1)[:, :numel]
+    return scales, codes.reshape(rows, -1), decoded
+
+
+def mx_payload(scales: np.ndarray, codes: np.ndarray, name: str) -> bytes:
+    """The payload of one row: scales and packed codes, each filled up with zeros to a multiple of 16 bytes."""
+    bits = MX_BITS[name]
+    # All codes as the digits of one number, the first the lowest: as bytes, the lowest first, that is the packing.
+    number = sum(int(code) << bits * i for i, code in enumerate(codes))
+    packed = number.to_bytes(len(codes) * bits // 8, "little")
+    return bytes(scales.tolist()) + bytes(-len(scales) % 16) + packed + bytes(-len(packed) % 16)

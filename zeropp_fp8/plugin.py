@@ -32,6 +32,7 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("deepspeed", "ops.__compatible_ops__", ()),
     (_ENGINE, "DeepSpeedEngine._configure_zero_optimizer", ("optimizer",)),
     (_ENGINE, "DeepSpeedEngine.load_checkpoint", ()),
+    (_ENGINE, "DeepSpeedEngine.destroy", ()),
     (_ENGINE, "DeepSpeedZeRoOffload", ()),
     ("deepspeed.runtime.superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3", ()),
     (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.__init__", ("module", "init_optimizer", "param_names", "reduce_scatter")),
@@ -268,6 +269,7 @@ def _engine_class(stock_class):
         """DeepSpeedEngine that builds the plugin's ZeRO-3 when the ds_config asks for it, and is stock otherwise."""
 
         zeropp_fp8_session = None
+        _zeropp_fp8_conversion = None
 
         def __init__(self, args, model, *positional, config=None, config_class=None, **kwargs):
             config = load_ds_config(config) if config is not None else None
@@ -278,6 +280,9 @@ def _engine_class(stock_class):
                 config = without_in_tree_keys(config)
                 for key, off in IN_TREE_KEYS.items():
                     setattr(config_class.zero_config, key, off)
+                if plugin_config.computes_in_low_precision:
+                    # Before ZeRO-3 puts its hooks on modules, which would keep calling the class that they saw.
+                    object.__setattr__(self, "_zeropp_fp8_conversion", _converted(model, plugin_config.compute))
             super().__init__(args, model, *positional, config=config, config_class=config_class, **kwargs)
             if plugin_config is None and self.global_rank == 0:
                 print(
@@ -291,10 +296,16 @@ def _engine_class(stock_class):
                 return super()._configure_zero_optimizer(optimizer)
             from zeropp_fp8.zero.session import Session
 
-            session = Session(self._zeropp_fp8_config, _partition_group(self.module, self.mpu))
+            group = _partition_group(self.module, self.mpu)
+            session = Session(self._zeropp_fp8_config, group, self._zeropp_fp8_conversion)
             object.__setattr__(self, "zeropp_fp8_session", session)
             with _zero_classes_of(session):
                 return super()._configure_zero_optimizer(optimizer)
+
+        def destroy(self):
+            super().destroy()
+            if self._zeropp_fp8_conversion is not None:
+                self._zeropp_fp8_conversion.restore()
 
         def load_checkpoint(self, *args, **kwargs):
             result = super().load_checkpoint(*args, **kwargs)
@@ -306,6 +317,19 @@ def _engine_class(stock_class):
 
     ZeroppEngine.__name__ = ZeroppEngine.__qualname__ = stock_class.__name__
     return ZeroppEngine
+
+
+def _converted(model, compute):
+    """Let the model's linear layers compute in low precision; refuse a model in which there is none that can."""
+    from zeropp_fp8.compute import convert_linear_layers
+
+    report = convert_linear_layers(model, compute)
+    if not report.converted:
+        raise ConfigError(
+            f'"{SECTION}.compute.format": no linear layer of the model can compute in it ({report}); set it to "none", or '
+            'change "compute.skip_modules", "compute.min_features" or "compute.scaling"'
+        )
+    return report
 
 
 def _partition_group(module, mpu):

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from kernel_cases import same
 
-from zeropp_fp8.formats import make_format
+from zeropp_fp8.formats import MX_NAMES, ROUNDING_MODES, make_format
+from zeropp_fp8.formats.noise import Seed
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +26,37 @@ def test_same_bytes_and_values_as_on_the_cpu(name, hadamard, dtype):
         assert torch.equal(on_gpu.cpu(), payload)
         decoded = fmt.decode(on_gpu, x.shape, dtype).cpu()
         assert torch.equal(decoded.nan_to_num(7.0), fmt.decode(payload, x.shape, dtype).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rounding", ROUNDING_MODES)
+@pytest.mark.parametrize("scale_mode", ["rceil", "floor"])
+@pytest.mark.parametrize("name", MX_NAMES)
+def test_mx_bytes_and_values_are_those_of_the_cpu(name, scale_mode, rounding, dtype):
+    torch.manual_seed(0)
+    fmt, info, seed = make_format(name, scale_mode=scale_mode, rounding=rounding), torch.finfo(dtype), Seed(3, 4)
+    for numel in (0, 1, 33, 4099, 1 << 16):
+        x = (torch.randn(numel) * torch.logspace(-40, 38, max(numel, 1))[:numel]).clamp(info.min, info.max).to(dtype)
+        x[::9] = -0.0
+        if numel > 1000:
+            x[500], x[900], x[901], x[1000] = float("nan"), float("inf"), float("-inf"), info.max
+        payload = fmt.encode_rows_seeded(x.view(1, -1), seed)
+        on_gpu = fmt.encode_rows_seeded(x.view(1, -1).cuda(), seed)
+        assert torch.equal(on_gpu.cpu(), payload)
+        decoded = fmt.decode_rows(payload, numel, dtype)
+        assert same(fmt.decode_rows(on_gpu, numel, dtype), decoded)
+        assert same(fmt.round_trip(x.cuda(), seed=seed), decoded.view(-1))
+        for axis in (0, 1):
+            matrix = x[: numel // 4 * 4].view(-1, 4)
+            quantized = fmt.quantize(matrix.cuda(), axis, generator())
+            expected = fmt.quantize(matrix, axis, generator())
+            assert torch.equal(quantized.codes.cpu(), expected.codes)
+            assert torch.equal(quantized.scales.cpu(), expected.scales)
+            assert same(quantized.dequantize(dtype), expected.dequantize(dtype))
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
 
 
 def test_stochastic_rounding_is_deterministic_by_seed():

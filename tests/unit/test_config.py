@@ -11,8 +11,6 @@ from pydantic import ValidationError
 import zeropp_fp8
 from zeropp_fp8.config import (
     IN_TREE_KEYS,
-    PLANNED_FORMATS,
-    PLANNED_RECIPES,
     RECIPES,
     SECTION,
     WIRE_FORMATS,
@@ -26,6 +24,8 @@ from zeropp_fp8.config import (
     secondary_ranks,
     without_in_tree_keys,
 )
+from zeropp_fp8.config.recipes import PLANNED_RECIPES
+from zeropp_fp8.config.sections import PLANNED_FORMATS
 
 
 def ds_config(section=None, zero=None, **others):
@@ -97,18 +97,26 @@ DEFAULTS = {
     "weights.block_size": 256,
     "weights.hadamard": False,
     "weights.rounding": "nearest",
+    "weights.scale_mode": "rceil",
     "secondary.scope": "none",
     "gradients.intra_format": "none",
     "gradients.inter_format": "none",
     "gradients.block_size": 128,
     "gradients.hadamard": True,
     "gradients.rounding": "nearest",
+    "gradients.scale_mode": "rceil",
     "gradients.error_feedback": False,
     "gradients.store_format": "none",
     "gradients.scale_policy": "auto",
     "compute.format": "none",
     "compute.scaling": "delayed",
     "compute.amax_history": 16,
+    "compute.amax_reduction": "max",
+    "compute.scale_mode": "rceil",
+    "compute.rounding": "nearest",
+    "compute.min_features": 64,
+    "compute.evaluate_in": "compute_format",
+    "compute.allow_fp16": False,
     "compute.skip_modules": ["lm_head"],
     "optimizer.master_format": "fp32",
     "optimizer.exp_avg_format": "fp32",
@@ -119,6 +127,7 @@ DEFAULTS = {
     "frozen.format": "none",
     "frozen.block_size": 64,
     "frozen.double_quantize": False,
+    "frozen.scale_mode": "rceil",
     "frozen.skip_modules": ["lm_head", "embed"],
     "activations.wire_format": "none",
     "gather_granularity": "block",
@@ -138,6 +147,20 @@ ZEROPP = {
         ("lossless", {}),
         ("zeropp", ZEROPP),
         ("zeropp-4bit", {**ZEROPP, "weights.format": "int4", "weights.block_size": 128, "weights.hadamard": True}),
+        (
+            "mxfp8",
+            {
+                "weights.format": "mxfp8_e4m3",
+                "weights.block_size": 32,
+                "secondary.scope": "node",
+                "gradients.intra_format": "mxfp8_e4m3",
+                "gradients.inter_format": "mxfp4",
+                "gradients.block_size": 32,
+                "gradients.hadamard": False,
+                "compute.format": "mxfp8_e4m3",
+                "compute.scaling": "mx",
+            },
+        ),
     ],
 )
 def test_recipes(recipe, different):
@@ -158,8 +181,8 @@ def test_the_table_above_covers_every_field():
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_a_field_set_by_hand_overrides_its_recipe_and_nothing_else(recipe):
     base = resolved({"recipe": recipe})
-    config = resolved({"recipe": recipe, "weights": {"block_size": 512}, "gather_granularity": "module"})
-    assert config.weights == base.weights.model_copy(update={"block_size": 512})
+    config = resolved({"recipe": recipe, "weights": {"rounding": "stochastic"}, "gather_granularity": "module"})
+    assert config.weights == base.weights.model_copy(update={"rounding": "stochastic"})
     assert config == base.model_copy(update={"weights": config.weights, "gather_granularity": "module"})
 
 
@@ -357,7 +380,10 @@ def test_unknown_key_names_the_nearest(section, where, nearest):
 
 def test_unknown_key_lists_the_keys_there():
     message = refusal({"weights": {"zzz": 1}})
-    assert message == f'"{SECTION}.weights.zzz": unknown key; keys here are format, block_size, hadamard, rounding'
+    assert (
+        message
+        == f'"{SECTION}.weights.zzz": unknown key; keys here are format, block_size, hadamard, rounding, scale_mode'
+    )
 
 
 def test_every_mistake_is_reported_at_once():
@@ -456,15 +482,27 @@ def test_format_that_is_there(field, name):
             {"gradients": {"block_size": 33, "hadamard": False}},
             ['"zeropp_fp8.gradients.block_size"', "must be even", "33"],
         ),
-        ({"frozen": {"format": "int4"}}, ['"zeropp_fp8.frozen.format"', "int4", 'use "none" or "int8"']),
+        ({"frozen": {"format": "int4"}}, ['"zeropp_fp8.frozen.format"', "int4", 'use "none", "int8" or']),
         (
             {"gradients": {"error_feedback": True}},
             ['"zeropp_fp8.gradients.error_feedback"', 'set "gradients.inter_format"', "remove error_feedback"],
         ),
         ({"gradients": {"store_format": "fp8_e4m3"}}, ['"zeropp_fp8.gradients.store_format"', 'only value is "none"']),
         ({"gradients": {"scale_policy": "pre"}}, ['"zeropp_fp8.gradients.scale_policy"', 'only value is "auto"']),
-        ({"compute": {"format": "fp8"}}, ['"zeropp_fp8.compute.format"', 'only value is "none"']),
-        ({"compute": {"format": {"weights": "mxfp8_e4m3"}}}, ['"zeropp_fp8.compute.format"', 'only value is "none"']),
+        ({"compute": {"format": {"weights": "mxfp4"}}}, ['"zeropp_fp8.compute.format"', '"activations" is missing']),
+        ({"compute": {"format": "fp9"}}, ['"zeropp_fp8.compute.format"', 'did you mean "fp8"']),
+        ({"compute": {"format": "fp8", "scaling": "mx"}}, ['"zeropp_fp8.compute.scaling"', "use an MX format"]),
+        ({"compute": {"format": "mxfp4", "scaling": "block"}}, ['"zeropp_fp8.compute.scaling"', 'use "scaling": "mx"']),
+        (
+            {"weights": {"format": "mxfp4", "block_size": 64}},
+            ['"zeropp_fp8.weights.block_size": 64', "mxfp4", "remove it"],
+        ),
+        ({"weights": {"format": "mxint8", "hadamard": True}}, ['"zeropp_fp8.weights.hadamard"', "not rotated"]),
+        (
+            {"gradients": {"inter_format": "mxfp4", "hadamard": True}},
+            ['"zeropp_fp8.gradients.hadamard"', "not rotated"],
+        ),
+        ({"frozen": {"format": "mxfp4", "block_size": 64}}, ['"zeropp_fp8.frozen.block_size": 64', "remove it"]),
         ({"optimizer": {"master_format": "fp16"}}, ['"zeropp_fp8.optimizer.master_format"', 'only value is "fp32"']),
         (
             {"optimizer": {"exp_avg_format": "fp8_e4m3"}},
@@ -482,6 +520,22 @@ def test_format_that_is_there(field, name):
 def test_impossible_within_the_section(section, words):
     message = refusal(section)
     assert all(word in message for word in words), message
+
+
+def test_mx_formats_fix_blocks_and_scaling_where_nothing_was_asked():
+    config = resolved({"weights": {"format": "mxfp6_e3m2"}, "compute": {"format": "mxfp4"}})
+    assert (config.weights.block_size, config.weights.hadamard, config.compute.scaling) == (32, False, "mx")
+    # The other hop has blocks of its own, and a rotation.
+    gradients = resolved({"gradients": {"intra_format": "mxfp8_e4m3", "inter_format": "int4"}}).gradients
+    assert (gradients.block_size, gradients.hadamard) == (128, True)
+    recipe = resolved({"recipe": "mxfp8", "compute": {"format": "fp8"}})
+    assert recipe.compute.scaling == "delayed" and recipe.weights.format == "mxfp8_e4m3"
+
+
+def test_fp16_with_low_precision_compute():
+    message = refusal({"compute": {"format": "fp8"}}, fp16={"enabled": True})
+    assert '"zeropp_fp8.compute.format"' in message and '"zeropp_fp8.compute.allow_fp16"' in message
+    assert resolved({"compute": {"format": "fp8", "allow_fp16": True}}, fp16={"enabled": True}).quantizes
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from kernel_cases import CPU, DTYPES, FORMATS, check_quantize_and_dequantize, ma
 
 done = 0
 for name in FORMATS:
-    for rounding in ("nearest", "half_away", "stochastic"):
+    for rounding in ("nearest",) if name.endswith("-floor") else ("nearest", "half_away", "stochastic"):
         for dtype in DTYPES if rounding == "nearest" else ("fp32",):
             check_quantize_and_dequantize(
                 make(name, rounding), DTYPES[dtype], [33, 500, 1001], 3, [2, 0, 1], CPU,
@@ -47,22 +47,72 @@ for dtype in DTYPES.values():
 # one slice of several, sizes of which the last slices are empty, a single element, and a whole tile
 check_quantize_and_dequantize(make("int8"), torch.float32, [9, 1, 2, 5], 8, [7, 1], CPU, [torch.float32])
 check_quantize_and_dequantize(make("int4-hadamard"), torch.float32, [1, 8192], 1, [0], CPU, [torch.float32])
+check_quantize_and_dequantize(make("mxfp6_e3m2"), torch.float32, [9, 1, 2, 5], 8, [7, 1], CPU, [torch.float32])
+check_quantize_and_dequantize(make("mxfp6_e2m3"), torch.float32, [1, 4096], 1, [0], CPU, [torch.float32])
+check_quantize_and_dequantize(make("mxfp4"), torch.float32, [2048, 2040], 1, [0], CPU, [torch.float32])
 print(done)
 """
-    assert int(run(script, interpret=True)) == 11 * 5 + 3
+    assert int(run(script, interpret=True)) == (11 + 1 + 6) * 5 + 6 * 3 + 3
 
 
 def test_reduce_in_the_interpreter():
     script = """
 import torch
-from kernel_cases import CPU, DTYPES, check_reduce, make
+from kernel_cases import CPU, DTYPES, check_reduce, largest, make
 
 for first, then in (("int8", "int4-hadamard"), ("int8", "int8"), ("int4-hadamard", "int4-hadamard"),
                     ("none", "int4"), ("int8", "none"), ("none", "none"), ("fp8_e5m2", "fp8_e4m3"),
-                    ("int8-96", "int8")):
+                    ("int8-96", "int8"), ("mxfp8_e5m2", "mxfp6_e3m2"), ("mxfp6_e2m3", "mxfp8_e5m2"), ("mxfp4", "none"),
+                    ("mxint8", "mxfp8_e4m3-floor"), ("mxfp6_e3m2", "int8-32"), ("none", "mxfp4"),
+                    ("mxfp8_e4m3", "int8")):
     check_reduce(make(first), make(then), torch.bfloat16, [33, 500, 1001], 2, 3, CPU, DTYPES.values())
 check_reduce(make("int8", "stochastic"), make("int4", "stochastic"), torch.float32, [500, 1001], 2, 2, CPU,
              [torch.float32])
+check_reduce(make("mxfp6_e3m2", "stochastic"), make("mxfp4", "stochastic"), torch.float32, [500, 1001], 2, 2, CPU,
+             [torch.float32])
+check_reduce(make("mxfp8_e4m3"), make("mxfp8_e4m3"), torch.float32, [70, 1001], 1, 17, CPU, [torch.float32])
+for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3"):
+    for ranks in (1, 2, 3):
+        check_reduce(make(name), make(name), torch.float32, [100], 1, ranks, CPU, DTYPES.values(), largest)
+print("done")
+"""
+    assert run(script, interpret=True).strip() == "done"
+
+
+def test_round_trip_in_the_interpreter():
+    """Every MX element, scale mode, rounding and dtype; ragged tiles and blocks, one row, one column, nothing."""
+    script = """
+import torch
+from kernel_cases import CPU, DTYPES, FORMATS, check_round_trip, make
+
+for name in FORMATS:
+    if name.startswith("mx"):
+        for rounding in ("nearest", "half_away", "stochastic"):
+            check_round_trip(make(name, rounding), torch.bfloat16, (70, 33), CPU)
+        for dtype in DTYPES.values():
+            check_round_trip(make(name), dtype, (33, 40), CPU)
+for shape in ((1, 130), (130, 1), (64, 64), (31, 97), (0, 5), (5, 0)):
+    check_round_trip(make("mxfp8_e5m2"), torch.float32, shape, CPU)
+    check_round_trip(make("mxint8", "stochastic"), torch.bfloat16, shape, CPU)
+print("done")
+"""
+    assert run(script, interpret=True).strip() == "done"
+
+
+def test_what_round_trip_refuses():
+    script = """
+import pytest, torch
+from kernel_cases import make
+from zeropp_fp8.kernels.round_trip import round_trip
+
+for wrong in (torch.ones(4), torch.ones(2, 2, 2), torch.ones(4, 6).t()):
+    with pytest.raises(ValueError, match="contiguous matrix"):
+        round_trip(wrong, make("mxfp4"))
+with pytest.raises(TypeError, match="mxfp4: can encode"):
+    round_trip(torch.ones(4, 4, dtype=torch.float64), make("mxfp4"))
+assert round_trip(torch.ones(4, 4), make("mxfp4"), along_rows=False) == (None, None)
+draws = [round_trip(torch.full((9, 9), 1.1), make("mxfp4", "stochastic"))[0] for _ in range(2)]
+assert not torch.equal(*draws)
 print("done")
 """
     assert run(script, interpret=True).strip() == "done"
@@ -92,23 +142,41 @@ print("done")
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles_without_a_gpu(capability):
-    """Every element compiles; tensors are accessed 16 bytes at a time, codes 8 at a time; nothing is spilled."""
+    """Every element compiles; tensors are accessed 16 bytes at a time, codes 8 at a time; nothing is spilled.
+
+    The 24 bytes of 32 codes of 6 bits are accessed 4 bytes at a time.
+    """
     script = f"""
+import os, subprocess
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from zeropp_fp8.kernels.dequantize import dequantize_kernel
 from zeropp_fp8.kernels.quantize import quantize_kernel
 from zeropp_fp8.kernels.reduce import reduce_to_payload_kernel, reduce_to_tensors_kernel
+from zeropp_fp8.kernels.round_trip import round_trip_kernel
+from zeropp_fp8.kernels.tables import KernelFormat
+from zeropp_fp8.formats import MX_NAMES, make_format
 
 CAPABILITY = {capability}
 POINTERS = {{"payload_ptr": "*u8", "received_ptr": "*u8", "slices_ptr": "*i32", "tensors_ptr": "*i64",
              "segments_ptr": "*i64", "segments_in_ptr": "*i64", "segments_out_ptr": "*i64"}}
-TILE = {{"BLOCK_SIZE": 128, "WIDTH": 128, "TILE_BLOCKS": 32, "INTERPRETED": False, "NATIVE_FP8": CAPABILITY >= 89}}
+MATRICES = ("base_ptr", "matrix_ptr", "rows_ptr", "columns_ptr")
+TILE = {{"BLOCK_SIZE": 128, "WIDTH": 128, "TILE_BLOCKS": 32, "INTERPRETED": False, "NATIVE_FP8": CAPABILITY >= 89,
+         "SCALE": "bf16", "SCALE_IN": "bf16"}}
 
-CODES = {{"int8": "v2.b32", "fp8_e4m3": "v2.b32", "fp8_e5m2": "v2.b32", "int4": "b32", "bf16": "v4.b32"}}
+CODES = {{"int8": "v2.b32", "fp8_e4m3": "v2.b32", "fp8_e5m2": "v2.b32", "int4": "b32", "bf16": "v4.b32",
+          "mxfp8_e4m3": "v2.b32", "mxfp8_e5m2": "v2.b32", "mxfp6_e2m3": "b32", "mxfp6_e3m2": "b32", "mxfp4": "b32",
+          "mxint8": "v2.b32"}}
 
-def compile(kernel, base, constants):
+def assert_nothing_spilled(code, what):
+    # Registers are given out by ptxas, not by Triton.
+    ptxas = triton.knobs.nvidia.ptxas.path
+    command = [ptxas, "-v", f"-arch=sm_{{CAPABILITY}}a", "-o", os.devnull, "/dev/stdin"]
+    said = subprocess.run(command, input=code, capture_output=True, text=True, check=True).stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in said, (what, said)
+
+def compile(kernel, base, constants, num_warps=4):
     constants = {{**TILE, **constants}}
     constants = {{name: value for name, value in constants.items() if name in kernel.arg_names}}
     signature, attributes = {{}}, {{}}
@@ -118,20 +186,29 @@ def compile(kernel, base, constants):
         elif name == "inverse_ranks":
             signature[name] = "fp32"
         else:
-            signature[name] = base if name == "base_ptr" else POINTERS.get(name, "i32")
+            signature[name] = base if name in MATRICES else POINTERS.get(name, "i32")
             if "seed" not in name:
                 attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {{"num_warps": 4, "enable_fp_fusion": False}}
+    options = {{"num_warps": num_warps, "enable_fp_fusion": False}}
     code = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options).asm["ptx"]
+    if CAPABILITY == 90 and constants.get("ELEMENT", "").startswith("mx"):
+        assert_nothing_spilled(code, (kernel, constants))
+    assert ".local" not in code, (kernel, constants)
+    if kernel is round_trip_kernel:
+        assert "ld.global.v4.b32" in code and "fma.rn.f32" not in code
+        # 16 bytes at a time for a whole tile: nothing is accessed otherwise.
+        assert code.count("ld.global") == code.count("ld.global.v4.b32"), constants
+        assert code.count("st.global") == code.count("st.global.v4.b32") > 0, constants
+        return
     codes_in = "st" if kernel is quantize_kernel else "ld"
     coded = constants.get("ELEMENT_IN", constants["ELEMENT"])
     assert f"{{codes_in}}.global." + CODES[coded] in code, (kernel, constants)
     if base:
         assert ("ld" if kernel is quantize_kernel else "st") + ".global.v4.b32" in code, (kernel, constants)
     # A fused product is rounded once, and bytes would differ; only the sum fuses on purpose, where products are exact.
-    assert ("fma.rn.f32" in code) == ("RANKS" in constants and coded != "bf16"), (kernel, constants)
-    assert ".local" not in code
+    fused = "RANKS" in constants and coded in ("int8", "int4", "fp8_e4m3", "fp8_e5m2")
+    assert ("fma.rn.f32" in code) == fused, (kernel, constants)
 
 ELEMENTS = {{"int8": 127.0, "int4": 7.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "bf16": 0.0}}
 for element, largest in ELEMENTS.items():
@@ -144,6 +221,22 @@ for element, largest in ELEMENTS.items():
                                                  ROUNDING="nearest", LARGEST=largest, RANKS=8))
     compile(reduce_to_tensors_kernel, "*fp32", dict(ELEMENT=element, HADAMARD=False, ALIGNED=True, RANKS=8,
                                                     ACCUMULATE=True))
+
+for element in MX_NAMES if CAPABILITY == 90 else ("mxfp8_e4m3", "mxfp6_e3m2", "mxint8"):
+    form = KernelFormat.of(make_format(element))
+    mx = dict(ELEMENT=element, SCALE="rceil", LARGEST=form.largest, HADAMARD=False, BLOCK_SIZE=32, WIDTH=form.width,
+              ALIGNED=True, LIMIT=3.38e38, RANKS=8, ROUNDING="nearest", ALONG_ROWS=True, ALONG_COLUMNS=True, SIDE=64)
+    tile, sums = dict(mx, TILE_BLOCKS=form.tile_blocks), dict(mx, TILE_BLOCKS=form.sum_blocks)
+    compile(quantize_kernel, "*bf16", tile, form.num_warps)
+    compile(dequantize_kernel, "*bf16", tile, form.num_warps)
+    compile(reduce_to_payload_kernel, None, dict(sums, ELEMENT_IN=element, HADAMARD_IN=False, SCALE_IN="rceil"),
+            form.sum_warps)
+    compile(reduce_to_tensors_kernel, "*fp32", dict(sums, ACCUMULATE=True), form.sum_warps)
+    compile(round_trip_kernel, "*bf16", mx)
+    if element in ("mxfp8_e5m2", "mxfp6_e3m2"):
+        compile(quantize_kernel, "*bf16", dict(tile, ROUNDING="stochastic", SCALE="floor"), form.num_warps)
+        compile(round_trip_kernel, "*fp32", dict(mx, ALONG_COLUMNS=False, ROUNDING="stochastic"))
+        compile(round_trip_kernel, "*fp32", dict(mx, ALONG_ROWS=False, SCALE="floor"))
 print("done")
 """
     assert run(script, interpret=False).strip().endswith("done")

@@ -111,10 +111,12 @@ def test_parameters_of_a_unit_lie_in_one_aligned_buffer():
     shards = [SimpleNamespace(dtype=dtype) for dtype in dtypes]
     params = [SimpleNamespace(ds_numel=math.prod(s), ds_shape=s, ds_tensor=t) for s, t in zip(shapes, shards)]
     unit = GatherUnit(params)
+    layout = SimpleNamespace(row_bytes=48)
     for _ in range(2):  # laid out again: the same places
-        unit.lay_out("a layout", ("its signature",))
+        unit.lay_out(layout, params, {}, ("its signature",))
         tensors = unit.empty_parameters(CPU)
-        assert (unit.layout, unit.signature, unit.numel) == ("a layout", ("its signature",), 33)
+        assert (unit.layout, unit.signature, unit.numel) == (layout, ("its signature",), 33)
+        assert (unit.regions, unit.rank_bytes) == ([(0, 48)], 48)
         assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == list(zip(shapes, dtypes))
         for dtype in set(dtypes):
             of_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
@@ -124,6 +126,27 @@ def test_parameters_of_a_unit_lie_in_one_aligned_buffer():
             assert all(start % 16 == 0 for start in starts)
             assert all(end <= following for end, following in zip(ends, starts[1:]))
             assert ends[-1] <= of_dtype[0].untyped_storage().nbytes() <= ends[-1] + 15
+
+
+class Anything:
+    """A parameter that can be a key."""
+
+    def __init__(self, numel):
+        self.ds_numel = numel
+
+
+def test_regions_of_a_unit_hold_each_operand_in_one_piece():
+    unit = GatherUnit([Anything(5), Anything(7), Anything(9)])
+    first, second, third = unit.params
+    unit.lay_out(SimpleNamespace(row_bytes=0), [], {first: 5, second: 32, third: 3}, ())
+    assert unit.regions == [(0, 0), (0, 5), (16, 32), (48, 3)] and unit.rank_bytes == 64
+    ranks = 3
+    buffer = torch.arange(ranks * unit.rank_bytes, dtype=torch.uint8)
+    for index, (start, size) in enumerate(unit.regions):
+        region = unit.region(buffer, index, ranks)
+        assert region.shape == (ranks, size) and region.is_contiguous()
+        if size:
+            assert region[0, 0] == start * ranks and region.view(-1)[-1] == (start + size) * ranks - 1
 
 
 # -- units of a reduction

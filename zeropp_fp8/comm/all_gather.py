@@ -68,6 +68,14 @@ def start_level(gathered: Tensor, payload: Tensor, level: Level, ledger: WireLed
     return work
 
 
+def start_regions(
+    gathered: Sequence[Tensor], payloads: Sequence[Tensor], level: Level, ledger: WireLedger | None
+) -> list[dist.Work]:
+    """`start_level` for several pairs of buffers; empty ones are left out."""
+    works = [start_level(g, p, level, ledger) for g, p in zip(gathered, payloads) if p.numel()]
+    return [work for work in works if work is not None]
+
+
 def gather_through(payload: Tensor, levels: Sequence[Level], ledger: WireLedger | None = None) -> Tensor:
     """All-gather flat uint8 `payload` through `levels`, complete on the current stream. Flat, last hop outermost."""
     for level in levels:

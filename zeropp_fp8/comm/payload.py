@@ -31,7 +31,8 @@ class SliceOrder:
 def format_key(wire_format: WireFormat) -> Hashable:
     """Equal for formats that make the same bytes."""
     if isinstance(wire_format, BlockScaledFormat):
-        return (wire_format.name, wire_format.block_size, wire_format.hadamard, wire_format.rounding)
+        options = (wire_format.block_size, wire_format.hadamard, wire_format.rounding, wire_format.scale.name)
+        return (wire_format.name, *options)
     return wire_format.dtype
 
 

@@ -8,19 +8,29 @@ knows about communication.
     payload = fmt.encode(tensor)                              # uint8 [fmt.payload_bytes(tensor.numel())]
     restored = fmt.decode(payload, tensor.shape, tensor.dtype)
 
-The MX family (OCP Microscaling) has its place beside `integer.py` and `float8.py`; it is not there yet.
+`integer.py` and `float8.py` hold elements that share a bf16 scale (`scales.py`), `mini_float.py` those of the MX
+formats, which share a power of two (`e8m0.py`). `mx.py` also rounds whole tensors along any axis, for computing:
+
+    mx_format = make_format("mxfp6_e3m2", scale_mode="rceil")
+    quantized = mx_format.quantize(tensor, axis=0)            # .codes, .scales, .dequantize(dtype)
+    rounded = mx_format.round_trip(tensor, axis=0)            # the values alone
 """
 
 from zeropp_fp8.formats.base import WireFormat
 from zeropp_fp8.formats.block_scaled import BlockScaledFormat
+from zeropp_fp8.formats.mx import MX_BLOCK, MX_NAMES, MXFormat, MXTensor
 from zeropp_fp8.formats.registry import FORMAT_NAMES, make_format
 from zeropp_fp8.formats.rounding import ROUNDING_MODES
 from zeropp_fp8.formats.unquantized import UnquantizedFormat
 
 __all__ = [
     "FORMAT_NAMES",
+    "MX_BLOCK",
+    "MX_NAMES",
     "ROUNDING_MODES",
     "BlockScaledFormat",
+    "MXFormat",
+    "MXTensor",
     "UnquantizedFormat",
     "WireFormat",
     "make_format",

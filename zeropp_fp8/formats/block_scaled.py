@@ -1,10 +1,11 @@
-"""Block-scaled formats: consecutive elements share one bf16 scale.
+"""Block-scaled formats: consecutive elements share one scale.
 
 value = scale * element(code). Payload of one row of n elements, with B = block_size and nb = ceil(n / B):
 
-    [ nb scales, bf16 | zeros up to a multiple of 16 | codes, ceil(n * bits / 8) bytes | zeros up to a multiple of 16 ]
+    [ nb scales | zeros up to a multiple of 16 | codes, ceil(n * bits / 8) bytes | zeros up to a multiple of 16 ]
 
-Codes start at a multiple of 16 bytes so that kernels can store and load 16 of them at once.
+A scale is a bf16 number (scales.py), or in the MX formats (mx.py) a power of two in one byte. Codes start at a multiple
+of 16 bytes so that kernels can store and load 16 of them at once.
 
 With the Hadamard rotation n is first padded with zeros to a multiple of 32, because all 32 rotated values are needed
 to get any of them back.
@@ -24,9 +25,7 @@ from zeropp_fp8.formats.chunks import Scratch, pieces
 from zeropp_fp8.formats.hadamard import HADAMARD_GROUP, rotate_, rotate_back_, rotate_integers_back
 from zeropp_fp8.formats.noise import Seed, uniform
 from zeropp_fp8.formats.rounding import ROUNDING_MODES
-from zeropp_fp8.formats.scales import MIN_SCALE, block_scales
-
-SCALE_BYTES = 2
+from zeropp_fp8.formats.scales import Bf16Scale, BlockScale
 
 
 class Element(Protocol):
@@ -34,9 +33,9 @@ class Element(Protocol):
 
     bits: int
     largest: float
-    largest_decoded: float
-    codes_per_byte: int
+    largest_decoded: float  # of the codes that stand for a finite number, or that decoding clamps to one
     is_integer: bool
+    keeps_infinity: bool  # whether decoding leaves Inf as it is; otherwise it becomes the largest finite number
 
     def quantize_(
         self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch
@@ -48,8 +47,8 @@ class Element(Protocol):
 class BlockScaledFormat(WireFormat):
     """Elements of one kind with a scale per block.
 
-    NaN and Inf: a block that holds one decodes to NaN throughout. Finite values never overflow: the scale is rounded
-    up, and a decoded value is clamped to the finite range of the target dtype.
+    NaN and Inf: with a bf16 scale a block that holds one decodes to NaN throughout. Finite values never overflow: the
+    scale is rounded up, and a decoded value is clamped to the finite range of the target dtype.
 
     Args:
         name: the format's public name.
@@ -57,6 +56,7 @@ class BlockScaledFormat(WireFormat):
         block_size: elements a scale is shared by; None for one scale per row (per tensor).
         hadamard: rotate groups of 32 before quantizing (block_size must then be a multiple of 32).
         rounding: one of ROUNDING_MODES.
+        scale: how blocks are scaled; None: by a bf16 number.
 
     Raises:
         ValueError: a block size or rounding mode that does not exist.
@@ -70,13 +70,15 @@ class BlockScaledFormat(WireFormat):
         block_size: int | None = 128,
         hadamard: bool = False,
         rounding: str = "nearest",
+        scale: BlockScale | None = None,
     ) -> None:
         if block_size is not None and type(block_size) is not int:
             raise TypeError(f"{name}: block_size must be an int or None, got {block_size!r}")
         if rounding not in ROUNDING_MODES:
             raise ValueError(f"{name}: rounding must be one of {ROUNDING_MODES}, got {rounding!r}")
-        if block_size is not None and (block_size < 1 or block_size % element.codes_per_byte):
-            raise ValueError(f"{name}: block_size must be a positive multiple of {element.codes_per_byte}")
+        packed = math.lcm(8, element.bits) // element.bits
+        if block_size is not None and (block_size < 1 or block_size % packed):
+            raise ValueError(f"{name}: block_size must be a positive multiple of {packed}")
         if hadamard and block_size is not None and block_size % HADAMARD_GROUP:
             raise ValueError(f"{name}: block_size must be a multiple of {HADAMARD_GROUP} with hadamard")
         self.name = name
@@ -84,6 +86,8 @@ class BlockScaledFormat(WireFormat):
         self.block_size = block_size
         self.hadamard = hadamard
         self.rounding = rounding
+        self.scale = scale or Bf16Scale(element.largest)
+        self._packed = packed  # codes that fill whole bytes
 
     def __repr__(self) -> str:
         extras = ", hadamard" if self.hadamard else ""
@@ -92,7 +96,7 @@ class BlockScaledFormat(WireFormat):
 
     @property
     def bits_per_element(self) -> float:
-        return self.element.bits + (8 * SCALE_BYTES / self.block_size if self.block_size else 0.0)
+        return self.element.bits + (8 * self.scale.num_bytes / self.block_size if self.block_size else 0.0)
 
     @property
     def needs_seed(self) -> bool:
@@ -100,8 +104,12 @@ class BlockScaledFormat(WireFormat):
 
     def code_count(self, numel: int) -> int:
         """How many codes a row carries: its elements, padded to what the rotation and the packing need."""
-        multiple = HADAMARD_GROUP if self.hadamard else self.element.codes_per_byte
+        multiple = HADAMARD_GROUP if self.hadamard else self._packed
         return -(-numel // multiple) * multiple
+
+    def code_bytes(self, numel: int) -> int:
+        """Bytes of a row's codes, padding not counted."""
+        return self.code_count(numel) * self.element.bits // 8
 
     def blocks(self, numel: int) -> tuple[int, int]:
         """(number of blocks, block size) of a row."""
@@ -111,19 +119,19 @@ class BlockScaledFormat(WireFormat):
     def payload_bytes(self, numel: int) -> int:
         if numel == 0:
             return 0
-        return align_up(self._codes_start(numel) + self.code_count(numel) // self.element.codes_per_byte)
+        return align_up(self._codes_start(numel) + self.code_bytes(numel))
 
     def _codes_start(self, numel: int) -> int:
-        return align_up(self.blocks(numel)[0] * SCALE_BYTES)
+        return align_up(self.blocks(numel)[0] * self.scale.num_bytes)
 
-    def _code_bytes(self, numel: int) -> slice:
-        """Which bytes of a row's payload are codes."""
+    def _places(self, numel: int) -> tuple[slice, slice]:
+        """Which bytes of a row's payload are (scales, codes)."""
         start = self._codes_start(numel)
-        return slice(start, start + self.code_count(numel) // self.element.codes_per_byte)
+        return slice(0, self.blocks(numel)[0] * self.scale.num_bytes), slice(start, start + self.code_bytes(numel))
 
     def _codes_of(self, codes: Tensor, row: slice, block: slice, numel: int) -> Tensor:
         """The bytes of some blocks in `codes` [rows, code bytes]; the last block's may be fewer than its size says."""
-        block_bytes = self.blocks(numel)[1] // self.element.codes_per_byte
+        block_bytes = self.blocks(numel)[1] * self.element.bits // 8
         return codes[row, block.start * block_bytes : block.stop * block_bytes]
 
     @torch.no_grad()
@@ -135,65 +143,39 @@ class BlockScaledFormat(WireFormat):
             payload = torch.empty(rows, self.payload_bytes(numel), dtype=torch.uint8, device=matrix.device)
         if numel == 0 or rows == 0:
             return payload
-        num_blocks, block_size = self.blocks(numel)
-        code_bytes = self._code_bytes(numel)
-        payload[:, num_blocks * SCALE_BYTES : code_bytes.start] = 0
-        payload[:, code_bytes.stop :] = 0
-        codes = payload[:, code_bytes]
-        scratch = Scratch(matrix.device)
-        for row, block in pieces(rows, num_blocks, block_size, matrix.device):
-            blocks = _padded_blocks(matrix[row], block, block_size, scratch)
-            scale_bytes = payload[row, block.start * SCALE_BYTES : block.stop * SCALE_BYTES]
-            some_codes = self._codes_of(codes, row, block, numel)
-            self._encode_blocks_(blocks, row, block, seed, scale_bytes, some_codes, scratch)
+        scales, codes = self._places(numel)
+        payload[:, scales.stop : codes.start] = 0
+        payload[:, codes.stop :] = 0
+        self.encode_into(matrix, seed, payload[:, scales], payload[:, codes])
         return payload
 
-    def _encode_blocks_(
-        self,
-        blocks: Tensor,
-        row: slice,
-        block: slice,
-        seed: Seed | None,
-        scale_bytes: Tensor,
-        code_bytes: Tensor,
-        scratch: Scratch,
-    ) -> None:
-        """Encode fp32 `blocks` [rows, blocks, block size], which lie at (row, block) and are overwritten.
+    def encode_into(self, matrix: Tensor, seed: Seed | None, scales: Tensor, codes: Tensor) -> None:
+        """Write the scales and codes of `matrix` [rows, n] to uint8 [rows, scale bytes] and [rows, code bytes]."""
+        rows, numel = matrix.shape
+        num_blocks, block_size = self.blocks(numel)
+        scale_size = self.scale.num_bytes
+        scratch = Scratch(matrix.device)
+        for row, block in pieces(rows, num_blocks, block_size, matrix.device):
+            blocks = padded_blocks(matrix[row], block, block_size, scratch)
+            some_scales = scales[row, block.start * scale_size : block.stop * scale_size]
+            some_codes = self._codes_of(codes, row, block, numel)
+            if self.hadamard:
+                rotate_(blocks, scratch)
+            self.scale.scale_(blocks, some_scales, scratch)
+            scaled = blocks.view(blocks.shape[0], -1)[:, : some_codes.shape[1] * 8 // self.element.bits]
+            noise = self._noise(seed, row, block.start * block_size, scaled, scratch)
+            self.element.quantize_(scaled, self.rounding, noise, some_codes, scratch)
 
-        Args:
-            scale_bytes: uint8 [rows, 2 * blocks] to write.
-            code_bytes: uint8 [rows, code bytes] to write, perhaps fewer than the last block has elements.
-        """
-        if self.hadamard:
-            rotate_(blocks, scratch)
-        magnitudes = torch.abs(blocks, out=scratch("magnitudes", blocks.shape))
-        scales = block_scales(magnitudes.amax(dim=-1), self.element.largest)
-        # The scales are exact in bf16, so their upper halves are it. A cast would also do, but CPU and CUDA cast NaN to
-        # different bits, and payloads are compared byte for byte.
-        scale_bytes.copy_(
-            scales.view(torch.int16)[:, 1::2].clone(memory_format=torch.contiguous_format).view(torch.uint8)
-        )
-
-        # An all-zero block is multiplied by any number; a NaN block holds code 0, its scale says NaN. One division a
-        # block and a product an element: an exact division an element would be the slowest instruction of a kernel by
-        # far.
-        blocks *= (torch.ones_like(scales) / scales.clamp_min(MIN_SCALE)).unsqueeze(-1)
-        if scales.device.type != "cpu" or math.isnan(scales.sum().item()):  # a GPU's stream is not waited for
-            torch.nan_to_num_(blocks, nan=0.0, posinf=0.0, neginf=0.0)
-        scaled = blocks.view(blocks.shape[0], -1)[:, : code_bytes.shape[1] * self.element.codes_per_byte]
-        noise = None
-        if self.needs_seed:
-            first = block.start * blocks.shape[2]
-            columns = range(first, first + scaled.shape[1])
-            noise = uniform(seed, range(row.start, row.stop), columns, scratch)
-        self.element.quantize_(scaled, self.rounding, noise, code_bytes, scratch)
+    def _noise(self, seed: Seed | None, row: slice, first: int, scaled: Tensor, scratch: Scratch) -> Tensor | None:
+        """The random numbers of `scaled`, [rows, n], that lies at (row, first); None unless they are needed."""
+        if not self.needs_seed:
+            return None
+        return uniform(seed, range(row.start, row.stop), range(first, first + scaled.shape[1]), scratch)
 
     def _parts(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """(fp32 scales [rows, blocks], uint8 codes [rows, code bytes]) of a payload."""
-        num_blocks = self.blocks(numel)[0]
-        # clone() gives the bytes an aligned storage of their own; a view as bf16 needs one.
-        scale_bytes = payload[:, : num_blocks * SCALE_BYTES].clone(memory_format=torch.contiguous_format)
-        return scale_bytes.view(torch.bfloat16).float(), payload[:, self._code_bytes(numel)]
+        scales, codes = self._places(numel)
+        return self.scale.decode(payload[:, scales]), payload[:, codes]
 
     def _may_exceed(self, scales: Tensor, limit: float, rotated: bool) -> bool:
         """Whether decoded numbers may lie beyond +-limit. On a GPU always true: looking would wait for it."""
@@ -221,15 +203,26 @@ class BlockScaledFormat(WireFormat):
         """
         values = scratch(name, (*scales.shape, block_size))
         flat = values.view(scales.shape[0], -1)
-        count = codes.shape[1] * self.element.codes_per_byte
+        count = codes.shape[1] * 8 // self.element.bits
         self.element.dequantize(codes, flat[:, :count], scratch)
         if count < flat.shape[1]:
             flat[:, count:] = 0
         if rotated:
             # Before scaling: sums of codes cannot overflow, sums of values near the largest fp32 number could.
             values = rotate_integers_back(values, scratch) if self.element.is_integer else rotate_back_(values, scratch)
-        values *= scales.unsqueeze(-1)
-        return values if limit is None else values.clamp_(-limit, limit)
+        return self._times_scales(values, scales, limit)
+
+    def _times_scales(self, values: Tensor, scales: Tensor, limit: float | None) -> Tensor:
+        """fp32 `values` [rows, blocks, block size], overwritten, times their blocks' scales, within +-limit."""
+        scales = scales.unsqueeze(-1)
+        if limit is None:
+            return values.mul_(scales)
+        if not self.element.keeps_infinity:
+            return values.mul_(scales).clamp_(-limit, limit)
+        # A product that overflows is clamped; an element that is Inf stays Inf, or becomes NaN by its scale.
+        infinite = torch.isinf(values)
+        values *= scales
+        return torch.where(infinite, values, values.clamp(-limit, limit))
 
     @torch.no_grad()
     def decode_rows(self, payload: Tensor, numel: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -237,16 +230,20 @@ class BlockScaledFormat(WireFormat):
         decoded = torch.empty(rows, numel, dtype=dtype, device=payload.device) if out is None else out
         if numel == 0 or rows == 0:
             return decoded
+        self.decode_into(*self._parts(payload, numel), decoded)
+        return decoded
+
+    def decode_into(self, scales: Tensor, codes: Tensor, decoded: Tensor) -> None:
+        """Write the values of fp32 scales [rows, blocks] and codes [rows, code bytes] to `decoded` [rows, n]."""
+        rows, numel = decoded.shape
         num_blocks, block_size = self.blocks(numel)
-        scales, codes = self._parts(payload, numel)
-        limit = torch.finfo(dtype).max
+        limit = torch.finfo(decoded.dtype).max
         limit = limit if self._may_exceed(scales, limit, self.hadamard) else None
-        scratch = Scratch(payload.device)
-        for row, block in pieces(rows, num_blocks, block_size, payload.device):
+        scratch = Scratch(codes.device)
+        for row, block in pieces(rows, num_blocks, block_size, codes.device):
             some_codes = self._codes_of(codes, row, block, numel)
             values = self._decode_blocks(scales[row, block], some_codes, block_size, limit, self.hadamard, scratch)
-            _copy_blocks(values, decoded[row], block)
-        return decoded
+            copy_blocks(values, decoded[row], block)
 
     @torch.no_grad()
     def mean_of_rows(self, payloads: Sequence[Tensor], numel: int, out: Tensor | None = None) -> Tensor:
@@ -268,11 +265,11 @@ class BlockScaledFormat(WireFormat):
             if self.hadamard:
                 # The rotation is linear: the sum is rotated back once instead of each summand.
                 rotate_back_(total, scratch)
-            _copy_blocks(total, mean[row], block)
+            copy_blocks(total, mean[row], block)
         return mean
 
 
-def _padded_blocks(rows: Tensor, block: slice, block_size: int, scratch: Scratch) -> Tensor:
+def padded_blocks(rows: Tensor, block: slice, block_size: int, scratch: Scratch) -> Tensor:
     """Some blocks of a matrix [rows, n] as fp32 [rows, blocks, block size], with zeros beyond its end."""
     part = rows[:, block.start * block_size : block.stop * block_size]
     blocks = scratch("values", (rows.shape[0], block.stop - block.start, block_size))
@@ -283,7 +280,7 @@ def _padded_blocks(rows: Tensor, block: slice, block_size: int, scratch: Scratch
     return blocks
 
 
-def _copy_blocks(blocks: Tensor, rows: Tensor, block: slice) -> None:
+def copy_blocks(blocks: Tensor, rows: Tensor, block: slice) -> None:
     """Write fp32 [rows, blocks, block size] to where they belong in a matrix [rows, n]; drop what is beyond its end."""
     block_size = blocks.shape[2]
     part = rows[:, block.start * block_size : block.stop * block_size]

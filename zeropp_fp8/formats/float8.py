@@ -15,8 +15,8 @@ class Float8Element:
     """8-bit floats. Nearest rounding is torch's cast; other modes round on the element's own grid first."""
 
     bits = 8
-    codes_per_byte = 1
     is_integer = False
+    keeps_infinity = False
 
     def __init__(self, dtype: torch.dtype, mantissa_bits: int, min_exponent: int) -> None:
         self.dtype = dtype

@@ -18,14 +18,14 @@ class IntegerElement:
     def __init__(self, bits: int) -> None:
         self.bits = bits
         self.largest = float(2 ** (bits - 1) - 1)
-        self.codes_per_byte = 8 // bits
         self.largest_decoded = float(2 ** (bits - 1))  # of the code that is never written
         self.is_integer = True
+        self.keeps_infinity = False
 
     def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
         """Write the codes of fp32 values with |v| <= largest (up to division error) to `codes` (uint8).
 
-        `codes` is [rows, n / codes_per_byte]; `scaled`, [rows, n], is overwritten.
+        `codes` is [rows, n * bits / 8]; `scaled`, [rows, n], is overwritten.
         """
         round_to_integer_(scaled, rounding, noise)
         if rounding == "stochastic":

@@ -10,6 +10,7 @@ from zeropp_fp8.formats import float8
 from zeropp_fp8.formats.base import WireFormat
 from zeropp_fp8.formats.block_scaled import BlockScaledFormat, Element
 from zeropp_fp8.formats.integer import IntegerElement
+from zeropp_fp8.formats.mx import MX_NAMES, MXFormat
 from zeropp_fp8.formats.unquantized import UnquantizedFormat
 
 _ELEMENTS: dict[str, Callable[[], Element]] = {
@@ -19,16 +20,18 @@ _ELEMENTS: dict[str, Callable[[], Element]] = {
     "fp8_e5m2": float8.e5m2,
 }
 
-FORMAT_NAMES = ("none", "fp16", *_ELEMENTS)
+FORMAT_NAMES = ("none", "fp16", *_ELEMENTS, *MX_NAMES)
 
 
 def make_format(name: str, **options) -> WireFormat:
     """A format object by name.
 
     Args:
-        name: "none", "fp16", "int8", "int4", "fp8_e4m3" or "fp8_e5m2".
+        name: "none", "fp16", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3",
+            "mxfp6_e3m2", "mxfp4" or "mxint8".
         **options: for "none" `dtype` (torch.bfloat16 unless told); for the quantized formats `block_size` (128; None
-            for one scale per tensor), `hadamard` (False) and `rounding` ("nearest", "half_away", "stochastic").
+            for one scale per tensor; always 32 in MX formats), `hadamard` (False; not with MX formats) and `rounding`
+            ("nearest", "half_away", "stochastic"); for MX formats `scale_mode` ("rceil", "floor").
 
     Raises:
         ValueError: an unknown name, or an option value that does not exist.
@@ -40,4 +43,6 @@ def make_format(name: str, **options) -> WireFormat:
         return UnquantizedFormat(torch.float16, name="fp16", **options)
     if name in _ELEMENTS:
         return BlockScaledFormat(name, _ELEMENTS[name](), **options)
+    if name in MX_NAMES:
+        return MXFormat(name, **options)
     raise ValueError(f"unknown format {name!r}; formats are {', '.join(FORMAT_NAMES)}")

@@ -1,15 +1,42 @@
-"""Block scales: one bf16 number a block, rounded up so that no code can overflow."""
+"""Block scales in bf16: one number a block, rounded up so that no code can overflow."""
 
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from zeropp_fp8.formats.chunks import Scratch
+
 # The smallest scale of a block that is not all zero: the smallest normal bf16. Below it a scale would be a subnormal
 # with fewer than 8 significant bits, and amax / max could underflow to zero.
 MIN_SCALE = 2.0**-126
+
+
+class BlockScale(Protocol):
+    """What a block-scaled format needs to know about the number that a block's elements share."""
+
+    name: str
+    num_bytes: int
+
+    def scale_(self, blocks: Tensor, scale_bytes: Tensor, scratch: Scratch) -> None:
+        """Choose the scales of fp32 `blocks` [rows, blocks, block size] and divide by them, in place.
+
+        `scale_bytes`, uint8 [rows, num_bytes * blocks], is written. A block that its scale marks as NaN becomes zeros.
+        """
+
+    def decode(self, scale_bytes: Tensor) -> Tensor:
+        """fp32 [rows, blocks] of uint8 [rows, num_bytes * blocks], in memory of its own."""
+
+
+def may_hold_special(values: Tensor) -> bool:
+    """Whether a NaN or Inf may be among fp32 numbers. On a GPU always true: looking would wait for its stream.
+
+    A sum that overflows counts as one, which costs time and nothing else.
+    """
+    return values.device.type != "cpu" or not math.isfinite(values.sum().item())
 
 
 def round_up_to_bf16_(values: Tensor) -> Tensor:
@@ -29,3 +56,32 @@ def block_scales(amax: Tensor, largest_code: float) -> Tensor:
     scale = round_up_to_bf16_((amax / torch.full_like(amax, largest_code)).clamp_min_(MIN_SCALE))
     scale.masked_fill_(amax == 0, 0.0)
     return scale.masked_fill_((amax < math.inf).logical_not_(), math.nan)
+
+
+class Bf16Scale:
+    """`block_scales` in 2 bytes a block."""
+
+    name = "bf16"
+    num_bytes = 2
+
+    def __init__(self, largest_code: float) -> None:
+        self._largest_code = largest_code
+
+    def scale_(self, blocks: Tensor, scale_bytes: Tensor, scratch: Scratch) -> None:
+        magnitudes = torch.abs(blocks, out=scratch("magnitudes", blocks.shape))
+        scales = block_scales(magnitudes.amax(dim=-1), self._largest_code)
+        # The scales are exact in bf16, so their upper halves are it. A cast would also do, but CPU and CUDA cast NaN to
+        # different bits, and payloads are compared byte for byte.
+        scale_bytes.copy_(
+            scales.view(torch.int16)[:, 1::2].clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        )
+        # An all-zero block is multiplied by any number; a NaN block holds code 0, its scale says NaN. One division a
+        # block and a product an element: an exact division an element would be the slowest instruction of a kernel by
+        # far.
+        blocks *= (torch.ones_like(scales) / scales.clamp_min(MIN_SCALE)).unsqueeze(-1)
+        if may_hold_special(scales):
+            torch.nan_to_num_(blocks, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def decode(self, scale_bytes: Tensor) -> Tensor:
+        # clone() gives the bytes an aligned storage of their own; a view as bf16 needs one.
+        return scale_bytes.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()

@@ -1,4 +1,4 @@
-"""Payload rows -> tensors, in one pass: read a code an element and 2 bytes a block, write the value.
+"""Payload rows -> tensors, in one pass: read a code an element and 1 or 2 bytes a block, write the value.
 
     tensor.flat[s * S : (s + 1) * S] = decode(payload[r]) with s = slices[r], S = the tensor's slice size
 
@@ -20,6 +20,7 @@ from zeropp_fp8.kernels.elements import (
     rotate,
     store_some,
 )
+from zeropp_fp8.kernels.mx_elements import load_six_bits, mx_numbers_of, mx_scale_values, mx_times_scales
 from zeropp_fp8.kernels.quantize import segment_of_program
 from zeropp_fp8.kernels.tables import SegmentTable, TensorTable, interpreted, native_float8
 
@@ -52,6 +53,7 @@ def load_quantized(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
+    SCALE: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
@@ -59,24 +61,38 @@ def load_quantized(
     blocks = tl.arange(0, TILE_BLOCKS)
     first_block = tile * TILE_BLOCKS
     blocks_left = tl.minimum(num_blocks - first_block, TILE_BLOCKS).to(tl.int32)
-    scales_ptr = payload_ptr.to(tl.pointer_type(tl.int16)) + first_block
-    scale_bits = tl.load(scales_ptr + blocks, mask=blocks < blocks_left, other=0)
-    scales = (scale_bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    codes_ptr = payload_ptr + tl.multiple_of((num_blocks * 2 + 15) // 16 * 16, 16)
-    per_byte: tl.constexpr = 2 if ELEMENT == "int4" else 1
-    columns = tl.arange(0, WIDTH // per_byte)
-    first_byte = first_block * (BLOCK_SIZE // per_byte)
-    local = blocks[:, None] * (BLOCK_SIZE // per_byte) + columns[None, :]
-    bytes_left = tl.minimum(code_bytes - first_byte, TILE_BLOCKS * (BLOCK_SIZE // per_byte)).to(tl.int32)
-    codes = load_some(
-        codes_ptr + first_byte + local,
-        local,
-        bytes_left,
-        columns[None, :] < BLOCK_SIZE // per_byte,
-        WHOLE,
-        WIDTH != BLOCK_SIZE,
-    )
-    return numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH), scales
+    scale_dtype: tl.constexpr = tl.int16 if SCALE == "bf16" else tl.uint8
+    scales_ptr = payload_ptr.to(tl.pointer_type(scale_dtype)) + first_block
+    scale_bits = tl.load(scales_ptr + blocks, mask=blocks < blocks_left, other=0).to(tl.int32)
+    if SCALE == "bf16":
+        scales = (scale_bits << 16).to(tl.float32, bitcast=True)
+    else:
+        scales = mx_scale_values(scale_bits)
+    scale_bytes: tl.constexpr = 2 if SCALE == "bf16" else 1
+    codes_ptr = payload_ptr + tl.multiple_of((num_blocks * scale_bytes + 15) // 16 * 16, 16)
+    if ELEMENT == "mxfp6_e2m3" or ELEMENT == "mxfp6_e3m2":
+        words = blocks[:, None] * 6 + 3 * tl.arange(0, 2)[None, :]
+        words_ptr = (codes_ptr + first_block * 24).to(tl.pointer_type(tl.int32))
+        codes = load_six_bits(words_ptr + words, blocks[:, None] < blocks_left, TILE_BLOCKS)
+    else:
+        per_byte: tl.constexpr = 2 if ELEMENT == "int4" or ELEMENT == "mxfp4" else 1
+        columns = tl.arange(0, WIDTH // per_byte)
+        first_byte = first_block * (BLOCK_SIZE // per_byte)
+        local = blocks[:, None] * (BLOCK_SIZE // per_byte) + columns[None, :]
+        bytes_left = tl.minimum(code_bytes - first_byte, TILE_BLOCKS * (BLOCK_SIZE // per_byte)).to(tl.int32)
+        codes = load_some(
+            codes_ptr + first_byte + local,
+            local,
+            bytes_left,
+            columns[None, :] < BLOCK_SIZE // per_byte,
+            WHOLE,
+            WIDTH != BLOCK_SIZE,
+        )
+    if SCALE == "bf16":
+        numbers = numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+    else:
+        numbers = mx_numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS)
+    return numbers, scales
 
 
 @triton.jit
@@ -92,6 +108,7 @@ def decode_tile(
     WIDTH: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     HADAMARD: tl.constexpr,
+    SCALE: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
@@ -100,11 +117,15 @@ def decode_tile(
         values = load_unquantized(payload_ptr, tile, numel, ELEMENT, WIDTH, TILE_BLOCKS, WHOLE)
     else:
         numbers, scales = load_quantized(
-            payload_ptr, tile, num_blocks, code_bytes, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, NATIVE_FP8, WHOLE
-        )
+            payload_ptr, tile, num_blocks, code_bytes,
+            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, SCALE, NATIVE_FP8, WHOLE,
+        )  # fmt: skip
         if HADAMARD:
             numbers = rotate(numbers, TILE_BLOCKS, WIDTH)
-        values = clamp_keeping_nan(numbers * scales[:, None], LIMIT)
+        if SCALE == "bf16":
+            values = clamp_keeping_nan(numbers * scales[:, None], LIMIT)
+        else:
+            values = mx_times_scales(numbers, scales, LIMIT, ELEMENT)
     return values
 
 
@@ -152,6 +173,7 @@ def dequantize_kernel(
     WIDTH: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     HADAMARD: tl.constexpr,
+    SCALE: tl.constexpr,
     ALIGNED: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -174,13 +196,13 @@ def dequantize_kernel(
     if end - tile * (TILE_BLOCKS * BLOCK_SIZE) >= TILE_BLOCKS * BLOCK_SIZE:
         values = decode_tile(
             payload_ptr, tile, slice_numel, num_blocks, code_bytes,
-            LIMIT, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, NATIVE_FP8, True,
+            LIMIT, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, SCALE, NATIVE_FP8, True,
         )  # fmt: skip
         write_tile(values, base_ptr + start, end, tile, False, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED, True)
     else:
         values = decode_tile(
             payload_ptr, tile, slice_numel, num_blocks, code_bytes,
-            LIMIT, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, NATIVE_FP8, False,
+            LIMIT, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, SCALE, NATIVE_FP8, False,
         )  # fmt: skip
         write_tile(values, base_ptr + start, end, tile, False, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED, False)
 
@@ -210,6 +232,7 @@ def dequantize(base: Tensor, tensors: TensorTable, segments: SegmentTable, slice
             WIDTH=form.width,
             TILE_BLOCKS=form.tile_blocks,
             HADAMARD=form.hadamard,
+            SCALE=form.scale,
             ALIGNED=tensors.aligned,
             NATIVE_FP8=native_float8(payload.device),
             INTERPRETED=interpreted(),

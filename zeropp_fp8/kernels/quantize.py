@@ -1,4 +1,4 @@
-"""Tensors -> payload rows, in one pass: read 2 (or 4) bytes an element, write its code and 2 bytes a block.
+"""Tensors -> payload rows, in one pass: read 2 (or 4) bytes an element, write its code and 1 or 2 bytes a block.
 
     payload[r] = for each tensor: encode(tensor.flat[s * S : (s + 1) * S]) with s = slices[r], S = its slice size
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.kernels.elements import block_scales, codes_of, load_some, narrowed, rotate, store_some, uniform
+from zeropp_fp8.kernels.mx_elements import mx_codes_of, mx_scale_blocks, pack_four_bits, store_six_bits
 from zeropp_fp8.kernels.tables import SegmentTable, TensorTable, interpreted, native_float8
 
 
@@ -25,7 +26,8 @@ def segment_of_program(segments_ptr, segment, ELEMENT: tl.constexpr):
     # With 16 (what the payload allows) a thread would handle 16 or 32 values, and its neighbours' accesses to the
     # 16-bit tensor would lie 32 or 64 bytes apart. Unquantized numbers are accessed 16 bytes at a time.
     unquantized: tl.constexpr = ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32"
-    alignment: tl.constexpr = 4 if ELEMENT == "int4" else (16 if unquantized else 8)
+    halves: tl.constexpr = ELEMENT == "int4" or ELEMENT == "mxfp4"
+    alignment: tl.constexpr = 4 if halves else (16 if unquantized else 8)
     entry = segments_ptr + 5 * segment
     offset = tl.multiple_of(tl.load(entry), alignment)
     return offset, tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
@@ -50,6 +52,7 @@ def store_tile(
     HADAMARD: tl.constexpr,
     ROUNDING: tl.constexpr,
     LARGEST: tl.constexpr,
+    SCALE: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -71,8 +74,11 @@ def store_tile(
         x = values.to(tl.float32)
         if HADAMARD:
             x = rotate(x * (1.0 / 32.0), TILE_BLOCKS, WIDTH)
-        scales, factors, bad = block_scales(x, LARGEST)
-        scaled = tl.where(bad[:, None], 0.0, x * factors[:, None])
+        if SCALE == "bf16":
+            scales, factors, bad = block_scales(x, LARGEST)
+            scaled = tl.where(bad[:, None], 0.0, x * factors[:, None])
+        else:
+            scales, scaled = mx_scale_blocks(x, ELEMENT, SCALE)
         noise = scaled
         if ROUNDING == "stochastic":
             noise = uniform(
@@ -81,34 +87,46 @@ def store_tile(
                 row,
                 (first_block * BLOCK_SIZE).to(tl.int32) + blocks[:, None] * BLOCK_SIZE + columns,
             )
-        codes = codes_of(scaled, noise, ELEMENT, ROUNDING, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+        if SCALE == "bf16":
+            codes = codes_of(scaled, noise, ELEMENT, ROUNDING, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+        else:
+            codes = mx_codes_of(scaled, noise, ELEMENT, ROUNDING, NATIVE_FP8)
+            if ELEMENT == "mxfp4":
+                codes = pack_four_bits(codes, TILE_BLOCKS)
 
-        scales_ptr = payload_ptr.to(tl.pointer_type(tl.int16))
+        scale_bytes: tl.constexpr = 2 if SCALE == "bf16" else 1
+        scale_dtype: tl.constexpr = tl.int16 if SCALE == "bf16" else tl.uint8
+        scales_ptr = payload_ptr.to(tl.pointer_type(scale_dtype))
         blocks_left = tl.minimum(num_blocks - first_block, TILE_BLOCKS).to(tl.int32)
-        tl.store(scales_ptr + first_block + blocks, scales, mask=blocks < blocks_left)
-        codes_start = tl.multiple_of((num_blocks * 2 + 15) // 16 * 16, 16)
+        tl.store(scales_ptr + first_block + blocks, scales.to(scale_dtype), mask=blocks < blocks_left)
+        codes_start = tl.multiple_of((num_blocks * scale_bytes + 15) // 16 * 16, 16)
 
-        per_byte: tl.constexpr = 2 if ELEMENT == "int4" else 1
-        byte_columns = tl.arange(0, WIDTH // per_byte)
-        first_byte = first_block * (BLOCK_SIZE // per_byte)
-        local = blocks[:, None] * (BLOCK_SIZE // per_byte) + byte_columns[None, :]
-        bytes_left = tl.minimum(code_bytes - first_byte, TILE_BLOCKS * (BLOCK_SIZE // per_byte)).to(tl.int32)
-        store_some(
-            payload_ptr + codes_start + first_byte + local,
-            codes,
-            local,
-            bytes_left,
-            byte_columns[None, :] < BLOCK_SIZE // per_byte,
-            WHOLE,
-            WIDTH != BLOCK_SIZE,
-        )
+        if ELEMENT == "mxfp6_e2m3" or ELEMENT == "mxfp6_e3m2":
+            words = blocks[:, None] * 6 + 3 * tl.arange(0, 2)[None, :]
+            words_ptr = (payload_ptr + codes_start + first_block * 24).to(tl.pointer_type(tl.int32))
+            store_six_bits(words_ptr + words, codes, blocks[:, None] < blocks_left, TILE_BLOCKS)
+        else:
+            per_byte: tl.constexpr = 2 if ELEMENT == "int4" or ELEMENT == "mxfp4" else 1
+            byte_columns = tl.arange(0, WIDTH // per_byte)
+            first_byte = first_block * (BLOCK_SIZE // per_byte)
+            local = blocks[:, None] * (BLOCK_SIZE // per_byte) + byte_columns[None, :]
+            bytes_left = tl.minimum(code_bytes - first_byte, TILE_BLOCKS * (BLOCK_SIZE // per_byte)).to(tl.int32)
+            store_some(
+                payload_ptr + codes_start + first_byte + local,
+                codes.to(tl.uint8),
+                local,
+                bytes_left,
+                byte_columns[None, :] < BLOCK_SIZE // per_byte,
+                WHOLE,
+                WIDTH != BLOCK_SIZE,
+            )
 
         if tile == 0:  # zeros between scales and codes
-            pad = tl.arange(0, 8)
+            pad = tl.arange(0, 16 // scale_bytes)
             tl.store(
                 scales_ptr + num_blocks + pad,
-                tl.zeros((8,), tl.int16),
-                mask=pad < (codes_start // 2 - num_blocks).to(tl.int32),
+                tl.zeros((16 // scale_bytes,), scale_dtype),
+                mask=pad < (codes_start // scale_bytes - num_blocks).to(tl.int32),
             )
     if tile == 0:  # zeros after the codes
         pad = tl.arange(0, 16)
@@ -164,6 +182,7 @@ def quantize_kernel(
     HADAMARD: tl.constexpr,
     ROUNDING: tl.constexpr,
     LARGEST: tl.constexpr,
+    SCALE: tl.constexpr,
     ALIGNED: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -188,13 +207,13 @@ def quantize_kernel(
         x = load_tile(base_ptr + start, numel, slice_numel, slice_index, tile, BLOCK_SIZE, WIDTH, TILE_BLOCKS, True)
         store_tile(
             x, payload_ptr, row, tile, slice_numel, num_blocks, code_bytes, total_bytes, seed_low, seed_high,
-            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, NATIVE_FP8, INTERPRETED, True,
+            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, SCALE, NATIVE_FP8, INTERPRETED, True,
         )  # fmt: skip
     else:
         x = load_tile(base_ptr + start, numel, slice_numel, slice_index, tile, BLOCK_SIZE, WIDTH, TILE_BLOCKS, False)
         store_tile(
             x, payload_ptr, row, tile, slice_numel, num_blocks, code_bytes, total_bytes, seed_low, seed_high,
-            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, NATIVE_FP8, INTERPRETED, False,
+            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, SCALE, NATIVE_FP8, INTERPRETED, False,
         )  # fmt: skip
 
 
@@ -235,6 +254,7 @@ def quantize(
             HADAMARD=form.hadamard,
             ROUNDING=form.rounding,
             LARGEST=form.largest,
+            SCALE=form.scale,
             ALIGNED=tensors.aligned,
             NATIVE_FP8=native_float8(payload.device),
             INTERPRETED=interpreted(),

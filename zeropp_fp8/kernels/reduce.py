@@ -34,6 +34,7 @@ def add_rank(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
+    SCALE: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
@@ -42,11 +43,17 @@ def add_rank(
         total += load_unquantized(received_ptr, tile, numel, ELEMENT, WIDTH, TILE_BLOCKS, WHOLE).to(tl.float32)
     else:
         numbers, scales = load_quantized(
-            received_ptr, tile, num_blocks, code_bytes, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, NATIVE_FP8, WHOLE
-        )
-        # Fused on purpose: number times scale has at most 16 significant bits, so the product is exact in fp32 and one
-        # rounding is the same as two. A sum is bound by instructions: 4 an element here, 65 us of memory in 2^28.
-        total = tl.fma(numbers, tl.broadcast_to(scales[:, None], (TILE_BLOCKS, WIDTH)), total)
+            received_ptr, tile, num_blocks, code_bytes,
+            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, SCALE, NATIVE_FP8, WHOLE,
+        )  # fmt: skip
+        if SCALE == "bf16":
+            # Fused on purpose: number times scale has at most 16 significant bits, so the product is exact in fp32 and
+            # one rounding is the same as two. A sum is bound by instructions: 4 an element here, 65 us of memory in
+            # 2^28.
+            total = tl.fma(numbers, tl.broadcast_to(scales[:, None], (TILE_BLOCKS, WIDTH)), total)
+        else:
+            # Exact too, but it may overflow to Inf, which a fused product would do only after the sum.
+            total += numbers * scales[:, None]
     return total
 
 
@@ -65,27 +72,31 @@ def mean_of_tiles(
     WIDTH: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     HADAMARD: tl.constexpr,
+    SCALE: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """fp32 mean of the same tile of every rank; `received_ptr` is at rank 0's, `rank_bytes` from one to the next."""
-    total = tl.zeros((TILE_BLOCKS, WIDTH), tl.float32)
+    # -0: the sum with the first rank's numbers is these, also where they are -0. (tl.full makes 0 of -0.0.)
+    total = tl.full((TILE_BLOCKS, WIDTH), -0x80000000, tl.int32).to(tl.float32, bitcast=True)
     if RANKS <= 16:
         for rank in tl.static_range(RANKS):  # unrolled, so that all loads are under way before the first sum
             total = add_rank(
                 total, received_ptr + tl.multiple_of(rank_bytes * rank, 16), tile, numel, num_blocks, code_bytes,
-                ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, NATIVE_FP8, WHOLE,
+                ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, SCALE, NATIVE_FP8, WHOLE,
             )  # fmt: skip
     else:
         for rank in range(RANKS):
             total = add_rank(
                 total, received_ptr + tl.multiple_of(rank_bytes * rank, 16), tile, numel, num_blocks, code_bytes,
-                ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, NATIVE_FP8, WHOLE,
+                ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, SCALE, NATIVE_FP8, WHOLE,
             )  # fmt: skip
     total *= inverse_ranks
     if HADAMARD:
         total = rotate(total, TILE_BLOCKS, WIDTH)
-        # The rotation leaves numbers in the padding of the last group; the next hop must see zeros there.
+    if HADAMARD or (not WHOLE and (SCALE == "rceil" or SCALE == "floor")):
+        # The rotation leaves numbers in the padding of the last group, and so does an MX block whose scale is NaN; the
+        # next hop must see zeros there.
         left = tl.minimum(numel - tile * (TILE_BLOCKS * BLOCK_SIZE), TILE_BLOCKS * BLOCK_SIZE).to(tl.int32)
         local = tl.arange(0, TILE_BLOCKS)[:, None] * BLOCK_SIZE + tl.arange(0, WIDTH)[None, :]
         total = tl.where(local < left, total, 0.0)
@@ -108,6 +119,7 @@ def reduce_to_payload_kernel(
     RANKS: tl.constexpr,
     ELEMENT_IN: tl.constexpr,
     HADAMARD_IN: tl.constexpr,
+    SCALE_IN: tl.constexpr,
     ELEMENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -115,6 +127,7 @@ def reduce_to_payload_kernel(
     HADAMARD: tl.constexpr,
     ROUNDING: tl.constexpr,
     LARGEST: tl.constexpr,
+    SCALE: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -134,20 +147,20 @@ def reduce_to_payload_kernel(
     if numel - tile * (TILE_BLOCKS * BLOCK_SIZE) >= TILE_BLOCKS * BLOCK_SIZE:
         mean = mean_of_tiles(
             received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes,
-            RANKS, ELEMENT_IN, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD_IN, NATIVE_FP8, True,
+            RANKS, ELEMENT_IN, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD_IN, SCALE_IN, NATIVE_FP8, True,
         )  # fmt: skip
         store_tile(
             mean, payload_ptr, row, tile, numel, blocks_out, code_bytes_out, total_bytes, seed_low, seed_high,
-            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, NATIVE_FP8, INTERPRETED, True,
+            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, SCALE, NATIVE_FP8, INTERPRETED, True,
         )  # fmt: skip
     else:
         mean = mean_of_tiles(
             received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes,
-            RANKS, ELEMENT_IN, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD_IN, NATIVE_FP8, False,
+            RANKS, ELEMENT_IN, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD_IN, SCALE_IN, NATIVE_FP8, False,
         )  # fmt: skip
         store_tile(
             mean, payload_ptr, row, tile, numel, blocks_out, code_bytes_out, total_bytes, seed_low, seed_high,
-            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, NATIVE_FP8, INTERPRETED, False,
+            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, SCALE, NATIVE_FP8, INTERPRETED, False,
         )  # fmt: skip
 
 
@@ -166,6 +179,7 @@ def reduce_to_tensors_kernel(
     WIDTH: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     HADAMARD: tl.constexpr,
+    SCALE: tl.constexpr,
     ALIGNED: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -185,21 +199,21 @@ def reduce_to_tensors_kernel(
     if end - tile * (TILE_BLOCKS * BLOCK_SIZE) >= TILE_BLOCKS * BLOCK_SIZE:
         mean = mean_of_tiles(
             received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes,
-            RANKS, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, NATIVE_FP8, True,
+            RANKS, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, SCALE, NATIVE_FP8, True,
         )  # fmt: skip
         write_tile(mean, base_ptr + start, end, tile, ACCUMULATE, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED, True)
     else:
         mean = mean_of_tiles(
             received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes,
-            RANKS, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, NATIVE_FP8, False,
+            RANKS, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, SCALE, NATIVE_FP8, False,
         )  # fmt: skip
         write_tile(mean, base_ptr + start, end, tile, ACCUMULATE, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED, False)
 
 
 def can_chain(first: SegmentTable, then: SegmentTable) -> bool:
-    """Whether reduce_to_payload can go from one format to the other: their tiles must cover the same elements."""
+    """Whether reduce_to_payload can go from one format to the other: their blocks must cover the same elements."""
     a, b = first.format, then.format
-    return (a.block_size, a.width, a.sum_blocks) == (b.block_size, b.width, b.sum_blocks)
+    return (a.block_size, a.width) == (b.block_size, b.width)
 
 
 def reduce_to_payload(
@@ -219,8 +233,9 @@ def reduce_to_payload(
     ranks, rows, row_bytes_in = received.shape
     seed = seed or Seed(0, 0)
     form = segments_out.format
+    tile = max(segments_in.format, form, key=lambda f: f.sum_blocks)
     with torch.cuda.device_of(payload):
-        reduce_to_payload_kernel[segments_in.grid(rows, form.sum_blocks)](
+        reduce_to_payload_kernel[segments_in.grid(rows, tile.sum_blocks)](
             received,
             payload,
             segments_in.segments,
@@ -234,16 +249,18 @@ def reduce_to_payload(
             RANKS=ranks,
             ELEMENT_IN=segments_in.format.element,
             HADAMARD_IN=segments_in.format.hadamard,
+            SCALE_IN=segments_in.format.scale,
             ELEMENT=form.element,
             BLOCK_SIZE=form.block_size,
             WIDTH=form.width,
-            TILE_BLOCKS=form.sum_blocks,
+            TILE_BLOCKS=tile.sum_blocks,
             HADAMARD=form.hadamard,
             ROUNDING=form.rounding,
             LARGEST=form.largest,
+            SCALE=form.scale,
             NATIVE_FP8=native_float8(payload.device),
             INTERPRETED=interpreted(),
-            num_warps=form.sum_warps,
+            num_warps=tile.sum_warps,
             enable_fp_fusion=False,
         )
 
@@ -275,6 +292,7 @@ def reduce_to_tensors(
             WIDTH=form.width,
             TILE_BLOCKS=form.sum_blocks,
             HADAMARD=form.hadamard,
+            SCALE=form.scale,
             ALIGNED=tensors.aligned,
             NATIVE_FP8=native_float8(received.device),
             INTERPRETED=interpreted(),

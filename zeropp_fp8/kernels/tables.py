@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from zeropp_fp8.formats import BlockScaledFormat, UnquantizedFormat, WireFormat
+from zeropp_fp8.formats import BlockScaledFormat, MXFormat, UnquantizedFormat, WireFormat
 
 # Elements a program handles: 32 a thread at 2 warps. Of 1024 to 8192 elements at 2 to 8 warps this moves most bytes a
 # second on an H200: int8 quantization 92 % of a copy (4096 at 4 warps: 84 %, 4096 at 8: 78 %).
@@ -24,6 +24,9 @@ TILE = 2048
 # A sum reads the same tile of every rank, so it has enough loads under way with fewer elements of each: the sum of 8 x
 # int8 into fp32 moves 87 % of a copy's bytes a second at 512 elements, 70 % at 2048.
 SUM_TILE = 512
+# 16 codes of 6 bits fill three words, so a thread must have 16 of them: with 8 the compiler exchanges codes between
+# threads, a hundred accesses to shared memory for a sum of 8 ranks.
+SIX_BIT_SUM_TILE = 1024
 LARGEST_BLOCK = 16384
 _UNQUANTIZED_WIDTH = 1024
 SEGMENT_COLUMNS = 5
@@ -61,6 +64,7 @@ class KernelFormat:
     hadamard: bool
     rounding: str
     largest: float
+    scale: str  # "bf16", for MX formats one of SCALE_MODES, "none" where unquantized
 
     @classmethod
     def of(cls, wire_format: WireFormat, like: KernelFormat | None = None) -> KernelFormat:
@@ -68,21 +72,23 @@ class KernelFormat:
         if isinstance(wire_format, BlockScaledFormat):
             block_size = wire_format.block_size
             width = max(triton.next_power_of_2(block_size), 32 if wire_format.hadamard else 2)
+            sum_tile = SIX_BIT_SUM_TILE if wire_format.element.bits == 6 else SUM_TILE
             return cls(
                 element=wire_format.name,
                 block_size=block_size,
                 width=width,
                 tile_blocks=max(1, TILE // width),
-                sum_blocks=max(1, SUM_TILE // width),
+                sum_blocks=max(1, sum_tile // width),
                 hadamard=wire_format.hadamard,
                 rounding=wire_format.rounding,
                 largest=wire_format.element.largest,
+                scale=wire_format.scale_mode if isinstance(wire_format, MXFormat) else "bf16",
             )
         name = next(name for name, dtype in ELEMENT_DTYPES.items() if dtype == wire_format.dtype)
         width = _UNQUANTIZED_WIDTH
         if like is not None and like.width == like.block_size:
             width = like.width
-        return cls(name, width, width, max(1, TILE // width), max(1, SUM_TILE // width), False, "nearest", 0.0)
+        return cls(name, width, width, max(1, TILE // width), max(1, SUM_TILE // width), False, "nearest", 0.0, "none")
 
     @property
     def num_warps(self) -> int:
@@ -119,7 +125,7 @@ class SegmentTable:
         for numel, offset in zip(slice_numels, offsets):
             if isinstance(wire_format, BlockScaledFormat):
                 num_blocks = wire_format.blocks(numel)[0]
-                code_bytes = wire_format.code_count(numel) // wire_format.element.codes_per_byte
+                code_bytes = wire_format.code_bytes(numel)
             else:
                 num_blocks = 0
                 code_bytes = numel * wire_format.dtype.itemsize

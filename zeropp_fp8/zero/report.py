@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from zeropp_fp8.comm.reduce_scatter import slice_numel
+from zeropp_fp8.compute.gemm import execution
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.zero.session import Session
 
@@ -33,6 +35,11 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
     by_format: dict[str, list] = defaultdict(list)
     for param in params:
         wire_format = gatherer.format_of(param)
+        if gatherer.travels_as_operand(param):
+            sorted_first = "" if gatherer.in_rank_order else " after one copy that sorts slices"
+            what = f"{wire_format.name}, a scale a {gatherer.gemm_weights.granularity}"
+            by_format[(what, f"GEMM operands as they come{sorted_first}")].append(param)
+            continue
         exact = isinstance(wire_format, UnquantizedFormat)
         if topology.world_size == 1:
             reason = "one rank: nothing is sent"
@@ -49,6 +56,8 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
         rows.append(
             ("weights", name, sum(p.ds_numel for p in members), f"{len(members)} tensors; {reason}".rstrip("; "))
         )
+    if session.conversion is not None:
+        rows += _compute_rows(session)
     trainable = sum(p.ds_numel for p in params if p.requires_grad)
 
     def gradient_row(hop: str, chosen: WireFormat | None, ranks: int) -> tuple:
@@ -93,6 +102,25 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
     return rows
 
 
+def _compute_rows(session: Session) -> list[tuple]:
+    """What linear layers compute in, and which stay in high precision."""
+    conversion = session.conversion
+    compute = conversion.scaling.compute
+    formats = ", ".join(f"{role} {name}" for role, name in conversion.scaling.formats.items())
+    numel = sum(math.prod(m.weight.ds_shape) for m in conversion.converted.values())
+    rows = [
+        ("linear layers", f"{compute.scaling} scaling", numel, f"{len(conversion.converted)} layers; {formats}"),
+        ("", "", 0, execution(session.device, compute.scaling)),
+    ]
+    names_of: dict[str, list[str]] = defaultdict(list)
+    for name, reason in conversion.skipped.items():
+        names_of[reason].append(name)
+    for reason, names in names_of.items():
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        rows.append(("linear layers", "high precision", 0, f"{shown}: {reason}"))
+    return rows
+
+
 def predicted_bytes(session: Session, gatherer: WeightGatherer) -> dict[str, dict[str, float]]:
     """Bytes one rank sends in a step of one micro-batch that gathers each parameter once forward and once backward."""
     topology, world = session.topology, session.topology.world_size
@@ -100,7 +128,7 @@ def predicted_bytes(session: Session, gatherer: WeightGatherer) -> dict[str, dic
     weights = {"forward": {"inter": 0, "intra": 0}, "backward": {"inter": 0, "intra": 0}}
     gradients = {"inter": 0, "intra": 0}
     for param in gatherer.adopted.values():
-        held = gatherer.format_of(param).payload_bytes(param.ds_tensor.ds_numel)
+        held = gatherer.bytes_of(param)
         for level, kept in [(level, session.secondary_ranks is not None) for level in before] + [
             (a, False) for a in after
         ]:

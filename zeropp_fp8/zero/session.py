@@ -6,21 +6,33 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from zeropp_fp8.comm import Topology, WireLedger, make_topology
-from zeropp_fp8.config import PluginConfig, check_topology, find_ranks_per_node, secondary_ranks
+from zeropp_fp8.compute import ConversionReport
+from zeropp_fp8.config import (
+    MX_FORMATS,
+    FrozenConfig,
+    GradientsConfig,
+    PluginConfig,
+    WeightsConfig,
+    check_topology,
+    find_ranks_per_node,
+    secondary_ranks,
+)
 from zeropp_fp8.formats import WireFormat, make_format
 
 
 class Session:
     """Configuration, topology, formats, ledger and random generators of one engine.
 
+    `conversion`: what became of its linear layers, where they compute in low precision.
     Made once the data-parallel group exists. Making it is collective over that group.
     """
 
-    def __init__(self, config: PluginConfig, group) -> None:
+    def __init__(self, config: PluginConfig, group, conversion: ConversionReport | None = None) -> None:
         world_size = torch.distributed.get_world_size(group)
         ranks_per_node, self.ranks_per_node_source = find_ranks_per_node(config, world_size)
         check_topology(config, world_size, ranks_per_node)
         self.config = config
+        self.conversion = conversion
         self.topology: Topology = make_topology(group, ranks_per_node)
         self.secondary_ranks = secondary_ranks(config, ranks_per_node)
         self.gather_levels = self.topology.gather_levels(self.secondary_ranks)
@@ -30,17 +42,12 @@ class Session:
         if world_size == 1:  # nothing is sent, so nothing is gained by rounding it
             off = {"format": "none"}
             weights, frozen = weights.model_copy(update=off), frozen.model_copy(update=off)
-        self.weight_format = _quantized(weights.format, weights.block_size, weights.hadamard, weights.rounding)
-        self.frozen_format = _quantized(frozen.format, frozen.block_size, False, "nearest") or self.weight_format
+        self.weight_format = _quantized(weights, weights.format, weights.hadamard)
+        self.frozen_format = _quantized(frozen, frozen.format) or self.weight_format
         self.intra_format = _quantized(
-            gradients.intra_format,
-            gradients.block_size,
-            gradients.hadamard and gradients.intra_format == "int4",
-            gradients.rounding,
+            gradients, gradients.intra_format, gradients.hadamard and gradients.intra_format == "int4"
         )
-        self.inter_format = _quantized(
-            gradients.inter_format, gradients.block_size, gradients.hadamard, gradients.rounding
-        )
+        self.inter_format = _quantized(gradients, gradients.inter_format, gradients.hadamard)
         # Ranks draw different seeds, or the rounding errors of a mean would not average out. The host draws them.
         self.device = torch.device(get_accelerator().current_device_name())
         self.generators = {
@@ -54,7 +61,13 @@ class Session:
         return "stochastic" in (self.config.weights.rounding, self.config.gradients.rounding)
 
 
-def _quantized(name: str, block_size: int, hadamard: bool, rounding: str) -> WireFormat | None:
+def _quantized(
+    section: WeightsConfig | GradientsConfig | FrozenConfig, name: str, hadamard: bool = False
+) -> WireFormat | None:
+    """The wire format `name` with the options of its section; None for "none"."""
     if name == "none":
         return None
-    return make_format(name, block_size=block_size, hadamard=hadamard, rounding=rounding)
+    rounding = getattr(section, "rounding", "nearest")
+    if name in MX_FORMATS:
+        return make_format(name, scale_mode=section.scale_mode, rounding=rounding)
+    return make_format(name, block_size=section.block_size, hadamard=hadamard, rounding=rounding)

@@ -191,8 +191,17 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         residuals = self.reducer.error_feedback
         if residuals and (self.overflow or self.loss_scale != loss_scale):
             residuals.reset()
+        if self.session.conversion is not None:
+            self._end_compute_step()
         self.session.ledger.end_step()
         print_progress_line(self.session)
+
+    def _end_compute_step(self) -> None:
+        """Take over the amax that the step has shown, in one collective."""
+        scaling, topology = self.session.conversion.scaling, self.session.topology
+        with self.session.ledger.counting("other"):
+            self.session.ledger.sent_around_ring(scaling.end_step_bytes(), rounds=2)
+        scaling.end_step(topology.group)
 
     def get_grad_norm_direct(self, gradients, params, norm_type=2):
         """The global 2-norm in one multi-tensor pass and one all-reduce; DeepSpeed takes one pass a parameter in fp64.
@@ -229,6 +238,8 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
             extra["error_feedback"] = self.reducer.error_feedback.state_dict()
         if self.session.rounds_stochastically:
             extra["generators"] = {name: g.get_state() for name, g in self.session.generators.items()}
+        if self.session.conversion is not None and self.session.conversion.scaling.state_dict():
+            extra["compute"] = self.session.conversion.scaling.state_dict()
         if extra:
             extra["world"] = (self.session.topology.nodes, self.session.topology.ranks_per_node)
             state[CHECKPOINT_ENTRY] = extra
@@ -241,7 +252,12 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         self._load_own_entry(state_dict.get(CHECKPOINT_ENTRY))
 
     def _load_own_entry(self, extra: dict | None) -> None:
-        """Take over residuals and generator states; a checkpoint without them, or of another world, resets them."""
+        """Take over residuals, generator states and amax histories.
+
+        A checkpoint without them, or (histories apart) of another world, resets them.
+        """
+        if self.session.conversion is not None:
+            self._load_amax_history((extra or {}).get("compute", {}))
         topology = self.session.topology
         if self.reducer.error_feedback is not None:
             self.reducer.error_feedback.reset()
@@ -257,6 +273,15 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
             self.reducer.error_feedback.load_state_dict(extra["error_feedback"], self.session.device)
         for name, generator_state in extra.get("generators", {}).items():
             self.session.generators[name].set_state(generator_state)
+
+    def _load_amax_history(self, state: dict) -> None:
+        scaling = self.session.conversion.scaling
+        try:
+            scaling.load_state_dict(state)
+        except ValueError as error:
+            scaling.load_state_dict({})
+            if ds_comm.get_rank() == 0:
+                logger.warning(f"zeropp_fp8: {error}; delayed scaling starts afresh")
 
     def load_state_dict(self, *args, **kwargs) -> None:
         with self.session.ledger.counting(OUTSIDE):

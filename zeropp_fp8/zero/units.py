@@ -15,7 +15,9 @@ from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zeropp_fp8.comm.lanes import BufferRing
 from zeropp_fp8.comm.payload import PayloadLayout
+from zeropp_fp8.formats.base import align_up
 
 _PARAMETER_ALIGNMENT = 16  # bytes; kernels then read and write 16 at once
 
@@ -29,8 +31,13 @@ class GatherUnit:
 
     params: list[Parameter]
     persistent: bool = False  # kept gathered between steps
-    layout: PayloadLayout | None = None  # made on first use: parameters must be partitioned by then
+    layout: PayloadLayout | None = None  # of `packed`; made on first use: parameters must be partitioned by then
     signature: tuple = ()  # what the layout was made for
+    packed: list[Parameter] = field(default_factory=list)  # those that are decoded from one payload a rank
+    operands: list[Parameter] = field(default_factory=list)  # those whose gathered bytes are a GEMM operand
+    regions: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (start, size) in a rank's bytes, of the payload first
 
     first_work: list[dist.Work] = field(default_factory=list)  # hops before the secondary shard, under way
     held: Tensor | None = None  # their result, flat uint8 [ranks reached * row bytes] ...
@@ -39,7 +46,9 @@ class GatherUnit:
 
     asked_for: bool = False  # its gather has been started; on a CPU perhaps only the first hops
     gathered: Tensor | None = None  # the last hop's result, or the buffer it is being written to
-    last_work: dist.Work | None = None
+    last_work: list[dist.Work] = field(default_factory=list)
+
+    lent: list[tuple[BufferRing, Tensor]] = field(default_factory=list)  # buffers in which operands lie
 
     live: bool = False
     active_modules: set[int] = field(default_factory=set)  # modules that are using the parameters now
@@ -56,11 +65,32 @@ class GatherUnit:
         """Whether its gather is under way."""
         return self.asked_for or self.gathered is not None
 
-    def lay_out(self, layout: PayloadLayout, signature: tuple) -> None:
-        """Take over a payload layout, and place the parameters in a buffer a dtype, each aligned to 16 bytes."""
+    @property
+    def rank_bytes(self) -> int:
+        """Bytes that each rank sends of this unit."""
+        start, size = self.regions[-1]
+        return align_up(start + size)
+
+    def region(self, buffer: Tensor, index: int, ranks: int) -> Tensor:
+        """uint8 [ranks, size]: region `index` of every rank in flat uint8 `buffer` [ranks * rank_bytes].
+
+        Regions lie one after the other, each with all its ranks, so that the codes of a weight are one matrix.
+        """
+        start, size = self.regions[index]
+        return buffer[start * ranks : (start + size) * ranks].view(ranks, size)
+
+    def lay_out(self, layout: PayloadLayout, packed: list[Parameter], operands: dict[Parameter, int], signature: tuple):
+        """Take over a payload layout of `packed`, and place these in a buffer a dtype, each aligned to 16 bytes.
+
+        `operands`: the other parameters, and the bytes of a rank's slice of each.
+        """
         self.layout, self.signature = layout, signature
+        self.packed, self.operands = packed, list(operands)
+        self.regions = [(0, layout.row_bytes)]
+        for size in operands.values():
+            self.regions.append((self.rank_bytes, size))
         self._places, self._buffer_numels = [], {}
-        for param in self.params:
+        for param in packed:
             dtype = param.ds_tensor.dtype
             start = self._buffer_numels.get(dtype, 0)
             step = _PARAMETER_ALIGNMENT // dtype.itemsize
@@ -68,7 +98,7 @@ class GatherUnit:
             self._places.append((dtype, start, start + param.ds_numel, param.ds_shape))
 
     def empty_parameters(self, device: torch.device) -> list[Tensor]:
-        """An uninitialized tensor in its shape for each parameter, all of a dtype in one buffer."""
+        """An uninitialized tensor in its shape for each packed parameter, all of a dtype in one buffer."""
         buffers = {d: torch.empty(numel, dtype=d, device=device) for d, numel in self._buffer_numels.items()}
         return [buffers[dtype][start:end].view(shape) for dtype, start, end, shape in self._places]
 

@@ -28,11 +28,14 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_all
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.comm.all_gather import gather_through, rank_of_rows, start_gather, start_level
+from zeropp_fp8.comm.all_gather import gather_through, rank_of_rows, start_gather, start_regions
 from zeropp_fp8.comm.lanes import BufferRing, Lane, after, mark
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
+from zeropp_fp8.compute.linear import GATHERED_OPERAND
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.formats.base import align_up
+from zeropp_fp8.zero.operands import GemmWeights
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.units import GatherUnit
 
@@ -88,12 +91,17 @@ class WeightGatherer:
         self._gathered_ring = BufferRing(self.device, 2)
         self._weights_ready = None  # device event: the last write to the weights
         self._nothing: dict[torch.dtype, Tensor] = {}
+        self._nan: dict[torch.dtype, Tensor] = {}
+        self.gemm_weights = GemmWeights(session)  # empty until parameters are adopted
+        rows = self._rank_order.slices
+        self._rows_in_rank_order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=self.device)
 
     # -- adoption ------------------------------------------------------------------------------------------------
 
     def adopt(self, units: Sequence[GatherUnit]) -> None:
         """Put this gatherer's closures on the ZeRO-3 parameters of `units`."""
         self.units = list(units)
+        self.gemm_weights.adopt(param for unit in units for param in unit.params)
         for unit in units:
             for param in unit.params:
                 previous = getattr(param, STATE, None)  # another engine's, over the same parameter
@@ -148,6 +156,7 @@ class WeightGatherer:
                 self._count_update(params)
             for p in params:
                 state = getattr(p, STATE)
+                p.__dict__.pop(GATHERED_OPERAND, None)
                 state.stock_partition([p], hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
                 state.lossy = False
             if has_been_updated:  # after the write: the gather lane waits for what the current stream has been given
@@ -165,17 +174,36 @@ class WeightGatherer:
                 return chosen
         return UnquantizedFormat(get_allgather_dtype(param, param.ds_tensor))
 
+    @property
+    def in_rank_order(self) -> bool:
+        """Whether the last hop brings the slices in the order of the ranks."""
+        return self._rank_order.is_natural
+
+    def travels_as_operand(self, param: Parameter) -> bool:
+        """Whether the gathered bytes of a parameter are a GEMM operand."""
+        persistent = getattr(param, STATE).unit.persistent
+        format_agrees = self.format_of(param) is self.session.weight_format
+        return param in self.gemm_weights and format_agrees and not persistent
+
+    def bytes_of(self, param: Parameter) -> int:
+        """Bytes that each rank sends of a parameter."""
+        if self.travels_as_operand(param):
+            return align_up(self.gemm_weights.slice_bytes(param))
+        return self.format_of(param).payload_bytes(param.ds_tensor.ds_numel)
+
     def _layout_of(self, unit: GatherUnit) -> PayloadLayout:
         """The unit's payload layout, made again when its parameters were frozen, unfrozen or cast."""
         signature = tuple((p.requires_grad, p.ds_tensor.dtype, p.ds_tensor.ds_numel) for p in unit.params)
         if unit.layout is None or unit.signature != signature:
+            operands = {p: self.gemm_weights.slice_bytes(p) for p in unit.params if self.travels_as_operand(p)}
+            packed = [p for p in unit.params if p not in operands]
             layout = PayloadLayout(
-                [p.ds_tensor.ds_numel for p in unit.params],
-                [self.format_of(p) for p in unit.params],
-                [p.ds_tensor.dtype for p in unit.params],
+                [p.ds_tensor.ds_numel for p in packed],
+                [self.format_of(p) for p in packed],
+                [p.ds_tensor.dtype for p in packed],
                 self.device,
             )
-            unit.lay_out(layout, signature)
+            unit.lay_out(layout, packed, operands, signature)
             unit.payload = None  # it was made for the old one
         return unit.layout
 
@@ -186,36 +214,44 @@ class WeightGatherer:
         if unit.held_is_current:
             return
         before, _ = self.session.gather_levels
-        layout = self._layout_of(unit)
-        row_bytes = layout.row_bytes
+        self._layout_of(unit)
         reached, own_row = self._reached, self._own_row
+        num_bytes = reached * unit.rank_bytes
         with self._network:
             after(self._weights_ready)
+            if unit.operands:
+                self.gemm_weights.refresh_scales()
             if self.session.secondary_ranks is None:
-                unit.held = self._held_ring.take(reached * row_bytes)
-            elif unit.held is None or unit.held.numel() != reached * row_bytes:
-                unit.held = torch.empty(reached * row_bytes, dtype=torch.uint8, device=self.device)
-            rows = unit.held.view(reached, row_bytes)
-            self._encode_shards(unit, rows[own_row : own_row + 1])
+                unit.held = self._held_ring.take(num_bytes)
+            elif unit.held is None or unit.held.numel() != num_bytes:
+                unit.held = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            regions = [unit.region(unit.held, index, reached) for index in range(len(unit.regions))]
+            self._encode_shards(unit, [rows[own_row : own_row + 1] for rows in regions])
             # Every hop gathers in place, into the part of the next hop's result that is this rank's.
             have = 1
             for level in before:
                 start = own_row // have * have
-                mine = rows[start : start + have].view(-1)
+                mine = [rows[start : start + have].view(-1) for rows in regions]
                 have *= level.size
                 start = own_row // have * have
                 for work in unit.first_work:
                     work.wait()
-                work = start_level(rows[start : start + have].view(-1), mine, level, self.session.ledger)
-                unit.first_work = [work] if work is not None else []
+                results = [rows[start : start + have].view(-1) for rows in regions]
+                unit.first_work = start_regions(results, mine, level, self.session.ledger)
         unit.held_is_current = True
 
-    def _encode_shards(self, unit: GatherUnit, row: Tensor) -> None:
-        """Encode into uint8 [1, row bytes]; without a secondary shard the payload is kept for the next gather."""
+    def _encode_shards(self, unit: GatherUnit, own: list[Tensor]) -> None:
+        """Encode into uint8 [1, size] of each region; without a secondary shard the bytes are kept for the next gather.
+
+        Those of the payload only: scales of weights that travel as operands are kept anyway.
+        """
+        for param, out in zip(unit.operands, own[1:]):
+            self.gemm_weights.encode(param, out.view(-1))
+        row = own[0]
         if unit.payload is not None:
             row.copy_(unit.payload)
             return
-        shards = [p.ds_tensor.data.to(self.device, non_blocking=True).view(-1) for p in unit.params]
+        shards = [p.ds_tensor.data.to(self.device, non_blocking=True).view(-1) for p in unit.packed]
         layout = unit.layout
         layout.encode(shards, self._first_order, row, layout.draw_seed(self.session.generators["weights"]))
         # A secondary shard holds it anyway, and nearest rounding gives the same bytes again.
@@ -244,7 +280,11 @@ class WeightGatherer:
                 unit.gathered = unit.held
                 return
             unit.gathered = self._gathered_ring.take(unit.held.numel() * last.size)
-            unit.last_work = start_level(unit.gathered, unit.held, last, self.session.ledger)
+            held, gathered = (
+                [unit.region(buffer, index, ranks).view(-1) for index in range(len(unit.regions))]
+                for buffer, ranks in ((unit.held, self._reached), (unit.gathered, self._reached * last.size))
+            )
+            unit.last_work = start_regions(gathered, held, last, self.session.ledger)
 
     def _node_after_first_hops(self, unit: GatherUnit) -> None:
         if unit.first_work:
@@ -263,32 +303,58 @@ class WeightGatherer:
         self.start(unit)
         world = self.session.topology.world_size
         self.session.ledger.stock_would_send(sum(p.ds_tensor.ds_numel for p in missing) * world)
-        if unit.last_work is not None:
-            unit.last_work.wait()
+        if unit.last_work:
+            for work in unit.last_work:
+                work.wait()
         else:
             self._node.before_current()
         values = unit.empty_parameters(self.device)
-        unit.layout.decode(unit.gathered.view(world, unit.layout.row_bytes), self._rank_order, values)
-        self._drop_gathered(unit)
-        for param, value, wire_format in zip(unit.params, values, unit.layout.formats):
+        unit.layout.decode(unit.region(unit.gathered, 0, world), self._rank_order, values)
+        for param, value, wire_format in zip(unit.packed, values, unit.layout.formats):
             if param.ds_status != ZeroParamStatus.AVAILABLE:
                 param.data = value
                 param.ds_status = ZeroParamStatus.AVAILABLE
                 getattr(param, STATE).lossy = not isinstance(wire_format, UnquantizedFormat)
+        for index, param in enumerate(unit.operands, start=1):
+            if param.ds_status != ZeroParamStatus.AVAILABLE:
+                codes = unit.region(unit.gathered, index, world)
+                if not self.in_rank_order:
+                    codes = codes[self._rows_in_rank_order]  # the copy that sorts slices
+                setattr(param, GATHERED_OPERAND, self.gemm_weights.operand(param, codes.view(-1)))
+                # Whoever reads the values of a weight that is there as codes shall see it.
+                param.data = self._not_a_number(param.ds_tensor.dtype).expand(param.ds_shape)
+                param.ds_status = ZeroParamStatus.AVAILABLE
+                getattr(param, STATE).lossy = True
+        self._drop_gathered(unit, lent=bool(unit.operands) and self.in_rank_order)
         if not unit.live:
             unit.live = True
             self.live_numel += unit.numel
 
-    def _drop_gathered(self, unit: GatherUnit) -> None:
-        """The current stream has been given the last use of the last hop's result."""
+    def _not_a_number(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._nan:
+            self._nan[dtype] = torch.full((1,), torch.nan, dtype=dtype, device=self.device)
+        return self._nan[dtype]
+
+    def _drop_gathered(self, unit: GatherUnit, lent: bool = False) -> None:
+        """The current stream has been given the last use of the last hop's result.
+
+        `lent`: operands lie in it; it goes back when the unit is released.
+        """
+        done = []
         if unit.gathered is not None and unit.gathered is not unit.held:
-            self._gathered_ring.give_back(unit.gathered)
-        unit.gathered = unit.last_work = None
-        unit.asked_for = False
+            done.append((self._gathered_ring, unit.gathered, lent))
         if self.session.secondary_ranks is None and unit.held is not None:
-            self._held_ring.give_back(unit.held)
+            done.append((self._held_ring, unit.held, lent and unit.gathered is unit.held))
             unit.held = None
             unit.held_is_current = False
+        unit.gathered = None
+        unit.last_work = []
+        unit.asked_for = False
+        for ring, buffer, in_use in done:
+            if in_use:
+                unit.lent.append((ring, buffer))
+            else:
+                ring.give_back(buffer)
 
     def cancel(self, unit: GatherUnit) -> None:
         """End a gather that nothing will use: its buffers go back."""
@@ -297,8 +363,8 @@ class WeightGatherer:
         unit.first_work = []
         unit.asked_for = False
         if unit.gathered is not None:
-            if unit.last_work is not None:
-                unit.last_work.wait()
+            for work in unit.last_work:
+                work.wait()
             self._drop_gathered(unit)
         elif self.session.secondary_ranks is None and unit.held is not None:
             self._network.before_current()
@@ -312,12 +378,17 @@ class WeightGatherer:
                 if dtype not in self._nothing:
                     self._nothing[dtype] = torch.empty(0, dtype=dtype, device=self.device)
                 # The values were made and used on the compute stream only, so no stream has to be told.
+                param.__dict__.pop(GATHERED_OPERAND, None)
                 param.data = self._nothing[dtype]
                 param.ds_status = ZeroParamStatus.NOT_AVAILABLE
                 getattr(param, STATE).lossy = False
         if unit.live:
             unit.live = False
             self.live_numel -= unit.numel
+        if unit.lent and not any(GATHERED_OPERAND in p.__dict__ for p in unit.operands):
+            for ring, buffer in unit.lent:
+                ring.give_back(buffer)
+            unit.lent = []
 
     # -- gathers of parameters -----------------------------------------------------------------------------------
 
@@ -389,9 +460,11 @@ class WeightGatherer:
 
         Buffers of secondary shards stay allocated: the next step fills them again.
         """
+        params = None if params is None else list(params)
         for unit in self.units if params is None else self.units_of(params):
             self.cancel(unit)
             self._drop(unit)
+        self.gemm_weights.changed(params)
         self._weights_ready = mark(self.device)
 
     @staticmethod

@@ -1,0 +1,730 @@
+"""Whether `lossless` is stock ZeRO-3 bit for bit under deterministic algorithms, and whether every feature trains.
+
+    torchrun --nproc_per_node 4 --max-restarts 3 benchmarks/bit_parity.py --out bit_parity.json
+    torchrun --nproc_per_node 4 benchmarks/bit_parity.py --device cpu --out bit_parity.json
+
+On GPUs over NCCL, on CPUs over gloo with a small model; an even number of ranks, one host. Every case builds an engine,
+trains it with `torch.use_deterministic_algorithms(True)`, eager attention and the seeds and data of all other cases,
+and destroys it.
+
+    parity      fresh batches; losses and gradient norms of all steps and ranks and a hash of all weights (16-bit shards
+                and fp32 master shards of all ranks) must be those of another case, bit for bit: stock against itself,
+                `lossless` against stock (with decoder layers as z3 leaf modules for blocks), `zeropp` against itself.
+                "delays" lets every rank stop for random times inside every layer, forward and backward: a stream that
+                fails to wait for another one then reads what is not there yet.
+    features    one batch over and over, on a smaller model: losses must be finite, end lower than they began and never
+                rise above that; where equality is promised (resuming, scopes of the secondary shard, `lossless`), it
+                is tested as above. An FP8 weight that travels as its GEMM's codes must give what a cast of the gathered
+                16-bit weight gives.
+
+A case that raises on every rank is FAILED and the others go on. A rank that raises alone, or a case that takes longer
+than --case-timeout, ends the processes; with --max-restarts, torchrun starts them again and the next case follows.
+The exit status is 1 unless every case is well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import hashlib
+import io
+import json
+import logging
+import math
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+
+from environment import describe
+
+CONTROL_TIMEOUT = 60  # seconds in which all ranks must end a case once one has
+GROUP_TIMEOUT = 120
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama, its batches, and what ZeRO-3 may keep gathered of it (in elements)."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    vocab: int
+    tokens: int
+    bucket: int  # of gradients, and of what is fetched ahead
+    max_live: int = 0
+    persistence_threshold: int = 0
+    lr: float = 1e-4
+
+
+SIZES = {
+    # The limits of two_nodes.py: some of the model stays gathered, small tensors always do.
+    ("cuda", "parity"): Size(2048, 5504, 8, 16, 32000, 1024, 10**8, 2 * 10**8, 10**5),
+    ("cpu", "parity"): Size(64, 152, 3, 4, 256, 64, 30_000, 60_000, 100),
+    ("cuda", "features"): Size(1024, 2752, 4, 8, 4096, 512, 10**7, lr=3e-4),
+    ("cpu", "features"): Size(128, 384, 2, 4, 256, 64, 100_000, lr=1e-3),
+}
+LORA_LR = 3e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run, what it must be equal to, and what else must hold."""
+
+    name: str
+    part: str
+    recipe: str | None = None  # None: stock
+    equal_to: str | None = None
+    leaf: bool = False
+    nodes: int = 2  # that the ranks are cut into
+    fields: dict = field(default_factory=dict)  # of the zeropp_fp8 section
+    accumulation: int = 1
+    lora: bool = False
+    checkpointing: str | None = None  # reentrant | non-reentrant
+    zero_init: bool = False
+    delays: bool = False
+    only_gemm_weights: bool = False  # weights that no FP8 layer multiplies travel as they are
+    resume: bool = False  # save in the middle, and repeat the second half from the checkpoint
+    check: Callable[[dict, dict], None] | None = None  # (this case's record, records by name)
+
+
+# --- the cases
+
+
+def _ensure(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)
+
+
+def _plain(records: dict) -> dict:
+    """The record of `zeropp` with nothing added."""
+    _ensure("zeropp" in records, "there is no result of zeropp to compare with")
+    return records["zeropp"]
+
+
+def _one_fetch_a_step(record: dict, records: dict) -> None:
+    """Later micro-batches move no weight byte between nodes; each one reduces its gradients."""
+    wire, base = (r["wire"]["per_step"] for r in (record, _plain(records)))
+    _ensure(
+        wire["weights_forward"]["inter"] == base["weights_forward"]["inter"],
+        "three micro-batches fetched weights between nodes more than once",
+    )
+    _ensure(
+        wire["gradients"]["inter"] == 3 * base["gradients"]["inter"],
+        "three micro-batches did not send three times the gradients of one",
+    )
+
+
+def _backward_sends(inter: bool, intra: bool) -> Callable[[dict, dict], None]:
+    """Whether backward's gathers cross between nodes and inside them."""
+
+    def check(record: dict, records: dict) -> None:
+        sent = record["wire"]["per_step"]["weights_backward"]
+        _ensure((sent["inter"] > 0) == inter, f"backward sent {sent['inter']} bytes of weights between nodes")
+        expected = intra and record["ranks_per_node"] > 1  # a node of one rank has nobody to send to
+        _ensure((sent["intra"] > 0) == expected, f"backward sent {sent['intra']} bytes of weights inside nodes")
+
+    return check
+
+
+def _keeps_residuals(record: dict, records: dict) -> None:
+    _ensure(record["residuals"] > 0, "error feedback kept no residual")
+    _ensure(record["losses"] != _plain(records)["losses"], "error feedback changed nothing")
+
+
+def _only_adapters_moved(record: dict, records: dict) -> None:
+    moved, adapters = set(record["moved"]), {name for name in record["weights"] if "lora_" in name}
+    _ensure(adapters <= moved, f"did not train: {sorted(adapters - moved)[:3]}")
+    _ensure(moved <= adapters, f"frozen, but changed: {sorted(moved - adapters)[:3]}")
+
+
+def fp8(scaling: str, weights: str, scope: str = "node") -> dict:
+    """Fields of the section: FP8 linear layers, weights in some format on the wire."""
+    compute = {"format": "fp8", "scaling": scaling}
+    return {"compute": compute, "weights": {"format": weights}, "secondary": {"scope": scope}}
+
+
+def fp8_wire(scaling: str, scope: str = "node") -> dict:
+    """Of a Case: weights travel as the codes of their GEMM."""
+    return {"fields": fp8(scaling, "fp8_e4m3", scope), "only_gemm_weights": True}
+
+
+BLOCK, MODULE = {"gather_granularity": "block"}, {"gather_granularity": "module"}
+BLOCK_SECONDARY = {**BLOCK, "secondary": {"scope": "node"}}
+LORA = {"recipe": "zeropp", "lora": True, "check": _only_adapters_moved}
+CASES = (
+    Case("stock-leaf", "parity", leaf=True),
+    Case("stock-leaf, again", "parity", leaf=True, equal_to="stock-leaf"),
+    Case("lossless block, 2 nodes", "parity", "lossless", "stock-leaf", fields=BLOCK),
+    Case("lossless block, 1 node", "parity", "lossless", "stock-leaf", fields=BLOCK, nodes=1),
+    Case("lossless block, secondary", "parity", "lossless", "stock-leaf", fields=BLOCK_SECONDARY),
+    Case("lossless block, delays", "parity", "lossless", "stock-leaf", fields=BLOCK, delays=True),
+    Case("stock", "parity"),
+    Case("stock, again", "parity", equal_to="stock"),
+    Case("lossless module, 2 nodes", "parity", "lossless", "stock", fields=MODULE),
+    Case("lossless module, 1 node", "parity", "lossless", "stock", fields=MODULE, nodes=1),
+    Case("zeropp large", "parity", "zeropp"),
+    Case("zeropp large, again", "parity", "zeropp", "zeropp large"),
+    Case("zeropp large, delays", "parity", "zeropp", "zeropp large", delays=True),
+    Case("zeropp", "features", "zeropp", check=_backward_sends(inter=False, intra=True)),
+    Case(
+        "secondary none",
+        "features",
+        "zeropp",
+        "zeropp",
+        fields={"secondary": {"scope": "none"}},
+        check=_backward_sends(inter=True, intra=True),
+    ),
+    Case(
+        "secondary rank",
+        "features",
+        "zeropp",
+        "zeropp",
+        fields={"secondary": {"scope": "rank"}},
+        check=_backward_sends(inter=False, intra=False),
+    ),
+    Case("accumulation 3", "features", "zeropp", accumulation=3, check=_one_fetch_a_step),
+    Case(
+        "error feedback", "features", "zeropp", fields={"gradients": {"error_feedback": True}}, check=_keeps_residuals
+    ),
+    Case("zero.Init", "features", "zeropp", zero_init=True),
+    Case("LoRA", "features", **LORA),
+    Case("LoRA, reentrant", "features", checkpointing="reentrant", **LORA),
+    Case("LoRA, non-reentrant", "features", checkpointing="non-reentrant", **LORA),
+    Case("resume", "features", "zeropp", "zeropp", resume=True),
+    Case(
+        "resume, error feedback",
+        "features",
+        "zeropp",
+        fields={"gradients": {"error_feedback": True, "rounding": "stochastic"}},
+        resume=True,
+        check=_keeps_residuals,
+    ),
+    Case("fp8, 16-bit wire", "features", "zeropp", fields=fp8("current", "none"), nodes=1),
+    Case("fp8 wire", "features", "zeropp", "fp8, 16-bit wire", nodes=1, **fp8_wire("current")),
+    Case("fp8 wire, delays", "features", "zeropp", "fp8, 16-bit wire", nodes=1, delays=True, **fp8_wire("current")),
+    Case("fp8, 16-bit wire, 2 nodes", "features", "zeropp", fields=fp8("current", "none")),
+    Case("fp8 wire, 2 nodes", "features", "zeropp", "fp8, 16-bit wire, 2 nodes", **fp8_wire("current")),
+    Case("fp8 wire, no secondary", "features", "zeropp", "fp8, 16-bit wire, 2 nodes", **fp8_wire("current", "none")),
+    Case("fp8 blocks, 16-bit wire", "features", "zeropp", fields=fp8("block", "none")),
+    Case("fp8 blocks, fp8 wire", "features", "zeropp", "fp8 blocks, 16-bit wire", **fp8_wire("block")),
+    Case("fp8 delayed", "features", "zeropp", fields=fp8("delayed", "fp8_e4m3"), resume=True),
+    Case("fp8 rows, LoRA", "features", fields=fp8("per_channel", "fp8_e4m3"), checkpointing="non-reentrant", **LORA),
+    Case("mxfp8", "features", "mxfp8", resume=True),
+    Case("stock-leaf, accumulation", "features", leaf=True, accumulation=3),
+    Case("lossless, accumulation", "features", "lossless", "stock-leaf, accumulation", accumulation=3),
+    Case("stock-leaf, zero.Init", "features", leaf=True, zero_init=True),
+    Case("lossless, zero.Init", "features", "lossless", "stock-leaf, zero.Init", zero_init=True),
+)
+
+
+# --- one case, on every rank
+
+
+def ds_config(case: Case, size: Size, world: int) -> dict:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "reduce_bucket_size": size.bucket,
+            "stage3_prefetch_bucket_size": size.bucket,
+            "stage3_max_live_parameters": size.max_live,
+            "stage3_max_reuse_distance": size.max_live,
+            "stage3_param_persistence_threshold": size.persistence_threshold,
+        },
+    }
+    if case.recipe is not None:
+        config["zeropp_fp8"] = {
+            "recipe": case.recipe,
+            "topology": {"ranks_per_node": world // case.nodes},
+            "report": {"every": 0},
+            **case.fields,
+        }
+    return config
+
+
+def build_model(case: Case, size: Size, config: dict, device, seed: int):
+    """A random Llama with what the case adds to it."""
+    import deepspeed
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    llama = LlamaConfig(
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        vocab_size=size.vocab,
+        use_cache=False,
+        attn_implementation="eager",
+    )
+    with deepspeed.zero.Init(config_dict_or_path=config) if case.zero_init else device:
+        model = LlamaForCausalLM(llama)
+    if case.zero_init:
+        _ensure(all(hasattr(p, "ds_tensor") for p in model.parameters()), "zero.Init did not partition the model")
+    if case.lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(seed + 1)
+        model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    if case.checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": case.checkpointing == "reentrant"})
+        model.enable_input_require_grads()
+    if case.leaf:
+        deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
+    if case.delays:
+        add_delays(model, device)
+    return model
+
+
+def add_delays(model, device) -> None:
+    """Stop inside every decoder layer, forward and backward, for times that differ by rank and call."""
+    import torch
+
+    draw = random.Random(torch.distributed.get_rank())
+
+    def pause(*_) -> None:
+        if device.type == "cuda":
+            torch.cuda._sleep(draw.randrange(2_000_000))  # clock cycles of the current stream: up to about 1 ms
+        else:
+            time.sleep(draw.random() * 2e-3)
+
+    def after_forward(module, inputs, output) -> None:
+        pause()
+        if output.requires_grad:
+            output.register_hook(pause)
+
+    for name, module in model.named_modules():
+        if name.endswith(".mlp"):
+            module.register_forward_hook(after_forward)
+
+
+class Run:
+    """An engine for a case, and its steps. Close it whatever happens."""
+
+    def __init__(self, case: Case, args, device, seed: int = 0) -> None:
+        import deepspeed
+        import torch
+        import torch.distributed as dist
+
+        import zeropp_fp8
+
+        zeropp_fp8.disable() if case.recipe is None else zeropp_fp8.enable()
+        self.case, self.device, self.engine = case, device, None
+        self.size = SIZES[device.type, case.part]
+        config = ds_config(case, self.size, dist.get_world_size())
+        model = build_model(case, self.size, config, device, seed)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        lr = LORA_LR if case.lora else self.size.lr
+        optimizer = torch.optim.AdamW(trained, lr=lr, fused=device.type == "cuda")
+        self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        if case.only_gemm_weights:
+            from zeropp_fp8.formats import UnquantizedFormat
+
+            gatherer = self.engine.optimizer.gatherer
+            _ensure(len(gatherer.gemm_weights) > 0, "no weight travels as the codes of its GEMM")
+            of_session = gatherer.format_of
+            gatherer.format_of = lambda p: of_session(p) if p in gatherer.gemm_weights else UnquantizedFormat(p.dtype)
+
+    def _tokens(self, step: int, micro: int):
+        """[1, tokens] int64; the same in every case, different ones on every rank, and in every step of `parity`."""
+        import torch
+
+        place = (step if self.case.part == "parity" else 0) * 100 + micro
+        generator = torch.Generator().manual_seed(place * 1000 + torch.distributed.get_rank())
+        return torch.randint(0, self.size.vocab, (1, self.size.tokens), generator=generator).to(self.device)
+
+    def train(self, steps: range) -> tuple[list[float], list[float]]:
+        """(mean losses of the micro-batches, gradient norms) of these steps; read only at the end.
+
+        Reading a loss earlier would make the host wait, and with it hide a stream that does not.
+        """
+        losses, norms = [], []
+        for step in steps:
+            parts = []
+            for micro in range(self.case.accumulation):
+                tokens = self._tokens(step, micro)
+                loss = self.engine(input_ids=tokens, labels=tokens).loss
+                self.engine.backward(loss)
+                self.engine.step()
+                parts.append(loss.detach().double())
+            losses.append(sum(parts) / len(parts))
+            norms.append(self.engine.get_global_grad_norm())
+        return [float(loss) for loss in losses], [float(norm) for norm in norms]
+
+    def hashes(self) -> dict[str, str]:
+        """By parameter: a hash of this rank's slice, in 16 bits and (where it trains) of the fp32 master weight."""
+        import torch
+        import torch.distributed as dist
+        from deepspeed.utils import safe_get_local_fp32_param
+
+        found = {}
+        for name, param in self.engine.module.named_parameters():
+            size = param.ds_tensor.ds_numel
+            own = min(size, max(0, param.ds_numel - dist.get_rank() * size))  # without padding
+            digest = hashlib.sha256()
+            for shard in (param.ds_tensor, safe_get_local_fp32_param(param) if param.requires_grad else None):
+                if shard is not None:
+                    digest.update(shard.detach().flatten()[:own].contiguous().cpu().view(torch.uint8).numpy())
+            found[name] = digest.hexdigest()
+        return found
+
+    def observations(self) -> dict:
+        """What the checks look at, of an engine with the plugin."""
+        import zeropp_fp8
+
+        if self.case.recipe is None:
+            return {}
+        feedback = self.engine.optimizer.reducer.error_feedback
+        return {
+            "wire": zeropp_fp8.wire_report(self.engine),
+            "residuals": 0 if feedback is None else len(feedback),
+            "ranks_per_node": self.engine.zeropp_fp8_session.topology.ranks_per_node,
+        }
+
+    def close(self) -> None:
+        import zeropp_fp8
+
+        if self.engine is not None:
+            self.engine.destroy()
+        self.engine = None
+        zeropp_fp8.disable()
+
+
+@contextlib.contextmanager
+def running(*arguments, **options):
+    """A Run that is closed at the end."""
+    run = Run(*arguments, **options)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def run_case(case: Case, args, device, folder: str) -> dict:
+    """Train; returns this rank's losses, norms, hashes and observations."""
+    half = args.steps // 2
+    with running(case, args, device) as run:
+        start = run.hashes() if case.lora else None
+        losses, norms = run.train(range(half))
+        if case.resume:
+            run.engine.save_checkpoint(folder, tag="half")
+        more = run.train(range(half, args.steps))
+        losses, norms, weights = losses + more[0], norms + more[1], run.hashes()
+        record = {"losses": losses, "norms": norms, "weights": weights, **run.observations()}
+        if case.lora:
+            record["moved"] = [name for name, digest in weights.items() if digest != start[name]]
+    if case.resume:
+        forget_memory(device)
+        with running(case, args, device, seed=5) as run:  # of other weights than those to come
+            run.engine.load_checkpoint(folder, tag="half")
+            more = run.train(range(half, args.steps))
+            record["resumed"] = {
+                "losses": losses[:half] + more[0],
+                "norms": norms[:half] + more[1],
+                "weights": run.hashes(),
+            }
+    return record
+
+
+def forget_memory(device) -> int:
+    """Free what can be freed, also after a case that failed; returns the bytes still allocated."""
+    import gc
+
+    import torch
+    from deepspeed.runtime.zero import parameter_offload
+
+    parameter_offload.FWD_MODULE_STACK.clear()
+    gc.collect()
+    if device.type == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+# --- judging
+
+
+def joined(records: list[dict]) -> dict:
+    """Records of all ranks as one: losses and norms [step][rank], a tensor's hashes one after the other."""
+    whole = dict(records[0])
+    for key in ("losses", "norms"):
+        whole[key] = [list(step) for step in zip(*(record[key] for record in records))]
+    whole["weights"] = {name: "".join(r["weights"][name] for r in records) for name in records[0]["weights"]}
+    if "moved" in whole:
+        whole["moved"] = sorted({name for record in records for name in record["moved"]})
+    if "resumed" in whole:
+        whole["resumed"] = joined([record["resumed"] for record in records])
+    return whole
+
+
+def differences(record: dict, reference: dict) -> str:
+    """Where two records differ, in words; empty when they are equal bit for bit."""
+    found = []
+    for key in ("losses", "norms"):
+        mine, other = record[key], reference[key]
+        first = next((step for step, (a, b) in enumerate(zip(mine, other)) if a != b), None)
+        if len(mine) != len(other):
+            found.append(f"{len(mine)} {key} against {len(other)}")
+        elif first is not None:
+            found.append(f"{key} from step {first + 1} on")
+    mine, other = record["weights"], reference["weights"]
+    if mine.keys() != other.keys():
+        found.append("other tensors")
+    else:
+        names = [name for name in mine if mine[name] != other[name]]
+        if names:
+            found.append(f"{len(names)} of {len(mine)} tensors, {names[0]} first")
+    return "; ".join(found)
+
+
+def means(record: dict) -> list[float]:
+    """The loss of each step, mean over ranks."""
+    return [sum(step) / len(step) for step in record["losses"]]
+
+
+def judge(case: Case, record: dict, records: dict) -> str:
+    """What to say of a case that ran.
+
+    Raises:
+        AssertionError: it is not well.
+    """
+    losses = means(record)
+    _ensure(all(map(math.isfinite, losses)), f"a loss is not finite: {losses}")
+    if case.part == "features":
+        _ensure(losses[-1] < losses[0] == max(losses), "the loss did not go down, or rose above the first")
+    if case.check is not None:
+        case.check(record, records)
+    said = []
+    if "resumed" in record:
+        found = differences(record["resumed"], record)
+        _ensure(not found, f"resumed training differs from uninterrupted training: {found}")
+        said.append("resumed equal")
+    if case.equal_to is not None:
+        _ensure(case.equal_to in records, f"there is no result of {case.equal_to} to compare with")
+        found = differences(record, records[case.equal_to])
+        _ensure(not found, f"differs from {case.equal_to}: {found}")
+        said.append(f"equal to {case.equal_to}")
+    return ", ".join(said) or "trained"
+
+
+# --- all cases, on every rank
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of every case")
+    parser.add_argument("--parts", default="parity,features")
+    parser.add_argument("--cases", help="only those whose name holds one of these words, separated by semicolons")
+    parser.add_argument(
+        "--fill-uninitialized",
+        action="store_true",
+        help="let torch fill new memory with NaN, which finds what reads it before it is written",
+    )
+    parser.add_argument("--case-timeout", type=float, default=GROUP_TIMEOUT, help="seconds for one case")
+    parser.add_argument("--out", default="bit_parity.json")
+    args = parser.parse_args(argv)
+    if "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) % 2:
+        parser.error("start it with torchrun on an even number of ranks: torchrun --nproc_per_node 4 ...")
+    return args
+
+
+def chosen_cases(args) -> list[Case]:
+    """The cases asked for, and those that they are compared with."""
+    words = args.cases.split(";") if args.cases else [""]
+    names = set()
+    for case in CASES:
+        if case.part in args.parts.split(",") and any(word in case.name for word in words):
+            names |= {case.name, case.equal_to, "zeropp" if case.check else None}
+    return [case for case in CASES if case.name in names]
+
+
+def join(args):
+    """Make this rank ready; returns its device and a group of gloo for what the ranks tell each other."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic with it; read when CUDA starts
+    # All ranks are on this host. NVLink multicast is off as in emulated_nodes.py.
+    for name, value in {
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }.items():
+        os.environ.setdefault(name, value)
+    import torch
+    import torch._dynamo  # torch 2.13: zero.Init breaks its import, so it must come first
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore", FutureWarning)
+    on_gpu = args.device == "cuda" or (args.device is None and torch.cuda.is_available())
+    os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = args.fill_uninitialized
+    backend = "nccl" if on_gpu else "gloo"
+    timeout = timedelta(seconds=GROUP_TIMEOUT)
+    # torchrun keeps its store when it starts the ranks again: they must not read addresses of the ranks before.
+    store, rank, world = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device if on_gpu else None
+    )
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONTROL_TIMEOUT))
+
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 30 s of gcc on a CPU, for nothing used here
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
+    return device, control
+
+
+def gathered(mine, control) -> list:
+    """`mine` of all ranks."""
+    import torch.distributed as dist
+
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine, group=control)
+    return everyones
+
+
+def earlier(args) -> dict | None:
+    """What was found before torchrun started the ranks again; None at the first start."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and Path(args.out).exists()
+    return json.loads(Path(args.out).read_text()) if restarted else None
+
+
+def head(args, device) -> dict:
+    """What rank 0 begins with; after a restart with what was found before, the case that ended it as failed."""
+    result = earlier(args)
+    if result is not None:
+        if result["under_way"]:
+            said = "FAILED: a rank ended or time was up, see above"
+            row = {"case": result["under_way"], "well": False, "result": said}
+            result["rows"].append(row)
+            print(line(row), flush=True)
+        return result
+    world = int(os.environ["WORLD_SIZE"])
+    result = describe("benchmarks/bit_parity.py", sys.argv[1:])
+    result["command"] = result["command"].replace("python", f"torchrun --nproc_per_node {world}", 1)
+    sizes = {part: vars(SIZES[device.type, part]) for part in ("parity", "features")}
+    more = {"ranks": world, "device": device.type, "dtype": "bf16", "steps": args.steps, "sizes": sizes}
+    hardware = result["hardware"]
+    print(f"{world} x {hardware['gpu'] if device.type == 'cuda' else hardware['cpu']}, {result['versions']}")
+    print(f"{'case':<28}{'time':>8}  {'loss, mean of ranks':<20}  result", flush=True)
+    return {**result, **more, "records": {}, "rows": [], "under_way": None}
+
+
+def line(row: dict) -> str:
+    losses = f"{row['losses'][0]:.5f} -> {row['losses'][-1]:.5f}" if "losses" in row else ""
+    return f"{row['case']:<28}{row.get('seconds', 0):>6.1f} s  {losses:<20}  {row['result']}"
+
+
+def run_all(args) -> bool:
+    """Every case; whether all are well. Rank 0 prints a line and writes the file after each."""
+    device, control = join(args)
+    import torch.distributed as dist
+
+    first = dist.get_rank() == 0
+    cases = chosen_cases(args)
+    # Ranks learn from rank 0 what was done before a restart, records to compare with among it.
+    result = gathered(head(args, device) if first else None, control)[0]
+    records, rows = result["records"], result["rows"]
+    done = {row["case"] for row in rows}
+    for case in cases:
+        if case.name in done:
+            continue
+        result["under_way"] = case.name
+        if first:
+            write(result, args.out)
+        row = {"case": case.name, "part": case.part, "equal_to": case.equal_to}
+        row |= one(case, args, device, control, records)
+        rows.append(row)
+        if first:
+            print(line(row), flush=True)
+            if case.part == "features" and "losses" in row:
+                print("    " + " ".join(f"{loss:.4f}" for loss in row["losses"]), flush=True)
+    well = all(row["well"] for row in rows)
+    if first:
+        del result["under_way"], result["records"]
+        write(result, args.out)
+        seconds = sum(row.get("seconds", 0) for row in rows)
+        print(f"{sum(row['well'] for row in rows)} of {len(rows)} cases are well; {seconds:.0f} s", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    dist.destroy_process_group()
+    return well
+
+
+def one(case: Case, args, device, control, records: dict) -> dict:
+    """Run a case on all ranks together; what its row says. Its record goes into `records`."""
+    faulthandler.dump_traceback_later(args.case_timeout, exit=True)
+    rank = int(os.environ["RANK"])
+    found, start = forget_memory(device), time.perf_counter()
+    folder = gathered(tempfile.mkdtemp() if rank == 0 else None, control)[0]
+    error = record = None
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # the table of every engine
+            record = run_case(case, args, device, folder)
+    except Exception as raised:
+        error = f"rank {rank}: {traceback.format_exception_only(raised)[-1].strip()}"
+        # Now: were this the only rank that raised, the next lines would end it.
+        print(f"--- {case.name}, rank {rank}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    outcomes = gathered((error, record), control)
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    row = {"seconds": time.perf_counter() - start, "found_gib": found / 2**30}
+    errors = [error for error, _ in outcomes if error]
+    if errors:
+        return {**row, "well": False, "result": f"FAILED {errors[0]}"}
+    whole = joined([record for _, record in outcomes])
+    records[case.name] = whole
+    row |= {"losses": means(whole), "norms": [step[0] for step in whole["norms"]]}
+    row["weights_sha256"] = hashlib.sha256("".join(whole["weights"].values()).encode()).hexdigest()
+    try:
+        return {**row, "well": True, "result": judge(case, whole, records)}
+    except AssertionError as wrong:
+        return {**row, "well": False, "result": f"FAILED {wrong}"}
+
+
+def write(result: dict, path: str) -> None:
+    """All of it at once, so that a reader never finds half a file."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    part = Path(path + ".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)
+
+
+def main() -> None:
+    args = parse()
+    before = earlier(args)
+    if before is not None and "under_way" not in before:  # all was done: the ranks ended with 1 because a case failed
+        sys.exit(1)
+    sys.exit(0 if run_all(args) else 1)
+
+
+if __name__ == "__main__":
+    main()

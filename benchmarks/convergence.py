@@ -1,0 +1,446 @@
+"""Held-out loss of a 100M-class Llama trained in FP8 and MX, against the same training in bf16.
+
+    python benchmarks/convergence.py --runs bf16,current,delayed --out a.json
+    CUDA_VISIBLE_DEVICES=1 python benchmarks/convergence.py --runs mxfp8,mxfp6 --out b.json
+    python benchmarks/convergence.py --merge a.json b.json --plot convergence.png --out convergence.json
+
+One GPU (a CPU with --size tiny --batch 2 --sequence 64 --steps 20); several processes with other runs may go side by
+side. Every run has the same initial weights, the same data in the same order, and the same recipe: weights that compute
+in bf16, fp32 master weights and moments in AdamW (as DeepSpeed's bf16 mode has them), gradients clipped at 1, a linear
+warm-up and a cosine down to a tenth of the learning rate. Embedding, lm_head, norms and attention stay in bf16.
+Held-out losses are computed in the run's own precision. Runs:
+
+    bf16
+    current, delayed, per_channel, block      FP8 (E4M3) scalings
+    current_hybrid, delayed_hybrid            gradients in E5M2
+    mxfp8, mxfp6                              E4M3; E3M2: scales rounded up, elements to nearest even
+    mxfp4w_mxfp6a                             weights E2M1, activations and gradients E3M2
+    mxfp6_paper, mxfp4w_mxfp6a_paper          the scales and rounding of "Microscaling Data Formats for Deep Learning"
+    bf16_then_RUN                             bf16 for half of the steps, saved, loaded and continued as RUN
+
+Several seeds: --seeds 0,1,2. A difference is taken between runs of one seed; the spread of bf16's own seeds stands
+beside. MX on GPUs without MX GEMMs is emulated: same numbers, no speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "pretrain"))
+
+import torch
+from data import Sequences, byte_tokens, read_documents, split_tokens
+from environment import describe
+from llama import Llama, Size
+
+from zeropp_fp8.compute import convert_linear_layers
+
+BF16 = "bf16"
+PAPER = {"scale_mode": "floor", "rounding": "half_away"}
+WEIGHTS_IN_4_BITS = {"weights": "mxfp4", "activations": "mxfp6_e3m2", "gradients": "mxfp6_e3m2"}
+# run: (the "compute" section, by how many percent its loss may be above bf16's)
+COMPUTE = {
+    "current": ({"format": "fp8", "scaling": "current"}, 0.3),
+    "delayed": ({"format": "fp8", "scaling": "delayed"}, 0.3),
+    "per_channel": ({"format": "fp8", "scaling": "per_channel"}, 0.3),
+    "block": ({"format": "fp8", "scaling": "block"}, 0.3),
+    "current_hybrid": ({"format": "fp8_hybrid", "scaling": "current"}, 0.3),
+    "delayed_hybrid": ({"format": "fp8_hybrid", "scaling": "delayed"}, 0.3),
+    "mxfp8": ({"format": "mxfp8_e4m3"}, 0.3),
+    "mxfp6": ({"format": "mxfp6_e3m2"}, 0.3),
+    "mxfp6_paper": ({"format": "mxfp6_e3m2", **PAPER}, 0.3),
+    "mxfp4w_mxfp6a": ({"format": WEIGHTS_IN_4_BITS}, 2.0),
+    "mxfp4w_mxfp6a_paper": ({"format": WEIGHTS_IN_4_BITS, **PAPER}, 2.0),
+}
+THEN = "_then_"
+BYTE_VOCABULARY = 256
+SIZES = {
+    "100m": Size(hidden=768, intermediate=2048, layers=12, heads=12, kv_heads=12, vocabulary=BYTE_VOCABULARY),
+    "tiny": Size(hidden=128, intermediate=256, layers=2, heads=2, kv_heads=2, vocabulary=BYTE_VOCABULARY),
+}
+SETTINGS = ("size", "steps", "batch", "sequence", "lr", "warmup", "data", "eval_sequences")
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1  # of matrices; vectors have none
+CLIP = 1.0
+LEAST_RATE = 0.1  # of the learning rate, at the end
+LOSS_EVERY = 50  # steps between reading losses from the device
+
+
+class Trainer:
+    """A model whose weights compute in bf16, with fp32 master weights in the optimizer."""
+
+    def __init__(self, size: Size, seed: int, learning_rate: float, device: torch.device) -> None:
+        torch.manual_seed(seed)
+        self.model = Llama(size).to(device)  # made on the CPU: the same numbers on every device
+        self.master = [p.detach().clone() for p in self.model.parameters()]
+        self.model.to(torch.bfloat16)
+        self.weights = list(self.model.parameters())
+        for master in self.master:
+            master.grad = torch.empty_like(master)
+        self._learning_rate = learning_rate
+        matrices, vectors = ([m for m in self.master if (m.dim() >= 2) is wanted] for wanted in (True, False))
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
+            lr=learning_rate,
+            betas=BETAS,
+            fused=device.type == "cuda",
+        )
+        self.report = None
+
+    def compute_in(self, run: str) -> None:
+        """Let the linear layers compute as a run does.
+
+        Raises:
+            RuntimeError: a linear layer besides lm_head would stay in bf16.
+        """
+        if run == BF16:
+            return
+        self.report = convert_linear_layers(self.model, COMPUTE[run][0])
+        if set(self.report.skipped) != {"lm_head"}:
+            raise RuntimeError(f"{run}: {self.report}")
+
+    def step(self, tokens: torch.Tensor, rate_factor: float) -> torch.Tensor:
+        """One training step; the loss, fp32 [] on the device. Nothing in it waits for the device."""
+        loss = self.model(tokens)
+        loss.backward()
+        torch._foreach_copy_([master.grad for master in self.master], [weight.grad for weight in self.weights])
+        for weight in self.weights:
+            weight.grad = None
+        torch.nn.utils.clip_grad_norm_(self.master, CLIP)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate * rate_factor
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.weights, self.master)
+        if self.report is not None:
+            self.report.scaling.end_step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def held_out_loss(self, held_out: Sequences, sequences: int, batch: int) -> float:
+        """Mean loss over `sequences` sequences, spread evenly over the held-out text."""
+        self.model.eval()
+        batches = max(1, sequences // batch)
+        losses = [self.model(held_out.evaluation_batch(number, batches, batch)) for number in range(batches)]
+        self.model.train()
+        return torch.stack(losses).mean().item()
+
+    def save(self, path: Path) -> None:
+        """Everything that training depends on; the bf16 weights follow from the master weights."""
+        torch.save({"master": self.master, "optimizer": self.optimizer.state_dict()}, path)
+
+    def load(self, path: Path) -> None:
+        """Continue from `save`'s file."""
+        state = torch.load(path, map_location=self.master[0].device)
+        with torch.no_grad():
+            torch._foreach_copy_(self.master, state["master"])
+            torch._foreach_copy_(self.weights, self.master)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def rate_factor(step: int, warmup: int, steps: int) -> float:
+    """What the learning rate of step `step` (from 0) is multiplied by."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def train(run: str, seed: int, args, data: tuple[Sequences, Sequences], device: torch.device, folder: Path) -> dict:
+    """One run; its row of results.
+
+    A run bf16_then_RUN continues from the checkpoint of the half of bf16 that lies in `folder`; where there is none, it
+    trains that half itself.
+    """
+    training, held_out = data
+    data = Sequences(training.tokens, training.length, seed), held_out
+    then = run.partition(THEN)[2]
+    half = args.steps // 2
+    checkpoint = folder / f"{BF16}_seed{seed}_step{half}.pt"
+    trainer = Trainer(args.size, seed, args.lr, device)
+    row = {
+        "run": run,
+        "seed": seed,
+        "parameters": sum(weight.numel() for weight in trainer.weights),
+        "tokens": args.steps * args.batch * args.sequence,
+        "epochs": args.steps * args.batch / training.count,
+        "seconds": 0.0,
+        "train": [],
+        "held_out": [],
+    }
+    if not then:
+        trainer.compute_in(run)
+    start = 0
+    if then or (run == BF16 and any(THEN in other for other in args.runs)):
+        if not checkpoint.exists():
+            train_steps(trainer, 0, half, args, data, row)
+            trainer.save(checkpoint)
+        start = half
+    if then:
+        trainer = Trainer(args.size, seed, args.lr, device)
+        trainer.load(checkpoint)
+        trainer.compute_in(then)
+        row |= {"seconds": 0.0, "train": [], "held_out": []}
+        row["continued_from"] = {"step": half, "held_out_loss": evaluated(trainer, held_out, args)}
+    train_steps(trainer, start, args.steps, args, data, row)
+    row["held_out_loss"] = row["held_out"][-1][1]
+    trained = (args.steps - (half if then else 0)) * args.batch * args.sequence
+    row["tokens_per_s"] = trained / row["seconds"]
+    if device.type == "cuda":
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return row
+
+
+def train_steps(trainer: Trainer, first: int, end: int, args, data: tuple[Sequences, Sequences], row: dict) -> None:
+    """Steps `first` ... `end` - 1; losses and seconds, without those of held-out losses, are added to the row."""
+    training, held_out = data
+    losses = []
+    began = time.perf_counter()
+    for step in range(first, end):
+        tokens = training.training_batch(step * args.batch, args.batch)
+        losses.append(trainer.step(tokens, rate_factor(step, args.warmup, args.steps)))
+        done = step + 1
+        evaluate = done % args.eval_every == 0 or done == args.steps
+        if not evaluate and done % LOSS_EVERY and done != end:
+            continue
+        row["train"].append([done, torch.stack(losses).mean().item()])  # waits for the device
+        losses.clear()
+        row["seconds"] += time.perf_counter() - began
+        if evaluate:
+            row["held_out"].append([done, evaluated(trainer, held_out, args)])
+            print(
+                f"{row['run']} seed {row['seed']}: step {done}, {row['seconds']:.0f} s, loss "
+                f"{row['train'][-1][1]:.4f}, held out {row['held_out'][-1][1]:.4f}",
+                flush=True,
+            )
+        began = time.perf_counter()
+
+
+def evaluated(trainer: Trainer, held_out: Sequences, args) -> float:
+    return trainer.held_out_loss(held_out, args.eval_sequences, args.batch)
+
+
+def load_data(args, device: torch.device) -> tuple[Sequences, Sequences]:
+    """(training, held-out) sequences of bytes, on the device."""
+    training, held_out = split_tokens(read_documents(args.data), byte_tokens)
+    return Sequences(training.to(device), args.sequence), Sequences(held_out.to(device), args.sequence)
+
+
+# -- results --------------------------------------------------------------------------------------------------------
+
+
+def target_of(run: str) -> float | None:
+    """By how many percent the loss of a run may be above bf16's; None for bf16 itself."""
+    precision = run.rpartition(THEN)[2]
+    return COMPUTE[precision][1] if precision in COMPUTE else None
+
+
+def compare(rows: list[dict]) -> list[dict]:
+    """A line for each run: mean held-out loss over its seeds, and the mean difference to bf16 of the same seeds."""
+    by_run = defaultdict(dict)
+    for row in rows:
+        by_run[row["run"]][row["seed"]] = row
+    bf16 = by_run.get(BF16, {})
+    lines = []
+    for run, of_seeds in by_run.items():
+        finals = {seed: row["held_out_loss"] for seed, row in of_seeds.items()}
+        line = {
+            "run": run,
+            "seeds": sorted(finals),
+            "held_out_loss": statistics.fmean(finals.values()),
+            "tokens_per_s": statistics.median(row["tokens_per_s"] for row in of_seeds.values()),
+            "target_percent": target_of(run),
+        }
+        differences = [100 * (loss / bf16[seed]["held_out_loss"] - 1) for seed, loss in finals.items() if seed in bf16]
+        if differences:
+            line["percent_above_bf16"] = statistics.fmean(differences)
+            line["percent_above_bf16_by_seed"] = differences
+        if len(finals) > 1:
+            line["seed_spread_percent"] = 100 * statistics.stdev(finals.values()) / line["held_out_loss"]
+        if line["target_percent"] is not None and differences:
+            line["within_target"] = line["percent_above_bf16"] <= line["target_percent"]
+        lines.append(line)
+    return lines
+
+
+def show(result: dict) -> None:
+    """Print the comparison."""
+    rows, data = result["rows"], result["data"]
+    settings = result["settings"]
+    print(
+        f"\n{rows[0]['parameters'] / 1e6:.1f} million parameters, {rows[0]['tokens'] / 1e6:.1f} million tokens in "
+        f"{settings['steps']} steps of {settings['batch']} x {settings['sequence']}, "
+        f"{rows[0]['epochs']:.2f} epochs of {data['training_tokens'] / 1e6:.1f} million bytes "
+        f"({', '.join(data['sources'])}); held out: {data['held_out_tokens'] / 1e6:.2f} million bytes, of which "
+        f"{data['evaluated_tokens'] / 1e6:.2f} million are evaluated"
+    )
+    print(f"{'run':<26}{'seeds':>6}{'held-out loss':>15}{'above bf16':>12}{'target':>9}{'':>8}{'tokens/s':>11}")
+    for line in result["comparison"]:
+        above, target = line.get("percent_above_bf16"), line["target_percent"]
+        verdict = {True: "met", False: "MISSED", None: ""}[line.get("within_target")]
+        print(
+            f"{line['run']:<26}{len(line['seeds']):>6}{line['held_out_loss']:>15.5f}"
+            f"{'' if above is None else f'{above:+.3f} %':>12}{'' if target is None else f'{target:g} %':>9}"
+            f"{verdict:>8}{line['tokens_per_s']:>11.0f}"
+            + (f"   seeds vary by {line['seed_spread_percent']:.2f} %" if "seed_spread_percent" in line else "")
+        )
+    sys.stdout.flush()
+
+
+def plot(result: dict, path: str) -> None:
+    """Held-out loss, and its difference to bf16, along the way."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings = result["settings"]
+    tokens = settings["batch"] * settings["sequence"] / 1e6
+    bf16 = {row["seed"]: dict(row["held_out"]) for row in result["rows"] if row["run"] == BF16}
+    figure, (losses, differences) = pyplot.subplots(1, 2, figsize=(15, 6))
+    colors = pyplot.get_cmap("tab20")
+    runs = list(dict.fromkeys(row["run"] for row in result["rows"]))
+    for row in result["rows"]:
+        style = {
+            "color": "black" if row["run"] == BF16 else colors(runs.index(row["run"]) % 20),
+            "linestyle": "--" if THEN in row["run"] else "-",
+            "label": row["run"] if row["seed"] == min(r["seed"] for r in result["rows"]) else None,
+            "linewidth": 1.2,
+        }
+        losses.plot([step * tokens for step, _ in row["held_out"]], [loss for _, loss in row["held_out"]], **style)
+        reference = bf16.get(row["seed"], {})
+        points = [(step, 100 * (loss / reference[step] - 1)) for step, loss in row["held_out"] if step in reference]
+        differences.plot([step * tokens for step, _ in points], [percent for _, percent in points], **style)
+    losses.set(xlabel="million tokens", ylabel="held-out loss (nats a byte)", yscale="log")
+    differences.set(xlabel="million tokens", ylabel="held-out loss above bf16 (%)")
+    for percent in sorted({target for _, target in COMPUTE.values()}):
+        differences.axhline(percent, color="gray", linestyle=":", linewidth=0.8)
+    differences.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def merge(paths: list[str]) -> dict:
+    """The results of several processes as one.
+
+    Raises:
+        ValueError: they were made with other settings or other data.
+    """
+    results = [json.loads(Path(path).read_text()) for path in paths]
+    first = results[0]
+    for path, result in zip(paths, results):
+        for key in ("settings", "data"):
+            if result[key] != first[key]:
+                raise ValueError(f"{path} was made with other {key} than {paths[0]}: {result[key]}, {first[key]}")
+    merged = {key: first[key] for key in ("date", "hardware", "versions", "settings", "data")}
+    merged["commands"] = [result["command"] for result in results]
+    rows = [row for result in results for row in result["rows"]]
+    merged["rows"] = list({(row["run"], row["seed"]): row for row in reversed(rows)}.values())  # the first of each
+    order = [BF16, *COMPUTE]
+    merged["rows"].sort(key=lambda row: (order.index(row["run"]) if row["run"] in order else len(order), row["run"]))
+    return merged
+
+
+# -- command line ---------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = [BF16, *COMPUTE, *(BF16 + THEN + run for run in (BF16, "current", "mxfp8"))]
+    parser.add_argument("--runs", default=",".join(default), help="default: %(default)s")
+    parser.add_argument("--seeds", default="0", help="of initial weights and the order of the data")
+    parser.add_argument("--size", choices=SIZES, default="100m" if on_gpu else "tiny")
+    parser.add_argument("--steps", type=int, default=1000 if on_gpu else 20)
+    parser.add_argument("--batch", type=int, default=32 if on_gpu else 2, help="sequences in a step")
+    parser.add_argument("--sequence", type=int, default=1024 if on_gpu else 64, help="tokens in a sequence")
+    parser.add_argument("--lr", type=float, default=6e-4, help="after the warm-up")
+    parser.add_argument("--warmup", type=int, help="steps; default: a tenth of all")
+    parser.add_argument("--data", nargs="+", default=["stdlib"], help="as examples/pretrain/train.py takes it")
+    parser.add_argument("--eval-every", type=int, help="steps between held-out losses; default: a tenth of all")
+    parser.add_argument("--eval-sequences", type=int, default=512 if on_gpu else 4, help="for a held-out loss")
+    parser.add_argument("--merge", nargs="+", metavar="JSON", help="train nothing: compare these results")
+    parser.add_argument("--plot", help="PNG file")
+    parser.add_argument("--out", help="JSON file, written after every run")
+    args = parser.parse_args(argv)
+    args.runs = args.runs.split(",")
+    args.seeds = [int(seed) for seed in args.seeds.split(",")]
+    args.warmup = max(1, args.steps // 10) if args.warmup is None else args.warmup
+    args.eval_every = max(1, args.steps // 10) if args.eval_every is None else args.eval_every
+    for run in args.runs:
+        first, _, then = run.partition(THEN)
+        if first not in (BF16, *COMPUTE) or (then and (first != BF16 or then not in (BF16, *COMPUTE))):
+            parser.error(f"unknown run {run}; runs are {BF16}, {', '.join(COMPUTE)} and {BF16}{THEN}RUN")
+    return args
+
+
+def finish(result: dict, args) -> None:
+    """Compare, and write what there is."""
+    result["comparison"] = compare(result["rows"])
+    if args.plot:
+        Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
+    if args.out:
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main() -> None:
+    args = parse()
+    if args.merge:
+        result = merge(args.merge)
+        finish(result, args)
+        show(result)
+        if args.plot:
+            plot(result, args.plot)
+        return
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    if not on_gpu:
+        torch.set_num_threads(1)
+    result = describe("benchmarks/convergence.py", sys.argv[1:])
+    result["settings"] = {name: getattr(args, name) for name in SETTINGS if name not in ("size", "data")}
+    result["settings"]["size"] = vars(SIZES[args.size])
+    args.size = SIZES[args.size]
+    data = load_data(args, device)
+    result["data"] = {
+        "sources": [Path(source).name for source in args.data],
+        "training_tokens": len(data[0].tokens),
+        "held_out_tokens": len(data[1].tokens),
+        "evaluated_tokens": max(1, args.eval_sequences // args.batch) * args.batch * args.sequence,
+    }
+    result["rows"] = []
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in args.seeds:
+            for run in args.runs:
+                if on_gpu:
+                    torch.cuda.reset_peak_memory_stats()
+                try:
+                    result["rows"].append(train(run, seed, args, data, device, Path(folder)))
+                except Exception as error:
+                    failed.append(run)
+                    print(f"{run} seed {seed} FAILED: {type(error).__name__}: {error}", flush=True)
+                finish(result, args)
+                gc.collect()
+                if on_gpu:
+                    torch.cuda.empty_cache()
+    if result["rows"]:
+        show(result)
+        if args.plot:
+            plot(result, args.plot)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

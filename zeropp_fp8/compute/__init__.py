@@ -1,0 +1,17 @@
+"""Linear layers in FP8 and MX, and quantizing trained models after the fact. Knows no communication and no DeepSpeed.
+
+report = convert_linear_layers(model, {"format": "fp8", "scaling": "current"})   # in place, before ZeRO-3
+
+operand.py, casts.py    matrices to FP8, with a scale per tensor, row, block or tile
+rounded.py              the same for MX, whose values travel through a 16-bit GEMM
+gemm.py                 the product of two operands
+scaling.py              which scales, and what they remember between steps
+linear.py               the three GEMMs of a layer
+convert.py              finding the layers of a model
+direct_cast.py, error_diffusion.py   inference and post-training quantization
+"""
+
+from zeropp_fp8.compute.convert import ConversionReport, convert_linear_layers, restore_linear_layers
+from zeropp_fp8.compute.linear import LowPrecisionLinear
+
+__all__ = ["ConversionReport", "LowPrecisionLinear", "convert_linear_layers", "restore_linear_layers"]

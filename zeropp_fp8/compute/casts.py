@@ -1,0 +1,418 @@
+"""Matrices to FP8 operands, with a scale per tensor, row, block of 1 x 128 or tile of 128 x 128.
+
+A matrix [R, C] is wanted in up to two copies: plain [R, C] for GEMMs that sum over C, and transposed [C, R] for those
+that sum over R (Hopper's FP8 GEMMs take operands with the summed axis contiguous only). Every cast makes both at once.
+
+The rule is the same for all, per group of values that share a scale:
+
+    amax    = largest finite magnitude of the group
+    scale   = max(amax / largest, 2^-126); 1 where amax is 0
+    code    = FP8(clamp(x * (1 / scale), -largest, largest)), to nearest, ties to even
+    NaN and Inf become the NaN code 0x7F, so that a GEMM's result shows them.
+
+largest is 448 (E4M3) or 57344 (E5M2); both divisions are rounded correctly, and everything is fp32. Scaling per tensor
+and per row: "FP8 Formats for Deep Learning" (2022), section 3; blocks and tiles: the DeepSeek-V3 report (2024), section
+3.3. The torch code here runs anywhere and is the reference; on a GPU kernels/ makes the same bytes in fewer passes.
+Nothing waits for the device, so every cast can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zeropp_fp8.compute.operand import BLOCK, TILE_SCALES, Float8Operand
+
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+MATRIX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# The summed axis is padded to this with a scale per tensor or row: FP8 GEMMs want 16-byte rows.
+ALIGNMENT = 16
+SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: 1 / scale is finite
+NAN_CODE = 0x7F  # NaN in both formats; without it, CPU and GPU would write different ones of E5M2's
+Operands = tuple[Float8Operand | None, Float8Operand | None]
+
+
+# -- scales ---------------------------------------------------------------------------------------------------------
+
+
+def scale_of_amax(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 multipliers of decoding for groups with largest finite magnitudes `amax` (fp32, any shape)."""
+    # Divided by a tensor on purpose: torch on CUDA multiplies with the rounded reciprocal of a Python number.
+    scale = (amax / torch.full_like(amax, torch.finfo(dtype).max)).clamp_min_(SMALLEST_SCALE)
+    return scale.masked_fill_(amax == 0, 1.0)
+
+
+@torch.no_grad()
+def amax_of(matrix: Tensor, use_kernels: bool | None = None) -> Tensor:
+    """fp32 [1]: the largest finite magnitude of a matrix, 0 where there is none."""
+    matrix = _checked(matrix)
+    if _with_kernels(matrix, use_kernels):
+        from zeropp_fp8.kernels.cast_tensor import partial_amax
+
+        return partial_amax(matrix).amax(dim=0, keepdim=True)
+    return _finite_magnitudes(matrix).amax().view(1)
+
+
+# -- casts ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def cast_per_tensor(
+    matrix: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor | None = None,
+    amax_out: Tensor | None = None,
+    plain: bool = True,
+    transposed: bool = True,
+    use_kernels: bool | None = None,
+) -> Operands:
+    """One scale for the matrix, shared by both copies.
+
+    Args:
+        matrix: bf16, fp16 or fp32 [R, C].
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        scale: fp32 [1] on the matrix' device, positive: delayed scaling, one pass; values beyond scale * largest
+            saturate. None: the matrix' own scale, which takes a pass for its amax.
+        amax_out: fp32 [1], becomes max(amax_out, the matrix' largest finite magnitude).
+        plain, transposed: which copies to make.
+        use_kernels: Triton kernels instead of torch operations; None: on a GPU.
+
+    Returns:
+        (operand [R, C], operand [C, R]), None for a copy that is not wanted. K is padded to a multiple of 16.
+
+    Raises:
+        TypeError, ValueError: a dtype or shape that is not one of the above.
+    """
+    matrix = _checked(matrix, dtype)
+    _check_scalar("scale", scale, matrix)
+    _check_scalar("amax_out", amax_out, matrix)
+    if _with_kernels(matrix, use_kernels):
+        from zeropp_fp8.kernels.cast_tensor import cast_tensor, partial_amax
+
+        if not plain and not transposed:
+            if amax_out is not None:
+                torch.maximum(amax_out, amax_of(matrix, use_kernels), out=amax_out)
+            return None, None
+        partials = partial_amax(matrix) if scale is None else None
+        scale = torch.empty(1, dtype=torch.float32, device=matrix.device) if scale is None else scale
+        codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
+        cast_tensor(matrix, codes, codes_t, scale, partials, amax_out)
+        return _operands(matrix, codes, scale, codes_t, scale, "tensor")
+    if scale is None or amax_out is not None:
+        amax = _finite_magnitudes(matrix).amax().view(1)
+        scale = scale_of_amax(amax, dtype) if scale is None else scale
+        if amax_out is not None:
+            torch.maximum(amax_out, amax, out=amax_out)
+    quantized = _codes(matrix.float(), scale, dtype)
+    codes = _padded(quantized, ALIGNMENT) if plain else None
+    codes_t = _padded(quantized.t(), ALIGNMENT) if transposed else None
+    return _operands(matrix, codes, scale, codes_t, scale, "tensor")
+
+
+@torch.no_grad()
+def cast_per_row(
+    matrix: Tensor,
+    dtype: torch.dtype,
+    plain: bool = True,
+    transposed: bool = True,
+    use_kernels: bool | None = None,
+) -> Operands:
+    """A scale a row of [R, C] for the plain copy, a scale a row of [C, R] (a column) for the transposed one.
+
+    Arguments, result and errors are those of `cast_per_tensor`. K is padded to a multiple of 16.
+    """
+    matrix = _checked(matrix, dtype)
+    if _with_kernels(matrix, use_kernels):
+        from zeropp_fp8.kernels.cast_rows import cast_rows
+
+        codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
+        scale = _empty_scale(matrix, (matrix.shape[0], 1)) if plain else None
+        scale_t = _empty_scale(matrix, (matrix.shape[1], 1)) if transposed else None
+        cast_rows(matrix, codes, codes_t, scale, scale_t)
+        return _operands(matrix, codes, scale, codes_t, scale_t, "row")
+    values = matrix.float()
+    return (
+        _rows_operand(values, dtype) if plain else None,
+        _rows_operand(values.t(), dtype) if transposed else None,
+    )
+
+
+@torch.no_grad()
+def cast_blocks(
+    matrix: Tensor,
+    dtype: torch.dtype,
+    plain: bool = True,
+    transposed: bool = True,
+    use_kernels: bool | None = None,
+) -> Operands:
+    """A scale per 1 x 128 elements along C for the plain copy, along R for the transposed one.
+
+    Arguments, result and errors are those of `cast_per_tensor`. K is padded to a multiple of 128.
+    """
+    matrix = _checked(matrix, dtype)
+    if _with_kernels(matrix, use_kernels):
+        from zeropp_fp8.kernels.cast_blocks import cast_blocks as cast_blocks_with_kernel
+
+        rows, columns = matrix.shape
+        codes, codes_t = _empty_codes(matrix, dtype, BLOCK, plain, transposed)
+        scale = _empty_scale(matrix, (_blocks(columns), rows)).t() if plain else None
+        scale_t = _empty_scale(matrix, (_blocks(rows), columns)).t() if transposed else None
+        cast_blocks_with_kernel(matrix, codes, codes_t, scale, scale_t)
+        return _operands(matrix, codes, scale, codes_t, scale_t, "block")
+    values = matrix.float()
+    return (
+        _blocks_operand(values, dtype) if plain else None,
+        _blocks_operand(values.t(), dtype) if transposed else None,
+    )
+
+
+@torch.no_grad()
+def cast_tiles(
+    matrix: Tensor,
+    dtype: torch.dtype,
+    plain: bool = True,
+    transposed: bool = True,
+    use_kernels: bool | None = None,
+) -> Operands:
+    """A scale per 128 x 128 elements, shared by both copies (the transposed copy's scales are transposed too).
+
+    Arguments, result and errors are those of `cast_per_tensor`. K is padded to a multiple of 128.
+    """
+    matrix = _checked(matrix, dtype)
+    tiles = (_blocks(matrix.shape[0]), _blocks(matrix.shape[1]))
+    if _with_kernels(matrix, use_kernels):
+        from zeropp_fp8.kernels.cast_blocks import cast_tiles as cast_tiles_with_kernel
+
+        codes, codes_t = _empty_codes(matrix, dtype, BLOCK, plain, transposed)
+        scale = _empty_scale(matrix, tiles, TILE_SCALES) if plain else None
+        scale_t = _empty_scale(matrix, tiles[::-1], TILE_SCALES) if transposed else None
+        cast_tiles_with_kernel(matrix, codes, codes_t, scale, scale_t)
+        return _operands(matrix, codes, scale, codes_t, scale_t, "tile")
+    values = _padded(matrix.float(), BLOCK, rows_too=True).view(tiles[0], BLOCK, tiles[1], BLOCK)
+    scale = scale_of_amax(_finite_magnitudes(values).amax(dim=(1, 3)), dtype)
+    quantized = _codes(values, scale[:, None, :, None], dtype).view(tiles[0] * BLOCK, tiles[1] * BLOCK)
+    codes = _padded(quantized[: matrix.shape[0]], BLOCK) if plain else None
+    codes_t = _padded(quantized[:, : matrix.shape[1]].t(), BLOCK) if transposed else None
+    scale, scale_t = (_padded(s, TILE_SCALES, fill=1.0)[:, : s.shape[1]] for s in (scale, scale.t()))
+    return _operands(matrix, codes, scale, codes_t, scale_t, "tile")
+
+
+@torch.no_grad()
+def codes_of(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP8 codes [R, C] of a matrix, with given multipliers of decoding (fp32, [1] or broadcasting to [R, C])."""
+    if scale.numel() == 1 and matrix.numel():
+        operand, _ = cast_per_tensor(matrix, dtype, scale=scale.view(1), transposed=False)
+        return operand.codes[:, : matrix.shape[1]]
+    return _codes(matrix.float(), scale, dtype)
+
+
+@torch.no_grad()
+def swiglu_cast(
+    gate: Tensor,
+    up: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor,
+    amax_out: Tensor | None = None,
+    plain: bool = True,
+    transposed: bool = True,
+    keep_values: bool = False,
+    use_kernels: bool | None = None,
+) -> tuple[Float8Operand | None, Float8Operand | None, Tensor | None]:
+    """silu(gate) * up, rounded to the inputs' dtype after each, then cast per tensor with a given scale.
+
+    Args:
+        gate, up: bf16, fp16 or fp32 [R, C], of one dtype.
+        keep_values: also return the result before the cast.
+        others: see `cast_per_tensor`.
+
+    Returns:
+        (operand [R, C], operand [C, R], result [R, C] in the inputs' dtype), None for what is not wanted.
+    """
+    gate, up = _checked(gate, dtype), _checked(up, dtype)
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}")
+    if not (_with_kernels(gate, use_kernels) and (plain or transposed)):
+        return _cast_values(F.silu(gate) * up, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
+    from zeropp_fp8.kernels import fused_casts
+
+    _check_scalar("scale", scale, gate)
+    _check_scalar("amax_out", amax_out, gate)
+    codes, codes_t = _empty_codes(gate, dtype, ALIGNMENT, plain, transposed)
+    values = torch.empty_like(gate) if keep_values else None
+    fused_casts.swiglu_cast(gate, up, codes, codes_t, scale, amax_out, values)
+    return *_operands(gate, codes, scale, codes_t, scale, "tensor"), values
+
+
+@torch.no_grad()
+def rms_norm_cast(
+    matrix: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    scale: Tensor,
+    amax_out: Tensor | None = None,
+    plain: bool = True,
+    transposed: bool = True,
+    keep_values: bool = False,
+    use_kernels: bool | None = None,
+) -> tuple[Float8Operand | None, Float8Operand | None, Tensor | None]:
+    """weight * (matrix / root mean square of each row), then cast per tensor with a given scale.
+
+    Rounds as LlamaRMSNorm of transformers does: normalization in fp32, its result and the product to the matrix' dtype.
+
+    Args:
+        matrix: bf16, fp16 or fp32 [R, C].
+        weight: [C], of the matrix' dtype.
+        eps: added to the mean square.
+        others, result: see `swiglu_cast`.
+    """
+    matrix = _checked(matrix, dtype)
+    if weight.shape != matrix.shape[1:] or weight.dtype != matrix.dtype:
+        raise ValueError(f"weight must be {matrix.dtype} [{matrix.shape[1]}], not {weight.dtype} {list(weight.shape)}")
+    if not (_with_kernels(matrix, use_kernels) and (plain or transposed)):
+        values = matrix.float()
+        normalized = values * torch.rsqrt(values.pow(2).mean(dim=1, keepdim=True) + eps)
+        values = weight * normalized.to(matrix.dtype)
+        return _cast_values(values, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
+    from zeropp_fp8.kernels import fused_casts
+
+    _check_scalar("scale", scale, matrix)
+    _check_scalar("amax_out", amax_out, matrix)
+    codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
+    values = torch.empty_like(matrix) if keep_values else None
+    fused_casts.rms_norm_cast(matrix, weight.contiguous(), eps, codes, codes_t, scale, amax_out, values)
+    return *_operands(matrix, codes, scale, codes_t, scale, "tensor"), values
+
+
+def _cast_values(
+    values: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor,
+    amax_out: Tensor | None,
+    plain: bool,
+    transposed: bool,
+    keep_values: bool,
+    use_kernels: bool | None,
+) -> tuple[Float8Operand | None, Float8Operand | None, Tensor | None]:
+    """The unfused second half of a fused cast."""
+    operands = cast_per_tensor(values, dtype, scale, amax_out, plain, transposed, use_kernels)
+    return *operands, values if keep_values else None
+
+
+# -- torch reference ------------------------------------------------------------------------------------------------
+
+
+def _finite_magnitudes(values: Tensor) -> Tensor:
+    """fp32 |values|, 0 where NaN or Inf."""
+    return values.float().abs().nan_to_num_(nan=0.0, posinf=0.0)
+
+
+def _codes(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP8 codes of fp32 `values`, with multipliers of decoding that broadcast to them."""
+    scaled = values * (torch.ones_like(scale) / scale)
+    scaled.masked_fill_(values.isfinite().logical_not_(), torch.nan)
+    codes = scaled.clamp_(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+    _view_uint8(codes).masked_fill_(scaled.isnan(), NAN_CODE)
+    return codes
+
+
+def _rows_operand(values: Tensor, dtype: torch.dtype) -> Float8Operand:
+    """The operand of fp32 [rows, K] with a scale a row."""
+    scale = scale_of_amax(_finite_magnitudes(values).amax(dim=1, keepdim=True), dtype)
+    return Float8Operand(_padded(_codes(values, scale, dtype), ALIGNMENT), scale, tuple(values.shape), "row")
+
+
+def _blocks_operand(values: Tensor, dtype: torch.dtype) -> Float8Operand:
+    """The operand of fp32 [rows, K] with a scale per 1 x 128 elements."""
+    rows, summed = values.shape
+    blocks = _padded(values, BLOCK).view(rows, _blocks(summed), BLOCK)
+    scale = scale_of_amax(_finite_magnitudes(blocks).amax(dim=2), dtype)
+    codes = _codes(blocks, scale.unsqueeze(2), dtype).view(rows, -1)
+    # cloned, not contiguous(): with a single block the strides would not be those of a matrix
+    scale = scale.t().clone(memory_format=torch.contiguous_format).t()
+    return Float8Operand(codes, scale, (rows, summed), "block")
+
+
+def _padded(values: Tensor, multiple: int, rows_too: bool = False, fill: float = 0) -> Tensor:
+    """[rows, columns rounded up] with `fill` beyond the end, new memory; the rows rounded up as well if asked for."""
+    rows, columns = values.shape
+    shape = rows + (-rows % multiple if rows_too else 0), columns + -columns % multiple
+    if values.dtype in FLOAT8_DTYPES:  # as bytes: torch fills and copies few things in float8
+        return _padded(_view_uint8(values), multiple, rows_too).view(values.dtype)
+    padded = torch.full(shape, fill, dtype=values.dtype, device=values.device)
+    padded[:rows, :columns] = values
+    return padded
+
+
+def _view_uint8(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8)
+
+
+# -- shapes ---------------------------------------------------------------------------------------------------------
+
+
+def _checked(matrix: Tensor, dtype: torch.dtype = FLOAT8_DTYPES[0]) -> Tensor:
+    """The matrix, contiguous."""
+    if dtype not in FLOAT8_DTYPES:
+        raise TypeError(f"casts are to {FLOAT8_DTYPES}, not to {dtype}")
+    if matrix.dtype not in MATRIX_DTYPES:
+        raise TypeError(f"casts take matrices of {MATRIX_DTYPES}, not of {matrix.dtype}")
+    if matrix.dim() != 2 or matrix.numel() == 0:
+        raise ValueError(f"casts take a matrix [R, C] with R, C >= 1, not a tensor of shape {tuple(matrix.shape)}")
+    return matrix.contiguous()
+
+
+def _check_scalar(name: str, tensor: Tensor | None, matrix: Tensor) -> None:
+    if tensor is None:
+        return
+    if tensor.shape != (1,) or tensor.dtype != torch.float32 or tensor.device != matrix.device:
+        raise ValueError(
+            f"{name} must be fp32 [1] on {matrix.device}, not {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        )
+
+
+def _with_kernels(matrix: Tensor, use_kernels: bool | None) -> bool:
+    # Triton compiles an argument that is 1 into the kernel. ptxas (CUDA 12.8) crashes on tiles of a single column then,
+    # for which torch is good enough.
+    if matrix.shape[1] == 1:
+        return False
+    return matrix.device.type == "cuda" if use_kernels is None else use_kernels
+
+
+def _blocks(length: int) -> int:
+    return -(-length // BLOCK)
+
+
+def _empty_codes(
+    matrix: Tensor, dtype: torch.dtype, multiple: int, plain: bool, transposed: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Uninitialised codes [R, C rounded up] and [C, R rounded up]; kernels write the padding too."""
+    rows, columns = matrix.shape
+
+    def empty(count: int, summed: int) -> Tensor:
+        return torch.empty(count, -(-summed // multiple) * multiple, dtype=dtype, device=matrix.device)
+
+    return empty(rows, columns) if plain else None, empty(columns, rows) if transposed else None
+
+
+def _empty_scale(matrix: Tensor, shape: tuple[int, int], multiple: int = 1) -> Tensor:
+    """Uninitialised fp32 of a shape, its rows a multiple of some numbers long."""
+    rows, columns = shape
+    length = -(-columns // multiple) * multiple
+    return torch.empty(rows, length, dtype=torch.float32, device=matrix.device)[:, :columns]
+
+
+def _operands(
+    matrix: Tensor,
+    codes: Tensor | None,
+    scale: Tensor | None,
+    codes_t: Tensor | None,
+    scale_t: Tensor | None,
+    granularity: str,
+) -> Operands:
+    rows, columns = matrix.shape
+    return (
+        None if codes is None else Float8Operand(codes, scale, (rows, columns), granularity),
+        None if codes_t is None else Float8Operand(codes_t, scale_t, (columns, rows), granularity),
+    )

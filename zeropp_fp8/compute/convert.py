@@ -1,0 +1,146 @@
+"""Finding the linear layers of a model and letting them compute in low precision.
+
+A layer keeps its identity: its class changes, its Parameters, its name and its state_dict do not. It is done before
+ZeRO-3 puts its hooks on modules, and works on parameters that zero.Init has partitioned already.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeropp_fp8.compute.linear import LinearPrecision, LowPrecisionLinear, _LowPrecisionModule
+from zeropp_fp8.compute.scaling import SCALINGS, Scaling
+from zeropp_fp8.config import ComputeConfig, check_compute, completed_compute
+
+ALIGNMENT = 16  # FP8 GEMMs want both features in multiples of it, or 16-byte rows
+BLOCK = 128
+
+
+@dataclass
+class ConversionReport:
+    """What `convert_linear_layers` did.
+
+    Attributes:
+        scaling: shared by all converted layers; its `end_step` is to be called after each optimizer step.
+        converted: name -> module.
+        skipped: name -> reason, of the linear layers that stay as they are.
+    """
+
+    scaling: Scaling
+    converted: dict[str, nn.Module] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def restore(self) -> None:
+        """Give the converted modules the classes back that they had."""
+        for module in self.converted.values():
+            _restore(module)
+
+    def __str__(self) -> str:
+        reasons = Counter(self.skipped.values())
+        skipped = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
+        return f"{len(self.converted)} linear layers converted" + (f"; left as they are: {skipped}" if skipped else "")
+
+
+@functools.cache
+def _conv1d_classes() -> tuple[type, type]:
+    """(transformers' Conv1D, the same in low precision)."""
+    from transformers.pytorch_utils import Conv1D
+
+    class LowPrecisionConv1D(_LowPrecisionModule, Conv1D):
+        """transformers' Conv1D, whose weight is [in, out], with its GEMMs in FP8 or MX."""
+
+        __repr__ = nn.Module.__repr__  # Conv1D's own does not call extra_repr
+
+        def extra_repr(self) -> str:
+            scaling = self.precision.scaling
+            return f"nf={self.nf}, nx={self.nx}, {scaling.formats}, scaling={scaling.compute.scaling}"
+
+    return Conv1D, LowPrecisionConv1D
+
+
+def _full_shape(weight: Tensor) -> tuple[int, ...]:
+    """The shape of a Parameter, also of one that ZeRO-3 has partitioned."""
+    return tuple(getattr(weight, "ds_shape", weight.shape))
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    """Whether a dotted name, or one of its parts, is one of the patterns (which may hold * and ?)."""
+    return any(fnmatch(name, p) or any(fnmatch(part, p) for part in name.split(".")) for p in patterns)
+
+
+def _reason_to_skip(name: str, module: nn.Module, compute: ComputeConfig, owners: Counter) -> str | None:
+    if _matches(name, compute.skip_modules):
+        return "named in skip_modules"
+    if type(module) not in (nn.Linear, _conv1d_classes()[0]):
+        return f"a {type(module).__name__}, which has a forward of its own"
+    if owners[id(module.weight)] > 1:
+        return "its weight is shared with another module"
+    shape = _full_shape(module.weight)
+    if min(shape) < compute.min_features:
+        return f"fewer than {compute.min_features} features"
+    alignment = BLOCK if compute.scaling == "block" else ALIGNMENT
+    if compute.scaling != "mx" and any(size % alignment for size in shape):
+        return f"features are not multiples of {alignment}"
+    return None
+
+
+def convert_linear_layers(model: nn.Module, compute: ComputeConfig | Mapping[str, Any]) -> ConversionReport:
+    """Let the linear layers of a model compute in the precision of a "compute" section. In place.
+
+    nn.Linear and transformers' Conv1D are converted, wherever they stand (the base layer of a LoRA wrapper too). Norms,
+    softmax, attention and activations are not touched.
+
+    Args:
+        compute: a ComputeConfig, or its fields, e.g. {"format": "fp8", "scaling": "current"}.
+
+    Returns:
+        The report. Without DeepSpeed, call `report.scaling.end_step()` after each optimizer step if scaling is delayed.
+
+    Raises:
+        ConfigError: fields that cannot work together.
+        ValueError: the format is "none", or the model was converted before.
+    """
+    if not isinstance(compute, ComputeConfig):
+        compute = ComputeConfig(**compute)
+    compute = completed_compute(compute)
+    check_compute(compute)
+    if compute.format == "none":
+        raise ValueError('convert_linear_layers: "format" is "none"; name a format such as "fp8"')
+    for name, module in model.named_modules():
+        if isinstance(module, _LowPrecisionModule):
+            name = name or "the layer"
+            raise ValueError(f"convert_linear_layers: {name} was converted before; call restore_linear_layers first")
+    report = ConversionReport(SCALINGS[compute.scaling](compute))
+    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    conv1d, low_precision_conv1d = _conv1d_classes()
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Linear, conv1d)):
+            continue
+        reason = _reason_to_skip(name, module, compute, owners)
+        if reason is not None:
+            report.skipped[name] = reason
+            continue
+        is_conv1d = type(module) is conv1d
+        module.__class__ = low_precision_conv1d if is_conv1d else LowPrecisionLinear
+        module.precision = LinearPrecision(report.scaling, report.scaling.add_layer(), name, is_conv1d)
+        report.converted[name] = module
+    return report
+
+
+def restore_linear_layers(model: nn.Module) -> None:
+    """Undo `convert_linear_layers`."""
+    for module in model.modules():
+        _restore(module)
+
+
+def _restore(module: nn.Module) -> None:
+    if isinstance(module, _LowPrecisionModule):
+        module.__class__ = nn.Linear if isinstance(module, nn.Linear) else _conv1d_classes()[0]
+        del module.precision

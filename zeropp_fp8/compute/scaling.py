@@ -1,0 +1,257 @@
+"""Scaling: how the operands of a linear layer's three GEMMs are quantized, and what that remembers between steps.
+
+    current      one scale a tensor, from this tensor's amax
+    delayed      one scale a tensor, from the amax of earlier steps: one pass less over the data
+    per_channel  one scale a row of each operand
+    block        1 x 128 blocks of activations and gradients, 128 x 128 tiles of weights
+    mx           32 elements share a power of two (OCP Microscaling)
+
+Quantizing and transposing do not commute: `quantize` gives an operand for the GEMM that sums over a matrix's columns,
+and another for the one that sums over its rows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeropp_fp8.compute import casts
+from zeropp_fp8.compute.operand import Float8Operand
+from zeropp_fp8.compute.rounded import rounded_operands
+from zeropp_fp8.config import MX_FORMATS, ComputeConfig, operand_formats
+from zeropp_fp8.formats import make_format
+from zeropp_fp8.formats.noise import draw_seed
+
+Role = Literal["activations", "weights", "gradients"]
+ROLES: tuple[Role, ...] = ("activations", "weights", "gradients")
+Operand = Float8Operand | Tensor
+SCALE_STRIDE = 4  # cuBLAS wants scales at multiples of 16 bytes
+FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+class Scaling:
+    """Shared by all layers of one conversion."""
+
+    def __init__(self, compute: ComputeConfig) -> None:
+        self.compute = compute
+        self.formats = operand_formats(compute)
+        self._input: tuple | None = None
+
+    def add_layer(self) -> int:
+        """A number for a new layer, its first argument to `quantize`."""
+        return 0
+
+    def quantize(
+        self,
+        layer: int,
+        role: Role,
+        matrix: Tensor,
+        plain: bool,
+        transposed: bool,
+        scale: Tensor | None = None,
+        training: bool = True,
+    ) -> tuple[Operand | None, Operand | None]:
+        """Quantize [R, C] for a GEMM that sums over C (`plain`: [R, C]) or over R (`transposed`: [C, R]), or both.
+
+        Args:
+            layer: a number that `add_layer` gave.
+            scale: that of an operand of the same numbers, quantized before, if it has one for all of them.
+            training: whether a backward pass follows or runs; evaluation leaves no trace.
+        """
+        raise NotImplementedError
+
+    def quantize_input(self, layer: int, x: Tensor, transposed: bool, training: bool) -> tuple[Operand, Operand | None]:
+        """Operands of a layer's input [..., K]; layers with the same input one after the other (q, k, v) share them.
+
+        The last input is kept alive so that its memory, by which it is recognized, cannot become another tensor's.
+        """
+        key = None
+        if not x.is_inference():
+            memory = x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
+            key = (*memory, x._version, training)  # evaluation records no amax: its operands do not serve training
+            if self._input is not None and self._input[0] == key and (self._input[2][1] is not None or not transposed):
+                return self._input[2]
+        pair = self.quantize(layer, "activations", x.reshape(-1, x.shape[-1]), True, transposed, training=training)
+        self._input = None if key is None else (key, x.detach(), pair)
+        return pair
+
+    def __getstate__(self) -> dict:
+        """A copy (copy.deepcopy of a model) begins without an input: it would not keep that memory alive."""
+        return {**self.__dict__, "_input": None}
+
+    def forget_input(self) -> None:
+        """Let go of the last input."""
+        self._input = None
+
+    def end_step(self, group=None) -> None:
+        """After an optimizer step: take over what the step has shown. Collective over `group`, on every rank."""
+
+    def end_step_bytes(self) -> int:
+        """Size of what `end_step` reduces over ranks."""
+        return 0
+
+    def state_dict(self) -> dict:
+        """What the next steps depend on."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from `state_dict`'s result; an empty one starts afresh."""
+
+
+class CurrentScaling(Scaling):
+    """Each operand is scaled by its own amax, found in a pass of its own."""
+
+    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
+        dtype = FP8_DTYPES[self.formats[role]]
+        return casts.cast_per_tensor(matrix, dtype, scale=scale, plain=plain, transposed=transposed)
+
+
+class PerChannelScaling(Scaling):
+    """A scale for each row of each operand: each token, each output feature, ..."""
+
+    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
+        return casts.cast_per_row(matrix, FP8_DTYPES[self.formats[role]], plain=plain, transposed=transposed)
+
+
+class BlockScaling(Scaling):
+    """128 elements along the summed axis share a scale; of weights 128 x 128, which serves both GEMMs."""
+
+    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
+        cast = casts.cast_tiles if role == "weights" else casts.cast_blocks
+        return cast(matrix, FP8_DTYPES[self.formats[role]], plain=plain, transposed=transposed)
+
+
+class MXScaling(Scaling):
+    """Blocks of 32 with a power-of-two scale. The operands are the rounded values themselves (see gemm.py)."""
+
+    def __init__(self, compute: ComputeConfig) -> None:
+        super().__init__(compute)
+        options = {"scale_mode": compute.scale_mode, "rounding": compute.rounding}
+        self._mx = {role: make_format(f, **options) for role, f in self.formats.items() if f in MX_FORMATS}
+
+    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
+        mx = self._mx[role]
+        seed = draw_seed(None) if mx.needs_seed else None
+        return rounded_operands(matrix, mx, plain, transposed, seed)
+
+
+class DelayedScaling(Scaling):
+    """Scales from the amax of earlier steps, which the casts record on the way.
+
+    The amax of all operands is one small tensor on the device, reduced over ranks in one collective a step. An operand
+    that has no history yet (the first step, an expert that was never used, nothing but zeros so far) is scaled by its
+    current amax.
+    """
+
+    def __init__(self, compute: ComputeConfig) -> None:
+        super().__init__(compute)
+        self._layers = 0
+        self._seen: set[int] = set()  # operands recorded since the last step
+        self._known: set[int] = set()  # operands with a history
+        self._steps = 0
+        self._amax: Tensor | None = None  # fp32 [operands], since the last step
+        self._history: Tensor | None = None  # fp32 [amax_history, operands]
+        self._scale: Tensor | None = None  # fp32 [operands, 4], of which the first is used
+
+    def add_layer(self) -> int:
+        self._layers += 1
+        return self._layers - 1
+
+    @torch.inference_mode(False)  # what an evaluation in inference mode makes, training could not change
+    def _place_tables(self, device: torch.device) -> None:
+        """Make the tables, or let them follow the model."""
+        if self._amax is not None:
+            self._amax, self._history, self._scale = (
+                table.to(device) for table in (self._amax, self._history, self._scale)
+            )
+            return
+        count = self._layers * len(ROLES)
+        self._amax = torch.zeros(count, device=device)
+        self._history = torch.zeros(self.compute.amax_history, count, device=device)
+        self._scale = torch.ones(count, SCALE_STRIDE, device=device)
+
+    def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
+        index = layer * len(ROLES) + ROLES.index(role)
+        if self._amax is None or self._amax.device != matrix.device:  # moved, or a checkpoint was loaded
+            self._place_tables(matrix.device)
+        if index in self._known:
+            scale = self._scale[index, :1]
+        if training:
+            self._seen.add(index)
+        return casts.cast_per_tensor(
+            matrix,
+            FP8_DTYPES[self.formats[role]],
+            scale=scale,
+            amax_out=self._amax[index : index + 1] if training else None,
+            plain=plain,
+            transposed=transposed,
+        )
+
+    def end_step_bytes(self) -> int:
+        return 0 if self._amax is None else self._amax.numel() * self._amax.element_size()
+
+    @torch.no_grad()
+    def end_step(self, group=None) -> None:
+        self.forget_input()
+        if self._amax is None:
+            return
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(self._amax, op=dist.ReduceOp.MAX, group=group)
+        # A step that did not use an operand leaves its newest entry as it was.
+        newest = self._history[(self._steps - 1) % self.compute.amax_history]
+        self._history[self._steps % self.compute.amax_history] = torch.where(self._amax > 0, self._amax, newest)
+        self._steps += 1
+        amax = self._amax.copy_(self._history[(self._steps - 1) % self.compute.amax_history])
+        new = self._seen - self._known
+        if new:
+            # Zeros (gradients below a layer of zeros) say nothing about the next step. Looking waits for the device;
+            # operands are new in the first step, and seldom later.
+            has_history = amax.gt(0).tolist()
+            self._known |= {index for index in new if has_history[index]}
+        if self.compute.amax_reduction == "max":
+            amax = self._history.amax(dim=0)
+        for place, role in enumerate(ROLES):
+            own = slice(place, None, len(ROLES))
+            self._scale[own, 0] = casts.scale_of_amax(amax[own], FP8_DTYPES[self.formats[role]])
+        self._amax.zero_()
+        self._seen.clear()
+
+    def state_dict(self) -> dict:
+        if self._amax is None:
+            return {}
+        oldest_first = self._history.roll(-(self._steps % self.compute.amax_history), dims=0)
+        return {"known": sorted(self._known), "history": oldest_first.cpu(), "scale": self._scale[:, 0].cpu()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from `state_dict`'s result, also with another length of history; an empty one starts afresh.
+
+        Raises:
+            ValueError: it belongs to another number of layers.
+        """
+        self._known, self._seen, self._steps = set(), set(), 0
+        device = self._amax.device if self._amax is not None else torch.device("cpu")
+        self._amax = None
+        if not state:
+            return
+        operands = self._layers * len(ROLES)
+        if state["scale"].numel() != operands:
+            raise ValueError(
+                f"the amax history is of {state['scale'].numel() // len(ROLES)} layers, the model has {self._layers}"
+            )
+        self._place_tables(device)
+        kept = state["history"][-self.compute.amax_history :]
+        self._history[self.compute.amax_history - kept.shape[0] :] = kept
+        self._scale[:, 0] = state["scale"].to(device)
+        self._known = set(state["known"])
+
+
+SCALINGS: dict[str, type[Scaling]] = {
+    "current": CurrentScaling,
+    "delayed": DelayedScaling,
+    "per_channel": PerChannelScaling,
+    "block": BlockScaling,
+    "mx": MXScaling,
+}

@@ -1,0 +1,54 @@
+"""The `zeropp_fp8` section of a DeepSpeed configuration: fields, recipes, and every rule across fields.
+
+`resolve()` is the one way in. It looks at a ds_config and answers None (this job does not ask for the plugin) or a
+`PluginConfig` that is complete and consistent. Everything that cannot be honoured raises ConfigError here, before any
+collective, with the key and the remedy in the message.
+"""
+
+from zeropp_fp8.config.compute import check_compute, completed_compute, operand_formats
+from zeropp_fp8.config.ds_config import (
+    IN_TREE_KEYS,
+    asks_for_plugin,
+    in_tree_keys,
+    load_ds_config,
+    without_in_tree_keys,
+)
+from zeropp_fp8.config.recipes import RECIPES
+from zeropp_fp8.config.resolve import resolve
+from zeropp_fp8.config.sections import (
+    MX_FORMATS,
+    SECTION,
+    WIRE_FORMATS,
+    ComputeConfig,
+    ConfigError,
+    FrozenConfig,
+    GradientsConfig,
+    PluginConfig,
+    WeightsConfig,
+)
+from zeropp_fp8.config.topology import check_topology, find_ranks_per_node, secondary_ranks
+
+__all__ = [
+    "IN_TREE_KEYS",
+    "MX_FORMATS",
+    "RECIPES",
+    "SECTION",
+    "WIRE_FORMATS",
+    "ComputeConfig",
+    "ConfigError",
+    "FrozenConfig",
+    "GradientsConfig",
+    "PluginConfig",
+    "WeightsConfig",
+    "asks_for_plugin",
+    "check_compute",
+    "check_topology",
+    "completed_compute",
+    "find_ranks_per_node",
+    "in_tree_keys",
+    "load_ds_config",
+    "operand_formats",
+    "resolve",
+    "secondary_ranks",
+    "without_in_tree_keys",
+]

@@ -1,0 +1,64 @@
+"""A ds_config as DeepSpeed takes it, and its own ZeRO++ keys."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hjson
+
+from zeropp_fp8.config.sections import SECTION, ConfigError
+
+# The four ZeRO++ keys of DeepSpeed itself, and the value that means "off". They are honoured by this project and
+# hidden from DeepSpeed, whose own implementation needs nvcc and is wrong for bf16 and fp32 gradients.
+IN_TREE_KEYS = {
+    "zero_quantized_weights": False,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_gradients": False,
+    "zero_quantized_nontrainable_weights": False,
+}
+
+
+def load_ds_config(ds_config: Any) -> dict[str, Any]:
+    """A ds_config in any form DeepSpeed takes (a dict, a path, base64 of JSON), or as JSON text, as a new dict.
+
+    Raises:
+        ConfigError: a string that is neither.
+    """
+    if isinstance(ds_config, Mapping):
+        return copy.deepcopy(dict(ds_config))
+    if os.path.exists(ds_config):
+        return hjson.loads(Path(ds_config).read_text(), object_pairs_hook=dict)  # DeepSpeed reads Hjson too
+    if ds_config.lstrip().startswith("{"):
+        return hjson.loads(ds_config, object_pairs_hook=dict)
+    try:
+        return hjson.loads(base64.urlsafe_b64decode(ds_config).decode(), object_pairs_hook=dict)
+    except (ValueError, hjson.HjsonDecodeError):
+        raise ConfigError(f"the ds_config {ds_config!r} is neither a file nor base64 of JSON") from None
+
+
+def in_tree_keys(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The ZeRO++ keys that this ds_config sets, whatever their values."""
+    zero = ds_config.get("zero_optimization")
+    return {key: zero[key] for key in IN_TREE_KEYS if key in zero} if isinstance(zero, Mapping) else {}
+
+
+def without_in_tree_keys(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the ds_config that DeepSpeed may see."""
+    clean = copy.deepcopy(dict(ds_config))
+    for key in in_tree_keys(clean):
+        del clean["zero_optimization"][key]
+    return clean
+
+
+def asks_for_plugin(ds_config: Mapping[str, Any]) -> bool:
+    """Whether a section or an in-tree key turns the plugin on (the section's `enabled: false` wins)."""
+    section = ds_config.get(SECTION)
+    if isinstance(section, Mapping) and section.get("enabled") is False:
+        return False
+    asked = any(value != IN_TREE_KEYS[key] for key, value in in_tree_keys(ds_config).items())
+    return section is not None or asked

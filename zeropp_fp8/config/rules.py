@@ -1,0 +1,201 @@
+"""Every rule across fields, with its remedy; those of the compute section are in compute.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from zeropp_fp8.config.compute import check_compute
+from zeropp_fp8.config.ds_config import IN_TREE_KEYS
+from zeropp_fp8.config.sections import (
+    HADAMARD_GROUP,
+    MX_BLOCK_SIZE,
+    MX_FORMATS,
+    PLANNED_FORMATS,
+    SECTION,
+    WIRE_FORMATS,
+    ConfigError,
+    PluginConfig,
+    nearest,
+)
+
+
+def check_in_tree_types(keys: Mapping[str, Any]) -> None:
+    for key, value in keys.items():
+        off = IN_TREE_KEYS[key]
+        valid = isinstance(value, bool) if isinstance(off, bool) else type(value) is int and value >= 1
+        if not valid:
+            kind = "true or false" if isinstance(off, bool) else "a number of ranks, at least 1"
+            raise ConfigError(f'"zero_optimization.{key}" must be {kind}, got {value!r}')
+
+
+def check_in_tree_keys(config: PluginConfig, section: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
+    """The in-tree keys must not contradict the section."""
+    chosen = {
+        "zero_quantized_weights": ("weights.format", config.weights.format),
+        "zero_quantized_gradients": ("gradients.inter_format", _gradient_summary(config)),
+        "zero_quantized_nontrainable_weights": ("frozen.format", config.frozen.format),
+        "zero_hpz_partition_size": ("secondary.scope", config.secondary.scope),
+    }
+    for key, value in keys.items():
+        field, choice = chosen[key]
+        agree = (value != IN_TREE_KEYS[key]) == (choice != "none")
+        if agree and (key != "zero_hpz_partition_size" or choice in ("none", value)):
+            continue
+        raise ConfigError(
+            f'"zero_optimization.{key}": {json.dumps(value)} contradicts "{SECTION}.{field}" = "{choice}"'
+            f"{_origin(section)}; remove one of the two"
+        )
+
+
+def _gradient_summary(config: PluginConfig) -> str:
+    return config.gradients.inter_format if config.gradients.inter_format != "none" else config.gradients.intra_format
+
+
+def _origin(section: Mapping[str, Any]) -> str:
+    return f' (from recipe "{section["recipe"]}")' if section.get("recipe") else ""
+
+
+def _check_format(field: str, value: str) -> None:
+    if value in WIRE_FORMATS:
+        return
+    if value in PLANNED_FORMATS:
+        raise ConfigError(
+            f'"{SECTION}.{field}": "{value}" is not available there in this version; '
+            f"use one of {', '.join(WIRE_FORMATS)}"
+        )
+    raise ConfigError(
+        f'"{SECTION}.{field}": there is no format {value!r}{nearest(value, WIRE_FORMATS)}; '
+        f"formats are {', '.join(WIRE_FORMATS)}"
+    )
+
+
+def check_fields(config: PluginConfig) -> None:
+    """Rules inside the section."""
+    _check_format("weights.format", config.weights.format)
+    _check_format("gradients.intra_format", config.gradients.intra_format)
+    _check_format("gradients.inter_format", config.gradients.inter_format)
+    _check_format("frozen.format", config.frozen.format)
+    for name, section in (("weights", config.weights), ("gradients", config.gradients)):
+        if section.hadamard and section.block_size % HADAMARD_GROUP:
+            raise ConfigError(
+                f'"{SECTION}.{name}.block_size": {section.block_size} must be a multiple of {HADAMARD_GROUP} '
+                f'with "hadamard": true; use {-(-section.block_size // HADAMARD_GROUP) * HADAMARD_GROUP}'
+            )
+        if section.block_size % 2:
+            raise ConfigError(f'"{SECTION}.{name}.block_size": must be even, got {section.block_size}')
+    if config.frozen.format not in ("none", "int8", *MX_FORMATS):
+        raise ConfigError(
+            f'"{SECTION}.frozen.format": "{config.frozen.format}" is not in this version; use "none", "int8" or one of '
+            f"{', '.join(MX_FORMATS)}"
+        )
+    _check_mx_blocks(config)
+    check_compute(config.compute)
+    if config.gradients.error_feedback and config.gradients.inter_format == "none":
+        raise ConfigError(
+            f'"{SECTION}.gradients.error_feedback" corrects the quantization between nodes; '
+            f'set "gradients.inter_format" (e.g. "int4") or remove error_feedback'
+        )
+    not_yet = {
+        "gradients.store_format": (config.gradients.store_format, "none"),
+        "gradients.scale_policy": (config.gradients.scale_policy, "auto"),
+        "optimizer.master_format": (config.optimizer.master_format, "fp32"),
+        "optimizer.exp_avg_format": (config.optimizer.exp_avg_format, "fp32"),
+        "optimizer.exp_avg_sq_format": (config.optimizer.exp_avg_sq_format, "fp32"),
+        "partition": (config.partition, "slice"),
+        "frozen.double_quantize": (config.frozen.double_quantize, False),
+        "activations.wire_format": (config.activations.wire_format, "none"),
+    }
+    for field, (value, available) in not_yet.items():
+        if value != available:
+            raise ConfigError(
+                f'"{SECTION}.{field}": {value!r} is not in this version; the only value is {json.dumps(available)}'
+            )
+
+
+def _check_mx_blocks(config: PluginConfig) -> None:
+    """An MX block is 32 elements, unrotated."""
+    used = (
+        ("weights", config.weights.format, config.weights),
+        ("gradients", config.gradients.intra_format, config.gradients),
+        ("gradients", config.gradients.inter_format, config.gradients),
+        ("frozen", config.frozen.format, config.frozen),
+    )
+    for name, wire_format, section in used:
+        if wire_format not in MX_FORMATS:
+            continue
+        others = {config.gradients.intra_format, config.gradients.inter_format} - {"none", *MX_FORMATS}
+        if name == "gradients" and others:
+            continue  # block size and rotation are the other hop's
+        if section.block_size != MX_BLOCK_SIZE:
+            raise ConfigError(
+                f'"{SECTION}.{name}.block_size": {section.block_size} does not go with {wire_format}, whose blocks are '
+                f"{MX_BLOCK_SIZE} elements; remove it"
+            )
+        if getattr(section, "hadamard", False):
+            raise ConfigError(
+                f'"{SECTION}.{name}.hadamard": MX blocks are not rotated; set it to false, or use int4 or int8'
+            )
+
+
+def _get(ds_config: Mapping[str, Any], *path: str) -> Any:
+    value: Any = ds_config
+    for part in path:
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def check_host(config: PluginConfig, ds_config: Mapping[str, Any], hybrid_engine: bool) -> None:
+    """Rules across the section and the rest of the ds_config."""
+    stage = _get(ds_config, "zero_optimization", "stage")
+    if stage != 3:
+        raise ConfigError(
+            f'"zero_optimization.stage" is {json.dumps(stage)}; the plugin works with stage 3 only: set it to 3, '
+            f'or remove "{SECTION}" and the ZeRO++ keys'
+        )
+    nvme = '"nvme"; the plugin supports "cpu" and "none" there'
+    refused = {
+        "zero_optimization.offload_param.device": (
+            _get(ds_config, "zero_optimization", "offload_param", "device"),
+            nvme,
+        ),
+        "zero_optimization.offload_optimizer.device": (
+            _get(ds_config, "zero_optimization", "offload_optimizer", "device"),
+            nvme,
+        ),
+    }
+    for key, (value, remedy) in refused.items():
+        if value == "nvme":
+            raise ConfigError(f'"{key}" is {remedy}')
+    conflicts = {
+        "zero_optimization.zenflow": _get(ds_config, "zero_optimization", "zenflow"),
+        "zero_optimization.offload_optimizer.super_offload": _get(
+            ds_config, "zero_optimization", "offload_optimizer", "super_offload"
+        ),
+        "compile.deepcompile": _get(ds_config, "compile", "deepcompile"),
+        "hybrid_engine.enabled": hybrid_engine or _get(ds_config, "hybrid_engine", "enabled"),
+        "zero_optimization.use_all_reduce_for_fetch_params": _get(
+            ds_config, "zero_optimization", "use_all_reduce_for_fetch_params"
+        ),
+        "zero_optimization.mics_shard_size": _get(ds_config, "zero_optimization", "mics_shard_size") not in (None, -1),
+    }
+    for key, value in conflicts.items():
+        if value not in (None, False):
+            raise ConfigError(f'"{key}" replaces parts of ZeRO-3 that the plugin replaces too; remove one of the two')
+    if config.computes_in_low_precision and not config.compute.allow_fp16 and _get(ds_config, "fp16", "enabled"):
+        raise ConfigError(
+            f'"{SECTION}.compute.format" with "fp16.enabled": weights and gradients that FP8 scales hold may leave the '
+            f'range of fp16; use "bf16", or set "{SECTION}.compute.allow_fp16" to true'
+        )
+    if config.quantizes_gradients:
+        if _get(ds_config, "zero_optimization", "reduce_scatter") is False:
+            raise ConfigError(
+                '"zero_optimization.reduce_scatter": false cannot go with quantized gradients, which are '
+                "reduce-scattered; remove the key or set it to true"
+            )
+        if _get(ds_config, "prescale_gradients") or (_get(ds_config, "gradient_predivide_factor") or 1.0) != 1.0:
+            raise ConfigError(
+                '"prescale_gradients"/"gradient_predivide_factor" cannot go with quantized gradients, whose mean '
+                "is exact in fp32; remove them"
+            )

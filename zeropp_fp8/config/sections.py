@@ -1,0 +1,158 @@
+"""The `zeropp_fp8` section as pydantic models: every field, its type and its default."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict
+
+SECTION = "zeropp_fp8"
+
+
+class ConfigError(ValueError):
+    """A ds_config that the plugin cannot honour. The message names the key and the remedy."""
+
+
+MX_FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8")
+MX_BLOCK_SIZE = 32  # fixed by the OCP Microscaling specification
+FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2")
+WIRE_FORMATS = ("none", "int8", "int4", *FP8_FORMATS, *MX_FORMATS)
+PLANNED_FORMATS = ("nf4", "fp16")
+HADAMARD_GROUP = 32
+
+
+def nearest(word: str, known) -> str:
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
+    return f' (did you mean "{match[0]}"?)' if match else ""
+
+
+Rounding = Literal["nearest", "half_away", "stochastic"]
+ScaleMode = Literal["rceil", "floor"]
+BlockSize = Annotated[int, Strict(), Field(ge=2, le=1 << 20)]
+Flag = Annotated[bool, Strict()]
+PositiveInt = Annotated[int, Strict(), Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TopologyConfig(_Section):
+    """`ranks_per_node`: a number, or "detect" (LOCAL_WORLD_SIZE, else LOCAL_SIZE, else the launcher's variables)."""
+
+    ranks_per_node: PositiveInt | Literal["detect"] = "detect"
+
+
+class WeightsConfig(_Section):
+    """qwZ: how weights travel when they are gathered."""
+
+    format: str = "none"
+    block_size: BlockSize = 256
+    hadamard: Flag = False
+    rounding: Rounding = "nearest"
+    scale_mode: ScaleMode = "rceil"  # of MX formats
+
+
+class SecondaryConfig(_Section):
+    """hpZ: `scope` none | node | rank | a number of ranks that divides ranks_per_node."""
+
+    scope: Literal["none", "node", "rank"] | PositiveInt = "none"
+
+
+class GradientsConfig(_Section):
+    """qgZ: how gradients travel inside a node (`intra_format`) and between nodes (`inter_format`)."""
+
+    intra_format: str = "none"
+    inter_format: str = "none"
+    block_size: BlockSize = 128
+    hadamard: Flag = True
+    rounding: Rounding = "nearest"
+    scale_mode: ScaleMode = "rceil"  # of MX formats
+    error_feedback: Flag = False
+    store_format: str = "none"
+    scale_policy: Literal["auto", "pre", "post"] = "auto"
+
+
+class ComputeConfig(_Section):
+    """Linear layers in FP8 or MX.
+
+    `format`: none | fp8 (E4M3 throughout) | fp8_hybrid (gradients in E5M2) | an MX format for all three operands |
+    {"weights": .., "activations": .., "gradients": ..}; of MX formats gradients may be "none": a backward pass in high
+    precision, and are the activations' format where not given.
+    `scaling`: which values of an operand share a scale, and when it is found; "mx" unless told where formats are MX.
+    """
+
+    format: str | dict[str, str] = "none"
+    scaling: Literal["delayed", "current", "per_channel", "block", "mx"] = "delayed"
+    amax_history: PositiveInt = 16  # steps
+    amax_reduction: Literal["max", "most_recent"] = "max"
+    scale_mode: ScaleMode = "rceil"
+    rounding: Rounding = "nearest"
+    skip_modules: list[str] = ["lm_head"]
+    min_features: PositiveInt = 64  # a layer with fewer inputs or outputs stays as it is
+    evaluate_in: Literal["compute_format", "high_precision"] = "compute_format"
+    allow_fp16: Flag = False
+
+
+class OptimizerConfig(_Section):
+    master_format: str = "fp32"
+    exp_avg_format: str = "fp32"
+    exp_avg_sq_format: str = "fp32"
+    scales: Literal["tensor", "block"] = "tensor"
+
+
+class FrozenConfig(_Section):
+    modules: Literal["all-linear"] | list[str] = "all-linear"
+    format: str = "none"
+    block_size: BlockSize = 64
+    double_quantize: Flag = False
+    scale_mode: ScaleMode = "rceil"  # of MX formats
+    skip_modules: list[str] = ["lm_head", "embed"]
+
+
+class ActivationsConfig(_Section):
+    wire_format: str = "none"
+
+
+class ReportConfig(_Section):
+    """`every`: steps between two lines with the bytes on the wire; 0 for none."""
+
+    every: Annotated[int, Strict(), Field(ge=0)] = 100
+
+
+class PluginConfig(_Section):
+    """A complete, checked configuration. `resolve()` makes it; nothing else should."""
+
+    enabled: Flag = True
+    recipe: str | None = None
+    seed: Annotated[int, Strict(), Field(ge=0)] = 0
+    topology: TopologyConfig = TopologyConfig()
+    weights: WeightsConfig = WeightsConfig()
+    secondary: SecondaryConfig = SecondaryConfig()
+    gradients: GradientsConfig = GradientsConfig()
+    compute: ComputeConfig = ComputeConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    partition: Literal["slice", "whole_tensor"] = "slice"
+    frozen: FrozenConfig = FrozenConfig()
+    activations: ActivationsConfig = ActivationsConfig()
+    gather_granularity: Literal["block", "module", "parameter"] = "block"
+    report: ReportConfig = ReportConfig()
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether anything is quantized at all; if not, results are promised to be stock's, bit for bit."""
+        return (
+            self.quantizes_gradients
+            or self.weights.format != "none"
+            or self.frozen.format != "none"
+            or self.computes_in_low_precision
+        )
+
+    @property
+    def quantizes_gradients(self) -> bool:
+        return self.gradients.intra_format != "none" or self.gradients.inter_format != "none"
+
+    @property
+    def computes_in_low_precision(self) -> bool:
+        return self.compute.format != "none"

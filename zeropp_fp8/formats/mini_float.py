@@ -1,0 +1,183 @@
+"""Elements of the MX formats: floats of 4, 6 and 8 bits, and 8-bit fixed point, by bit arithmetic on fp32.
+
+A float of M mantissa bits stands, around a number v, on a grid of spacing 2^(max(exponent of v, min exponent) - M).
+With k = the magnitude of v in spacings, rounded to an integer, the code without its sign is
+
+    code = k + ((max(exponent of v, min exponent) - min exponent) << M)
+
+for normal numbers (k = 2^M + mantissa) and subnormal ones (k = mantissa) alike, also where rounding up reaches the next
+exponent. Fixed point is the case in which every number is subnormal. The sign is the input's, so -0 and what rounds to
+zero from below have the code of -0; integers have none. Magnitudes are rounded: stochastic rounding goes away from zero
+with a probability equal to the fraction of a spacing.
+
+Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 and 6.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from zeropp_fp8.formats.chunks import Scratch
+from zeropp_fp8.formats.packing import pack, unpack
+from zeropp_fp8.formats.scales import may_hold_special
+
+_EXPONENT = 0x7F800000  # of an fp32 number
+_ONE = 127  # the fp32 exponent field of 1.0
+NAN_CODE = 0x7F  # of both 8-bit floats; the sign of a NaN is dropped, devices do not agree on it
+INFINITY_CODE = 0x7C
+
+
+class MiniFloatElement:
+    """A float with a sign, `exponent_bits` (bias 2^(exponent_bits - 1) - 1) and `mantissa_bits`.
+
+    Args:
+        exponent_bits: 2 to 5.
+        mantissa_bits: 1 or more.
+        largest: the largest finite number.
+        special: "none": every code is a finite number. "nan": the last code is NaN, and Inf is encoded as NaN.
+            "ieee": the codes with the last exponent are Inf and NaN.
+    """
+
+    is_integer = False
+
+    def __init__(self, exponent_bits: int, mantissa_bits: int, largest: float, special: str = "none") -> None:
+        self.bits = 1 + exponent_bits + mantissa_bits
+        self.mantissa_bits = mantissa_bits
+        self.bias = 2 ** (exponent_bits - 1) - 1
+        self.min_exponent = 1 - self.bias
+        self.largest = largest
+        self.largest_decoded = largest  # Inf is not clamped
+        self.special = special
+        self.keeps_infinity = special == "ieee"
+
+    @property
+    def holds_special(self) -> bool:
+        """Whether NaN is a code, so that a NaN or Inf does not spoil its whole block."""
+        return self.special != "none"
+
+    def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
+        """Write the codes of fp32 `scaled` [rows, n] to `codes`, uint8 [rows, n * bits / 8].
+
+        Values beyond the largest are clamped to it, Inf and NaN are not. Elements without codes for them must not be
+        given any. `scaled` is left as it is.
+        """
+        steps, anchors = self._steps(scaled, rounding, noise, scratch)
+        # How far an anchor's exponent lies above the smallest one is how far the number's does.
+        anchors.sub_((_ONE + self.min_exponent + 23 - self.mantissa_bits) << 23)
+        magnitudes = steps.add_(anchors.bitwise_right_shift_(23 - self.mantissa_bits))
+        sign = torch.bitwise_right_shift(scaled.view(torch.int32), 32 - self.bits, out=anchors)
+        wide_codes = magnitudes.bitwise_or_(sign.bitwise_and_(1 << self.bits - 1))
+        if self.holds_special and may_hold_special(scaled):
+            self._mark_special_(wide_codes, scaled)
+        self._store(wide_codes, codes, scratch)
+
+    def _round_magnitudes(
+        self, scaled: Tensor, rounding: str, noise: Tensor | None, scratch: Scratch
+    ) -> tuple[Tensor, Tensor]:
+        """(anchor + rounded magnitude, anchor) of each number, fp32 in buffers of `scratch`.
+
+        The anchor is 2^23 spacings. There fp32's own spacing is the grid's, so that a sum with it is on the grid, and
+        its low bits are the number of spacings.
+        """
+        magnitudes = torch.abs(scaled, out=scratch("magnitudes", scaled.shape)).clamp_max_(self.largest)
+        anchors = scratch("anchors", scaled.shape, torch.int32)
+        torch.bitwise_and(magnitudes.view(torch.int32), _EXPONENT, out=anchors)
+        anchors.clamp_min_((_ONE + self.min_exponent) << 23).add_((23 - self.mantissa_bits) << 23)
+        if rounding != "nearest":
+            # Divided by the spacing, 2^-23 anchors, and multiplied with it again: both exact.
+            spacings = torch.sub(anchors, 23 << 23, out=scratch("spacings", scaled.shape, torch.int32))
+            magnitudes /= spacings.view(torch.float32)
+            whole = torch.floor(magnitudes, out=scratch("whole", scaled.shape))
+            fraction = magnitudes.sub_(whole)
+            # Compared, not added: fp32 would round 7.9999995 + 0.9999999 to 9, and 8 + 0.9999999 too.
+            whole += fraction >= (0.5 if rounding == "half_away" else torch.rsub(noise, 1.0))
+            torch.mul(whole, spacings.view(torch.float32), out=magnitudes)
+        # Rounds to nearest, ties to even, what is not on the grid yet.
+        magnitudes += anchors.view(torch.float32)
+        return magnitudes, anchors.view(torch.float32)
+
+    def _steps(self, scaled: Tensor, rounding: str, noise: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        """(rounded magnitudes in spacings, anchors), both int32, in buffers of `scratch`."""
+        rounded, anchors = (x.view(torch.int32) for x in self._round_magnitudes(scaled, rounding, noise, scratch))
+        return rounded.sub_(anchors), anchors
+
+    def _mark_special_(self, codes: Tensor, scaled: Tensor) -> None:
+        """Replace the codes (int32) of Inf and NaN."""
+        if self.keeps_infinity:
+            codes.masked_fill_(scaled == math.inf, INFINITY_CODE)
+            codes.masked_fill_(scaled == -math.inf, INFINITY_CODE | 0x80)
+            codes.masked_fill_(scaled.isnan(), NAN_CODE)
+        else:
+            codes.masked_fill_(scaled.isfinite().logical_not_(), NAN_CODE)
+
+    def _store(self, codes: Tensor, packed: Tensor, scratch: Scratch) -> None:
+        if self.bits == 8:
+            packed.copy_(codes)
+        else:
+            pack(scratch("narrow codes", codes.shape, torch.int8).copy_(codes), self.bits, packed, scratch)
+
+    def dequantize(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
+        """Write the values of uint8 `codes` [rows, n * bits / 8], before scaling, to `values` (fp32 [rows, n])."""
+        unpacked = codes.view(torch.int8) if self.bits == 8 else unpack(codes, self.bits, scratch)
+        # With its mantissa moved below fp16's and its sign to the top, a code is an fp16 number that is
+        # 2^(bias - 15) times its value, subnormals included.
+        halves = scratch("halves", unpacked.shape, torch.int16).copy_(unpacked)
+        halves.bitwise_left_shift_(10 - self.mantissa_bits)
+        if self.bias != 15:
+            # Where the sign came to lie, and (int8 becomes int16) its copies above, is moved to bit 15.
+            sign_at = 9 + self.bits - self.mantissa_bits
+            sign = torch.bitwise_left_shift(halves, 15 - sign_at, out=scratch("signs", halves.shape, torch.int16))
+            sign.bitwise_and_(-0x8000)
+            halves.bitwise_and_((1 << sign_at) - 1).bitwise_or_(sign)
+        values.copy_(halves.view(torch.float16))
+        if self.bias != 15:
+            values *= 2.0 ** (15 - self.bias)
+        if self.special == "nan":
+            magnitudes = torch.bitwise_and(codes, 0x7F, out=scratch("unsigned", codes.shape, torch.uint8))
+            if codes.device.type != "cpu" or magnitudes.max().item() == NAN_CODE:
+                values.masked_fill_(magnitudes == NAN_CODE, math.nan)
+
+    def round_(self, scaled: Tensor, rounding: str, noise: Tensor | None, scratch: Scratch) -> Tensor:
+        """fp32 `scaled` [rows, n], overwritten by what the codes of `quantize_` stand for.
+
+        NaN stays, and without a code for it Inf becomes NaN.
+        """
+        rounded, anchors = self._round_magnitudes(scaled, rounding, noise, scratch)
+        magnitudes = rounded.sub_(anchors)
+        if may_hold_special(scaled):
+            special = scaled.abs() if self.keeps_infinity else math.nan
+            magnitudes = torch.where(scaled.isfinite(), magnitudes, special)
+        return self._with_sign_(magnitudes, scaled)
+
+    def _with_sign_(self, magnitudes: Tensor, scaled: Tensor) -> Tensor:
+        """`scaled` becomes fp32 `magnitudes` with its own sign."""
+        return torch.copysign(magnitudes, scaled, out=scaled)
+
+
+class FixedPointElement(MiniFloatElement):
+    """INT8 of the MX formats: code / 64 with codes from -127 to 127, two's complement.
+
+    Its magnitudes are those of a float with one bit before the point, six behind it, and no exponent.
+    """
+
+    is_integer = True
+
+    def __init__(self) -> None:
+        super().__init__(exponent_bits=1, mantissa_bits=6, largest=127 / 64)
+        self.min_exponent = 0
+        self.largest_decoded = 2.0  # of the code that is never written
+
+    def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
+        steps, spare = self._steps(scaled, rounding, noise, scratch)
+        sign = torch.bitwise_right_shift(scaled.view(torch.int32), 31, out=spare)
+        codes.view(torch.int8).copy_(steps.bitwise_xor_(sign).sub_(sign))
+
+    def dequantize(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
+        values.copy_(codes.view(torch.int8)).mul_(1 / 64)
+
+    def _with_sign_(self, magnitudes: Tensor, scaled: Tensor) -> Tensor:
+        torch.copysign(magnitudes, scaled, out=scaled)
+        return scaled.add_(0.0)  # -0 becomes 0, for which there is one code

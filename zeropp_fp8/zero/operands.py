@@ -1,0 +1,186 @@
+"""One code for wire and GEMM: FP8 weights that travel as the codes their linear layer multiplies.
+
+Where weights travel as fp8_e4m3 and linear layers compute in FP8, shards are encoded with scales of the full weight,
+and the gathered bytes are the GEMM's operand. No scale travels: after an optimizer step every rank finds the amax of
+its shards, one all-reduce gives those of all weights, and every rank computes the same scales.
+
+ZeRO-3's flat slices may cut rows and tiles anywhere, because the scales do not belong to slices. What the gathered
+bytes serve, by scaling:
+
+    delayed, current   a scale a tensor       y = x W^T as they are; grad_input = g W after a transposition of the bytes
+    block              128 x 128 tiles        the same
+    per_channel        a scale a row          y = x W^T only; backward decodes and quantizes along the other axis
+
+The bytes are the operand itself where one hop brings them in rank order (one node, or one rank a node, or a secondary
+copy on each rank's own device). After two hops the slices lie in another order, and one copy of 1 byte an element sorts
+them; a 16-bit weight would have been written (2 bytes) and quantized again (3 bytes) instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.compute import casts
+from zeropp_fp8.compute.linear import LinearPrecision
+from zeropp_fp8.compute.operand import BLOCK, Float8Operand, Granularity
+from zeropp_fp8.compute.scaling import SCALE_STRIDE
+from zeropp_fp8.zero.session import Session
+
+_GRANULARITY: dict[str, Granularity] = {"delayed": "tensor", "current": "tensor", "per_channel": "row", "block": "tile"}
+WIRE_FORMAT = "fp8_e4m3"
+DTYPE = torch.float8_e4m3fn
+
+
+@dataclass
+class _Weight:
+    """One weight, and where its scales lie among those of all."""
+
+    param: Parameter
+    scales: slice
+    scale_shape: tuple[int, ...]
+
+
+class GemmWeights:
+    """The weights of one engine that travel as GEMM operands, and their scales.
+
+    Empty where wire and GEMM do not agree: other formats, rotated or stochastically rounded weights, one rank.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._weights: dict[int, _Weight] = {}
+        self._scales: Tensor | None = None  # fp32, of all weights one after the other
+        self.stale = True
+        self.granularity: Granularity = "tensor"
+
+    def adopt(self, params: Iterable[Parameter]) -> None:
+        """Take over those of an engine's ZeRO-3 parameters that are weights of converted layers, if formats agree."""
+        conversion, wire = self.session.conversion, self.session.weight_format
+        if conversion is None or wire is None:
+            return
+        scaling = conversion.scaling.compute.scaling
+        exact_codes = wire.name == WIRE_FORMAT and wire.rounding == "nearest" and not wire.hadamard
+        if not exact_codes or scaling not in _GRANULARITY:
+            return
+        self.granularity = _GRANULARITY[scaling]
+        precisions = {id(module.weight): module.precision for module in conversion.converted.values()}
+        for param in params:
+            if id(param) in precisions:
+                self._add(param, precisions[id(param)])
+
+    def _add(self, param: Parameter, precision: LinearPrecision) -> None:
+        if precision.weight_is_transposed and self.granularity == "row":
+            return  # [in, out]: a row is not what y = x W^T wants a scale for
+        rows, columns = param.ds_shape
+        shape = {"tensor": (1,), "row": (rows, 1), "tile": (-(-rows // BLOCK), -(-columns // BLOCK))}[self.granularity]
+        start = max((w.scales.stop for w in self._weights.values()), default=0)
+        start += -start % SCALE_STRIDE
+        count = shape[0] * shape[-1] if len(shape) == 2 else 1
+        self._weights[param.ds_id] = _Weight(param, slice(start, start + count), shape)
+
+    def __contains__(self, param: Parameter) -> bool:
+        return param.ds_id in self._weights
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def changed(self, params: Iterable[Parameter] | None) -> None:
+        """Weights (None: all) were written: their scales are to be found again before the next gather."""
+        self.stale = self.stale or params is None or any(p in self for p in params)
+
+    # -- scales ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def refresh_scales(self) -> None:
+        """Find the scales of all weights, if any was written. Collective: one all-reduce of a number a scale."""
+        if not self.stale:
+            return
+        device = self.session.device
+        count = max(w.scales.stop for w in self._weights.values())
+        amax = torch.zeros(count, device=device)
+        if self.granularity == "tensor":
+            shards = [self._own(w.param).view(-1) for w in self._weights.values()]
+            norms = torch._foreach_norm([s if s.numel() else s.new_zeros(1) for s in shards], torch.inf)
+            amax[::SCALE_STRIDE] = torch.stack(norms).float()
+        else:
+            for weight in self._weights.values():
+                self._add_amax(weight, amax[weight.scales].view(weight.scale_shape))
+        # A backend's maximum may drop NaN. With an infinite scale every code is 0 and decodes to 0 * Inf = NaN.
+        amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        topology = self.session.topology
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=topology.group)
+        self.session.ledger.sent_around_ring(amax.numel() * amax.element_size(), rounds=2)
+        self._scales = casts.scale_of_amax(amax, DTYPE)
+        self.stale = False
+
+    def _own(self, param: Parameter) -> Tensor:
+        """This rank's elements of a weight, flat, without the padding of the last slices (which nobody writes)."""
+        start = self.session.topology.rank * param.ds_tensor.ds_numel
+        own = min(param.ds_tensor.ds_numel, max(0, param.ds_numel - start))
+        return param.ds_tensor.data.view(-1)[:own].to(self.session.device, non_blocking=True)
+
+    def _own_rows(self, param: Parameter) -> tuple[Tensor, int, int]:
+        """(this rank's elements as rows of the weight, index of the first row, elements of it that other ranks have).
+
+        What is not this rank's in the first and last row is zero.
+        """
+        columns = param.ds_shape[1]
+        own = self._own(param)
+        start = self.session.topology.rank * param.ds_tensor.ds_numel
+        lead = start % columns
+        rows = F.pad(own, (lead, -(lead + own.numel()) % columns)).view(-1, columns)
+        return rows, start // columns, lead
+
+    def _add_amax(self, weight: _Weight, amax: Tensor) -> None:
+        rows, first, _ = self._own_rows(weight.param)
+        if rows.numel() == 0:
+            return
+        if self.granularity == "row":
+            amax[first : first + rows.shape[0], 0] = rows.abs().amax(dim=1).float()
+            return
+        by_row = rows.abs().unflatten(1, (-1, BLOCK)).amax(dim=2).float()
+        lead = first % BLOCK
+        by_row = F.pad(by_row, (0, 0, lead, -(lead + rows.shape[0]) % BLOCK))
+        by_tile = by_row.unflatten(0, (-1, BLOCK)).amax(dim=1)
+        amax[first // BLOCK : first // BLOCK + by_tile.shape[0]] = by_tile
+
+    def _scale_of(self, weight: _Weight) -> Tensor:
+        return self._scales[weight.scales].view(weight.scale_shape)
+
+    # -- codes -----------------------------------------------------------------------------------------------------
+
+    def slice_bytes(self, param: Parameter) -> int:
+        """Bytes of a rank's slice on the wire: one an element, so that slices of all ranks make one matrix."""
+        return param.ds_tensor.ds_numel
+
+    @torch.no_grad()
+    def encode(self, param: Parameter, out: Tensor) -> None:
+        """Write the codes of this rank's slice to `out`, uint8 [slice_bytes]."""
+        weight = self._weights[param.ds_id]
+        scale = self._scale_of(weight)
+        if self.granularity == "tensor":
+            own = self._own(param)
+            codes = casts.codes_of(own.view(1, -1), scale, DTYPE).view(-1)
+        else:
+            rows, first, lead = self._own_rows(param)
+            own_scales = scale[first : first + rows.shape[0]]
+            if self.granularity == "tile":
+                tile_rows = torch.arange(first, first + rows.shape[0], device=rows.device) // BLOCK
+                own_scales = scale[tile_rows].repeat_interleave(BLOCK, dim=1)
+            codes = casts.codes_of(rows, own_scales, DTYPE).view(-1)[lead : lead + self._own(param).numel()]
+        out[: codes.numel()] = codes.view(torch.uint8)
+        out[codes.numel() :] = 0
+
+    def operand(self, param: Parameter, codes: Tensor) -> Float8Operand:
+        """The operand of uint8 `codes` [world_size * slice_bytes] in rank order; it shares their memory."""
+        rows, columns = param.ds_shape
+        matrix = codes[: param.ds_numel].view(DTYPE).view(rows, columns)
+        scale = self._scale_of(self._weights[param.ds_id])
+        return Float8Operand(matrix, scale, (rows, columns), self.granularity)
