@@ -384,7 +384,9 @@ def compile(kernel, launch, dtype="*bf16", aligned=True, ones=(), **constants):
     registers = int(re.search(r"Used (\\d+) registers", report).group(1))
     spilled = int(re.search(r"(\\d+) bytes spill stores", report).group(1))
     if aligned:
-        assert registers * 16 * 32 <= 65536, (kernel, registers)  # two programs of 8 warps on a multiprocessor
+        # Two programs of 8 warps on a multiprocessor; of fp32 numbers, whose codes are made by integer operations where
+        # both copies are wanted, three of 4 warps.
+        assert registers <= (128 if dtype != "*fp32" else 168), (kernel, registers)
         assert spilled <= 16, (kernel, constants, spilled)
 
 BOTH = {"PLAIN": True, "TRANSPOSED": True}

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from zeropp_fp8.compute.operand import Float8Operand, Granularity
 
+ROW_ALIGNMENT = 4  # rows of an operand with scales of blocks
+
 
 @functools.cache
 def has_fp8_gemm(device: torch.device, granularity: Granularity) -> bool:
@@ -90,9 +92,11 @@ def _emulated(a: Float8Operand, b: Float8Operand) -> Tensor:
 
 
 def _blockwise(a: Float8Operand, b: Float8Operand, out_dtype: torch.dtype) -> Tensor:
+    rows = a.codes.shape[0]
+    a = _with_whole_rows(a)
     scale_a, recipe_a = _block_scale(a)
     scale_b, recipe_b = _block_scale(b)
-    return F.scaled_mm(
+    out = F.scaled_mm(
         a.codes,
         b.codes.t(),
         scale_a=scale_a,
@@ -101,6 +105,21 @@ def _blockwise(a: Float8Operand, b: Float8Operand, out_dtype: torch.dtype) -> Te
         scale_recipe_b=recipe_b,
         output_dtype=out_dtype,
     )
+    return out[:rows]
+
+
+def _with_whole_rows(operand: Float8Operand) -> Float8Operand:
+    """Rows padded with zeros to a multiple of 4: scales of blocks have rows contiguous, and cuBLAS wants 16 bytes.
+
+    Numbers of tokens that are no multiple of 4 are those of generation; its operands are small.
+    """
+    rows = operand.codes.shape[0]
+    padding = -rows % ROW_ALIGNMENT
+    if not padding or operand.granularity != "block":
+        return operand
+    codes = F.pad(operand.codes.view(torch.uint8), (0, 0, 0, padding)).view(operand.dtype)
+    scale = F.pad(operand.scale.t(), (0, padding)).t()
+    return Float8Operand(codes, scale, (rows + padding, operand.shape[1]), "block")
 
 
 def _block_scale(operand: Float8Operand):
