@@ -55,6 +55,20 @@ def rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+class FeedForward(nn.Module):
+    """SwiGLU, written as transformers writes it, so that what knows its modules knows this one."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size.hidden, size.intermediate, bias=False)
+        self.up_proj = nn.Linear(size.hidden, size.intermediate, bias=False)
+        self.down_proj = nn.Linear(size.intermediate, size.hidden, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
 class Block(nn.Module):
     """One transformer layer: attention, then SwiGLU, each behind a norm and added to its input."""
 
@@ -67,9 +81,7 @@ class Block(nn.Module):
         self.k_proj = nn.Linear(size.hidden, size.kv_heads * head_size, bias=False)
         self.v_proj = nn.Linear(size.hidden, size.kv_heads * head_size, bias=False)
         self.o_proj = nn.Linear(size.hidden, size.hidden, bias=False)
-        self.gate_proj = nn.Linear(size.hidden, size.intermediate, bias=False)
-        self.up_proj = nn.Linear(size.hidden, size.intermediate, bias=False)
-        self.down_proj = nn.Linear(size.intermediate, size.hidden, bias=False)
+        self.mlp = FeedForward(size)
 
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         batch, length, _ = x.shape
@@ -80,8 +92,7 @@ class Block(nn.Module):
         grouped = self.kv_heads != self.heads
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         x = x + self.o_proj(attended.transpose(1, 2).reshape(batch, length, -1))
-        normed = self.mlp_norm(x)
-        return x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Llama(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_cases import same
 
-from zeropp_fp8.formats import MX_NAMES, ROUNDING_MODES, make_format
+from zeropp_fp8.formats import MX_NAMES, make_format
 from zeropp_fp8.formats.noise import Seed
 
 pytestmark = pytest.mark.gpu
@@ -28,8 +28,16 @@ def test_same_bytes_and_values_as_on_the_cpu(name, hadamard, dtype):
         assert torch.equal(decoded.nan_to_num(7.0), fmt.decode(payload, x.shape, dtype).nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rounding", ROUNDING_MODES)
+@pytest.mark.parametrize(
+    "rounding, dtype",
+    [
+        ("nearest", torch.float32),
+        ("nearest", torch.bfloat16),
+        ("nearest", torch.float16),
+        ("half_away", torch.bfloat16),
+        ("stochastic", torch.float32),
+    ],
+)
 @pytest.mark.parametrize("scale_mode", ["rceil", "floor"])
 @pytest.mark.parametrize("name", MX_NAMES)
 def test_mx_bytes_and_values_are_those_of_the_cpu(name, scale_mode, rounding, dtype):

@@ -133,9 +133,12 @@ def run(layer, x, grad):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("compute_format, scaling", CASES)
 def test_layers_agree_with_the_cpu(compute_format, scaling, dtype, only_native):
-    """The same codes, so the same results but for the order of sums; over two steps, with few and many tokens."""
+    """The same codes, so the same results but for the order of sums; over several steps, with few and many tokens.
+
+    A single token, and tokens divisible by 16, for which Triton compiles kernels anew, in bf16 only.
+    """
     (layer, scales), (reference, reference_scales), exact = make_layers(compute_format, scaling, dtype)
-    for step, tokens in enumerate((1000, 24, 1, 128)):
+    for step, tokens in enumerate((1000, 24, 1, 128) if dtype == torch.bfloat16 else (1000, 24)):
         x, grad = draw(tokens, 384, seed=step).to(dtype), (draw(tokens, 256, seed=10 + step) * 1e-4).to(dtype)
         results = run(layer, x, grad)
         for actual, expected in zip(results, run(reference, x, grad)):

@@ -16,7 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeropp_fp8.compute.linear import LinearPrecision, LowPrecisionLinear, _LowPrecisionModule
+from zeropp_fp8.compute.rms_norm import fuse_rms_norms, restore_rms_norm
 from zeropp_fp8.compute.scaling import SCALINGS, Scaling
+from zeropp_fp8.compute.swiglu import fuse_swiglu, restore_swiglu
 from zeropp_fp8.config import ComputeConfig, check_compute, completed_compute
 
 ALIGNMENT = 16  # FP8 GEMMs want both features in multiples of it, or 16-byte rows
@@ -31,15 +33,17 @@ class ConversionReport:
         scaling: shared by all converted layers; its `end_step` is to be called after each optimizer step.
         converted: name -> module.
         skipped: name -> reason, of the linear layers that stay as they are.
+        fused: norms and gated feed-forward modules whose result is cast as it is made (rms_norm.py, swiglu.py).
     """
 
     scaling: Scaling
     converted: dict[str, nn.Module] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    fused: list[nn.Module] = field(default_factory=list)
 
     def restore(self) -> None:
         """Give the converted modules the classes back that they had."""
-        for module in self.converted.values():
+        for module in (*self.converted.values(), *self.fused):
             _restore(module)
 
     def __str__(self) -> str:
@@ -131,6 +135,7 @@ def convert_linear_layers(model: nn.Module, compute: ComputeConfig | Mapping[str
         module.__class__ = low_precision_conv1d if is_conv1d else LowPrecisionLinear
         module.precision = LinearPrecision(report.scaling, report.scaling.add_layer(), name, is_conv1d)
         report.converted[name] = module
+    report.fused = fuse_swiglu(model) + fuse_rms_norms(model)
     return report
 
 
@@ -141,6 +146,8 @@ def restore_linear_layers(model: nn.Module) -> None:
 
 
 def _restore(module: nn.Module) -> None:
+    restore_swiglu(module)
+    restore_rms_norm(module)
     if isinstance(module, _LowPrecisionModule):
         module.__class__ = nn.Linear if isinstance(module, nn.Linear) else _conv1d_classes()[0]
         del module.precision

@@ -68,15 +68,18 @@ class Scaling:
 
         The last input is kept alive so that its memory, by which it is recognized, cannot become another tensor's.
         """
-        key = None
-        if not x.is_inference():
-            memory = x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
-            key = (*memory, x._version, training)  # evaluation records no amax: its operands do not serve training
-            if self._input is not None and self._input[0] == key and (self._input[2][1] is not None or not transposed):
-                return self._input[2]
+        key = _key(x, training)
+        known = self._input is not None and key is not None and self._input[0] == key
+        if known and (self._input[2][1] is not None or not transposed):
+            return self._input[2]
         pair = self.quantize(layer, "activations", x.reshape(-1, x.shape[-1]), True, transposed, training=training)
         self._input = None if key is None else (key, x.detach(), pair)
         return pair
+
+    def offer_input(self, x: Tensor, pair: tuple[Operand, Operand | None], training: bool) -> None:
+        """The operands of `x`, made together with it, for the layer that gets it next."""
+        key = _key(x, training)
+        self._input = None if key is None else (key, x.detach(), pair)
 
     def __getstate__(self) -> dict:
         """A copy (copy.deepcopy of a model) begins without an input: it would not keep that memory alive."""
@@ -99,6 +102,14 @@ class Scaling:
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from `state_dict`'s result; an empty one starts afresh."""
+
+
+def _key(x: Tensor, training: bool) -> tuple | None:
+    """What identifies a tensor while its memory is alive; None for inference tensors, which do not count changes."""
+    if x.is_inference():
+        return None
+    memory = x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
+    return (*memory, x._version, training)  # evaluation records no amax: its operands do not serve training
 
 
 class CurrentScaling(Scaling):
@@ -189,6 +200,39 @@ class DelayedScaling(Scaling):
             plain=plain,
             transposed=transposed,
         )
+
+    def knows_input(self, layer: int) -> bool:
+        """Whether a layer's input has a history, so that `swiglu_input` can be used."""
+        return layer * len(ROLES) + ROLES.index("activations") in self._known
+
+    def swiglu_input(
+        self, layer: int, gate: Tensor, up: Tensor, transposed: bool, training: bool
+    ) -> tuple[Tensor, tuple[Operand, Operand | None]]:
+        """(silu(gate) * up [R, C], its operands as the layer's input), in one pass; gate and up are [R, C]."""
+        scale, amax = self._known_input(layer, gate.device, training)
+        dtype = FP8_DTYPES[self.formats["activations"]]
+        *pair, values = casts.swiglu_cast(gate, up, dtype, scale, amax, transposed=transposed, keep_values=True)
+        return values, tuple(pair)
+
+    def rms_norm_input(
+        self, layer: int, x: Tensor, weight: Tensor, epsilon: float, transposed: bool, training: bool
+    ) -> tuple[Tensor, tuple[Operand, Operand | None]]:
+        """(RMSNorm of x [R, C], its operands as the layer's input), in two passes over x; weight is [C]."""
+        scale, amax = self._known_input(layer, x.device, training)
+        dtype = FP8_DTYPES[self.formats["activations"]]
+        *pair, values = casts.rms_norm_cast(
+            x, weight, epsilon, dtype, scale, amax, transposed=transposed, keep_values=True
+        )
+        return values, tuple(pair)
+
+    def _known_input(self, layer: int, device: torch.device, training: bool) -> tuple[Tensor, Tensor | None]:
+        """(scale, amax to record, in training) of the input of a layer that has a history."""
+        index = layer * len(ROLES) + ROLES.index("activations")
+        if self._amax.device != device:
+            self._place_tables(device)
+        if training:
+            self._seen.add(index)
+        return self._scale[index, :1], self._amax[index : index + 1] if training else None
 
     def end_step_bytes(self) -> int:
         return 0 if self._amax is None else self._amax.numel() * self._amax.element_size()

@@ -1,0 +1,118 @@
+"""Norms and SwiGLU that hand FP8 codes on, natively on a GPU: against the modules as they were written."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import llama
+from numerics import signal_to_noise_db
+
+from zeropp_fp8.compute import convert_linear_layers
+from zeropp_fp8.compute.rms_norm import restore_rms_norm
+from zeropp_fp8.compute.swiglu import restore_swiglu
+
+pytestmark = pytest.mark.gpu
+DELAYED = {"format": "fp8", "scaling": "delayed"}
+
+
+@pytest.fixture
+def casts_made(monkeypatch):
+    """Names of the casts that were called."""
+    from zeropp_fp8.compute import casts
+
+    calls = []
+    for name in ("swiglu_cast", "rms_norm_cast", "cast_per_tensor"):
+        real = getattr(casts, name)
+        monkeypatch.setattr(
+            casts, name, lambda *a, _real=real, _name=name, **k: (calls.append(_name), _real(*a, **k))[1]
+        )
+    return calls
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "non-reentrant", "reentrant"])
+def test_a_model_trains_as_unfused(casts_made, checkpointing):
+    fused = llama(hidden=256, intermediate=512).cuda().bfloat16()
+    plain = copy.deepcopy(fused)
+    models = []
+    for model, restore in ((fused, False), (plain, True)):
+        report = convert_linear_layers(model, DELAYED)
+        if restore:
+            for module in report.fused:
+                restore_swiglu(module)
+                restore_rms_norm(module)
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+            model.enable_input_require_grads()
+        models.append((model, report.scaling))
+    tokens = torch.randint(0, 256, (2, 65), generator=torch.Generator().manual_seed(0)).cuda()
+    for step in range(3):
+        losses, gradients = [], []
+        for model, scaling in models:
+            casts_made.clear()
+            model.zero_grad()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            scaling.end_step()
+            losses.append(loss.item())
+            gradients.append([p.grad.clone() for p in model.parameters()])
+            forwards = 1 if checkpointing is None else 2
+            expected = 2 * forwards if step and model is fused else 0
+            assert casts_made.count("swiglu_cast") == expected, "once a layer and forward, from the second step on"
+            assert casts_made.count("rms_norm_cast") == 2 * expected
+        assert losses[0] == pytest.approx(losses[1], rel=2e-3) if step else losses[0] == losses[1]
+        assert all(signal_to_noise_db(b, a) > (20 if step else 200) for a, b in zip(*gradients) if b.any())
+
+
+def test_the_layer_gets_what_was_handed_on(casts_made):
+    """The fused operands are found: inputs of q_proj, gate_proj and down_proj are not cast again."""
+    model = llama(hidden=256, intermediate=512, layers=1).cuda().bfloat16()
+    report = convert_linear_layers(model, DELAYED)
+    tokens = torch.arange(64, device="cuda").view(1, 64)
+    for _ in range(2):
+        casts_made.clear()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        report.scaling.end_step()
+    # 7 weights twice and 7 gradients; of inputs only that of o_proj
+    assert casts_made.count("cast_per_tensor") == 7 * 3 + 1
+
+
+def test_evaluation_and_generation(casts_made):
+    model = llama(hidden=256, intermediate=512).cuda().bfloat16()
+    report = convert_linear_layers(model, DELAYED)
+    tokens = torch.arange(64, device="cuda").view(1, 64)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    report.scaling.end_step()
+    before = report.scaling.state_dict()
+    model.eval()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            casts_made.clear()
+            assert model(input_ids=tokens).logits.isfinite().all() and casts_made.count("swiglu_cast") == 2
+            assert model.generate(input_ids=tokens[:, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
+    assert torch.equal(report.scaling._amax, torch.zeros_like(report.scaling._amax))
+    assert torch.equal(report.scaling.state_dict()["history"], before["history"])
+
+
+def test_swiglu_gradients():
+    from zeropp_fp8.kernels.swiglu import swiglu_backward
+
+    for dtype in (torch.bfloat16, torch.float16):
+        gate, up, grad = ((torch.randn(1001, 517, device="cuda") * 4).to(dtype) for _ in range(3))
+        gate.requires_grad_(), up.requires_grad_()
+        (F.silu(gate) * up).backward(grad)
+        actual = swiglu_backward(grad, gate.detach(), up.detach())
+        assert torch.equal(actual[1], up.grad)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(actual[0], gate.grad, rtol=2 * eps, atol=1e-6)
+
+
+def test_nan_is_handed_on():
+    model = llama(hidden=256, intermediate=512, layers=1).cuda().bfloat16()
+    report = convert_linear_layers(model, DELAYED)
+    tokens = torch.arange(64, device="cuda").view(1, 64)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    report.scaling.end_step()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.nan
+    assert model(input_ids=tokens, labels=tokens).loss.isnan()

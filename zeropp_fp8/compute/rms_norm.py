@@ -1,0 +1,107 @@
+"""RMSNorm that hands the codes of its result to the linear layers after it: normalize, weight and cast in one pass.
+
+As for SwiGLU (swiglu.py): with delayed scaling, on a GPU, where the modules are transformers' own; the result itself is
+written too. Which layer's scale it is, the decoder layer tells: its first norm feeds q_proj (k_proj and v_proj share
+the operands), its second one gate_proj (and up_proj).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from zeropp_fp8.compute.linear import LowPrecisionLinear
+from zeropp_fp8.compute.scaling import DelayedScaling
+from zeropp_fp8.compute.source import says
+
+# transformers' LlamaRMSNorm, of which Mistral, Qwen2 and Qwen3 have copies.
+_FORWARD = """
+input_dtype = hidden_states.dtype
+hidden_states = hidden_states.to(torch.float32)
+variance = hidden_states.pow(2).mean(-1, keepdim=True)
+hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+return self.weight * hidden_states.to(input_dtype)
+"""
+# norm of a decoder layer -> the linear layer whose input it makes
+_CONSUMERS = {"input_layernorm": ("self_attn", "q_proj"), "post_attention_layernorm": ("mlp", "gate_proj")}
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, epsilon: float, linear: LowPrecisionLinear, training: bool):
+        precision = linear.precision
+        flat = x.reshape(-1, x.shape[-1])
+        transposed = training and linear.weight.requires_grad
+        values, pair = precision.scaling.rms_norm_input(precision.layer, flat, weight, epsilon, transposed, training)
+        if training:
+            ctx.epsilon = epsilon
+            # A copy: ZeRO-3 may drop the Parameter's values before backward, and they are few.
+            ctx.save_for_backward(x, weight.detach().clone())
+        values = values.view(x.shape)
+        precision.scaling.offer_input(values, pair, training)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = F.rms_norm(x, weight.shape, weight, ctx.epsilon)
+        grad_x, grad_weight = torch.autograd.grad(y, (x, weight), grad)
+        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None, None
+
+
+class _RMSNormModule(nn.Module):
+    """RMSNorm of transformers; `feeds` is (the linear layer after it,), in a tuple so that it is no submodule."""
+
+    def forward(self, hidden_states):
+        (linear,) = self.feeds
+        if not self._can_fuse(hidden_states, linear):
+            return super().forward(hidden_states)
+        trains = hidden_states.requires_grad or self.weight.requires_grad or linear.weight.requires_grad
+        training = torch.is_grad_enabled() and trains
+        return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon, linear, training)
+
+    def _can_fuse(self, x: Tensor, linear: nn.Module) -> bool:
+        if type(linear) is not LowPrecisionLinear or x.device.type != "cuda" or torch.compiler.is_compiling():
+            return False
+        if x.dtype != self.weight.dtype or x.dtype.itemsize != 2 or x.numel() == 0:
+            return False
+        if not linear.training and linear.precision.scaling.compute.evaluate_in == "high_precision":
+            return False
+        return linear.precision.scaling.knows_input(linear.precision.layer)
+
+
+@functools.cache
+def _fused_class(module_class: type) -> type | None:
+    """The class with the fused forward; None where the forward is not the known one."""
+    if not says(module_class.forward, _FORWARD):
+        return None
+    return type(f"Fused{module_class.__name__}", (_RMSNormModule, module_class), {"plain_class": module_class})
+
+
+def fuse_rms_norms(model: nn.Module) -> list[nn.Module]:
+    """Let the norms of a converted model's decoder layers hand FP8 codes on; returns those norms. In place."""
+    fused = []
+    for layer in model.modules():
+        for name, (part, consumer) in _CONSUMERS.items():
+            norm, linear = getattr(layer, name, None), getattr(getattr(layer, part, None), consumer, None)
+            if type(linear) is not LowPrecisionLinear or not isinstance(linear.precision.scaling, DelayedScaling):
+                continue
+            fused_class = None if norm is None else _fused_class(type(norm))
+            if fused_class is not None:
+                norm.__class__ = fused_class
+                norm.feeds = (linear,)
+                fused.append(norm)
+    return fused
+
+
+def restore_rms_norm(module: nn.Module) -> None:
+    """Undo `fuse_rms_norms` for one module, if it was fused."""
+    if isinstance(module, _RMSNormModule):
+        module.__class__ = type(module).plain_class
+        del module.feeds
