@@ -47,7 +47,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
 
-from environment import describe
+from environment import describe, forget_memory
 
 CONTROL_TIMEOUT = 60  # seconds in which all ranks must end a case once one has
 GROUP_TIMEOUT = 120
@@ -434,7 +434,7 @@ def run_case(case: Case, args, device, folder: str) -> dict:
         if case.lora:
             record["moved"] = [name for name, digest in weights.items() if digest != start[name]]
     if case.resume:
-        forget_memory(device)
+        forget_case(device)
         with running(case, args, device, seed=5) as run:  # of other weights than those to come
             run.engine.load_checkpoint(folder, tag="half")
             more = run.train(range(half, args.steps))
@@ -446,20 +446,12 @@ def run_case(case: Case, args, device, folder: str) -> dict:
     return record
 
 
-def forget_memory(device) -> int:
+def forget_case(device) -> int:
     """Free what can be freed, also after a case that failed; returns the bytes still allocated."""
-    import gc
-
-    import torch
     from deepspeed.runtime.zero import parameter_offload
 
     parameter_offload.FWD_MODULE_STACK.clear()
-    gc.collect()
-    if device.type == "cpu":
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
+    return forget_memory(device)
 
 
 # --- judging
@@ -683,7 +675,7 @@ def one(case: Case, args, device, control, records: dict) -> dict:
     """Run a case on all ranks together; what its row says. Its record goes into `records`."""
     faulthandler.dump_traceback_later(args.case_timeout, exit=True)
     rank = int(os.environ["RANK"])
-    found, start = forget_memory(device), time.perf_counter()
+    found, start = forget_case(device), time.perf_counter()
     folder = gathered(tempfile.mkdtemp() if rank == 0 else None, control)[0]
     error = record = None
     try:

@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it i
 import torch
 import torch.nn.functional as F
 from environment import describe
+from timing import milliseconds
 
 from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.operand import Float8Operand
@@ -33,27 +32,6 @@ SHAPES = ("8192x4096", "8192x14336", "14336x4096")
 COPIES = {"plain": (True, False), "transposed": (False, True), "both": (True, True)}
 FLOAT8 = torch.float8_e4m3fn
 EPS = 1e-5
-
-
-def milliseconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of `work`, after warm-up."""
-    for _ in range(3 if device.type == "cuda" else 1):
-        work()
-    times = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(2_000_000)  # a millisecond in which the host gets ahead: its time is not the kernel's
-            start.record()
-            work()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            begin = time.perf_counter()
-            work()
-            times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
 
 
 class Matrix:

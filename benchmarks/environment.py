@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import logging
 import os
 import platform
@@ -95,6 +96,18 @@ def join(with_deepspeed: bool = True):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 30 s of gcc on a CPU, for nothing used here
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
     return device
+
+
+def forget_memory(device) -> int:
+    """Free what can be freed; returns the bytes still allocated."""
+    import torch
+
+    gc.collect()
+    if device.type == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
 
 
 def build_in_tree_op() -> None:

@@ -25,11 +25,9 @@ profiler, both as a share of the step's time without it.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import gc
 import itertools
 import json
-import pstats
 import statistics
 import sys
 import tempfile
@@ -43,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it i
 import torch
 from environment import describe
 from llama import Llama, Size
-from profile_step import busy_ms, kind_of, top
+from profile_step import busy_ms, host_profile, kind_of, top
 from torch import Tensor, nn
 
 from zeropp_fp8.compute import ConversionReport, convert_linear_layers
@@ -407,7 +405,9 @@ def measure_stack(run: str, mode: str, args, device: torch.device) -> dict:
             row["device"] = device_profile(trainer.step, args.profile)
             row["busy_share"] = row["device"]["busy_ms"] / row["step_ms"]
         if args.profile:
-            row["host"] = host_profile(trainer.step, args.profile)
+            # backward, too, which else runs in a thread of its own
+            with torch.autograd.set_multithreading_enabled(False):
+                row["host"] = host_profile(trainer.step, args.profile)
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}"
     del trainer
@@ -461,21 +461,6 @@ def device_profile(step: Callable[[], None], count: int) -> dict:
         "kernels": top(by_name, count),
         "cuda_calls": top(calls, min(count, 10)),
     }
-
-
-def host_profile(step: Callable[[], None], count: int) -> dict:
-    """One step under cProfile, backward included: functions by their own time. It makes Python about twice as slow."""
-    profiler = cProfile.Profile()
-    with torch.autograd.set_multithreading_enabled(False):  # else backward runs in a thread that cProfile does not see
-        profiler.enable()
-        step()
-        profiler.disable()
-    stats = pstats.Stats(profiler)
-    own = {}
-    for (file, line, name), (_, calls, own_seconds, _, _) in stats.stats.items():
-        place = f"{'/'.join(Path(file).parts[-2:])}:{line} {name}" if line else name
-        own[place[:100]] = (calls, 1e3 * own_seconds)
-    return {"total_ms": 1e3 * stats.total_tt, "functions": top(own, count)}
 
 
 def add_ratios(rows: list[dict]) -> None:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it i
 
 import torch
 from environment import describe
+from timing import milliseconds
 
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.formats import make_format
@@ -41,27 +40,6 @@ REDUCTIONS = {
     "8 x int4 hadamard -> fp32": ("int4 block 128 hadamard", None),
     "8 x int8 -> fp32": ("int8 block 128", None),
 }
-
-
-def milliseconds(work: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Median time of `work`, after warm-up."""
-    for _ in range(3):
-        work()
-    times = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(2_000_000)  # a millisecond in which the host gets ahead: its time is not the kernel's
-            start.record()
-            work()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            begin = time.perf_counter()
-            work()
-            times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
 
 
 def made(name: str):

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it i
 
 import two_nodes as bench
 from emulated_nodes import launch, two_nodes
-from environment import describe, join
+from environment import describe, forget_memory, join
 
 # (kind, parts of a kernel's name), the first that fits
 KINDS = (
@@ -95,8 +95,8 @@ def top(table: dict, count: int) -> list:
     return [[name, calls, round(ms, 3)] for name, (calls, ms) in ranked]
 
 
-def host_profile(step) -> dict:
-    """One step under cProfile: functions by their own time. Profiling makes Python about twice as slow."""
+def host_profile(step, count: int) -> dict:
+    """One step under cProfile: the functions with most time of their own. It makes Python about twice as slow."""
     profiler = cProfile.Profile()
     profiler.enable()
     step()
@@ -105,8 +105,8 @@ def host_profile(step) -> dict:
     own = {}
     for (file, line, name), (_, calls, own_seconds, _, _) in stats.stats.items():
         place = f"{'/'.join(Path(file).parts[-2:])}:{line} {name}" if line else name
-        own[place[:90]] = (calls, 1e3 * own_seconds)
-    return {"total_ms": 1e3 * stats.total_tt, "calls": stats.total_calls, "functions": top(own, 25)}
+        own[place[:100]] = (calls, 1e3 * own_seconds)
+    return {"total_ms": 1e3 * stats.total_tt, "calls": stats.total_calls, "functions": top(own, count)}
 
 
 def worker(args) -> None:
@@ -117,7 +117,7 @@ def worker(args) -> None:
     device = join()
     results = []
     for run in args.runs:
-        found = bench._forget_memory(device)
+        found = forget_memory(device)
         trainer = (bench.FsdpRun if run in ("fsdp2", "hsdp") else bench.DeepSpeedRun)(run, args, device)
         batches = bench._batches(args, device)
         times = []
@@ -147,7 +147,7 @@ def worker(args) -> None:
                 trainer.step(tokens)
                 torch.cuda.synchronize()
         if rank0:
-            row["host"] = host_profile(lambda: trainer.step(tokens))  # noqa: B023
+            row["host"] = host_profile(lambda: trainer.step(tokens), 25)  # noqa: B023
             results.append(row)
             Path(args.out).write_text(json.dumps(results))
             show(row)

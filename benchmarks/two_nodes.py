@@ -17,7 +17,6 @@ built once and then timed at every rate, the link being reshaped in between.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import math
@@ -31,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
 
 from emulated_nodes import GBIT, MAX_GBIT, launch, sent_bytes, set_rate, two_nodes
-from environment import NO_IN_TREE, build_in_tree_op, describe, join
+from environment import NO_IN_TREE, build_in_tree_op, describe, forget_memory, join
 
 RANKS = 4
 QUANTIZED = ("zeropp", "zeropp-4bit")
@@ -272,9 +271,9 @@ def measure(run: str, args, device) -> None:
     """Build one run and time it at every rate; rank 0 writes a row for each."""
     import torch
 
-    found = _forget_memory(device)
+    found = forget_memory(device)
     trainer = (FsdpRun if run in ("fsdp2", "hsdp") else DeepSpeedRun)(run, args, device)
-    _forget_memory(device)
+    forget_memory(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     batches = _batches(args, device)
@@ -295,18 +294,6 @@ def measure(run: str, args, device) -> None:
             print(line(row, {}), flush=True)
     _set_rate(0)  # what the next run sends while it is built is not measured
     trainer.close()
-
-
-def _forget_memory(device) -> int:
-    """Free what can be freed; returns the bytes still allocated."""
-    import torch
-
-    gc.collect()
-    if device.type == "cpu":
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
 
 
 def _batches(args, device):

@@ -157,3 +157,18 @@ def check_fused(rows, columns, matrix_dtype, dtype, device, exact, plain=True, t
         for one, other in zip(operands, expected):
             check_operand(one, other, where)
         assert record.item() == max(AMAX_BEFORE, values.float().abs().max().item()), where
+
+
+def check_transpose(rows, columns, length, device):
+    """kernels.transpose of every byte value into rows of `length`: zeros beyond `rows`, nothing beyond the last row."""
+    from zeropp_fp8.kernels.transpose import transpose
+
+    generator = torch.Generator().manual_seed(rows + columns)
+    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=generator)
+    expected = torch.zeros(columns, length, dtype=torch.uint8)
+    expected[:, :rows] = codes.t()
+    memory = torch.full((columns * length + 64,), 0xA5, dtype=torch.uint8, device=device)
+    transpose(codes.to(device), memory[: columns * length].view(columns, length))
+    written, beyond = memory.cpu().split([columns * length, 64])
+    assert torch.equal(written.view(columns, length), expected), (rows, columns, length)
+    assert (beyond == 0xA5).all(), (rows, columns, length)

@@ -270,6 +270,7 @@ def _engine_class(stock_class):
 
         zeropp_fp8_session = None
         _zeropp_fp8_conversion = None
+        _zeropp_fp8_destroyed = False
 
         def __init__(self, args, model, *positional, config=None, config_class=None, **kwargs):
             config = load_ds_config(config) if config is not None else None
@@ -283,7 +284,12 @@ def _engine_class(stock_class):
                 if plugin_config.computes_in_low_precision:
                     # Before ZeRO-3 puts its hooks on modules, which would keep calling the class that they saw.
                     object.__setattr__(self, "_zeropp_fp8_conversion", _converted(model, plugin_config.compute))
-            super().__init__(args, model, *positional, config=config, config_class=config_class, **kwargs)
+            try:
+                super().__init__(args, model, *positional, config=config, config_class=config_class, **kwargs)
+            except BaseException:
+                if self._zeropp_fp8_conversion is not None:
+                    self._zeropp_fp8_conversion.restore()
+                raise
             if plugin_config is None and self.global_rank == 0:
                 print(
                     f'zeropp_fp8: stock DeepSpeed; the ds_config has no "{SECTION}" section and no ZeRO++ key '
@@ -303,9 +309,16 @@ def _engine_class(stock_class):
                 return super()._configure_zero_optimizer(optimizer)
 
         def destroy(self):
-            super().destroy()
-            if self._zeropp_fp8_conversion is not None:
-                self._zeropp_fp8_conversion.restore()
+            if self._zeropp_fp8_destroyed:
+                # DeepSpeed calls it again when the engine is collected. A later engine may have the model by then
+                # (Trainer.train() called twice), and its layers and hooks are not this one's to take off.
+                return
+            object.__setattr__(self, "_zeropp_fp8_destroyed", True)
+            try:
+                super().destroy()
+            finally:
+                if self._zeropp_fp8_conversion is not None:
+                    self._zeropp_fp8_conversion.restore()
 
         def load_checkpoint(self, *args, **kwargs):
             result = super().load_checkpoint(*args, **kwargs)
@@ -323,11 +336,17 @@ def _converted(model, compute):
     """Let the model's linear layers compute in low precision; refuse a model in which there is none that can."""
     from zeropp_fp8.compute import convert_linear_layers
 
-    report = convert_linear_layers(model, compute)
+    try:
+        report = convert_linear_layers(model, compute)
+    except ValueError as error:
+        raise ConfigError(
+            f'"{SECTION}.compute.format": {error}; if another engine over the same model did it, call destroy() on '
+            "that engine before the next one is made"
+        ) from None
     if not report.converted:
         raise ConfigError(
-            f'"{SECTION}.compute.format": no linear layer of the model can compute in it ({report}); set it to "none", or '
-            'change "compute.skip_modules", "compute.min_features" or "compute.scaling"'
+            f'"{SECTION}.compute.format": no linear layer of the model can compute in it ({report}); set it to "none", '
+            'or change "compute.skip_modules", "compute.min_features" or "compute.scaling"'
         )
     return report
 

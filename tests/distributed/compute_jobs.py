@@ -98,13 +98,18 @@ def count_reductions():
 
 
 def values_of_a_gathered_operand():
-    """Reading a weight that is there as codes gives NaN; GatheredParameters, a write and evaluation see true values."""
+    """What a weight that is there as codes holds, and what those see who read it, gather it, write it, evaluate."""
     import deepspeed
 
     engine = engine_of({"format": "fp8", "scaling": "current", "evaluate_in": "high_precision"}, "fp8_e4m3", 4)
     layer = engine.module.model.layers[0].self_attn.q_proj
-    values = []
-    hook = layer.register_forward_pre_hook(lambda module, args: values.append(module.weight.detach().clone()))
+    param, values = layer.weight, []
+
+    def look(module, args):
+        values.append(param.detach().clone())  # in a way that nobody notices
+        values.append(module.weight.detach().clone())
+
+    hook = layer.register_forward_pre_hook(look)
     tokens = next(batches(1, dist.get_rank()))
     engine(input_ids=tokens, labels=tokens)
     hook.remove()
@@ -118,7 +123,7 @@ def values_of_a_gathered_operand():
         changed = engine(input_ids=tokens, labels=tokens).loss.item()
         generated = engine.module.generate(input_ids=tokens[:, :4], max_new_tokens=3, do_sample=False).shape
     after = full_weights(engine.module)["model.layers.0.self_attn.q_proj.weight"]
-    return bool(values[0].isnan().all()), before, after, evaluated, changed, tuple(generated)
+    return bool(values[0].isnan().all()), values[1].float(), before, after, evaluated, changed, tuple(generated)
 
 
 def resume(compute, weights):

@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "examples" / "pretrain"
 SCRIPTS = Path(sysconfig.get_paths()["scripts"])
-RECIPES = ("stock", "lossless", "zeropp", "zeropp-4bit")
+RECIPES = ("stock", "lossless", "zeropp", "zeropp-4bit", "mxfp8")
 
 # Loaded from its file: on sys.path, the models.py beside it would hide tests/models.py.
 _spec = importlib.util.spec_from_file_location("pretrain_data", PRETRAIN / "data.py")
@@ -133,19 +133,22 @@ def results(tmp_path_factory, train_command):
     """Figures of a short run of each ds_config, made when first asked for."""
     folder, done = tmp_path_factory.mktemp("recipes"), {}
 
-    def of(recipe):
-        if recipe not in done:
-            output = launched(deepspeed_command(*train_command(folder, recipe, recipe, 3)))
-            figures = json.loads((folder / f"{recipe}.json").read_text())
-            done[recipe] = figures | {"output": output, "losses": losses(folder / f"{recipe}.jsonl")}
-        return done[recipe]
+    def of(recipe, model="llama-tiny"):
+        name = f"{recipe}-{model}"
+        if name not in done:
+            output = launched(deepspeed_command(*train_command(folder, name, recipe, 3, model=model)))
+            figures = json.loads((folder / f"{name}.json").read_text())
+            done[name] = figures | {"output": output, "losses": losses(folder / f"{name}.jsonl")}
+        return done[name]
 
     return of
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_ds_config_trains_under_the_deepspeed_launcher(recipe, results):
-    figures, stock = results(recipe), results("stock")
+    # No linear layer of the tiny model has the 64 features from which on layers compute in MX.
+    model = "llama-small" if recipe == "mxfp8" else "llama-tiny"
+    figures, stock = results(recipe, model), results("stock", model)
     assert list(figures["losses"]) == [1, 2, 3] and figures["world_size"] == 2
     assert figures["loss_start"] == pytest.approx(np.log(256), rel=0.02)  # random weights, 256 bytes
     assert figures["held_out_loss"] == pytest.approx(stock["held_out_loss"], rel=0.02)

@@ -2,8 +2,8 @@
 
 A kernel is compiled once for each pair of dtypes and choice of copies, and by whether sides are divisible by 16, or 1;
 tests/unit/test_casts.py goes through all dtypes and choices in Triton's interpreter. Here they are paired: bf16 goes to
-both FP8 formats with sides of either kind; fp16 and fp32 go to one of them with sides divisible by 16, to the other with
-odd sides; single copies, single rows and sides of both kinds in one matrix are cast from bf16 to E4M3.
+both FP8 formats with sides of either kind; fp16 and fp32 go to one of them with sides divisible by 16, to the other
+with odd sides; single copies, single rows and sides of both kinds in one matrix are cast from bf16 to E4M3.
 """
 
 import pytest
@@ -18,6 +18,7 @@ from cast_cases import (
     check_cast,
     check_fused,
     check_operand,
+    check_transpose,
     raw,
 )
 
@@ -57,7 +58,7 @@ def test_casts(name, matrix_dtype, dtype, shapes):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_copies(name):
-    """Each copy alone; and both of a matrix with any number of rows and columns divisible by 16, as tokens have them."""
+    """Each copy alone; and both where only the columns are divisible by 16, as tokens have it."""
     for shape, copies in (((17, 300), COPIES[1:]), ((1024, 512), COPIES[1:]), ((300, 128), COPIES[:1])):
         matrix = awkward_matrix(*shape, torch.bfloat16, whole_groups=False)
         for plain, transposed in copies:
@@ -105,6 +106,12 @@ def test_amax():
     for shape in ((1, 1), (33, 65), (2048, 4097)):
         check_amax(awkward_matrix(*shape, torch.bfloat16, whole_groups=False), CUDA)
     check_amax(torch.full((64, 64), torch.nan), CUDA)
+
+
+def test_transpose():
+    for rows, columns in ((17, 300), (129, 255), (1, 208), (1024, 512)):
+        check_transpose(rows, columns, rows, CUDA)
+        check_transpose(rows, columns, -(-rows // 128) * 128, CUDA)
 
 
 def test_fused_casts():

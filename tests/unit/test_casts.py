@@ -1,9 +1,6 @@
 """Matrices to FP8: the torch code against formulas written out in numpy, and the kernels against the torch code."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +16,11 @@ from cast_cases import (
     raw,
 )
 from numerics import signal_to_noise_db
+from triton_process import run
 
 from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.operand import Float8Operand
 
-TESTS = Path(__file__).parent.parent
 # mantissa bits, exponent bias, largest finite value
 LAYOUT = {torch.float8_e4m3fn: (3, 7, 448.0), torch.float8_e5m2: (2, 15, 57344.0)}
 SHAPES = [(1, 1), (1, 200), (200, 1), (17, 300), (128, 256), (131, 129)]
@@ -264,19 +261,6 @@ def test_fused_casts_round_as_the_modules_do(dtype):
 # -- the kernels ----------------------------------------------------------------------------------------------------
 
 
-def run(script, interpret, *arguments):
-    """Whether Triton interprets or compiles is decided when it is imported: both take a process of their own."""
-    env = {
-        **os.environ,
-        "TRITON_INTERPRET": "1" if interpret else "0",
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, *(["-c", script] if script else []), *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_kernels_in_the_interpreter():
     """Every cast, dtype and choice of copies; sizes around those of tiles and blocks; awkward values."""
     pytest.importorskip("triton")
@@ -325,6 +309,22 @@ for plain, transposed in COPIES:
     check_fused(5, 48, torch.bfloat16, torch.float8_e5m2, CPU, False, plain, transposed)
 check_fused(1, 3, torch.bfloat16, torch.float8_e4m3fn, CPU, exact=False)
 check_fused(2, 5000, torch.bfloat16, torch.float8_e4m3fn, CPU, exact=False)  # rows of more than one piece
+print("done")
+"""
+    assert run(script, interpret=True).strip() == "done"
+
+
+def test_transpose_in_the_interpreter():
+    """Sides around that of a tile, rows padded to nothing, 16 and 128; a single row or column."""
+    pytest.importorskip("triton")
+    script = """
+import torch
+torch.set_num_threads(1)
+from cast_cases import check_transpose
+
+for rows, columns in ((1, 1), (1, 200), (200, 1), (17, 3), (127, 130), (128, 256), (129, 255), (300, 33)):
+    for multiple in (1, 16, 128):
+        check_transpose(rows, columns, -(-rows // multiple) * multiple, torch.device("cpu"))
 print("done")
 """
     assert run(script, interpret=True).strip() == "done"
@@ -390,13 +390,13 @@ def compile(kernel, launch, dtype="*bf16", aligned=True, ones=(), **constants):
         assert spilled <= 16, (kernel, constants, spilled)
 
 BOTH = {"PLAIN": True, "TRANSPOSED": True}
-for largest in (448.0, 57344.0):
-    for copies in (BOTH, {**BOTH, "PLAIN": False}, {**BOTH, "TRANSPOSED": False}):
-        for current in (True, False):
-            compile(cast_tensor.cast_tensor_kernel, cast_tensor.CAST, LARGEST=largest, CURRENT=current, **copies)
-        compile(cast_rows.cast_rows_kernel, cast_rows.CAST, LARGEST=largest, **copies)
-        compile(cast_blocks.cast_blocks_kernel, cast_blocks.CAST, LARGEST=largest, **copies)
-        compile(cast_blocks.cast_tiles_kernel, cast_blocks.CAST, LARGEST=largest, **copies)
+for largest, copies in ((448.0, BOTH), (448.0, {**BOTH, "PLAIN": False}), (448.0, {**BOTH, "TRANSPOSED": False}),
+                        (57344.0, BOTH)):
+    for current in (True, False):
+        compile(cast_tensor.cast_tensor_kernel, cast_tensor.CAST, LARGEST=largest, CURRENT=current, **copies)
+    compile(cast_rows.cast_rows_kernel, cast_rows.CAST, LARGEST=largest, **copies)
+    compile(cast_blocks.cast_blocks_kernel, cast_blocks.CAST, LARGEST=largest, **copies)
+    compile(cast_blocks.cast_tiles_kernel, cast_blocks.CAST, LARGEST=largest, **copies)
 compile(cast_tensor.cast_tensor_kernel, cast_tensor.CAST, aligned=False, LARGEST=448.0, CURRENT=False, **BOTH)
 # Triton compiles an argument that is 1 into the kernel
 for kernel, launch in ((cast_tensor.cast_tensor_kernel, cast_tensor.CAST), (cast_rows.cast_rows_kernel, cast_rows.CAST),
@@ -415,7 +415,7 @@ print("done")
 def test_the_benchmark_runs(tmp_path):
     """On a CPU it times the torch code."""
     out = tmp_path / "casts.json"
-    script = str(TESTS.parent / "benchmarks" / "casts.py")
+    script = str(Path(__file__).parents[2] / "benchmarks/casts.py")
     printed = run(None, False, script, "--shapes", "64x48", "--repeats", "1", "--out", str(out))
     rows = json.loads(out.read_text())["rows"]
     assert {row["cast"] for row in rows} >= {"copy", "tensor, current", "tensor, delayed", "row", "block", "tile"}

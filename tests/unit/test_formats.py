@@ -16,8 +16,8 @@ from numerics import (
     float8_value,
     integer_reference,
     payload_size,
+    signal_samples,
     signal_to_noise_db,
-    student_t,
     sylvester_matrix,
 )
 
@@ -46,10 +46,7 @@ def through(fmt, tensor, generator=None):
 
 @pytest.fixture(scope="module")
 def samples():
-    """4M numbers of each distribution; with fewer, the tail of Student-t moves the figures by more than 0.5 dB."""
-    generator = torch.Generator().manual_seed(0)
-    numel = 1 << 22
-    return {"normal": torch.randn(numel, generator=generator), "student_t": student_t(numel, 4, generator)}
+    return signal_samples()
 
 
 @pytest.mark.parametrize(

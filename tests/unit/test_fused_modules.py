@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import llama
-from test_kernels import run
 from torch import nn
+from triton_process import run
 
 from zeropp_fp8.compute import convert_linear_layers, restore_linear_layers
 from zeropp_fp8.compute.rms_norm import _RMSNormModule

@@ -30,6 +30,9 @@ MX_CASES = [(name, "mx") for name in MX_NAMES]
 CASES = FP8_CASES + HYBRID_CASES + MX_CASES
 # One MX format of each way to treat NaN: its own code, Inf kept, a spoiled block.
 FEW_CASES = FP8_CASES + HYBRID_CASES[:1] + [("mxfp8_e4m3", "mx"), ("mxfp8_e5m2", "mx"), ("mxfp4", "mx")]
+NO_GRADIENTS = pytest.param(
+    {"weights": "mxfp4", "activations": "mxfp4", "gradients": "none"}, "mx", id="no gradients-mx"
+)
 # Signal-to-noise of one operand in MX, dB: the less of normal and Student-t data, with scales rounded down and up.
 # Up costs MXFP4 0.6 dB: an amax between 6 and 8 times a power of two leaves half of its few numbers unused.
 MX_OPERAND_DB = {
@@ -745,12 +748,10 @@ def test_inputs_in_inference_mode(quantized):
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("compute_format, scaling", FEW_CASES + [("no gradients", "mx")])
+@pytest.mark.parametrize("compute_format, scaling", FEW_CASES + [NO_GRADIENTS])
 def test_only_what_is_needed_is_quantized(compute_format, scaling, quantized):
     """A frozen weight (the base of LoRA) needs no transpose of x and gets no gradient; a leaf x no grad-input."""
-    in_high = compute_format == "no gradients"
-    if in_high:
-        compute_format = {"weights": "mxfp4", "activations": "mxfp4", "gradients": "none"}
+    in_high = isinstance(compute_format, dict)
     layer, scales, _ = make_layer(compute_format, scaling, 128, 128)
     x, grad = torch.randn(8, 128), torch.randn(8, 128)
     full = run(layer, x, grad)
@@ -1011,11 +1012,9 @@ def test_autocast(compute_format, scaling):
     assert signal_to_noise_db(plain(x), y) > (27 if scaling != "mx" else 12)
 
 
-@pytest.mark.parametrize("compute_format, scaling", FEW_CASES + [("no gradients", "mx")])
+@pytest.mark.parametrize("compute_format, scaling", FEW_CASES + [NO_GRADIENTS])
 def test_backward_under_autocast(compute_format, scaling):
     """A backward pass that is called inside autocast's context does not compute in another precision for that."""
-    if compute_format == "no gradients":
-        compute_format = {"weights": "mxfp4", "activations": "mxfp4", "gradients": "none"}
     layer, _, _ = make_layer(compute_format, scaling, 128, 128)
     x, grad = draw("normal", 16, 128), draw("normal", 16, 128, seed=1)
     outside = run(layer, x, grad)
@@ -1142,11 +1141,9 @@ class _Partitioned:
         self.status.name = "AVAILABLE"
 
 
-@pytest.mark.parametrize("compute_format, scaling", FEW_CASES + [("no gradients", "mx")])
+@pytest.mark.parametrize("compute_format, scaling", FEW_CASES + [NO_GRADIENTS])
 def test_released_weight_is_gathered_for_backward(compute_format, scaling):
     """And released again; where it is not needed (x wants no gradient), it is not gathered."""
-    if compute_format == "no gradients":
-        compute_format = {"weights": "mxfp4", "activations": "mxfp4", "gradients": "none"}
     layer, scales, _ = make_layer(compute_format, scaling, 256, 128)
     x, grad = draw("normal", 24, 256), draw("normal", 24, 128, seed=1)
     expected = run(layer, x, grad)
@@ -1163,3 +1160,31 @@ def test_released_weight_is_gathered_for_backward(compute_format, scaling):
         assert torch.equal(grads[0], expected[3])
         assert not wanted or torch.equal(grads[1], expected[1])
         assert zero.calls == (["partition", "gather", "partition"] if wanted else ["partition"])
+
+
+# -- a public implementation --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe, scaling", [("tensorwise", "current"), ("rowwise", "per_channel")])
+def test_agrees_with_torchao(recipe, scaling):
+    """torchao's float8 linear, emulated: the same recipe but for how it rounds scales and adds up."""
+    float8 = pytest.importorskip("torchao.float8")
+    import dataclasses
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(256, 128))
+    x, grad = torch.randn(64, 256), torch.randn(64, 128)
+    config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    theirs = float8.convert_to_float8_training(copy.deepcopy(plain), config=config)
+    ours = copy.deepcopy(plain)
+    compute_format = "fp8_hybrid" if recipe == "tensorwise" else "fp8"
+    convert_linear_layers(ours, {"format": compute_format, "scaling": scaling})
+    results = []
+    for model in (theirs, ours):
+        inputs = x.clone().requires_grad_()
+        y = model(inputs)
+        y.backward(grad)
+        results.append((y.detach(), inputs.grad, model[0].weight.grad))
+    for their, our in zip(*results):
+        # Scales that are rounded otherwise move values to the other side of a rounding: as good, not the same.
+        assert signal_to_noise_db(their, our) > 24

@@ -21,8 +21,8 @@ from numerics import (
     mx_reference,
     mx_round,
     mx_shared_exponent,
+    signal_samples,
     signal_to_noise_db,
-    student_t,
 )
 
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder, format_key
@@ -88,10 +88,7 @@ def wide(numel, dtype, seed=0):
 
 @pytest.fixture(scope="module")
 def samples():
-    """4M numbers of each distribution; with fewer, the tail of Student-t moves the figures by more than 0.5 dB."""
-    generator = torch.Generator().manual_seed(0)
-    numel = 1 << 22
-    return {"normal": torch.randn(numel, generator=generator), "student_t": student_t(numel, 4, generator)}
+    return signal_samples()
 
 
 @pytest.mark.parametrize(

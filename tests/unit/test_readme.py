@@ -50,4 +50,8 @@ def test_the_python_shown_runs():
 
     for block in code_blocks("python"):
         names = re.findall(r"zeropp_fp8\.(\w+)\(", block)
-        assert names and all(callable(getattr(zeropp_fp8, name)) for name in names)
+        assert all(callable(getattr(zeropp_fp8, name)) for name in names)
+        imports = [line for line in block.splitlines() if line.startswith("from zeropp_fp8")]
+        assert names or imports
+        for line in imports:
+            exec(line, {})  # raises ImportError

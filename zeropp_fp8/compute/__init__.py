@@ -12,6 +12,17 @@ direct_cast.py, error_diffusion.py   inference and post-training quantization
 """
 
 from zeropp_fp8.compute.convert import ConversionReport, convert_linear_layers, restore_linear_layers
+from zeropp_fp8.compute.direct_cast import CastReport, direct_cast, restore
+from zeropp_fp8.compute.error_diffusion import error_diffusion
 from zeropp_fp8.compute.linear import LowPrecisionLinear
 
-__all__ = ["ConversionReport", "LowPrecisionLinear", "convert_linear_layers", "restore_linear_layers"]
+__all__ = [
+    "CastReport",
+    "ConversionReport",
+    "LowPrecisionLinear",
+    "convert_linear_layers",
+    "direct_cast",
+    "error_diffusion",
+    "restore",
+    "restore_linear_layers",
+]

@@ -42,9 +42,13 @@ class ConversionReport:
     fused: list[nn.Module] = field(default_factory=list)
 
     def restore(self) -> None:
-        """Give the converted modules the classes back that they had."""
-        for module in (*self.converted.values(), *self.fused):
+        """Give the converted modules the classes back that they had; those of a later conversion stay as they are."""
+        own = [m for m in self.converted.values() if isinstance(m, _LowPrecisionModule) and self._made(m)]
+        for module in (*own, *(self.fused if own else ())):
             _restore(module)
+
+    def _made(self, module: _LowPrecisionModule) -> bool:
+        return module.precision.scaling is self.scaling
 
     def __str__(self) -> str:
         reasons = Counter(self.skipped.values())
@@ -61,6 +65,9 @@ def _conv1d_classes() -> tuple[type, type]:
         """transformers' Conv1D, whose weight is [in, out], with its GEMMs in FP8 or MX."""
 
         __repr__ = nn.Module.__repr__  # Conv1D's own does not call extra_repr
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self._multiply(x)
 
         def extra_repr(self) -> str:
             scaling = self.precision.scaling

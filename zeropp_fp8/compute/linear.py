@@ -24,8 +24,11 @@ from zeropp_fp8.compute.gemm import matmul_nt
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.compute.scaling import Operand, Scaling
 
-# The attribute of a Parameter that holds its codes as they were gathered; its own values are NaN meanwhile.
+# The attribute of a Parameter that holds its codes as they were gathered; its own values are NaN meanwhile, ...
 GATHERED_OPERAND = "zeropp_fp8_operand"
+# ... unless this one says that somebody else than the layer reads them (DoRA's norm of the weight, a product that a
+# model forms by itself): they are then decoded whenever the codes are there, for backward needs them too.
+READ_AS_NUMBERS = "zeropp_fp8_read_as_numbers"
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,32 @@ class LinearPrecision:
         return pair[0] if plain else pair[1]
 
     def weight_values(self, weight: Tensor) -> Tensor:
-        """The weight in its own dtype, as it is stored."""
+        """The weight in its own dtype, as it is stored; a gradient reaches the weight."""
         gathered: Float8Operand | None = getattr(weight, GATHERED_OPERAND, None)
-        return weight if gathered is None else gathered.dequantize(weight.dtype)
+        return weight if gathered is None else _Decoded.apply(weight, gathered)
+
+
+class _Decoded(torch.autograd.Function):
+    """The values of a weight that is there as codes; the gradient goes to the weight as it is."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, gathered: Float8Operand) -> Tensor:
+        return gathered.dequantize(weight.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+@torch.compiler.disable
+@torch.inference_mode(False)  # what an evaluation in inference mode decodes, training may find
+@torch.no_grad()
+def decode_for_readers(weight: Tensor) -> None:
+    """Let a Parameter that is there as codes hold their values too, now and whenever it is gathered again."""
+    gathered: Float8Operand | None = getattr(weight, GATHERED_OPERAND, None)
+    if gathered is not None and not getattr(weight, READ_AS_NUMBERS, False):
+        setattr(weight, READ_AS_NUMBERS, True)
+        weight.data = gathered.dequantize(weight.dtype)
 
 
 class _Gathered:
@@ -97,6 +123,9 @@ class _LowPrecisionLinear(torch.autograd.Function):
             # A scale found in forward serves backward too: one pass less over the weight.
             one_scale = isinstance(weight_q, Float8Operand) and weight_q.granularity == "tensor"
             weight_scale = weight_q.scale if one_scale else None
+            # Layers that share an input may have made a copy that this one, frozen, does not need; a recomputation in
+            # activation checkpointing may not find it, and must save as many tensors.
+            x_t_q = x_t_q if needs_x_t else None
             saved_x, ctx.rebuild_x = _saved(x if in_high and weight.requires_grad else x_t_q)
             # All through autograd, so that activation checkpointing can drop it. But a ZeRO-3 Parameter as it is:
             # non-reentrant checkpointing hands backward a detached tensor instead, without codes and status.
@@ -186,16 +215,39 @@ class _LowPrecisionModule(nn.Module):
 
     precision: LinearPrecision
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor) -> Tensor:
+        """The forward pass. Subclasses define `forward`, whose argument has the name that the plain class gives it."""
         compute = self.precision.scaling.compute
+        weight = self._own_weight()
         if not self.training and compute.evaluate_in == "high_precision":
-            values = self.precision.weight_values(self.weight)
+            values = self.precision.weight_values(weight)
             return F.linear(x, values.t() if self.precision.weight_is_transposed else values, self.bias)
-        return low_precision_linear(x, self.weight, self.bias, self.precision)
+        return low_precision_linear(x, weight, self.bias, self.precision)
+
+    def _own_weight(self) -> Tensor:
+        """The weight, for the layer itself, which takes codes."""
+        if "weight" not in self._parameters:  # old-style weight_norm computes it before each forward
+            return self.weight
+        return self._parameters["weight"]
+
+    @property
+    def weight_requires_grad(self) -> bool:
+        """Asked without reading the weight: ZeRO-3 would gather it for whoever asks, and codes would be decoded."""
+        if "weight" in self._parameters:
+            return dict.__getitem__(self._parameters, "weight").requires_grad
+        return self.weight.requires_grad
+
+    def __getattr__(self, name: str):
+        """`module.weight`, read by anybody else: the values of a weight that is there as codes are wanted."""
+        value = super().__getattr__(name)
+        if name == "weight":
+            decode_for_readers(value)
+        return value
 
     def _apply(self, fn, recurse=True):
-        if not self.precision.scaling.compute.allow_fp16 and self.weight.dtype != torch.float16:
-            probe = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device))
+        weight = self._own_weight()
+        if not self.precision.scaling.compute.allow_fp16 and weight.dtype != torch.float16:
+            probe = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
             if probe.dtype == torch.float16:
                 raise RuntimeError(
                     f"{self.precision.name} computes in {self.precision.scaling.formats['weights']}: weights that were "
@@ -211,3 +263,6 @@ class _LowPrecisionModule(nn.Module):
 
 class LowPrecisionLinear(_LowPrecisionModule, nn.Linear):
     """nn.Linear with its GEMMs in FP8 or MX."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._multiply(input)

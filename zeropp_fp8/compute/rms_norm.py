@@ -35,7 +35,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, epsilon: float, linear: LowPrecisionLinear, training: bool):
         precision = linear.precision
         flat = x.reshape(-1, x.shape[-1])
-        transposed = training and linear.weight.requires_grad
+        transposed = training and linear.weight_requires_grad
         values, pair = precision.scaling.rms_norm_input(precision.layer, flat, weight, epsilon, transposed, training)
         if training:
             ctx.epsilon = epsilon
@@ -62,7 +62,7 @@ class _RMSNormModule(nn.Module):
         (linear,) = self.feeds
         if not self._can_fuse(hidden_states, linear):
             return super().forward(hidden_states)
-        trains = hidden_states.requires_grad or self.weight.requires_grad or linear.weight.requires_grad
+        trains = hidden_states.requires_grad or self.weight.requires_grad or linear.weight_requires_grad
         training = torch.is_grad_enabled() and trains
         return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon, linear, training)
 

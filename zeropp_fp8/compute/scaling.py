@@ -89,8 +89,14 @@ class Scaling:
         """Let go of the last input."""
         self._input = None
 
-    def end_step(self, group=None) -> None:
-        """After an optimizer step: take over what the step has shown. Collective over `group`, on every rank."""
+    def end_step(self, group=None, device=None, overflow: bool = False, loss_scale_change: float = 1.0) -> None:
+        """After an optimizer step: take over what the step has shown. Collective over `group`, on every rank.
+
+        Args:
+            device: that of the model; a rank that has used no layer yet must take part, too.
+            overflow: the step was skipped, because gradients were not finite.
+            loss_scale_change: the new loss scale of fp16 over that of the step.
+        """
 
     def end_step_bytes(self) -> int:
         """Size of what `end_step` reduces over ranks."""
@@ -238,16 +244,24 @@ class DelayedScaling(Scaling):
         return 0 if self._amax is None else self._amax.numel() * self._amax.element_size()
 
     @torch.no_grad()
-    def end_step(self, group=None) -> None:
+    def end_step(self, group=None, device=None, overflow=False, loss_scale_change=1.0) -> None:
         self.forget_input()
-        if self._amax is None:
+        if self._amax is None and device is None:
             return
+        if self._amax is None:
+            # This rank has used no layer (no token for its experts), others may have: the reduction is everybody's.
+            self._place_tables(device)
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(self._amax, op=dist.ReduceOp.MAX, group=group)
+        of_gradients = slice(ROLES.index("gradients"), None, len(ROLES))
+        if overflow:
+            self._amax[of_gradients] = 0.0  # of what was finite: it says nothing about the next step
         # A step that did not use an operand leaves its newest entry as it was.
         newest = self._history[(self._steps - 1) % self.compute.amax_history]
         self._history[self._steps % self.compute.amax_history] = torch.where(self._amax > 0, self._amax, newest)
         self._steps += 1
+        if loss_scale_change != 1.0:  # gradients grow and shrink with it; twice the scale would saturate them
+            self._history[:, of_gradients] *= loss_scale_change
         amax = self._amax.copy_(self._history[(self._steps - 1) % self.compute.amax_history])
         new = self._seen - self._known
         if new:

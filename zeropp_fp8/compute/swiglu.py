@@ -28,7 +28,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor, down: LowPrecisionLinear, training: bool):
         precision = down.precision
-        transposed = training and down.weight.requires_grad and not precision.weight_is_transposed
+        transposed = training and down.weight_requires_grad and not precision.weight_is_transposed
         flat = gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1])
         values, pair = precision.scaling.swiglu_input(precision.layer, *flat, transposed, training)
         if training:
@@ -54,7 +54,7 @@ class _SwiGLUModule(nn.Module):
         down = self.down_proj
         if self._can_fuse(gate, up):
             bias_trains = down.bias is not None and down.bias.requires_grad
-            trains = gate.requires_grad or up.requires_grad or down.weight.requires_grad or bias_trains
+            trains = gate.requires_grad or up.requires_grad or down.weight_requires_grad or bias_trains
             return down(_SwiGLU.apply(gate, up, down, torch.is_grad_enabled() and trains))
         return down(self.act_fn(gate) * up)
 

@@ -1,11 +1,24 @@
-"""Triton kernels, one operation a file, under the contract of formats/: the same bytes, only faster.
+"""Triton kernels, one operation a file, under the contract of formats/ and compute/: the same bytes, only faster.
+
+Between tensors and what travels; each launch handles all tensors of a unit (a transformer block) that share a format:
 
     quantize.py     tensors -> payload rows: slice reorder, Hadamard rotation, rounding, packing in one pass
     dequantize.py   payload rows -> tensors
     reduce.py       payloads of several ranks -> their fp32 mean -> tensors, or a payload for the next hop
 
-Each launch handles all tensors of a unit (a transformer block) that share a format. Kernels are compiled by Triton when
-first used: no nvcc, no build step. `elements.py` holds what they share, `tables.py` the description of a launch.
+`elements.py` and `mx_elements.py` hold what they share, `tables.py` the description of a launch. For computing, from a
+matrix to the operands of its products, as it is and transposed, in one read:
+
+    cast_tensor.py  FP8 with one scale, given or the matrix' own
+    cast_rows.py    FP8 with a scale a row
+    cast_blocks.py  FP8 with a scale per 1 x 128 block or 128 x 128 tile
+    fused_casts.py  SwiGLU and RMSNorm whose result goes to FP8 at once
+    swiglu.py       the gradients of SwiGLU's two inputs
+    round_trip.py   MX, rounded in the matrix' own dtype
+    transpose.py    FP8 codes that are there already
+
+`matrices.py` holds what the casts share. What computing calls is imported from these files, whose names are often those
+of their functions. Kernels are compiled by Triton when first used: no nvcc, no build step.
 """
 
 from zeropp_fp8.kernels.dequantize import dequantize

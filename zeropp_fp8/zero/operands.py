@@ -106,8 +106,12 @@ class GemmWeights:
         count = max(w.scales.stop for w in self._weights.values())
         amax = torch.zeros(count, device=device)
         if self.granularity == "tensor":
-            shards = [self._own(w.param).view(-1) for w in self._weights.values()]
-            norms = torch._foreach_norm([s if s.numel() else s.new_zeros(1) for s in shards], torch.inf)
+            params = [weight.param for weight in self._weights.values()]
+            if any(param.ds_tensor.device != device for param in params):
+                # Offloaded: one after the other, or all shards would be on the device at once.
+                norms = [torch._foreach_norm([self._own_or_zero(param)], torch.inf)[0] for param in params]
+            else:
+                norms = torch._foreach_norm([self._own_or_zero(param) for param in params], torch.inf)
             amax[::SCALE_STRIDE] = torch.stack(norms).float()
         else:
             for weight in self._weights.values():
@@ -126,6 +130,10 @@ class GemmWeights:
         own = min(param.ds_tensor.ds_numel, max(0, param.ds_numel - start))
         return param.ds_tensor.data.view(-1)[:own].to(self.session.device, non_blocking=True)
 
+    def _own_or_zero(self, param: Parameter) -> Tensor:
+        own = self._own(param)
+        return own if own.numel() else own.new_zeros(1)
+
     def _own_rows(self, param: Parameter) -> tuple[Tensor, int, int]:
         """(this rank's elements as rows of the weight, index of the first row, elements of it that other ranks have).
 
@@ -133,6 +141,8 @@ class GemmWeights:
         """
         columns = param.ds_shape[1]
         own = self._own(param)
+        if own.numel() == 0:  # more ranks than elements: this slice is padding
+            return own.view(0, columns), 0, 0
         start = self.session.topology.rank * param.ds_tensor.ds_numel
         lead = start % columns
         rows = F.pad(own, (lead, -(lead + own.numel()) % columns)).view(-1, columns)
@@ -174,7 +184,8 @@ class GemmWeights:
             if self.granularity == "tile":
                 tile_rows = torch.arange(first, first + rows.shape[0], device=rows.device) // BLOCK
                 own_scales = scale[tile_rows].repeat_interleave(BLOCK, dim=1)
-            codes = casts.codes_of(rows, own_scales, DTYPE).view(-1)[lead : lead + self._own(param).numel()]
+            own_numel = min(param.ds_tensor.ds_numel, param.ds_numel - first * param.ds_shape[1] - lead)
+            codes = casts.codes_of(rows, own_scales, DTYPE).view(-1)[lead : lead + own_numel]
         out[: codes.numel()] = codes.view(torch.uint8)
         out[codes.numel() :] = 0
 

@@ -107,7 +107,9 @@ def _compute_rows(session: Session) -> list[tuple]:
     conversion = session.conversion
     compute = conversion.scaling.compute
     formats = ", ".join(f"{role} {name}" for role, name in conversion.scaling.formats.items())
-    numel = sum(math.prod(m.weight.ds_shape) for m in conversion.converted.values())
+    # Old-style weight_norm keeps a plain tensor there.
+    weights = [module.weight for module in conversion.converted.values()]
+    numel = sum(math.prod(getattr(weight, "ds_shape", weight.shape)) for weight in weights)
     rows = [
         ("linear layers", f"{compute.scaling} scaling", numel, f"{len(conversion.converted)} layers; {formats}"),
         ("", "", 0, execution(session.device, compute.scaling)),

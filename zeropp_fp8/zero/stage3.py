@@ -192,16 +192,16 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         if residuals and (self.overflow or self.loss_scale != loss_scale):
             residuals.reset()
         if self.session.conversion is not None:
-            self._end_compute_step()
+            self._end_compute_step(self.loss_scale / loss_scale)
         self.session.ledger.end_step()
         print_progress_line(self.session)
 
-    def _end_compute_step(self) -> None:
+    def _end_compute_step(self, loss_scale_change: float) -> None:
         """Take over the amax that the step has shown, in one collective."""
         scaling, topology = self.session.conversion.scaling, self.session.topology
+        scaling.end_step(topology.group, self.session.device, bool(self.overflow), float(loss_scale_change))
         with self.session.ledger.counting("other"):
             self.session.ledger.sent_around_ring(scaling.end_step_bytes(), rounds=2)
-        scaling.end_step(topology.group)
 
     def get_grad_norm_direct(self, gradients, params, norm_type=2):
         """The global 2-norm in one multi-tensor pass and one all-reduce; DeepSpeed takes one pass a parameter in fp64.

@@ -32,7 +32,7 @@ from zeropp_fp8.comm.all_gather import gather_through, rank_of_rows, start_gathe
 from zeropp_fp8.comm.lanes import BufferRing, Lane, after, mark
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
-from zeropp_fp8.compute.linear import GATHERED_OPERAND
+from zeropp_fp8.compute.linear import GATHERED_OPERAND, READ_AS_NUMBERS
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.base import align_up
 from zeropp_fp8.zero.operands import GemmWeights
@@ -93,6 +93,7 @@ class WeightGatherer:
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._nan: dict[torch.dtype, Tensor] = {}
         self.gemm_weights = GemmWeights(session)  # empty until parameters are adopted
+        self._converted: set[int] = set()  # id of the weights of layers that compute in low precision
         rows = self._rank_order.slices
         self._rows_in_rank_order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=self.device)
 
@@ -102,6 +103,8 @@ class WeightGatherer:
         """Put this gatherer's closures on the ZeRO-3 parameters of `units`."""
         self.units = list(units)
         self.gemm_weights.adopt(param for unit in units for param in unit.params)
+        if self.session.conversion is not None:
+            self._converted = {id(module.weight) for module in self.session.conversion.converted.values()}
         for unit in units:
             for param in unit.params:
                 previous = getattr(param, STATE, None)  # another engine's, over the same parameter
@@ -132,6 +135,7 @@ class WeightGatherer:
             state: ParameterWire | None = getattr(param, STATE, None)
             if state is None or state.owner is not self:
                 continue  # a later engine over the same model has taken it over
+            param.__dict__.pop(READ_AS_NUMBERS, None)
             if state.lossy:
                 param.partition()
             param.all_gather = state.stock_all_gather
@@ -156,11 +160,13 @@ class WeightGatherer:
                 self._count_update(params)
             for p in params:
                 state = getattr(p, STATE)
-                p.__dict__.pop(GATHERED_OPERAND, None)
                 state.stock_partition([p], hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+                # Afterwards: DeepSpeed refuses, by an exception, while a module uses the parameter.
+                p.__dict__.pop(GATHERED_OPERAND, None)
                 state.lossy = False
             if has_been_updated:  # after the write: the gather lane waits for what the current stream has been given
                 self.weights_changed(params)
+                self._forget_amax(params)
 
         return partition
 
@@ -295,6 +301,7 @@ class WeightGatherer:
             # One node: nothing is waited for but the encoding.
             self._node.stream.wait_stream(self._network.stream)
 
+    @torch.compiler.disable  # torch.compile traces hooks, but not attributes that are put on Parameters and taken off
     def finish(self, unit: GatherUnit) -> None:
         """Make the parameters of a unit available on the current stream; those that are stay as they are."""
         missing = [p for p in unit.params if p.ds_status != ZeroParamStatus.AVAILABLE]
@@ -320,9 +327,14 @@ class WeightGatherer:
                 codes = unit.region(unit.gathered, index, world)
                 if not self.in_rank_order:
                     codes = codes[self._rows_in_rank_order]  # the copy that sorts slices
-                setattr(param, GATHERED_OPERAND, self.gemm_weights.operand(param, codes.view(-1)))
-                # Whoever reads the values of a weight that is there as codes shall see it.
-                param.data = self._not_a_number(param.ds_tensor.dtype).expand(param.ds_shape)
+                operand = self.gemm_weights.operand(param, codes.view(-1))
+                setattr(param, GATHERED_OPERAND, operand)
+                dtype = param.ds_tensor.dtype
+                if getattr(param, READ_AS_NUMBERS, False):
+                    param.data = operand.dequantize(dtype)
+                else:
+                    # Whoever reads the values in a way that linear.py does not notice shall see it.
+                    param.data = self._not_a_number(dtype).expand(param.ds_shape)
                 param.ds_status = ZeroParamStatus.AVAILABLE
                 getattr(param, STATE).lossy = True
         self._drop_gathered(unit, lent=bool(unit.operands) and self.in_rank_order)
@@ -370,6 +382,7 @@ class WeightGatherer:
             self._network.before_current()
             self._drop_gathered(unit)
 
+    @torch.compiler.disable  # as finish
     def release(self, unit: GatherUnit) -> None:
         """Drop the values of a unit's parameters."""
         for param in unit.params:
@@ -466,6 +479,15 @@ class WeightGatherer:
             self._drop(unit)
         self.gemm_weights.changed(params)
         self._weights_ready = mark(self.device)
+
+    def _forget_amax(self, params: Iterable[Parameter]) -> None:
+        """Weights of converted layers were written from outside: what earlier steps have shown of operands is past.
+
+        Delayed scaling would let the new ones saturate until a step has seen them, in evaluations too.
+        """
+        conversion = self.session.conversion
+        if conversion is not None and any(id(param) in self._converted for param in params):
+            conversion.scaling.load_state_dict({})
 
     @staticmethod
     def _drop(unit: GatherUnit) -> None:
