@@ -109,6 +109,8 @@ def test_training_follows_high_precision(compute, recipe):
     plain, _, _ = run_ranks(jobs.losses, compute={"format": "none"}, **run)[0]
     low, _, text = run_ranks(jobs.losses, compute=compute or {}, **run)[0]
     assert low != plain and "linear layers" in text
+    fused = "6 norms and gated products hand codes to the layer after them; done on a GPU only, not here"
+    assert (fused in text) == ((compute or {}).get("scaling") == "delayed")
     assert low == pytest.approx(plain, rel=0.02) and low[-1] < low[0]
 
 

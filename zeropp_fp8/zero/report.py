@@ -114,6 +114,10 @@ def _compute_rows(session: Session) -> list[tuple]:
         ("linear layers", f"{compute.scaling} scaling", numel, f"{len(conversion.converted)} layers; {formats}"),
         ("", "", 0, execution(session.device, compute.scaling)),
     ]
+    if compute.scaling == "delayed":
+        where = "" if session.device.type == "cuda" else "; done on a GPU only, not here"
+        remark = f"{len(conversion.fused)} norms and gated products hand codes to the layer after them{where}"
+        rows.append(("fused with the cast", "", 0, remark))
     names_of: dict[str, list[str]] = defaultdict(list)
     for name, reason in conversion.skipped.items():
         names_of[reason].append(name)
