@@ -99,7 +99,7 @@ def test_weights_from_outside_are_not_scaled_by_the_history_of_others():
     [
         {"compute": jobs.fp8("delayed"), "weights": "fp8_e4m3"},
         {"compute": jobs.fp8("delayed"), "weights": "none"},
-        {"compute": jobs.fp8("delayed"), "weights": "fp8_e4m3", "recipe": "zeropp", "idle": False},
+        {"compute": jobs.fp8("delayed"), "weights": "fp8_e4m3", "recipe": "zeropp"},
         # Each expert is gathered by itself, and stock's buckets fill as gradients come: a layer that got no row must
         # give one, as nn.Linear does.
         {"compute": jobs.fp8("current"), "weights": "fp8_e4m3", "granularity": "module", "leaf": False, "idle": False},

@@ -29,8 +29,10 @@ def _before_backward_of(module: nn.Module, run: Callable[[nn.Module], None]) -> 
     class PreBackwardFunctionForModule(torch.autograd.Function):
         @staticmethod
         def forward(ctx, output):
-            # Some models run a layer several times before backward; each backward needs its fetch.
-            module.applied_pre_backward_ref_cnt = module.__dict__.get("applied_pre_backward_ref_cnt", 0) + 1
+            # Some models run a layer several times before backward; each backward needs its fetch. Evaluations, and
+            # the first forward of reentrant checkpointing, have none.
+            uses = module.__dict__.get("applied_pre_backward_ref_cnt", 0)
+            module.applied_pre_backward_ref_cnt = uses + ctx.needs_input_grad[0]
             return output.detach()
 
         @staticmethod
@@ -82,6 +84,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         for block in self._made_leaf:
             block._z3_leaf = True  # DeepSpeed then fetches and releases the block as one unit
         self._evaluating = False
+        self.after_backward_of: Callable[[nn.Module], None] | None = None  # told of each module whose backward is over
         super().__init__(module, *args, **kwargs)
         self.gatherer.adopt(build_units(module, self.blocks, granularity))
         self.param_coordinator = UnitCoordinator(
@@ -136,6 +139,10 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     @torch.no_grad()
     def post_sub_module_backward_function(self, sub_module) -> None:
+        # Autograd runs what was done last first, so all gradients of the module's own parameters are there by now; but
+        # not before the last of its uses in this backward.
+        if self.after_backward_of is not None and sub_module.__dict__.get("applied_pre_backward_ref_cnt", 0) == 0:
+            self.after_backward_of(sub_module)
         self.param_coordinator.release_sub_module(sub_module, forward=False)
 
     def destroy(self) -> None:

@@ -3,14 +3,15 @@
 Stock ZeRO-3 puts a gradient into the bucket when autograd produces it, so ranks whose unused parameters differ (a
 mixture of experts, a conditional layer) fill different buckets and hang or mix up tensors. Here parameters are cut
 into units (a transformer block, or a single parameter), the units have one fixed order, and a unit enters the bucket
-only after all units before it. What has not come when backward ends is sent as zeros.
+only after all units before it. What has not come when a module's backward ends, or at the latest when the whole
+backward does, is sent as zeros.
 
 The order is the reverse of registration, which is the order in which backward finishes blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -80,6 +81,18 @@ class FixedOrder:
             self._missing[index] -= 1
         while self._next < len(self._units) and self._missing[self._next] == 0:
             self._reduce_next()
+
+    def module_ended(self, params: Iterable[Parameter]) -> None:
+        """The backward of the only module that uses `params` is over: send zeros for gradients that did not come.
+
+        A rank that uses nothing of a block then reduces it where the others do, before it gathers the next one; were
+        it to wait for the end of backward, ranks would meet in different collectives and hang.
+        """
+        for param in params:
+            index = self._unit_of.get(id(param))
+            if index is not None and index >= self._next and id(param) not in self._ready:
+                set_zero_gradient(param)
+                self.is_ready(param)
 
     def finish(self) -> None:
         """Backward ended: reduce what is left, with zeros for gradients that did not come."""

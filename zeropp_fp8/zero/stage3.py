@@ -7,11 +7,13 @@ weights and optimizer state. Everything else, the optimizer and the checkpoint l
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.utils import logger
-from torch import Tensor
+from deepspeed.utils import logger, z3_leaf_module
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.ledger import OUTSIDE
@@ -97,6 +99,9 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
                 ),
                 self._reduce_unit if quantized else self._put_into_bucket,
             )
+            self._users = Counter(id(p) for module in self.module.modules() for p in module.parameters(recurse=False))
+            self._used_by_only: dict[int, list[Parameter]] = {}
+            self.parameter_offload.after_backward_of = self._module_ended
             leaf_of = {param: param.__dict__.pop(_LEAF) for param in trainable if _LEAF in param.__dict__}
             super().create_reduce_and_remove_grad_hooks()
             for param, leaf in leaf_of.items():
@@ -113,6 +118,15 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
             super().reduce_ready_partitions_and_remove_grads(param)
         elif getattr(param, "ds_grad_is_ready", True):  # not while a tiled computation goes on adding to it
             self._order.is_ready(param)
+
+    def _module_ended(self, module: nn.Module) -> None:
+        """Of a module whose backward is over: gradients of parameters that no other module uses come no more."""
+        params = self._used_by_only.get(id(module))
+        if params is None:
+            mine = module.parameters(recurse=z3_leaf_module(module))
+            params = self._used_by_only[id(module)] = [p for p in mine if self._users[id(p)] == 1]
+        if params and not self._coalesce_reduction_is_on():
+            self._order.module_ended(p for p in params if not p.is_external_param)
 
     def _put_into_bucket(self, params: list[Parameter]) -> None:
         """Stock's way, for `lossless`."""
