@@ -6,6 +6,7 @@ from one test to the next.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -13,21 +14,8 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing import forkserver
 from pathlib import Path
-
-PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "deepspeed",
-    "deepspeed.runtime.zero.stage3",
-    "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "transformers.models.llama.modeling_llama",
-    "peft",
-    "models",
-    "zeropp_fp8.plugin",
-    "zeropp_fp8.zero.stage3",
-]
 
 _context = None
 
@@ -36,7 +24,16 @@ def _forkserver():
     global _context
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(PRELOAD)
+        _context.set_forkserver_preload(["rank_server"])
+        # Python before 3.13 does not tell the server its sys.path, and the server passes over what it cannot import.
+        given = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.environ.pop("PYTHONPATH")
+            if given is not None:
+                os.environ["PYTHONPATH"] = given
     return _context
 
 
@@ -64,6 +61,9 @@ def _main(function, arguments, rank, world, ranks_per_node, folder, env):
         import torch
         import torch.distributed as dist
 
+        if "rank_server" not in sys.modules:
+            importlib.import_module("rank_server")  # raises what the server met
+            raise ImportError("the server of ranks did not import rank_server")
         torch.set_num_threads(1)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         store = dist.FileStore(os.path.join(folder, "store"), world)

@@ -305,6 +305,19 @@ def train(
     return figures
 
 
+def shut_down(engine) -> None:
+    """End the engine and torch.distributed, in this order, with no collective under way on any rank.
+
+    The engine's parameters refer to process groups, so the threads of gloo (CPU) do not end with
+    destroy_process_group(). A thread lets go of a tensor after the collective is done, and needs Python for it; where
+    Python is ending just then, the process aborts: "terminate called without an active exception".
+    """
+    engine.destroy()
+    dist.barrier()  # no rank leaves while another one waits for what it sends
+    dist.destroy_process_group()
+    time.sleep(0.1)  # the threads get their turn
+
+
 def main() -> None:
     arguments = parse_arguments()
     zeropp_fp8.enable()  # the one line that this project adds; it acts where the ds_config asks for it
@@ -333,7 +346,7 @@ def main() -> None:
         if arguments.summary:
             Path(arguments.summary).parent.mkdir(parents=True, exist_ok=True)
             Path(arguments.summary).write_text(json.dumps(figures, indent=2) + "\n")
-    dist.destroy_process_group()
+    shut_down(engine)
 
 
 if __name__ == "__main__":

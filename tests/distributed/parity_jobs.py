@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 import torch
-from models import Mlp, build, ds_config, full_weights, llama, make_engine, section, train
+from models import KEPT, Mlp, build, ds_config, full_fp32_weights, full_weights, llama, make_engine, section, train
 from torch import nn
 
 import zeropp_fp8
@@ -41,7 +41,7 @@ def train_llama(
     detect=False,
     **overrides,
 ):
-    """Train a small Llama; returns losses, weights at start and end and, with the plugin, the wire report."""
+    """Train a small Llama; returns losses, weights at start and end, and the wire report of a run with the plugin."""
     import deepspeed
 
     switch(plugin)
@@ -64,15 +64,23 @@ def train_llama(
     start = full_weights(engine.module)
     losses = train(engine, steps, config["gradient_accumulation_steps"])
     report = zeropp_fp8.wire_report(engine) if plugin else None
-    return {"losses": losses, "weights": full_weights(engine.module), "start": start, "report": report}
+    return {
+        "losses": losses,
+        "weights": full_weights(engine.module),
+        "fp32 weights": full_fp32_weights(engine.module),
+        "start": start,
+        "report": report,
+    }
 
 
 def train_both(granularity, recipe="lossless", **options):
     """Stock (with leaf modules for `block`) and the plugin, one after the other in the same ranks."""
     importlib.import_module("torch._dynamo")  # zero.Init needs it imported before, see plugin.enable
     leaf = granularity == "block" and recipe == "lossless"
-    stock = train_llama(False, leaf=leaf, **{k: v for k, v in options.items() if k != "detect"})
-    return stock, train_llama(True, recipe=recipe, fields={"gather_granularity": granularity}, **options)
+    stock = {"zero_optimization": KEPT, **options, "leaf": leaf, "detect": False}
+    return train_llama(False, **stock), train_llama(
+        True, recipe=recipe, fields={"gather_granularity": granularity}, **options
+    )
 
 
 def stock_plugin_stock(steps=5):
@@ -118,16 +126,18 @@ VARIANTS = {
     "overlap off": {"zero_optimization": {"stage": 3, "overlap_comm": False, "contiguous_gradients": False}},
     "module": {"fields": {"gather_granularity": "module"}},
     "parameter": {"fields": {"gather_granularity": "parameter"}},
-    "fp16": {"dtype": "fp16"},
+    "fp16": {"dtype": "fp16"},  # the last: it changes what the accelerator says of itself
 }
 
 
-def train_variant(variant, steps=8):
-    """zeropp in its plain form and in one variant."""
-    if variant == "fp16":
-        allow_fp16_on_cpu()
-    plain = train_llama(True, recipe="zeropp", steps=steps)
-    return plain, train_llama(True, recipe="zeropp", steps=steps, **VARIANTS[variant])
+def train_variants(steps=8):
+    """{variant: losses} of zeropp, "plain" among them."""
+    losses = {}
+    for variant, options in {"plain": {}, **VARIANTS}.items():
+        if options.get("dtype") == "fp16":
+            allow_fp16_on_cpu()
+        losses[variant] = train_llama(True, recipe="zeropp", steps=steps, **options)["losses"]
+    return losses
 
 
 def train_quantized_with_everything(steps=12):
@@ -155,7 +165,7 @@ def train_lora(checkpointing, zero_init, steps=4):
     importlib.import_module("torch._dynamo")
     options = {"lora": True, "checkpointing": checkpointing, "zero_init": zero_init, "steps": steps}
     return (
-        train_llama(False, **options),
+        train_llama(False, zero_optimization=KEPT, **options),
         train_llama(True, recipe="lossless", **options),
         train_llama(True, recipe="zeropp", **options),
     )

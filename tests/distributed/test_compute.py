@@ -1,5 +1,7 @@
 """FP8 and MX compute inside ZeRO-3: one code for wire and GEMM, scales over ranks, checkpoints, training."""
 
+import functools
+
 import compute_jobs as jobs
 import pytest
 import torch
@@ -91,6 +93,11 @@ def test_resume_is_exact(compute, weights):
     assert resumed == through and len(set(through)) == 3
 
 
+@functools.cache
+def losses_in_high_precision(recipe):
+    return run_ranks(jobs.losses, compute={"format": "none"}, weights=None, recipe=recipe, steps=12)[0][0]
+
+
 @pytest.mark.parametrize(
     "compute, recipe",
     [
@@ -105,9 +112,8 @@ def test_resume_is_exact(compute, weights):
 )
 def test_training_follows_high_precision(compute, recipe):
     """Losses over steps that learn stay near those of bf16 with the same recipe's wire."""
-    run = {"weights": None, "recipe": recipe, "steps": 12}
-    plain, _, _ = run_ranks(jobs.losses, compute={"format": "none"}, **run)[0]
-    low, _, text = run_ranks(jobs.losses, compute=compute or {}, **run)[0]
+    plain = losses_in_high_precision(recipe)
+    low, _, text = run_ranks(jobs.losses, compute=compute or {}, weights=None, recipe=recipe, steps=12)[0]
     assert low != plain and "linear layers" in text
     fused = "6 norms and gated products hand codes to the layer after them; done on a GPU only, not here"
     assert (fused in text) == ((compute or {}).get("scaling") == "delayed")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from models import batches, build, ds_config, full_weights, llama, make_engine, section, train
+from models import KEPT, batches, build, ds_config, full_weights, llama, make_engine, section, train
 from parity_jobs import allow_fp16_on_cpu, switch
 from ranks import printed
 
@@ -266,7 +266,7 @@ def library_bytes(limit=400_000):
     return torch.frombuffer(bytearray(data[:limit]), dtype=torch.uint8).long()
 
 
-def held_out_losses(dtype, recipes, seeds=(0, 1, 2), steps=50, batch=8, length=32, peak_lr=1e-3):
+def held_out_losses(dtype, recipes, seeds=(0, 1, 2), steps=30, batch=8, length=32, peak_lr=1e-3):
     """Held-out loss of each recipe (None: stock) and seed after training on real text; ranks see different data."""
     text = library_bytes()
     train_text, held_out = text[:-40_000], text[-40_000:]
@@ -275,7 +275,13 @@ def held_out_losses(dtype, recipes, seeds=(0, 1, 2), steps=50, batch=8, length=3
     for recipe in recipes:
         for seed in seeds:
             switch(recipe is not None)
-            config = ds_config(section(recipe) if recipe else None, dtype, train_micro_batch_size_per_gpu=batch)
+            kept = {} if recipe else KEPT
+            config = ds_config(
+                section(recipe) if recipe else None,
+                dtype,
+                train_micro_batch_size_per_gpu=batch,
+                zero_optimization=kept,
+            )
             engine = make_engine(llama(seed=seed), config, lr=peak_lr)
             generator = torch.Generator().manual_seed(100 * seed + rank)
             for step in range(steps):
