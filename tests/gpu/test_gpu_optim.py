@@ -1,0 +1,125 @@
+"""The AdamW kernel, natively on a GPU, against the torch code on the CPU; memory, determinism, no waiting."""
+
+import copy
+
+import pytest
+import torch
+from optim_cases import (
+    BF16,
+    BLOCK,
+    FP32,
+    KERNEL_CASES,
+    SEED,
+    TENSOR,
+    StateFormats,
+    assert_same_buffers,
+    check_kernel,
+    raw,
+    run_steps,
+)
+
+from zeropp_fp8.optim import FP8AdamW, Hyper, Segments, adamw_step, make_state_buffers
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+SHAPES = [((33, 7), torch.float32), ((150_000,), torch.bfloat16), ((), torch.float32), ((0, 3), torch.float32)]
+SHAPES += [((400, 40), torch.bfloat16), ((5,), torch.float16)]
+
+
+@pytest.mark.parametrize("formats, grads, weights, options", KERNEL_CASES)
+def test_kernel(formats, grads, weights, options):
+    """Every format in every place, every kind of gradient: small segments and ones of many tiles."""
+    numels = (150_001, 1, 0, 1024, 7, 130, 66_000)
+    check_kernel(formats, grads, weights, CUDA, numels=numels, steps=3, **options)
+
+
+@pytest.mark.parametrize("formats", [TENSOR, BLOCK])
+def test_many_segments_and_the_same_twice(formats):
+    """A hundred tensors; atomic operations in any order give the same bytes."""
+    numels = [1 + (i * 7919) % 20_000 for i in range(100)]
+    check_kernel(formats, BF16, BF16, CUDA, numels=numels, steps=2, seed=SEED)
+    one, two = (run_steps(True, formats, BF16, BF16, CUDA, numels=numels, seed=SEED)[0] for _ in range(2))
+    assert_same_buffers(one, two)
+
+
+def test_torch_code_on_the_gpu_is_that_on_the_cpu():
+    for formats in (TENSOR, BLOCK, StateFormats("bf16", "fp8_e5m2", "fp32")):
+        assert_same_buffers(*(run_steps(False, formats, BF16, FP32, d, seed=SEED)[0] for d in (CUDA, "cpu")))
+
+
+def train(device, steps=4, **options):
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(d).to(device)) for s, d in SHAPES]
+    optimizer = FP8AdamW(params, lr=1e-2, weight_decay=0.1, **options)
+    for step in range(steps):
+        for i, p in enumerate(params):
+            grad = torch.randn(p.shape, generator=generator).to(p.dtype).to(device)
+            p.grad = None if (step + i) % 3 == 1 else grad
+        optimizer.step()
+        if step == 1:  # resumed in between
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return params, optimizer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scales": "block", "rounding": "stochastic"},
+        {"grad_format": "fp8_e4m3"},
+        {"master_format": "fp32", "exp_avg_sq_format": "fp32"},
+        {"maximize": True, "scales": "block"},
+    ],
+)
+def test_the_optimizer_is_the_same_as_on_the_cpu(options):
+    for one, two in zip(*(train(device, **options)[0] for device in (CUDA, "cpu"))):
+        assert torch.equal(raw(one), raw(two))
+
+
+@pytest.mark.parametrize("scales", ["tensor", "block"])
+def test_the_host_waits_for_nothing(scales):
+    params, optimizer = train(CUDA, scales=scales, rounding="stochastic")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("scales", ["tensor", "block"])
+def test_memory_is_six_bytes_a_parameter(scales):
+    """By the allocator: 5 of state beside the FP8 gradient, within 5 %, and nothing of a parameter's size in a step."""
+    numel = 1 << 26
+    p = torch.nn.Parameter(torch.ones(numel, dtype=torch.bfloat16, device=CUDA))
+    p.grad = torch.full_like(p, 1e-3)
+    optimizer = FP8AdamW([p], scales=scales)
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    assert torch.cuda.memory_allocated() - before == pytest.approx(5 * numel, rel=0.05)
+    torch.cuda.reset_peak_memory_stats()
+    resting = torch.cuda.memory_allocated()
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated() - resting < 1 << 20
+
+
+def test_more_than_two_to_the_31_elements():
+    """Offsets beyond 32 bits: the last elements are updated as the first ones are."""
+    numel = (1 << 31) + (1 << 27)
+    if torch.cuda.mem_get_info()[0] < 30e9:
+        pytest.skip("needs 30 GB of free GPU memory")
+    segments = Segments([numel, 1000], CUDA)
+    buffers = make_state_buffers(segments, BLOCK)
+    grads = [torch.zeros(n, dtype=torch.bfloat16, device=CUDA) for n in segments.numels]
+    weights = [torch.empty_like(g) for g in grads]
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(CUDA, torch.bfloat16)
+    for ends in (grads[0][:1000], grads[0][-1000:], grads[1]):
+        ends.copy_(values)
+    adamw_step(segments, *buffers, grads, weights, Hyper(1e-2))
+    assert not weights[0][1000:-1000].any()
+    assert torch.equal(weights[0][:1000].sign(), -values.sign())
+    # 2^31 is a multiple of the block of 128, the last 1000 elements are no whole number of blocks
+    torch.testing.assert_close(weights[0][-1000:], weights[1], rtol=0.01, atol=1e-5)
+    torch.testing.assert_close(weights[0][:1000], weights[1], rtol=0, atol=0)

@@ -1,0 +1,224 @@
+"""What tests of the optimizer share: formats and AdamW written out in numpy and float64, and kernel against torch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from zeropp_fp8.formats.noise import Seed
+from zeropp_fp8.optim import FP8Gradients, Hyper, Segments, StateBuffer, StateFormats, adamw_step, make_state_buffers
+
+CPU = torch.device("cpu")
+# (mantissa bits, exponent of the smallest normal number, largest number, bytes)
+GRIDS = {
+    "fp32": (23, -126, 3.4028234663852886e38, 4),
+    "bf16": (7, -126, 3.3895313892515355e38, 2),
+    "fp16": (10, -14, 65504.0, 2),
+    "fp8_e4m3": (3, -6, 448.0, 1),
+    "fp8_e5m2": (2, -14, 57344.0, 1),
+}
+SCALED = ("fp16", "fp8_e4m3", "fp8_e5m2")
+NUMELS = (1500, 1, 0, 1024, 7, 130)
+
+
+def scale_of(values: np.ndarray, storage: str) -> float:
+    """The smallest power of two X, 2^-127 or more, with amax <= X * largest; NaN where a value is not finite."""
+    if not np.isfinite(values).all():
+        return math.nan
+    amax = float(np.abs(values).max(initial=0.0))
+    exponent = -127
+    while amax > math.ldexp(GRIDS[storage][2], exponent):
+        exponent += 1
+    return math.ldexp(1.0, exponent)
+
+
+def spacing_of(values: np.ndarray, storage: str) -> np.ndarray:
+    """The distance of neighbouring numbers of a format around float64 values."""
+    mantissa, smallest, _, _ = GRIDS[storage]
+    exponents = np.frexp(values)[1] - 1
+    return np.ldexp(1.0, np.maximum(np.where(values == 0, smallest, exponents), smallest) - mantissa)
+
+
+def rounded(values: np.ndarray, storage: str, block: int | None) -> np.ndarray:
+    """float64: what fp32 values decode to after they were stored, to nearest, ties to even.
+
+    What is rounded to a number above the largest of fp32 (of bf16, where it is stored as such) is Inf.
+    """
+    values = values.astype(np.float64)
+    out = np.empty_like(values)
+    size = len(values) if block is None or storage not in SCALED else block
+    for start in range(0, len(values), max(size, 1)):
+        unit = values[start : start + size]
+        scale = scale_of(unit, storage) if storage in SCALED else 1.0
+        if math.isnan(scale):
+            out[start : start + size] = math.nan
+            continue
+        steps = spacing_of(unit / scale, storage)
+        out[start : start + size] = np.round(unit / scale / steps) * steps * scale
+    largest = GRIDS["bf16" if storage == "bf16" else "fp32"][2]
+    return np.where(np.abs(out) > largest, np.copysign(np.inf, out), out)
+
+
+def adamw(p, m, v, g, hyper: Hyper, grad_scale: float = 1.0):
+    """(p, m, v) after a step, float64, written out from the papers' formulas (Adam, decoupled weight decay)."""
+    p, m, v, g = (np.asarray(x, dtype=np.float64) for x in (p, m, v, g))
+    g = g * grad_scale
+    if not hyper.decoupled:
+        g = g + hyper.weight_decay * p
+    m = hyper.beta1 * m + (1 - hyper.beta1) * g
+    v = hyper.beta2 * v + (1 - hyper.beta2) * g**2
+    m_hat, v_hat = m, v
+    if hyper.bias_correction:
+        m_hat = m / (1 - hyper.beta1**hyper.step)
+        v_hat = v / (1 - hyper.beta2**hyper.step)
+    decay = hyper.lr * hyper.weight_decay if hyper.decoupled else 0.0
+    return p - decay * p - hyper.lr * m_hat / (np.sqrt(v_hat) + hyper.eps), m, v
+
+
+def heavy_tailed(numel: int, generator: torch.Generator, device=CPU) -> torch.Tensor:
+    """fp32 numbers over a dozen orders of magnitude."""
+    draw = [torch.randn(numel, generator=generator) for _ in range(2)]
+    return (draw[0] * 10 ** (2 * draw[1])).to(device)
+
+
+def run_steps(
+    use_kernel: bool,
+    formats: StateFormats,
+    grads: torch.dtype | tuple[str, str, int],
+    weights: torch.dtype | None,
+    device=CPU,
+    numels=NUMELS,
+    steps: int = 2,
+    own_master: bool = False,
+    seed: Seed | None = None,
+    grad_scale: float | None = None,
+    spoil: bool = False,
+    missing: tuple[int, ...] = (),
+    odd: bool = False,
+    **hyper,
+):
+    """(buffers, weights) after some steps; the same arguments give the same numbers.
+
+    Args:
+        grads: a dtype, or (FP8 format, scales, block size).
+        spoil: NaN and Inf in some gradients of the last step.
+        missing: segments without a gradient.
+        odd: gradients and weights start where vectors of 16 bytes do not.
+    """
+    generator = torch.Generator().manual_seed(0)
+    segments = Segments(numels, device, list(range(len(numels)))[::-1])
+    buffers = make_state_buffers(segments, formats)
+
+    def placed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        home = torch.empty(values.numel() + 1, dtype=dtype, device=device)[int(odd) :][: values.numel()]
+        return home.copy_(values)
+
+    start = [heavy_tailed(n, generator, device) for n in numels]
+    out = None if weights is None else [placed(values, weights) for values in start]
+    buffers[0].encode_all_(start)
+    for step in range(1, steps + 1):
+        values = [heavy_tailed(n, generator, device) for n in numels]
+        if spoil and step == steps:
+            values[0][3], values[0][1200], values[3][1000] = math.nan, math.inf, -math.inf
+        if isinstance(grads, tuple):
+            held = StateBuffer(segments, *grads)
+            held.codes.fill_(0x7F)  # what the padding holds does not matter
+            held.encode_all_(values)
+            given = FP8Gradients.of(held)
+        else:
+            given = [None if i in missing else placed(x, grads) for i, x in enumerate(values)]
+        adamw_step(
+            segments,
+            None if own_master else buffers[0],
+            *buffers[1:],
+            given,
+            out,
+            Hyper(1e-2, weight_decay=0.1, step=step, **hyper),
+            grad_scale=None if grad_scale is None else torch.tensor([grad_scale], device=device),
+            seed=seed,
+            use_kernel=use_kernel,
+        )
+    return buffers, out
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
+
+
+def assert_same_buffers(actual, expected, codes_differ: int = 0) -> None:
+    """Scales, exponents and codes, bit for bit; but codes of a NaN scale, padding, and which NaN it is.
+
+    `codes_differ`: how many FP8 codes of an expanded quantity may be off by one.
+    """
+    for one, two in zip(actual, expected):
+        allowed = codes_differ if two.exponents is not None else 0
+        for segment in range(len(two.segments)):
+            for name in ("scales", "exponents"):
+                a, b = (getattr(buffer, name) for buffer in (one, two))
+                if b is not None:
+                    assert torch.equal(a[one.units(segment)].cpu(), b[two.units(segment)].cpu()), (name, segment)
+            a, b = (buffer.segments.view(buffer.codes, segment).cpu() for buffer in (one, two))
+            values = two.decode(segment).cpu()
+            assert torch.equal(one.decode(segment).cpu().isnan(), values.isnan()), segment
+            a, b = a[~values.isnan()], b[~values.isnan()]
+            if allowed:
+                far = (a.int() - b.int()).abs()
+                assert (far > 1).sum() == 0 and (far > 0).sum() <= allowed, (two.storage.name, segment)
+            else:
+                assert torch.equal(raw(a), raw(b)), (two.storage.name, segment)
+
+
+def assert_same_weights(actual, expected) -> None:
+    for a, b in zip(actual or (), expected or ()):
+        a, b = a.cpu(), b.cpu()
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(raw(a[~a.isnan()]), raw(b[~b.isnan()]))
+
+
+def check_kernel(formats: StateFormats, grads, weights, device=CPU, **options) -> None:
+    """The kernel's codes, scales and weights are the torch code's on the CPU."""
+    buffers, out = run_steps(True, formats, grads, weights, device, **options)
+    expected, expected_out = run_steps(False, formats, grads, weights, CPU, **options)
+    if not formats.expand_range:
+        assert_same_buffers(buffers, expected)
+        assert_same_weights(out, expected_out)
+        return
+    # Powers differ in their last bits, so a code may come to lie on the other side of a tie; what follows from it then
+    # differs too.
+    total = sum(options.get("numels", NUMELS))
+    assert_same_buffers(buffers[1:], expected[1:], codes_differ=max(2, total // 1000))
+
+
+# (formats, gradients, weights, options): each format in each place, each kind of gradient, dtype and option.
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SEED = Seed(123456789, 987654321)
+TENSOR, BLOCK = StateFormats(), StateFormats(scales="block")
+KERNEL_CASES = [
+    (TENSOR, BF16, BF16, {}),
+    (BLOCK, BF16, BF16, {}),
+    (TENSOR, FP32, FP32, {"spoil": True}),
+    (BLOCK, FP32, FP32, {"spoil": True, "odd": True}),
+    (TENSOR, FP16, FP16, {"seed": SEED, "odd": True}),
+    (BLOCK, FP16, FP16, {"seed": SEED}),
+    (TENSOR, BF16, None, {"missing": (0, 4)}),
+    (BLOCK, BF16, FP32, {"missing": (3,)}),
+    (TENSOR, ("fp8_e4m3", "tensor", 128), BF16, {"grad_scale": 0.3}),
+    (BLOCK, ("fp8_e4m3", "tensor", 128), BF16, {"grad_scale": -0.3}),
+    (BLOCK, ("fp8_e5m2", "block", 128), BF16, {}),
+    (BLOCK, ("fp8_e5m2", "block", 32), BF16, {"spoil": True}),
+    (TENSOR, ("fp8_e4m3", "block", 64), None, {}),
+    (StateFormats("fp32", "fp32", "fp32"), FP32, FP32, {"own_master": True, "spoil": True}),
+    (StateFormats("fp32", "fp32", "fp32"), BF16, BF16, {"decoupled": False}),
+    (StateFormats("bf16", "bf16", "bf16"), BF16, BF16, {"own_master": True, "seed": SEED}),
+    (StateFormats("bf16", "bf16", "fp32"), FP32, FP16, {"seed": SEED, "bias_correction": False}),
+    (StateFormats("fp16", "fp8_e5m2", "fp8_e4m3"), BF16, BF16, {}),
+    (StateFormats("fp8_e4m3", "fp16", "fp8_e5m2", "block", 16), BF16, BF16, {"seed": SEED}),
+    (StateFormats("fp8_e5m2", "bf16", "fp16", "block", 1024), BF16, BF16, {"seed": SEED, "decoupled": False}),
+    (StateFormats("fp8_e5m2", "fp8_e4m3", "fp8_e4m3"), FP32, BF16, {"seed": SEED}),
+    (TENSOR, BF16, BF16, {"eps": 0.0}),
+    (StateFormats(scales="block", expand_range=True), BF16, BF16, {}),
+    (StateFormats(exp_avg="fp8_e5m2", exp_avg_sq="fp8_e4m3", expand_range=True), FP32, BF16, {"spoil": True}),
+    (StateFormats(exp_avg_sq="fp8_e4m3", scales="block", block_size=32, expand_range=True), FP32, None, {}),
+]

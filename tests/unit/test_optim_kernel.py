@@ -1,0 +1,169 @@
+"""The AdamW kernel: the codes and scales of optim/adamw.py in Triton's interpreter, and code for sm_90 without a GPU.
+
+Both run in processes of their own: whether Triton interprets or compiles is decided when it is imported.
+"""
+
+import pytest
+from triton_process import run
+
+pytest.importorskip("triton")
+
+
+def test_kernel_in_the_interpreter():
+    """Every format in every place, every kind of gradient; ragged, empty and whole segments, NaN, Inf, no gradient."""
+    script = """
+import numpy as np
+np.seterr(all="ignore")  # the interpreter computes in numpy, which warns of the Inf that are asked for
+from optim_cases import KERNEL_CASES, check_kernel
+
+for formats, grads, weights, options in KERNEL_CASES:
+    try:
+        check_kernel(formats, grads, weights, **options)
+    except AssertionError as error:
+        raise AssertionError((formats, grads, weights, options)) from error
+print(len(KERNEL_CASES))
+"""
+    assert int(run(script, interpret=True)) == 25
+
+
+def test_properties_in_the_interpreter():
+    """Any sizes, formats and options."""
+    script = """
+import random
+import numpy as np
+np.seterr(all="ignore")
+import torch
+from optim_cases import BF16, FP16, FP32, GRIDS, SEED, StateFormats, check_kernel
+
+draw = random.Random(0)
+names = list(GRIDS)
+for _ in range(40):
+    formats = StateFormats(draw.choice(names), draw.choice(names), draw.choice(names),
+                           draw.choice(["tensor", "block"]), draw.choice([16, 32, 64, 128, 256, 512, 1024]))
+    numels = [draw.choice([0, 1, 2, 1023, 1024, 1025, draw.randint(1, 3000)]) for _ in range(4)] + [1300]
+    numels[0] = 1300
+    numels[3] = 1024
+    grads = draw.choice([BF16, FP16, FP32, ("fp8_e4m3", "tensor", 128), ("fp8_e5m2", "block", draw.choice([16, 128]))])
+    check_kernel(formats, grads, draw.choice([BF16, FP16, FP32, None]), numels=numels, steps=2,
+                 seed=draw.choice([None, SEED]), odd=draw.random() < 0.5, spoil=draw.random() < 0.2)
+print("done")
+"""
+    assert run(script, interpret=True).strip() == "done"
+
+
+def test_the_optimizer_with_the_kernel_in_the_interpreter():
+    """Parameters of several dtypes and shapes, some without a gradient at times: bit for bit as in torch."""
+    script = """
+import numpy as np
+np.seterr(all="ignore")
+import torch
+from zeropp_fp8.optim import FP8AdamW, adamw_step, fp8_adamw
+
+def train(use_kernel, **options):
+    fp8_adamw.adamw_step = lambda *args, **more: adamw_step(*args, **more, use_kernel=use_kernel)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [((33, 7), torch.float32), ((1500,), torch.bfloat16), ((), torch.float32), ((0, 3), torch.float32),
+              ((40, 40), torch.bfloat16), ((5,), torch.float16)]
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape, dtype in shapes]
+    optimizer = FP8AdamW(params, lr=1e-2, weight_decay=0.1, **options)
+    for step in range(4):
+        for i, p in enumerate(params):
+            p.grad = None if (step + i) % 3 == 1 else torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+    return params, [t for p in params for name, t in sorted(optimizer.state[p].items())]
+
+for options in ({}, {"scales": "block", "rounding": "stochastic"}, {"grad_format": "fp8_e4m3"},
+                {"master_format": "fp32", "exp_avg_sq_format": "fp32"}, {"maximize": True, "scales": "block"}):
+    for one, two in zip(train(True, **options), train(False, **options)):
+        assert len(one) == len(two) >= 6
+        for a, b in zip(one, two):
+            assert torch.equal(a.detach(), b.detach()), options
+print("done")
+"""
+    assert run(script, interpret=True).strip() == "done"
+
+
+def test_without_a_gpu_the_kernel_is_refused():
+    script = """
+import pytest, torch
+from optim_cases import BF16, BLOCK, run_steps
+with pytest.raises(ValueError, match="needs a CUDA device or TRITON_INTERPRET=1"):
+    run_steps(True, BLOCK, BF16, BF16)
+print("done")
+"""
+    assert run(script, interpret=False).strip() == "done"
+
+
+def test_compiles_without_a_gpu():
+    """16 bytes of each 16-bit tensor at a time, 8 FP8 codes; nothing is spilled, and nothing fused but on purpose."""
+    script = """
+import os, subprocess
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from zeropp_fp8.kernels.adamw import NUM_WARPS, adamw_kernel
+
+CODES = {"fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16", "fp8_e4m3": "*u8", "fp8_e5m2": "*u8"}
+USUAL = {"GRAD": "tensors", "GRAD_BLOCK": 0, "WEIGHTS": True, "MASTER": "fp16", "EXP_AVG": "fp8_e4m3",
+         "EXP_AVG_SQ": "fp16", "EXPAND_EXP_AVG": False, "EXPAND_EXP_AVG_SQ": False, "MASTER_IN_WEIGHTS": False,
+         "SOME_MISSING": False, "ALIGNED_GRADS": True, "ALIGNED_WEIGHTS": True, "PASS": "only", "PER_BLOCK": True,
+         "GRAD_SCALE": True, "L2": False, "STOCHASTIC": False, "NATIVE_FP8": True, "FAST": True, "INTERPRETED": False,
+         "ROWS": 8, "WIDTH": 128}
+PER_TENSOR = {"PER_BLOCK": False, "ROWS": 1, "WIDTH": 1024}
+
+def compile(tensors="*bf16", capability=90, **changes):
+    constants = {**USUAL, **changes}
+    pointers = {
+        "grads_ptr": tensors if constants["GRAD"] == "tensors" else "*u8", "weights_ptr": tensors,
+        "grad_scales_ptr": "*u8" if constants["GRAD_BLOCK"] else "*fp32", "master_ptr": CODES[constants["MASTER"]],
+        "exp_avg_ptr": CODES[constants["EXP_AVG"]], "exp_avg_sq_ptr": CODES[constants["EXP_AVG_SQ"]],
+        "tile_segments_ptr": "*i32", "table_ptr": "*i64", "places_ptr": "*i64", "amax_ptr": "*i32",
+        "grad_scale_ptr": "*fp32"}
+    signature, attributes = {}, {}
+    for place, argument in enumerate(adamw_kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument.endswith("_ptr"):
+            signature[argument] = pointers.get(argument, "*u8")
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[argument] = "i32" if "seed" in argument else "fp32"
+    source = ASTSource(fn=adamw_kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    ptxas = triton.knobs.nvidia.ptxas.path
+    command = [ptxas, "-v", "-arch=sm_90a" if capability == 90 else "-arch=sm_80", "-o", os.devnull, "/dev/stdin"]
+    said = subprocess.run(command, input=code, capture_output=True, text=True, check=True).stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in said, (changes, said)
+    return code
+
+def accesses(code, kind, width):
+    return code.count(f"{kind}.global.{width}")
+
+# Two bodies, of whole tiles and of a tensor's last. There only gradient and weight have masks.
+code = compile()
+assert accesses(code, "ld", "v4.b32") == 5 and accesses(code, "ld", "v2.b32") == 2  # grad, 2 x (p, v); 2 x m
+assert accesses(code, "st", "v4.b32") == 5 and accesses(code, "st", "v2.b32") == 2
+assert accesses(code, "ld", "b16") == 8 and accesses(code, "st", "b16") == 8
+# A root takes two fused operations, a quotient six; of 8 elements, in two bodies.
+assert code.count("fma.rn.f32") == 2 * 8 * 8
+assert "sqrt.rn" not in code and "div.rn" not in code
+code = compile(GRAD="fp8_e4m3", WEIGHTS=False)
+assert accesses(code, "ld", "v2.b32") == 4 and "global.b16" not in code
+compile(GRAD="fp8_e5m2", GRAD_BLOCK=128)
+compile(GRAD="fp8_e5m2", GRAD_BLOCK=32)
+code = compile(PASS="first", **PER_TENSOR)
+assert "st.global" not in code and code.count("atom.global") == 6
+compile(PASS="second", SOME_MISSING=True, **PER_TENSOR)
+compile(STOCHASTIC=True)
+compile(EXPAND_EXP_AVG=True)
+compile(PASS="first", EXPAND_EXP_AVG=True, **PER_TENSOR)
+compile(PASS="second", EXPAND_EXP_AVG=True, **PER_TENSOR)
+compile("*fp32", MASTER="fp32", EXP_AVG="fp32", EXP_AVG_SQ="fp32", MASTER_IN_WEIGHTS=True, **PER_TENSOR)
+compile("*bf16", MASTER="bf16", EXP_AVG="bf16", EXP_AVG_SQ="bf16", MASTER_IN_WEIGHTS=True, STOCHASTIC=True,
+        L2=True, ALIGNED_GRADS=False, ALIGNED_WEIGHTS=False, **PER_TENSOR)
+compile(MASTER="fp8_e4m3", EXP_AVG="fp8_e5m2", EXP_AVG_SQ="fp8_e4m3", STOCHASTIC=True)
+compile("*fp16", capability=80, NATIVE_FP8=False)
+print("done")
+"""
+    assert run(script, interpret=False).strip().endswith("done")

@@ -1,0 +1,346 @@
+"""State in each format: against the formats written out in numpy and float64, and what resuming rests on."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optim_cases import CPU, GRIDS, SCALED, heavy_tailed, rounded, scale_of, spacing_of
+
+from zeropp_fp8.formats.noise import Seed
+from zeropp_fp8.optim import FP8Gradients, Segments, StateBuffer, StateFormats, make_state_buffers
+from zeropp_fp8.optim.formats import TILE
+
+STORAGES = list(GRIDS)
+FLOAT8 = ("fp8_e4m3", "fp8_e5m2")
+
+
+def buffer_of(values, storage, **options):
+    """A buffer with one segment of these fp32 values."""
+    values = torch.as_tensor(values, dtype=torch.float32)
+    buffer = StateBuffer(Segments([values.numel()], CPU), storage, **options)
+    buffer.encode_(0, values)
+    return buffer
+
+
+def same_numbers(actual: torch.Tensor, expected) -> bool:
+    """Equal, NaN where NaN."""
+    return np.array_equal(actual.double().numpy(), np.asarray(expected, dtype=np.float64), equal_nan=True)
+
+
+SAMPLES = {
+    "normal": lambda n, g: torch.randn(n, generator=g),
+    "heavy tails": heavy_tailed,
+    "huge": lambda n, g: 1e30 * torch.randn(n, generator=g),
+    "tiny": lambda n, g: 1e-30 * torch.randn(n, generator=g),
+    "subnormal": lambda n, g: 1e-39 * torch.randn(n, generator=g),
+    "near the largest": lambda n, g: 3.4e38 * (1 - 2 * torch.rand(n, generator=g)),
+    "largest codes": lambda n, g: 448.0 * (1 + (torch.rand(n, generator=g) - 0.5) / 64),
+    "zeros": lambda n, g: torch.zeros(n),
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_decodes_to_what_numpy_rounds_to(storage, sample):
+    generator = torch.Generator().manual_seed(0)
+    for numel in (0, 1, 127, 128, 129, 1024, 3001):
+        values = SAMPLES[sample](numel, generator)
+        for options in ({}, {"scales": "block"}, {"scales": "block", "block_size": 16}):
+            block = options.get("block_size", 128) if options else None
+            decoded = buffer_of(values, storage, **options).decode(0)
+            assert same_numbers(decoded, rounded(values.numpy(), storage, block)), (numel, options)
+
+
+@given(
+    st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), max_size=300),
+    st.sampled_from(STORAGES),
+    st.sampled_from([None, 16, 64]),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_numbers(values, storage, block):
+    """What numpy rounds to, NaN and Inf with what shares their scale; and what is decoded encodes to itself."""
+    options = {} if block is None else {"scales": "block", "block_size": block}
+    array = np.array(values, dtype=np.float32)
+    buffer = buffer_of(torch.from_numpy(array), storage, **options)
+    decoded = buffer.decode(0)
+    with np.errstate(all="ignore"):
+        expected = rounded(array, storage, block)
+    assert same_numbers(decoded, expected)
+    if np.isinf(expected).any():  # above the largest fp32 number; with a scale it would become NaN
+        return
+    again = buffer_of(decoded, storage, **options)
+    assert same_numbers(again.decode(0), decoded)
+    stochastic = StateBuffer(buffer.segments, storage, **options)
+    stochastic.encode_(0, decoded, Seed(len(values), 5))
+    assert same_numbers(stochastic.decode(0), decoded)
+
+
+@pytest.mark.parametrize("storage", SCALED)
+def test_scales_are_powers_of_two_and_tight(storage):
+    """Twice as fine a scale would clamp the largest number."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(200):
+        values = heavy_tailed(50, generator)
+        buffer = buffer_of(values, storage)
+        scale = 2.0 ** (buffer.scales.item() - 127)
+        assert scale == scale_of(values.numpy(), storage)
+        assert scale / 2 * GRIDS[storage][2] < values.abs().max().item() <= scale * GRIDS[storage][2]
+    assert buffer_of(torch.zeros(5), storage).scales.item() == 0
+    assert buffer_of([1.0, math.nan], storage).scales.item() == 255
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_nan_and_inf_never_become_finite(storage, bad):
+    values = torch.ones(300)
+    values[140] = bad
+    whole = buffer_of(values, storage).decode(0)
+    blocks = buffer_of(values, storage, scales="block").decode(0)
+    if storage in SCALED:
+        assert whole.isnan().all()
+        assert blocks[128:256].isnan().all() and (blocks[:128] == 1).all() and (blocks[256:] == 1).all()
+    else:
+        assert same_numbers(whole, values) and same_numbers(blocks, values)
+
+
+def test_segments_do_not_touch_each_other():
+    """Encoding one leaves all others, and a bad one spoils only itself."""
+    numels = [1024, 0, 1, 1500, 7]
+    for storage in STORAGES:
+        for scales in ("tensor", "block"):
+            buffer = StateBuffer(Segments(numels, CPU), storage, scales)
+            assert all(not values.any() for values in buffer.decode_all())
+            buffer.encode_all_([torch.full((n,), 1.0 + i) for i, n in enumerate(numels)])
+            buffer.encode_(2, torch.tensor([math.nan]))
+            for i, values in enumerate(buffer.decode_all()):
+                assert values.shape == (numels[i],)
+                assert values.isnan().all() if i == 2 else (values == 1.0 + i).all()
+
+
+def test_flat_and_listed_values_are_the_same():
+    segments = Segments([5, 2000, 3], CPU)
+    flat = torch.randn(segments.padded_numel)
+    listed, joined = (StateBuffer(segments, "fp16", "block") for _ in range(2))
+    joined.encode_all_(flat)
+    listed.encode_all_([segments.view(flat, i) for i in range(3)])
+    assert torch.equal(joined.codes, listed.codes) and torch.equal(joined.scales, listed.scales)
+
+
+def test_layout():
+    segments = Segments([1500, 0, 1, 1024], CPU)
+    assert segments.starts == (0, 2048, 2048, 3072)
+    assert segments.padded_numel == 4096 and segments.num_tiles == 4 and TILE == 1024
+    assert segments.tile_segments.tolist() == [0, 0, 2, 3]
+    assert segments.table.tolist() == [[0, 1500, 0], [2048, 0, 1], [2048, 1, 2], [3072, 1024, 3]]
+    assert len(segments) == 4 and len(Segments([], CPU)) == 0 and Segments([], CPU).padded_numel == 0
+    with pytest.raises(ValueError, match="0 or more elements"):
+        Segments([3, -1], CPU)
+    with pytest.raises(ValueError, match="as many ids"):
+        Segments([3], CPU, ids=[1, 2])
+
+
+def test_bytes():
+    """6 bytes a parameter as in FP8-LM: master 2, gradient 1, first moment 1, second 2."""
+    assert StateFormats().bytes_per_parameter("fp8_e4m3") == 6
+    assert StateFormats().bytes_per_parameter() == 5
+    assert StateFormats("fp32", "fp32", "fp32").bytes_per_parameter("fp32") == 16
+    assert StateFormats(scales="block").bytes_per_parameter("fp8_e5m2") == 6 + 4 / 128
+    expanded = StateFormats(scales="block", expand_range=True)
+    assert expanded.bytes_per_parameter("bf16") == 7 + 3 / 128 + 1 / 128
+    segments = Segments([1 << 20, 3 << 10], CPU)
+    for formats in (StateFormats(), StateFormats(scales="block"), expanded, StateFormats("fp32", "bf16", "fp8_e5m2")):
+        held = sum(buffer.num_bytes() for buffer in make_state_buffers(segments, formats))
+        expected = formats.bytes_per_parameter() * sum(segments.numels)
+        per_tensor = 3 * 2 if formats.scales == "tensor" else 0
+        assert expected <= held <= expected + per_tensor
+    # What padding adds to a layer's norm of 4096: nothing; to a bias of 10: a tile.
+    assert StateBuffer(Segments([4096, 10], CPU), "fp16").num_bytes() == 2 * (4096 + 1024) + 2
+
+
+def test_unknown_choices_are_refused():
+    for options in ({"master": "int8"}, {"exp_avg": "none"}, {"exp_avg_sq": "fp8"}):
+        with pytest.raises(ValueError, match="format must be one of fp32, bf16, fp16, fp8_e4m3, fp8_e5m2"):
+            StateFormats(**options)
+    with pytest.raises(ValueError, match="scales must be one of tensor, block"):
+        StateFormats(scales="row")
+    for size in (0, 8, 96, 2048):
+        with pytest.raises(ValueError, match="block_size must be one of"):
+            StateFormats(scales="block", block_size=size)
+    with pytest.raises(ValueError, match="rounding must be one of"):
+        StateFormats(rounding="half_away")
+    with pytest.raises(ValueError, match="expand_range works on FP8 moments"):
+        StateFormats(exp_avg="bf16", expand_range=True)
+    with pytest.raises(ValueError, match="grad_format must be one of"):
+        StateFormats().bytes_per_parameter("int8")
+    with pytest.raises(ValueError, match="expand_range works on"):
+        StateBuffer(Segments([4], CPU), "fp16", expand_range=True)
+    with pytest.raises(ValueError, match="segment 0 takes 4 fp32 numbers"):
+        StateBuffer(Segments([4], CPU), "fp16").encode_(0, torch.ones(1))
+    with pytest.raises(ValueError, match="segment 0 takes 4 fp32 numbers"):
+        StateBuffer(Segments([4], CPU), "fp16").encode_(0, torch.ones(4).bfloat16())
+
+
+# -- stochastic rounding -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", [name for name in STORAGES if name != "fp32"])
+def test_stochastic_rounding_is_unbiased(storage):
+    """The mean of n draws lies within 4 step / (2 sqrt(n)) of the value; each draw is one of the two neighbours."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.cat([heavy_tailed(60, generator), torch.tensor([1.0, 1.0 + 2.0**-20, 1.0 - 2.0**-20])])
+    draws = 4000
+    buffer = StateBuffer(Segments([values.numel()], CPU), storage)
+    total = torch.zeros(values.numel(), dtype=torch.float64)
+    scale = scale_of(values.numpy(), storage) if storage in SCALED else 1.0
+    steps = torch.from_numpy(spacing_of(values.double().numpy() / scale, storage) * scale)
+    for draw in range(draws):
+        buffer.encode_(0, values, Seed(draw, 99))
+        decoded = buffer.decode(0).double()
+        assert ((decoded - values).abs() < steps).all()
+        assert ((decoded / steps).frac() == 0).all()
+        total += decoded
+    assert ((total / draws - values).abs() <= 4 * steps / (2 * math.sqrt(draws)) + 2.0**-22 * steps).all()
+
+
+def test_noise_belongs_to_a_segments_id():
+    """The same tensor rounds alike wherever it lies, others differently."""
+    values = torch.full((500,), 1.0001)
+    one = StateBuffer(Segments([500, 500], CPU, ids=[4, 9]), "bf16")
+    two = StateBuffer(Segments([3, 500], CPU, ids=[0, 4]), "bf16")
+    for segment in (0, 1):
+        one.encode_(segment, values, Seed(1, 2))
+    two.encode_(1, values, Seed(1, 2))
+    assert torch.equal(one.decode(0), two.decode(1))
+    assert not torch.equal(one.decode(0), one.decode(1))
+    two.encode_(1, values, Seed(1, 3))
+    assert not torch.equal(one.decode(0), two.decode(1))
+
+
+# -- range expansion -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", FLOAT8)
+def test_expansion_is_the_formula(storage):
+    """code = FP8(largest (|x| / 2X)^k), k filling the format's octaves, in float64."""
+    generator = torch.Generator().manual_seed(3)
+    mantissa, smallest, largest, _ = GRIDS[storage]
+    octaves = math.log2(largest) - (smallest - mantissa)
+    for spread in (0.01, 0.5, 2.0):
+        signs, powers = torch.randn(2, 128, generator=generator)
+        x = 1e-6 * signs.sign() * 2 ** (spread * powers)
+        buffer = buffer_of(x, storage, scales="block", expand_range=True)
+        v = x.double().numpy()
+        top = 2.0 ** (math.floor(math.log2(np.abs(v).max())) + 1)
+        k = buffer.exponents[0].item() / 16
+        wanted = octaves / math.log2(top / np.abs(v).min())
+        # multiples of 1/16, rounded down, of a span counted at most 0.09 octaves too long
+        span = octaves / wanted
+        assert min(16 - 1 / 16, octaves / (span + 0.0861)) - 1 / 16 - 1e-6 <= k <= min(16 - 1 / 16, wanted) + 1e-6
+        codes = largest * (np.abs(v) / top) ** k
+        steps = spacing_of(codes, storage)
+        low, high = (np.maximum(codes + side * (0.5 * steps + 1e-4 * codes), 0.0) for side in (-1, 1))
+        decoded = buffer.decode(0).double().numpy()
+        assert (np.sign(decoded) == np.sign(v)).all()
+        bounds = [top * (bound / largest) ** (1 / k) for bound in (low, high)]
+        assert (np.abs(decoded) >= bounds[0] * (1 - 1e-4)).all() and (np.abs(decoded) <= bounds[1] * (1 + 1e-4)).all()
+
+
+def test_expansion_pays_where_the_range_is_narrow():
+    """Over 4 octaves E4M3's relative error falls to nearly half; over 40 nothing is lost."""
+    generator = torch.Generator().manual_seed(4)
+
+    def error(x, **options):
+        decoded = buffer_of(x, "fp8_e4m3", scales="block", **options).decode(0)
+        return ((decoded - x) / x).square().mean().sqrt().item()
+
+    narrow = 2 ** (4 * torch.rand(4096, generator=generator))
+    assert error(narrow, expand_range=True) < 0.55 * error(narrow)
+    wide = torch.randn(4096, generator=generator).sign() * 2 ** (40 * torch.rand(4096, generator=generator))
+    buffer = buffer_of(wide, "fp8_e4m3", scales="block", expand_range=True)
+    assert (buffer.exponents == 16).all()
+    assert error(wide, expand_range=True) <= error(wide) * 1.05
+
+
+def test_expansion_of_zeros_nan_and_equal_numbers():
+    x = torch.zeros(640)
+    x[128:256] = -3.0
+    x[300], x[500] = math.nan, 1e-39
+    x[512:] = torch.tensor([0.0, 2.0]).repeat(64)
+    decoded = buffer_of(x, "fp8_e4m3", scales="block", expand_range=True).decode(0)
+    assert (decoded[:128] == 0).all()
+    torch.testing.assert_close(decoded[128:256], x[128:256], rtol=0.01, atol=0)
+    assert decoded[256:384].isnan().all() and not decoded[384:].isnan().any()
+    assert (decoded[512::2] == 0).all()
+    torch.testing.assert_close(decoded[513::2], x[513::2], rtol=0.01, atol=0)
+    huge = buffer_of(torch.full((7,), 3e38), "fp8_e4m3", expand_range=True).decode(0)
+    torch.testing.assert_close(huge, torch.full((7,), 3e38), rtol=0.01, atol=0)
+
+
+# -- saving --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"scales": "block"}, {"scales": "block", "expand_range": True}])
+def test_raw_state_resumes_exactly(options):
+    segments = Segments([1500, 7], CPU)
+    buffer, other = (StateBuffer(segments, "fp8_e4m3", **options) for _ in range(2))
+    buffer.encode_all_([torch.randn(1500), torch.randn(7)])
+    other.load_state_dict(buffer.state_dict())
+    assert other.codes.data_ptr() != buffer.codes.data_ptr()
+    for name in ("codes", "scales", "exponents"):
+        one, two = getattr(buffer, name), getattr(other, name)
+        assert (one is None and two is None) or torch.equal(one, two)
+    assert all(torch.equal(a, b) for a, b in zip(buffer.decode_all(), other.decode_all()))
+
+
+def test_raw_state_of_another_layout_is_refused():
+    state = StateBuffer(Segments([10], CPU), "fp8_e4m3", "block").state_dict()
+    for wrong in (
+        StateBuffer(Segments([11], CPU), "fp8_e4m3", "block"),
+        StateBuffer(Segments([10], CPU), "fp8_e5m2", "block"),
+        StateBuffer(Segments([10], CPU), "fp8_e4m3"),
+        StateBuffer(Segments([10], CPU), "fp8_e4m3", "block", 64),
+        StateBuffer(Segments([10], CPU), "fp8_e4m3", "block", expand_range=True),
+    ):
+        with pytest.raises(ValueError, match="saved state"):
+            wrong.load_state_dict(state)
+
+
+# -- gradients -----------------------------------------------------------------------------------------------------
+
+
+def test_fp8_gradients_decode_with_any_multiplier():
+    """code * multiplier, a number of the caller's, not a power of two; both dtypes of codes."""
+    segments = Segments([300, 5], CPU)
+    values = torch.randn(segments.padded_numel).to(torch.float8_e5m2)
+    multipliers = torch.tensor([0.3, 7.0])
+    for codes in (values, values.view(torch.uint8)):
+        gradients = FP8Gradients(codes, "fp8_e5m2", multipliers=multipliers)
+        for i in range(2):
+            expected = segments.view(values, i).float() * multipliers[i]
+            assert torch.equal(gradients.decode(segments, i), expected)
+
+
+def test_fp8_gradients_that_do_not_fit_are_refused():
+    codes, ones = torch.zeros(1024, dtype=torch.uint8), torch.ones(1)
+    segments = Segments([3], CPU)
+    with pytest.raises(ValueError, match="either multipliers"):
+        FP8Gradients(codes, "fp8_e4m3")
+    with pytest.raises(ValueError, match="either multipliers"):
+        FP8Gradients(codes, "fp8_e4m3", multipliers=ones, block_scales=codes[:8])
+    with pytest.raises(ValueError, match="fp8_e4m3 or fp8_e5m2"):
+        FP8Gradients(codes, "fp16", multipliers=ones)
+    with pytest.raises(ValueError, match="uint8 or float8"):
+        FP8Gradients(codes.float(), "fp8_e4m3", multipliers=ones)
+    for wrong, message in (
+        (FP8Gradients(codes[:7], "fp8_e4m3", multipliers=ones), "gradient codes"),
+        (FP8Gradients(codes, "fp8_e4m3", multipliers=torch.ones(2)), "multipliers must be"),
+        (FP8Gradients(codes, "fp8_e4m3", multipliers=ones.double()), "multipliers must be"),
+        (FP8Gradients(codes, "fp8_e4m3", block_scales=codes[:7]), "block_scales must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong.check(segments)
+    with pytest.raises(ValueError, match="no range expansion"):
+        FP8Gradients.of(StateBuffer(segments, "fp8_e4m3", expand_range=True))

@@ -1,0 +1,221 @@
+"""What the optimizer's quantities are stored as: the choice, and the number formats behind its names.
+
+    name        bytes  value of a code                      scale
+    fp32        4      the code                             none
+    bf16        2      the code                             none
+    fp16        2      X * code, codes up to 65504          X = 2^(byte - 127), one byte a tensor or block
+    fp8_e4m3    1      X * code, codes up to 448            the same
+    fp8_e5m2    1      X * code, codes up to 57344          the same
+
+X is the smallest power of two with amax <= X * largest code (formats/e8m0.py, `rceil`). With a power of two, what is
+decoded encodes to the same numbers again, so a checkpoint that holds decoded fp32 states resumes bit for bit. A tensor
+or block that holds NaN or Inf has the byte 255 and decodes to NaN.
+
+FP16 with a scale for the master weight and the second moment, FP8 E4M3 for the first: FP8-LM (arXiv 2310.18313),
+section 2.2. The expansion of FP8 moments: COAT (arXiv 2410.19313), section 4.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeropp_fp8.formats.e8m0 import E8M0Scale, power_of_two
+
+SCALE_CHOICES = ("tensor", "block")
+ROUNDINGS = ("nearest", "stochastic")
+# Segments start at multiples of it. A kernel's program works on one tile.
+TILE = 1024
+_INFINITY_BITS = 0x7F800000
+# Exponents k of the range expansion are multiples of 1/16, one byte each.
+EXPONENT_ONE = 16
+_LARGEST_EXPONENT = 255
+_SMALLEST_NORMAL_BITS = 0x00800000
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One number format.
+
+    Attributes:
+        dtype: of the codes; FP8 codes are kept as uint8.
+        element: the dtype whose numbers the codes are.
+        mantissa_bits, min_exponent: the grid of codes; spacing around v is 2^(max(exponent of v, min) - mantissa bits).
+        largest: the largest code; the scale brings amax to it. None: no scale.
+    """
+
+    name: str
+    dtype: torch.dtype
+    element: torch.dtype
+    mantissa_bits: int
+    min_exponent: int
+    largest: float | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a code."""
+        return self.dtype.itemsize
+
+    @property
+    def scaled(self) -> bool:
+        return self.largest is not None
+
+    @property
+    def is_float8(self) -> bool:
+        return self.dtype == torch.uint8
+
+    @property
+    def scale(self) -> E8M0Scale:
+        """The rule of the scale: `carry` and `emax` of formats/e8m0.py."""
+        return E8M0Scale(self.largest, "rceil", spoiled_by_special=True)
+
+    @property
+    def octaves(self) -> float:
+        """log2 of the largest code over the smallest above zero: what range expansion fills."""
+        return math.log2(self.largest) - (self.min_exponent - self.mantissa_bits)
+
+    def scale_bytes(self, amax_bits: Tensor) -> Tensor:
+        """int32 E8M0 bytes, 255 for NaN and Inf, of the bits (int32) of the largest magnitudes."""
+        scale = self.scale
+        exponents = (amax_bits + scale.carry >> 23).sub_(scale.emax).clamp_(0, 254)
+        return exponents.masked_fill_(amax_bits >= _INFINITY_BITS, 255)
+
+    def expansion(self, amax_bits: Tensor, smallest_bits: Tensor) -> tuple[Tensor, Tensor]:
+        """(int32 E8M0 bytes, int32 exponents k in sixteenths) of range expansion.
+
+        X is the largest power of two not above amax, so |x| / (2 X) < 1. k is what stretches the octaves from the
+        smallest magnitude above zero to 2 X over all octaves of the format. They are counted with the mantissa in place
+        of its logarithm, which counts up to 0.09 too many but takes no logarithm, so every device finds the same k.
+        k >= 1: where numbers span more octaves than the format has, fitting the smallest ones in would cost all others
+        precision, and a single number that has decayed to 1e-38 would be enough for that.
+        """
+        bad = amax_bits >= _INFINITY_BITS
+        bytes_ = (amax_bits >> 23).clamp_(0, 254)
+        span = ((bytes_ + 1 << 23) - smallest_bits).clamp_min_(1).to(torch.float32) * 2.0**-23
+        exponents = (torch.full_like(span, EXPONENT_ONE * self.octaves) / span).clamp_(EXPONENT_ONE, _LARGEST_EXPONENT)
+        exponents = exponents.to(torch.int32).masked_fill_(bad | (smallest_bits >= _INFINITY_BITS), EXPONENT_ONE)
+        return bytes_.masked_fill_(bad, 255), exponents
+
+    def codes_of(self, scaled: Tensor, noise: Tensor | None) -> Tensor:
+        """Codes of fp32 numbers with |v| <= largest; to nearest, or stochastic with fp32 `noise` in [0, 1)."""
+        if noise is not None:
+            scaled = self.round_stochastically(scaled, noise)
+        if self.scaled:
+            scaled = scaled.clamp(-self.largest, self.largest)
+        codes = scaled.to(self.element)
+        return codes.view(torch.uint8) if self.is_float8 else codes
+
+    def numbers_of(self, codes: Tensor) -> Tensor:
+        """fp32 numbers of codes, before scaling. A view of the codes where they are fp32."""
+        return (codes.view(self.element) if self.is_float8 else codes).to(torch.float32)
+
+    def round_stochastically(self, values: Tensor, noise: Tensor) -> Tensor:
+        """fp32 numbers on the grid of codes: away from zero where noise < the fraction of a spacing.
+
+        The fraction is exact and numbers on the grid stay what they are. (Adding the noise and taking the floor would
+        lift 1024 + 0.9999999 to 1025 in fp32.)
+        """
+        bits = values.view(torch.int32)
+        if self.element == torch.float32:
+            return values
+        if self.element == torch.bfloat16:  # the upper half of fp32, subnormals included
+            rounded = bits + (noise * 65536.0).to(torch.int32) & -0x10000
+            return torch.where(values.isfinite(), rounded.view(torch.float32), values)
+        exponents = ((bits >> 23 & 0xFF) - 127).clamp_min_(self.min_exponent).sub_(self.mantissa_bits)
+        steps = values.abs() * power_of_two(127 - exponents)
+        whole = steps.floor()
+        rounded = (whole + (noise < steps - whole)) * power_of_two(127 + exponents)
+        return torch.copysign(rounded, values)
+
+
+STORAGES = {
+    storage.name: storage
+    for storage in (
+        Storage("fp32", torch.float32, torch.float32, 23, -126),
+        Storage("bf16", torch.bfloat16, torch.bfloat16, 7, -126),
+        Storage("fp16", torch.float16, torch.float16, 10, -14, 65504.0),
+        Storage("fp8_e4m3", torch.uint8, torch.float8_e4m3fn, 3, -6, 448.0),
+        Storage("fp8_e5m2", torch.uint8, torch.float8_e5m2, 2, -14, 57344.0),
+    )
+}
+STORAGE_NAMES = tuple(STORAGES)
+GRADIENT_NAMES = ("none", *STORAGE_NAMES)
+
+
+def storage_of(name: str, what: str = "format") -> Storage:
+    """The format with this name.
+
+    Raises:
+        ValueError: there is none; `what` says whose name it was.
+    """
+    if name not in STORAGES:
+        raise ValueError(f"{what} must be one of {', '.join(STORAGE_NAMES)}, got {name!r}")
+    return STORAGES[name]
+
+
+def check_scales(scales: str, block_size: int) -> None:
+    """Refuse scales other than per tensor or per block, and blocks that a tile of 1024 is no multiple of."""
+    if scales not in SCALE_CHOICES:
+        raise ValueError(f"scales must be one of {', '.join(SCALE_CHOICES)}, got {scales!r}")
+    allowed = [16 << shift for shift in range(7)]
+    if block_size not in allowed:
+        raise ValueError(f"block_size must be one of {allowed}, got {block_size!r}")
+
+
+@dataclass(frozen=True)
+class StateFormats:
+    """What master weight and moments are stored as.
+
+    Args:
+        master, exp_avg, exp_avg_sq: names of STORAGE_NAMES.
+        scales: one scale a "tensor" or "block"; for the formats that have scales.
+        block_size: elements of a block, a power of two from 16 to 1024.
+        rounding: of the master weight, "nearest" (ties to even) or "stochastic".
+        expand_range: store sign(x) |x|^k of FP8 moments, with k from the values of a tensor or block.
+
+    Raises:
+        ValueError: an unknown name, a block size other than these, or an expansion where no moment is FP8.
+    """
+
+    master: str = "fp16"
+    exp_avg: str = "fp8_e4m3"
+    exp_avg_sq: str = "fp16"
+    scales: str = "tensor"
+    block_size: int = 128
+    rounding: str = "nearest"
+    expand_range: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            storage_of(getattr(self, name), f"{name} format")
+        check_scales(self.scales, self.block_size)
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
+        if self.expand_range and not self.expanded("exp_avg") and not self.expanded("exp_avg_sq"):
+            raise ValueError(
+                f"expand_range works on FP8 moments, but exp_avg is {self.exp_avg} and exp_avg_sq {self.exp_avg_sq}: "
+                "store a moment in fp8_e4m3 or leave expand_range out"
+            )
+
+    def expanded(self, quantity: str) -> bool:
+        """Whether a quantity ("master", "exp_avg", "exp_avg_sq") is stored with its range expanded."""
+        return self.expand_range and quantity != "master" and STORAGES[getattr(self, quantity)].is_float8
+
+    def bytes_per_parameter(self, grad_format: str = "none") -> float:
+        """Bytes of master weight, moments and gradient (0 for "none": it is not stored) for each parameter.
+
+        Scales per block are counted, those per tensor and the padding of segments to tiles are not.
+        """
+        if grad_format not in GRADIENT_NAMES:
+            raise ValueError(f"grad_format must be one of {', '.join(GRADIENT_NAMES)}, got {grad_format!r}")
+        total = 0.0
+        for name in (self.master, self.exp_avg, self.exp_avg_sq, *(() if grad_format == "none" else (grad_format,))):
+            total += STORAGES[name].num_bytes
+            if STORAGES[name].scaled and self.scales == "block":
+                total += 1 / self.block_size
+        if self.scales == "block":
+            total += sum(self.expanded(name) for name in ("exp_avg", "exp_avg_sq")) / self.block_size
+        return total

@@ -1,0 +1,194 @@
+"""One quantity of all segments (the first moment, say) in one number format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeropp_fp8.formats.chunks import Scratch
+from zeropp_fp8.formats.e8m0 import E8M0Scale, power_of_two
+from zeropp_fp8.formats.noise import Seed, uniform
+from zeropp_fp8.optim.formats import EXPONENT_ONE, StateFormats, check_scales, storage_of
+from zeropp_fp8.optim.segments import Segments
+
+_INFINITY_BITS = 0x7F800000
+_SMALLEST_NORMAL_BITS = 0x00800000
+NAN_SCALE = 255
+
+
+class StateBuffer:
+    """Codes of all segments in one flat tensor, with a scale a segment or a block where the format has scales.
+
+    It starts as zeros.
+
+    Args:
+        segments: the layout.
+        storage: a name of STORAGE_NAMES.
+        scales: "tensor" (a segment has one scale) or "block".
+        block_size: elements of a block.
+        expand_range: keep sign(x) |x|^k instead of x (FP8 only).
+
+    Attributes:
+        storage: the number format (`Storage`).
+        codes: [segments.padded_numel], fp32, bf16, fp16 or, for FP8, uint8.
+        scales: uint8 E8M0 bytes, [segments] or [padded_numel / block_size]; None where the format has none.
+        exponents: uint8 exponents k in sixteenths, of the shape of `scales`; None without range expansion.
+
+    Raises:
+        ValueError: an unknown name or block size, or an expansion of a format that is not FP8.
+    """
+
+    def __init__(
+        self,
+        segments: Segments,
+        storage: str,
+        scales: str = "tensor",
+        block_size: int = 128,
+        expand_range: bool = False,
+    ) -> None:
+        self.segments = segments
+        self.storage = storage_of(storage)
+        check_scales(scales, block_size)
+        if expand_range and not self.storage.is_float8:
+            raise ValueError(f"expand_range works on fp8_e4m3 and fp8_e5m2, not on {storage}")
+        self.per_block = scales == "block"
+        self.block_size = block_size
+        device = segments.device
+        self.codes = torch.zeros(segments.padded_numel, dtype=self.storage.dtype, device=device)
+        units = segments.padded_numel // block_size if self.per_block else len(segments)
+        self.scales = torch.zeros(units, dtype=torch.uint8, device=device) if self.storage.scaled else None
+        self.exponents = None
+        if expand_range:
+            self.exponents = torch.full((units,), EXPONENT_ONE, dtype=torch.uint8, device=device)
+
+    def units(self, segment: int) -> slice:
+        """Where the scales of a segment lie: one, or one for each block that is not padding alone."""
+        if not self.per_block:
+            return slice(segment, segment + 1)
+        first = self.segments.starts[segment] // self.block_size
+        return slice(first, first + -(-self.segments.numels[segment] // self.block_size))
+
+    def decode(self, segment: int) -> Tensor:
+        """fp32 [numel], a copy."""
+        numel = self.segments.numels[segment]
+        if self.scales is None:
+            return self.segments.view(self.codes, segment).to(torch.float32, copy=True)
+        numbers = self.storage.numbers_of(self._rows(segment))
+        units = self.units(segment)
+        if self.exponents is not None:
+            # |x| = 2 X (|code| / largest)^(1 / k)
+            exponents = self.exponents[units].to(torch.float32).unsqueeze(-1)
+            inverse = torch.full_like(exponents, EXPONENT_ONE) / exponents
+            magnitudes = torch.exp2(torch.log2(numbers.abs() * (1 / self.storage.largest)) * inverse) * 2.0
+            numbers = torch.copysign(magnitudes, numbers)
+        factors = _ANY_SCALE.decode(self.scales[units]).unsqueeze(-1)
+        return (numbers * factors).view(-1)[:numel]
+
+    def encode_(self, segment: int, values: Tensor, seed: Seed | None = None) -> None:
+        """Replace a segment's numbers by fp32 `values` [numel], rounded; stochastically where a seed is given."""
+        numel = self.segments.numels[segment]
+        if values.numel() != numel or values.dtype != torch.float32:
+            raise ValueError(f"segment {segment} takes {numel} fp32 numbers, got {values.numel()} of {values.dtype}")
+        if numel == 0:
+            return
+        values = values.detach().reshape(-1)
+        noise = None if seed is None else self.noise(segment, seed)
+        if self.scales is None:
+            self.segments.view(self.codes, segment).copy_(self.storage.codes_of(values, noise))
+            return
+        rows = self._rows(segment)
+        x, noise = (None if one is None else _padded(one, rows.numel()).view_as(rows) for one in (values, noise))
+        magnitudes = x.view(torch.int32) & 0x7FFFFFFF  # as integers NaN > Inf > every finite number
+        amax_bits = magnitudes.amax(dim=1)
+        if self.exponents is None:
+            scales = self.storage.scale_bytes(amax_bits)
+            scaled = x * power_of_two((254 - scales).clamp_min_(0)).unsqueeze(-1)
+        else:
+            smallest = magnitudes.masked_fill(magnitudes < _SMALLEST_NORMAL_BITS, _INFINITY_BITS).amin(dim=1)
+            scales, exponents = self.storage.expansion(amax_bits, smallest)
+            self.exponents[self.units(segment)] = exponents.to(torch.uint8)
+            # code = largest * (|x| / (2 X))^k
+            powers = exponents.to(torch.float32).unsqueeze(-1) * (1 / EXPONENT_ONE)
+            shares = x.abs() * power_of_two((254 - scales).clamp_min_(0)).unsqueeze(-1) * 0.5
+            scaled = torch.copysign(torch.exp2(torch.log2(shares) * powers) * self.storage.largest, x)
+        scaled.masked_fill_((scales == NAN_SCALE).unsqueeze(-1), 0.0)
+        rows.copy_(self.storage.codes_of(scaled, noise))
+        self.scales[self.units(segment)] = scales.to(torch.uint8)
+
+    def decode_all(self) -> list[Tensor]:
+        """fp32 [numel] of every segment."""
+        return [self.decode(segment) for segment in range(len(self.segments))]
+
+    def encode_all_(self, values: Tensor | Sequence[Tensor], seed: Seed | None = None) -> None:
+        """Replace all numbers, from a list of tensors or from a flat fp32 tensor laid out by the segments."""
+        for segment in range(len(self.segments)):
+            one = self.segments.view(values, segment) if isinstance(values, Tensor) else values[segment]
+            self.encode_(segment, one.detach().reshape(-1).to(torch.float32), seed)
+
+    def noise(self, segment: int, seed: Seed) -> Tensor:
+        """fp32 [numel] in [0, 1): the number of an element depends on the seed, the segment's id and its place."""
+        columns = range(self.segments.numels[segment])
+        scratch = Scratch(self.codes.device)
+        return uniform(seed.of_tensor(self.segments.ids[segment]), range(1), columns, scratch).view(-1)
+
+    def num_bytes(self) -> int:
+        """Of codes, scales and exponents, padding included."""
+        return sum(t.numel() * t.element_size() for t in (self.codes, self.scales, self.exponents) if t is not None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The format and the tensors themselves (not copies): what resumes bit for bit in every format."""
+        return {
+            "storage": self.storage.name,
+            "scales_per": "block" if self.per_block else "tensor",
+            "block_size": self.block_size,
+            "numels": self.segments.numels,
+            "codes": self.codes,
+            "scales": self.scales,
+            "exponents": self.exponents,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy what `state_dict` of a buffer of the same format and segments returned.
+
+        Raises:
+            ValueError: it is of another format or layout.
+        """
+        own = self.state_dict()
+        for name in ("storage", "scales_per", "numels", *(("block_size",) if self.per_block else ())):
+            theirs = tuple(state[name]) if name == "numels" else state[name]
+            if theirs != own[name]:
+                raise ValueError(f"the saved state has {name} {state[name]}, this buffer {own[name]}")
+        for name in ("codes", "scales", "exponents"):
+            if (state[name] is None) != (own[name] is None):
+                raise ValueError(f"the saved state and this buffer differ in whether they have {name}")
+            if own[name] is not None:
+                own[name].copy_(state[name])
+
+    def _rows(self, segment: int) -> Tensor:
+        """The codes of a segment, a row for each scale. Blocks are whole: the last one ends in padding."""
+        if not self.per_block:
+            return self.segments.view(self.codes, segment).view(1, -1)
+        units = self.units(segment)
+        return self.codes.view(-1, self.block_size)[units]
+
+
+_ANY_SCALE = E8M0Scale(448.0, "rceil", spoiled_by_special=True)  # decoding does not depend on the element
+
+
+def _padded(values: Tensor, numel: int) -> Tensor:
+    if values.numel() == numel:
+        return values
+    out = values.new_zeros(numel)
+    out[: values.numel()] = values
+    return out
+
+
+def make_state_buffers(segments: Segments, formats: StateFormats) -> tuple[StateBuffer, StateBuffer, StateBuffer]:
+    """(master, exp_avg, exp_avg_sq) in their formats, all zero."""
+    return tuple(
+        StateBuffer(segments, getattr(formats, name), formats.scales, formats.block_size, formats.expanded(name))
+        for name in ("master", "exp_avg", "exp_avg_sq")
+    )
