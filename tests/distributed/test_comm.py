@@ -340,6 +340,7 @@ def expected_bytes(nodes, per_node):
         },
         "weights_backward": {"inter": 0, "intra": 0},
         "gradients": {"inter": (nodes - 1) * second, "intra": (per_node - 1) * nodes * first},
+        "activations": {"inter": 0, "intra": 0},
         "other": ring_bytes(nodes, per_node, 2 * 96),
     }
 

@@ -5,8 +5,10 @@ Usable without DeepSpeed, on any torch.distributed backend with uint8 all-gather
     topology = make_topology(ranks_per_node=8)
     full = quantized_all_gather(shard, make_format("int8"), topology)
     mean_slices = quantized_reduce_scatter(gradients, topology, make_format("int8"), make_format("int4"))
+    for_each_rank = fp8_all_to_all(from_each_rank, ActivationExchange(ranks_per_node=8))  # with its gradient
 """
 
+from zeropp_fp8.comm.activations import ActivationExchange, fp8_all_to_all
 from zeropp_fp8.comm.all_gather import PendingGather, quantized_all_gather, start_gather
 from zeropp_fp8.comm.error_feedback import ErrorFeedback
 from zeropp_fp8.comm.ledger import WireLedger
@@ -14,11 +16,13 @@ from zeropp_fp8.comm.reduce_scatter import quantized_reduce_scatter
 from zeropp_fp8.comm.topology import Level, Topology, make_topology
 
 __all__ = [
+    "ActivationExchange",
     "ErrorFeedback",
     "Level",
     "PendingGather",
     "Topology",
     "WireLedger",
+    "fp8_all_to_all",
     "make_topology",
     "quantized_all_gather",
     "quantized_reduce_scatter",

@@ -3,11 +3,13 @@
 An all-gather over g ranks of a payload of b bytes sends (g-1) b bytes from each of them, an all-to-all of a buffer of
 b bytes sends (g-1)/g b. Beside it stands what stock ZeRO-3 would have sent for the same events: one ring over all W
 ranks in 16 bits, (W-1)/W of the bytes from each rank, of which the N crossings between nodes are shared evenly by the
-ranks of a node. (gloo's own reduce-scatter sends more than a ring does.)
+ranks of a node. (gloo's own reduce-scatter sends more than a ring does.) Activations are no ring: stock's all-to-all
+sends the same elements to the same ranks, in 16 bits.
 
 Every collective of a step moves the same number of bytes from every rank, because shards are padded to equal size and
 gradients that are missing on a rank are sent as zeros. So the sum over ranks is W times the count of one rank, and
-asking for it needs no communication.
+asking for it needs no communication. The exception are activations of which the ranks hold unequal shares (heads that
+do not divide evenly by the ranks): the sum then is an estimate.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-STEP_KINDS = ("weights_forward", "weights_backward", "gradients", "other")
+STEP_KINDS = ("weights_forward", "weights_backward", "gradients", "activations", "other")
 OUTSIDE = "outside_steps"
 STOCK_BYTES_PER_ELEMENT = 2
 
@@ -70,6 +72,11 @@ class WireLedger:
         if self.kind != OUTSIDE:
             for link, share in self.ring_bytes(numel * STOCK_BYTES_PER_ELEMENT).items():
                 self._pending_stock[self.kind][link] += share
+
+    def stock_would_send_over(self, link: str, numel: int) -> None:
+        """Stock would hand `numel` elements for other ranks to the backend in 16 bits here, over `link`."""
+        if self.kind != OUTSIDE:
+            self._pending_stock[self.kind][link] += numel * STOCK_BYTES_PER_ELEMENT
 
     def ring_bytes(self, num_bytes: float) -> dict[str, float]:
         """Mean bytes per rank when a ring all-gather (or reduce-scatter) moves `num_bytes` over all ranks."""

@@ -1,0 +1,290 @@
+"""All-to-all of activations in FP8, for sequence parallelism.
+
+Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509) keeps a part of the sequence on each rank. Around attention
+an all-to-all turns that into all of the sequence for a part of the heads, and back. FP8-LM (arXiv 2310.18313, section
+2.3) sends the activations of sequence parallelism in FP8. Here values of the forward pass travel as E4M3, their
+gradients as E5M2, whose range is wider. NaN and Inf arrive as NaN, over everything that shares their scale.
+
+One scale covers a token's values that travel to one rank, i.e. its heads for that rank, so that no token's outliers
+cost another token its precision. A tensor whose tokens are not consecutive, or are too short or long for a scale each,
+has one every 128 elements instead.
+
+Codes and scales are one flat uint8 buffer (gloo refuses FP8 tensors), and it is one collective a direction:
+
+    bytes to a rank = align16(2 * blocks) + align16(n)  against  2 * n    for n elements in ceil(n / block) blocks
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeropp_fp8.comm.ledger import OUTSIDE, STOCK_BYTES_PER_ELEMENT, WireLedger
+from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
+from zeropp_fp8.comm.topology import INTER, INTRA
+from zeropp_fp8.formats import make_format
+
+FORWARD_FORMAT, BACKWARD_FORMAT = "fp8_e4m3", "fp8_e5m2"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK_SIZE = 128
+# A scale is 2 bytes: 3 % of the 64 codes of the shortest token that has one. Kernels keep a whole block in registers.
+SHORTEST_TOKEN, LONGEST_TOKEN = 64, 16384
+# Layouts are small (tables of a few numbers), but sequences of varying length ask for ever new ones.
+_MOST_LAYOUTS = 256
+
+
+class ActivationExchange:
+    """FP8 all-to-all of the activations of one model, over any process groups.
+
+    Args:
+        ranks_per_node: ranks of the world that share a node, numbered node by node; decides which link bytes belong to.
+        ledger: where bytes are counted, as kind "activations".
+        block_size: elements a scale is shared by; None: those of a token (see above).
+        use_kernels: Triton kernels instead of torch operations; None: on a GPU.
+    """
+
+    def __init__(
+        self,
+        ranks_per_node: int,
+        ledger: WireLedger | None = None,
+        block_size: int | None = None,
+        use_kernels: bool | None = None,
+    ) -> None:
+        self._ranks_per_node = ranks_per_node
+        self._ledger = ledger
+        self._block_size = block_size
+        self._use_kernels = use_kernels
+        self._layouts: dict[tuple, tuple[PayloadLayout, SliceOrder]] = {}
+        self._routes: dict[str, Route] = {}
+
+    def route(self, group: dist.ProcessGroup | None = None) -> Route:
+        """The way over `group` (None: the world). Call it for a group before torch.compile sees an exchange over it."""
+        group = dist.group.WORLD if group is None else group
+        found = self._routes.get(group.group_name)
+        if found is None:
+            found = self._routes[group.group_name] = Route(self, group)
+        return found
+
+    def accepts(self, tensor: Tensor, size: int, splits: Sequence[int] | None = None) -> bool:
+        """Whether a tensor for `size` ranks travels in FP8. All ranks of an exchange come to the same answer.
+
+        No: integers and booleans (position ids, masks), fp64, nothing at all, one rank only, and tensors so small that
+        the padding makes them no smaller than 16 bits.
+        """
+        if size == 1 or tensor.dtype not in DTYPES:
+            return False
+        if splits is not None:
+            return True  # shares differ from rank to rank, so their size must not decide
+        if tensor.numel() == 0:
+            return False
+        numel = tensor.numel() // size
+        payload_bytes = self._layout(numel, self.block_size_of(tensor), tensor, size, False)[0].row_bytes
+        return payload_bytes < numel * STOCK_BYTES_PER_ELEMENT
+
+    def block_size_of(self, tensor: Tensor, splits: Sequence[int] | None = None) -> int:
+        """Elements that share a scale in `tensor`, [ranks, sequence, batch, heads, head_dim] or [.., heads * head_dim].
+
+        The first dimension says for which rank, the next two (in any order) which token, all others are the token.
+        """
+        if self._block_size is not None:
+            return self._block_size
+        token = math.prod(tensor.shape[3:]) if tensor.dim() > 3 else tensor.shape[-1]
+        return token if splits is None and SHORTEST_TOKEN <= token <= LONGEST_TOKEN else BLOCK_SIZE
+
+    def _layout(
+        self, numel: int, block_size: int, tensor: Tensor, rows: int, backward: bool
+    ) -> tuple[PayloadLayout, SliceOrder]:
+        """How `rows` ranks' shares of `numel` elements become payload rows and tensors again."""
+        key = (numel, block_size, tensor.dtype, tensor.device, rows, backward)
+        if key not in self._layouts:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            wire_format = make_format(BACKWARD_FORMAT if backward else FORWARD_FORMAT, block_size=block_size)
+            layout = PayloadLayout([numel], [wire_format], [tensor.dtype], tensor.device, use_kernels=self._use_kernels)
+            self._layouts[key] = layout, SliceOrder(range(rows), tensor.device)
+        return self._layouts[key]
+
+    @torch.no_grad()
+    def start(
+        self,
+        output: Tensor,
+        input: Tensor,
+        group: dist.ProcessGroup | None = None,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        backward: bool = False,
+        evaluating: bool = False,
+    ) -> PendingExchange:
+        """Encode and send `input`; `output` is there after wait().
+
+        Args:
+            output: contiguous tensor of input's dtype that is written.
+            input: contiguous fp32, bf16 or fp16 tensor.
+            group: the ranks; None: the world.
+            output_splits, input_splits: rows (of the first dimension) from and for each rank; None: equal shares.
+            backward: gradients, hence E5M2.
+            evaluating: count the bytes as outside of steps.
+
+        Raises:
+            ValueError: a tensor that is not contiguous, or dtypes that differ.
+        """
+        group = dist.group.WORLD if group is None else group
+        if not (input.is_contiguous() and output.is_contiguous()) or input.dtype != output.dtype:
+            raise ValueError("an FP8 all-to-all needs contiguous tensors of one dtype")
+        size = dist.get_world_size(group)
+        even = output_splits is None and input_splits is None
+        block_size = self.block_size_of(input, None if even else ())
+        sent = self._shares(input, size, input_splits, block_size, backward)
+        received = self._shares(output, size, output_splits, block_size, backward)
+        outgoing, incoming = sent.new_payload(), received.new_payload()
+        sent.encode(outgoing)
+        sizes = (None, None) if even else (received.bytes_per_rank, sent.bytes_per_rank)
+        work = dist.all_to_all_single(incoming, outgoing, *sizes, group=group, async_op=True)
+        self._count(self.route(group), sent, evaluating)
+        return PendingExchange(work, received, incoming, outgoing)
+
+    def _shares(self, tensor: Tensor, size: int, splits, block_size: int, backward: bool) -> _Shares:
+        """The ranks' shares of a tensor."""
+        if splits is None:
+            numel = tensor.numel() // size
+            parts = [(tensor, numel, size, *self._layout(numel, block_size, tensor, size, backward))]
+        else:
+            row_numel = tensor.numel() // max(1, tensor.shape[0])
+            parts = [
+                (part, part.numel(), 1, *self._layout(rows * row_numel, block_size, tensor, 1, backward))
+                for rows, part in zip(splits, tensor.split(list(splits)))
+            ]
+        return _Shares(parts)
+
+    def _count(self, route: Route, sent: _Shares, evaluating: bool) -> None:
+        if self._ledger is None:
+            return
+        with self._ledger.counting(OUTSIDE if evaluating else "activations"):
+            for link, num_bytes, numel in zip(route.links, sent.bytes_per_rank, sent.numel_per_rank):
+                if link is not None:
+                    self._ledger.sent(link, num_bytes)
+                    self._ledger.stock_would_send_over(link, numel)
+
+
+class _Shares:
+    """A tensor cut into what goes to (or comes from) each rank: equal shares as rows of one part, or a part a rank."""
+
+    def __init__(self, parts: list[tuple[Tensor, int, int, PayloadLayout, SliceOrder]]) -> None:
+        self._parts = parts
+        self.numel_per_rank = [numel for _, numel, rows, _, _ in parts for _ in range(rows)]
+        self.bytes_per_rank = [layout.row_bytes for _, _, rows, layout, _ in parts for _ in range(rows)]
+
+    def new_payload(self) -> Tensor:
+        """Flat uint8 for all shares, rank after rank."""
+        return torch.empty(sum(self.bytes_per_rank), dtype=torch.uint8, device=self._parts[0][0].device)
+
+    def _with_payload(self, payload: Tensor):
+        pieces = payload.split([rows * layout.row_bytes for _, _, rows, layout, _ in self._parts])
+        for (tensor, _, rows, layout, order), piece in zip(self._parts, pieces):
+            yield layout, [tensor], order, piece.view(rows, layout.row_bytes)
+
+    def encode(self, payload: Tensor) -> None:
+        for layout, tensors, order, rows in self._with_payload(payload):
+            layout.encode(tensors, order, rows)
+
+    def decode(self, payload: Tensor) -> None:
+        for layout, tensors, order, rows in self._with_payload(payload):
+            layout.decode(rows, order, tensors)
+
+
+class PendingExchange:
+    """An exchange under way; stands where DeepSpeed expects the handle of an asynchronous collective."""
+
+    def __init__(self, work: dist.Work, received: _Shares, incoming: Tensor, outgoing: Tensor) -> None:
+        self._work: dist.Work | None = work
+        self._received, self._incoming, self._outgoing = received, incoming, outgoing
+
+    def wait(self) -> None:
+        """Let the current stream (on a CPU: the caller) wait for the codes, and write the output."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._received.decode(self._incoming)
+            del self._received, self._incoming, self._outgoing
+
+
+_number = itertools.count()
+_routes: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
+
+
+class Route:
+    """An exchange over one process group. Its name stands for it in operators, whose arguments are plain values."""
+
+    def __init__(self, exchange: ActivationExchange, group: dist.ProcessGroup) -> None:
+        ranks_per_node = exchange._ranks_per_node
+        ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
+        self.exchange = weakref.ref(exchange)
+        self.group = group
+        self.size = len(ranks)
+        self.links = [
+            None if rank == own else INTRA if rank // ranks_per_node == own // ranks_per_node else INTER
+            for rank in ranks
+        ]
+        self.name = f"{group.group_name}/{next(_number)}"
+        _routes[self.name] = self
+
+
+def fp8_all_to_all(
+    input: Tensor, exchange: ActivationExchange, group: dist.ProcessGroup | None = None, evaluating: bool = False
+) -> Tensor:
+    """All-to-all along the first dimension: input[r] goes to rank r, output[r] comes from it. Differentiable.
+
+    Its gradient is the same exchange in E5M2; rounding counts as the identity. An operator of torch, so that
+    torch.compile sees one step with a known derivative. A tensor that `exchange` does not accept travels as it is.
+
+    Args:
+        input: [ranks of the group, ...]; floating point travels as E4M3.
+        group: the ranks; None: the world.
+        evaluating: count the bytes as outside of steps.
+
+    Returns:
+        The same shape and dtype.
+
+    Raises:
+        ValueError: the first dimension is not the number of ranks.
+    """
+    route = exchange.route(group)
+    if input.shape[0] != route.size:
+        raise ValueError(f"the first dimension is {input.shape[0]}, the group has {route.size} ranks")
+    return _all_to_all(input.contiguous(), route.name, False, evaluating)
+
+
+@torch.library.custom_op("zeropp_fp8::activation_all_to_all", mutates_args=())
+def _all_to_all(input: Tensor, route_name: str, backward: bool, evaluating: bool) -> Tensor:
+    route = _routes.get(route_name)
+    exchange = None if route is None else route.exchange()
+    if exchange is None:
+        raise RuntimeError("the engine whose activations these are is gone; run backward before destroying it")
+    output = torch.empty_like(input)
+    if exchange.accepts(input, route.size):
+        exchange.start(output, input, route.group, backward=backward, evaluating=evaluating).wait()
+    else:
+        dist.all_to_all_single(output, input, group=route.group)
+    return output
+
+
+@_all_to_all.register_fake
+def _(input: Tensor, route_name: str, backward: bool, evaluating: bool) -> Tensor:
+    return torch.empty_like(input)
+
+
+def _keep_route(ctx, inputs, output) -> None:
+    _, ctx.route_name, _, ctx.evaluating = inputs
+
+
+def _exchange_gradient(ctx, grad_output: Tensor):
+    return _all_to_all(grad_output.contiguous(), ctx.route_name, True, ctx.evaluating), None, None, None
+
+
+_all_to_all.register_autograd(_exchange_gradient, setup_context=_keep_route)
