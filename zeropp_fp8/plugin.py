@@ -4,6 +4,7 @@
     deepspeed.DeepSpeedHybridEngine  -> a subclass that refuses such a ds_config
     deepspeed.zero.Init.__init__     -> hides the four ZeRO++ keys and checks the configuration early
     zero3_linear_wrap                -> the same linear function at half the host cost
+    deepspeed.sequence               -> exchanges that travel in FP8 where an engine asks for it
 
 Every name relied on is looked up in `enable()`. The facts are those of DeepSpeed 0.18 and 0.19.
 """
@@ -22,7 +23,10 @@ from zeropp_fp8.config import IN_TREE_KEYS, SECTION, ConfigError, load_ds_config
 _STAGE3 = "deepspeed.runtime.zero.stage3"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _PARTITION = "deepspeed.runtime.zero.partition_parameters"
+_SEQUENCE = "deepspeed.sequence.layer"
+_FPDT = "deepspeed.sequence.fpdt_layer"
 _ENGINE = "deepspeed.runtime.engine"
+FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkpoint
 _MANGLED = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
 # (module, dotted name, parameters it must take)
@@ -33,6 +37,9 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (_ENGINE, "DeepSpeedEngine._configure_zero_optimizer", ("optimizer",)),
     (_ENGINE, "DeepSpeedEngine.load_checkpoint", ()),
     (_ENGINE, "DeepSpeedEngine.destroy", ()),
+    (_ENGINE, "DeepSpeedEngine.__del__", ()),
+    (_ENGINE, "DeepSpeedEngine._get_param_fragment_func", ("param",)),
+    (_ENGINE, "DeepSpeedEngine.load_module_state_dict", ("checkpoint",)),
     (_ENGINE, "DeepSpeedZeRoOffload", ()),
     ("deepspeed.runtime.superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3", ()),
     (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.__init__", ("module", "init_optimizer", "param_names", "reduce_scatter")),
@@ -63,6 +70,45 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.get_grad_norm_direct", ("gradients", "params", "norm_type")),
     (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.partition_grads", ("params_to_release", "grad_partitions")),
     (_PARTITION, "get_allgather_dtype", ("param", "param_ds_tensor")),
+    # Exchanges of sequence parallelism.
+    (_SEQUENCE, "dist.all_to_all_single", ("output", "tensor", "output_split_sizes", "input_split_sizes", "group")),
+    (_SEQUENCE, "single_all_to_all", ("input", "group", "async_op", "handle")),
+    (_SEQUENCE, "_SeqAllToAll.forward", ("group", "input", "is_fwd")),
+    (_SEQUENCE, "_SeqAllToAll.backward", ("ctx",)),
+    (_FPDT, "_FPDTGPUAttentionImpl_.backward", ("ctx",)),
+    (_FPDT, "_FPDTGPUOffloadingAttentionImpl_.backward", ("ctx",)),
+    ("deepspeed.runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF", ()),
+    ("deepspeed.utils.groups", "_get_sequence_parallel_group", ()),
+    ("deepspeed.utils.groups", "_get_sequence_parallel_world_size", ()),
+    # Gradients and states in low precision.
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer", ()),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions", ()),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states", ()),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._prepare_fp32_grad_for_sub_group", ("sub_group_id",)),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads", ("sub_group_id", "total_norm")),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._optimizer_step", ("sub_group_id",)),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned_parameters", ("sub_group_id",)),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._get_fp32_grad_state_partition", ("param", "release_swap_buffers")),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.set_fp32_grad_for_param", ("value", "param")),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.set_local_grad_for_param", ("value", "param")),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.update_fp32_grad_for_param_vectorized", ("update_func", "param_list")),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._fp32_state_allgather", ("param", "fp32_state_partition")),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.get_fp32_grad_partitions", ()),
+    (
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3._get_fp32_opt_state_partition",
+        ("param", "release_swap_buffers", "optim_state_key"),
+    ),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.set_full_hp_param", ("value", "param", "optim_state_key")),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.set_local_hp_param", ("value", "param", "optim_state_key")),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.offload_states", ()),
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._restore_from_bit16_weights", ()),
+    (
+        _STAGE3,
+        "DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state_from_checkpoint_dir_stage3",
+        ("checkpoint_dir",),
+    ),
+    ("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS", ()),
 )
 
 # (module, class, attributes that the class's own methods must mention): objects that exist only inside an engine.
@@ -86,6 +132,14 @@ RELIED_ON_ATTRIBUTES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "reduce_and_partition_stream",
             "reduce_bucket_size",
             "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
+            "averaged_gradients",
+            "clip_grad",
+            "dp_process_group",
+            "fp16_partitioned_groups_flat_id",
+            "fp32_partitioned_groups_flat",
+            "grad_partitions_flat_buffer",
+            "grad_position",
+            "sub_group_to_group_id",
         ),
     ),
     (
@@ -209,6 +263,7 @@ def enable() -> None:
     from deepspeed.runtime.zero import partition_parameters
     from deepspeed.runtime.zero.partition_parameters import Init
 
+    from zeropp_fp8.zero.activations import replace_exchanges
     from zeropp_fp8.zero.linear import lean_linear
 
     _replace(deepspeed, "DeepSpeedEngine", _engine_class(deepspeed.DeepSpeedEngine))
@@ -218,6 +273,7 @@ def enable() -> None:
     _replace(partition_parameters, "zero3_linear_wrap", lean_linear(stock_linear))
     if torch.nn.functional.linear is stock_linear:  # an earlier engine has put it there
         _replace(torch.nn.functional, "linear", partition_parameters.zero3_linear_wrap)
+    replace_exchanges(_replace)
     if get_accelerator().device_name() == "cpu":
         # init_distributed() would compile a shared-memory op with gcc (30 s) that nothing here uses.
         _replace(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
@@ -270,6 +326,7 @@ def _engine_class(stock_class):
 
         zeropp_fp8_session = None
         _zeropp_fp8_conversion = None
+        _zeropp_fp8_activations = None
         _zeropp_fp8_destroyed = False
 
         def __init__(self, args, model, *positional, config=None, config_class=None, **kwargs):
@@ -284,11 +341,12 @@ def _engine_class(stock_class):
                 if plugin_config.computes_in_low_precision:
                     # Before ZeRO-3 puts its hooks on modules, which would keep calling the class that they saw.
                     object.__setattr__(self, "_zeropp_fp8_conversion", _converted(model, plugin_config.compute))
+            else:
+                _refuse_left_over(model)
             try:
                 super().__init__(args, model, *positional, config=config, config_class=config_class, **kwargs)
             except BaseException:
-                if self._zeropp_fp8_conversion is not None:
-                    self._zeropp_fp8_conversion.restore()
+                self._zeropp_fp8_let_go()
                 raise
             if plugin_config is None and self.global_rank == 0:
                 print(
@@ -300,11 +358,13 @@ def _engine_class(stock_class):
         def _configure_zero_optimizer(self, optimizer):
             if self._zeropp_fp8_config is None:
                 return super()._configure_zero_optimizer(optimizer)
+            from zeropp_fp8.zero.activations import exchange_in_fp8
             from zeropp_fp8.zero.session import Session
 
             group = _partition_group(self.module, self.mpu)
             session = Session(self._zeropp_fp8_config, group, self._zeropp_fp8_conversion)
             object.__setattr__(self, "zeropp_fp8_session", session)
+            object.__setattr__(self, "_zeropp_fp8_activations", exchange_in_fp8(self.module, session))
             with _zero_classes_of(session):
                 return super()._configure_zero_optimizer(optimizer)
 
@@ -317,8 +377,39 @@ def _engine_class(stock_class):
             try:
                 super().destroy()
             finally:
-                if self._zeropp_fp8_conversion is not None:
-                    self._zeropp_fp8_conversion.restore()
+                self._zeropp_fp8_let_go()
+
+        def _zeropp_fp8_let_go(self):
+            """Take off the model what is not DeepSpeed's to take off."""
+            if self._zeropp_fp8_conversion is not None:
+                self._zeropp_fp8_conversion.restore()
+            if self._zeropp_fp8_activations is not None:
+                self._zeropp_fp8_activations.remove()
+
+        def __del__(self):
+            if self.zeropp_fp8_session is not None:
+                # Engines are collected at moments of each rank's own: what destroy() does together with other ranks
+                # must be left out.
+                self.zeropp_fp8_session.collected = True
+            super().__del__()
+
+        def _zeropp_fp8_owners(self):
+            """The stage whose parameters have owners, if there is one."""
+            stage = self.optimizer
+            return stage if getattr(stage, "has_owners", False) else None
+
+        def _get_param_fragment_func(self, param):
+            stage = self._zeropp_fp8_owners()
+            fragment = super()._get_param_fragment_func(param)
+            return fragment if stage is None else stage.slice_of_owned(param, fragment)
+
+        def load_module_state_dict(self, checkpoint, *args, **kwargs):
+            stage, frozen = self._zeropp_fp8_owners(), checkpoint.get(FROZEN_PARAM_FRAGMENTS)
+            if stage is not None and frozen is not None:
+                params = {self.param_names[p]: p for p in self.module.parameters() if self.param_names.get(p) in frozen}
+                owned = {name: stage.owned_of_slice(param, frozen[name]) for name, param in params.items()}
+                checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: owned}
+            return super().load_module_state_dict(checkpoint, *args, **kwargs)
 
         def load_checkpoint(self, *args, **kwargs):
             result = super().load_checkpoint(*args, **kwargs)
@@ -330,6 +421,22 @@ def _engine_class(stock_class):
 
     ZeroppEngine.__name__ = ZeroppEngine.__qualname__ = stock_class.__name__
     return ZeroppEngine
+
+
+def _refuse_left_over(model) -> None:
+    """Refuse a model that an engine of the plugin still holds: DeepSpeed alone would not know what it meets."""
+    from zeropp_fp8.compute.linear import LinearPrecision
+
+    layer = next(
+        (n for n, m in model.named_modules() if isinstance(getattr(m, "precision", None), LinearPrecision)), None
+    )
+    param = next((n for n, p in model.named_parameters() if hasattr(p, "zeropp_fp8_wire")), None)
+    if layer is not None or param is not None:
+        raise ConfigError(
+            f'the ds_config has no "{SECTION}" section, but an engine that had one still holds the model: '
+            + (f"the layer {layer} computes in low precision" if layer is not None else f"{param} is gathered by it")
+            + "; call destroy() on that engine before the next one is made"
+        )
 
 
 def _converted(model, compute):

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeropp_fp8.formats import BlockScaledFormat, WireFormat
+from zeropp_fp8.comm.shared_scales import OF_GRADIENTS, OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
+from zeropp_fp8.formats import BlockScaledFormat, SharedScaleFormat, WireFormat
 from zeropp_fp8.formats.noise import Seed, draw_seed
 
 
@@ -116,10 +117,25 @@ class PayloadLayout:
     # -- tensors -> rows ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def encode(self, tensors: Sequence[Tensor], order: SliceOrder, payload: Tensor, seed: Seed | None = None) -> None:
-        """Encode slices of contiguous `tensors` into `payload`, uint8 [rows, row_bytes]."""
+    def encode(
+        self,
+        tensors: Sequence[Tensor],
+        order: SliceOrder,
+        payload: Tensor,
+        seed: Seed | None = None,
+        shared: SharedScales | None = None,
+    ) -> None:
+        """Encode slices of contiguous `tensors` into `payload`, uint8 [rows, row_bytes].
+
+        `shared`: the scales of all tensors, for those whose format is a SharedScaleFormat. Without, these are left out,
+        for a caller who writes such codes himself.
+        """
         for index, group in enumerate(self._groups):
             members = [tensors[i] for i in group.members]
+            if isinstance(group.wire_format, SharedScaleFormat):
+                if shared is not None:
+                    self._encode_shared(index, group, members, order, payload, shared)
+                continue
             if group.segments is not None:
                 from zeropp_fp8 import kernels
 
@@ -131,12 +147,45 @@ class PayloadLayout:
                 wire_format = group.wire_format
                 wire_format.encode_rows_seeded(rows, seed.of_tensor(place) if seed else None, self._part(payload, i))
 
+    def _encode_shared(
+        self,
+        index: int,
+        group: _Group,
+        members: list[Tensor],
+        order: SliceOrder,
+        payload: Tensor,
+        shared: SharedScales,
+    ) -> None:
+        scales = shared.of(group.members)
+        amax, counts = scales.amax, scales.counts[OF_GRADIENTS]
+        if group.segments is not None:
+            from zeropp_fp8.kernels.shared_scale import encode_shared
+
+            table = self._table(index, "source", members, group.segments)
+            encode_shared(members[0], table, group.segments, order.on_device, payload, scales.encode, amax, counts)
+        else:
+            for place, (i, tensor) in enumerate(zip(group.members, members)):
+                rows = slices_of(tensor, self.slice_numels[i], order)
+                scale = scales.encode[place : place + 1]
+                group.wire_format.encode_scaled(rows, scale, self._part(payload, i), counts)
+                magnitudes = rows.float().abs()
+                finite = magnitudes.masked_fill_(magnitudes.isfinite().logical_not_(), 0.0)
+                amax[place] = torch.maximum(amax[place], finite.amax())
+        if amax.data_ptr() != shared.amax[group.members[0] :].data_ptr():
+            shared.amax[group.members] = amax  # members that are no neighbours were copied
+
     # -- rows -> tensors ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def decode(self, payload: Tensor, order: SliceOrder, tensors: Sequence[Tensor]) -> None:
-        """Decode `payload`, uint8 [rows, row_bytes], into the slices of contiguous `tensors` that its rows hold."""
+        """Decode `payload`, uint8 [rows, row_bytes], into the slices of contiguous `tensors` that its rows hold.
+
+        Codes with a shared scale are left out (their entries of `tensors` are not looked at): who gathers such codes
+        wants them as they are.
+        """
         for index, group in enumerate(self._groups):
+            if isinstance(group.wire_format, SharedScaleFormat):
+                continue
             members = [tensors[i] for i in group.members]
             if group.segments is not None:
                 from zeropp_fp8 import kernels
@@ -163,10 +212,31 @@ class PayloadLayout:
 
     @torch.no_grad()
     def reduce_to_payload(
-        self, received: Tensor, then: PayloadLayout, payload: Tensor, seed: Seed | None = None
+        self,
+        received: Tensor,
+        then: PayloadLayout,
+        payload: Tensor,
+        seed: Seed | None = None,
+        shared: SharedScales | None = None,
     ) -> None:
-        """Encode the mean over ranks of `received`, uint8 [ranks, rows, row_bytes], into `payload` by layout `then`."""
+        """Encode the mean over ranks of `received`, uint8 [ranks, rows, row_bytes], into `payload` by layout `then`.
+
+        With a shared scale it is the sum of the codes, because their mean would lose bits.
+        """
         for group, next_group in zip(self._groups, then._groups):
+            if isinstance(group.wire_format, SharedScaleFormat):
+                counts = shared.counts[OF_PARTIAL_SUMS]
+                if group.segments is not None:
+                    from zeropp_fp8.kernels.shared_scale import sum_to_payload
+
+                    sum_to_payload(received, group.segments, next_group.segments, payload, counts)
+                    continue
+                for i in group.members:
+                    total = group.wire_format.sum_of_rows(self._part(received, i), self.slice_numels[i])
+                    next_group.wire_format.encode_scaled(
+                        total, torch.ones_like(shared.encode[:1]), then._part(payload, i), counts
+                    )
+                continue
             if group.segments is not None and next_group.segments is not None:
                 from zeropp_fp8 import kernels
 
@@ -179,13 +249,23 @@ class PayloadLayout:
                 )
 
     @torch.no_grad()
-    def reduce_to_tensors(self, received: Tensor, tensors: Sequence[Tensor], accumulate: bool = False) -> None:
+    def reduce_to_tensors(
+        self,
+        received: Tensor,
+        tensors: Sequence[Tensor],
+        accumulate: bool = False,
+        shared: SharedScales | None = None,
+    ) -> None:
         """Write the mean over ranks of `received`, uint8 [ranks, row_bytes], to `tensors`, or add it to them.
 
-        A tensor may have fewer elements than its slice: padding is dropped.
+        A tensor may have fewer elements than its slice: padding is dropped. With a shared scale a tensor of uint8 gets
+        the FP8 code of the sum over ranks (which decodes to the mean by `shared.decode`) and cannot be added to.
         """
         for index, group in enumerate(self._groups):
             members = [tensors[i] for i in group.members]
+            if isinstance(group.wire_format, SharedScaleFormat):
+                self._sum_shared(index, group, received, members, accumulate, shared)
+                continue
             if group.segments is not None:
                 from zeropp_fp8 import kernels
 
@@ -198,6 +278,36 @@ class PayloadLayout:
                     tensor += mean.to(tensor.dtype)
                 else:
                     tensor.copy_(mean)
+
+    def _sum_shared(
+        self,
+        index: int,
+        group: _Group,
+        received: Tensor,
+        members: list[Tensor],
+        accumulate: bool,
+        shared: SharedScales,
+    ) -> None:
+        scales = shared.of(group.members)
+        counts = scales.counts[OF_RESULTS]
+        if accumulate and any(tensor.dtype == torch.uint8 for tensor in members):
+            raise ValueError("codes with a shared scale cannot be added to codes; accumulate in 16 or 32 bits")
+        if group.segments is not None:
+            from zeropp_fp8.kernels.shared_scale import sum_to_tensors
+
+            table = self._table(index, "result", members, group.segments)
+            sum_to_tensors(received, group.segments, members[0], table, scales.decode, counts, accumulate)
+            return
+        for place, (i, tensor) in enumerate(zip(group.members, members)):
+            total = group.wire_format.sum_of_rows(self._part(received.unsqueeze(1), i), self.slice_numels[i])
+            total = total.view(-1)[: tensor.numel()].view(tensor.shape)
+            if tensor.dtype == torch.uint8:
+                one = torch.ones_like(scales.decode[:1])
+                group.wire_format.encode_scaled(total.view(1, -1), one, tensor.view(1, -1), counts)
+            elif accumulate:
+                tensor += (total * scales.decode[place]).to(tensor.dtype)
+            else:
+                tensor.copy_(total * scales.decode[place])
 
 
 def slices_of(tensor: Tensor, slice_numel: int, order: SliceOrder) -> Tensor:

@@ -25,8 +25,9 @@ from zeropp_fp8.comm.error_feedback import ErrorFeedback
 from zeropp_fp8.comm.lanes import BufferRing, Lane
 from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder, slices_of
+from zeropp_fp8.comm.shared_scales import SharedScales
 from zeropp_fp8.comm.topology import Level, Topology
-from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.noise import Seed
 
 
@@ -35,11 +36,19 @@ def slice_numel(numel: int, world_size: int) -> int:
     return -(-numel // world_size)
 
 
-def _start_exchange(incoming: Tensor, outgoing: Tensor, level: Level, ledger: WireLedger | None) -> dist.Work:
-    """All-to-all of flat uint8 buffers cut into `level.size` equal parts."""
-    work = dist.all_to_all_single(incoming, outgoing, group=level.group, async_op=True)
+def _start_exchange(
+    incoming: Tensor,
+    outgoing: Tensor,
+    level: Level,
+    ledger: WireLedger | None,
+    incoming_sizes: list[int] | None = None,
+    outgoing_sizes: list[int] | None = None,
+) -> dist.Work:
+    """All-to-all of flat uint8 buffers cut into parts of these sizes, or into `level.size` equal ones."""
+    work = dist.all_to_all_single(incoming, outgoing, incoming_sizes, outgoing_sizes, group=level.group, async_op=True)
     if ledger is not None:
-        ledger.sent(level.link, outgoing.numel() // level.size * (level.size - 1))
+        own = outgoing_sizes[level.rank] if outgoing_sizes else outgoing.numel() // level.size
+        ledger.sent(level.link, outgoing.numel() - own)
     return work
 
 
@@ -68,8 +77,180 @@ class ReduceLanes:
     last: Lane
 
 
-class ReduceScatterPlan:
-    """The reduction of a fixed list of tensors, all in one message a hop.
+class ReducePlan:
+    """The reduction of a fixed list of tensors, all in one message a hop: what `run` needs to know.
+
+    Attributes:
+        first: from tensors to what is sent first: rows `first_order` of them.
+        column: what arrives from the ranks of the node, `column_rows` rows a rank.
+        second: the same tensors on their way between nodes, as many rows.
+        last: what arrives from the nodes, one row a node.
+        sizes: by "within" and "between", the bytes (to each rank, from each rank) of the hop; None: equal parts.
+    """
+
+    topology: Topology
+    device: torch.device
+    first: PayloadLayout
+    first_order: SliceOrder
+    column: PayloadLayout
+    column_rows: int
+    second: PayloadLayout
+    last: PayloadLayout
+    sizes: dict[str, tuple[list[int], list[int]] | None]
+
+    def sources(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What `first` encodes, of the tensors given to `run`."""
+        return tensors
+
+    def destinations(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What `last` writes, of the results given to `run`."""
+        return results
+
+    def scales_of(self, layout: PayloadLayout, shared: SharedScales | None) -> SharedScales | None:
+        """The scales of what a layout holds, of those of all tensors."""
+        return shared
+
+    def amax_recorded(self, scales: SharedScales | None, shared: SharedScales | None) -> None:
+        """`first` has recorded the amax of what it encodes in `scales`: let `shared` have it too."""
+
+    def shared_numel(self, results: Sequence[Tensor]) -> int:
+        """How many FP8 numbers with a shared scale a run into `results` writes on this rank."""
+        total = len(self.first_order.slices) * _shared_numel(self.first)
+        if self.topology.ranks_per_node > 1 and self.topology.nodes > 1:
+            total += self.column_rows * _shared_numel(self.second)
+        return total + sum(result.numel() for result in results if result.dtype == torch.uint8)
+
+    def run(
+        self,
+        tensors: Sequence[Tensor],
+        results: Sequence[Tensor],
+        *,
+        accumulate: bool = False,
+        rings: Rings | None = None,
+        lanes: ReduceLanes | None = None,
+        ledger: WireLedger | None = None,
+        generator: torch.Generator | None = None,
+        error_feedback: ErrorFeedback | None = None,
+        keys: Sequence[str] | None = None,
+        shared: SharedScales | None = None,
+    ) -> Iterator[None]:
+        """Reduce `tensors` into `results`: a generator that yields wherever it would have to wait for other ranks.
+
+        On a GPU nothing blocks, and the generator should be run to its end at once. On a CPU other work, the start of
+        other reductions too, fits in between. Once it has yielded first, `tensors` are no longer needed.
+
+        Args:
+            tensors: contiguous, as the plan was made for.
+            results: for each tensor at most its slice's elements, fp32, bf16 or fp16, contiguous.
+            accumulate: add to `results` instead of writing them.
+            error_feedback, keys: residuals of the hop between nodes, and a stable name for each tensor.
+            shared: scales of all tensors, where the plan's formats are SharedScaleFormat; `results` may be uint8 then.
+        """
+        topology = self.topology
+        nodes, per_node = topology.nodes, topology.ranks_per_node
+        rings = rings or Rings.on(self.device)
+        here = Lane.here()
+        first, last = (lanes.first, lanes.last) if lanes else (here, here)
+
+        if topology.world_size == 1 and shared is None:
+            for tensor, result in zip(tensors, results):
+                mean = tensor.view(-1).view(result.shape).to(result.dtype)
+                result.add_(mean) if accumulate else result.copy_(mean)
+            return
+
+        results = self.destinations(results)
+        rows = len(self.first_order.slices)
+        sent = (rings.sent_within if per_node > 1 or nodes == 1 else rings.sent_between).take(
+            rows * self.first.row_bytes
+        )
+        sent_rows = sent.view(rows, self.first.row_bytes)
+        seed = self.first.draw_seed(generator)
+        if per_node == 1 and error_feedback is not None:
+            sizes = zip(tensors, self.first.slice_numels)
+            whole = (slices_of(tensor, size, self.first_order).float() for tensor, size in sizes)
+            self._encode_with_residuals(whole, sent_rows, seed, error_feedback, keys)
+        else:
+            scales = self.scales_of(self.first, shared)
+            self.first.encode(self.sources(tensors), self.first_order, sent_rows, seed, scales)
+            self.amax_recorded(scales, shared)
+        if topology.world_size == 1:  # nothing to send, but codes to make
+            self.last.reduce_to_tensors(sent_rows, results, accumulate, self.scales_of(self.last, shared))
+            rings.sent_within.give_back(sent)
+            return
+        first.after_current()
+
+        if per_node > 1:  # hop 1, inside the node
+            with first:
+                received, work = self._exchange("within", sent, rings.received_within, ledger)
+            yield
+            contributions = received.view(per_node, self.column_rows, self.column.row_bytes)
+            if nodes == 1:
+                with last:
+                    work.wait()
+                    rings.sent_within.give_back(sent)
+                    self.last.reduce_to_tensors(
+                        contributions.squeeze(1), results, accumulate, self.scales_of(self.last, shared)
+                    )
+                    rings.received_within.give_back(received)
+                return
+            with first:
+                work.wait()
+                rings.sent_within.give_back(sent)
+                sent = rings.sent_between.take(self.column_rows * self.second.row_bytes)
+                sent_rows = sent.view(self.column_rows, self.second.row_bytes)
+                seed = self.second.draw_seed(generator)
+                if error_feedback is None:
+                    self.column.reduce_to_payload(contributions, self.second, sent_rows, seed, shared)
+                else:
+                    means = (self.column.mean(contributions, i) for i in range(len(self.column.slice_numels)))
+                    self._encode_with_residuals(means, sent_rows, seed, error_feedback, keys)
+                rings.received_within.give_back(received)
+
+        with first:  # hop 2, between nodes
+            received, work = self._exchange("between", sent, rings.received_between, ledger)
+        yield
+        with last:
+            work.wait()
+            rings.sent_between.give_back(sent)
+            self.last.reduce_to_tensors(
+                received.view(nodes, self.last.row_bytes), results, accumulate, self.scales_of(self.last, shared)
+            )
+            rings.received_between.give_back(received)
+
+    def _exchange(
+        self, hop: str, sent: Tensor, ring: BufferRing, ledger: WireLedger | None
+    ) -> tuple[Tensor, dist.Work]:
+        """Start a hop; (what will have arrived, its handle)."""
+        level = self.topology.within if hop == "within" else self.topology.between
+        outgoing, incoming = self.sizes[hop] or (None, None)
+        received = ring.take(sum(incoming) if incoming else sent.numel())
+        return received, _start_exchange(received, sent, level, ledger, incoming, outgoing)
+
+    def _encode_with_residuals(
+        self,
+        means: Iterable[Tensor],
+        rows: Tensor,
+        seed: Seed | None,
+        error_feedback: ErrorFeedback,
+        keys: Sequence[str],
+    ) -> None:
+        """Encode fp32 [nodes, slice numel] of each tensor, corrected by what earlier rounding dropped."""
+        layout = self.second
+        for i, (mean, key) in enumerate(zip(means, keys)):
+            wire_format = layout.formats[i]
+            corrected = not isinstance(wire_format, UnquantizedFormat)
+            if corrected:
+                mean = mean.clone()
+                error_feedback.add_to_(key, mean)
+            encoded = wire_format.encode_rows_seeded(mean, seed.of_tensor(i) if seed else None)
+            if corrected:
+                decoded = wire_format.decode_rows(encoded, mean.shape[1], torch.float32)
+                error_feedback.store(key, mean, decoded)
+            rows[:, layout.offsets[i] : layout.offsets[i] + layout.sizes[i]] = encoded
+
+
+class ReduceScatterPlan(ReducePlan):
+    """Every rank ends with its slice of every tensor.
 
     Args:
         shapes, dtypes: of the tensors (fp32, bf16 or fp16), the same list on every rank.
@@ -94,124 +275,39 @@ class ReduceScatterPlan:
         nodes, per_node = topology.nodes, topology.ranks_per_node
         numels = [int(torch.Size(shape).numel()) for shape in shapes]
         self.slice_numels = [slice_numel(numel, topology.world_size) for numel in numels]
-        exact = [UnquantizedFormat(dtype) for dtype in dtypes]
-        quantized = [len(shape) >= 2 or quantize_vectors for shape in shapes]
-        intra = [intra_format if q and intra_format else e for q, e in zip(quantized, exact)]
-        inter = [inter_format if q and inter_format else e for q, e in zip(quantized, exact)]
-        self.within = PayloadLayout(self.slice_numels, intra, dtypes, device, inter, use_kernels)
-        self.between = PayloadLayout(self.slice_numels, inter, dtypes, device, intra, use_kernels)
+        intra, inter = formats_of_hops(shapes, dtypes, intra_format, inter_format, quantize_vectors)
+        within = PayloadLayout(self.slice_numels, intra, dtypes, device, inter, use_kernels)
+        between = PayloadLayout(self.slice_numels, inter, dtypes, device, intra, use_kernels)
+        natural = SliceOrder(range(nodes), device)
         # Row l * N + n of the first payload holds slice n * L + l.
-        self.reordered = SliceOrder([n * per_node + i for i in range(per_node) for n in range(nodes)], device)
-        self.natural = SliceOrder(range(nodes), device)
+        reordered = SliceOrder([n * per_node + i for i in range(per_node) for n in range(nodes)], device)
+        one_hop = per_node == 1 and nodes > 1
+        self.first, self.first_order = (between, natural) if one_hop else (within, reordered)
+        self.column, self.column_rows = within, nodes
+        self.second = between
+        self.last = between if nodes > 1 else within
+        self.sizes = {"within": None, "between": None}
 
-    def run(
-        self,
-        tensors: Sequence[Tensor],
-        results: Sequence[Tensor],
-        *,
-        accumulate: bool = False,
-        rings: Rings | None = None,
-        lanes: ReduceLanes | None = None,
-        ledger: WireLedger | None = None,
-        generator: torch.Generator | None = None,
-        error_feedback: ErrorFeedback | None = None,
-        keys: Sequence[str] | None = None,
-    ) -> Iterator[None]:
-        """Reduce `tensors` into `results`: a generator that yields wherever it would have to wait for other ranks.
 
-        On a GPU nothing blocks, and the generator should be run to its end at once. On a CPU other work, the start of
-        other reductions too, fits in between. Once it has yielded first, `tensors` are no longer needed.
+def formats_of_hops(
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    intra_format: WireFormat | None,
+    inter_format: WireFormat | None,
+    quantize_vectors: bool = False,
+) -> tuple[list[WireFormat], list[WireFormat]]:
+    """The formats of tensors within and between nodes: those given for matrices, their own dtype for the others."""
+    exact = [UnquantizedFormat(dtype) for dtype in dtypes]
+    quantized = [len(shape) >= 2 or quantize_vectors for shape in shapes]
+    intra = [intra_format if q and intra_format else e for q, e in zip(quantized, exact)]
+    inter = [inter_format if q and inter_format else e for q, e in zip(quantized, exact)]
+    return intra, inter
 
-        Args:
-            tensors: contiguous, as the plan was made for.
-            results: for each tensor at most its slice's elements, fp32, bf16 or fp16, contiguous.
-            accumulate: add to `results` instead of writing them.
-            error_feedback, keys: residuals of the hop between nodes, and a stable name for each tensor.
-        """
-        topology = self.topology
-        nodes, per_node = topology.nodes, topology.ranks_per_node
-        rings = rings or Rings.on(self.device)
-        here = Lane.here()
-        first, last = (lanes.first, lanes.last) if lanes else (here, here)
 
-        if topology.world_size == 1:
-            for tensor, result in zip(tensors, results):
-                mean = tensor.view(-1).view(result.shape).to(result.dtype)
-                result.add_(mean) if accumulate else result.copy_(mean)
-            return
-
-        if per_node > 1:  # hop 1, inside the node
-            sent = rings.sent_within.take(per_node * nodes * self.within.row_bytes)
-            rows = sent.view(per_node * nodes, self.within.row_bytes)
-            self.within.encode(tensors, self.reordered, rows, self.within.draw_seed(generator))
-            first.after_current()
-            with first:
-                received = rings.received_within.take(sent.numel())
-                work = _start_exchange(received, sent, topology.within, ledger)
-            yield
-            contributions = received.view(per_node, nodes, self.within.row_bytes)
-            if nodes == 1:
-                with last:
-                    work.wait()
-                    rings.sent_within.give_back(sent)
-                    self.within.reduce_to_tensors(contributions.squeeze(1), results, accumulate)
-                    rings.received_within.give_back(received)
-                return
-            with first:
-                work.wait()
-                rings.sent_within.give_back(sent)
-                payload = rings.sent_between.take(nodes * self.between.row_bytes)
-                rows = payload.view(nodes, self.between.row_bytes)
-                seed = self.between.draw_seed(generator)
-                if error_feedback is None:
-                    self.within.reduce_to_payload(contributions, self.between, rows, seed)
-                else:
-                    means = (self.within.mean(contributions, i) for i in range(len(self.slice_numels)))
-                    self._encode_with_residuals(means, rows, seed, error_feedback, keys)
-                rings.received_within.give_back(received)
-        else:
-            payload = rings.sent_between.take(nodes * self.between.row_bytes)
-            rows = payload.view(nodes, self.between.row_bytes)
-            seed = self.between.draw_seed(generator)
-            if error_feedback is None:
-                self.between.encode(tensors, self.natural, rows, seed)
-            else:
-                sizes = zip(tensors, self.slice_numels)
-                whole = (slices_of(tensor, size, self.natural).float() for tensor, size in sizes)
-                self._encode_with_residuals(whole, rows, seed, error_feedback, keys)
-            first.after_current()
-
-        with first:  # hop 2, between nodes
-            received = rings.received_between.take(payload.numel())
-            work = _start_exchange(received, payload, topology.between, ledger)
-        yield
-        with last:
-            work.wait()
-            rings.sent_between.give_back(payload)
-            self.between.reduce_to_tensors(received.view(nodes, -1), results, accumulate)
-            rings.received_between.give_back(received)
-
-    def _encode_with_residuals(
-        self,
-        means: Iterable[Tensor],
-        rows: Tensor,
-        seed: Seed | None,
-        error_feedback: ErrorFeedback,
-        keys: Sequence[str],
-    ) -> None:
-        """Encode fp32 [nodes, slice numel] of each tensor, corrected by what earlier rounding dropped."""
-        layout = self.between
-        for i, (mean, key) in enumerate(zip(means, keys)):
-            wire_format = layout.formats[i]
-            corrected = not isinstance(wire_format, UnquantizedFormat)
-            if corrected:
-                mean = mean.clone()
-                error_feedback.add_to_(key, mean)
-            encoded = wire_format.encode_rows_seeded(mean, seed.of_tensor(i) if seed else None)
-            if corrected:
-                decoded = wire_format.decode_rows(encoded, mean.shape[1], torch.float32)
-                error_feedback.store(key, mean, decoded)
-            rows[:, layout.offsets[i] : layout.offsets[i] + layout.sizes[i]] = encoded
+def _shared_numel(layout: PayloadLayout) -> int:
+    """Elements of a row that have a scale that ranks share."""
+    sizes = zip(layout.formats, layout.slice_numels)
+    return sum(numel for wire_format, numel in sizes if isinstance(wire_format, SharedScaleFormat))
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.compute.rounded import rounded_operands
 from zeropp_fp8.config import MX_FORMATS, ComputeConfig, operand_formats
 from zeropp_fp8.formats import make_format
+from zeropp_fp8.formats.amax_history import AmaxHistory
 from zeropp_fp8.formats.noise import draw_seed
 
 Role = Literal["activations", "weights", "gradients"]
@@ -168,10 +169,23 @@ class DelayedScaling(Scaling):
         self._layers = 0
         self._seen: set[int] = set()  # operands recorded since the last step
         self._known: set[int] = set()  # operands with a history
-        self._steps = 0
-        self._amax: Tensor | None = None  # fp32 [operands], since the last step
-        self._history: Tensor | None = None  # fp32 [amax_history, operands]
+        self._recorded: AmaxHistory | None = None
         self._scale: Tensor | None = None  # fp32 [operands, 4], of which the first is used
+
+    @property
+    def _amax(self) -> Tensor | None:
+        """fp32 [operands], since the last step."""
+        return None if self._recorded is None else self._recorded.current
+
+    @property
+    def _history(self) -> Tensor | None:
+        """fp32 [amax_history, operands], a ring."""
+        return None if self._recorded is None else self._recorded.table
+
+    @property
+    def _steps(self) -> int:
+        """Rows written to the ring."""
+        return 0 if self._recorded is None else self._recorded.steps
 
     def add_layer(self) -> int:
         self._layers += 1
@@ -180,14 +194,12 @@ class DelayedScaling(Scaling):
     @torch.inference_mode(False)  # what an evaluation in inference mode makes, training could not change
     def _place_tables(self, device: torch.device) -> None:
         """Make the tables, or let them follow the model."""
-        if self._amax is not None:
-            self._amax, self._history, self._scale = (
-                table.to(device) for table in (self._amax, self._history, self._scale)
-            )
+        if self._recorded is not None:
+            self._recorded.to(device)
+            self._scale = self._scale.to(device)
             return
         count = self._layers * len(ROLES)
-        self._amax = torch.zeros(count, device=device)
-        self._history = torch.zeros(self.compute.amax_history, count, device=device)
+        self._recorded = AmaxHistory(self.compute.amax_history, count, device, self.compute.amax_reduction)
         self._scale = torch.ones(count, SCALE_STRIDE, device=device)
 
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
@@ -253,35 +265,30 @@ class DelayedScaling(Scaling):
             self._place_tables(device)
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(self._amax, op=dist.ReduceOp.MAX, group=group)
+        recorded = self._recorded
         of_gradients = slice(ROLES.index("gradients"), None, len(ROLES))
         if overflow:
-            self._amax[of_gradients] = 0.0  # of what was finite: it says nothing about the next step
-        # A step that did not use an operand leaves its newest entry as it was.
-        newest = self._history[(self._steps - 1) % self.compute.amax_history]
-        self._history[self._steps % self.compute.amax_history] = torch.where(self._amax > 0, self._amax, newest)
-        self._steps += 1
+            recorded.current[of_gradients] = 0.0  # of what was finite: it says nothing about the next step
+        recorded.end_step()
         if loss_scale_change != 1.0:  # gradients grow and shrink with it; twice the scale would saturate them
-            self._history[:, of_gradients] *= loss_scale_change
-        amax = self._amax.copy_(self._history[(self._steps - 1) % self.compute.amax_history])
+            recorded.table[:, of_gradients] *= loss_scale_change
         new = self._seen - self._known
         if new:
             # Zeros (gradients below a layer of zeros) say nothing about the next step. Looking waits for the device;
             # operands are new in the first step, and seldom later.
-            has_history = amax.gt(0).tolist()
+            has_history = recorded.newest.gt(0).tolist()
             self._known |= {index for index in new if has_history[index]}
-        if self.compute.amax_reduction == "max":
-            amax = self._history.amax(dim=0)
+        amax = recorded.largest()
         for place, role in enumerate(ROLES):
             own = slice(place, None, len(ROLES))
             self._scale[own, 0] = casts.scale_of_amax(amax[own], FP8_DTYPES[self.formats[role]])
-        self._amax.zero_()
         self._seen.clear()
 
     def state_dict(self) -> dict:
         if self._amax is None:
             return {}
-        oldest_first = self._history.roll(-(self._steps % self.compute.amax_history), dims=0)
-        return {"known": sorted(self._known), "history": oldest_first.cpu(), "scale": self._scale[:, 0].cpu()}
+        history = self._recorded.oldest_first()
+        return {"known": sorted(self._known), "history": history, "scale": self._scale[:, 0].cpu()}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from `state_dict`'s result, also with another length of history; an empty one starts afresh.
@@ -289,9 +296,9 @@ class DelayedScaling(Scaling):
         Raises:
             ValueError: it belongs to another number of layers.
         """
-        self._known, self._seen, self._steps = set(), set(), 0
+        self._known, self._seen = set(), set()
         device = self._amax.device if self._amax is not None else torch.device("cpu")
-        self._amax = None
+        self._recorded = None
         if not state:
             return
         operands = self._layers * len(ROLES)
@@ -300,8 +307,7 @@ class DelayedScaling(Scaling):
                 f"the amax history is of {state['scale'].numel() // len(ROLES)} layers, the model has {self._layers}"
             )
         self._place_tables(device)
-        kept = state["history"][-self.compute.amax_history :]
-        self._history[self.compute.amax_history - kept.shape[0] :] = kept
+        self._recorded.load(state["history"])
         self._scale[:, 0] = state["scale"].to(device)
         self._known = set(state["known"])
 

@@ -23,6 +23,7 @@ from zeropp_fp8.config.sections import (
     ConfigError,
     FrozenConfig,
     GradientsConfig,
+    OptimizerConfig,
     PluginConfig,
     WeightsConfig,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "ConfigError",
     "FrozenConfig",
     "GradientsConfig",
+    "OptimizerConfig",
     "PluginConfig",
     "WeightsConfig",
     "asks_for_plugin",

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+_FP8_LM_GRADIENTS = {
+    "intra_format": "fp8_e4m3",
+    "inter_format": "fp8_e4m3",
+    "hadamard": False,
+    "scales": "tensor",
+    "scale_policy": "auto",
+    "store_format": "fp8_e4m3",
+}
+_FP8_LM_OPTIMIZER = {"master_format": "fp16", "exp_avg_format": "fp8_e4m3", "exp_avg_sq_format": "fp16"}
+
 RECIPES: dict[str, dict[str, Any]] = {
     "lossless": {},
     "zeropp": {
@@ -22,5 +32,17 @@ RECIPES: dict[str, dict[str, Any]] = {
         "gradients": {"intra_format": "mxfp8_e4m3", "inter_format": "mxfp4"},
         "compute": {"format": "mxfp8_e4m3"},
     },
+    # FP8-LM (arXiv 2310.18313), section 2: O1 computes and reduces gradients in FP8, O2 keeps states in 6 bytes.
+    "fp8-lm-o1": {"compute": {"format": "fp8"}, "gradients": _FP8_LM_GRADIENTS},
+    "fp8-lm-o2": {"compute": {"format": "fp8"}, "gradients": _FP8_LM_GRADIENTS, "optimizer": _FP8_LM_OPTIMIZER},
+    # O3: whole tensors on their owners, and weights travel as the FP8 codes that the GEMMs multiply.
+    "fp8-lm": {
+        "weights": {"format": "fp8_e4m3"},
+        "compute": {"format": "fp8"},
+        "gradients": _FP8_LM_GRADIENTS,
+        "optimizer": _FP8_LM_OPTIMIZER,
+        "partition": "whole_tensor",
+        "activations": {"wire_format": "detect"},
+    },
 }
-PLANNED_RECIPES = ("fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "qlora")
+PLANNED_RECIPES = ("qlora",)

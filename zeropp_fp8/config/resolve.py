@@ -111,7 +111,7 @@ def _parse(section: dict[str, Any]) -> PluginConfig:
 
 
 def _completed(config: PluginConfig) -> PluginConfig:
-    """Defaults that depend on other fields: what MX formats fix, where the user did not ask for something else."""
+    """Defaults that depend on other fields: what MX formats and shared scales fix, where the user did not."""
     changes: dict[str, Any] = {"compute": completed_compute(config.compute)}
     gradients = config.gradients
     for name, formats in (
@@ -126,4 +126,6 @@ def _completed(config: PluginConfig) -> PluginConfig:
                 k: v for k, v in fixed.items() if k in type(section).model_fields and k not in section.model_fields_set
             }
             changes[name] = section.model_copy(update=update)
+    if gradients.scales == "tensor" and "hadamard" not in gradients.model_fields_set:
+        changes["gradients"] = gradients.model_copy(update={"hadamard": False})
     return config.model_copy(update=changes)

@@ -1,4 +1,7 @@
-"""Every rule across fields, with its remedy; those of the compute section are in compute.py."""
+"""Every rule across fields, with its remedy.
+
+Those inside the compute section are in compute.py, those inside the gradients and optimizer sections in states.py.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from zeropp_fp8.config.sections import (
     PluginConfig,
     nearest,
 )
+from zeropp_fp8.config.states import check_gradients, check_optimizer
 
 
 def check_in_tree_types(keys: Mapping[str, Any]) -> None:
@@ -92,26 +96,37 @@ def check_fields(config: PluginConfig) -> None:
         )
     _check_mx_blocks(config)
     check_compute(config.compute)
-    if config.gradients.error_feedback and config.gradients.inter_format == "none":
-        raise ConfigError(
-            f'"{SECTION}.gradients.error_feedback" corrects the quantization between nodes; '
-            f'set "gradients.inter_format" (e.g. "int4") or remove error_feedback'
-        )
+    check_gradients(config.gradients)
+    check_optimizer(config.optimizer)
+    _check_partition(config)
     not_yet = {
-        "gradients.store_format": (config.gradients.store_format, "none"),
-        "gradients.scale_policy": (config.gradients.scale_policy, "auto"),
-        "optimizer.master_format": (config.optimizer.master_format, "fp32"),
-        "optimizer.exp_avg_format": (config.optimizer.exp_avg_format, "fp32"),
-        "optimizer.exp_avg_sq_format": (config.optimizer.exp_avg_sq_format, "fp32"),
-        "partition": (config.partition, "slice"),
         "frozen.double_quantize": (config.frozen.double_quantize, False),
-        "activations.wire_format": (config.activations.wire_format, "none"),
     }
     for field, (value, available) in not_yet.items():
         if value != available:
             raise ConfigError(
                 f'"{SECTION}.{field}": {value!r} is not in this version; the only value is {json.dumps(available)}'
             )
+
+
+def _check_partition(config: PluginConfig) -> None:
+    """Tensors with owners are reduced to them by this project's own reduction."""
+    if config.partition == "slice":
+        if config.partition_split != "balance":
+            raise ConfigError(f'"{SECTION}.partition_split" belongs to "partition": "whole_tensor"; remove it')
+        return
+    where = f'"{SECTION}.partition": "whole_tensor"'
+    if not config.quantizes_gradients:
+        raise ConfigError(
+            f"{where} needs gradients that the plugin reduces (DeepSpeed reduces to equal slices); set "
+            '"gradients.intra_format" and "gradients.inter_format", for example to "fp8_e4m3"'
+        )
+    if config.gradients.error_feedback:
+        raise ConfigError(f'{where} does not go with "gradients.error_feedback"; remove one of the two')
+    if config.gradients.reduction == "nccl":
+        raise ConfigError(
+            f'{where} does not go with "gradients.reduction": "nccl", which adds equal slices; use "two_hop"'
+        )
 
 
 def _check_mx_blocks(config: PluginConfig) -> None:
@@ -188,6 +203,27 @@ def check_host(config: PluginConfig, ds_config: Mapping[str, Any], hybrid_engine
             f'"{SECTION}.compute.format" with "fp16.enabled": weights and gradients that FP8 scales hold may leave the '
             f'range of fp16; use "bf16", or set "{SECTION}.compute.allow_fp16" to true'
         )
+    if config.stores_states_in_low_precision or config.gradients.store_format != "none":
+        field = "optimizer" if config.stores_states_in_low_precision else "gradients.store_format"
+        if _get(ds_config, "zero_optimization", "offload_optimizer", "device") not in (None, "none"):
+            raise ConfigError(
+                f'"zero_optimization.offload_optimizer" keeps fp32 states on the CPU, where "{SECTION}.{field}" keeps '
+                "them in low precision on the device; remove one of the two"
+            )
+    autotp_size = _get(ds_config, "tensor_parallel", "autotp_size")
+    if config.activations.wire_format == "fp8" and isinstance(autotp_size, int) and autotp_size > 1:
+        raise ConfigError(
+            f'"{SECTION}.activations.wire_format": "fp8" does not reach "tensor_parallel.autotp_size", whose layers '
+            'all-reduce activations that every rank has whole: there is no sequence-parallel region; set it to "none", '
+            "or use sequence parallelism (Ulysses) instead of autotp_size"
+        )
+    if config.partition == "whole_tensor":
+        for key in ("offload_param", "offload_optimizer"):
+            if _get(ds_config, "zero_optimization", key, "device") not in (None, "none"):
+                raise ConfigError(
+                    f'"zero_optimization.{key}" does not go with "{SECTION}.partition": "whole_tensor"; remove one of '
+                    "the two"
+                )
     if config.quantizes_gradients:
         if _get(ds_config, "zero_optimization", "reduce_scatter") is False:
             raise ConfigError(

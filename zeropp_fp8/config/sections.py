@@ -19,6 +19,7 @@ MX_BLOCK_SIZE = 32  # fixed by the OCP Microscaling specification
 FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2")
 WIRE_FORMATS = ("none", "int8", "int4", *FP8_FORMATS, *MX_FORMATS)
 PLANNED_FORMATS = ("nf4", "fp16")
+STATE_FORMATS = ("fp32", "bf16", "fp16", *FP8_FORMATS)
 HADAMARD_GROUP = 32
 
 
@@ -61,7 +62,14 @@ class SecondaryConfig(_Section):
 
 
 class GradientsConfig(_Section):
-    """qgZ: how gradients travel inside a node (`intra_format`) and between nodes (`inter_format`)."""
+    """qgZ: how gradients travel inside a node (`intra_format`) and between nodes (`inter_format`).
+
+    `scales`: "block" (each block of a payload has its own) or "tensor" (one that all ranks share, from the amax of
+    earlier steps; FP8 only). With shared scales `scale_policy` says how the sum over ranks is kept in range: "auto" (a
+    factor mu that adapts), "pre" (divide by the ranks before) or "post" (divide afterwards).
+    `store_format`: what the reduced gradients are kept in until the step: none (16 or 32 bits) or FP8.
+    `reduction`: "two_hop" (codes are exchanged and added in fp32) or "nccl" (NCCL adds FP8 codes).
+    """
 
     intra_format: str = "none"
     inter_format: str = "none"
@@ -70,8 +78,11 @@ class GradientsConfig(_Section):
     rounding: Rounding = "nearest"
     scale_mode: ScaleMode = "rceil"  # of MX formats
     error_feedback: Flag = False
-    store_format: str = "none"
+    scales: Literal["block", "tensor"] = "block"
     scale_policy: Literal["auto", "pre", "post"] = "auto"
+    amax_history: PositiveInt = 16  # steps
+    store_format: str = "none"
+    reduction: Literal["two_hop", "nccl"] = "two_hop"
 
 
 class ComputeConfig(_Section):
@@ -96,10 +107,19 @@ class ComputeConfig(_Section):
 
 
 class OptimizerConfig(_Section):
+    """What AdamW's states are stored in: fp32 | bf16 | fp16 (with a scale) | fp8_e4m3 | fp8_e5m2.
+
+    `scales`: one a tensor (of a rank's slice of it, where tensors are sliced) or one a block of `block_size` elements.
+    `rounding`: of the master weights. `expand_range`: of FP8 moments (COAT).
+    """
+
     master_format: str = "fp32"
     exp_avg_format: str = "fp32"
     exp_avg_sq_format: str = "fp32"
     scales: Literal["tensor", "block"] = "tensor"
+    block_size: BlockSize = 128
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    expand_range: Flag = False
 
 
 class FrozenConfig(_Section):
@@ -112,7 +132,9 @@ class FrozenConfig(_Section):
 
 
 class ActivationsConfig(_Section):
-    wire_format: str = "none"
+    """How sequence parallelism exchanges activations; "detect": in FP8 where the job is sequence-parallel."""
+
+    wire_format: Literal["none", "fp8", "detect"] = "none"
 
 
 class ReportConfig(_Section):
@@ -134,6 +156,7 @@ class PluginConfig(_Section):
     compute: ComputeConfig = ComputeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     partition: Literal["slice", "whole_tensor"] = "slice"
+    partition_split: Literal["balance", "large", "none"] = "balance"  # of whole tensors: which may be cut by rows
     frozen: FrozenConfig = FrozenConfig()
     activations: ActivationsConfig = ActivationsConfig()
     gather_granularity: Literal["block", "module", "parameter"] = "block"
@@ -147,11 +170,21 @@ class PluginConfig(_Section):
             or self.weights.format != "none"
             or self.frozen.format != "none"
             or self.computes_in_low_precision
+            or self.stores_states_in_low_precision
+            or self.gradients.store_format != "none"
+            or self.partition != "slice"
+            or self.activations.wire_format != "none"
         )
 
     @property
     def quantizes_gradients(self) -> bool:
         return self.gradients.intra_format != "none" or self.gradients.inter_format != "none"
+
+    @property
+    def stores_states_in_low_precision(self) -> bool:
+        """Whether master weights or moments are kept in less than fp32."""
+        optimizer = self.optimizer
+        return {optimizer.master_format, optimizer.exp_avg_format, optimizer.exp_avg_sq_format} != {"fp32"}
 
     @property
     def computes_in_low_precision(self) -> bool:

@@ -14,6 +14,8 @@ formats, which share a power of two (`e8m0.py`). `mx.py` also rounds whole tenso
     mx_format = make_format("mxfp6_e3m2", scale_mode="rceil")
     quantized = mx_format.quantize(tensor, axis=0)            # .codes, .scales, .dequantize(dtype)
     rounded = mx_format.round_trip(tensor, axis=0)            # the values alone
+
+`shared_scale.py` holds FP8 codes whose scale travels by itself, `amax_history.py` where such scales come from.
 """
 
 from zeropp_fp8.formats.base import WireFormat
@@ -21,6 +23,7 @@ from zeropp_fp8.formats.block_scaled import BlockScaledFormat
 from zeropp_fp8.formats.mx import MX_BLOCK, MX_NAMES, MXFormat, MXTensor
 from zeropp_fp8.formats.registry import FORMAT_NAMES, make_format
 from zeropp_fp8.formats.rounding import ROUNDING_MODES
+from zeropp_fp8.formats.shared_scale import SharedScaleFormat
 from zeropp_fp8.formats.unquantized import UnquantizedFormat
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "BlockScaledFormat",
     "MXFormat",
     "MXTensor",
+    "SharedScaleFormat",
     "UnquantizedFormat",
     "WireFormat",
     "make_format",

@@ -17,6 +17,10 @@ matrix to the operands of its products, as it is and transposed, in one read:
     round_trip.py   MX, rounded in the matrix' own dtype
     transpose.py    FP8 codes that are there already
 
+For optim/:
+
+    adamw.py        a step of AdamW on master weights and moments in any format
+
 `matrices.py` holds what the casts share. What computing calls is imported from these files, whose names are often those
 of their functions. Kernels are compiled by Triton when first used: no nvcc, no build step.
 """

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from zeropp_fp8.formats import BlockScaledFormat, MXFormat, UnquantizedFormat, WireFormat
+from zeropp_fp8.formats import BlockScaledFormat, MXFormat, SharedScaleFormat, UnquantizedFormat, WireFormat
 
 # Elements a program handles: 32 a thread at 2 warps. Of 1024 to 8192 elements at 2 to 8 warps this moves most bytes a
 # second on an H200: int8 quantization 92 % of a copy (4096 at 4 warps: 84 %, 4096 at 8: 78 %).
@@ -49,7 +49,7 @@ def supports(wire_format: WireFormat) -> bool:
     """Whether the kernels handle the format: all but scales per tensor and blocks above 16,384 elements."""
     if isinstance(wire_format, BlockScaledFormat):
         return wire_format.block_size is not None and wire_format.block_size <= LARGEST_BLOCK
-    return isinstance(wire_format, UnquantizedFormat)
+    return isinstance(wire_format, (UnquantizedFormat, SharedScaleFormat))
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class KernelFormat:
     hadamard: bool
     rounding: str
     largest: float
-    scale: str  # "bf16", for MX formats one of SCALE_MODES, "none" where unquantized
+    scale: str  # "bf16", for MX formats one of SCALE_MODES, "shared" outside the payload, "none" where unquantized
 
     @classmethod
     def of(cls, wire_format: WireFormat, like: KernelFormat | None = None) -> KernelFormat:
@@ -84,8 +84,11 @@ class KernelFormat:
                 largest=wire_format.element.largest,
                 scale=wire_format.scale_mode if isinstance(wire_format, MXFormat) else "bf16",
             )
-        name = next(name for name, dtype in ELEMENT_DTYPES.items() if dtype == wire_format.dtype)
         width = _UNQUANTIZED_WIDTH
+        if isinstance(wire_format, SharedScaleFormat):
+            largest = wire_format.element.largest
+            return cls(wire_format.name, width, width, TILE // width, 1, False, "nearest", largest, "shared")
+        name = next(name for name, dtype in ELEMENT_DTYPES.items() if dtype == wire_format.dtype)
         if like is not None and like.width == like.block_size:
             width = like.width
         return cls(name, width, width, max(1, TILE // width), max(1, SUM_TILE // width), False, "nearest", 0.0, "none")

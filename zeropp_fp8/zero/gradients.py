@@ -11,7 +11,10 @@ from torch.nn import Parameter
 
 from zeropp_fp8.comm import ErrorFeedback
 from zeropp_fp8.comm.lanes import Lane
-from zeropp_fp8.comm.reduce_scatter import ReduceLanes, ReduceScatterPlan, Rings
+from zeropp_fp8.comm.reduce_scatter import ReduceLanes, ReducePlan, ReduceScatterPlan, Rings, slice_numel
+from zeropp_fp8.comm.reduce_to_owners import OwnedPart, OwnerReducePlan
+from zeropp_fp8.zero.gradient_scales import GradientScales
+from zeropp_fp8.zero.placement import WholeTensors
 from zeropp_fp8.zero.session import Session
 
 
@@ -25,29 +28,33 @@ class GradientReducer:
     def __init__(self, session: Session, last_stream: torch.cuda.Stream | None = None) -> None:
         self.session = session
         self.error_feedback = ErrorFeedback() if session.config.gradients.error_feedback else None
-        self._plans: dict[tuple, ReduceScatterPlan] = {}
+        self._plans: dict[tuple, ReducePlan] = {}
         self._rings = Rings.on(session.device)
         self._lanes = ReduceLanes(Lane(session.device), Lane(session.device, last_stream))
         self._under_way: deque[Iterator[None]] = deque()
+        self.scales: GradientScales | None = None  # where ranks share scales: set once the order of reduction is known
 
-    def _plan_of(self, params: Sequence[Parameter], grads: Sequence[Tensor]) -> ReduceScatterPlan:
+    def _plan_of(self, params: Sequence[Parameter], grads: Sequence[Tensor]) -> ReducePlan:
         key = tuple((p.ds_id, g.dtype) for p, g in zip(params, grads))
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = ReduceScatterPlan(
+            session = self.session
+            args = (
                 [p.ds_shape for p in params],
                 [g.dtype for g in grads],
-                self.session.topology,
-                self.session.intra_format,
-                self.session.inter_format,
-                self.session.device,
+                session.topology,
+                session.intra_format,
+                session.inter_format,
+                session.device,
             )
+            if isinstance(session.placement, WholeTensors):
+                owned = [(i, part) for i, p in enumerate(params) for part in session.placement.parts(p)]
+                parts = [OwnedPart(i, part.owner, part.start, part.numel) for i, part in owned]
+                plan = OwnerReducePlan(parts, *args)
+            else:
+                plan = ReduceScatterPlan(*args)
+            self._plans[key] = plan
         return plan
-
-    def own_numel(self, param: Parameter) -> int:
-        """Elements of the parameter's slice on this rank, without padding."""
-        size = -(-param.ds_numel // self.session.topology.world_size)
-        return min(size, max(0, param.ds_numel - self.session.topology.rank * size))
 
     def start(
         self,
@@ -63,12 +70,18 @@ class GradientReducer:
             params: ZeRO-3 parameters, in the same order on every rank.
             grads: their full gradients (fp32, bf16 or fp16), not needed any more afterwards.
             names: stable names, the keys of error feedback.
-            results: for each parameter [own_numel(param)], fp32, bf16 or fp16.
+            results: for each parameter this rank's elements, fp32, bf16 or fp16; uint8 gets FP8 codes.
         """
         session = self.session
+        plan = self._plan_of(params, grads)
         with session.ledger.counting("gradients"):
-            session.ledger.stock_would_send(sum(p.ds_tensor.ds_numel for p in params) * session.topology.world_size)
-        steps = self._plan_of(params, grads).run(
+            world = session.topology.world_size
+            session.ledger.stock_would_send(sum(slice_numel(p.ds_numel, world) for p in params) * world)
+        shared = None
+        if self.scales is not None:
+            with session.ledger.counting("gradients"):
+                shared = self.scales.of(params, grads)
+        steps = plan.run(
             grads,
             results,
             accumulate=accumulate,
@@ -78,6 +91,7 @@ class GradientReducer:
             generator=session.generators["gradients"],
             error_feedback=self.error_feedback,
             keys=names,
+            shared=shared,
         )
         with session.ledger.counting("gradients"):
             if session.device.type == "cuda":
@@ -105,7 +119,10 @@ class GradientReducer:
     ) -> list[Tensor]:
         """For each parameter this rank's slice of the mean gradient, without padding, in `dtype`; complete."""
         device = self.session.device
-        results = [torch.empty(self.own_numel(p), dtype=dtype, device=device) for p in params]
-        self.start(params, [g.contiguous() for g in grads], names, results, accumulate=False)
+        results = [torch.empty(self.session.own_numel(p), dtype=dtype, device=device) for p in params]
+        # Scales that ranks share lie in the order of reduction, and what is asked for here may not.
+        for run in [range(len(params))] if self.scales is None else self.scales.runs(params):
+            some = [[values[i] for i in run] for values in (params, grads, names, results)]
+            self.start(some[0], [g.contiguous() for g in some[1]], some[2], some[3], accumulate=False)
         self.drain()
         return results

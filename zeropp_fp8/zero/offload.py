@@ -18,6 +18,7 @@ from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.units import build_units
 from zeropp_fp8.zero.weights import WeightGatherer
+from zeropp_fp8.zero.whole_weights import WholeTensorGatherer, plan_owners, take_from_earlier_owners
 
 
 def _before_backward_of(module: nn.Module, run: Callable[[nn.Module], None]) -> type[torch.autograd.Function]:
@@ -77,7 +78,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def __init__(self, module, *args, session: Session, **kwargs) -> None:
         self.session = session
-        self.gatherer = WeightGatherer(session)
+        has_owners = session.config.partition == "whole_tensor"
+        self.gatherer = WholeTensorGatherer(session) if has_owners else WeightGatherer(session)
         granularity = session.config.gather_granularity
         self.blocks = find_blocks(module) if granularity == "block" else []
         self._made_leaf = [block for block in self.blocks if not z3_leaf_module(block)]
@@ -86,7 +88,12 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self._evaluating = False
         self.after_backward_of: Callable[[nn.Module], None] | None = None  # told of each module whose backward is over
         super().__init__(module, *args, **kwargs)
-        self.gatherer.adopt(build_units(module, self.blocks, granularity))
+        units = build_units(module, self.blocks, granularity)
+        take_from_earlier_owners(units)
+        if has_owners:
+            session.placement = plan_owners(session, self.gatherer, units)
+            self.gatherer.give_to_owners(units, session.placement)
+        self.gatherer.adopt(units)
         self.param_coordinator = UnitCoordinator(
             self.gatherer,
             prefetch_numel=self._prefetch_bucket_sz,

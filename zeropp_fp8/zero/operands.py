@@ -18,7 +18,7 @@ them; a 16-bit weight would have been written (2 bytes) and quantized again (3 b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -126,40 +126,44 @@ class GemmWeights:
 
     def _own(self, param: Parameter) -> Tensor:
         """This rank's elements of a weight, flat, without the padding of the last slices (which nobody writes)."""
-        start = self.session.topology.rank * param.ds_tensor.ds_numel
-        own = min(param.ds_tensor.ds_numel, max(0, param.ds_numel - start))
+        own = self.session.placement.own_numel(param)
         return param.ds_tensor.data.view(-1)[:own].to(self.session.device, non_blocking=True)
 
     def _own_or_zero(self, param: Parameter) -> Tensor:
         own = self._own(param)
         return own if own.numel() else own.new_zeros(1)
 
-    def _own_rows(self, param: Parameter) -> tuple[Tensor, int, int]:
-        """(this rank's elements as rows of the weight, index of the first row, elements of it that other ranks have).
+    def _own_ranges(self, param: Parameter) -> Iterator[tuple[int, Tensor]]:
+        """(first element, values) of each range of a weight that this rank has."""
+        own, taken = self._own(param), 0
+        for start, numel in self.session.placement.ranges(param):
+            yield start, own[taken : taken + numel]
+            taken += numel
 
-        What is not this rank's in the first and last row is zero.
+    @staticmethod
+    def _as_rows(param: Parameter, start: int, values: Tensor) -> tuple[Tensor, int, int]:
+        """(a range of elements as rows of the weight, index of the first row, elements of that row before the range).
+
+        What is not in the range in the first and last row is zero.
         """
         columns = param.ds_shape[1]
-        own = self._own(param)
-        if own.numel() == 0:  # more ranks than elements: this slice is padding
-            return own.view(0, columns), 0, 0
-        start = self.session.topology.rank * param.ds_tensor.ds_numel
         lead = start % columns
-        rows = F.pad(own, (lead, -(lead + own.numel()) % columns)).view(-1, columns)
+        rows = F.pad(values, (lead, -(lead + values.numel()) % columns)).view(-1, columns)
         return rows, start // columns, lead
 
     def _add_amax(self, weight: _Weight, amax: Tensor) -> None:
-        rows, first, _ = self._own_rows(weight.param)
-        if rows.numel() == 0:
-            return
-        if self.granularity == "row":
-            amax[first : first + rows.shape[0], 0] = rows.abs().amax(dim=1).float()
-            return
-        by_row = rows.abs().unflatten(1, (-1, BLOCK)).amax(dim=2).float()
-        lead = first % BLOCK
-        by_row = F.pad(by_row, (0, 0, lead, -(lead + rows.shape[0]) % BLOCK))
-        by_tile = by_row.unflatten(0, (-1, BLOCK)).amax(dim=1)
-        amax[first // BLOCK : first // BLOCK + by_tile.shape[0]] = by_tile
+        for start, values in self._own_ranges(weight.param):
+            rows, first, _ = self._as_rows(weight.param, start, values)
+            if self.granularity == "row":
+                mine = amax[first : first + rows.shape[0], 0]
+                torch.maximum(mine, rows.abs().amax(dim=1).float(), out=mine)
+                continue
+            by_row = rows.abs().unflatten(1, (-1, BLOCK)).amax(dim=2).float()
+            lead = first % BLOCK
+            by_row = F.pad(by_row, (0, 0, lead, -(lead + rows.shape[0]) % BLOCK))
+            by_tile = by_row.unflatten(0, (-1, BLOCK)).amax(dim=1)
+            mine = amax[first // BLOCK : first // BLOCK + by_tile.shape[0]]
+            torch.maximum(mine, by_tile, out=mine)
 
     def _scale_of(self, weight: _Weight) -> Tensor:
         return self._scales[weight.scales].view(weight.scale_shape)
@@ -172,22 +176,36 @@ class GemmWeights:
 
     @torch.no_grad()
     def encode(self, param: Parameter, out: Tensor) -> None:
-        """Write the codes of this rank's slice to `out`, uint8 [slice_bytes]."""
-        weight = self._weights[param.ds_id]
-        scale = self._scale_of(weight)
+        """Write the codes of this rank's slice to `out`, uint8 [slice_bytes]; zeros where it is padding."""
+        done = 0
+        for start, values in self._own_ranges(param):
+            self.encode_range(param, start, values, out[done : done + values.numel()])
+            done += values.numel()
+        out[done:] = 0
+
+    def encode_range(self, param: Parameter, start: int, values: Tensor, out: Tensor) -> None:
+        """Write the codes of flat `values`, the elements of a weight from `start` on, to uint8 `out` [values]."""
+        scale = self._scale_of(self._weights[param.ds_id])
         if self.granularity == "tensor":
-            own = self._own(param)
-            codes = casts.codes_of(own.view(1, -1), scale, DTYPE).view(-1)
+            codes = casts.codes_of(values.view(1, -1), scale, DTYPE).view(-1)
         else:
-            rows, first, lead = self._own_rows(param)
+            rows, first, lead = self._as_rows(param, start, values)
             own_scales = scale[first : first + rows.shape[0]]
             if self.granularity == "tile":
                 tile_rows = torch.arange(first, first + rows.shape[0], device=rows.device) // BLOCK
                 own_scales = scale[tile_rows].repeat_interleave(BLOCK, dim=1)
-            own_numel = min(param.ds_tensor.ds_numel, param.ds_numel - first * param.ds_shape[1] - lead)
-            codes = casts.codes_of(rows, own_scales, DTYPE).view(-1)[lead : lead + own_numel]
-        out[: codes.numel()] = codes.view(torch.uint8)
-        out[codes.numel() :] = 0
+            codes = casts.codes_of(rows, own_scales, DTYPE).view(-1)[lead : lead + values.numel()]
+        out.copy_(codes.view(torch.uint8))
+
+    def places(self, params: Iterable[Parameter]) -> Tensor:
+        """int64 [params]: where the scales of weights lie, the first argument of `multipliers`; -1 for no operand."""
+        starts = [self._weights[p.ds_id].scales.start if p in self else -1 for p in params]
+        return torch.tensor(starts, dtype=torch.int64, device=self.session.device)
+
+    def multipliers(self, places: Tensor) -> Tensor:
+        """fp32 [places]: code = FP8(weight * this), with a scale a tensor; 1 for what is no operand."""
+        scales = torch.where(places < 0, 1.0, self._scales[places])
+        return torch.ones_like(scales) / scales
 
     def operand(self, param: Parameter, codes: Tensor) -> Float8Operand:
         """The operand of uint8 `codes` [world_size * slice_bytes] in rank order; it shares their memory."""

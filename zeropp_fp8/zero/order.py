@@ -59,7 +59,7 @@ class FixedOrder:
     """Hands units of parameters to `reduce` in the fixed order, during one backward pass."""
 
     def __init__(self, units: list[list[Parameter]], reduce: Callable[[list[Parameter]], None]) -> None:
-        self._units = units
+        self.units = units
         self._reduce = reduce
         self._unit_of = {id(p): index for index, unit in enumerate(units) for p in unit}
         self._start_again()
@@ -67,7 +67,7 @@ class FixedOrder:
     def _start_again(self) -> None:
         self._next = 0
         self._ready: set[int] = set()
-        self._missing = [len(unit) for unit in self._units]
+        self._missing = [len(unit) for unit in self.units]
 
     def is_ready(self, param: Parameter) -> None:
         """Autograd produced `param.grad`."""
@@ -79,7 +79,7 @@ class FixedOrder:
         if id(param) not in self._ready:
             self._ready.add(id(param))
             self._missing[index] -= 1
-        while self._next < len(self._units) and self._missing[self._next] == 0:
+        while self._next < len(self.units) and self._missing[self._next] == 0:
             self._reduce_next()
 
     def module_ended(self, params: Iterable[Parameter]) -> None:
@@ -96,15 +96,15 @@ class FixedOrder:
 
     def finish(self) -> None:
         """Backward ended: reduce what is left, with zeros for gradients that did not come."""
-        while self._next < len(self._units):
-            for param in self._units[self._next]:
+        while self._next < len(self.units):
+            for param in self.units[self._next]:
                 if param.grad is None:
                     set_zero_gradient(param)
             self._reduce_next()
         self._start_again()
 
     def _reduce_next(self) -> None:
-        self._reduce(self._units[self._next])
+        self._reduce(self.units[self._next])
         self._next += 1
 
 

@@ -17,7 +17,8 @@ from zeropp_fp8.config import (
     find_ranks_per_node,
     secondary_ranks,
 )
-from zeropp_fp8.formats import WireFormat, make_format
+from zeropp_fp8.formats import SharedScaleFormat, WireFormat, make_format
+from zeropp_fp8.zero.placement import Slices
 
 
 class Session:
@@ -33,10 +34,12 @@ class Session:
         check_topology(config, world_size, ranks_per_node)
         self.config = config
         self.conversion = conversion
+        self.collected = False  # the engine is being collected: nothing collective can be done
         self.topology: Topology = make_topology(group, ranks_per_node)
         self.secondary_ranks = secondary_ranks(config, ranks_per_node)
         self.gather_levels = self.topology.gather_levels(self.secondary_ranks)
         self.ledger = WireLedger(self.topology.nodes, ranks_per_node)
+        self.placement = Slices(self.topology.rank, world_size)  # until parameters are given to owners
 
         weights, frozen, gradients = config.weights, config.frozen, config.gradients
         if world_size == 1:  # nothing is sent, so nothing is gained by rounding it
@@ -48,17 +51,25 @@ class Session:
             gradients, gradients.intra_format, gradients.hadamard and gradients.intra_format == "int4"
         )
         self.inter_format = _quantized(gradients, gradients.inter_format, gradients.hadamard)
+        if gradients.scales == "tensor":
+            self.intra_format = self.inter_format = SharedScaleFormat(gradients.intra_format)
         # Ranks draw different seeds, or the rounding errors of a mean would not average out. The host draws them.
         self.device = torch.device(get_accelerator().current_device_name())
         self.generators = {
             name: torch.Generator().manual_seed(config.seed * 1000003 + 2 * self.topology.rank + index)
             for index, name in enumerate(("weights", "gradients"))
         }
+        self.generators["states"] = torch.Generator().manual_seed(config.seed * 1000003 + 500009 + self.topology.rank)
+
+    def own_numel(self, param: torch.nn.Parameter) -> int:
+        """Elements that this rank has of a ZeRO-3 parameter, without padding."""
+        return self.placement.own_numel(param)
 
     @property
     def rounds_stochastically(self) -> bool:
         """Whether the generators' states are part of what training depends on."""
-        return "stochastic" in (self.config.weights.rounding, self.config.gradients.rounding)
+        config = self.config
+        return "stochastic" in (config.weights.rounding, config.gradients.rounding, config.optimizer.rounding)
 
 
 def _quantized(

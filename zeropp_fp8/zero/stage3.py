@@ -11,7 +11,6 @@ from collections import Counter
 
 import torch
 from deepspeed import comm as ds_comm
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger, z3_leaf_module
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -19,6 +18,7 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.gradients import GradientReducer
+from zeropp_fp8.zero.low_precision import GRAD_PARTITIONS, LowPrecisionStage3
 from zeropp_fp8.zero.offload import ZeroppOffload
 from zeropp_fp8.zero.order import FixedOrder, reduction_units
 from zeropp_fp8.zero.report import print_progress_line
@@ -28,22 +28,23 @@ CHECKPOINT_ENTRY = "zeropp_fp8"
 _LEAF = "ds_z3_leaf_module"
 # The double-underscore methods of DeepSpeed's class, by the names under which Python stores them.
 AVG_SCATTER_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
-GRAD_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
-class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
+class ZeroppStage3(LowPrecisionStage3):
     """ZeRO stage 3 with quantized collectives."""
 
     def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
-        self.session = session
         self._reducer: GradientReducer | None = None
         self._order: FixedOrder | None = None
         self._reduced: set[int] = set()  # ds_id of what this backward has reduced already
         if session.config.quantizes_gradients:
             kwargs["reduce_scatter"] = True
-        if session.config.quantizes and use_fused_update(init_optimizer) and session.topology.rank == 0:
+            kwargs["contiguous_gradients"] = False  # DeepSpeed's bucket, a gigabyte by default, would not be used
+        config = session.config
+        keeps_optimizer = not config.stores_states_in_low_precision
+        if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
             print("zeropp_fp8: the optimizer leaves the choice to torch: its fused update is used", flush=True)
-        super().__init__(module, init_optimizer, param_names, *args, **kwargs)
+        super().__init__(module, init_optimizer, param_names, *args, session=session, **kwargs)
 
     @property
     def reducer(self) -> GradientReducer:
@@ -99,6 +100,9 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
                 ),
                 self._reduce_unit if quantized else self._put_into_bucket,
             )
+            if quantized:
+                self._make_gradient_scales([param for unit in self._order.units for param in unit])
+                self.reducer.scales = self.scales
             self._users = Counter(id(p) for module in self.module.modules() for p in module.parameters(recurse=False))
             self._used_by_only: dict[int, list[Parameter]] = {}
             self.parameter_offload.after_backward_of = self._module_ended
@@ -157,8 +161,14 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
             with _Replaced(self, "micro_step_id", max(self.micro_step_id, int(again))):  # DeepSpeed adds from 1 on
                 super().partition_grads(params, slices)
             return
-        partitions = getattr(self, GRAD_PARTITIONS)
-        results = [partitions[p.ds_id].view(-1)[: self.reducer.own_numel(p)] for p in params]
+        if self.store is not None:
+            if again and self.micro_step_id == 0:
+                self.reducer.drain()  # what a second gradient is added to must be there
+            last = self.is_gradient_accumulation_boundary()
+            results = [self.store.destination(p, last, again) for p in params]
+        else:
+            partitions = getattr(self, GRAD_PARTITIONS)
+            results = [partitions[p.ds_id].view(-1)[: self.session.own_numel(p)] for p in params]
         self.reducer.start(params, grads, names, results, accumulate=again)
         for param in params:
             # Encoding was the last use, on this stream: the memory may be used again at once.
@@ -205,6 +215,12 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         residuals = self.reducer.error_feedback
         if residuals and (self.overflow or self.loss_scale != loss_scale):
             residuals.reset()
+        if self.scales is not None:
+            with self.session.ledger.counting("other"):
+                self.scales.end_step(bool(self.overflow), float(self.loss_scale / loss_scale))
+        if self.overflow and self.session.config.quantizes and self.dtype != torch.float16 and ds_comm.get_rank() == 0:
+            # With fp16 the loss scaler says so.
+            logger.warning("zeropp_fp8: a gradient is not finite on some rank: the step is skipped on all")
         if self.session.conversion is not None:
             self._end_compute_step(self.loss_scale / loss_scale)
         self.session.ledger.end_step()
@@ -225,8 +241,10 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         plain = float(norm_type) == 2.0 and self.model_parallel_group is None and gradients
         if not (plain and self.session.config.quantizes_gradients):
             return super().get_grad_norm_direct(gradients, params, norm_type)
-        norms = torch.stack(torch._foreach_norm([g for g in gradients if g.numel()], 2, dtype=torch.float32))
-        total = norms.double().square().sum()
+        own = [g for g in gradients if g.numel()]
+        total = torch.zeros((), dtype=torch.float64, device=self.session.device)
+        if own:  # a rank may own nothing
+            total = torch.stack(torch._foreach_norm(own, 2, dtype=torch.float32)).double().square().sum()
         ds_comm.all_reduce(total, op=ds_comm.ReduceOp.SUM, group=self.session.topology.group)
         norm = total.sqrt()
         # DeepSpeed's mark for a norm that is not finite.
@@ -247,7 +265,7 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _rigid_state_dict(self) -> dict:
         state = super()._rigid_state_dict()
-        extra = {}
+        extra = self._own_states()
         if self.reducer.error_feedback is not None:
             extra["error_feedback"] = self.reducer.error_feedback.state_dict()
         if self.session.rounds_stochastically:
@@ -266,12 +284,13 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         self._load_own_entry(state_dict.get(CHECKPOINT_ENTRY))
 
     def _load_own_entry(self, extra: dict | None) -> None:
-        """Take over residuals, generator states and amax histories.
+        """Take over residuals, generator states, amax histories and gradient scales.
 
-        A checkpoint without them, or (histories apart) of another world, resets them.
+        A checkpoint without them, or (histories and scales apart) of another world, resets them.
         """
         if self.session.conversion is not None:
             self._load_amax_history((extra or {}).get("compute", {}))
+        self._load_own_states(extra or {})
         topology = self.session.topology
         if self.reducer.error_feedback is not None:
             self.reducer.error_feedback.reset()

@@ -32,6 +32,7 @@ from zeropp_fp8.comm.all_gather import gather_through, rank_of_rows, start_gathe
 from zeropp_fp8.comm.lanes import BufferRing, Lane, after, mark
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
+from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.linear import GATHERED_OPERAND, READ_AS_NUMBERS
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.base import align_up
@@ -160,7 +161,9 @@ class WeightGatherer:
                 self._count_update(params)
             for p in params:
                 state = getattr(p, STATE)
-                state.stock_partition([p], hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+                written = has_been_updated and self._keep_own_part(p)
+                updated = has_been_updated and not written
+                state.stock_partition([p], hierarchy=hierarchy, has_been_updated=updated, free_data=free_data)
                 # Afterwards: DeepSpeed refuses, by an exception, while a module uses the parameter.
                 p.__dict__.pop(GATHERED_OPERAND, None)
                 state.lossy = False
@@ -169,6 +172,10 @@ class WeightGatherer:
                 self._forget_amax(params)
 
         return partition
+
+    def _keep_own_part(self, param: Parameter) -> bool:
+        """Write this rank's part of an updated parameter to its shard; False: DeepSpeed does, which knows slices."""
+        return False
 
     # -- formats -------------------------------------------------------------------------------------------------
 
@@ -309,25 +316,21 @@ class WeightGatherer:
             return
         self.start(unit)
         world = self.session.topology.world_size
-        self.session.ledger.stock_would_send(sum(p.ds_tensor.ds_numel for p in missing) * world)
+        self.session.ledger.stock_would_send(sum(slice_numel(p.ds_numel, world) for p in missing) * world)
         if unit.last_work:
             for work in unit.last_work:
                 work.wait()
         else:
             self._node.before_current()
-        values = unit.empty_parameters(self.device)
-        unit.layout.decode(unit.region(unit.gathered, 0, world), self._rank_order, values)
-        for param, value, wire_format in zip(unit.packed, values, unit.layout.formats):
+        values, operands, lent = self._decode(unit)
+        for param, value, exact in values:
             if param.ds_status != ZeroParamStatus.AVAILABLE:
                 param.data = value
                 param.ds_status = ZeroParamStatus.AVAILABLE
-                getattr(param, STATE).lossy = not isinstance(wire_format, UnquantizedFormat)
-        for index, param in enumerate(unit.operands, start=1):
+                getattr(param, STATE).lossy = not exact
+        for param, codes in operands:
             if param.ds_status != ZeroParamStatus.AVAILABLE:
-                codes = unit.region(unit.gathered, index, world)
-                if not self.in_rank_order:
-                    codes = codes[self._rows_in_rank_order]  # the copy that sorts slices
-                operand = self.gemm_weights.operand(param, codes.view(-1))
+                operand = self.gemm_weights.operand(param, codes)
                 setattr(param, GATHERED_OPERAND, operand)
                 dtype = param.ds_tensor.dtype
                 if getattr(param, READ_AS_NUMBERS, False):
@@ -337,10 +340,27 @@ class WeightGatherer:
                     param.data = self._not_a_number(dtype).expand(param.ds_shape)
                 param.ds_status = ZeroParamStatus.AVAILABLE
                 getattr(param, STATE).lossy = True
-        self._drop_gathered(unit, lent=bool(unit.operands) and self.in_rank_order)
+        self._drop_gathered(unit, lent)
         if not unit.live:
             unit.live = True
             self.live_numel += unit.numel
+
+    def _decode(
+        self, unit: GatherUnit
+    ) -> tuple[list[tuple[Parameter, Tensor, bool]], list[tuple[Parameter, Tensor]], bool]:
+        """What the last hop brought: (parameter, its values, whether they are exact) of those that are decoded,
+        (parameter, uint8 codes) of operands, and whether operands lie in the buffer itself."""
+        world = self.session.topology.world_size
+        values = unit.empty_parameters(self.device)
+        unit.layout.decode(unit.region(unit.gathered, 0, world), self._rank_order, values)
+        exact = (isinstance(wire_format, UnquantizedFormat) for wire_format in unit.layout.formats)
+        operands = []
+        for index, param in enumerate(unit.operands, start=1):
+            codes = unit.region(unit.gathered, index, world)
+            if not self.in_rank_order:
+                codes = codes[self._rows_in_rank_order]  # the copy that sorts slices
+            operands.append((param, codes.view(-1)))
+        return list(zip(unit.packed, values, exact)), operands, bool(operands) and self.in_rank_order
 
     def _not_a_number(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._nan:
@@ -437,15 +457,19 @@ class WeightGatherer:
             return getattr(params[0], STATE).stock_all_gather(params, async_op=True, hierarchy=hierarchy)
         missing = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         if missing:
-            levels = self.session.topology.gather_levels()
-            formats = [UnquantizedFormat(p.ds_tensor.dtype) for p in missing]
-            shards = [p.ds_tensor.data.to(self.session.device) for p in missing]
-            payload = torch.cat([f.encode(shard) for f, shard in zip(formats, shards)])
-            with self.session.ledger.counting(OUTSIDE):
-                held = gather_through(payload, levels[0], self.session.ledger)
-                pending = start_gather(held, *levels, payload.numel(), self.session.ledger)
-            self._decode_exactly(missing, formats, pending.wait())
+            self._gather_missing(missing)
         return None
+
+    def _gather_missing(self, missing: list[Parameter]) -> None:
+        """Every bit of parameters that are not there, complete on the current stream."""
+        levels = self.session.topology.gather_levels()
+        formats = [UnquantizedFormat(p.ds_tensor.dtype) for p in missing]
+        shards = [p.ds_tensor.data.to(self.session.device) for p in missing]
+        payload = torch.cat([f.encode(shard) for f, shard in zip(formats, shards)])
+        with self.session.ledger.counting(OUTSIDE):
+            held = gather_through(payload, levels[0], self.session.ledger)
+            pending = start_gather(held, *levels, payload.numel(), self.session.ledger)
+        self._decode_exactly(missing, formats, pending.wait())
 
     def _decode_exactly(self, params: Sequence[Parameter], formats: Sequence[WireFormat], payloads: Tensor) -> None:
         """Decode uint8 [*levels, bytes] (rank order) into parameters, one by one: each may be dropped by itself."""

@@ -1,0 +1,56 @@
+"""Exchanges of what ranks own in unequal amounts: rows of unequal size, one a rank, one after the other without gaps.
+
+Hops are those of the equal exchanges (all_gather.py): every hop puts its own level in front, so a buffer holds the rows
+of the ranks that it has reached, last hop outermost.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zeropp_fp8.comm.ledger import WireLedger
+from zeropp_fp8.comm.topology import Level
+
+
+def ranks_held(level_sizes: list[int], hops: int, rank: int) -> list[int]:
+    """Whose rows a buffer of `rank` holds after that many hops over levels of these sizes, in their order.
+
+    Ranks count with the first level outermost: rank = (i_0 * size_1 + i_1) * size_2 + i_2.
+    """
+    digits, rest = [], rank
+    for size in reversed(level_sizes):
+        digits.insert(0, rest % size)
+        rest //= size
+    held = [digits]
+    for hop in range(hops):
+        held = [[*row[:hop], i, *row[hop + 1 :]] for i in range(level_sizes[hop]) for row in held]
+    ranks = []
+    for row in held:
+        number = 0
+        for size, digit in zip(level_sizes, row):
+            number = number * size + digit
+        ranks.append(number)
+    return ranks
+
+
+def start_owned_gather(
+    gathered: Tensor, payload: Tensor, sizes: list[int], level: Level, ledger: WireLedger | None
+) -> dist.Work | None:
+    """Start one hop: flat uint8 `gathered` becomes the payloads of the level's ranks; None where it is one rank.
+
+    An all-to-all that gives every rank the same: backends have no all-gather of unequal sizes that takes zero bytes,
+    and a copy of the payload for each receiver costs little beside sending it.
+
+    Args:
+        sizes: bytes of each of the level's ranks; gathered has their sum.
+        payload: this rank's; may be its part of `gathered` (in place).
+    """
+    if level.size == 1:
+        return None
+    outgoing = payload.repeat(level.size)
+    splits = [payload.numel()] * level.size
+    work = dist.all_to_all_single(gathered, outgoing, sizes, splits, group=level.group, async_op=True)
+    if ledger is not None:
+        ledger.sent(level.link, (level.size - 1) * payload.numel())
+    return work

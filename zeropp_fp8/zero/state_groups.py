@@ -1,0 +1,47 @@
+"""Which slices share a flat buffer of gradients and optimizer states: those of a ZeRO-3 sub-group, by kind.
+
+Matrices can be kept in FP8 with a scale each; vectors (norms, biases) arrive exactly and stay in 16 or 32 bits until
+the step, so they have buffers of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Parameter
+
+from zeropp_fp8.optim import Segments
+
+
+@dataclass(eq=False)
+class StateGroup:
+    """Parameters of one sub-group of DeepSpeed's, all matrices or all vectors.
+
+    Attributes:
+        sub_group: DeepSpeed's index.
+        params: in the sub-group's order.
+        segments: where this rank's part of each lies; without the padding of the last slices, which nobody writes.
+    """
+
+    sub_group: int
+    params: list[Parameter]
+    segments: Segments
+    matrices: bool
+
+
+def make_state_groups(
+    sub_groups: Sequence[Sequence[Parameter]], own_numel: Callable[[Parameter], int], device: torch.device
+) -> list[StateGroup]:
+    """The state groups of all sub-groups, in their order, matrices first."""
+    groups, ids = [], 0
+    for index, params in enumerate(sub_groups):
+        for matrices in (True, False):
+            members = [p for p in params if (len(p.ds_shape) >= 2) == matrices]
+            if members:
+                numels = [own_numel(p) for p in members]
+                segments = Segments(numels, device, ids=range(ids, ids + len(members)))
+                ids += len(members)
+                groups.append(StateGroup(index, members, segments, matrices))
+    return groups
