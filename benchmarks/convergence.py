@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
@@ -62,6 +63,7 @@ COMPUTE = {
     "mxfp4w_mxfp6a": ({"format": WEIGHTS_IN_4_BITS}, 2.0),
     "mxfp4w_mxfp6a_paper": ({"format": WEIGHTS_IN_4_BITS, **PAPER}, 2.0),
 }
+TARGETS = sorted({target for _, target in COMPUTE.values()})
 THEN = "_then_"
 BYTE_VOCABULARY = 256
 SIZES = {
@@ -245,8 +247,12 @@ def target_of(run: str) -> float | None:
     return COMPUTE[precision][1] if precision in COMPUTE else None
 
 
-def compare(rows: list[dict]) -> list[dict]:
-    """A line for each run: mean held-out loss over its seeds, and the mean difference to bf16 of the same seeds."""
+def compare(rows: list[dict], target_of: Callable[[str], float | None] = target_of) -> list[dict]:
+    """A line for each run: mean held-out loss over its seeds, and the mean difference to bf16 of the same seeds.
+
+    Args:
+        target_of: by how many percent the loss of a run may be above bf16's.
+    """
     by_run = defaultdict(dict)
     for row in rows:
         by_run[row["run"]][row["seed"]] = row
@@ -297,8 +303,8 @@ def show(result: dict) -> None:
     sys.stdout.flush()
 
 
-def plot(result: dict, path: str) -> None:
-    """Held-out loss, and its difference to bf16, along the way."""
+def plot(result: dict, path: str, targets: Iterable[float] = TARGETS) -> None:
+    """Held-out loss, and its difference to bf16, along the way; `targets` are lines, in percent."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -323,7 +329,7 @@ def plot(result: dict, path: str) -> None:
         differences.plot([step * tokens for step, _ in points], [percent for _, percent in points], **style)
     losses.set(xlabel="million tokens", ylabel="held-out loss (nats a byte)", yscale="log")
     differences.set(xlabel="million tokens", ylabel="held-out loss above bf16 (%)")
-    for percent in sorted({target for _, target in COMPUTE.values()}):
+    for percent in targets:
         differences.axhline(percent, color="gray", linestyle=":", linewidth=0.8)
     differences.legend(fontsize=8)
     figure.tight_layout()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import gc
+import json
 import logging
 import os
 import platform
+import re
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -64,6 +67,31 @@ def _cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def append_to(path: str, key: str, entry: dict | str) -> None:
+    """Append to a list of a result file, which several processes may write to; it is whole after every call."""
+    with open(path, "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        result = json.load(file)
+        result.setdefault(key, []).append(entry)
+        file.seek(0)
+        file.write(dumped(result))
+        file.truncate()
+
+
+def dumped(result: dict) -> str:
+    """JSON, indented, but a list of numbers on one line: a series of 1,000 steps would be 1,000 lines."""
+    numbers = r"\[\n\s*((?:-?[\d.]+(?:[eE][-+]?\d+)?|,|\s)+?)\s*\n\s*\]"  # no string holds a line feed
+    text = json.dumps(result, indent=1)
+    return re.sub(numbers, lambda match: "[" + " ".join(match[1].split()) + "]", text) + "\n"
+
+
+def read_result(path: str) -> dict:
+    """A result file that `append_to` may be writing to."""
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        return json.load(file)
 
 
 def join(with_deepspeed: bool = True):

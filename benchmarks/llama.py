@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 EPSILON = 1e-5  # of the norms
 ROPE_BASE = 500_000.0
@@ -96,11 +97,15 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """A causal language model; `forward` returns the mean loss of predicting every next token."""
+    """A causal language model; `forward` returns the mean loss of predicting every next token.
 
-    def __init__(self, size: Size) -> None:
+    Args:
+        checkpointing: keep of every layer nothing but its input, and compute it again in backward.
+    """
+
+    def __init__(self, size: Size, checkpointing: bool = False) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.checkpointing = size, checkpointing
         self.embed = nn.Embedding(size.vocabulary, size.hidden)
         self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm = RMSNorm(size.hidden)
@@ -117,7 +122,10 @@ class Llama(nn.Module):
             head_size = self.size.hidden // self.size.heads
             self._tables = rotary_tables(tokens.shape[1], head_size, x.device, x.dtype)
         for layer in self.layers:
-            x = layer(x, self._tables)
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, self._tables, use_reentrant=False)
+            else:
+                x = layer(x, self._tables)
         logits = self.lm_head(self.norm(x))
         targets = F.pad(tokens[:, 1:], (0, 1), value=-100)  # the last position of a sequence has no next token
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

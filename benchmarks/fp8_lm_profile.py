@@ -1,0 +1,108 @@
+"""Where the device time of a training step goes: one step under torch.profiler, its kernels by what they are for."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from profile_step import busy_ms, top
+from torch.profiler import ProfilerActivity, profile
+
+# (kind, parts of a kernel's name in small letters), the first that fits
+KINDS = (
+    ("all-gather", ("nccldevkernel_allgather",)),
+    ("reduce-scatter", ("nccldevkernel_reducescatter",)),
+    ("all-to-all", ("nccldevkernel_sendrecv", "nccldevkernel_alltoall")),
+    ("all-reduce", ("nccldevkernel_allreduce",)),
+    ("other communication", ("nccl",)),
+    ("attention", ("flash", "fmha", "cudnn_generated")),
+    ("loss", ("softmax", "nll_loss")),
+    ("GEMM", ("gemm", "cutlass", "cublas", "nvjet", "xmma", "cudnn")),
+    (
+        "casts to FP8",
+        ("cast_tensor", "cast_rows", "cast_whole", "cast_blocks", "cast_tiles", "amax", "scales_kernel", "swiglu_cast")
+        + ("rms_norm_cast", "row_statistics", "transpose_kernel", "round_trip", "swiglu_backward"),
+    ),
+    (
+        "wire formats",
+        ("quantize_kernel", "reduce_to_payload", "reduce_to_tensors", "encode_kernel", "sum_to_payload")
+        + ("sum_to_tensors",),
+    ),
+    ("optimizer", ("adam", "squares_kernel", "lpnorm", "l2norm")),
+    ("copies", ("memcpy", "memset", "catarray", "copy")),
+)
+COMMUNICATION = tuple(kind for kind, parts in KINDS if parts[0].startswith("nccl"))
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel is for, by its name."""
+    name = kernel.lower()
+    return next((kind for kind, parts in KINDS if any(part in name for part in parts)), "elementwise and other")
+
+
+def summary(events: list[dict], count: int) -> dict:
+    """Of the events of a Chrome trace (times in microseconds): device time by kind and by kernel, in milliseconds.
+
+    "communication_ms" is the time in which a collective was on the device, waiting for other ranks included, and
+    "exposed_ms" the part of it in which nothing else ran.
+    """
+    kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    by_kind, by_name = defaultdict(float), defaultdict(lambda: [0, 0.0])
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in kernels:
+        kind, ms = kind_of(event["name"]), event["dur"] / 1e3
+        by_kind[kind] += ms
+        by_name[event["name"][:100]][0] += 1
+        by_name[event["name"][:100]][1] += ms
+        spans[kind in COMMUNICATION].append((event["ts"], event["ts"] + event["dur"]))
+    computing = busy_ms(spans[False])
+    everything = spans[True] + spans[False]
+    return {
+        "span_ms": (max(end for _, end in everything) - min(start for start, _ in everything)) / 1e3,
+        "computing_ms": computing,
+        "communication_ms": busy_ms(spans[True]),
+        "exposed_ms": busy_ms(everything) - computing,
+        "launches": len(kernels),
+        "by_kind_ms": dict(sorted(by_kind.items(), key=lambda item: -item[1])),
+        "kernels": top(by_name, count),
+    }
+
+
+def device_profile(step: Callable[[], object], count: int) -> dict:
+    """`summary` of one step on a GPU, with the `count` kernels that take most time."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        return summary(json.loads(trace.read_text())["traceEvents"], count)
+
+
+def host_profile(step: Callable[[], object], count: int) -> dict:
+    """The operators of one step with most host time of their own, as [name, calls, ms]: for runs on a CPU."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    table = {event.key: [event.count, event.self_cpu_time_total / 1e3] for event in profiler.key_averages()}
+    return {"operators": top(table, count)}
+
+
+def show(label: str, found: dict) -> None:
+    """Print a profile."""
+    if "operators" in found:
+        print(f"\n{label}: operators of one step, their own host time")
+        for name, calls, ms in found["operators"]:
+            print(f"  {ms:9.3f} ms {calls:6d} x {name}")
+        return
+    print(
+        f"\n{label}: one step of {found['span_ms']:.1f} ms, {found['launches']} launches; computing "
+        f"{found['computing_ms']:.1f} ms, communication {found['communication_ms']:.1f} ms, of which exposed "
+        f"{found['exposed_ms']:.1f} ms"
+    )
+    print("  " + ", ".join(f"{kind} {ms:.1f}" for kind, ms in found["by_kind_ms"].items()))
+    for name, calls, ms in found["kernels"]:
+        print(f"  {ms:9.3f} ms {calls:6d} x {name}")
