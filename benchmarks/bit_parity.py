@@ -178,6 +178,12 @@ CASES = (
     Case("zeropp large", "parity", "zeropp"),
     Case("zeropp large, again", "parity", "zeropp", "zeropp large"),
     Case("zeropp large, delays", "parity", "zeropp", "zeropp large", delays=True),
+    Case("fp8-lm-o2 large", "parity", "fp8-lm-o2"),
+    Case("fp8-lm-o2 large, delays", "parity", "fp8-lm-o2", "fp8-lm-o2 large", delays=True),
+    Case("fp8-lm large", "parity", "fp8-lm"),
+    Case("fp8-lm large, again", "parity", "fp8-lm", "fp8-lm large"),
+    Case("fp8-lm large, delays", "parity", "fp8-lm", "fp8-lm large", delays=True),
+    Case("fp8-lm large, 1 node, delays", "parity", "fp8-lm", nodes=1, delays=True),
     Case("zeropp", "features", "zeropp", check=_backward_sends(inter=False, intra=True)),
     Case(
         "secondary none",
@@ -223,6 +229,14 @@ CASES = (
     Case("fp8 delayed", "features", "zeropp", fields=fp8("delayed", "fp8_e4m3"), resume=True),
     Case("fp8 rows, LoRA", "features", fields=fp8("per_channel", "fp8_e4m3"), checkpointing="non-reentrant", **LORA),
     Case("mxfp8", "features", "mxfp8", resume=True),
+    Case("fp8-lm-o1", "features", "fp8-lm-o1", resume=True),
+    Case("fp8-lm-o1, added by NCCL", "features", "fp8-lm-o1", fields={"gradients": {"reduction": "nccl"}}),
+    Case("fp8-lm-o2", "features", "fp8-lm-o2", resume=True),
+    Case("fp8-lm-o2, accumulation", "features", "fp8-lm-o2", accumulation=3),
+    Case("fp8-lm", "features", "fp8-lm", resume=True),
+    Case("fp8-lm, secondary", "features", "fp8-lm", "fp8-lm", fields={"secondary": {"scope": "node"}}),
+    Case("fp8-lm, delays", "features", "fp8-lm", "fp8-lm", delays=True),
+    Case("fp8-lm, zero.Init", "features", "fp8-lm", zero_init=True),
     Case("stock-leaf, accumulation", "features", leaf=True, accumulation=3),
     Case("lossless, accumulation", "features", "lossless", "stock-leaf, accumulation", accumulation=3),
     Case("stock-leaf, zero.Init", "features", leaf=True, zero_init=True),
@@ -381,6 +395,9 @@ class Run:
         for name, param in self.engine.module.named_parameters():
             size = param.ds_tensor.ds_numel
             own = min(size, max(0, param.ds_numel - dist.get_rank() * size))  # without padding
+            session = getattr(self.engine, "zeropp_fp8_session", None)
+            if session is not None:
+                own = session.own_numel(param)
             digest = hashlib.sha256()
             for shard in (param.ds_tensor, safe_get_local_fp32_param(param) if param.requires_grad else None):
                 if shard is not None:
@@ -544,9 +561,14 @@ def parse(argv=None):
 
 def chosen_cases(args) -> list[Case]:
     """The cases asked for, and those that they are compared with."""
+    import torch
+
     words = args.cases.split(";") if args.cases else [""]
     names = set()
     for case in CASES:
+        needs_nccl = case.fields.get("gradients", {}).get("reduction") == "nccl"
+        if needs_nccl and (args.device == "cpu" or not torch.cuda.is_available()):
+            continue
         if case.part in args.parts.split(",") and any(word in case.name for word in words):
             names |= {case.name, case.equal_to, "zeropp" if case.check else None}
     return [case for case in CASES if case.name in names]

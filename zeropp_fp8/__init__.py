@@ -36,9 +36,12 @@ def wire_report(engine, total: bool = False) -> dict:
 
     Returns:
         {"steps": finished optimizer steps,
-         "per_step": {"weights_forward" | "weights_backward" | "gradients" | "other": {"inter": bytes, "intra": bytes}},
+         "per_step": {"weights_forward" | "weights_backward" | "gradients" | "activations" | "other":
+                      {"inter": bytes, "intra": bytes}},
          "stock_per_step": the same for stock ZeRO-3 on the same events, by the ring formula in 16 bits,
-         "outside_steps": {"inter", "intra"}: bytes so far for GatheredParameters, evaluation and checkpoints}
+         "outside_steps": {"inter", "intra"}: bytes so far for GatheredParameters, evaluation and checkpoints,
+         "gradient_scaling": where gradients travel with scales that ranks share: {"mu", "saturated", "vanished"}, the
+             factor mu now, and of the last step the shares of FP8 numbers at the largest code and that became zero}
         `inter` is between nodes, `intra` within a node. No communication: safe to call on one rank alone.
 
     Raises:
@@ -50,4 +53,8 @@ def wire_report(engine, total: bool = False) -> dict:
             "wire_report: this engine does not run with the plugin; call zeropp_fp8.enable() before "
             'deepspeed.initialize and put a "zeropp_fp8" section into the ds_config'
         )
-    return session.ledger.report(total=total)
+    report = session.ledger.report(total=total)
+    scales = getattr(engine.optimizer, "scales", None)
+    if scales is not None:
+        report["gradient_scaling"] = scales.report()
+    return report

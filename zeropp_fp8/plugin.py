@@ -261,8 +261,10 @@ def enable() -> None:
     _verify()
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.runtime.zero import utils as zero_utils
     from deepspeed.runtime.zero.partition_parameters import Init
 
+    from zeropp_fp8.optim import FP8AdamW
     from zeropp_fp8.zero.activations import replace_exchanges
     from zeropp_fp8.zero.linear import lean_linear
 
@@ -274,6 +276,8 @@ def enable() -> None:
     if torch.nn.functional.linear is stock_linear:  # an earlier engine has put it there
         _replace(torch.nn.functional, "linear", partition_parameters.zero3_linear_wrap)
     replace_exchanges(_replace)
+    # DeepSpeed asks this list for permission.
+    _replace(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", [*zero_utils.ZERO_SUPPORTED_OPTIMIZERS, FP8AdamW])
     if get_accelerator().device_name() == "cpu":
         # init_distributed() would compile a shared-memory op with gcc (30 s) that nothing here uses.
         _replace(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)

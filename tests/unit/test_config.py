@@ -106,8 +106,11 @@ DEFAULTS = {
     "gradients.rounding": "nearest",
     "gradients.scale_mode": "rceil",
     "gradients.error_feedback": False,
-    "gradients.store_format": "none",
+    "gradients.scales": "block",
     "gradients.scale_policy": "auto",
+    "gradients.amax_history": 16,
+    "gradients.store_format": "none",
+    "gradients.reduction": "two_hop",
     "compute.format": "none",
     "compute.scaling": "delayed",
     "compute.amax_history": 16,
@@ -122,7 +125,11 @@ DEFAULTS = {
     "optimizer.exp_avg_format": "fp32",
     "optimizer.exp_avg_sq_format": "fp32",
     "optimizer.scales": "tensor",
+    "optimizer.block_size": 128,
+    "optimizer.rounding": "nearest",
+    "optimizer.expand_range": False,
     "partition": "slice",
+    "partition_split": "balance",
     "frozen.modules": "all-linear",
     "frozen.format": "none",
     "frozen.block_size": 64,
@@ -138,6 +145,26 @@ ZEROPP = {
     "secondary.scope": "node",
     "gradients.intra_format": "int8",
     "gradients.inter_format": "int4",
+}
+FP8_LM_O1 = {
+    "compute.format": "fp8",
+    "gradients.intra_format": "fp8_e4m3",
+    "gradients.inter_format": "fp8_e4m3",
+    "gradients.hadamard": False,
+    "gradients.scales": "tensor",
+    "gradients.store_format": "fp8_e4m3",
+}
+FP8_LM_O2 = {
+    **FP8_LM_O1,
+    "optimizer.master_format": "fp16",
+    "optimizer.exp_avg_format": "fp8_e4m3",
+    "optimizer.exp_avg_sq_format": "fp16",
+}
+FP8_LM = {
+    **FP8_LM_O2,
+    "weights.format": "fp8_e4m3",
+    "partition": "whole_tensor",
+    "activations.wire_format": "detect",
 }
 
 
@@ -161,6 +188,9 @@ ZEROPP = {
                 "compute.scaling": "mx",
             },
         ),
+        ("fp8-lm-o1", FP8_LM_O1),
+        ("fp8-lm-o2", FP8_LM_O2),
+        ("fp8-lm", FP8_LM),
     ],
 )
 def test_recipes(recipe, different):
@@ -414,17 +444,24 @@ def test_every_mistake_is_reported_at_once():
         ("gradients.error_feedback", [1, "int8"]),
         ("gradients.store_format", [8]),
         ("gradients.scale_policy", ["post-scale", 2]),
+        ("gradients.scales", ["row", 1, None]),
+        ("gradients.amax_history", [0, 1.5, "16"]),
+        ("gradients.reduction", ["ring", 2]),
         ("compute.format", [8, None]),
         ("compute.scaling", ["tensor"]),
         ("compute.amax_history", [0, 1.5]),
         ("compute.skip_modules", ["lm_head", [1]]),
         ("optimizer.master_format", [16]),
         ("optimizer.scales", ["row"]),
+        ("optimizer.block_size", [1, 128.0, "128"]),
+        ("optimizer.rounding", ["half_away", 1]),
+        ("optimizer.expand_range", [1, "true"]),
+        ("partition_split", ["rows", 1]),
         ("partition", ["slices", 1]),
         ("frozen.modules", ["all", [1]]),
         ("frozen.block_size", [64.0]),
         ("frozen.double_quantize", [1]),
-        ("activations.wire_format", [8]),
+        ("activations.wire_format", [8, "int8", None]),
         ("gather_granularity", ["layer"]),
         ("report.every", [-1, 1.5, "100"]),
     ],
@@ -487,8 +524,6 @@ def test_format_that_is_there(field, name):
             {"gradients": {"error_feedback": True}},
             ['"zeropp_fp8.gradients.error_feedback"', 'set "gradients.inter_format"', "remove error_feedback"],
         ),
-        ({"gradients": {"store_format": "fp8_e4m3"}}, ['"zeropp_fp8.gradients.store_format"', 'only value is "none"']),
-        ({"gradients": {"scale_policy": "pre"}}, ['"zeropp_fp8.gradients.scale_policy"', 'only value is "auto"']),
         ({"compute": {"format": {"weights": "mxfp4"}}}, ['"zeropp_fp8.compute.format"', '"activations" is missing']),
         ({"compute": {"format": "fp9"}}, ['"zeropp_fp8.compute.format"', 'did you mean "fp8"']),
         ({"compute": {"format": "fp8", "scaling": "mx"}}, ['"zeropp_fp8.compute.scaling"', "use an MX format"]),
@@ -503,23 +538,130 @@ def test_format_that_is_there(field, name):
             ['"zeropp_fp8.gradients.hadamard"', "not rotated"],
         ),
         ({"frozen": {"format": "mxfp4", "block_size": 64}}, ['"zeropp_fp8.frozen.block_size": 64', "remove it"]),
-        ({"optimizer": {"master_format": "fp16"}}, ['"zeropp_fp8.optimizer.master_format"', 'only value is "fp32"']),
-        (
-            {"optimizer": {"exp_avg_format": "fp8_e4m3"}},
-            ['"zeropp_fp8.optimizer.exp_avg_format"', 'only value is "fp32"'],
-        ),
-        (
-            {"optimizer": {"exp_avg_sq_format": "fp16"}},
-            ['"zeropp_fp8.optimizer.exp_avg_sq_format"', 'only value is "fp32"'],
-        ),
-        ({"partition": "whole_tensor"}, ['"zeropp_fp8.partition"', 'only value is "slice"']),
         ({"frozen": {"double_quantize": True}}, ['"zeropp_fp8.frozen.double_quantize"', "only value is false"]),
-        ({"activations": {"wire_format": "int8"}}, ['"zeropp_fp8.activations.wire_format"', 'only value is "none"']),
     ],
 )
 def test_impossible_within_the_section(section, words):
     message = refusal(section)
     assert all(word in message for word in words), message
+
+
+SHARED = {"intra_format": "fp8_e4m3", "inter_format": "fp8_e4m3", "scales": "tensor"}
+FP8_MOMENT = {"exp_avg_format": "fp8_e4m3"}
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"gradients": {"store_format": "int8"}}, ['gradients.store_format"', "'int8'", "fp8_e4m3, fp8_e5m2"]),
+        ({"gradients": {"store_format": "fp8_e4m3"}}, ['gradients.store_format"', 'set "intra_format" and']),
+        (
+            {"recipe": "zeropp", "gradients": {"store_format": "fp8_e4m3", "block_size": 96}},
+            ['gradients.block_size": 96', "16, 32, 64", "store_format to none"],
+        ),
+        ({"gradients": {"scales": "tensor"}}, ['gradients.scales"', 'intra_format "none"', 'both to "fp8_e4m3"']),
+        (
+            {"gradients": {**SHARED, "inter_format": "int4"}},
+            ['gradients.scales"', 'inter_format "int4"', 'both to "fp8_e4m3"', 'scales to "block"'],
+        ),
+        (
+            {"gradients": {**SHARED, "inter_format": "fp8_e5m2"}},
+            ['gradients.scales"', "one FP8 format on both hops", 'inter_format "fp8_e5m2"'],
+        ),
+        ({"recipe": "zeropp", "gradients": {"scales": "tensor"}}, ['gradients.scales"', 'intra_format "int8"']),
+        ({"gradients": {**SHARED, "hadamard": True}}, ['gradients.hadamard"', "remove it", 'scales to "block"']),
+        ({"gradients": {**SHARED, "rounding": "stochastic"}}, ['gradients.rounding"', 'scales to "block"']),
+        ({"gradients": {**SHARED, "error_feedback": True}}, ['gradients.error_feedback"', 'scales to "block"']),
+        ({"gradients": {**SHARED, "block_size": 64}}, ['gradients.block_size"', 'scales to "block"']),
+        (
+            {"gradients": {**SHARED, "store_format": "fp8_e5m2"}},
+            ['gradients.store_format"', '"fp8_e5m2" differs', '"fp8_e4m3"', "use that one or none"],
+        ),
+        ({"gradients": {"scale_policy": "pre"}}, ['gradients.scale_policy"', 'set "scales": "tensor" or remove it']),
+        ({"gradients": {"amax_history": 4}}, ['gradients.amax_history"', 'set "scales": "tensor" or remove it']),
+        ({"gradients": {"reduction": "nccl"}}, ['gradients.reduction"', '"scales": "tensor"', '"two_hop"']),
+        *[
+            (
+                {"optimizer": {f"{name}_format": "fp9"}},
+                [f'optimizer.{name}_format"', 'did you mean "fp', "fp32, bf16, fp16, fp8_e4m3, fp8_e5m2"],
+            )
+            for name in ("master", "exp_avg", "exp_avg_sq")
+        ],
+        ({"optimizer": {"master_format": "int8"}}, ['optimizer.master_format"', "'int8'"]),
+        *[
+            ({"optimizer": {**FP8_MOMENT, "block_size": size}}, [f'optimizer.block_size": {size}', "16, 32, 64"])
+            for size in (8, 48, 2048)
+        ],
+        ({"optimizer": {**FP8_MOMENT, "block_size": 64}}, ['optimizer.block_size"', 'set "scales": "block"']),
+        (
+            {"optimizer": {"exp_avg_format": "fp16", "expand_range": True}},
+            ['optimizer.expand_range"', 'exp_avg_format is "fp16"', "store a moment in fp8_e4m3"],
+        ),
+        ({"optimizer": {"expand_range": True}}, ['optimizer.expand_range"', "remove expand_range"]),
+        ({"optimizer": {"rounding": "stochastic"}}, ['optimizer.rounding"', "all states are fp32", "remove it"]),
+        ({"optimizer": {"scales": "block"}}, ['optimizer.scales"', "all states are fp32", "remove it"]),
+        ({"partition": "whole_tensor"}, ['partition": "whole_tensor"', "gradients.intra_format", "fp8_e4m3"]),
+        (
+            {"recipe": "zeropp", "partition": "whole_tensor", "gradients": {"error_feedback": True}},
+            ['partition": "whole_tensor"', "gradients.error_feedback", "remove one"],
+        ),
+        (
+            {"recipe": "fp8-lm", "gradients": {"reduction": "nccl"}},
+            ['partition": "whole_tensor"', "nccl", 'use "two_hop"'],
+        ),
+        ({"partition_split": "none"}, ['partition_split"', '"partition": "whole_tensor"', "remove it"]),
+    ],
+)
+def test_impossible_with_states_and_shared_scales(section, words):
+    message = refusal(section)
+    assert f'"{SECTION}.' in message and all(word in message for word in words), message
+
+
+def test_states_and_shared_scales_that_are_possible():
+    config = resolved({"gradients": {**SHARED, "scale_policy": "post", "amax_history": 3}})
+    assert not config.gradients.hadamard and config.gradients.store_format == "none" and config.quantizes_gradients
+    assert not config.stores_states_in_low_precision and config.gradients.amax_history == 3
+    fields = {**FP8_MOMENT, "scales": "block", "block_size": 64, "rounding": "stochastic", "expand_range": True}
+    config = resolved({"optimizer": fields})
+    assert config.stores_states_in_low_precision and config.quantizes and not config.quantizes_gradients
+    config = resolved({"recipe": "zeropp", "gradients": {"store_format": "fp8_e4m3"}})
+    assert config.gradients.scales == "block" and config.gradients.store_format == "fp8_e4m3"
+    # A recipe's formats can be replaced one by one, as the paper's ablation does.
+    config = resolved({"recipe": "fp8-lm-o2", "optimizer": {"master_format": "fp8_e4m3"}})
+    assert config.optimizer.exp_avg_sq_format == "fp16" and config.optimizer.master_format == "fp8_e4m3"
+
+
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [
+        ({"optimizer": FP8_MOMENT}, "zeropp_fp8.optimizer"),
+        ({"recipe": "fp8-lm-o1"}, "zeropp_fp8.gradients.store_format"),
+        ({"recipe": "fp8-lm-o2"}, "zeropp_fp8.optimizer"),
+    ],
+)
+def test_states_in_low_precision_and_offload(section, field):
+    message = refusal(section, {"offload_optimizer": {"device": "cpu"}})
+    assert '"zero_optimization.offload_optimizer"' in message and f'"{field}"' in message
+    assert "remove one of the two" in message
+    assert resolved(section, {"offload_optimizer": {"device": "none"}}) == resolved(section)
+
+
+@pytest.mark.parametrize("key", ["offload_param", "offload_optimizer"])
+def test_whole_tensors_and_offload(key):
+    section = {"recipe": "zeropp", "partition": "whole_tensor"}
+    message = refusal(section, {key: {"device": "cpu"}})
+    assert f'"zero_optimization.{key}"' in message and 'partition": "whole_tensor"' in message
+    assert "remove one of the two" in message
+    assert resolved(section, {key: {"device": "none"}}) == resolved(section)
+
+
+def test_activations_on_the_wire_and_autotp():
+    section = {"activations": {"wire_format": "fp8"}}
+    message = refusal(section, tensor_parallel={"autotp_size": 2})
+    assert '"zeropp_fp8.activations.wire_format"' in message and '"tensor_parallel.autotp_size"' in message
+    assert 'set it to "none"' in message
+    assert resolved(section, tensor_parallel={"autotp_size": 1}).activations.wire_format == "fp8"
+    resolved({"activations": {"wire_format": "detect"}}, tensor_parallel={"autotp_size": 2})
 
 
 def test_mx_formats_fix_blocks_and_scaling_where_nothing_was_asked():

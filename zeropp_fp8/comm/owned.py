@@ -6,6 +6,7 @@ of the ranks that it has reached, last hop outermost.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -34,9 +35,28 @@ def ranks_held(level_sizes: list[int], hops: int, rank: int) -> list[int]:
     return ranks
 
 
+class OwnedGather:
+    """A hop under way. It keeps the copies that are being sent.
+
+    The allocator would give their memory to the next copy on the stream that made them, and that stream waits for
+    nothing: the backend would send what it has not been given. So they are let go of only on a stream that has waited.
+    """
+
+    def __init__(self, work: dist.Work, outgoing: Tensor) -> None:
+        self._work = work
+        self._outgoing: Tensor | None = outgoing
+
+    def wait(self) -> None:
+        """The current stream (on a CPU: the host) waits for the hop."""
+        self._work.wait()
+        if self._outgoing is not None and self._outgoing.is_cuda:
+            self._outgoing.record_stream(torch.cuda.current_stream())
+        self._outgoing = None
+
+
 def start_owned_gather(
     gathered: Tensor, payload: Tensor, sizes: list[int], level: Level, ledger: WireLedger | None
-) -> dist.Work | None:
+) -> OwnedGather | None:
     """Start one hop: flat uint8 `gathered` becomes the payloads of the level's ranks; None where it is one rank.
 
     An all-to-all that gives every rank the same: backends have no all-gather of unequal sizes that takes zero bytes,
@@ -53,4 +73,4 @@ def start_owned_gather(
     work = dist.all_to_all_single(gathered, outgoing, sizes, splits, group=level.group, async_op=True)
     if ledger is not None:
         ledger.sent(level.link, (level.size - 1) * payload.numel())
-    return work
+    return OwnedGather(work, outgoing)

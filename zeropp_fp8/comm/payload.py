@@ -44,6 +44,7 @@ class _Group:
     members: list[int]
     wire_format: WireFormat
     segments: object = None  # kernels.SegmentTable, where kernels are used
+    index: Tensor | None = None  # int64, `members` on the device, where they have scales that ranks share
 
 
 class PayloadLayout:
@@ -86,6 +87,8 @@ class PayloadLayout:
 
     def _make_group(self, members: list[int], partners: Sequence[WireFormat], use_kernels: bool) -> _Group:
         group = _Group(members, self.formats[members[0]])
+        if isinstance(group.wire_format, SharedScaleFormat):
+            group.index = torch.tensor(members, device=self.device)
         if use_kernels:
             from zeropp_fp8 import kernels
 
@@ -156,7 +159,7 @@ class PayloadLayout:
         payload: Tensor,
         shared: SharedScales,
     ) -> None:
-        scales = shared.of(group.members)
+        scales = shared.of(group.members, group.index)
         amax, counts = scales.amax, scales.counts[OF_GRADIENTS]
         if group.segments is not None:
             from zeropp_fp8.kernels.shared_scale import encode_shared
@@ -172,7 +175,7 @@ class PayloadLayout:
                 finite = magnitudes.masked_fill_(magnitudes.isfinite().logical_not_(), 0.0)
                 amax[place] = torch.maximum(amax[place], finite.amax())
         if amax.data_ptr() != shared.amax[group.members[0] :].data_ptr():
-            shared.amax[group.members] = amax  # members that are no neighbours were copied
+            shared.amax[group.index] = amax  # members that are no neighbours were copied
 
     # -- rows -> tensors ---------------------------------------------------------------------------------------------
 
@@ -288,7 +291,7 @@ class PayloadLayout:
         accumulate: bool,
         shared: SharedScales,
     ) -> None:
-        scales = shared.of(group.members)
+        scales = shared.of(group.members, group.index)
         counts = scales.counts[OF_RESULTS]
         if accumulate and any(tensor.dtype == torch.uint8 for tensor in members):
             raise ValueError("codes with a shared scale cannot be added to codes; accumulate in 16 or 32 bits")

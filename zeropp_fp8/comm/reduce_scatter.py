@@ -25,10 +25,11 @@ from zeropp_fp8.comm.error_feedback import ErrorFeedback
 from zeropp_fp8.comm.lanes import BufferRing, Lane
 from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder, slices_of
-from zeropp_fp8.comm.shared_scales import SharedScales
+from zeropp_fp8.comm.shared_scales import OF_PARTIAL_SUMS, SharedScales
 from zeropp_fp8.comm.topology import Level, Topology
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.noise import Seed
+from zeropp_fp8.formats.shared_scale import LARGEST_CODE
 
 
 def slice_numel(numel: int, world_size: int) -> int:
@@ -86,6 +87,7 @@ class ReducePlan:
         second: the same tensors on their way between nodes, as many rows.
         last: what arrives from the nodes, one row a node.
         sizes: by "within" and "between", the bytes (to each rank, from each rank) of the hop; None: equal parts.
+        adds_codes: let the backend add FP8 codes (NCCL can) instead of exchanging them and adding in fp32.
     """
 
     topology: Topology
@@ -97,6 +99,7 @@ class ReducePlan:
     second: PayloadLayout
     last: PayloadLayout
     sizes: dict[str, tuple[list[int], list[int]] | None]
+    adds_codes: bool = False
 
     def sources(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """What `first` encodes, of the tensors given to `run`."""
@@ -112,13 +115,6 @@ class ReducePlan:
 
     def amax_recorded(self, scales: SharedScales | None, shared: SharedScales | None) -> None:
         """`first` has recorded the amax of what it encodes in `scales`: let `shared` have it too."""
-
-    def shared_numel(self, results: Sequence[Tensor]) -> int:
-        """How many FP8 numbers with a shared scale a run into `results` writes on this rank."""
-        total = len(self.first_order.slices) * _shared_numel(self.first)
-        if self.topology.ranks_per_node > 1 and self.topology.nodes > 1:
-            total += self.column_rows * _shared_numel(self.second)
-        return total + sum(result.numel() for result in results if result.dtype == torch.uint8)
 
     def run(
         self,
@@ -160,9 +156,8 @@ class ReducePlan:
 
         results = self.destinations(results)
         rows = len(self.first_order.slices)
-        sent = (rings.sent_within if per_node > 1 or nodes == 1 else rings.sent_between).take(
-            rows * self.first.row_bytes
-        )
+        sent_ring = rings.sent_within if per_node > 1 or nodes == 1 else rings.sent_between
+        sent = sent_ring.take(rows * self.first.row_bytes)
         sent_rows = sent.view(rows, self.first.row_bytes)
         seed = self.first.draw_seed(generator)
         if per_node == 1 and error_feedback is not None:
@@ -175,7 +170,7 @@ class ReducePlan:
             self.amax_recorded(scales, shared)
         if topology.world_size == 1:  # nothing to send, but codes to make
             self.last.reduce_to_tensors(sent_rows, results, accumulate, self.scales_of(self.last, shared))
-            rings.sent_within.give_back(sent)
+            sent_ring.give_back(sent)
             return
         first.after_current()
 
@@ -183,11 +178,14 @@ class ReducePlan:
             with first:
                 received, work = self._exchange("within", sent, rings.received_within, ledger)
             yield
-            contributions = received.view(per_node, self.column_rows, self.column.row_bytes)
+            ranks = 1 if self.adds_codes else per_node
+            contributions = received.view(ranks, self.column_rows, self.column.row_bytes)
             if nodes == 1:
                 with last:
                     work.wait()
-                    rings.sent_within.give_back(sent)
+                    sent_ring.give_back(sent)
+                    if self.adds_codes:
+                        self._count_largest(received, shared)
                     self.last.reduce_to_tensors(
                         contributions.squeeze(1), results, accumulate, self.scales_of(self.last, shared)
                     )
@@ -195,25 +193,37 @@ class ReducePlan:
                 return
             with first:
                 work.wait()
-                rings.sent_within.give_back(sent)
-                sent = rings.sent_between.take(self.column_rows * self.second.row_bytes)
+                sent_ring.give_back(sent)
+                if self.adds_codes:  # they are added already
+                    sent, sent_ring = received, rings.received_within
+                else:
+                    sent_ring = rings.sent_between
+                    sent = sent_ring.take(self.column_rows * self.second.row_bytes)
                 sent_rows = sent.view(self.column_rows, self.second.row_bytes)
                 seed = self.second.draw_seed(generator)
-                if error_feedback is None:
+                if self.adds_codes:
+                    self._count_largest(sent, shared)
+                elif error_feedback is None:
                     self.column.reduce_to_payload(contributions, self.second, sent_rows, seed, shared)
                 else:
                     means = (self.column.mean(contributions, i) for i in range(len(self.column.slice_numels)))
                     self._encode_with_residuals(means, sent_rows, seed, error_feedback, keys)
-                rings.received_within.give_back(received)
+                if not self.adds_codes:
+                    rings.received_within.give_back(received)
 
         with first:  # hop 2, between nodes
             received, work = self._exchange("between", sent, rings.received_between, ledger)
         yield
         with last:
             work.wait()
-            rings.sent_between.give_back(sent)
+            sent_ring.give_back(sent)
+            if self.adds_codes:
+                self._count_largest(received, shared)
             self.last.reduce_to_tensors(
-                received.view(nodes, self.last.row_bytes), results, accumulate, self.scales_of(self.last, shared)
+                received.view(1 if self.adds_codes else nodes, self.last.row_bytes),
+                results,
+                accumulate,
+                self.scales_of(self.last, shared),
             )
             rings.received_between.give_back(received)
 
@@ -222,9 +232,21 @@ class ReducePlan:
     ) -> tuple[Tensor, dist.Work]:
         """Start a hop; (what will have arrived, its handle)."""
         level = self.topology.within if hop == "within" else self.topology.between
+        if self.adds_codes:
+            received = ring.take(sent.numel() // level.size)
+            codes = self.first.formats[0].dtype
+            work = dist.reduce_scatter_tensor(received.view(codes), sent.view(codes), group=level.group, async_op=True)
+            if ledger is not None:
+                ledger.sent(level.link, sent.numel() - received.numel())
+            return received, work
         outgoing, incoming = self.sizes[hop] or (None, None)
         received = ring.take(sum(incoming) if incoming else sent.numel())
         return received, _start_exchange(received, sent, level, ledger, incoming, outgoing)
+
+    def _count_largest(self, codes: Tensor, shared: SharedScales) -> None:
+        """Count the codes at the largest magnitude among partial sums that the backend has made."""
+        largest = LARGEST_CODE[self.first.formats[0].name]
+        shared.counts[OF_PARTIAL_SUMS, 0] += ((codes & 0x7F) == largest).sum()
 
     def _encode_with_residuals(
         self,
@@ -257,6 +279,7 @@ class ReduceScatterPlan(ReducePlan):
         intra_format, inter_format: wire formats of the hop within and between nodes; None sends the tensor's dtype.
         quantize_vectors: also quantize tensors of fewer than two dimensions, which otherwise keep their dtype.
         use_kernels: see PayloadLayout.
+        add_codes: let the backend add codes, where all tensors travel with shared scales.
     """
 
     def __init__(
@@ -269,6 +292,7 @@ class ReduceScatterPlan(ReducePlan):
         device: torch.device,
         quantize_vectors: bool = False,
         use_kernels: bool | None = None,
+        add_codes: bool = False,
     ) -> None:
         self.topology = topology
         self.device = device
@@ -287,6 +311,23 @@ class ReduceScatterPlan(ReducePlan):
         self.second = between
         self.last = between if nodes > 1 else within
         self.sizes = {"within": None, "between": None}
+        self.adds_codes = add_codes and all(isinstance(f, SharedScaleFormat) for f in (*intra, *inter))
+
+
+def check_adds_codes(topology: Topology, dtype: torch.dtype, device: torch.device) -> None:
+    """Try whether the backend adds FP8 codes. Collective.
+
+    Raises:
+        RuntimeError: it does not, or wrongly.
+    """
+    for level in (topology.within, topology.between):
+        if level.size == 1:
+            continue
+        ones = torch.ones(16 * level.size, device=device)
+        total = torch.zeros(16, device=device).to(dtype)
+        dist.reduce_scatter_tensor(total, ones.to(dtype), group=level.group)
+        if not bool((total.float() == level.size).all()):
+            raise RuntimeError(f"the sum of {level.size} ones in {dtype} came out as {total.float().tolist()}")
 
 
 def formats_of_hops(
@@ -302,12 +343,6 @@ def formats_of_hops(
     intra = [intra_format if q and intra_format else e for q, e in zip(quantized, exact)]
     inter = [inter_format if q and inter_format else e for q, e in zip(quantized, exact)]
     return intra, inter
-
-
-def _shared_numel(layout: PayloadLayout) -> int:
-    """Elements of a row that have a scale that ranks share."""
-    sizes = zip(layout.formats, layout.slice_numels)
-    return sum(numel for wire_format, numel in sizes if isinstance(wire_format, SharedScaleFormat))
 
 
 @torch.no_grad()

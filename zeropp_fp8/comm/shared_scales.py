@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 OF_GRADIENTS, OF_PARTIAL_SUMS, OF_RESULTS = range(3)  # rows of `counts`
@@ -30,12 +29,14 @@ class SharedScales:
     amax: Tensor
     counts: Tensor
 
-    def of(self, members: Sequence[int]) -> SharedScales:
-        """Those of some of the tensors, in ascending order. Neighbours share memory with the whole."""
+    def of(self, members: Sequence[int], index: Tensor) -> SharedScales:
+        """Those of some of the tensors, in ascending order. Neighbours share memory with the whole.
+
+        `index`: int64, the members on the tensors' device.
+        """
         start, stop = members[0], members[-1] + 1
         if stop - start == len(members):
             if len(members) == self.encode.numel():
                 return self
             return SharedScales(self.encode[start:stop], self.decode[start:stop], self.amax[start:stop], self.counts)
-        index = torch.tensor(members, device=self.encode.device)
         return SharedScales(self.encode[index], self.decode[index], self.amax[index], self.counts)

@@ -68,10 +68,17 @@ def check_gradients(gradients: GradientsConfig) -> None:
             f'"{where}.reduction": "{gradients.reduction}" adds codes, which needs scales that all ranks share; set '
             '"scales": "tensor" or "reduction": "two_hop"'
         )
-    if gradients.store_format != "none":
+    if gradients.store_format == "none":
+        return
+    if set(hops) == {"none"}:
         raise ConfigError(
-            f'"{where}.store_format": "{gradients.store_format}" needs scales that all ranks share; set '
-            '"scales": "tensor" and both formats to it, or store_format to "none"'
+            f'"{where}.store_format": "{gradients.store_format}" needs gradients that the plugin reduces; set '
+            '"intra_format" and "inter_format", for example to it, or store_format to "none"'
+        )
+    if gradients.block_size not in _STATE_BLOCKS:
+        raise ConfigError(
+            f'"{where}.block_size": {gradients.block_size} must be one of {", ".join(map(str, _STATE_BLOCKS))} where '
+            "reduced gradients are stored in FP8; change it, or set store_format to none"
         )
 
 

@@ -264,7 +264,10 @@ def store_quantity(
             out = codes.to(tl.float32)
         else:
             # Nothing has to be clamped: amax <= X * largest.
-            if not NATIVE_FP8:
+            # Master weights by integer operations, both ways: Triton 3.6 makes wrong code of the instruction where its
+            # result is stored and decoded too (weights came out as 0 and NaN on an H200; the stored codes were right).
+            native: tl.constexpr = NATIVE_FP8 and COLUMN != 0
+            if not native:
                 codes = float8_from_fp32(scaled, 3 if STORAGE == "fp8_e4m3" else 2, 7 if STORAGE == "fp8_e4m3" else 15)
                 codes = codes.to(tl.uint8)
             elif STORAGE == "fp8_e4m3":
@@ -273,8 +276,6 @@ def store_quantity(
                 codes = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
             out = scaled
             if COLUMN == 0:  # of the moments only the codes are needed
-                # Not by the instruction: Triton 3.6 makes wrong code of both directions in a row (weights with blocks
-                # of 16 came out as 0 and NaN on an H200).
                 out = numbers_of(codes, STORAGE, False, ROWS, WIDTH)
         tl.store(codes_ptr + tile * TILE_ + local, codes)
         rows = tl.arange(0, ROWS)

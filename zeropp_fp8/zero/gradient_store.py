@@ -86,6 +86,9 @@ class GradientStore:
             self._summed.add(param.ds_id)
         return self._view(self._sums, param)
 
+    def arrived(self, params: Sequence[Parameter]) -> None:
+        """A reduction has written what `destination` gave for these; called where it is issued. Codes need no more."""
+
     def _multipliers_of(self, group: StateGroup) -> Tensor:
         """fp32 [params] of a group of matrices: what their codes are multiplied with."""
         if id(group) in self._multipliers:

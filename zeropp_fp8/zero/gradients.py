@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class GradientReducer:
                 parts = [OwnedPart(i, part.owner, part.start, part.numel) for i, part in owned]
                 plan = OwnerReducePlan(parts, *args)
             else:
-                plan = ReduceScatterPlan(*args)
+                plan = ReduceScatterPlan(*args, add_codes=session.config.gradients.reduction == "nccl")
             self._plans[key] = plan
         return plan
 
@@ -63,6 +63,7 @@ class GradientReducer:
         names: Sequence[str],
         results: Sequence[Tensor],
         accumulate: bool,
+        arrived: Callable[[], None] | None = None,
     ) -> None:
         """Start writing (or adding) this rank's slices of the mean gradients to `results`; `drain` ends it.
 
@@ -71,6 +72,7 @@ class GradientReducer:
             grads: their full gradients (fp32, bf16 or fp16), not needed any more afterwards.
             names: stable names, the keys of error feedback.
             results: for each parameter this rank's elements, fp32, bf16 or fp16; uint8 gets FP8 codes.
+            arrived: called once they are written, where they are (on a GPU: on that stream).
         """
         session = self.session
         plan = self._plan_of(params, grads)
@@ -93,6 +95,8 @@ class GradientReducer:
             keys=names,
             shared=shared,
         )
+        if arrived is not None:
+            steps = self._followed_by(steps, arrived)
         with session.ledger.counting("gradients"):
             if session.device.type == "cuda":
                 for _ in steps:  # nothing here waits on the host
@@ -103,6 +107,14 @@ class GradientReducer:
             still = deque(earlier for earlier in self._under_way if next(earlier, self) is not self)
             still.append(steps)
             self._under_way = still
+
+    def _followed_by(self, steps: Iterator[None], arrived: Callable[[], None]) -> Iterator[None]:
+        yield from steps
+        if self.session.topology.world_size == 1:  # all is issued on the current stream
+            arrived()
+            return
+        with self._lanes.last:
+            arrived()
 
     def drain(self) -> None:
         """End all reductions: the current stream sees their results."""

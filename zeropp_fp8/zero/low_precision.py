@@ -14,12 +14,15 @@ from contextlib import contextmanager, nullcontext
 import torch
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils import logger
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zeropp_fp8.config import ConfigError
 from zeropp_fp8.optim import FP8AdamW
-from zeropp_fp8.zero.compressed_states import CompressedStates, check_is_adam, decouples_weight_decay, formats_of
+from zeropp_fp8.zero.block_gradient_store import BlockGradientStore
+from zeropp_fp8.zero.compressed_states import CompressedStates, chosen_formats, decouples_weight_decay
 from zeropp_fp8.zero.gradient_scales import GradientScales
 from zeropp_fp8.zero.gradient_store import GradientStore
 from zeropp_fp8.zero.session import Session
@@ -38,10 +41,15 @@ class LowPrecisionStage3(WholeTensorStage3):
         self.store: GradientStore | None = None  # where reduced gradients rest in FP8
         self.states: CompressedStates | None = None  # where master weights and moments rest in low precision
         self._keeps_codes = session.config.gradients.store_format != "none"
-        self._compresses = session.config.stores_states_in_low_precision
+        session.state_formats = chosen_formats(session.config, init_optimizer)
+        self._compresses = session.state_formats is not None
+        offload = kwargs.get("offload_optimizer_config")
+        if self._compresses and offload is not None and offload.device != OffloadDeviceEnum.none:
+            raise ConfigError(
+                '"zero_optimization.offload_optimizer" keeps fp32 states on the CPU, where FP8AdamW keeps them in low '
+                "precision on the device; remove one of the two"
+            )
         self._loads_states = True  # whether the last load was of states, not of weights only
-        if self._compresses:
-            check_is_adam(init_optimizer)
         super().__init__(module, init_optimizer, param_names, *args, **kwargs)
 
     # -- construction ----------------------------------------------------------------------------------------------
@@ -68,7 +76,7 @@ class LowPrecisionStage3(WholeTensorStage3):
             empty.ds_id = f"{ids[0]}_{ids[-1]}"
             empty.requires_grad = True
             self.fp32_partitioned_groups_flat.append(empty)
-        self.states = CompressedStates(self.state_groups, formats_of(self.session.config.optimizer))
+        self.states = CompressedStates(self.state_groups, self.session.state_formats)
         for group in self.optimizer.param_groups:
             group["params"] = []
 
@@ -88,8 +96,12 @@ class LowPrecisionStage3(WholeTensorStage3):
         if self.session.config.gradients.scales == "tensor":
             self.scales = GradientScales(self.session, params)
         if self._keeps_codes:
-            wire_format = self.session.inter_format
-            self.store = GradientStore(wire_format, self.scales, self.state_groups, self.gradient_accumulation_dtype)
+            gradients, dtype = self.session.config.gradients, self.gradient_accumulation_dtype
+            if self.scales is not None:
+                self.store = GradientStore(self.session.inter_format, self.scales, self.state_groups, dtype)
+            else:
+                element, block_size = gradients.store_format, gradients.block_size
+                self.store = BlockGradientStore(element, block_size, self.state_groups, dtype)
             # DeepSpeed makes lists of these at the end of every backward; what reads them is replaced below.
             getattr(self, GRAD_PARTITIONS).update((p.ds_id, self.store.view(p)) for p in params)
 

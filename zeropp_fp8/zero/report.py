@@ -11,9 +11,11 @@ from torch import nn
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.gemm import execution
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.zero.placement import WholeTensors
 from zeropp_fp8.zero.session import Session
 
 if TYPE_CHECKING:
+    from zeropp_fp8.zero.gradient_scales import GradientScales
     from zeropp_fp8.zero.weights import WeightGatherer
 
 MEGA = 1e6
@@ -72,8 +74,14 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
             "; ".join(filter(None, ("tensors of fewer than 2 dimensions exact", _without_kernel(session, chosen)))),
         )
 
+    if config.gradients.scales == "tensor":
+        policy = {"auto": "mu adapts", "pre": "divided before the sum", "post": "divided after the sum"}
+        reduction = "added by NCCL" if config.gradients.reduction == "nccl" else "added in fp32"
+        remark = f"from {config.gradients.amax_history} steps; {policy[config.gradients.scale_policy]}; {reduction}"
+        rows.append(("gradient scales", "one a tensor, shared", 0, remark))
     rows.append(gradient_row("within nodes", session.intra_format, topology.ranks_per_node))
     rows.append(gradient_row("between nodes", session.inter_format, topology.nodes))
+    rows += _state_rows(session)
     if session.secondary_ranks is None:
         rows.append(("secondary shard", "none", 0, "backward gathers cross the network again"))
     else:
@@ -99,6 +107,23 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
         )
     else:
         rows.append(("gather unit", config.gather_granularity, 0, ""))
+    return rows
+
+
+def _state_rows(session: Session) -> list[tuple]:
+    """What rests on the ranks: reduced gradients, master weights and moments; and who owns what."""
+    config = session.config
+    rows = []
+    stored = config.gradients.store_format
+    if stored != "none":
+        rows.append(("gradients at rest", stored, 0, "vectors, and sums over micro-batches, in 16 or 32 bits"))
+    formats = session.state_formats
+    if formats is not None:
+        names = f"{formats.master}, {formats.exp_avg}, {formats.exp_avg_sq}"
+        remark = f"master weights, first and second moments; a scale a {formats.scales}, {formats.rounding} rounding"
+        rows.append(("optimizer states", names, 0, remark))
+    if isinstance(session.placement, WholeTensors):
+        rows.append(("partition", "whole tensors", 0, str(session.placement.balance)))
     return rows
 
 
@@ -178,17 +203,24 @@ def print_start_table(session: Session, gatherer: WeightGatherer, model: nn.Modu
         print(start_table(session, gatherer, model, blocks), flush=True)
 
 
-def print_progress_line(session: Session) -> None:
-    """Print the bytes per step so far, on rank 0, every `report.every` steps."""
+def print_progress_line(session: Session, scales: GradientScales | None = None) -> None:
+    """Print the bytes per step so far, and what became of FP8 gradients, on rank 0, every `report.every` steps."""
     every, ledger = session.config.report.every, session.ledger
     if not every or ledger.steps % every or session.topology.rank != 0:
         return
     report = ledger.report()
+    scaling = ""
+    if scales is not None:
+        now = scales.report()
+        scaling = (
+            f"; gradients: mu {now['mu']:.3g}, {100 * now['saturated']:.2g} % at the largest code, "
+            f"{100 * now['vanished']:.2g} % became zero"
+        )
     sent = {link: sum(kind[link] for kind in report["per_step"].values()) for link in ("inter", "intra")}
     stock = {link: sum(kind[link] for kind in report["stock_per_step"].values()) for link in ("inter", "intra")}
     ratio = f"{sent['inter'] / stock['inter']:.3f} x stock" if stock["inter"] else "one node"
     print(
         f"zeropp_fp8: step {ledger.steps}: a rank sends {sent['inter'] / MEGA:.3f} MB between nodes ({ratio}) and "
-        f"{sent['intra'] / MEGA:.3f} MB within its node a step",
+        f"{sent['intra'] / MEGA:.3f} MB within its node a step{scaling}",
         flush=True,
     )

@@ -6,9 +6,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from zeropp_fp8.comm import Topology, WireLedger, make_topology
+from zeropp_fp8.comm.reduce_scatter import check_adds_codes
 from zeropp_fp8.compute import ConversionReport
 from zeropp_fp8.config import (
     MX_FORMATS,
+    SECTION,
+    ConfigError,
     FrozenConfig,
     GradientsConfig,
     PluginConfig,
@@ -18,6 +21,7 @@ from zeropp_fp8.config import (
     secondary_ranks,
 )
 from zeropp_fp8.formats import SharedScaleFormat, WireFormat, make_format
+from zeropp_fp8.optim import StateFormats
 from zeropp_fp8.zero.placement import Slices
 
 
@@ -34,6 +38,7 @@ class Session:
         check_topology(config, world_size, ranks_per_node)
         self.config = config
         self.conversion = conversion
+        self.state_formats: StateFormats | None = None  # what master weights and moments rest in; None: fp32
         self.collected = False  # the engine is being collected: nothing collective can be done
         self.topology: Topology = make_topology(group, ranks_per_node)
         self.secondary_ranks = secondary_ranks(config, ranks_per_node)
@@ -59,6 +64,15 @@ class Session:
             name: torch.Generator().manual_seed(config.seed * 1000003 + 2 * self.topology.rank + index)
             for index, name in enumerate(("weights", "gradients"))
         }
+        if gradients.reduction == "nccl":
+            try:
+                check_adds_codes(self.topology, self.inter_format.dtype, self.device)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f'"{SECTION}.gradients.reduction": "nccl" needs a backend that adds {gradients.inter_format} codes '
+                    f"(NCCL 2.24 or later on GPUs of compute capability 9.0 or later), and this one says: {error}; use "
+                    '"two_hop"'
+                ) from None
         self.generators["states"] = torch.Generator().manual_seed(config.seed * 1000003 + 500009 + self.topology.rank)
 
     def own_numel(self, param: torch.nn.Parameter) -> int:
@@ -68,8 +82,8 @@ class Session:
     @property
     def rounds_stochastically(self) -> bool:
         """Whether the generators' states are part of what training depends on."""
-        config = self.config
-        return "stochastic" in (config.weights.rounding, config.gradients.rounding, config.optimizer.rounding)
+        states = self.state_formats.rounding if self.state_formats else "nearest"
+        return "stochastic" in (self.config.weights.rounding, self.config.gradients.rounding, states)
 
 
 def _quantized(

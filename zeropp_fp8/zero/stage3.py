@@ -7,6 +7,7 @@ weights and optimizer state. Everything else, the optimizer and the checkpoint l
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.zero.compressed_states import chosen_formats
 from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.gradients import GradientReducer
 from zeropp_fp8.zero.low_precision import GRAD_PARTITIONS, LowPrecisionStage3
@@ -41,7 +43,7 @@ class ZeroppStage3(LowPrecisionStage3):
             kwargs["reduce_scatter"] = True
             kwargs["contiguous_gradients"] = False  # DeepSpeed's bucket, a gigabyte by default, would not be used
         config = session.config
-        keeps_optimizer = not config.stores_states_in_low_precision
+        keeps_optimizer = chosen_formats(config, init_optimizer) is None
         if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
             print("zeropp_fp8: the optimizer leaves the choice to torch: its fused update is used", flush=True)
         super().__init__(module, init_optimizer, param_names, *args, session=session, **kwargs)
@@ -154,7 +156,8 @@ class ZeroppStage3(LowPrecisionStage3):
         grads = [param.grad.contiguous() for param in params]
         names = [self.param_names.get(p, str(p.ds_id)) for p in params]
         # A parameter whose gradient comes twice in one backward adds to what it has reduced before.
-        again = self.micro_step_id > 0 or params[0].ds_id in self._reduced
+        twice = params[0].ds_id in self._reduced
+        again = self.micro_step_id > 0 or twice
         self._reduced.update(p.ds_id for p in params)
         if self.offload_optimizer:
             slices = self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
@@ -162,14 +165,15 @@ class ZeroppStage3(LowPrecisionStage3):
                 super().partition_grads(params, slices)
             return
         if self.store is not None:
-            if again and self.micro_step_id == 0:
+            if twice:
                 self.reducer.drain()  # what a second gradient is added to must be there
             last = self.is_gradient_accumulation_boundary()
             results = [self.store.destination(p, last, again) for p in params]
         else:
             partitions = getattr(self, GRAD_PARTITIONS)
             results = [partitions[p.ds_id].view(-1)[: self.session.own_numel(p)] for p in params]
-        self.reducer.start(params, grads, names, results, accumulate=again)
+        arrived = None if self.store is None else functools.partial(self.store.arrived, params)
+        self.reducer.start(params, grads, names, results, again, arrived)
         for param in params:
             # Encoding was the last use, on this stream: the memory may be used again at once.
             param.grad = None
@@ -218,13 +222,13 @@ class ZeroppStage3(LowPrecisionStage3):
         if self.scales is not None:
             with self.session.ledger.counting("other"):
                 self.scales.end_step(bool(self.overflow), float(self.loss_scale / loss_scale))
-        if self.overflow and self.session.config.quantizes and self.dtype != torch.float16 and ds_comm.get_rank() == 0:
-            # With fp16 the loss scaler says so.
+        if self.overflow and self.session.config.quantizes and ds_comm.get_rank() == 0:
+            # DeepSpeed's loss scaler says so too with fp16, but not at the level that its logger shows.
             logger.warning("zeropp_fp8: a gradient is not finite on some rank: the step is skipped on all")
         if self.session.conversion is not None:
             self._end_compute_step(self.loss_scale / loss_scale)
         self.session.ledger.end_step()
-        print_progress_line(self.session)
+        print_progress_line(self.session, self.scales)
 
     def _end_compute_step(self, loss_scale_change: float) -> None:
         """Take over the amax that the step has shown, in one collective."""
@@ -279,7 +283,7 @@ class ZeroppStage3(LowPrecisionStage3):
 
     def _rigid_load_state_dict(self, state_dict: dict, load_optimizer_states: bool = True) -> None:
         super()._rigid_load_state_dict(state_dict, load_optimizer_states)
-        if self.session.config.quantizes:
+        if self.session.config.quantizes and self.states is None:
             use_fused_update(self.optimizer)
         self._load_own_entry(state_dict.get(CHECKPOINT_ENTRY))
 

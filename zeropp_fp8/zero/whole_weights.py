@@ -23,7 +23,6 @@ from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.comm.shared_scales import SharedScales
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat
-from zeropp_fp8.zero.compressed_states import formats_of
 from zeropp_fp8.zero.operands import WIRE_FORMAT
 from zeropp_fp8.zero.placement import WholeTensors
 from zeropp_fp8.zero.session import Session
@@ -339,7 +338,7 @@ def plan_owners(session: Session, gatherer: WeightGatherer, units: Sequence[Gath
         topology.rank,
         topology.world_size,
         topology.ranks_per_node,
-        state_bytes=gradient_bytes + formats_of(config.optimizer).bytes_per_parameter(),
+        state_bytes=gradient_bytes + (session.state_formats.bytes_per_parameter() if session.state_formats else 12.0),
         wire_bytes=[[gatherer.format_of(p).bits_per_element / 8 for p in unit.params] for unit in units],
         split=config.partition_split,
     )
