@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test bench-two-nodes bench-kernels bench-fp8 bench-convergence check format clean
+.PHONY: help demo test bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence check format clean
 help:
 	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
 	@echo "make test     all tests"
@@ -18,6 +18,8 @@ help:
 	@echo "make bench-kernels     time and bandwidth of the quantization kernels; results in runs/kernels.json"
 	@echo "make bench-fp8         speed of FP8 linear layers against bf16; results in runs/fp8_linear.json"
 	@echo "make bench-convergence held-out losses of FP8 and MX training against bf16; results in runs/convergence.*"
+	@echo "make bench-fp8-lm      memory and speed of FP8-LM against bf16; results in runs/fp8_lm_*.json"
+	@echo "make bench-fp8-lm-convergence   held-out losses of FP8-LM, its ablation table and mu; results in runs/fp8_lm_*"
 	@echo "make check    ruff: lint and format"
 	@echo "make format   let ruff reformat"
 	@echo "make clean    remove .venv and caches"
@@ -42,6 +44,16 @@ bench-fp8: $(VENV)/.run
 # A 100M-class model, about 2 minutes a run on a large GPU; else a tiny one on the CPU.
 bench-convergence: $(VENV)/.run
 	$(BIN)/python benchmarks/convergence.py --out runs/convergence.json --plot runs/convergence.png $(BENCH_ARGS)
+
+bench-fp8-lm: $(VENV)/.run
+	mkdir -p runs
+	$(BIN)/python benchmarks/fp8_lm.py memory --out runs/fp8_lm_memory.json $(BENCH_ARGS)
+	$(BIN)/python benchmarks/fp8_lm.py throughput --out runs/fp8_lm_throughput.json --timeout 3600
+
+bench-fp8-lm-convergence: $(VENV)/.run
+	mkdir -p runs
+	$(BIN)/python benchmarks/fp8_lm_convergence.py --runs all --timeout 7200 --out runs/fp8_lm_convergence.json \
+		--plot runs/fp8_lm_convergence.png --trace-plot runs/fp8_lm_mu.png $(BENCH_ARGS)
 
 check: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -6,11 +6,29 @@ units.py         the units in which parameters are gathered together
 trace.py         in which order a step fetches them
 coordinator.py   when they are fetched, fetched ahead and released
 weights.py       how: payloads, hops, secondary shards, the closures put on each parameter
+operands.py      weights whose gathered bytes are the operand of a GEMM
 order.py         the one order in which gradients are reduced on every rank
 gradients.py     reducing a unit of gradients
 linear.py        ZeRO-3's linear function at less host cost
 fused_update.py  torch's fused Adam where the user left the choice to torch
+activations.py   FP8 exchanges of DeepSpeed's sequence parallelism
 offload.py       subclass of DeepSpeedZeRoOffload (all there is without an optimizer)
-stage3.py        subclass of DeepSpeedZeroOptimizer_Stage3
+stage3.py        subclass of DeepSpeedZeroOptimizer_Stage3, on top of the two below
 report.py        the table printed at start
+
+FP8-LM, gradients and states in low precision:
+
+gradient_scales.py       scales that all ranks share, and mu
+state_groups.py          which slices share a flat buffer
+gradient_store.py        reduced gradients at rest, with shared scales
+block_gradient_store.py  the same with a scale a block
+compressed_states.py     master weights and moments at rest, and their update
+low_precision.py         both inside DeepSpeed's stage 3
+
+Parameters with owners instead of slices:
+
+whole_tensor.py  which rank owns what: planning only
+placement.py     slices or owners: which elements lie on which rank
+whole_weights.py gathering from owners
+whole_stage3.py  what DeepSpeed's stage 3 assumes about slices, put right
 """
