@@ -13,7 +13,6 @@ from torch import nn
 
 import zeropp_fp8
 from zeropp_fp8.comm import ActivationExchange, WireLedger, fp8_all_to_all
-from zeropp_fp8.config.sections import ActivationsConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # For 2 ranks: [ranks, sequence, batch, heads, head_dim] or [ranks, sequence, batch, heads * head_dim]
@@ -321,22 +320,14 @@ def parts(steps, length=32, batch=2, vocab=256, size=2, seed=1):
         yield tokens[:, :-1][:, mine], positions[:, mine], tokens[:, 1:][:, mine]
 
 
-def in_fp8(engine, wire_format="fp8"):
-    """Switch an engine that was made without it to FP8 activations, as the configuration would."""
-    from zeropp_fp8.zero.activations import exchange_in_fp8, replace_exchanges
-
-    replace_exchanges(Replaced())
-    session = engine.zeropp_fp8_session
-    changed = {"activations": ActivationsConfig(wire_format=wire_format)}
-    session.config = session.config.model_copy(update=changed)
-    return exchange_in_fp8(engine.module, session)
-
-
 def without_sequence_parallelism(wire_format):
-    """What an engine without sequence parallelism says to a wire format."""
+    """What an engine without sequence parallelism makes of a wire format; its error, if it has one."""
     switch(True)
-    engine = make_engine(llama(), ds_config(section("lossless"), "bf16"))
-    return in_fp8(engine, wire_format)
+    config = ds_config(section("lossless", activations={"wire_format": wire_format}), "bf16")
+    try:
+        return make_engine(llama(), config)._zeropp_fp8_activations
+    except zeropp_fp8.ConfigError as error:
+        return str(error)
 
 
 def mean_over_ranks(loss):
@@ -350,9 +341,7 @@ def train_split(fp8, steps=8, dtype="bf16", recipe="lossless", checkpointing=Non
     switch(True)
     mpu = sequence_parallel()
     model = SplitModel(mpu.get_sequence_parallel_group(), checkpointing=checkpointing)
-    engine = _engine(model, mpu, dtype, recipe)
-    if fp8:
-        in_fp8(engine)
+    engine = _engine(model, mpu, dtype, recipe, fp8)
     losses = []
     for tokens, positions, labels in parts(steps):
         loss = engine(tokens, positions, labels)
@@ -372,8 +361,8 @@ def two_engines(steps=4):
     """Losses of two engines over one sequence-parallel group, the first one in FP8, whose passes interleave."""
     switch(True)
     mpu = sequence_parallel()
-    engines = [_engine(SplitModel(mpu.get_sequence_parallel_group()), mpu) for _ in range(2)]
-    hooks = in_fp8(engines[0])
+    engines = [_engine(SplitModel(mpu.get_sequence_parallel_group()), mpu, fp8=fp8) for fp8 in (True, False)]
+    hooks = engines[0]._zeropp_fp8_activations
     losses = [], []
     for part in parts(steps):
         found = [engine(*part) for engine in engines]
@@ -396,11 +385,12 @@ def two_engines(steps=4):
     return losses, reports, before, after, exact
 
 
-def _engine(model, mpu, dtype="bf16", recipe="lossless"):
+def _engine(model, mpu, dtype="bf16", recipe="lossless", fp8=False):
     import deepspeed
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = ds_config(section(recipe), dtype)
+    fields = {"activations": {"wire_format": "fp8"}} if fp8 else {}
+    config = ds_config(section(recipe, **fields), dtype)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
 
 
@@ -416,9 +406,7 @@ def train_llama(fp8, steps=8, checkpointing=None):
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
         model.enable_input_require_grads()
-    engine = _engine(model, mpu)
-    if fp8:
-        in_fp8(engine)
+    engine = _engine(model, mpu, fp8=fp8)
     losses = []
     for tokens, positions, labels in parts(steps):
         logits = engine(input_ids=tokens, position_ids=positions).logits

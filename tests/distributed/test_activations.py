@@ -7,7 +7,7 @@ import pytest
 import torch
 from activation_jobs import DTYPES, LAYOUTS, SHAPES, SPECIALS, UNEVEN
 from numerics import error_bound, payload_size, signal_to_noise_db
-from ranks import RankError, run_ranks
+from ranks import run_ranks
 
 # E4M3 has 3 mantissa bits, E5M2 has 2: 6 dB less. Normal numbers lie at 31.5 and 25.6 dB.
 FORWARD_DB, BACKWARD_DB = 27.0, 24.0
@@ -188,6 +188,14 @@ def test_engines_with_and_without_live_side_by_side():
 
 
 def test_without_sequence_parallelism():
-    with pytest.raises(RankError, match=r'activations.wire_format": "fp8" needs DeepSpeed sequence parallelism'):
-        run_ranks(jobs.without_sequence_parallelism, wire_format="fp8")
+    for said in run_ranks(jobs.without_sequence_parallelism, wire_format="fp8"):
+        assert 'activations.wire_format": "fp8" needs DeepSpeed sequence parallelism' in said
     assert run_ranks(jobs.without_sequence_parallelism, wire_format="detect") == [None] * 4
+
+
+def test_the_recipe_finds_sequence_parallelism():
+    """fp8-lm exchanges activations in FP8 where there are some to exchange."""
+    exact = run("train_split", fp8=False, recipe="lossless")[0]
+    for losses, report, _ in run("train_split", fp8=False, recipe="fp8-lm"):
+        assert losses == pytest.approx(exact[0], rel=5e-3)
+        assert report["per_step"]["activations"] == {"inter": 0, "intra": 2 * 2 * 4 * EXCHANGE}
