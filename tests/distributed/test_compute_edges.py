@@ -12,6 +12,7 @@ from torch import nn
 
 from zeropp_fp8.compute import convert_linear_layers
 from zeropp_fp8.zero.operands import GemmWeights
+from zeropp_fp8.zero.placement import Slices
 
 # -- who reads the values of a weight
 
@@ -132,7 +133,8 @@ def test_ranks_that_own_nothing_of_a_weight(world, shape, granularity):
         shard.ds_numel = slice_numel
         param = SimpleNamespace(ds_tensor=shard, ds_numel=numel, ds_shape=shape, ds_id=0)
         topology = SimpleNamespace(rank=rank, world_size=world, group=None)
-        weights = GemmWeights(SimpleNamespace(topology=topology, device=torch.device("cpu")))
+        session = SimpleNamespace(topology=topology, device=torch.device("cpu"), placement=Slices(rank, world))
+        weights = GemmWeights(session)
         weights.granularity = granularity
         weights._add(param, SimpleNamespace(weight_is_transposed=False))
         (weight,) = weights._weights.values()

@@ -7,8 +7,9 @@ from ranks import run_ranks
 
 def test_trainer(tmp_path):
     stock, _ = run_ranks(jobs.train_with_trainer, recipe=None, folder=str(tmp_path))[0]
-    losses, report = run_ranks(jobs.train_with_trainer, recipe="zeropp", folder=str(tmp_path))[0]
-    assert len(losses) == 4 and losses == pytest.approx(stock, rel=3e-3) and losses != stock
-    assert report["steps"] == 4
-    assert report["per_step"]["weights_forward"]["inter"] > 0
-    assert report["per_step"]["weights_backward"]["inter"] == 0
+    for recipe in ("zeropp", "fp8-lm"):
+        losses, report = run_ranks(jobs.train_with_trainer, recipe=recipe, folder=str(tmp_path))[0]
+        assert len(losses) == 4 and losses == pytest.approx(stock, rel=3e-3) and losses != stock
+        assert report["steps"] == 4
+        assert report["per_step"]["weights_forward"]["inter"] > 0
+        assert (report["per_step"]["weights_backward"]["inter"] == 0) == (recipe == "zeropp")

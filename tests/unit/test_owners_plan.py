@@ -464,7 +464,7 @@ def test_the_same_in_another_process(split):
     here = Path(__file__).parent
     for seed in ("1", "2"):
         done = subprocess.run(
-            [sys.executable, "-c", f"import test_whole_tensor as t; print(t.digest({split!r}))"],
+            [sys.executable, "-c", f"import test_owners_plan as t; print(t.digest({split!r}))"],
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{here}:{here.parent.parent}"},
             capture_output=True,
             text=True,

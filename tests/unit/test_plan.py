@@ -340,6 +340,9 @@ def test_memory_by_hand():
     assert memory_per_gpu(METHODS["zeropp"], job).secondary == pytest.approx(7e9 * (1 + 2 / 256) / 4)
     assert memory_per_gpu(METHODS["zeropp-4bit"], job).secondary == pytest.approx(7e9 * (0.5 + 2 / 128) / 4)
     assert memory_per_gpu(METHODS["in-tree"], job).secondary == pytest.approx(7e9 * 2 / 4)
+    assert memory_per_gpu(METHODS["fp8-lm-o1"], job).held == pytest.approx(15 * 7e9 / 8)
+    for name in ("fp8-lm-o2", "fp8-lm"):  # 2 a weight, 6 of states and gradient
+        assert memory_per_gpu(METHODS[name], job).held == pytest.approx(8 * 7e9 / 8)
     assert memory_per_gpu(METHODS["hsdp"], job).held == pytest.approx(16 * 7e9 / 4)
     assert stock.held < stock.peak == stock.held + max(stock.gathered + stock.activations, stock.update)
 
@@ -419,7 +422,7 @@ def test_command_line_prints_every_method():
     lines = done.stdout.splitlines()
     assert "7 B parameters" in lines[0] and "8 x 8 GPUs, 100 Gbit/s" in lines[0] and "modelled" in lines[0]
     assert [line.split()[0] for line in lines[3:]] == [
-        *("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "in-tree", "fsdp2", "hsdp")
+        *("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "fp8-lm", "in-tree", "fsdp2", "hsdp")
     ]
     assert all("wire" in line for line in lines[3:])
 

@@ -130,7 +130,13 @@ class ZeroppStage3(LowPrecisionStage3):
         params = self._used_by_only.get(id(module))
         if params is None:
             mine = module.parameters(recurse=z3_leaf_module(module))
-            params = self._used_by_only[id(module)] = [p for p in mine if self._users[id(p)] == 1]
+            # What computes with the module's own parameters before its forward begins (weight_norm) has its backward
+            # after the module's.
+            hooks = module._forward_pre_hooks.values()
+            before = any(not hook.__module__.startswith(("deepspeed", "zeropp_fp8")) for hook in hooks)
+            early = {id(p) for p in module.parameters(recurse=False)} if before else set()
+            params = [p for p in mine if self._users[id(p)] == 1 and id(p) not in early]
+            self._used_by_only[id(module)] = params
         if params and not self._coalesce_reduction_is_on():
             self._order.module_ended(p for p in params if not p.is_external_param)
 

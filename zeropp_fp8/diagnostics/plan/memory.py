@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from zeropp_fp8.diagnostics.plan.job import BYTES_16BIT, Job
 from zeropp_fp8.diagnostics.plan.methods import Method
 
-STATES_BYTES = 12  # fp32 master weight and two Adam moments
 FP32_BYTES = 4
 ACTIVATION_BYTES = 34
 CHECKPOINT_BYTES = 2
@@ -67,12 +66,15 @@ def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
     updated = min(shard, SUB_GROUP) if method.deepspeed else shard
     # DeepSpeed makes an fp32 copy of the gradients of the sub-group it updates.
     copies = TEMPORARIES if method.fp32_gradients else TEMPORARIES + 1
+    gradient_bytes = method.stored_gradient_bytes
+    if gradient_bytes is None:
+        gradient_bytes = FP32_BYTES if method.fp32_gradients else BYTES_16BIT
     return MemoryEstimate(
         weights=BYTES_16BIT * shard if method.deepspeed else 0.0,
-        states=STATES_BYTES * shard,
-        gradients=(FP32_BYTES if method.fp32_gradients else BYTES_16BIT) * shard,
+        states=method.state_bytes * shard,
+        gradients=gradient_bytes * shard,
         secondary=method.secondary_bytes * model.parameters / cluster.ranks_per_node,
         gathered=BYTES_16BIT * min(gathered, model.parameters),
         activations=activation_bytes(job),
-        update=copies * FP32_BYTES * updated,
+        update=0.0 if method.fused_update else copies * FP32_BYTES * updated,
     )

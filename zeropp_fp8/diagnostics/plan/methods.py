@@ -44,6 +44,9 @@ class Method:
             FSDP2's) work by block was measured to cost no more than the block's own Python.
         states_sharded_over: ranks that share one copy of weights and optimizer states.
         fp32_gradients: the gradient shard is fp32 (FSDP2 with fp32 parameters), else 16 bits.
+        stored_gradient_bytes: bytes a gradient at rest where it is neither.
+        state_bytes: bytes a parameter of master weight and moments.
+        fused_update: the optimizer reads gradients where they are and makes no fp32 copies.
     """
 
     name: str
@@ -62,6 +65,9 @@ class Method:
     hops_overlap: bool = False
     states_sharded_over: Literal["world", "node"] = "world"
     fp32_gradients: bool = False
+    stored_gradient_bytes: float | None = None
+    state_bytes: float = 12.0
+    fused_update: bool = False
 
     @property
     def quantizes_weights(self) -> bool:
@@ -123,6 +129,25 @@ def _zeropp(name: str, weight_bytes: float) -> Method:
     )
 
 
+def _fp8_lm(name: str, weight_bytes: float = BYTES_16BIT, **states) -> Method:
+    """FP8-LM's levels: gradients in FP8 on both levels and at rest; scales that all ranks share cost nothing."""
+    return Method(
+        name,
+        gather="two-level",
+        weight_bytes=weight_bytes,
+        backward_gather="two-level",
+        backward_bytes=weight_bytes,
+        reduce="two-level",
+        gradient_intra=1.0,
+        gradient_inter=1.0,
+        gathered_by="block",
+        host_by_tensor=False,
+        hops_overlap=True,
+        stored_gradient_bytes=1.0,
+        **states,
+    )
+
+
 _QWZ = {"weight_bytes": IN_TREE_INT8, "backward_bytes": IN_TREE_INT8}
 _HPZ = {"backward_gather": "node", "secondary_bytes": BYTES_16BIT}
 _QGZ = {"reduce": "two-level", "gradient_intra": IN_TREE_INT4, "gradient_inter": IN_TREE_INT4}
@@ -143,6 +168,9 @@ METHODS: dict[str, Method] = {
         ),
         _zeropp("zeropp", INT8_BLOCK_256),
         _zeropp("zeropp-4bit", INT4_BLOCK_128),
+        _fp8_lm("fp8-lm-o1"),
+        _fp8_lm("fp8-lm-o2", state_bytes=5.0, fused_update=True),
+        _fp8_lm("fp8-lm", weight_bytes=1.0, state_bytes=5.0, fused_update=True),
         Method("in-tree", **_QWZ, **_HPZ, **_QGZ),
         Method("in-tree-leaf", **_QWZ, **_HPZ, **_QGZ, gathered_by="block"),
         Method("in-tree-qwz", **_QWZ),
@@ -152,7 +180,7 @@ METHODS: dict[str, Method] = {
         Method("hsdp", **_FSDP2, gather="node", backward_gather="node", reduce="node", states_sharded_over="node"),
     )
 }
-TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "in-tree", "fsdp2", "hsdp")
+TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "fp8-lm", "in-tree", "fsdp2", "hsdp")
 
 
 def method_named(name: str) -> Method:
