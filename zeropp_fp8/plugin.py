@@ -365,6 +365,7 @@ def _engine_class(stock_class):
             from zeropp_fp8.zero.activations import exchange_in_fp8
             from zeropp_fp8.zero.session import Session
 
+            _check_owners(self._zeropp_fp8_config)
             group = _partition_group(self.module, self.mpu)
             session = Session(self._zeropp_fp8_config, group, self._zeropp_fp8_conversion)
             object.__setattr__(self, "zeropp_fp8_session", session)
@@ -425,6 +426,18 @@ def _engine_class(stock_class):
 
     ZeroppEngine.__name__ = ZeroppEngine.__qualname__ = stock_class.__name__
     return ZeroppEngine
+
+
+def _check_owners(config) -> None:
+    """Owners of whole tensors need a DeepSpeed that asks where in a parameter a rank's part begins."""
+    import deepspeed
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    if config.partition == "whole_tensor" and not hasattr(DeepSpeedZeroOptimizer_Stage3, "_get_param_partition_rank"):
+        raise ConfigError(
+            f'"{SECTION}.partition": "whole_tensor" needs DeepSpeed 0.19.3 or later, this is {deepspeed.__version__}; '
+            'update it, or set partition to "slice"'
+        )
 
 
 def _refuse_left_over(model) -> None:

@@ -126,3 +126,16 @@ def test_sub_groups_are_cut_alike_on_all_ranks():
 def test_no_rank_holds_the_model_while_owners_are_found():
     for total, held in run_ranks(jobs.peak_of_initialization):
         assert held < 0.75 * total  # slices or parts (a quarter), and one unit gathered
+
+
+def test_an_older_deepspeed_is_refused(monkeypatch):
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    from zeropp_fp8.config import ConfigError, resolve
+    from zeropp_fp8.plugin import _check_owners
+
+    config = resolve({"zero_optimization": {"stage": 3}, "zeropp_fp8": {"recipe": "fp8-lm"}})
+    _check_owners(config)
+    monkeypatch.delattr(DeepSpeedZeroOptimizer_Stage3, "_get_param_partition_rank")
+    with pytest.raises(ConfigError, match=r'partition": "whole_tensor" needs DeepSpeed 0.19.3 or later'):
+        _check_owners(config)

@@ -173,7 +173,8 @@ class ZeroppStage3(LowPrecisionStage3):
         if self.store is not None:
             if twice:
                 self.reducer.drain()  # what a second gradient is added to must be there
-            last = self.is_gradient_accumulation_boundary()
+            boundary = self.is_gradient_accumulation_boundary  # a method from DeepSpeed 0.18.3 on
+            last = boundary() if callable(boundary) else boundary
             results = [self.store.destination(p, last, again) for p in params]
         else:
             partitions = getattr(self, GRAD_PARTITIONS)
