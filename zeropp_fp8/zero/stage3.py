@@ -173,7 +173,7 @@ class ZeroppStage3(LowPrecisionStage3):
         if self.store is not None:
             if twice:
                 self.reducer.drain()  # what a second gradient is added to must be there
-            boundary = self.is_gradient_accumulation_boundary  # a method from DeepSpeed 0.18.3 on
+            boundary = self.is_gradient_accumulation_boundary  # in DeepSpeed 0.18.0 no method yet
             last = boundary() if callable(boundary) else boundary
             results = [self.store.destination(p, last, again) for p in params]
         else:
