@@ -2,7 +2,9 @@
 
 import math
 
-import fp8_lm_jobs as jobs
+import fp8_checkpoint_jobs as checkpoints
+import fp8_gradient_jobs as gradients
+import fp8_state_jobs as states
 import pytest
 from ranks import run_ranks
 
@@ -12,7 +14,7 @@ from ranks import run_ranks
 @pytest.mark.parametrize("node_size", [2, 4, 1])
 def test_reduced_gradients_against_the_exact_mean(node_size):
     """Every policy, dtype and magnitude, also in the first step, which has no history."""
-    for found in run_ranks(jobs.reduction_accuracy, node_size=node_size):
+    for found in run_ranks(gradients.reduction_accuracy, node_size=node_size):
         for (policy, dtype, std), (at_first, later) in found.items():
             what = policy, dtype, std, at_first, later
             # Rounding to 3 bits of mantissa is off by 2.6 % on average (root mean square, measured), as is the mean of
@@ -26,7 +28,7 @@ def test_reduced_gradients_against_the_exact_mean(node_size):
 @pytest.mark.parametrize("node_size", [2, 4, 1])
 def test_shared_scale_and_the_scale_of_the_sum(node_size):
     """e = s / N, s or s mu, and the sum over ranks has the scale N e: dividing by N costs nothing."""
-    for result in run_ranks(jobs.scale_semantics, node_size=node_size):
+    for result in run_ranks(gradients.scale_semantics, node_size=node_size):
         for policy, factor in (("pre", 0.25), ("post", 1.0), ("auto", 0.25)):
             encode, product = result[policy]
             assert (encode[0], encode[2]) == pytest.approx((factor, factor), rel=1e-6)
@@ -35,7 +37,7 @@ def test_shared_scale_and_the_scale_of_the_sum(node_size):
 
 def test_parameters_that_are_not_always_used():
     """What no step has shown has no history; zeros of three ranks do not matter to the fourth's."""
-    for log in run_ranks(jobs.parameters_that_are_not_always_used):
+    for log in run_ranks(gradients.parameters_that_are_not_always_used):
         for step, (errors, before, after, newest) in enumerate(log):
             assert (0 in before) == (step <= 3) and (0 in after) == (step < 3)
             assert (2 in before) == (step == 0) and 2 not in after
@@ -46,13 +48,15 @@ def test_parameters_that_are_not_always_used():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_micro_batches_add_up_and_become_codes(dtype):
-    for errors in run_ranks(jobs.accumulated_reductions, dtype_name=dtype):
+    for errors in run_ranks(gradients.accumulated_reductions, dtype_name=dtype):
         assert errors[1] == 0 and all(0.02 < error < 0.03 for error in (errors[0], errors[2]))
 
 
 @pytest.mark.parametrize("world", [4, 1])
 def test_one_micro_batch_becomes_codes_at_once(world):
-    held = run_ranks(jobs.one_micro_batch_is_codes, world=world, ranks_per_node=min(2, world), world_expected=world)
+    held = run_ranks(
+        gradients.one_micro_batch_is_codes, world=world, ranks_per_node=min(2, world), world_expected=world
+    )
     # Two matrices of 1 byte (tiles of 1024), a vector of 4 bytes, and sums in fp32 once a gradient came twice.
     matrices = sum(math.ceil(math.ceil(numel / world) / 1024) * 1024 for numel in (97 * 33, 40 * 50))
     assert held[0] == matrices * (1 + 4) + 1024 * 4
@@ -60,7 +64,7 @@ def test_one_micro_batch_becomes_codes_at_once(world):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_accumulation_and_clipping_in_the_engine(dtype):
-    for steps in run_ranks(jobs.accumulation_in_the_engine, dtype=dtype):
+    for steps in run_ranks(states.accumulation_in_the_engine, dtype=dtype):
         for cosine, norm, norm_by_hand in steps:
             # The gradient read before the step is not FP8 yet: 0.999 as without accumulation; weights differ later on.
             assert cosine > 0.998 and abs(norm - 1) < 0.01
@@ -73,7 +77,7 @@ def test_accumulation_and_clipping_in_the_engine(dtype):
 @pytest.mark.parametrize("stored", [False, True], ids=["numbers", "codes"])
 def test_mu_follows_its_schedule(stored):
     """Sums of gradients that agree overflow: mu halves until they fit, then grows by 2^(1/1000) a step on all ranks."""
-    logs = run_ranks(jobs.mu_follows_its_schedule, stored=stored)
+    logs = run_ranks(gradients.mu_follows_its_schedule, stored=stored)
     assert all(log == logs[0] for log in logs)
     mu = [entry[0] for entry in logs[0]]
     growth = 2 ** (1 / 1000)
@@ -90,7 +94,7 @@ def test_mu_follows_its_schedule(stored):
 
 def test_what_a_fixed_mu_loses():
     """mu = 1 (post) cuts sums off, 1 / N (pre) loses small numbers, a mu that is too small loses all of them."""
-    results = run_ranks(jobs.what_a_fixed_mu_loses)[0]
+    results = run_ranks(gradients.what_a_fixed_mu_loses)[0]
     error = {key: value[0] for key, value in results.items()}
     report = {key: value[1] for key, value in results.items()}
     agreeing, small = "same sign", "small numbers"
@@ -105,12 +109,12 @@ def test_what_a_fixed_mu_loses():
 
 
 def test_bounds_of_mu_and_steps_that_are_skipped():
-    for largest, smallest, unchanged, halved in run_ranks(jobs.bounds_and_overflow):
+    for largest, smallest, unchanged, halved in run_ranks(gradients.bounds_and_overflow):
         assert (largest, smallest) == (2.0**24, 2.0**-24) and unchanged and halved
 
 
 def test_errors_of_scales():
-    messages, runs, mu, without = run_ranks(jobs.errors_of_scales)[0]
+    messages, runs, mu, without = run_ranks(gradients.errors_of_scales)[0]
     assert "must be neighbours in the order of reduction" in messages[0]
     assert "gradient scales are of 9 tensors, this model has 3" in messages[1]
     assert runs == [[0, 1], [2, 3]] and mu == 1.0 and without == [0, 2]
@@ -122,7 +126,9 @@ def test_errors_of_scales():
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_fp8_adamw_with_the_same_gradients_arrives_at_the_same_weights(dtype):
     """One rank, where a slice is a whole tensor: weights and moments bit for bit."""
-    ((weights, moments, at_start, masters),) = run_ranks(jobs.beside_fp8_adamw, world=1, ranks_per_node=1, dtype=dtype)
+    ((weights, moments, at_start, masters),) = run_ranks(
+        states.beside_fp8_adamw, world=1, ranks_per_node=1, dtype=dtype
+    )
     assert weights and moments
     assert at_start and masters, "the model computes with the rounded master weights, from the start"
 
@@ -130,7 +136,7 @@ def test_fp8_adamw_with_the_same_gradients_arrives_at_the_same_weights(dtype):
 @pytest.mark.parametrize("kind", ["adamw", "adam", "groups", "fp16"])
 def test_compressed_states_in_fp32_are_stock(kind):
     """Clipping, a schedule, Adam's L2 penalty, groups with their own options, a loss scale; nothing is rounded."""
-    for stock, mine, largest, moved, stock_norm, norm in run_ranks(jobs.fp32_through_compressed_states, kind=kind):
+    for stock, mine, largest, moved, stock_norm, norm in run_ranks(states.fp32_through_compressed_states, kind=kind):
         assert mine == pytest.approx(stock, rel=2e-6 if kind != "fp16" else 1e-4)
         # In fp16 a weight's last bit decides about signs of gradients near zero, and Adam about steps of lr.
         assert largest < (2e-6 if kind != "fp16" else 1e-4) and moved > 5e-3 and stock_norm > 0.5
@@ -138,7 +144,7 @@ def test_compressed_states_in_fp32_are_stock(kind):
 
 
 def test_training_and_memory_beside_stock():
-    results = run_ranks(jobs.training_beside_stock)
+    results = run_ranks(states.training_beside_stock)
     stock = [sum(losses) / 4 for losses in zip(*(result["stock"][0] for result in results))]
     assert stock[-1] < stock[0] - 0.5, "nothing was learned"
     for name in ("o1", "o2"):
@@ -164,7 +170,7 @@ def test_training_and_memory_beside_stock():
 def test_checkpoints(case, world, node_size):
     """Resume bit for bit, also with stochastic rounding, range expansion and blocks; to stock and back."""
     for result in run_ranks(
-        jobs.checkpoints_of_states, world=world, ranks_per_node=node_size, case=case, node_size=node_size
+        checkpoints.checkpoints_of_states, world=world, ranks_per_node=node_size, case=case, node_size=node_size
     ):
         uninterrupted, resumed = result["losses"]
         assert resumed == uninterrupted and result["weights"]
@@ -182,7 +188,7 @@ def test_checkpoints(case, world, node_size):
 def test_safe_get_and_set(recipe, world, node_size):
     """Full and local gradients, weights and moments; wrong sizes and what cannot be done say so."""
     for result in run_ranks(
-        jobs.reading_and_writing, world=world, ranks_per_node=node_size, recipe=recipe, node_size=node_size
+        checkpoints.reading_and_writing, world=world, ranks_per_node=node_size, recipe=recipe, node_size=node_size
     ):
         assert result["matrix"] and result["vector"] and result["odd"]
         assert result["moved"] == 1.0, "a positive gradient moves every weight down"
@@ -198,7 +204,7 @@ def test_safe_get_and_set(recipe, world, node_size):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_gradient_that_is_not_finite_changes_nothing(dtype):
-    results = run_ranks(jobs.gradients_that_are_not_finite, dtype=dtype)
+    results = run_ranks(states.gradients_that_are_not_finite, dtype=dtype)
     for log, losses, skipped, _ in results:
         for entry in log:
             factor = entry.pop("factor")
@@ -211,7 +217,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype):
 
 def test_gradients_stored_with_a_scale_a_block():
     """fp32 results are encoded where they arrive: every block by its own amax; accumulation, resume, norm, clipping."""
-    for result in run_ranks(jobs.stored_in_blocks):
+    for result in run_ranks(checkpoints.stored_in_blocks):
         # Each number within half a spacing of its block's scale, which is a power of two.
         assert all(error <= 1 for error in result["errors"])
         assert result["norm"] < 1e-6 and result["bytes"] == result["expected bytes"]
@@ -222,7 +228,7 @@ def test_gradients_stored_with_a_scale_a_block():
 
 
 def test_loading_weights_without_states():
-    for result in run_ranks(jobs.loading_weights_only):
+    for result in run_ranks(checkpoints.loading_weights_only):
         for (name, how), (off, moments, steps, exact, loss) in result.items():
             # Blocks of bf16 masters and tensors of FP16 masters hold bf16 weights, but for tiny ones.
             assert off < 1e-6, (name, how, off)
@@ -230,9 +236,9 @@ def test_loading_weights_without_states():
 
 
 def test_universal_checkpoint_at_another_world_size(tmp_path):
-    masters, second = run_ranks(jobs.save_for_universal, folder=str(tmp_path))[0]
+    masters, second = run_ranks(checkpoints.save_for_universal, folder=str(tmp_path))[0]
     results = run_ranks(
-        jobs.load_universal, world=2, ranks_per_node=1, folder=str(tmp_path), masters=masters, second=second
+        checkpoints.load_universal, world=2, ranks_per_node=1, folder=str(tmp_path), masters=masters, second=second
     )
     for found in results:
         off, moments_off, exact, steps, loss = found["all"]
@@ -244,7 +250,7 @@ def test_universal_checkpoint_at_another_world_size(tmp_path):
 
 def test_fp8_adamw_as_the_users_optimizer():
     """The section's formats come first, then its own; checkpoints go both ways between it and torch's AdamW."""
-    for runs in run_ranks(jobs.fp8_adamw_in_the_stage, world=2, ranks_per_node=1):
+    for runs in run_ranks(states.fp8_adamw_in_the_stage, world=2, ranks_per_node=1):
         assert runs["fp8"] == runs["torch"]
         for key in (("fp8", "FP8AdamW"), ("torch", "FP8AdamW"), ("fp8", "AdamW")):
             assert runs[key] == runs["fp8"][3:], key
@@ -252,7 +258,7 @@ def test_fp8_adamw_as_the_users_optimizer():
 
 
 def test_optimizers_that_are_refused():
-    for messages in run_ranks(jobs.refusals, world=2, ranks_per_node=1):
+    for messages in run_ranks(states.refusals, world=2, ranks_per_node=1):
         assert "the optimizer is SGD; use torch.optim.AdamW" in messages["sgd"]
         assert "the optimizer is OwnUpdate" in messages["own update"]
         assert "do not support amsgrad; leave it out" in messages["amsgrad"]
@@ -263,14 +269,14 @@ def test_optimizers_that_are_refused():
 
 @pytest.mark.parametrize("case, tensors", [("lora", 8), ("tied", 20), ("zero.Init", 21)])
 def test_models(case, tensors):
-    for mine, (exact, count, held), stock in run_ranks(jobs.models_of_all_kinds, case=case):
+    for mine, (exact, count, held), stock in run_ranks(states.models_of_all_kinds, case=case):
         assert mine == pytest.approx(stock, rel=2e-3)
         assert exact and count == tensors and held > 0
 
 
 def test_parameters_that_ranks_use_differently():
     """Two linear layers of a block: one that no rank uses at first, one that a single rank uses."""
-    for losses, expected, off, exact in run_ranks(jobs.parameters_unused_on_some_ranks, timeout=60):
+    for losses, expected, off, exact in run_ranks(states.parameters_unused_on_some_ranks, timeout=60):
         assert losses == pytest.approx(expected, rel=0.02) and exact
         # Adam moves a weight by 1e-3 a step whatever the gradient's size: rounding to FP8 shows where it is near zero.
         assert all(error < 4e-3 for error in off.values()), off
