@@ -76,7 +76,8 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
 
     if config.gradients.scales == "tensor":
         policy = {"auto": "mu adapts", "pre": "divided before the sum", "post": "divided after the sum"}
-        reduction = "added by NCCL (messages with vectors: in fp32)" if config.gradients.reduction == "nccl" else "added in fp32"
+        with_nccl = config.gradients.reduction == "nccl"
+        reduction = "added by NCCL (messages with vectors: in fp32)" if with_nccl else "added in fp32"
         remark = f"from {config.gradients.amax_history} steps; {policy[config.gradients.scale_policy]}; {reduction}"
         rows.append(("gradient scales", "one a tensor, shared", 0, remark))
     rows.append(gradient_row("within nodes", session.intra_format, topology.ranks_per_node))
