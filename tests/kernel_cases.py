@@ -27,14 +27,27 @@ FORMATS = {
     **{name: (name, {}) for name in MX_NAMES},
     **{f"{name}-floor": (name, {"scale_mode": "floor"}) for name in MX_NAMES},
 }
+# Formats that kernels only decode: every element and both kinds of scales, block sizes that are no power of two, and
+# long blocks.
+FROZEN_FORMATS = {
+    "nf4": ("nf4", {}),
+    "nf4-34": ("nf4", {"block_size": 34}),
+    "nf4-4096": ("nf4", {"block_size": 4096}),
+    "nf4-double": ("nf4", {"double_quantize": True}),
+    "nf4-2-double": ("nf4", {"block_size": 2, "double_quantize": True}),
+    "int4-double": ("int4", {"block_size": 64, "double_quantize": True}),
+    "int8-double": ("int8", {"block_size": 64, "double_quantize": True}),
+    "int8-3-double": ("int8", {"block_size": 3, "double_quantize": True}),
+    "fp8_e4m3-double": ("fp8_e4m3", {"block_size": 128, "double_quantize": True}),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make(name: str, rounding: str = "nearest", dtype: torch.dtype = torch.bfloat16):
-    """A format by its name in FORMATS, or "none"."""
+    """A format by its name in FORMATS or FROZEN_FORMATS, or "none"."""
     if name == "none":
         return make_format("none", dtype=dtype)
-    element, options = FORMATS[name]
+    element, options = (FORMATS | FROZEN_FORMATS)[name]
     return make_format(element, rounding=rounding, **options)
 
 
@@ -93,6 +106,31 @@ def check_quantize_and_dequantize(wire_format, dtype, numels, world, slices, dev
         kernels.decode(expected.to(device), device_order, got)
         for a, b in zip(got, wanted):
             assert same(a, b), output
+
+
+def check_decoded_only(wire_format, dtype, numels, world, slices, device, outputs):
+    """The bytes of the torch code, which encodes on any device, and by the kernel its values; nothing beyond a tensor.
+
+    Needs slices of more than 256 blocks for a group of scales to have more than one program.
+    """
+    tensors = awkward(numels, dtype)
+    slice_numels = [-(-n // world) for n in numels]
+    reference, kernels = layouts(wire_format, slice_numels, dtype, device)
+    assert all(group.segments is None and group.decoded_segments is not None for group in kernels._groups)
+    order, device_order = SliceOrder(slices, CPU), SliceOrder(slices, device)
+    expected = torch.zeros(len(slices), reference.row_bytes, dtype=torch.uint8)
+    reference.encode(tensors, order, expected)
+    actual = torch.full_like(expected, 255, device=device)
+    kernels.encode([t.to(device) for t in tensors], device_order, actual)
+    differing = (actual.cpu() != expected).nonzero().tolist()
+    assert not differing, (wire_format, dtype, numels, slices, kernels.offsets, differing[:5])
+    for output in outputs:
+        wanted = [torch.full((n,), 7.0, dtype=output) for n in numels]
+        got = [torch.full((n,), 7.0, dtype=output, device=device) for n in numels]
+        reference.decode(expected, order, wanted)
+        kernels.decode(actual, device_order, got)
+        for a, b in zip(got, wanted):
+            assert same(a, b), (wire_format, output, numels, slices)
 
 
 def largest(numels, dtype, seed=0):

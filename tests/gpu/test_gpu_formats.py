@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import same
+from kernel_cases import FROZEN_FORMATS, awkward, make, same
 
 from zeropp_fp8.formats import MX_NAMES, make_format
 from zeropp_fp8.formats.noise import Seed
@@ -61,6 +61,25 @@ def test_mx_bytes_and_values_are_those_of_the_cpu(name, scale_mode, rounding, dt
             assert torch.equal(quantized.codes.cpu(), expected.codes)
             assert torch.equal(quantized.scales.cpu(), expected.scales)
             assert same(quantized.dequantize(dtype), expected.dequantize(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", list(FROZEN_FORMATS))
+def test_frozen_bytes_and_values_are_those_of_the_cpu(name, dtype):
+    """Also of parts: their offset is a mean over the whole tensor, in an order that no device changes."""
+    fmt = make(name)
+    for numel in (1, 33, 4099, 1 << 18):
+        (x,) = awkward([numel], dtype)
+        payload = fmt.encode(x)
+        on_gpu = fmt.encode(x.cuda())
+        assert torch.equal(on_gpu.cpu(), payload)
+        assert same(fmt.decode(on_gpu, x.shape, dtype), fmt.decode(payload, x.shape, dtype))
+        size = -(-numel // (3 * fmt.granule)) * fmt.granule
+        for first in (0, size, 2 * size):
+            parts = [torch.full((fmt.payload_bytes(size),), 255, dtype=torch.uint8, device=d) for d in ("cpu", "cuda")]
+            for part in parts:
+                fmt.encode_part(x.to(part.device), first, size, part)
+            assert torch.equal(parts[1].cpu(), parts[0])
 
 
 def generator():

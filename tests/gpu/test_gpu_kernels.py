@@ -6,6 +6,7 @@ writing a value is fp32 whatever the tensor's dtype, so here they are paired:
 
     quantize, dequantize    every format from bf16 to fp32, at odd offsets; one of each layout of codes at aligned
                             offsets, with the dtypes in turn; other dtypes at odd offsets, where LIMIT and Inf matter
+    NF4, double-quantized   only decoded: every format, at odd and at aligned offsets, to a dtype each
     other roundings         every element with one of the two, and each family of elements with both
     reduce                  each pair of formats in one dtype, every element first or next
     round_trip              every format from bf16, with sides divisible by 16 (scales rounded up) or not (floor);
@@ -17,6 +18,8 @@ import torch
 from kernel_cases import (
     DTYPES,
     FORMATS,
+    FROZEN_FORMATS,
+    check_decoded_only,
     check_quantize_and_dequantize,
     check_reduce,
     check_round_trip,
@@ -55,6 +58,16 @@ def test_aligned_slices(name, dtype):
     dtype = DTYPES[dtype]
     numels = [1 << 16, 3 * 4096 + 64]
     check_quantize_and_dequantize(make(name), dtype, numels, 4, [3, 1, 0, 2], CUDA, [dtype])
+
+
+@pytest.mark.parametrize("name", list(FROZEN_FORMATS))
+def test_formats_that_are_only_decoded(name):
+    """Slices of many groups of scales, some beyond a tensor's end."""
+    outputs = list(DTYPES.values())
+    check_decoded_only(make(name), torch.float32, [33, 500, 100003], 3, [2, 0, 1], CUDA, outputs)
+    output = outputs[list(FROZEN_FORMATS).index(name) % 3]
+    check_decoded_only(make(name), output, [1 << 18, 3 * 4096 + 64], 4, [3, 1, 0, 2], CUDA, [output])
+    check_decoded_only(make(name), output, [9, 1, 2, 5], 8, [7, 1], CUDA, [output])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 A row holds one slice of each tensor, one after the other, each with its own scales: blocks never straddle two tensors,
 so results do not depend on which tensors travel together. On a GPU all tensors that share a format are handled by one
-launch of a kernel; elsewhere the torch code of formats/ does the same, tensor by tensor.
+launch of a kernel; elsewhere the torch code of formats/ does the same, tensor by tensor, and so it does where a format
+has no kernel: scales per tensor, and all but decoding of NF4 and double-quantized scales.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class _Group:
 
     members: list[int]
     wire_format: WireFormat
-    segments: object = None  # kernels.SegmentTable, where kernels are used
+    segments: object = None  # kernels.SegmentTable, where kernels encode, decode and sum
+    decoded_segments: object = None  # the same, where they decode
     index: Tensor | None = None  # int64, `members` on the device, where they have scales that ranks share
 
 
@@ -57,6 +59,7 @@ class PayloadLayout:
         device: where the tensors live.
         partner_formats: formats of the layout that `reduce_to_payload` goes to or comes from, for the same tensors.
         use_kernels: Triton kernels instead of torch operations; None: on a GPU.
+        left_out: tensors that have a place in the rows but are neither encoded nor decoded here.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class PayloadLayout:
         device: torch.device,
         partner_formats: Sequence[WireFormat] | None = None,
         use_kernels: bool | None = None,
+        left_out: Sequence[int] = (),
     ) -> None:
         self.slice_numels = tuple(slice_numels)
         self.formats = tuple(formats)
@@ -79,8 +83,8 @@ class PayloadLayout:
         partners = partner_formats or formats
         by_key: dict[Hashable, list[int]] = defaultdict(list)
         for index, (mine, partner, dtype) in enumerate(zip(formats, partners, dtypes)):
-            if self.slice_numels[index] == 0:
-                continue  # nothing to move
+            if self.slice_numels[index] == 0 or index in left_out:
+                continue  # nothing to move, or nothing to do
             by_key[(format_key(mine), format_key(partner), dtype)].append(index)
         self._groups = [self._make_group(members, partners, use_kernels) for members in by_key.values()]
         self._tables: dict[Hashable, object] = {}
@@ -92,15 +96,14 @@ class PayloadLayout:
         if use_kernels:
             from zeropp_fp8 import kernels
 
-            partner = partners[members[0]]
-            if kernels.supports(group.wire_format) and kernels.supports(partner):
-                group.segments = kernels.SegmentTable(
-                    group.wire_format,
-                    [self.slice_numels[i] for i in members],
-                    [self.offsets[i] for i in members],
-                    self.device,
-                    like=partner if isinstance(partner, BlockScaledFormat) else None,
-                )
+            mine, partner = group.wire_format, partners[members[0]]
+            numels, offsets = [self.slice_numels[i] for i in members], [self.offsets[i] for i in members]
+            if kernels.supports(mine) and kernels.supports(partner):
+                like = partner if isinstance(partner, BlockScaledFormat) else None
+                group.segments = kernels.SegmentTable(mine, numels, offsets, self.device, like=like)
+                group.decoded_segments = group.segments
+            elif kernels.decodes(mine):
+                group.decoded_segments = kernels.SegmentTable(mine, numels, offsets, self.device)
         return group
 
     def _table(self, index: int, role: str, tensors: Sequence[Tensor], segments) -> object:
@@ -190,11 +193,11 @@ class PayloadLayout:
             if isinstance(group.wire_format, SharedScaleFormat):
                 continue
             members = [tensors[i] for i in group.members]
-            if group.segments is not None:
+            if group.decoded_segments is not None:
                 from zeropp_fp8 import kernels
 
-                table = self._table(index, "destination", members, group.segments)
-                kernels.dequantize(members[0], table, group.segments, order.on_device, payload)
+                table = self._table(index, "destination", members, group.decoded_segments)
+                kernels.dequantize(members[0], table, group.decoded_segments, order.on_device, payload)
                 continue
             for i, tensor in zip(group.members, members):
                 part, slice_numel, flat = self._part(payload, i), self.slice_numels[i], tensor.view(-1)

@@ -15,25 +15,36 @@ formats, which share a power of two (`e8m0.py`). `mx.py` also rounds whole tenso
     quantized = mx_format.quantize(tensor, axis=0)            # .codes, .scales, .dequantize(dtype)
     rounded = mx_format.round_trip(tensor, axis=0)            # the values alone
 
+For weights that stay as they are, `nf4.py` holds 4-bit normal-float elements, and `double_quantized.py` formats whose
+scales are quantized themselves. A weight of which each rank stores a part is encoded part by part:
+
+    fmt = make_format("nf4", block_size=64, double_quantize=True)
+    fmt.encode_part(weight, first, numel, out)                # both multiples of fmt.granule; scales as of the whole
+
 `shared_scale.py` holds FP8 codes whose scale travels by itself, `amax_history.py` where such scales come from.
 """
 
 from zeropp_fp8.formats.base import WireFormat
 from zeropp_fp8.formats.block_scaled import BlockScaledFormat
+from zeropp_fp8.formats.double_quantized import DOUBLE_QUANTIZED_NAMES, DoubleQuantizedFormat
 from zeropp_fp8.formats.mx import MX_BLOCK, MX_NAMES, MXFormat, MXTensor
+from zeropp_fp8.formats.nf4 import NF4Format
 from zeropp_fp8.formats.registry import FORMAT_NAMES, make_format
 from zeropp_fp8.formats.rounding import ROUNDING_MODES
 from zeropp_fp8.formats.shared_scale import SharedScaleFormat
 from zeropp_fp8.formats.unquantized import UnquantizedFormat
 
 __all__ = [
+    "DOUBLE_QUANTIZED_NAMES",
     "FORMAT_NAMES",
     "MX_BLOCK",
     "MX_NAMES",
     "ROUNDING_MODES",
     "BlockScaledFormat",
+    "DoubleQuantizedFormat",
     "MXFormat",
     "MXTensor",
+    "NF4Format",
     "SharedScaleFormat",
     "UnquantizedFormat",
     "WireFormat",

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zeropp_fp8.formats.noise import Seed, draw_seed
@@ -38,6 +39,15 @@ class WireFormat(ABC):
     def payload_bytes(self, numel: int) -> int:
         """Exact size in bytes of the payload of `numel` elements; 0 for 0 elements, else a multiple of 16."""
 
+    @property
+    @abstractmethod
+    def granule(self) -> int:
+        """Elements at whose multiples a flat tensor may be cut so that its parts have the whole tensor's codes.
+
+        Raises:
+            ValueError: there is no such number, because one scale belongs to all elements.
+        """
+
     @abstractmethod
     def encode_rows_seeded(self, matrix: Tensor, seed: Seed | None, out: Tensor | None = None) -> Tensor:
         """`encode_rows` with the seed itself; None where `needs_seed` is False.
@@ -58,6 +68,44 @@ class WireFormat(ABC):
     @abstractmethod
     def decode_rows(self, payload: Tensor, numel: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """Decode uint8 [rows, payload_bytes(numel)] into [rows, numel] of `dtype`: `out`, or a new tensor."""
+
+    @torch.no_grad()
+    def encode_part(self, tensor: Tensor, first: int, numel: int, out: Tensor) -> None:
+        """Encode the elements [first, first + numel) of a tensor with the codes and scales that the whole tensor has.
+
+        A whole tensor's payload and its parts' decode to the same numbers, however many parts there are.
+
+        Args:
+            tensor: fp32, bf16 or fp16, taken as flat. What lies beyond its end counts as zeros; a part may lie there.
+            first, numel: multiples of `granule`.
+            out: uint8 [payload_bytes(numel)] on the tensor's device, written.
+
+        Raises:
+            ValueError: the format rounds stochastically (its noise belongs to a place in a row), `first` or `numel` is
+                no multiple of `granule`, or `out` has another size or dtype.
+            TypeError: the tensor's dtype is not fp32, bf16 or fp16.
+        """
+        granule = self.granule
+        if self.needs_seed:
+            raise ValueError(f"{self.name}: parts of a tensor cannot be rounded stochastically")
+        if first < 0 or numel < 0 or first % granule or numel % granule:
+            raise ValueError(
+                f"{self.name}: a part begins and ends at multiples of {granule} elements, got first {first} and "
+                f"numel {numel}"
+            )
+        expected = self.payload_bytes(numel)
+        if out.dtype != torch.uint8 or out.shape != (expected,):
+            raise ValueError(
+                f"{self.name}: the payload of {numel} elements is [{expected}] of uint8, "
+                f"got {list(out.shape)} of {out.dtype}"
+            )
+        check_encodable(tensor, self.name)
+        if numel:
+            self._encode_part(tensor.detach().reshape(-1), first, numel, out.view(1, -1))
+
+    def _encode_part(self, flat: Tensor, first: int, numel: int, out: Tensor) -> None:
+        """`encode_part` of a flat tensor into `out` [1, payload_bytes(numel)], after the checks."""
+        self.encode_rows_seeded(part_of(flat, first, numel), None, out)
 
     def mean_of_rows(self, payloads: Sequence[Tensor], numel: int, out: Tensor | None = None) -> Tensor:
         """fp32 [rows, numel]: the mean of several payloads [rows, payload_bytes(numel)], added in their order."""
@@ -101,3 +149,11 @@ def check_encodable(matrix: Tensor, name: str) -> None:
     """Raise TypeError unless `matrix` holds fp32, bf16 or fp16."""
     if matrix.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"{name}: can encode float32, bfloat16 and float16 tensors, got {matrix.dtype}")
+
+
+def part_of(flat: Tensor, first: int, numel: int) -> Tensor:
+    """[1, numel]: the elements [first, first + numel) of a flat tensor, zeros beyond its end."""
+    part = flat[first : first + numel]
+    if part.numel() < numel:
+        part = F.pad(part, (0, numel - part.numel()))
+    return part.view(1, -1)

@@ -4,8 +4,9 @@ value = scale * element(code). Payload of one row of n elements, with B = block_
 
     [ nb scales | zeros up to a multiple of 16 | codes, ceil(n * bits / 8) bytes | zeros up to a multiple of 16 ]
 
-A scale is a bf16 number (scales.py), or in the MX formats (mx.py) a power of two in one byte. Codes start at a multiple
-of 16 bytes so that kernels can store and load 16 of them at once.
+A scale is a bf16 number or for NF4 an fp32 number (scales.py), or in the MX formats (mx.py) a power of two in one byte.
+double_quantized.py has what is written in its place when scales are quantized themselves. Codes start at a multiple of
+16 bytes so that kernels can store and load 16 of them at once.
 
 With the Hadamard rotation n is first padded with zeros to a multiple of 32, because all 32 rotated values are needed
 to get any of them back.
@@ -14,7 +15,7 @@ to get any of them back.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -47,7 +48,7 @@ class Element(Protocol):
 class BlockScaledFormat(WireFormat):
     """Elements of one kind with a scale per block.
 
-    NaN and Inf: with a bf16 scale a block that holds one decodes to NaN throughout. Finite values never overflow: the
+    NaN and Inf: but for MX formats a block that holds one decodes to NaN throughout. Finite values never overflow: the
     scale is rounded up, and a decoded value is clamped to the finite range of the target dtype.
 
     Args:
@@ -102,6 +103,13 @@ class BlockScaledFormat(WireFormat):
     def needs_seed(self) -> bool:
         return self.rounding == "stochastic"
 
+    @property
+    def granule(self) -> int:
+        # A block size is a multiple of what packing and rotation need.
+        if self.block_size is None:
+            raise ValueError(f"{self.name}: one scale for the whole tensor; its parts would have other ones")
+        return self.block_size
+
     def code_count(self, numel: int) -> int:
         """How many codes a row carries: its elements, padded to what the rotation and the packing need."""
         multiple = HADAMARD_GROUP if self.hadamard else self._packed
@@ -121,13 +129,17 @@ class BlockScaledFormat(WireFormat):
             return 0
         return align_up(self._codes_start(numel) + self.code_bytes(numel))
 
+    def scale_bytes(self, numel: int) -> int:
+        """Bytes of a row's scales, padding after them not counted."""
+        return self.blocks(numel)[0] * self.scale.num_bytes
+
     def _codes_start(self, numel: int) -> int:
-        return align_up(self.blocks(numel)[0] * self.scale.num_bytes)
+        return align_up(self.scale_bytes(numel))
 
     def _places(self, numel: int) -> tuple[slice, slice]:
         """Which bytes of a row's payload are (scales, codes)."""
         start = self._codes_start(numel)
-        return slice(0, self.blocks(numel)[0] * self.scale.num_bytes), slice(start, start + self.code_bytes(numel))
+        return slice(0, self.scale_bytes(numel)), slice(start, start + self.code_bytes(numel))
 
     def _codes_of(self, codes: Tensor, row: slice, block: slice, numel: int) -> Tensor:
         """The bytes of some blocks in `codes` [rows, code bytes]; the last block's may be fewer than its size says."""
@@ -151,17 +163,33 @@ class BlockScaledFormat(WireFormat):
 
     def encode_into(self, matrix: Tensor, seed: Seed | None, scales: Tensor, codes: Tensor) -> None:
         """Write the scales and codes of `matrix` [rows, n] to uint8 [rows, scale bytes] and [rows, code bytes]."""
+        size = self.scale.num_bytes
+
+        def scale_(blocks: Tensor, row: slice, block: slice, scratch: Scratch) -> None:
+            self.scale.scale_(blocks, scales[row, block.start * size : block.stop * size], scratch)
+
+        self._encode_codes(matrix, seed, codes, scale_)
+
+    def _encode_codes(
+        self,
+        matrix: Tensor,
+        seed: Seed | None,
+        codes: Tensor,
+        scale_: Callable[[Tensor, slice, slice, Scratch], None],
+    ) -> None:
+        """Write the codes of `matrix` [rows, n] to uint8 [rows, code bytes].
+
+        `scale_` divides fp32 [rows, blocks, block size], the blocks of a row slice and a block slice, by their scales.
+        """
         rows, numel = matrix.shape
         num_blocks, block_size = self.blocks(numel)
-        scale_size = self.scale.num_bytes
         scratch = Scratch(matrix.device)
         for row, block in pieces(rows, num_blocks, block_size, matrix.device):
             blocks = padded_blocks(matrix[row], block, block_size, scratch)
-            some_scales = scales[row, block.start * scale_size : block.stop * scale_size]
             some_codes = self._codes_of(codes, row, block, numel)
             if self.hadamard:
                 rotate_(blocks, scratch)
-            self.scale.scale_(blocks, some_scales, scratch)
+            scale_(blocks, row, block, scratch)
             scaled = blocks.view(blocks.shape[0], -1)[:, : some_codes.shape[1] * 8 // self.element.bits]
             noise = self._noise(seed, row, block.start * block_size, scaled, scratch)
             self.element.quantize_(scaled, self.rounding, noise, some_codes, scratch)
@@ -175,7 +203,11 @@ class BlockScaledFormat(WireFormat):
     def _parts(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """(fp32 scales [rows, blocks], uint8 codes [rows, code bytes]) of a payload."""
         scales, codes = self._places(numel)
-        return self.scale.decode(payload[:, scales]), payload[:, codes]
+        return self._decode_scales(payload[:, scales], numel), payload[:, codes]
+
+    def _decode_scales(self, scale_bytes: Tensor, numel: int) -> Tensor:
+        """fp32 [rows, blocks] of uint8 [rows, scale bytes]."""
+        return self.scale.decode(scale_bytes)
 
     def _may_exceed(self, scales: Tensor, limit: float, rotated: bool) -> bool:
         """Whether decoded numbers may lie beyond +-limit. On a GPU always true: looking would wait for it."""
@@ -227,7 +259,8 @@ class BlockScaledFormat(WireFormat):
     @torch.no_grad()
     def decode_rows(self, payload: Tensor, numel: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         rows = payload.shape[0]
-        decoded = torch.empty(rows, numel, dtype=dtype, device=payload.device) if out is None else out
+        # Not torch.empty, which under deepspeed.zero.Init gives 16 bits where fp32 is asked for.
+        decoded = payload.new_empty(rows, numel, dtype=dtype) if out is None else out
         if numel == 0 or rows == 0:
             return decoded
         self.decode_into(*self._parts(payload, numel), decoded)

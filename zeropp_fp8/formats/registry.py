@@ -9,40 +9,52 @@ import torch
 from zeropp_fp8.formats import float8
 from zeropp_fp8.formats.base import WireFormat
 from zeropp_fp8.formats.block_scaled import BlockScaledFormat, Element
+from zeropp_fp8.formats.double_quantized import DoubleQuantizedFormat
 from zeropp_fp8.formats.integer import IntegerElement
 from zeropp_fp8.formats.mx import MX_NAMES, MXFormat
+from zeropp_fp8.formats.nf4 import NF4Format
 from zeropp_fp8.formats.unquantized import UnquantizedFormat
 
-_ELEMENTS: dict[str, Callable[[], Element]] = {
+_BF16_SCALED: dict[str, Callable[[], Element]] = {
     "int8": lambda: IntegerElement(8),
     "int4": lambda: IntegerElement(4),
     "fp8_e4m3": float8.e4m3,
     "fp8_e5m2": float8.e5m2,
 }
 
-FORMAT_NAMES = ("none", "fp16", *_ELEMENTS, *MX_NAMES)
+FORMAT_NAMES = ("none", "fp16", *_BF16_SCALED, "nf4", *MX_NAMES)
 
 
-def make_format(name: str, **options) -> WireFormat:
+def make_format(name: str, double_quantize: bool = False, **options) -> WireFormat:
     """A format object by name.
 
     Args:
-        name: "none", "fp16", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3",
+        name: "none", "fp16", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3",
             "mxfp6_e3m2", "mxfp4" or "mxint8".
-        **options: for "none" `dtype` (torch.bfloat16 unless told); for the quantized formats `block_size` (128; None
-            for one scale per tensor; always 32 in MX formats), `hadamard` (False; not with MX formats) and `rounding`
-            ("nearest", "half_away", "stochastic"); for MX formats `scale_mode` ("rceil", "floor").
+        double_quantize: quantize the scales of blocks as well (double_quantized.py); for "int4", "int8", "nf4" and
+            "fp8_e4m3", not with `hadamard`, one scale per tensor or stochastic rounding.
+        **options: for "none" `dtype` (torch.bfloat16 unless told); for the quantized formats `block_size` (128, in NF4
+            64; None for one scale per tensor; always 32 in MX formats), `hadamard` (False; not with NF4 and MX formats)
+            and `rounding` ("nearest", "half_away", "stochastic"; for NF4 "nearest"); for MX formats `scale_mode`
+            ("rceil", "floor").
 
     Raises:
-        ValueError: an unknown name, or an option value that does not exist.
+        ValueError: an unknown name, an option value that does not exist, or options that exclude each other.
         TypeError: an unknown option.
     """
+    plain = _plain_format(name, options)
+    return DoubleQuantizedFormat(plain) if double_quantize else plain
+
+
+def _plain_format(name: str, options: dict) -> WireFormat:
     if name == "none":
         return UnquantizedFormat(**options)
     if name == "fp16":
         return UnquantizedFormat(torch.float16, name="fp16", **options)
-    if name in _ELEMENTS:
-        return BlockScaledFormat(name, _ELEMENTS[name](), **options)
+    if name in _BF16_SCALED:
+        return BlockScaledFormat(name, _BF16_SCALED[name](), **options)
+    if name == "nf4":
+        return NF4Format(**options)
     if name in MX_NAMES:
         return MXFormat(name, **options)
     raise ValueError(f"unknown format {name!r}; formats are {', '.join(FORMAT_NAMES)}")

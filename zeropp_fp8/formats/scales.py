@@ -1,4 +1,4 @@
-"""Block scales in bf16: one number a block, rounded up so that no code can overflow."""
+"""Block scales in bf16, rounded up so that no code can overflow, and in fp32: one number a block."""
 
 from __future__ import annotations
 
@@ -58,6 +58,17 @@ def block_scales(amax: Tensor, largest_code: float) -> Tensor:
     return scale.masked_fill_((amax < math.inf).logical_not_(), math.nan)
 
 
+def divide_(blocks: Tensor, scales: Tensor) -> None:
+    """fp32 `blocks` [rows, blocks, block size] divided by fp32 scales [rows, blocks], in place; zeros where NaN.
+
+    One division a block and a product an element: an exact division an element would be the slowest instruction of a
+    kernel by far. An all-zero block is multiplied by any number; a NaN block holds zeros, its scale says NaN.
+    """
+    blocks *= (torch.ones_like(scales) / scales.clamp_min(MIN_SCALE)).unsqueeze(-1)
+    if may_hold_special(scales):
+        torch.nan_to_num_(blocks, nan=0.0, posinf=0.0, neginf=0.0)
+
+
 class Bf16Scale:
     """`block_scales` in 2 bytes a block."""
 
@@ -75,13 +86,27 @@ class Bf16Scale:
         scale_bytes.copy_(
             scales.view(torch.int16)[:, 1::2].clone(memory_format=torch.contiguous_format).view(torch.uint8)
         )
-        # An all-zero block is multiplied by any number; a NaN block holds code 0, its scale says NaN. One division a
-        # block and a product an element: an exact division an element would be the slowest instruction of a kernel by
-        # far.
-        blocks *= (torch.ones_like(scales) / scales.clamp_min(MIN_SCALE)).unsqueeze(-1)
-        if may_hold_special(scales):
-            torch.nan_to_num_(blocks, nan=0.0, posinf=0.0, neginf=0.0)
+        divide_(blocks, scales)
 
     def decode(self, scale_bytes: Tensor) -> Tensor:
         # clone() gives the bytes an aligned storage of their own; a view as bf16 needs one.
         return scale_bytes.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
+
+
+class Fp32Scale:
+    """The block's largest magnitude as it is, in 4 bytes a block; for elements whose largest number is 1.
+
+    NaN for a block that holds NaN or Inf.
+    """
+
+    name = "fp32"
+    num_bytes = 4
+
+    def scale_(self, blocks: Tensor, scale_bytes: Tensor, scratch: Scratch) -> None:
+        scales = torch.abs(blocks, out=scratch("magnitudes", blocks.shape)).amax(dim=-1)
+        scales.masked_fill_((scales < math.inf).logical_not_(), math.nan)
+        scale_bytes.copy_(scales.view(torch.uint8))
+        divide_(blocks, scales)
+
+    def decode(self, scale_bytes: Tensor) -> Tensor:
+        return scale_bytes.clone(memory_format=torch.contiguous_format).view(torch.float32)

@@ -44,6 +44,10 @@ class SharedScaleFormat(WireFormat):
     def payload_bytes(self, numel: int) -> int:
         return align_up(numel)
 
+    @property
+    def granule(self) -> int:
+        return 1
+
     def scale_of_amax(self, amax: Tensor) -> Tensor:
         """fp32 amax / largest, of the shape of fp32 `amax`; 1 where amax is 0, so that nothing is divided by zero."""
         scale = (amax / torch.full_like(amax, self.element.largest)).clamp_min_(SMALLEST_SCALE)

@@ -27,6 +27,10 @@ class UnquantizedFormat(WireFormat):
     def payload_bytes(self, numel: int) -> int:
         return align_up(numel * self.dtype.itemsize)
 
+    @property
+    def granule(self) -> int:
+        return 1
+
     @torch.no_grad()
     def encode_rows_seeded(self, matrix: Tensor, seed: Seed | None, out: Tensor | None = None) -> Tensor:
         check_encodable(matrix, self.name)

@@ -3,7 +3,7 @@
 Between tensors and what travels; each launch handles all tensors of a unit (a transformer block) that share a format:
 
     quantize.py     tensors -> payload rows: slice reorder, Hadamard rotation, rounding, packing in one pass
-    dequantize.py   payload rows -> tensors
+    dequantize.py   payload rows -> tensors, also for NF4 and double-quantized scales, which have no other kernels
     reduce.py       payloads of several ranks -> their fp32 mean -> tensors, or a payload for the next hop
 
 `elements.py` and `mx_elements.py` hold what they share, `tables.py` the description of a launch. For computing, from a
@@ -28,13 +28,14 @@ of their functions. Kernels are compiled by Triton when first used: no nvcc, no 
 from zeropp_fp8.kernels.dequantize import dequantize
 from zeropp_fp8.kernels.quantize import quantize
 from zeropp_fp8.kernels.reduce import can_chain, reduce_to_payload, reduce_to_tensors
-from zeropp_fp8.kernels.tables import KernelFormat, SegmentTable, TensorTable, supports, table_key
+from zeropp_fp8.kernels.tables import KernelFormat, SegmentTable, TensorTable, decodes, supports, table_key
 
 __all__ = [
     "KernelFormat",
     "SegmentTable",
     "TensorTable",
     "can_chain",
+    "decodes",
     "dequantize",
     "quantize",
     "reduce_to_payload",

@@ -1,0 +1,70 @@
+"""Cutting stored codes anew: the payloads of a tensor's parts, from those of its parts of another size, bit for bit.
+
+A tensor that lies in equal parts on ranks (`WireFormat.encode_part`) is cut at granules, whose codes and scales do not
+depend on the parts. What lies where in a payload does, so bytes are moved granule by granule; nothing is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeropp_fp8.formats.base import align_up
+from zeropp_fp8.formats.block_scaled import BlockScaledFormat
+from zeropp_fp8.formats.double_quantized import SCALE_GROUP, DoubleQuantizedFormat
+
+_OFFSET_BYTES = 4  # fp32: the mean of a tensor's scales, the same in all its parts
+
+
+def _runs(wire_format: BlockScaledFormat, numel: int) -> list[tuple[int, int]]:
+    """(first byte, bytes a granule) of what lies in a payload in the order of its granules."""
+    granules = numel // wire_format.granule
+    scale_bytes = wire_format.scale_bytes(numel)
+    code_run = align_up(scale_bytes), wire_format.code_bytes(numel) // granules
+    if isinstance(wire_format, DoubleQuantizedFormat):
+        # A granule is a group of blocks: a code for each block, and an fp32 number.
+        return [(0, SCALE_GROUP), (granules * SCALE_GROUP, 4), code_run]
+    return [(0, scale_bytes // granules), code_run]
+
+
+def cut_again(
+    wire_format: BlockScaledFormat, parts: Sequence[Tensor], part_numel: int, first: int, numel: int
+) -> Tensor:
+    """The payload of the elements [first, first + numel) of a tensor.
+
+    Args:
+        parts: uint8 [payload_bytes(part_numel)] each, on a CPU: the parts of the tensor, in order. Only those that the
+            elements lie in are asked for, and the first.
+        part_numel: elements of each part.
+        first, numel: multiples of the granule. What lies beyond the parts is encoded as zeros.
+
+    Returns:
+        uint8 [payload_bytes(numel)], what `encode_part` of the tensor writes.
+
+    Raises:
+        ValueError: a size is no multiple of the granule.
+    """
+    granule = wire_format.granule
+    if part_numel % granule or part_numel <= 0:
+        raise ValueError(f"{wire_format.name}: parts of {part_numel} elements are not cut at multiples of {granule}")
+    payload = torch.empty(wire_format.payload_bytes(numel), dtype=torch.uint8)
+    wire_format.encode_part(torch.zeros(1), first, numel, payload)
+    if numel == 0:
+        return payload
+    runs, part_runs = _runs(wire_format, numel), _runs(wire_format, part_numel)
+    end = min(first + numel, len(parts) * part_numel)
+    position = first
+    while position < end:
+        index, inside = divmod(position, part_numel)
+        length = min(part_numel - inside, end - position)
+        for (start, size), (part_start, part_size) in zip(runs, part_runs):
+            into, source, count = (n // granule for n in (position - first, inside, length))
+            taken = parts[index][part_start + source * part_size :][: count * part_size]
+            payload[start + into * size :][: count * size] = taken
+        position += length
+    if isinstance(wire_format, DoubleQuantizedFormat):
+        offset = parts[0][: wire_format.scale_bytes(part_numel)][-_OFFSET_BYTES:]
+        payload[: wire_format.scale_bytes(numel)][-_OFFSET_BYTES:] = offset
+    return payload
