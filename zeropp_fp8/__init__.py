@@ -10,7 +10,7 @@ is done.
 from zeropp_fp8.config import ConfigError
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "__version__", "disable", "enable", "wire_report"]
+__all__ = ["ConfigError", "__version__", "disable", "enable", "save_merged_16bit", "wire_report"]
 
 
 def enable() -> None:
@@ -58,3 +58,25 @@ def wire_report(engine, total: bool = False) -> dict:
     if scales is not None:
         report["gradient_scaling"] = scales.report()
     return report
+
+
+def save_merged_16bit(engine_or_model, folder, max_shard_size="5GB") -> None:
+    """Save the whole model in its own dtype with its adapters merged, for `from_pretrained`. Call it on every rank.
+
+    `folder` gets safetensors files (with an index if there are several), config.json and generation_config.json. No
+    rank holds the model: parameters are gathered one by one (of a PEFT layer together), and rank 0 keeps what goes into
+    the next file. Adapters are merged in fp32 by PEFT itself: decoded weight plus the adapter's part, rounded once.
+    Weights are those that the model computes with, not an optimizer's fp32 copies. The model stays as it is.
+
+    Args:
+        engine_or_model: a DeepSpeed engine, or a model, with or without PEFT.
+        folder: made if it is not there. Weights that an earlier save has left in it are replaced.
+        max_shard_size: of a file: bytes, or like "5GB". A larger tensor has a file of its own.
+
+    Raises:
+        ValueError: another `max_shard_size`, or an adapter that PEFT cannot merge.
+        RuntimeError: rank 0 could not merge or write; on every rank, with its message.
+    """
+    from zeropp_fp8.zero.merged import save_merged_16bit as save
+
+    save(engine_or_model, folder, max_shard_size)

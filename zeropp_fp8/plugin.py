@@ -3,6 +3,7 @@
     deepspeed.DeepSpeedEngine        -> a subclass that builds the plugin's ZeRO-3 where the ds_config asks for it
     deepspeed.DeepSpeedHybridEngine  -> a subclass that refuses such a ds_config
     deepspeed.zero.Init.__init__     -> hides the four ZeRO++ keys and checks the configuration early
+    deepspeed.zero.Init              -> stores frozen weights as codes while a model is made, and knows them afterwards
     zero3_linear_wrap                -> the same linear function at half the host cost
     deepspeed.sequence               -> exchanges that travel in FP8 where an engine asks for it
 
@@ -39,7 +40,9 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (_ENGINE, "DeepSpeedEngine.destroy", ()),
     (_ENGINE, "DeepSpeedEngine.__del__", ()),
     (_ENGINE, "DeepSpeedEngine._get_param_fragment_func", ("param",)),
-    (_ENGINE, "DeepSpeedEngine.load_module_state_dict", ("checkpoint",)),
+    (_ENGINE, "DeepSpeedEngine.load_module_state_dict", ("checkpoint", "strict", "custom_load_fn", "fetch_z3_params")),
+    (_ENGINE, "DeepSpeedEngine._load_checkpoint", ("load_dir", "tag")),
+    (_ENGINE, "DeepSpeedEngine._get_ckpt_name", ("checkpoints_path", "tag", "pp_placeholder")),
     (_ENGINE, "DeepSpeedZeRoOffload", ()),
     ("deepspeed.runtime.superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3", ()),
     (_STAGE3, "DeepSpeedZeroOptimizer_Stage3.__init__", ("module", "init_optimizer", "param_names", "reduce_scatter")),
@@ -62,6 +65,14 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (_OFFLOAD, "DeepSpeedZeRoOffload.pre_sub_module_backward_function", ("sub_module",)),
     (_OFFLOAD, "DeepSpeedZeRoOffload.destroy", ()),
     (_PARTITION, "Init.__init__", ("config_dict_or_path", "config", "zero_quantized_weights")),
+    (_PARTITION, "Init._post_init_method", ("module",)),
+    (_PARTITION, "Init.__exit__", ("exc_type", "exc_value", "traceback")),
+    (_PARTITION, "Init._all_gather", ("param_list", "async_op", "hierarchy")),
+    (_PARTITION, "Init._partition", ("param_list", "force", "has_been_updated", "free_data")),
+    (_PARTITION, "Init._remove_tensor_creation_wrappers", ()),
+    (_PARTITION, "Init._add_tensor_creation_wrappers", ()),
+    (_PARTITION, "top_level_context", ()),
+    (_PARTITION, "free_param", ("param",)),
     (_PARTITION, "ZeroParamStatus.NOT_AVAILABLE", ()),
     (_PARTITION, "zero3_linear_wrap", ("input", "weight", "bias")),
     (_OFFLOAD, "FWD_MODULE_STACK", ()),
@@ -266,11 +277,16 @@ def enable() -> None:
 
     from zeropp_fp8.optim import FP8AdamW
     from zeropp_fp8.zero.activations import replace_exchanges
+    from zeropp_fp8.zero.frozen_init import gathering_stored, partitioning_stored, storing_exit, storing_post_init
     from zeropp_fp8.zero.linear import lean_linear
 
     _replace(deepspeed, "DeepSpeedEngine", _engine_class(deepspeed.DeepSpeedEngine))
     _replace(deepspeed, "DeepSpeedHybridEngine", _refusing_hybrid_engine(deepspeed.DeepSpeedHybridEngine))
     _replace(Init, "__init__", _init_without_in_tree_keys(Init.__init__))
+    _replace(Init, "_post_init_method", storing_post_init(Init._post_init_method))
+    _replace(Init, "__exit__", storing_exit(Init.__exit__))
+    _replace(Init, "_all_gather", gathering_stored(Init._all_gather))
+    _replace(Init, "_partition", partitioning_stored(Init._partition))
     stock_linear = partition_parameters.zero3_linear_wrap
     _replace(partition_parameters, "zero3_linear_wrap", lean_linear(stock_linear))
     if torch.nn.functional.linear is stock_linear:  # an earlier engine has put it there
@@ -295,6 +311,7 @@ def disable() -> None:
 
 def _init_without_in_tree_keys(stock_init):
     """zero.Init.__init__ that checks the configuration and does not see the ZeRO++ keys."""
+    from zeropp_fp8.zero.frozen_init import stream_into_store
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
@@ -303,7 +320,9 @@ def _init_without_in_tree_keys(stock_init):
             given = bound.arguments.get(name)
             if given is not None:
                 ds_config = load_ds_config(given)
-                if resolve(ds_config) is not None:
+                plugin_config = resolve(ds_config)
+                if plugin_config is not None:
+                    stream_into_store(self, plugin_config)
                     bound.arguments[name] = without_in_tree_keys(ds_config)
                     for key in IN_TREE_KEYS:  # some of them are arguments of Init too
                         if key in bound.arguments:
@@ -331,6 +350,7 @@ def _engine_class(stock_class):
         zeropp_fp8_session = None
         _zeropp_fp8_conversion = None
         _zeropp_fp8_activations = None
+        _zeropp_fp8_frozen_load = None
         _zeropp_fp8_destroyed = False
 
         def __init__(self, args, model, *positional, config=None, config_class=None, **kwargs):
@@ -404,11 +424,36 @@ def _engine_class(stock_class):
             return stage if getattr(stage, "has_owners", False) else None
 
         def _get_param_fragment_func(self, param):
-            stage = self._zeropp_fp8_owners()
+            from zeropp_fp8.zero.frozen_checkpoint import fragment_of
+
+            stage, codes = self._zeropp_fp8_owners(), fragment_of(self.param_names[param], param)
+            if codes is not None:
+                return codes
             fragment = super()._get_param_fragment_func(param)
             return fragment if stage is None else stage.slice_of_owned(param, fragment)
 
+        def _load_checkpoint(self, load_dir, tag, *args, **kwargs):
+            stock = functools.partial(super()._load_checkpoint, load_dir, tag, *args, **kwargs)
+            if self.zeropp_fp8_session is None:
+                return stock()
+            from zeropp_fp8.zero.fragment import fragments_stand_in
+            from zeropp_fp8.zero.frozen_checkpoint import FrozenLoad
+
+            self._zeropp_fp8_frozen_load = FrozenLoad(self, load_dir, tag)
+            try:
+                with fragments_stand_in():
+                    universal = self.load_universal_checkpoint()
+                    return self._zeropp_fp8_frozen_load.load_universal(stock) if universal else stock()
+            finally:
+                self._zeropp_fp8_frozen_load = None
+
         def load_module_state_dict(self, checkpoint, *args, **kwargs):
+            if self.zeropp_fp8_session is not None:
+                from zeropp_fp8.zero.frozen_checkpoint import FrozenLoad
+
+                load = self._zeropp_fp8_frozen_load or FrozenLoad(self)
+                if load.concerns(checkpoint):
+                    return load.load_module(super().load_module_state_dict, checkpoint, *args, **kwargs)
             stage, frozen = self._zeropp_fp8_owners(), checkpoint.get(FROZEN_PARAM_FRAGMENTS)
             if stage is not None and frozen is not None:
                 params = {self.param_names[p]: p for p in self.module.parameters() if self.param_names.get(p) in frozen}
@@ -448,6 +493,13 @@ def _refuse_left_over(model) -> None:
         (n for n, m in model.named_modules() if isinstance(getattr(m, "precision", None), LinearPrecision)), None
     )
     param = next((n for n, p in model.named_parameters() if hasattr(p, "zeropp_fp8_wire")), None)
+    stored = next((n for n, p in model.named_parameters() if hasattr(p, "zeropp_fp8_stored")), None)
+    if stored is not None and param is None:
+        raise ConfigError(
+            f"{stored} rests as codes of the frozen store, which stock DeepSpeed would take for numbers; add the "
+            f'"{SECTION}" section with which the model was made to this ds_config, or make the model without '
+            '"frozen.format"'
+        )
     if layer is not None or param is not None:
         raise ConfigError(
             f'the ds_config has no "{SECTION}" section, but an engine that had one still holds the model: '

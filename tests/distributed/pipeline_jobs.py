@@ -174,8 +174,7 @@ def evaluated_in_inference_mode(recipe, fields=None):
 
 def frozen_between_forwards():
     """Losses around the freezing of some matrices: of an engine that gathered them before, and of one that did not."""
-    wire = {"format": "int8", "block_size": 128}
-    fields = {"weights": {**wire, "hadamard": True}, "frozen": wire}  # payloads of one size, of other contents
+    fields = {"weights": {"format": "int8", "block_size": 128}, "frozen": {"format": "int4"}}
     tokens = some_batches(1)[0]
 
     def loss(gathered_before):

@@ -1,8 +1,10 @@
 """hpZ, qgZ inside ZeRO-3, accuracy, checkpoints, refusals and what is printed."""
 
+import re
 import statistics
 
 import pytest
+import torch
 import zero_jobs as jobs
 from ranks import run_ranks
 
@@ -42,11 +44,13 @@ def test_several_inits_with_hpz():
 
 
 def test_quantized_nontrainable_weights():
-    losses, formats, trainable, text = run_ranks(jobs.quantized_nontrainable_weights)[0]
+    losses, formats, at_rest, trainable, text = run_ranks(jobs.quantized_nontrainable_weights)[0]
     for name, wire_format in formats.items():
-        matrix = "norm" not in name
-        assert wire_format.startswith("int8" if matrix and not trainable[name] else "float32"), name
-    assert any(trainable.values()) and "frozen; 16 or 32 bits at rest" in text and losses[1] == losses[1]
+        stored = "_proj" in name and not trainable[name]
+        assert wire_format.startswith("int8" if stored else "float32"), name
+        assert at_rest[name] == (torch.uint8 if stored else torch.float32), name
+    assert any(trainable.values()) and losses[1] == losses[1]
+    assert re.search(r"frozen store +int8 \(block 256\) +\d+  7 tensors, as they rest: 1\.0\d+ bytes a parameter", text)
 
 
 def test_data_parallel_group_is_not_the_world():

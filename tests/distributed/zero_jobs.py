@@ -159,7 +159,7 @@ def several_inits_with_hpz():
 
 
 def quantized_nontrainable_weights():
-    """The in-tree key alone: frozen matrices travel in int8, trainable ones in full."""
+    """The in-tree key alone: frozen matrices rest and travel in int8, trainable ones in full."""
     switch(True)
     model = llama()
     for name, p in model.named_parameters():
@@ -167,7 +167,8 @@ def quantized_nontrainable_weights():
     engine = make_engine(model, ds_config(zero_optimization={"zero_quantized_nontrainable_weights": True}))
     losses = train(engine, 2)
     formats = {name: repr(engine.optimizer.gatherer.format_of(p)) for name, p in engine.module.named_parameters()}
-    return losses, formats, {name: p.requires_grad for name, p in engine.module.named_parameters()}, printed()
+    at_rest = {name: p.ds_tensor.dtype for name, p in engine.module.named_parameters()}
+    return losses, formats, at_rest, {n: p.requires_grad for n, p in engine.module.named_parameters()}, printed()
 
 
 class _PairGroups:

@@ -17,7 +17,8 @@ _READ_BY_ALL = {"config", "diagnostics"}
 _BASE = _READ_BY_ALL | {"kernels", "formats"}
 _MIDDLE = _BASE | {"comm", "compute", "optim"}
 MAY_IMPORT = {
-    "": {"plugin", "config"},  # zeropp_fp8/__init__.py
+    "": {"plugin", "config", "zero"},  # zeropp_fp8/__init__.py
+    "export": _MIDDLE | {"zero"},
     "run": {"", "plugin", "config"},
     "plugin": _MIDDLE | {"zero"},
     "zero": _MIDDLE,

@@ -44,5 +44,11 @@ RECIPES: dict[str, dict[str, Any]] = {
         "partition": "whole_tensor",
         "activations": {"wire_format": "detect"},
     },
+    # QLoRA (arXiv 2305.14314): frozen linear weights in NF4 with double quantization; the rest as `zeropp`.
+    "qlora": {
+        "frozen": {"format": "nf4", "block_size": 64, "double_quantize": True},
+        "weights": {"format": "int8", "block_size": 256},
+        "secondary": {"scope": "node"},
+        "gradients": {"intra_format": "int8", "inter_format": "int4", "block_size": 128, "hadamard": True},
+    },
 }
-PLANNED_RECIPES = ("qlora",)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from zeropp_fp8.config.compute import completed_compute
 from zeropp_fp8.config.ds_config import asks_for_plugin, in_tree_keys
-from zeropp_fp8.config.recipes import PLANNED_RECIPES, RECIPES
+from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.rules import check_fields, check_host, check_in_tree_keys, check_in_tree_types
 from zeropp_fp8.config.sections import MX_BLOCK_SIZE, MX_FORMATS, SECTION, ConfigError, PluginConfig, nearest
 
@@ -46,7 +46,7 @@ def _merge(section: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any
         if keys.get("zero_quantized_gradients"):
             base["gradients"] = copy.deepcopy(RECIPES["zeropp"]["gradients"])
         if keys.get("zero_quantized_nontrainable_weights"):
-            base["frozen"] = {"format": "int8", "block_size": 256}
+            base["frozen"] = {"format": "int8", "block_size": 256, "modules": "frozen"}
         if hpz_size != 1:
             base["secondary"] = {"scope": hpz_size}
     elif not isinstance(recipe, str):
@@ -55,10 +55,6 @@ def _merge(section: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any
         base = copy.deepcopy(RECIPES[recipe])
         if hpz_size != 1 and base.get("secondary", {}).get("scope") == "node":
             base["secondary"]["scope"] = hpz_size  # the key says how many ranks of the node share a copy
-    elif recipe in PLANNED_RECIPES:
-        raise ConfigError(
-            f'"{SECTION}.recipe": "{recipe}" is not in this version; use one of {", ".join(sorted(RECIPES))}'
-        )
     else:
         raise ConfigError(
             f'"{SECTION}.recipe": there is no recipe {recipe!r}{nearest(str(recipe), RECIPES)}; '

@@ -12,13 +12,15 @@ from typing import Any
 from zeropp_fp8.config.compute import check_compute
 from zeropp_fp8.config.ds_config import IN_TREE_KEYS
 from zeropp_fp8.config.sections import (
+    ELSEWHERE,
+    FROZEN_FORMATS,
     HADAMARD_GROUP,
     MX_BLOCK_SIZE,
     MX_FORMATS,
-    PLANNED_FORMATS,
     SECTION,
     WIRE_FORMATS,
     ConfigError,
+    FrozenConfig,
     PluginConfig,
     nearest,
 )
@@ -61,17 +63,15 @@ def _origin(section: Mapping[str, Any]) -> str:
     return f' (from recipe "{section["recipe"]}")' if section.get("recipe") else ""
 
 
-def _check_format(field: str, value: str) -> None:
-    if value in WIRE_FORMATS:
+def _check_format(field: str, value: str, known: tuple[str, ...] = WIRE_FORMATS) -> None:
+    if value in known:
         return
-    if value in PLANNED_FORMATS:
+    if value in ELSEWHERE:
         raise ConfigError(
-            f'"{SECTION}.{field}": "{value}" is not available there in this version; '
-            f"use one of {', '.join(WIRE_FORMATS)}"
+            f'"{SECTION}.{field}": "{value}" is not available there, {ELSEWHERE[value]}; use one of {", ".join(known)}'
         )
     raise ConfigError(
-        f'"{SECTION}.{field}": there is no format {value!r}{nearest(value, WIRE_FORMATS)}; '
-        f"formats are {', '.join(WIRE_FORMATS)}"
+        f'"{SECTION}.{field}": there is no format {value!r}{nearest(value, known)}; formats are {", ".join(known)}'
     )
 
 
@@ -80,7 +80,7 @@ def check_fields(config: PluginConfig) -> None:
     _check_format("weights.format", config.weights.format)
     _check_format("gradients.intra_format", config.gradients.intra_format)
     _check_format("gradients.inter_format", config.gradients.inter_format)
-    _check_format("frozen.format", config.frozen.format)
+    _check_format("frozen.format", config.frozen.format, FROZEN_FORMATS)
     for name, section in (("weights", config.weights), ("gradients", config.gradients)):
         if section.hadamard and section.block_size % HADAMARD_GROUP:
             raise ConfigError(
@@ -89,24 +89,23 @@ def check_fields(config: PluginConfig) -> None:
             )
         if section.block_size % 2:
             raise ConfigError(f'"{SECTION}.{name}.block_size": must be even, got {section.block_size}')
-    if config.frozen.format not in ("none", "int8", *MX_FORMATS):
-        raise ConfigError(
-            f'"{SECTION}.frozen.format": "{config.frozen.format}" is not in this version; use "none", "int8" or one of '
-            f"{', '.join(MX_FORMATS)}"
-        )
+    _check_frozen(config.frozen)
     _check_mx_blocks(config)
     check_compute(config.compute)
     check_gradients(config.gradients)
     check_optimizer(config.optimizer)
     _check_partition(config)
-    not_yet = {
-        "frozen.double_quantize": (config.frozen.double_quantize, False),
-    }
-    for field, (value, available) in not_yet.items():
-        if value != available:
-            raise ConfigError(
-                f'"{SECTION}.{field}": {value!r} is not in this version; the only value is {json.dumps(available)}'
-            )
+
+
+def _check_frozen(frozen: FrozenConfig) -> None:
+    if frozen.double_quantize and (frozen.format == "none" or frozen.format in MX_FORMATS):
+        why = "there are no scales" if frozen.format == "none" else "their scales have 8 bits already"
+        raise ConfigError(
+            f'"{SECTION}.frozen.double_quantize": true does not go with "format": "{frozen.format}" ({why}); set it to '
+            "false, or use int4, int8, nf4 or fp8_e4m3"
+        )
+    if frozen.block_size % 2:
+        raise ConfigError(f'"{SECTION}.frozen.block_size": must be even, got {frozen.block_size}')
 
 
 def _check_partition(config: PluginConfig) -> None:

@@ -18,7 +18,8 @@ MX_FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "
 MX_BLOCK_SIZE = 32  # fixed by the OCP Microscaling specification
 FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2")
 WIRE_FORMATS = ("none", "int8", "int4", *FP8_FORMATS, *MX_FORMATS)
-PLANNED_FORMATS = ("nf4", "fp16")
+FROZEN_FORMATS = ("none", "int4", "int8", "nf4", "fp8_e4m3", *MX_FORMATS)
+ELSEWHERE = {"nf4": "it is a format of frozen weights", "fp16": "it is a format of optimizer states"}
 STATE_FORMATS = ("fp32", "bf16", "fp16", *FP8_FORMATS)
 HADAMARD_GROUP = 32
 
@@ -123,12 +124,20 @@ class OptimizerConfig(_Section):
 
 
 class FrozenConfig(_Section):
-    modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Frozen weights of linear layers rest, travel and are kept as codes of `format`.
+
+    `modules`: which are quantized while a model is made under zero.Init and its checkpoint streams in, before anything
+    is frozen: "all-linear", a list of name patterns, or "frozen": none but those that need no gradient by then. What
+    is frozen when the engine is made is stored too, as far as `modules` names it.
+    `double_quantize`: scales of blocks in 8 bits (QLoRA). `skip_modules`: name patterns of what stays in 16 or 32 bits.
+    """
+
+    modules: Literal["all-linear", "frozen"] | list[str] = "all-linear"
     format: str = "none"
     block_size: BlockSize = 64
     double_quantize: Flag = False
     scale_mode: ScaleMode = "rceil"  # of MX formats
-    skip_modules: list[str] = ["lm_head", "embed"]
+    skip_modules: list[str] = ["lm_head", "*embed*", "score", "classifier", "v_head"]
 
 
 class ActivationsConfig(_Section):

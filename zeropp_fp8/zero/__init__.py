@@ -16,6 +16,18 @@ offload.py       subclass of DeepSpeedZeRoOffload (all there is without an optim
 stage3.py        subclass of DeepSpeedZeroOptimizer_Stage3, on top of the two below
 report.py        the table printed at start
 
+The frozen store, weights that rest as codes:
+
+frozen_store.py       a stored parameter: to codes and back, gathering, writing, errors
+frozen_selection.py   which weights are stored, while a model is made and when an engine is
+frozen_init.py        deepspeed.zero.Init that stores
+frozen_operands.py    FP8 operands straight from codes
+frozen_checkpoint.py  saving and loading codes
+fragment.py           what a checkpoint holds of a stored parameter
+saved_ranks.py        reading what other ranks have saved
+merged.py             a 16-bit model with adapters merged in
+shard_writer.py       Hugging Face files, one shard at a time
+
 FP8-LM, gradients and states in low precision:
 
 gradient_scales.py       scales that all ranks share, and mu

@@ -6,12 +6,16 @@ against 28 for the fused kernel, 7 ms against 2 for 330M elements on an H200.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 
-def use_fused_update(optimizer: torch.optim.Optimizer) -> bool:
+def use_fused_update(optimizer: torch.optim.Optimizer, updated: Sequence[Tensor] | None = None) -> bool:
     """Select `fused` in every group of a torch Adam or AdamW on a GPU that asks for neither fused nor foreach.
 
+    `updated`: what the optimizer will update; None: the groups' parameters. ZeRO-3 leaves groups empty between steps.
     Returns whether a group was changed.
     """
     changed = False
@@ -19,7 +23,8 @@ def use_fused_update(optimizer: torch.optim.Optimizer) -> bool:
         return changed
     for group in optimizer.param_groups:
         chosen = any(group.get(name) is not None for name in ("fused", "foreach"))
-        on_gpu = all(p.is_cuda and p.is_floating_point() for p in group["params"])
+        params = group["params"] if updated is None else updated
+        on_gpu = len(params) > 0 and all(p.is_cuda and p.is_floating_point() for p in params)
         if chosen or group.get("capturable") or group.get("differentiable") or not on_gpu:
             continue
         group["fused"] = changed = True

@@ -14,6 +14,8 @@ from torch import nn
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.blocks import find_blocks
 from zeropp_fp8.zero.coordinator import UnitCoordinator
+from zeropp_fp8.zero.frozen_selection import store_frozen
+from zeropp_fp8.zero.frozen_store import stored_weight
 from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.units import build_units
@@ -76,8 +78,9 @@ def _ordinary_tensors() -> Iterator[None]:
 class ZeroppOffload(DeepSpeedZeRoOffload):
     """DeepSpeed's hooks around modules, with this project's units, coordinator and gathers behind them."""
 
-    def __init__(self, module, *args, session: Session, **kwargs) -> None:
+    def __init__(self, module, *args, session: Session, trains: bool = False, **kwargs) -> None:
         self.session = session
+        self._trains = trains
         has_owners = session.config.partition == "whole_tensor"
         self.gatherer = WholeTensorGatherer(session) if has_owners else WeightGatherer(session)
         granularity = session.config.gather_granularity
@@ -107,6 +110,18 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         module.pre_bwd_fn = _before_backward_of(module, self.pre_sub_module_backward_function)
         module.post_bwd_fn = _after_backward_of(module, self.post_sub_module_backward_function)
         super()._register_deepspeed_module(module, *args, **kwargs)
+
+    def _convert_to_zero_parameters(self, ds_config, module, mpu) -> None:
+        """Afterwards, what is frozen goes into the store."""
+        super()._convert_to_zero_parameters(ds_config, module, mpu)
+        store_frozen(module, self.session.config.frozen, self._trains)
+
+    def mark_persistent_parameters(self, param_threshold: int, model_threshold: int) -> list[nn.Parameter]:
+        """DeepSpeed's choice without stored parameters, which would be kept in 16 bits."""
+        chosen = super().mark_persistent_parameters(param_threshold, model_threshold)
+        for param in chosen:
+            param.ds_persist = stored_weight(param) is None
+        return [param for param in chosen if param.ds_persist]
 
     def get_param_coordinator(self, *args, **kwargs) -> UnitCoordinator:
         """DeepSpeed's hooks ask for the coordinator each time."""

@@ -7,10 +7,12 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.nn import Parameter
 
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.gemm import execution
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.zero.frozen_store import stored_weight
 from zeropp_fp8.zero.placement import WholeTensors
 from zeropp_fp8.zero.session import Session
 
@@ -30,6 +32,15 @@ def _without_kernel(session: Session, wire_format: WireFormat | None) -> str:
     return "" if kernels.supports(wire_format) else "no kernel for blocks this long: torch code, slower"
 
 
+def _without_decoding_kernel(session: Session, wire_format: WireFormat) -> str:
+    """A remark where a GPU has no kernel to decode a format."""
+    if session.device.type != "cuda":
+        return ""
+    from zeropp_fp8 import kernels
+
+    return "" if kernels.decodes(wire_format) else "no kernel for blocks this long: torch code, slower"
+
+
 def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: list[nn.Module]) -> list[tuple]:
     """(what, format, parameters, remark) for each line of the table."""
     config, topology = session.config, session.topology
@@ -41,6 +52,8 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
             sorted_first = "" if gatherer.in_rank_order else " after one copy that sorts slices"
             what = f"{wire_format.name}, a scale a {gatherer.gemm_weights.granularity}"
             by_format[(what, f"GEMM operands as they come{sorted_first}")].append(param)
+            continue
+        if stored_weight(param) is not None:
             continue
         exact = isinstance(wire_format, UnquantizedFormat)
         if topology.world_size == 1:
@@ -58,6 +71,7 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
         rows.append(
             ("weights", name, sum(p.ds_numel for p in members), f"{len(members)} tensors; {reason}".rstrip("; "))
         )
+    rows += _stored_rows(session, params)
     if session.conversion is not None:
         rows += _compute_rows(session)
     trainable = sum(p.ds_numel for p in params if p.requires_grad)
@@ -111,6 +125,24 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
     return rows
 
 
+def _stored_rows(session: Session, params: list[Parameter]) -> list[tuple]:
+    """What rests, and travels, as codes; and where that comes from."""
+    by_format: dict[str, list[Parameter]] = defaultdict(list)
+    for param in params:
+        if stored_weight(param) is not None:
+            by_format[repr(stored_weight(param).wire_format)].append(param)
+    rows = []
+    for name, members in by_format.items():
+        numel = sum(p.ds_numel for p in members)
+        at_rest = sum(p.ds_tensor.numel() for p in members) * session.topology.world_size / numel
+        slow = _without_decoding_kernel(session, stored_weight(members[0]).wire_format)
+        remark = f"{len(members)} tensors, as they rest: {at_rest:.3f} bytes a parameter on all ranks together"
+        rows.append(("frozen store", name, numel, "; ".join(filter(None, (remark, slow)))))
+    if session.config.frozen.format != "none" and not rows:
+        rows.append(("frozen store", "empty", 0, "no linear weight is frozen, or all are named in frozen.skip_modules"))
+    return rows
+
+
 def _state_rows(session: Session) -> list[tuple]:
     """What rests on the ranks: reduced gradients, master weights and moments; and who owns what."""
     config = session.config
@@ -154,19 +186,21 @@ def _compute_rows(session: Session) -> list[tuple]:
 
 
 def predicted_bytes(session: Session, gatherer: WeightGatherer) -> dict[str, dict[str, float]]:
-    """Bytes one rank sends in a step of one micro-batch that gathers each parameter once forward and once backward."""
+    """Bytes one rank sends in a step, not the first, that gathers each parameter once forward and once backward."""
     topology, world = session.topology, session.topology.world_size
     before, after = session.gather_levels
     weights = {"forward": {"inter": 0, "intra": 0}, "backward": {"inter": 0, "intra": 0}}
     gradients = {"inter": 0, "intra": 0}
     for param in gatherer.adopted.values():
         held = gatherer.bytes_of(param)
+        # Copies of frozen weights stay valid from step to step: after the first one they are there.
+        is_kept = session.secondary_ranks is not None and gatherer.is_frozen(param)
         for level, kept in [(level, session.secondary_ranks is not None) for level in before] + [
             (a, False) for a in after
         ]:
             sent = held * (level.size - 1)
             held *= level.size
-            weights["forward"][level.link] += sent
+            weights["forward"][level.link] += 0 if kept and is_kept else sent
             weights["backward"][level.link] += 0 if kept else sent
         if param.requires_grad and session.config.quantizes_gradients:
             size = slice_numel(param.ds_numel, world)

@@ -12,7 +12,6 @@ from zeropp_fp8.config import (
     MX_FORMATS,
     SECTION,
     ConfigError,
-    FrozenConfig,
     GradientsConfig,
     PluginConfig,
     WeightsConfig,
@@ -41,17 +40,16 @@ class Session:
         self.state_formats: StateFormats | None = None  # what master weights and moments rest in; None: fp32
         self.collected = False  # the engine is being collected: nothing collective can be done
         self.topology: Topology = make_topology(group, ranks_per_node)
-        self.secondary_ranks = secondary_ranks(config, ranks_per_node)
+        # One rank needs no copy of what it has.
+        self.secondary_ranks = secondary_ranks(config, ranks_per_node) if world_size > 1 else None
         self.gather_levels = self.topology.gather_levels(self.secondary_ranks)
         self.ledger = WireLedger(self.topology.nodes, ranks_per_node)
         self.placement = Slices(self.topology.rank, world_size)  # until parameters are given to owners
 
-        weights, frozen, gradients = config.weights, config.frozen, config.gradients
+        weights, gradients = config.weights, config.gradients
         if world_size == 1:  # nothing is sent, so nothing is gained by rounding it
-            off = {"format": "none"}
-            weights, frozen = weights.model_copy(update=off), frozen.model_copy(update=off)
+            weights = weights.model_copy(update={"format": "none"})
         self.weight_format = _quantized(weights, weights.format, weights.hadamard)
-        self.frozen_format = _quantized(frozen, frozen.format) or self.weight_format
         self.intra_format = _quantized(
             gradients, gradients.intra_format, gradients.hadamard and gradients.intra_format == "int4"
         )
@@ -86,9 +84,7 @@ class Session:
         return "stochastic" in (self.config.weights.rounding, self.config.gradients.rounding, states)
 
 
-def _quantized(
-    section: WeightsConfig | GradientsConfig | FrozenConfig, name: str, hadamard: bool = False
-) -> WireFormat | None:
+def _quantized(section: WeightsConfig | GradientsConfig, name: str, hadamard: bool = False) -> WireFormat | None:
     """The wire format `name` with the options of its section; None for "none"."""
     if name == "none":
         return None

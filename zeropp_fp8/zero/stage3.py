@@ -58,7 +58,7 @@ class ZeroppStage3(LowPrecisionStage3):
     # -- gathers ---------------------------------------------------------------------------------------------------
 
     def initialize_ds_offload(self, module, **kwargs) -> ZeroppOffload:
-        return ZeroppOffload(module=module, session=self.session, **kwargs)
+        return ZeroppOffload(module=module, session=self.session, trains=True, **kwargs)
 
     @property
     def gatherer(self):
@@ -66,7 +66,7 @@ class ZeroppStage3(LowPrecisionStage3):
 
     def _post_step(self, timer_names) -> None:
         """After the weights changed: drop what was derived from them, fetch the persistent parameters again."""
-        self.gatherer.weights_changed()
+        self.gatherer.trained_weights_changed()
         with self._persistent_parameters_gathered():
             super()._post_step(timer_names)
 
@@ -291,7 +291,7 @@ class ZeroppStage3(LowPrecisionStage3):
     def _rigid_load_state_dict(self, state_dict: dict, load_optimizer_states: bool = True) -> None:
         super()._rigid_load_state_dict(state_dict, load_optimizer_states)
         if self.session.config.quantizes and self.states is None:
-            use_fused_update(self.optimizer)
+            use_fused_update(self.optimizer, self.fp32_partitioned_groups_flat)
         self._load_own_entry(state_dict.get(CHECKPOINT_ENTRY))
 
     def _load_own_entry(self, extra: dict | None) -> None:

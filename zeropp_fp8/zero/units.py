@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.lanes import BufferRing
 from zeropp_fp8.comm.payload import PayloadLayout
 from zeropp_fp8.formats.base import align_up
+from zeropp_fp8.zero.frozen_store import stored_weight, value_dtype
 
 _PARAMETER_ALIGNMENT = 16  # bytes; kernels then read and write 16 at once
 
@@ -42,7 +43,8 @@ class GatherUnit:
     first_work: list[dist.Work] = field(default_factory=list)  # hops before the secondary shard, under way
     held: Tensor | None = None  # their result, flat uint8 [ranks reached * row bytes] ...
     held_is_current: bool = False  # ... of the weights as they are now
-    payload: Tensor | None = None  # without a secondary shard: this rank's encoded shard, uint8 [row bytes]
+    # This rank's encoded shards, uint8 [row bytes]: kept without a secondary shard, and where parameters rest as codes.
+    payload: Tensor | None = None
 
     asked_for: bool = False  # its gather has been started; on a CPU perhaps only the first hops
     gathered: Tensor | None = None  # the last hop's result, or the buffer it is being written to
@@ -54,11 +56,13 @@ class GatherUnit:
     active_modules: set[int] = field(default_factory=set)  # modules that are using the parameters now
 
     numel: int = 0  # elements of all its parameters
-    _places: list[tuple[torch.dtype, int, int, torch.Size]] = field(default_factory=list)
+    is_stored: bool = False  # they rest as codes; all do or none does
+    _places: list[tuple[torch.dtype, int, int, torch.Size] | None] = field(default_factory=list)
     _buffer_numels: dict[torch.dtype, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.numel = sum(p.ds_numel for p in self.params)
+        self.is_stored = any(stored_weight(p) is not None for p in self.params)
 
     @property
     def in_flight(self) -> bool:
@@ -79,10 +83,18 @@ class GatherUnit:
         start, size = self.regions[index]
         return buffer[start * ranks : (start + size) * ranks].view(ranks, size)
 
-    def lay_out(self, layout: PayloadLayout, packed: list[Parameter], operands: dict[Parameter, int], signature: tuple):
+    def lay_out(
+        self,
+        layout: PayloadLayout,
+        packed: list[Parameter],
+        operands: dict[Parameter, int],
+        signature: tuple,
+        not_decoded: Sequence[int] = (),
+    ) -> None:
         """Take over a payload layout of `packed`, and place these in a buffer a dtype, each aligned to 16 bytes.
 
-        `operands`: the other parameters, and the bytes of a rank's slice of each.
+        `operands`: the other parameters, and the bytes of a rank's slice of each. `not_decoded`: which of `packed` need
+        no place.
         """
         self.layout, self.signature = layout, signature
         self.packed, self.operands = packed, list(operands)
@@ -90,25 +102,33 @@ class GatherUnit:
         for size in operands.values():
             self.regions.append((self.rank_bytes, size))
         self._places, self._buffer_numels = [], {}
-        for param in packed:
-            dtype = param.ds_tensor.dtype
+        for index, param in enumerate(packed):
+            if index in not_decoded:
+                self._places.append(None)
+                continue
+            dtype = value_dtype(param)
             start = self._buffer_numels.get(dtype, 0)
             step = _PARAMETER_ALIGNMENT // dtype.itemsize
             self._buffer_numels[dtype] = start + -(-param.ds_numel // step) * step
             self._places.append((dtype, start, start + param.ds_numel, param.ds_shape))
 
-    def empty_parameters(self, device: torch.device) -> list[Tensor]:
-        """An uninitialized tensor in its shape for each packed parameter, all of a dtype in one buffer."""
+    def empty_parameters(self, device: torch.device) -> list[Tensor | None]:
+        """An uninitialized tensor in its shape for each packed parameter, all of a dtype in one buffer.
+
+        None for those that are not decoded.
+        """
         buffers = {d: torch.empty(numel, dtype=d, device=device) for d, numel in self._buffer_numels.items()}
-        return [buffers[dtype][start:end].view(shape) for dtype, start, end, shape in self._places]
+        return [place and buffers[place[0]][place[1] : place[2]].view(place[3]) for place in self._places]
 
 
 def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str) -> list[GatherUnit]:
     """Cut all ZeRO-3 parameters of `model` into units.
 
-    Parameters that stay gathered between steps form one unit. Of the others each block (and each z3 leaf module) is
-    one; what lies outside blocks is cut by module, and everything is at granularity "module"; at "parameter" each is
-    its own. A parameter that several modules share belongs to the first.
+    Frozen parameters never share a unit with trained ones: copies of them stay valid when an optimizer steps. What
+    rests as codes has units of its own, whose payload is what rests. Parameters that stay gathered between steps
+    form one unit. Of the others each block (and each z3 leaf module) is one; what lies outside blocks is cut by
+    module, and everything is at granularity "module"; at "parameter" each is its own. A parameter that several
+    modules share belongs to the first.
     """
     taken: set[int] = set()
 
@@ -124,7 +144,10 @@ def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str)
     units = [GatherUnit(persistent, persistent=True)] if persistent else []
 
     def add(params: list[Parameter]) -> None:
-        for members in [[p] for p in params] if granularity == "parameter" else [params]:
+        stored = [p for p in params if stored_weight(p) is not None]
+        frozen = [p for p in params if not p.requires_grad and stored_weight(p) is None]
+        trained = [p for p in params if p.requires_grad]
+        for members in [[p] for p in params] if granularity == "parameter" else [stored, frozen, trained]:
             if members:
                 units.append(GatherUnit(members))
 

@@ -34,8 +34,18 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.linear import GATHERED_OPERAND, READ_AS_NUMBERS
+from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.base import align_up
+from zeropp_fp8.zero.frozen_operands import FrozenOperands
+from zeropp_fp8.zero.frozen_store import (
+    StoredWeight,
+    check_frozen,
+    check_untouched,
+    note_version,
+    stored_weight,
+    value_dtype,
+)
 from zeropp_fp8.zero.operands import GemmWeights
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.units import GatherUnit
@@ -94,6 +104,7 @@ class WeightGatherer:
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._nan: dict[torch.dtype, Tensor] = {}
         self.gemm_weights = GemmWeights(session)  # empty until parameters are adopted
+        self.frozen_operands = FrozenOperands(session)  # likewise
         self._converted: set[int] = set()  # id of the weights of layers that compute in low precision
         rows = self._rank_order.slices
         self._rows_in_rank_order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=self.device)
@@ -103,7 +114,8 @@ class WeightGatherer:
     def adopt(self, units: Sequence[GatherUnit]) -> None:
         """Put this gatherer's closures on the ZeRO-3 parameters of `units`."""
         self.units = list(units)
-        self.gemm_weights.adopt(param for unit in units for param in unit.params)
+        self.gemm_weights.adopt(p for unit in units for p in unit.params if stored_weight(p) is None)
+        self.frozen_operands.adopt(param for unit in units for param in unit.params)
         if self.session.conversion is not None:
             self._converted = {id(module.weight) for module in self.session.conversion.converted.values()}
         for unit in units:
@@ -180,11 +192,12 @@ class WeightGatherer:
     # -- formats -------------------------------------------------------------------------------------------------
 
     def format_of(self, param: Parameter) -> WireFormat:
-        """The wire format of a parameter: matrices as configured, vectors and scalars in their own 16 or 32 bits."""
-        if len(param.ds_shape) >= 2:
-            chosen = self.session.weight_format if param.requires_grad else self.session.frozen_format
-            if chosen is not None:
-                return chosen
+        """The wire format of a parameter: stored ones as they rest, other matrices as configured, vectors in full."""
+        stored = stored_weight(param)
+        if stored is not None:
+            return stored.wire_format
+        if len(param.ds_shape) >= 2 and self.session.weight_format is not None:
+            return self.session.weight_format
         return UnquantizedFormat(get_allgather_dtype(param, param.ds_tensor))
 
     @property
@@ -198,6 +211,10 @@ class WeightGatherer:
         format_agrees = self.format_of(param) is self.session.weight_format
         return param in self.gemm_weights and format_agrees and not persistent
 
+    def is_frozen(self, param: Parameter) -> bool:
+        """Whether a parameter is gathered with frozen ones only, so that copies survive optimizer steps."""
+        return not any(p.requires_grad for p in getattr(param, STATE).unit.params)
+
     def bytes_of(self, param: Parameter) -> int:
         """Bytes that each rank sends of a parameter."""
         if self.travels_as_operand(param):
@@ -206,17 +223,20 @@ class WeightGatherer:
 
     def _layout_of(self, unit: GatherUnit) -> PayloadLayout:
         """The unit's payload layout, made again when its parameters were frozen, unfrozen or cast."""
-        signature = tuple((p.requires_grad, p.ds_tensor.dtype, p.ds_tensor.ds_numel) for p in unit.params)
+        signature = tuple((p.requires_grad, value_dtype(p), p.ds_tensor.ds_numel) for p in unit.params)
         if unit.layout is None or unit.signature != signature:
             operands = {p: self.gemm_weights.slice_bytes(p) for p in unit.params if self.travels_as_operand(p)}
             packed = [p for p in unit.params if p not in operands]
+            # Of these the codes go to an operand directly.
+            not_decoded = [index for index, p in enumerate(packed) if p in self.frozen_operands]
             layout = PayloadLayout(
                 [p.ds_tensor.ds_numel for p in packed],
                 [self.format_of(p) for p in packed],
-                [p.ds_tensor.dtype for p in packed],
+                [value_dtype(p) for p in packed],
                 self.device,
+                left_out=not_decoded,
             )
-            unit.lay_out(layout, packed, operands, signature)
+            unit.lay_out(layout, packed, operands, signature, not_decoded)
             unit.payload = None  # it was made for the old one
         return unit.layout
 
@@ -224,16 +244,22 @@ class WeightGatherer:
 
     def start_first_hops(self, unit: GatherUnit) -> None:
         """Encode this rank's shards and start the hops up to the secondary shard, unless its result is there."""
-        if unit.held_is_current:
+        if unit.held_is_current or self._is_whole_here(unit):
             return
         before, _ = self.session.gather_levels
         self._layout_of(unit)
         reached, own_row = self._reached, self._own_row
         num_bytes = reached * unit.rank_bytes
+        if unit.is_stored:
+            self._rest_together(unit)
         with self._network:
             after(self._weights_ready)
             if unit.operands:
                 self.gemm_weights.refresh_scales()
+            if reached == 1 and unit.is_stored and unit.payload.device == self.device:
+                unit.held = unit.payload  # what is sent is what rests here
+                unit.held_is_current = True
+                return
             if self.session.secondary_ranks is None:
                 unit.held = self._held_ring.take(num_bytes)
             elif unit.held is None or unit.held.numel() != num_bytes:
@@ -253,6 +279,17 @@ class WeightGatherer:
                 unit.first_work = start_regions(results, mine, level, self.session.ledger)
         unit.held_is_current = True
 
+    def _rest_together(self, unit: GatherUnit) -> None:
+        """Let the codes of a unit of stored parameters rest in one buffer, `unit.payload`."""
+        if unit.payload is not None:
+            return
+        shards = [param.ds_tensor.data for param in unit.packed]
+        payload = torch.cat(shards)
+        unit.payload = payload.pin_memory() if shards[0].is_pinned() else payload
+        for param, part in zip(unit.packed, unit.payload.split(unit.layout.sizes)):
+            param.ds_tensor.data = part
+        self._weights_ready = mark(self.device)
+
     def _encode_shards(self, unit: GatherUnit, own: list[Tensor]) -> None:
         """Encode into uint8 [1, size] of each region; without a secondary shard the bytes are kept for the next gather.
 
@@ -262,15 +299,14 @@ class WeightGatherer:
             self.gemm_weights.encode(param, out.view(-1))
         row = own[0]
         if unit.payload is not None:
-            row.copy_(unit.payload)
+            row.copy_(unit.payload, non_blocking=True)
             return
         shards = [p.ds_tensor.data.to(self.device, non_blocking=True).view(-1) for p in unit.packed]
         layout = unit.layout
         layout.encode(shards, self._first_order, row, layout.draw_seed(self.session.generators["weights"]))
         # A secondary shard holds it anyway, and nearest rounding gives the same bytes again.
         if self.session.secondary_ranks is None and (layout.needs_seed or self.device.type == "cpu"):
-            quantized = self.session.weight_format is not None or self.session.frozen_format is not None
-            unit.payload = row.clone() if quantized else None
+            unit.payload = row.clone() if self.session.weight_format is not None else None
 
     def start(self, unit: GatherUnit, ahead: bool = False) -> None:
         """Start gathering a unit's parameters for computing; no-op when that is under way.
@@ -278,7 +314,7 @@ class WeightGatherer:
         `ahead`: the values are not needed yet. On a CPU the last hop is then left to `finish` unless it can start at
         once, because waiting for the first hops would block.
         """
-        if unit.gathered is not None:
+        if unit.gathered is not None or self._is_whole_here(unit):
             return
         unit.asked_for = True
         self.start_first_hops(unit)
@@ -314,6 +350,13 @@ class WeightGatherer:
         missing = [p for p in unit.params if p.ds_status != ZeroParamStatus.AVAILABLE]
         if not missing:
             return
+        if unit.is_stored:
+            for param in missing:
+                check_frozen(param)
+                check_untouched(param)
+        elif self._is_whole_here(unit):
+            self._lend_shards(unit, missing)
+            return
         self.start(unit)
         world = self.session.topology.world_size
         self.session.ledger.stock_would_send(sum(slice_numel(p.ds_numel, world) for p in missing) * world)
@@ -328,11 +371,11 @@ class WeightGatherer:
                 param.data = value
                 param.ds_status = ZeroParamStatus.AVAILABLE
                 getattr(param, STATE).lossy = not exact
-        for param, codes in operands:
+                note_version(param)
+        for param, operand in operands:
             if param.ds_status != ZeroParamStatus.AVAILABLE:
-                operand = self.gemm_weights.operand(param, codes)
                 setattr(param, GATHERED_OPERAND, operand)
-                dtype = param.ds_tensor.dtype
+                dtype = value_dtype(param)
                 if getattr(param, READ_AS_NUMBERS, False):
                     param.data = operand.dequantize(dtype)
                 else:
@@ -340,27 +383,70 @@ class WeightGatherer:
                     param.data = self._not_a_number(dtype).expand(param.ds_shape)
                 param.ds_status = ZeroParamStatus.AVAILABLE
                 getattr(param, STATE).lossy = True
+                note_version(param)
         self._drop_gathered(unit, lent)
+        if not unit.live:
+            unit.live = True
+            self.live_numel += unit.numel
+
+    def _is_whole_here(self, unit: GatherUnit) -> bool:
+        """Whether the shards are the parameters: one rank, nothing rounded, nothing offloaded."""
+        return (
+            self.session.topology.world_size == 1
+            and not unit.is_stored
+            and not any(p.ds_tensor.device != self.device for p in unit.params)
+        )
+
+    def _lend_shards(self, unit: GatherUnit, missing: list[Parameter]) -> None:
+        """Let parameters be their shards while modules use them: a copy of an embedding would be a gigabyte.
+
+        GatheredParameters makes a copy all the same: what is written there without `modifier_rank` is to be dropped.
+        """
+        for param in missing:
+            param.data = param.ds_tensor.data[: param.ds_numel].view(param.ds_shape)
+            param.ds_status = ZeroParamStatus.AVAILABLE
+            getattr(param, STATE).lossy = True
         if not unit.live:
             unit.live = True
             self.live_numel += unit.numel
 
     def _decode(
         self, unit: GatherUnit
-    ) -> tuple[list[tuple[Parameter, Tensor, bool]], list[tuple[Parameter, Tensor]], bool]:
+    ) -> tuple[list[tuple[Parameter, Tensor, bool]], list[tuple[Parameter, Float8Operand]], bool]:
         """What the last hop brought: (parameter, its values, whether they are exact) of those that are decoded,
-        (parameter, uint8 codes) of operands, and whether operands lie in the buffer itself."""
+        (parameter, operand) of others, and whether operands lie in the buffer itself."""
         world = self.session.topology.world_size
-        values = unit.empty_parameters(self.device)
-        unit.layout.decode(unit.region(unit.gathered, 0, world), self._rank_order, values)
-        exact = (isinstance(wire_format, UnquantizedFormat) for wire_format in unit.layout.formats)
-        operands = []
+        values, operands = unit.empty_parameters(self.device), []
+        payloads = unit.region(unit.gathered, 0, world)
+        unit.layout.decode(payloads, self._rank_order, values)
+        decoded = []
+        for index, (param, value) in enumerate(zip(unit.packed, values)):
+            stored = stored_weight(param)
+            if value is None:
+                operands.append((param, self._frozen_operand(param, stored, payloads, unit.layout.offsets[index])))
+            else:
+                # What a stored parameter decodes to is all there is of it.
+                decoded.append((param, value, stored is not None or self._travels_exactly(param)))
         for index, param in enumerate(unit.operands, start=1):
             codes = unit.region(unit.gathered, index, world)
             if not self.in_rank_order:
                 codes = codes[self._rows_in_rank_order]  # the copy that sorts slices
-            operands.append((param, codes.view(-1)))
-        return list(zip(unit.packed, values, exact)), operands, bool(operands) and self.in_rank_order
+            operands.append((param, self.gemm_weights.operand(param, codes.view(-1))))
+        return decoded, operands, bool(unit.operands) and self.in_rank_order
+
+    def _travels_exactly(self, param: Parameter) -> bool:
+        return isinstance(self.format_of(param), UnquantizedFormat)
+
+    def _frozen_operand(self, param: Parameter, stored: StoredWeight, payloads: Tensor, offset: int) -> Float8Operand:
+        """The FP8 operand of a stored parameter, from all ranks' payloads [ranks, row bytes]."""
+        from zeropp_fp8.kernels.quantized_weight import QuantizedWeight
+
+        order = None if self.in_rank_order else self._rows_in_rank_order.to(torch.int32)
+        shape = tuple(param.ds_shape)
+        weight = QuantizedWeight(
+            payloads, offset, stored.wire_format, stored.part_numel, shape, stored.dtype, row_of_slice=order
+        )
+        return self.frozen_operands.operand(param, weight)
 
     def _not_a_number(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._nan:
@@ -376,7 +462,8 @@ class WeightGatherer:
         if unit.gathered is not None and unit.gathered is not unit.held:
             done.append((self._gathered_ring, unit.gathered, lent))
         if self.session.secondary_ranks is None and unit.held is not None:
-            done.append((self._held_ring, unit.held, lent and unit.gathered is unit.held))
+            if unit.held is not unit.payload:  # the codes at rest are nobody's to overwrite
+                done.append((self._held_ring, unit.held, lent and unit.gathered is unit.held))
             unit.held = None
             unit.held_is_current = False
         unit.gathered = None
@@ -407,7 +494,9 @@ class WeightGatherer:
         """Drop the values of a unit's parameters."""
         for param in unit.params:
             if param.ds_status == ZeroParamStatus.AVAILABLE and not param.ds_active_sub_modules:
-                dtype = param.ds_tensor.dtype
+                dtype = value_dtype(param)
+                if stored_weight(param) is not None:
+                    check_untouched(param)
                 if dtype not in self._nothing:
                     self._nothing[dtype] = torch.empty(0, dtype=dtype, device=self.device)
                 # The values were made and used on the compute stream only, so no stream has to be told.
@@ -415,6 +504,7 @@ class WeightGatherer:
                 param.data = self._nothing[dtype]
                 param.ds_status = ZeroParamStatus.NOT_AVAILABLE
                 getattr(param, STATE).lossy = False
+                note_version(param)
         if unit.live:
             unit.live = False
             self.live_numel -= unit.numel
@@ -463,9 +553,14 @@ class WeightGatherer:
     def _gather_missing(self, missing: list[Parameter]) -> None:
         """Every bit of parameters that are not there, complete on the current stream."""
         levels = self.session.topology.gather_levels()
-        formats = [UnquantizedFormat(p.ds_tensor.dtype) for p in missing]
-        shards = [p.ds_tensor.data.to(self.session.device) for p in missing]
-        payload = torch.cat([f.encode(shard) for f, shard in zip(formats, shards)])
+        formats, payloads = [], []
+        for param in missing:
+            shard, stored = param.ds_tensor.data.to(self.session.device), stored_weight(param)
+            if stored is not None:
+                check_untouched(param)
+            formats.append(UnquantizedFormat(shard.dtype) if stored is None else stored.wire_format)
+            payloads.append(formats[-1].encode(shard) if stored is None else shard)
+        payload = torch.cat(payloads)
         with self.session.ledger.counting(OUTSIDE):
             held = gather_through(payload, levels[0], self.session.ledger)
             pending = start_gather(held, *levels, payload.numel(), self.session.ledger)
@@ -480,9 +575,10 @@ class WeightGatherer:
             size = wire_format.payload_bytes(shard_numel)
             rows = payloads[..., offset : offset + size].reshape(world, size)
             offset += size
-            flat = wire_format.decode_rows(rows, shard_numel, param.ds_tensor.dtype).view(-1)
+            flat = wire_format.decode_rows(rows, shard_numel, value_dtype(param)).view(-1)
             param.data = flat[: param.ds_numel].view(param.ds_shape)
             param.ds_status = ZeroParamStatus.AVAILABLE
+            note_version(param)
 
     def _count_update(self, params: list[Parameter]) -> None:
         """GatheredParameters(modifier_rank=...) broadcasts each parameter before it partitions it again."""
@@ -502,7 +598,12 @@ class WeightGatherer:
             self.cancel(unit)
             self._drop(unit)
         self.gemm_weights.changed(params)
+        self.frozen_operands.changed(params)
         self._weights_ready = mark(self.device)
+
+    def trained_weights_changed(self) -> None:
+        """An optimizer has stepped: forget what was derived from the parameters that it may have written."""
+        self.weights_changed(param for unit in self.units for param in unit.params if param.requires_grad)
 
     def _forget_amax(self, params: Iterable[Parameter]) -> None:
         """Weights of converted layers were written from outside: what earlier steps have shown of operands is past.

@@ -158,8 +158,10 @@ class WholeTensorStage3(DeepSpeedZeroOptimizer_Stage3):
         super()._rigid_load_state_dict(state_dict, load_optimizer_states)
 
     def load_hp_checkpoint_state(self, folder, key, param: Parameter | None = None) -> Tensor:
+        if param is None:  # as DeepSpeed before 0.19.3 calls it, which has no owners
+            return super().load_hp_checkpoint_state(folder, key)
         one_slice = super().load_hp_checkpoint_state(folder, key, param)
-        return self.owned_of_slice(param, one_slice) if self.has_owners and param is not None else one_slice
+        return self.owned_of_slice(param, one_slice) if self.has_owners else one_slice
 
     def offload_states(self, *args, **kwargs) -> None:
         """Not with owners: DeepSpeed maps its buffers by equal slices.

@@ -23,6 +23,7 @@ from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.comm.shared_scales import SharedScales
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat
+from zeropp_fp8.zero.frozen_store import stored_weight
 from zeropp_fp8.zero.operands import WIRE_FORMAT
 from zeropp_fp8.zero.placement import WholeTensors
 from zeropp_fp8.zero.session import Session
@@ -92,17 +93,24 @@ class WholeTensorGatherer(WeightGatherer):
     def give_to_owners(self, units: Sequence[GatherUnit], placement: WholeTensors) -> None:
         """Replace DeepSpeed's slices by whole parts, one unit at a time. Collective."""
         for unit in units:
-            unit.params[0].all_gather(list(unit.params))
-            for param in unit.params:
+            members = self._owned(unit.params)
+            if members:
+                members[0].all_gather(members)
+            for param in members:
                 own = placement.own_part(param, param.data).to(param.ds_tensor.dtype, copy=True)
                 param.partition([param])
                 _replace_shard(param, own, padding=0)
+
+    @staticmethod
+    def _owned(params: Iterable[Parameter]) -> list[Parameter]:
+        """Those that have owners: codes at rest stay in equal parts, which any rank may cut anywhere."""
+        return [p for p in params if stored_weight(p) is None]
 
     @torch.no_grad()
     def take_from_owners(self, params: Iterable[Parameter]) -> None:
         """Give parameters DeepSpeed's equal slices again. Collective."""
         topology = self.session.topology
-        for param in params:
+        for param in self._owned(params):
             self.gather_exactly([param])
             size = slice_numel(param.ds_numel, topology.world_size)
             own = param.data.new_zeros(size)
@@ -121,6 +129,8 @@ class WholeTensorGatherer(WeightGatherer):
         super().give_back()
 
     def _keep_own_part(self, param: Parameter) -> bool:
+        if stored_weight(param) is not None:
+            return False
         param.ds_tensor.data.view(-1).copy_(self.session.placement.own_part(param, param.data))
         return True
 
@@ -128,11 +138,15 @@ class WholeTensorGatherer(WeightGatherer):
 
     def bytes_of(self, param: Parameter) -> float:
         """Bytes that a rank sends of a parameter, on average."""
+        if stored_weight(param) is not None:
+            return super().bytes_of(param)
         wire_format = SharedScaleFormat(WIRE_FORMAT) if self.travels_as_operand(param) else self.format_of(param)
         sizes = (wire_format.payload_bytes(part.numel) for part in self.session.placement.parts(param))
         return sum(sizes) / self.session.topology.world_size
 
-    def _layout_of(self, unit: GatherUnit) -> OwnedLayout:
+    def _layout_of(self, unit: GatherUnit) -> OwnedLayout | PayloadLayout:
+        if unit.is_stored:
+            return super()._layout_of(unit)
         signature = tuple((p.requires_grad, p.ds_tensor.dtype, p.ds_tensor.ds_numel) for p in unit.params)
         if unit.layout is None or unit.signature != signature:
             operands = {p: p.ds_numel for p in unit.params if self.travels_as_operand(p)}
@@ -182,6 +196,9 @@ class WholeTensorGatherer(WeightGatherer):
         return [sum(layout.rank_bytes[r] for r in ranks) for ranks in self._brought[hop]]
 
     def start_first_hops(self, unit: GatherUnit) -> None:
+        if unit.is_stored:
+            super().start_first_hops(unit)
+            return
         if unit.held_is_current:
             return
         layout, before = self._layout_of(unit), self.session.gather_levels[0]
@@ -251,6 +268,9 @@ class WholeTensorGatherer(WeightGatherer):
         return SharedScales(encode, unused.decode, unused.amax, unused.counts)
 
     def _start_last_hop(self, unit: GatherUnit) -> None:
+        if unit.is_stored:
+            super()._start_last_hop(unit)
+            return
         last = self._levels[-1]
         with self._node:
             self._node_after_first_hops(unit)
@@ -263,6 +283,8 @@ class WholeTensorGatherer(WeightGatherer):
             unit.last_work = [work]
 
     def _decode(self, unit: GatherUnit):
+        if unit.is_stored:
+            return super()._decode(unit)
         values = dict(zip(unit.packed, unit.empty_parameters(self.device)))
         self._decode_row(unit.layout, unit.gathered, unit.params, values)
         exact = {p: isinstance(self.format_of(p), UnquantizedFormat) for p in unit.packed}
@@ -270,7 +292,8 @@ class WholeTensorGatherer(WeightGatherer):
         for index, places in unit.layout.operand_places.items():
             codes = [unit.gathered[offset : offset + numel] for offset, numel in places]
             in_place = in_place or len(codes) == 1
-            operands.append((unit.params[index], codes[0] if len(codes) == 1 else torch.cat(codes)))
+            param, all_codes = unit.params[index], codes[0] if len(codes) == 1 else torch.cat(codes)
+            operands.append((param, self.gemm_weights.operand(param, all_codes)))
         return [(p, value, exact[p]) for p, value in values.items()], operands, in_place
 
     def _decode_row(
@@ -291,6 +314,11 @@ class WholeTensorGatherer(WeightGatherer):
         return _Done() if async_op else None
 
     def _gather_missing(self, missing: list[Parameter]) -> None:
+        stored, missing = [p for p in missing if stored_weight(p) is not None], self._owned(missing)
+        if stored:
+            super()._gather_missing(stored)
+        if not missing:
+            return
         layout = self._owned_layout(missing, exact=True)
         row = torch.empty(layout.own.row_bytes, dtype=torch.uint8, device=self.device)
         shards = self._shard_views(missing, layout.own_pieces)
@@ -332,14 +360,15 @@ class WholeTensorGatherer(WeightGatherer):
 def plan_owners(session: Session, gatherer: WeightGatherer, units: Sequence[GatherUnit]) -> WholeTensors:
     """Who owns what, with all model states and the bytes of each exchange counted."""
     config, topology = session.config, session.topology
+    owned = [unit for unit in units if not unit.is_stored]
     gradient_bytes = 1.0 if config.gradients.store_format != "none" else 4.0
     return WholeTensors.plan(
-        [unit.params for unit in units],
+        [unit.params for unit in owned],
         topology.rank,
         topology.world_size,
         topology.ranks_per_node,
         state_bytes=gradient_bytes + (session.state_formats.bytes_per_parameter() if session.state_formats else 12.0),
-        wire_bytes=[[gatherer.format_of(p).bits_per_element / 8 for p in unit.params] for unit in units],
+        wire_bytes=[[gatherer.format_of(p).bits_per_element / 8 for p in unit.params] for unit in owned],
         split=config.partition_split,
     )
 

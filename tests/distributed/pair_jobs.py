@@ -1,0 +1,78 @@
+"""Every pair of the plugin's parts in one training, on ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import torch.distributed as dist
+from frozen_jobs import load_into, with_lora
+from models import batches, ds_config, llama, make_engine, section
+from parity_jobs import switch
+
+from zeropp_fp8.zero.frozen_store import stored_weight
+
+# What each part adds to a section. Whole tensors need gradients that the plugin reduces.
+PARTS = {
+    "qwZ": {"weights": {"format": "int8"}},
+    "hpZ": {"secondary": {"scope": "node"}},
+    "qgZ": {"gradients": {"intra_format": "int8", "inter_format": "int4"}},
+    "FP8 compute": {"compute": {"format": "fp8"}},
+    "MX compute": {"compute": {"format": "mxfp8_e4m3"}},
+    "FP8 optimizer": {
+        "optimizer": {"master_format": "fp16", "exp_avg_format": "fp8_e4m3", "exp_avg_sq_format": "fp16"}
+    },
+    "whole tensors": {"partition": "whole_tensor", "gradients": {"intra_format": "int8", "inter_format": "int4"}},
+    "frozen store": {"frozen": {"format": "nf4", "double_quantize": True}},
+}
+
+
+def section_of(names):
+    """The section with some parts."""
+    fields = {}
+    for name in names:
+        for key, value in copy.deepcopy(PARTS[name]).items():
+            fields[key] = {**fields[key], **value} if isinstance(value, dict) and key in fields else value
+    return section("lossless", **fields)
+
+
+def what_is_on(engine):
+    """Which parts an engine really has, asked of the objects that do the work."""
+    session, stage = engine.zeropp_fp8_session, engine.optimizer
+    compute = session.conversion.scaling.formats["weights"] if session.conversion is not None else ""
+    on = {
+        "qwZ": session.weight_format is not None,
+        "hpZ": session.secondary_ranks is not None,
+        "qgZ": session.inter_format is not None,
+        "FP8 compute": compute.startswith("fp8"),
+        "MX compute": compute.startswith("mx"),
+        "FP8 optimizer": session.state_formats is not None,
+        "whole tensors": stage.has_owners,
+        "frozen store": any(stored_weight(p) for p in engine.module.parameters()),
+    }
+    return {name for name, is_on in on.items() if is_on}
+
+
+def train_on_one_batch(engine, steps):
+    """Losses; they fall from step to step, adapters' too."""
+    (tokens,) = batches(1, dist.get_rank(), batch=4)
+    losses = []
+    for _ in range(steps):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_with(several, steps=6, adapters=False):
+    """(parts that were on, losses) for each of several lists of parts; LoRA where something is to be frozen."""
+    switch(True)
+    results = []
+    for names in several:
+        lora = adapters or "frozen store" in names
+        config = ds_config(section_of(names), "bf16")
+        model = load_into(llama(intermediate=128), llama(intermediate=128).state_dict())
+        engine = make_engine(with_lora(model) if lora else model, config, lr=2e-2 if lora else 3e-3)
+        results.append((what_is_on(engine), train_on_one_batch(engine, steps)))
+        engine.destroy()
+    return results

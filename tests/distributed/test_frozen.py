@@ -1,0 +1,78 @@
+"""The frozen store in training: what it computes, what it sends, what it holds."""
+
+import frozen_jobs as jobs
+import pytest
+import torch
+from ranks import run_ranks
+
+FORMATS = {
+    "int8": jobs.frozen("int8"),
+    "int4": jobs.frozen("int4"),
+    "nf4, double": jobs.frozen("nf4", block_size=64, double_quantize=True),
+    "mxfp4": jobs.frozen("mxfp4"),
+}
+
+
+@pytest.mark.parametrize("zero_init", [False, True], ids=["after", "under zero.Init"])
+@pytest.mark.parametrize("fields", FORMATS.values(), ids=FORMATS)
+def test_training_equals_training_on_rounded_weights(fields, zero_init):
+    """Bit for bit: losses, adapters, and what anybody sees of the frozen weights."""
+    for stored, rounded in run_ranks(jobs.equals_rounded_weights, fields=fields, zero_init=zero_init):
+        assert stored["losses"] == rounded["losses"]
+        assert len(stored["stored"]) == 14 and all("_proj" in name for name in stored["stored"])
+        assert all(torch.equal(stored["weights"][n], rounded["weights"][n]) for n in rounded["weights"])
+        assert all(torch.equal(stored["fp32"][n], rounded["fp32"][n]) for n in rounded["fp32"])
+
+
+@pytest.mark.parametrize("world, ranks_per_node", [(1, 1), (2, 1), (3, 3), (6, 2)])
+@pytest.mark.parametrize("dtype, scope", [("bf16", "none"), ("fp32", "node"), ("bf16", "rank")])
+def test_on_any_number_of_ranks(world, ranks_per_node, dtype, scope):
+    more = {"secondary": {"scope": scope}, "topology": {"ranks_per_node": ranks_per_node}}
+    for stored, rounded in run_ranks(
+        jobs.equals_rounded_weights,
+        world=world,
+        ranks_per_node=ranks_per_node,
+        fields=FORMATS["int4"],
+        dtype=dtype,
+        **more,
+    ):
+        assert stored["losses"] == rounded["losses"] and len(stored["stored"]) == 14
+        assert all(torch.equal(stored["fp32"][n], rounded["fp32"][n]) for n in rounded["fp32"])
+
+
+@pytest.mark.parametrize(
+    "name, double_quantize", [("int8", False), ("int4", True), ("nf4", False), ("nf4", True), ("mxfp6_e2m3", False)]
+)
+def test_codes_do_not_depend_on_the_number_of_ranks(name, double_quantize):
+    seen = []
+    for world in (1, 2, 3, 4):
+        for weights, full, wire_format in run_ranks(
+            jobs.same_codes_on_any_number_of_ranks,
+            world=world,
+            ranks_per_node=1,
+            name=name,
+            double_quantize=double_quantize,
+        ):
+            for key, weight in weights.items():
+                if weight.dim() == 2:
+                    whole = wire_format.decode(wire_format.encode(weight), weight.shape, torch.float32)
+                    assert torch.equal(full[key], whole), (world, key)
+            seen.append(full)
+    assert all(torch.equal(a[key], seen[0][key]) for a in seen for key in seen[0])
+
+
+@pytest.mark.parametrize("scope", ["none", "node", "rank"])
+def test_codes_travel_once_where_copies_stay(scope):
+    """With a secondary shard nothing of the store crosses its links again after the first step."""
+    for log in run_ranks(jobs.traffic, scope=scope, name="int4"):
+        first, *later = log["steps"]
+        assert log["one storage a unit"] and log["units"] == 2
+        # int4, 16 elements a block, two bytes a scale: 0.625 bytes; padding of small tensors on top
+        assert 0.625 <= 4 * log["at rest"] / log["numel"] < 0.66
+        assert later[0] == later[1]
+        if scope == "none":
+            assert first == later[0] and log["held"] == 0
+        else:
+            assert log["held"] == log["at rest"] * (2 if scope == "node" else 4)
+            assert first["inter"] - later[0]["inter"] == log["all frozen"] > log["at rest"]
+            assert first["intra"] - later[0]["intra"] == (0 if scope == "node" else 2 * log["all frozen"])

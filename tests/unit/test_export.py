@@ -1,0 +1,156 @@
+"""Exporting a checkpoint to numbers: slices, the rest, refusals. Of real checkpoints: test_frozen_checkpoints.py."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from zeropp_fp8.export import export_checkpoint, main
+from zeropp_fp8.formats import make_format
+from zeropp_fp8.zero.fragment import QuantizedFragment, format_fields
+from zeropp_fp8.zero.saved_ranks import FRAGMENTS
+
+FORMAT = make_format("nf4", block_size=4, double_quantize=True)
+
+
+def states_of(tensors, rank, ranks, dtype):
+    """A rank's model states: those named "numbers..." in slices, others in codes."""
+    fragments = {}
+    for name, tensor in tensors.items():
+        size = -(-tensor.numel() // ranks)
+        padded = nn.functional.pad(tensor.flatten(), (0, size * ranks - tensor.numel()))
+        fragments[name] = padded[rank * size : (rank + 1) * size].clone()
+        if not name.startswith("numbers"):
+            part_numel = -(-tensor.numel() // (ranks * FORMAT.granule)) * FORMAT.granule
+            payload = torch.empty(FORMAT.payload_bytes(part_numel), dtype=torch.uint8)
+            FORMAT.encode_part(tensor, rank * part_numel, part_numel, payload)
+            shape = tuple(tensor.shape)
+            fragments[name] = QuantizedFragment(
+                name, payload, format_fields(FORMAT), part_numel, shape, dtype, rank, ranks
+            )
+    return {"module": {"buffer": torch.arange(3)}, FRAGMENTS: fragments, "global_steps": 7, "dp_world_size": ranks}
+
+
+def write_checkpoint(folder, tensors, ranks, tag="step7", dtype=torch.bfloat16, in_zip=True):
+    (folder / tag).mkdir(parents=True)
+    for rank in range(ranks):
+        path = folder / tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        states = states_of(tensors, rank, ranks, dtype)
+        torch.save(states, path, _use_new_zipfile_serialization=in_zip)
+        (folder / tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_bytes(b"optimizer")
+    (folder / "latest").write_text(tag)
+    (folder / "zero_to_fp32.py").write_text("script")
+    return folder
+
+
+def read_back(out, name, tag="step7"):
+    files = sorted((out / tag).glob("*_model_states.pt"))
+    return [torch.load(file, weights_only=False)[FRAGMENTS][name] for file in files]
+
+
+SHAPES = {"a": (53, 37), "b": (64, 64), "c": (1, 5), "numbers": (7, 9)}
+
+
+def tensors_of(shapes=None):
+    generator = torch.Generator().manual_seed(1)
+    return {n: torch.randn(s, generator=generator).to(torch.bfloat16) for n, s in (shapes or SHAPES).items()}
+
+
+@pytest.mark.parametrize("ranks, in_zip", [(1, True), (2, True), (3, False), (5, True)])
+def test_slices_are_those_of_the_decoded_weight(ranks, in_zip, tmp_path):
+    tensors = tensors_of()
+    folder = write_checkpoint(tmp_path / "from", tensors, ranks, in_zip=in_zip)
+    assert export_checkpoint(folder, tmp_path / "to") == 3
+    for name, tensor in tensors.items():
+        slices = read_back(tmp_path / "to", name)
+        assert {s.numel() for s in slices} == {-(-tensor.numel() // ranks)} and len(slices) == ranks
+        whole = torch.cat(slices)
+        expected = tensor
+        if name != "numbers":
+            expected = FORMAT.decode(FORMAT.encode(tensor), tensor.shape, torch.bfloat16)
+        assert whole.dtype == torch.bfloat16 and torch.equal(whole[: tensor.numel()], expected.flatten())
+        assert not whole[tensor.numel() :].any()
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=3), st.integers(1, 4))
+def test_any_shape(tmp_path_factory, shape, ranks):
+    folder = tmp_path_factory.mktemp("export")
+    tensors = tensors_of({"w": tuple(shape[:2])})
+    export_checkpoint(write_checkpoint(folder / "from", tensors, ranks), folder / "to")
+    expected = FORMAT.decode(FORMAT.encode(tensors["w"]), tuple(shape[:2]), torch.bfloat16)
+    whole = torch.cat(read_back(folder / "to", "w"))
+    assert torch.equal(whole[: math.prod(shape[:2])], expected.flatten())
+
+
+def test_the_rest_is_copied(tmp_path):
+    folder, out = write_checkpoint(tmp_path / "from", tensors_of(), 2), tmp_path / "to"
+    (folder / "trainer_state.json").write_text("{}")
+    (folder / "other_tag").mkdir()
+    (folder / "step7" / "zero").mkdir()
+    (folder / "step7" / "zero" / "fp32.pt").write_bytes(b"states")
+    out.mkdir()
+    export_checkpoint(folder, out)
+    assert sorted(p.name for p in out.iterdir()) == [
+        "latest_universal",
+        "step7",
+        "trainer_state.json",
+        "zero_to_fp32.py",
+    ]
+    assert (out / "step7" / "zero" / "fp32.pt").read_bytes() == b"states"
+    assert (out / "step7" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").read_bytes() == b"optimizer"
+    assert len(list((out / "step7").iterdir())) == 5, "nothing temporary is left"
+    states = torch.load(out / "step7" / "zero_pp_rank_1_mp_rank_00_model_states.pt", weights_only=False)
+    assert states["global_steps"] == 7 and torch.equal(states["module"]["buffer"], torch.arange(3))
+    assert list(states[FRAGMENTS]) == list(SHAPES)
+
+
+def test_a_tag_by_name(tmp_path):
+    folder = write_checkpoint(tmp_path / "from", tensors_of(), 2)
+    write_checkpoint(folder, tensors_of({"w": (8, 8)}), 1, tag="step9")
+    assert export_checkpoint(folder, tmp_path / "to", tag="step7") == 3
+    assert (tmp_path / "to" / "latest").read_text() == "step7"
+    assert not (tmp_path / "to" / "step9").exists()
+
+
+def test_refusals(tmp_path):
+    folder = write_checkpoint(tmp_path / "from", tensors_of(), 3)
+    numbers = write_checkpoint(tmp_path / "numbers", tensors_of({"numbers": (5, 5)}), 2)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").write_text("")
+    (tmp_path / "empty").mkdir()
+    (folder / "nothing").mkdir()
+    for error, message, arguments in (
+        (FileExistsError, "full is there and not empty; name a new folder", (folder, tmp_path / "full")),
+        (FileExistsError, "latest is there and not empty", (folder, folder / "latest")),
+        (ValueError, "lies inside", (folder, folder / "new")),
+        (FileNotFoundError, "has no file `latest`", (tmp_path / "empty", tmp_path / "to")),
+        (FileNotFoundError, "step8 is no folder", (folder, tmp_path / "to", "step8")),
+        (FileNotFoundError, "holds no model states of ZeRO-3", (folder, tmp_path / "to", "nothing")),
+        (ValueError, "holds no weights as codes: DeepSpeed reads it as it is", (numbers, tmp_path / "to")),
+    ):
+        with pytest.raises(error, match=message):
+            export_checkpoint(*arguments)
+    (folder / "step7" / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(FileNotFoundError, match="3 ranks saved it, and there are files of 2"):
+        export_checkpoint(folder, tmp_path / "to")
+    (folder / "step7" / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(FileNotFoundError, match="the model states of rank 0 \\(mp_rank 00\\) are missing"):
+        export_checkpoint(folder, tmp_path / "to")
+    assert not (tmp_path / "to").exists(), "nothing is written before everything is checked"
+
+
+def test_the_command(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path / "from", tensors_of(), 2)
+    main([str(folder), str(tmp_path / "to")])
+    assert "has 3 weights as numbers" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"zeropp_fp8\.export: .*to is there and not empty"):
+        main([str(folder), str(tmp_path / "to")])
+    command = [sys.executable, "-m", "zeropp_fp8.export", str(folder), str(tmp_path / "again"), "--tag", "none"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == f"zeropp_fp8.export: {folder / 'none'} is no folder\n"

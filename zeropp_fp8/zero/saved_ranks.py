@@ -1,0 +1,93 @@
+"""Frozen parameters in a DeepSpeed checkpoint, across the files of its ranks."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zeropp_fp8.comm.reduce_scatter import slice_numel
+from zeropp_fp8.zero.fragment import QuantizedFragment
+
+FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key: {name: slice} of a rank's frozen parameters
+Fragment = Tensor | QuantizedFragment
+
+
+def read_states(path: str | os.PathLike) -> dict:
+    """A file of model states, on the CPU. Tensors are mapped: what is not looked at takes no memory.
+
+    Like DeepSpeed's own loading it unpickles: read only files that you trust.
+    """
+    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
+
+
+class SavedRanks:
+    """What each rank of a checkpoint has of the frozen parameters; a file is read when it is asked for.
+
+    Args:
+        path_of: the file of model states of a rank.
+        ranks: how many there are.
+        known: what has been read already, by rank.
+    """
+
+    def __init__(self, path_of: Callable[[int], str], ranks: int, known: dict[int, dict[str, Fragment]]) -> None:
+        self.ranks = ranks
+        self._path_of = path_of
+        self._read = dict(known)
+
+    def missing(self, ranks: Sequence[int]) -> list[str]:
+        """Files that are not there, of those of `ranks` that have not been read."""
+        paths = (self._path_of(rank) for rank in ranks if rank not in self._read)
+        return [path for path in paths if not os.path.isfile(path)]
+
+    def of_rank(self, rank: int) -> dict[str, Fragment]:
+        """{name: slice, or codes} of a rank; empty where it was saved with exclude_frozen_parameters."""
+        if rank not in self._read:
+            self._read[rank] = read_states(self._path_of(rank)).get(FRAGMENTS) or {}
+        return self._read[rank]
+
+    def of(self, name: str) -> SavedParameter:
+        """All ranks' parts of a parameter."""
+        return SavedParameter(self, name)
+
+
+class SavedParameter(Sequence):
+    """What each rank has of one parameter: its payload, or its slice."""
+
+    def __init__(self, saved: SavedRanks, name: str) -> None:
+        self._saved, self._name = saved, name
+
+    def __len__(self) -> int:
+        return self._saved.ranks
+
+    def __getitem__(self, rank: int) -> Tensor:
+        fragment = self.fragment(rank)
+        return fragment.payload if isinstance(fragment, QuantizedFragment) else fragment
+
+    def fragment(self, rank: int) -> Fragment:
+        """As it was saved."""
+        return self._saved.of_rank(rank)[self._name]
+
+
+def slice_of(parts: Callable[[int], Tensor], part_numel: int, numel: int, rank: int, ranks: int) -> Tensor:
+    """DeepSpeed's slice of a tensor: elements [rank * S, (rank + 1) * S) with S = ceil(numel / ranks), then zeros.
+
+    Args:
+        parts: gives the values of a part, flat [part_numel].
+        numel: elements of the tensor, which ends in one of its parts.
+    """
+    size = slice_numel(numel, ranks)
+    position, end = min(rank * size, numel), min((rank + 1) * size, numel)
+    taken = []
+    while position < end:
+        index, inside = divmod(position, part_numel)
+        length = min(part_numel - inside, end - position)
+        taken.append(parts(index)[inside : inside + length])
+        position += length
+    if not taken:
+        return torch.zeros_like(parts(0)[:1]).expand(size).clone()
+    return F.pad(torch.cat(taken), (0, size - sum(piece.numel() for piece in taken)))
