@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence check format clean
+.PHONY: help demo test bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence bench-frozen check format clean
 help:
 	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
 	@echo "make test     all tests"
@@ -20,6 +20,7 @@ help:
 	@echo "make bench-convergence held-out losses of FP8 and MX training against bf16; results in runs/convergence.*"
 	@echo "make bench-fp8-lm      memory and speed of FP8-LM against bf16; results in runs/fp8_lm_*.json"
 	@echo "make bench-fp8-lm-convergence   held-out losses of FP8-LM, its ablation table and mu; results in runs/fp8_lm_*"
+	@echo "make bench-frozen      memory, speed and losses of LoRA over INT4, INT8 and NF4 weights; results in runs/frozen_*"
 	@echo "make check    ruff: lint and format"
 	@echo "make format   let ruff reformat"
 	@echo "make clean    remove .venv and caches"
@@ -54,6 +55,15 @@ bench-fp8-lm-convergence: $(VENV)/.run
 	mkdir -p runs
 	$(BIN)/python benchmarks/fp8_lm_convergence.py --runs all --timeout 7200 --out runs/fp8_lm_convergence.json \
 		--plot runs/fp8_lm_convergence.png --trace-plot runs/fp8_lm_mu.png $(BENCH_ARGS)
+
+# With bitsandbytes installed in .venv it is measured beside them. Two nodes need root: see benchmarks/frozen.py.
+bench-frozen: $(VENV)/.run
+	mkdir -p runs
+	$(BIN)/python benchmarks/frozen.py memory --out runs/frozen_memory.json $(BENCH_ARGS)
+	$(BIN)/python benchmarks/frozen.py throughput --out runs/frozen_throughput.json --timeout 3600
+	$(BIN)/python benchmarks/frozen.py dequantize --out runs/frozen_dequantize.json
+	$(BIN)/python benchmarks/frozen_quality.py --timeout 3600 --out runs/frozen_quality.json \
+		--plot runs/frozen_quality.png
 
 check: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -164,6 +164,7 @@ def fp8_wire(scaling: str, scope: str = "node") -> dict:
 BLOCK, MODULE = {"gather_granularity": "block"}, {"gather_granularity": "module"}
 BLOCK_SECONDARY = {**BLOCK, "secondary": {"scope": "node"}}
 LORA = {"recipe": "zeropp", "lora": True, "check": _only_adapters_moved}
+QLORA = {**LORA, "recipe": "qlora"}
 CASES = (
     Case("stock-leaf", "parity", leaf=True),
     Case("stock-leaf, again", "parity", leaf=True, equal_to="stock-leaf"),
@@ -237,6 +238,12 @@ CASES = (
     Case("fp8-lm, secondary", "features", "fp8-lm", "fp8-lm", fields={"secondary": {"scope": "node"}}),
     Case("fp8-lm, delays", "features", "fp8-lm", "fp8-lm", delays=True),
     Case("fp8-lm, zero.Init", "features", "fp8-lm", zero_init=True),
+    Case("qlora", "features", resume=True, **QLORA),
+    Case("qlora, delays", "features", equal_to="qlora", delays=True, **QLORA),
+    Case("qlora, no secondary", "features", equal_to="qlora", fields={"secondary": {"scope": "none"}}, **QLORA),
+    Case("qlora, a copy a rank", "features", equal_to="qlora", fields={"secondary": {"scope": "rank"}}, **QLORA),
+    Case("qlora, zero.Init, non-reentrant", "features", zero_init=True, checkpointing="non-reentrant", **QLORA),
+    Case("int4, fp8 compute", "features", fields={"frozen": {"format": "int4"}, **fp8("delayed", "none")}, **LORA),
     Case("stock-leaf, accumulation", "features", leaf=True, accumulation=3),
     Case("lossless, accumulation", "features", "lossless", "stock-leaf, accumulation", accumulation=3),
     Case("stock-leaf, zero.Init", "features", leaf=True, zero_init=True),

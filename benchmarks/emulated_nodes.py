@@ -71,6 +71,16 @@ def set_rate(gbit_per_second: float | None) -> None:
                 node.tc("del", index=index, parent=0xFFFF0000)  # TC_H_ROOT
 
 
+def set_rate_everywhere(gbit_per_second: float | None) -> None:
+    """`set_rate` on every node, by all ranks together and with nothing of theirs on the way."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if os.environ["LOCAL_RANK"] == "0":
+        set_rate(gbit_per_second)
+    dist.barrier()
+
+
 def _remove() -> None:
     from pyroute2 import netns
 

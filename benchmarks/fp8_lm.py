@@ -36,36 +36,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
 
 import fp8_lm_exchange
 import fp8_lm_profile
+import limits
 import torch
-from emulated_nodes import GBIT, MAX_GBIT, sent_bytes, two_nodes
+from emulated_nodes import GBIT, MAX_GBIT, two_nodes
 from environment import append_to, describe, forget_memory, join, read_result
 from fp8_lm_runs import (
     PEAK_FLOPS,
     SECTIONS,
     SIZES,
     EngineRun,
-    Job,
-    announce,
-    begin_result,
-    choose_gpus,
-    end_result,
     flops_per_token,
-    live_bytes,
-    random_tokens,
-    run_jobs,
-    without_refused,
 )
 from fp8_lm_tables import compared, short_line, show
+from jobs import Job, announce, begin_result, choose_gpus, end_result, run_jobs
+from measuring import limit_memory, live_bytes, random_tokens, timed_steps
+from zero3 import without_refused
 
 # -- measuring, in every rank ----------------------------------------------------------------------------------------
 
@@ -88,7 +81,7 @@ def measure_memory(run: str, args, device: torch.device) -> dict:
     trainer = made(run, args, device, lean=True)
     optimizer = trainer.engine.optimizer
     built = live_bytes(device) - trainer.found_bytes - moment_bytes(optimizer)
-    batches = random_tokens(SIZES[args.size], args.micro_batch, args.sequence, device)
+    batches = random_tokens(SIZES[args.size].vocabulary, args.micro_batch, args.sequence, device)
     tokens = next(batches)
     losses = [trainer.step(tokens).item() for _ in range(2)]
     rest = live_bytes(device) - trainer.found_bytes
@@ -129,34 +122,6 @@ def moment_bytes(optimizer) -> int:
     return sum(x.nbytes for x in kept)
 
 
-def timed_steps(trainer: EngineRun, batches: Iterator, warmup: int, steps: int, device: torch.device) -> dict:
-    """Times, losses and the bytes that left a node, of `steps` steps after `warmup` others."""
-    times, losses, sent = [], [], 0
-    for step in range(warmup + steps):
-        tokens = next(batches)
-        if step == warmup:
-            torch.distributed.barrier()
-            sent = sent_bytes()
-        synchronize(device)
-        start = time.perf_counter()
-        loss = trainer.step(tokens)
-        synchronize(device)
-        times.append(1e3 * (time.perf_counter() - start))
-        losses.append(loss.item())
-    torch.distributed.barrier()
-    everyones = [0.0] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyones, (sent_bytes() - sent) / steps)
-    timed = times[warmup:]
-    return {
-        "step_ms": statistics.median(timed),
-        "min_ms": min(timed),
-        "max_ms": max(timed),
-        "times_ms": timed,
-        "losses": losses,
-        "tx_bytes_per_node_step": max(everyones),
-    }
-
-
 def speed(step_ms: float, micro_batch: int, sequence: int, args) -> dict:
     """tokens/s of all ranks, and the share of the peak of their GPUs."""
     tokens_per_s = 1e3 * args.ranks * micro_batch * sequence / step_ms
@@ -168,7 +133,7 @@ def measure_throughput(run: str, number: int, args, device: torch.device) -> dic
     """The row of one run in one round."""
     found = forget_memory(device)
     trainer = made(run, args, device)
-    batches = random_tokens(SIZES[args.size], args.micro_batch, args.sequence, device)
+    batches = random_tokens(SIZES[args.size].vocabulary, args.micro_batch, args.sequence, device)
     forget_memory(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -204,58 +169,6 @@ def gradient_bytes(wire: dict) -> dict:
     return {"sent": sent, "stock_bf16": stock, **below}
 
 
-def measure_limits(run: str, args, device: torch.device) -> None:
-    """Try args.tries of (micro-batch, sequence) in turn; a row each, the last perhaps of one that does not fit."""
-    trainer = made(run, args, device)
-    for micro_batch, sequence in args.tries:
-        row = {"part": "limits", "axis": args.axis, "run": run, "parameters": trainer.parameters}
-        row |= {"micro_batch": micro_batch, "sequence": sequence, "fits": True}
-        batches = random_tokens(SIZES[args.size], micro_batch, sequence, device)
-        if device.type == "cuda":
-            forget_memory(device)
-            torch.cuda.reset_peak_memory_stats()
-        try:
-            row |= timed_steps(trainer, batches, args.warmup, args.steps, device)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            append_to(args.out, "rows", row | {"fits": False})
-            append_to(args.out, "started", {"label": args.label, "run": run, "ended": True})
-            print(f"{run}: {micro_batch} x {sequence} tokens do not fit", flush=True)
-            # The engine is in the middle of a step, and other ranks wait for this one: end them all.
-            raise SystemExit(1) from None
-        row |= speed(row["step_ms"], micro_batch, sequence, args)
-        if device.type == "cuda":
-            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        if torch.distributed.get_rank() == 0:
-            append_to(args.out, "rows", row)
-            print(f"{run}: {micro_batch} x {sequence} tokens fit, {row['tokens_per_s']:.0f} tokens/s", flush=True)
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    parts = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")  # Triton's, CPU's, cuBLAS's
-    return isinstance(error, torch.OutOfMemoryError) or any(part in text for part in parts)
-
-
-def limit_memory(gib: float | None, device: torch.device) -> None:
-    """Let this process have so many GiB of its GPU (on a CPU: of data)."""
-    if gib is None:
-        return
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), device)
-    else:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30),) * 2)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def worker(args) -> None:
     """Do the runs of a job in this group of ranks."""
     choose_gpus(args)
@@ -271,7 +184,14 @@ def worker(args) -> None:
         if args.part == "exchange":
             fp8_lm_exchange.measure(args, device, write)
         elif args.part == "limits":
-            measure_limits(run, args, device)
+            limits.measure(
+                run,
+                args,
+                device,
+                make=lambda run=run: made(run, args, device),
+                batches=lambda *shape: random_tokens(SIZES[args.size].vocabulary, *shape, device),
+                speed=lambda step_ms, *shape: speed(step_ms, *shape, args),
+            )
         else:
             if args.part == "memory":
                 row = measure_memory(run, args, device)
@@ -297,7 +217,7 @@ def measure(args) -> dict:
     link = two_nodes(args.gbit or None) if namespaces else contextlib.nullcontext()
     with link:
         if args.part == "limits":
-            search_limits(args, deadline)
+            limits.search(__file__, args, deadline)
         elif args.part == "exchange":
             run_jobs(__file__, [Job("exchange", ["exchange"])], args, deadline, namespaces=namespaces)
         elif args.part == "memory":
@@ -311,36 +231,6 @@ def measure(args) -> dict:
                 jobs += [Job(f"round {number}, {'+'.join(group)}", group, {"round": number}) for group in groups]
             run_jobs(__file__, jobs, args, deadline, namespaces=namespaces)
     return end_result(args.out)
-
-
-def search_limits(args, deadline: float) -> None:
-    """Double until a run does not fit any more, then halve the interval."""
-
-    def shape(units: int) -> tuple[int, int]:
-        return (units, args.sequence) if args.axis == "batch" else (args.micro_batch, units)
-
-    def tried(run: str) -> dict[int, bool]:
-        column = "micro_batch" if args.axis == "batch" else "sequence"
-        rows = read_result(args.out)["rows"]
-        return {row[column]: row["fits"] for row in rows if row["run"] == run}
-
-    sizes = [args.start]
-    while sizes[-1] < args.stop:
-        sizes.append(sizes[-1] * 2)
-    jobs = [Job(run, [run], {"tries": [shape(units) for units in sizes]}) for run in args.runs]
-    run_jobs(__file__, jobs, args, deadline, side_by_side=args.side_by_side)
-    for number in range(args.refine):
-        jobs = []
-        for run in args.runs:
-            fits = [units for units, fit in tried(run).items() if fit]
-            too_large = [units for units, fit in tried(run).items() if not fit]
-            if fits and too_large:
-                middle = (max(fits) + min(too_large)) // 2
-                if args.axis == "sequence":
-                    middle -= middle % 128  # FP8 GEMMs take multiples of 16
-                if max(fits) < middle < min(too_large):
-                    jobs.append(Job(f"{run}, refined {number}", [run], {"tries": [shape(middle)]}))
-        run_jobs(__file__, jobs, args, deadline, side_by_side=args.side_by_side)
 
 
 # -- command line ----------------------------------------------------------------------------------------------------
@@ -402,7 +292,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def complete(args, on_gpu: bool) -> None:
     """Fill in what depends on the part and the machine."""
-    limits = args.part == "limits"
+    searching = args.part == "limits"
     args.nodes = 1 if args.gbit is None else 2
     args.size = args.size or ({"memory": "4b", "limits": "4b"}.get(args.part, "1.3b") if on_gpu else "tiny")
     speed_of_one = args.part in ("throughput", "profile") and args.ranks == 1 and on_gpu
@@ -410,8 +300,8 @@ def complete(args, on_gpu: bool) -> None:
     args.sequence = args.sequence or (1024 if on_gpu else 64)
     if args.checkpointing is None:
         args.checkpointing = args.part in ("memory", "limits")
-    args.steps = args.steps or ((2 if limits else 8) if on_gpu else 2)
-    args.warmup = (1 if limits or not on_gpu else 4) if args.warmup is None else args.warmup
+    args.steps = args.steps or ((2 if searching else 8) if on_gpu else 2)
+    args.warmup = (1 if searching or not on_gpu else 4) if args.warmup is None else args.warmup
     args.profile = (15 if args.part == "profile" else 0) if args.profile is None else args.profile
     if args.part == "profile":
         args.rounds = 1

@@ -39,9 +39,11 @@ import convergence
 import torch
 from convergence import BETAS, BF16, SIZES, WEIGHT_DECAY, load_data, train_steps
 from environment import append_to, describe, dumped, join, read_result
-from fp8_lm_runs import EngineRun, Job, announce, begin_result, choose_gpus, end_result, run_jobs, without_refused
+from fp8_lm_runs import EngineRun
+from jobs import Job, announce, begin_result, choose_gpus, end_result, run_jobs
 from llama import Size
 from torch import Tensor, nn
+from zero3 import without_refused
 
 
 def o1(**gradients) -> dict:

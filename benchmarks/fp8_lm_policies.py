@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it i
 import torch
 from convergence import SIZES, load_data
 from environment import append_to, describe, read_result
-from fp8_lm_runs import begin_result, end_result
+from jobs import begin_result, end_result
 from llama import Llama
 from torch import Tensor
 

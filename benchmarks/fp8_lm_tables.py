@@ -7,6 +7,7 @@ import sys
 
 import fp8_lm_exchange
 import fp8_lm_profile
+import limits
 from fp8_lm_runs import STOCK
 
 BASE = "lossless"  # bf16 with fp32 AdamW, what others are compared with where it was run; else stock
@@ -158,55 +159,13 @@ def show_throughput(result: dict) -> None:
             fp8_lm_profile.show(f"{row['run']}, round {row['round']}", row["profile"])
 
 
-def compare_limits(rows: list[dict]) -> list[dict]:
-    """For each run the largest that fits, and the smallest that does not."""
-    lines = []
-    for run in dict.fromkeys(row["run"] for row in rows):
-        fits = [row for row in rows if row["run"] == run and row["fits"]]
-        not_any_more = [row for row in rows if row["run"] == run and not row["fits"]]
-        line = {"run": run, "largest": None, "fastest": None, "too_large": None}
-        keys = ("micro_batch", "sequence", "tokens_per_s", "mfu", "step_ms", "peak_gib")
-        if fits:
-            for name, row in (
-                ("largest", max(fits, key=tokens_of)),
-                ("fastest", max(fits, key=lambda row: row["tokens_per_s"])),
-            ):
-                line[name] = {key: row.get(key) for key in keys}
-        if not_any_more:
-            smallest = min(not_any_more, key=tokens_of)
-            line["too_large"] = {key: smallest[key] for key in keys[:2]}
-        lines.append(line)
-    return lines
-
-
-def tokens_of(row: dict) -> int:
-    return row["micro_batch"] * row["sequence"]
-
-
-def show_limits(result: dict) -> None:
-    numel, settings = result["rows"][0]["parameters"], result["settings"]
-    print(
-        f"\nLargest {result['rows'][0]['axis']} that fits, {numel / 1e9:.3f} B parameters, checkpointing "
-        f"{'on' if settings['checkpointing'] else 'off'}" + (f", {settings['gib']:g} GiB" if settings["gib"] else "")
-    )
-    print(f"{'':<14}{'fits':>14}{'does not':>14}{'tokens/s':>11}{'MFU':>8}{'GiB':>8}{'fastest at':>14}{'tokens/s':>11}")
-    for line in result["comparison"]:
-        shapes = [f"{r['micro_batch']} x {r['sequence']}" if r else "-" for r in (line["largest"], line["too_large"])]
-        text = f"{line['run']:<14}{shapes[0]:>14}{shapes[1]:>14}"
-        if line["largest"]:
-            large, fast = line["largest"], line["fastest"]
-            text += f"{large['tokens_per_s']:>11.0f}{100 * large['mfu']:>6.1f} %{cell(large['peak_gib'], 1):>8}"
-            text += f"{fast['micro_batch']} x {fast['sequence']}".rjust(14) + f"{fast['tokens_per_s']:>11.0f}"
-        print(text)
-
-
 def compared(result: dict) -> dict:
     """The result with its comparison."""
     part, rows = result["settings"]["part"], result["rows"]
     if part == "memory":
         result["comparison"] = compare_memory(rows)
     elif part == "limits":
-        result["comparison"] = compare_limits(rows)
+        result["comparison"] = limits.compare(rows)
     elif part == "exchange":
         result["comparison"] = fp8_lm_exchange.compare(rows)
     else:
@@ -216,7 +175,7 @@ def compared(result: dict) -> dict:
 
 def show(result: dict) -> None:
     """Print a result that has its comparison."""
-    shown = {"memory": show_memory, "limits": show_limits}
+    shown = {"memory": show_memory, "limits": limits.show}
     part = result["settings"]["part"]
     if not result["rows"]:
         print(f"\n{part}: nothing was measured")

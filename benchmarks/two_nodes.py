@@ -29,7 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
 
-from emulated_nodes import GBIT, MAX_GBIT, launch, sent_bytes, set_rate, two_nodes
+from emulated_nodes import GBIT, MAX_GBIT, launch, sent_bytes, set_rate_everywhere, two_nodes
 from environment import NO_IN_TREE, build_in_tree_op, describe, forget_memory, join
 
 RANKS = 4
@@ -307,12 +307,8 @@ def _batches(args, device):
 
 
 def _set_rate(rate) -> None:
-    import torch.distributed as dist
-
-    dist.barrier()
-    if rate != ONE_NODE and os.environ["LOCAL_RANK"] == "0" and os.environ["NODE_INTERFACE"] != "lo":
-        set_rate(rate or None)
-    dist.barrier()
+    if rate != ONE_NODE and os.environ["NODE_INTERFACE"] != "lo":
+        set_rate_everywhere(rate or None)
 
 
 def _time_steps(trainer, batches, warmup: int, steps: int, device) -> dict:

@@ -1,0 +1,90 @@
+"""What a rank measures of a training: bytes of living tensors, the time of steps, whether memory was out."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+from emulated_nodes import sent_bytes
+from environment import forget_memory
+from torch import Tensor
+
+
+def live_bytes(device: torch.device) -> int:
+    """Bytes of living tensors: by the CUDA allocator; on a CPU the sum over all storages that Python can find."""
+    if device.type == "cuda":
+        return forget_memory(device)
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), Tensor) or thing.is_meta:
+            continue
+        for tensor in (thing, thing.grad if thing.is_leaf else None):
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def random_tokens(vocabulary: int, micro_batch: int, length: int, device: torch.device) -> Iterator[Tensor]:
+    """int64 [micro_batch, length], the same in every run; different ones on every rank."""
+    generator = torch.Generator().manual_seed(7 + torch.distributed.get_rank())
+    while True:
+        yield torch.randint(vocabulary, (micro_batch, length), generator=generator).to(device)
+
+
+def timed_steps(trainer, batches: Iterator, warmup: int, steps: int, device: torch.device) -> dict:
+    """Times, losses and the bytes that left a node, of `steps` steps after `warmup` others, as `trainer.step` does."""
+    times, losses, sent = [], [], 0
+    for step in range(warmup + steps):
+        tokens = next(batches)
+        if step == warmup:
+            torch.distributed.barrier()
+            sent = sent_bytes()
+        synchronize(device)
+        start = time.perf_counter()
+        loss = trainer.step(tokens)
+        synchronize(device)
+        times.append(1e3 * (time.perf_counter() - start))
+        losses.append(loss.item())
+    torch.distributed.barrier()
+    everyones = [0.0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyones, (sent_bytes() - sent) / steps)
+    timed = times[warmup:]
+    return {
+        "step_ms": statistics.median(timed),
+        "min_ms": min(timed),
+        "max_ms": max(timed),
+        "times_ms": timed,
+        "losses": losses,
+        "tx_bytes_per_node_step": max(everyones),
+    }
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error says that memory is out, of whatever library."""
+    text = str(error).lower()
+    parts = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")  # Triton's, CPU's, cuBLAS's
+    return isinstance(error, torch.OutOfMemoryError) or any(part in text for part in parts)
+
+
+def limit_memory(gib: float | None, device: torch.device) -> None:
+    """Let this process have so many GiB of its GPU (on a CPU: of data)."""
+    if gib is None:
+        return
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), device)
+    else:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30),) * 2)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the GPU, where there is one."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()

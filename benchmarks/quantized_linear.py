@@ -1,0 +1,265 @@
+"""Time of products with weights that lie as codes, beside torch's bf16 product, and of making FP8 codes of them.
+
+    python benchmarks/quantized_linear.py --out quantized_linear.json
+    python benchmarks/quantized_linear.py --sweep              # which launches suit this GPU, on the first shape
+
+On a GPU the Triton kernels, captured in a CUDA graph that goes through several copies of each weight, together far
+larger than the L2 cache, so that each is read from memory and the host's time does not count; on a CPU the torch code
+on small shapes. Each result is checked against float64 first, and two runs against each other bit for bit.
+
+A line says: microseconds, times as fast as torch's bf16 product of the same shape, GB/s of the weight's bytes (codes
+and scales, or bf16 numbers), and that as a share of the bytes a copy reads and writes in a second, measured in the same
+run. "decode" is what a layer does without the kernel: the dequantize kernel, then torch's product. The lines of FP8
+codes compare one pass with dequantize and cast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+
+import torch
+import torch.nn.functional as F
+from environment import describe
+from timing import milliseconds
+
+from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
+from zeropp_fp8.compute import casts
+from zeropp_fp8.formats import make_format
+from zeropp_fp8.kernels.quantized_to_fp8 import quantized_to_fp8
+from zeropp_fp8.kernels.quantized_weight import QuantizedWeight, largest_magnitude
+
+SHAPES = ("4096x14336", "14336x4096", "4096x4096", "1024x4096")  # outputs x inputs: of Llama 3 8B
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+FORMATS = {
+    "int4": ("int4", {"block_size": 128}),
+    "int8": ("int8", {"block_size": 128}),
+    "nf4": ("nf4", {"block_size": 64}),
+    "nf4 double": ("nf4", {"block_size": 64, "double_quantize": True}),
+    "int4 double": ("int4", {"block_size": 64, "double_quantize": True}),
+}
+ORDER = (2, 0, 3, 1)  # slices of a weight, as 4 ranks send them
+FLOAT8 = torch.float8_e4m3fn
+CACHE = 1 << 28  # bytes that copies of a weight have at least: four times an H200's L2
+
+
+def slice_numel_of(numel: int, wire_format) -> int:
+    return -(-numel // (len(ORDER) * wire_format.granule)) * wire_format.granule
+
+
+class Weights:
+    """A weight in one format, in enough copies to be read from memory."""
+
+    def __init__(self, shape: tuple[int, int], name: str, device: torch.device) -> None:
+        element, options = FORMATS[name]
+        self.shape, self.name = shape, name
+        self.wire_format = make_format(element, **options)
+        numel = shape[0] * shape[1]
+        slice_numel = slice_numel_of(numel, self.wire_format)
+        self.layout = PayloadLayout([slice_numel], [self.wire_format], [torch.bfloat16], device)
+        self.order = SliceOrder(ORDER, device)
+        generator = torch.Generator(device=device).manual_seed(0)
+        values = (torch.randn(shape, generator=generator, device=device) * 0.02).bfloat16()
+        payload = torch.empty(len(ORDER), self.layout.row_bytes, dtype=torch.uint8, device=device)
+        self.layout.encode([values], self.order, payload)
+        self.bytes = payload.numel()
+        self.copies = max(1, CACHE // self.bytes) if device.type == "cuda" else 1
+        row_of_slice = torch.argsort(self.order.on_device).int()
+        self.weights = [
+            QuantizedWeight(
+                payload.clone(),
+                self.layout.offsets[0],
+                self.wire_format,
+                slice_numel,
+                shape,
+                torch.bfloat16,
+                row_of_slice,
+            )
+            for _ in range(self.copies)
+        ]
+
+    def decoder(self) -> Callable[[QuantizedWeight], torch.Tensor]:
+        """The dequantize kernel, which writes to the same matrix every time."""
+        decoded = torch.empty(self.shape, dtype=torch.bfloat16, device=self.order.on_device.device)
+
+        def decode(weight: QuantizedWeight) -> torch.Tensor:
+            self.layout.decode(weight.payload, self.order, [decoded])
+            return decoded
+
+        return decode
+
+
+def microseconds(work: Callable[[object], object], copies: Sequence, device: torch.device, repeats: int) -> float:
+    """Time of `work` on one of several copies, which it goes through in turn."""
+
+    def all_of_them() -> None:
+        for copy in copies:
+            work(copy)
+
+    if device.type != "cuda":
+        return 1e3 * milliseconds(all_of_them, device, repeats) / len(copies)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work(copies[0])  # compiles, and lets libraries allocate
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        all_of_them()
+    return 1e3 * milliseconds(graph.replay, device, repeats) / len(copies)
+
+
+def check(x: torch.Tensor, weight: QuantizedWeight, y: torch.Tensor) -> None:
+    """Against float64 of the same rounded numbers."""
+    wanted = x.double() @ weight.dequantize().double().t()
+    error = ((y.double() - wanted).norm() / wanted.norm()).item()
+    if not error < 2**-8:
+        raise SystemExit(f"{weight.wire_format} {weight.shape}: {x.shape[0]} rows are off by {error:.2e}")
+
+
+def copy_bandwidth(device: torch.device, repeats: int) -> float:
+    """GB/s that a copy reads and writes."""
+    size = 1 << (30 if device.type == "cuda" else 24)
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device).fill_(i) for i in range(2))
+    return 2 * size / milliseconds(lambda: target.copy_(source), device, repeats) / 1e6
+
+
+def measure(shapes: list[tuple[int, int]], counts: Sequence[int], device: torch.device, repeats: int) -> dict:
+    """Rows of results, and the bandwidth they are compared with."""
+    from zeropp_fp8.kernels.quantized_linear import quantized_linear
+
+    copy = copy_bandwidth(device, repeats)
+    print(f"copy {copy:.1f} GB/s")
+    rows = []
+
+    def add(shape: tuple[int, int], count: int | None, name: str, us: float, num_bytes: float) -> None:
+        row = {"shape": f"{shape[0]}x{shape[1]}", "rows": count, "what": name, "us": us}
+        row |= {"gb_per_s": num_bytes / us / 1e3, "share_of_copy": num_bytes / us / 1e3 / copy}
+        base = {None: "fp8: dequantize, cast"}.get(count, "bf16")
+        same = [r for r in rows if (r["shape"], r["rows"]) == (row["shape"], count) and r["what"].startswith(base)]
+        row["speed_up"] = same[-1]["us"] / us if same else 1.0
+        rows.append(row)
+        print(line(row), flush=True)
+
+    for shape in shapes:
+        generator = torch.Generator(device=device).manual_seed(1)
+        size = 2 * shape[0] * shape[1]
+        plain = [
+            torch.randn(shape, generator=generator, device=device).bfloat16()
+            for _ in range(max(1, CACHE // size) if device.type == "cuda" else 1)
+        ]
+        xs = {count: torch.randn(count, shape[1], generator=generator, device=device).bfloat16() for count in counts}
+        for count, x in xs.items():
+            add(shape, count, "bf16", microseconds(lambda w: F.linear(x, w), plain, device, repeats), size)  # noqa: B023
+        del plain
+        for name in FORMATS:
+            weights = Weights(shape, name, device)
+            decode = weights.decoder()
+            for count, x in xs.items():
+                first = quantized_linear(x, weights.weights[0])
+                check(x, weights.weights[0], first)
+                if not torch.equal(first, quantized_linear(x, weights.weights[0])):
+                    raise SystemExit(f"{name} {shape}: another result on another run")
+                us = microseconds(lambda w: quantized_linear(x, w), weights.weights, device, repeats)  # noqa: B023
+                add(shape, count, name, us, weights.bytes)
+            us = microseconds(lambda w: F.linear(x, decode(w)), weights.weights, device, repeats)  # noqa: B023
+            add(shape, counts[-1], f"{name}, decode", us, weights.bytes)
+            scale = casts.scale_of_amax(largest_magnitude(weights.weights[0]), FLOAT8)
+            reciprocal = torch.ones_like(scale) / scale
+
+            def in_two_steps(weight):
+                return casts.cast_per_tensor(decode(weight), FLOAT8, scale, transposed=False)[0]  # noqa: B023
+
+            one, two = quantized_to_fp8(weights.weights[0], reciprocal), in_two_steps(weights.weights[0]).codes
+            if not torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
+                raise SystemExit(f"{name} {shape}: FP8 codes differ from those of dequantize and cast")
+            moved = weights.bytes + one.numel()
+            us = microseconds(in_two_steps, weights.weights, device, repeats)
+            add(shape, None, f"fp8: dequantize, cast: {name}", us, moved + 2 * size)
+            us = microseconds(lambda w: quantized_to_fp8(w, reciprocal), weights.weights, device, repeats)  # noqa: B023
+            add(shape, None, f"fp8: one pass: {name}", us, moved)
+            del weights
+    return {"copy_gb_per_s": copy, "rows": rows}
+
+
+def line(row: dict) -> str:
+    rows = "" if row["rows"] is None else f"{row['rows']} rows"
+    return (
+        f"{row['shape']:<14}{rows:<10}{row['what']:<34}{row['us']:>10.1f} us{row['speed_up']:>8.2f} x"
+        f"{row['gb_per_s']:>10.1f} GB/s{100 * row['share_of_copy']:>7.1f} % of copy"
+    )
+
+
+def launches(count: int) -> Iterator[object]:
+    """All launches that are worth trying for so many rows of x."""
+    from zeropp_fp8.kernels.quantized_linear import Launch
+
+    groups = 1 if count <= 8 else (2 if count <= 16 else 4)
+    tried = itertools.product((4, 8, 16), (2, 4, 8), (1, 2), (64, 80, 96, 128, 168, 255))
+    for warps, row_groups, times, registers in tried:
+        # 65,536 registers a multiprocessor, and an accumulator of 16 x 8 numbers has 4 in a thread
+        if warps * 32 * registers <= 65536 and row_groups * groups <= 16 and row_groups * times <= 8:
+            yield Launch(warps, row_groups, groups, times, registers)
+
+
+def sweep(shape: tuple[int, int], counts: Sequence[int], names: Sequence[str], device: torch.device, repeats: int):
+    """Time of each product with each way to launch it, the fastest first."""
+    from zeropp_fp8.kernels import quantized_linear as module
+
+    rows = []
+    usual = module.launch_of
+    for name in names:
+        weights = Weights(shape, name, device)
+        for count in counts:
+            x = torch.randn(count, shape[1], device=device).bfloat16()
+            for launch in launches(count):
+                module.launch_of = lambda count, outputs, launch=launch: launch
+                try:
+                    check(x, weights.weights[0], module.quantized_linear(x, weights.weights[0]))
+                    us = microseconds(lambda w: module.quantized_linear(x, w), weights.weights, device, repeats)  # noqa: B023
+                    what = {"shape": f"{shape[0]}x{shape[1]}", "rows": count, "what": name, "launch": str(launch)}
+                    rows.append({**what, "us": us, "usual": launch == usual(count, shape[0])})
+                except RuntimeError as error:  # too many registers or too much shared memory for the device
+                    print(f"{name}, {count} rows: {launch}: {type(error).__name__}")
+                finally:
+                    module.launch_of = usual
+    rows.sort(key=lambda row: (row["what"], row["rows"], row["us"]))
+    for row in rows:
+        mark = "  (the usual one)" if row["usual"] else ""
+        print(f"{row['what']:<14}{row['rows']:>4} rows{row['us']:>9.1f} us  {row['launch']}{mark}")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--shapes", nargs="+", default=SHAPES if on_gpu else ("64x256",), help="OUTPUTSxINPUTS")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS if on_gpu else (1, 3), help="rows of x")
+    parser.add_argument("--formats", nargs="+", default=tuple(FORMATS), choices=tuple(FORMATS), help="of --sweep")
+    parser.add_argument("--repeats", type=int, default=30 if on_gpu else 3)
+    parser.add_argument("--sweep", action="store_true", help="instead, try launches on the first shape")
+    parser.add_argument("--out", help="JSON file")
+    args = parser.parse_args()
+    shapes = [tuple(int(side) for side in shape.split("x")) for shape in args.shapes]
+    device = torch.device("cuda" if on_gpu else "cpu")
+    if not on_gpu:
+        torch.set_num_threads(1)
+        if args.sweep:
+            raise SystemExit("--sweep needs a GPU")
+    result = describe("benchmarks/quantized_linear.py", sys.argv[1:])
+    if args.sweep:
+        result["rows"] = sweep(shapes[0], args.rows, args.formats, device, args.repeats)
+    else:
+        result |= measure(shapes, args.rows, device, args.repeats)
+    if args.out:
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
