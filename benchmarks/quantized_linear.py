@@ -1,7 +1,7 @@
 """Time of products with weights that lie as codes, beside torch's bf16 product, and of making FP8 codes of them.
 
     python benchmarks/quantized_linear.py --out quantized_linear.json
-    python benchmarks/quantized_linear.py --sweep              # which launches suit this GPU, on the first shape
+    python benchmarks/quantized_linear.py --sweep --rows 1 16 --formats int4 "nf4 double"   # which launches suit a GPU
 
 On a GPU the Triton kernels, captured in a CUDA graph that goes through several copies of each weight, together far
 larger than the L2 cache, so that each is read from memory and the host's time does not count; on a CPU the torch code
@@ -16,7 +16,6 @@ codes compare one pass with dequantize and cast.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -196,16 +195,21 @@ def line(row: dict) -> str:
     )
 
 
+# (warps, groups of 8 weight rows, loads a span, registers): for up to 8 rows of x, and for more
+FEW_ROWS = [(4, 2, 1, 80), (4, 2, 2, 128), (4, 4, 1, 128), (4, 4, 2, 255), (8, 2, 1, 64), (8, 2, 1, 80), (8, 2, 1, 128)]
+FEW_ROWS += [(8, 2, 2, 96), (8, 2, 2, 128), (8, 2, 2, 168), (8, 4, 1, 128), (8, 4, 1, 168), (8, 4, 2, 255)]
+FEW_ROWS += [(16, 2, 1, 64), (16, 2, 1, 80), (16, 2, 2, 128), (16, 4, 1, 128)]
+MORE_ROWS = [(4, 2, 1, 128), (4, 4, 1, 168), (4, 4, 1, 255), (8, 2, 1, 128), (8, 4, 1, 168), (8, 4, 1, 255)]
+MORE_ROWS += [(8, 8, 1, 255), (16, 2, 1, 128), (16, 4, 1, 128)]
+
+
 def launches(count: int) -> Iterator[object]:
-    """All launches that are worth trying for so many rows of x."""
+    """All launches that are worth trying for so many rows of x; each is compiled, which takes two seconds and more."""
     from zeropp_fp8.kernels.quantized_linear import Launch
 
     groups = 1 if count <= 8 else (2 if count <= 16 else 4)
-    tried = itertools.product((4, 8, 16), (2, 4, 8), (1, 2), (64, 80, 96, 128, 168, 255))
-    for warps, row_groups, times, registers in tried:
-        # 65,536 registers a multiprocessor, and an accumulator of 16 x 8 numbers has 4 in a thread
-        if warps * 32 * registers <= 65536 and row_groups * groups <= 16 and row_groups * times <= 8:
-            yield Launch(warps, row_groups, groups, times, registers)
+    for warps, row_groups, times, registers in FEW_ROWS if groups == 1 else MORE_ROWS:
+        yield Launch(warps, row_groups, groups, times, registers)
 
 
 def sweep(shape: tuple[int, int], counts: Sequence[int], names: Sequence[str], device: torch.device, repeats: int):

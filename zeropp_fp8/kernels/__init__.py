@@ -17,6 +17,11 @@ matrix to the operands of its products, as it is and transposed, in one read:
     round_trip.py   MX, rounded in the matrix' own dtype
     transpose.py    FP8 codes that are there already
 
+With weights that lie as codes (`quantized_weight.py`; `code_words.py` decodes them in registers):
+
+    quantized_linear.py  x @ W^T for few rows of x
+    quantized_to_fp8.py  their codes in FP8, without the 16-bit weight in between
+
 For optim/:
 
     adamw.py        a step of AdamW on master weights and moments in any format

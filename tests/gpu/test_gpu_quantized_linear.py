@@ -1,0 +1,168 @@
+"""Products with weights that lie as codes, natively on a GPU: exact numbers, float64, the same bits on every run.
+
+A kernel is compiled once a format, dtype and launch, in two to five seconds; tests/unit/test_quantized_linear.py goes
+through slices and shapes in Triton's interpreter. Here every format is multiplied in bf16 with few rows of x, one of
+each kind of scale with more, and other dtypes with one format of each element.
+"""
+
+import pytest
+import torch
+from quantized_cases import (
+    DTYPES,
+    FORMATS,
+    check_bounds,
+    check_each_number,
+    check_fp8,
+    check_largest,
+    check_product,
+    check_spoiled,
+    make,
+    normal,
+    on_cpu,
+    same_bits,
+    weight_of,
+)
+
+from zeropp_fp8.formats import make_format
+from zeropp_fp8.kernels import quantized_linear as module
+from zeropp_fp8.kernels.quantized_linear import Launch, quantized_linear
+from zeropp_fp8.kernels.quantized_weight import QuantizedWeight
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+def columns_of(wire_format, about):
+    return wire_format.block_size * max(1, about // wire_format.block_size)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name):
+    """Every number of a weight; sums of several steps; slices in and out of order, ends inside rows; NaN; overflow."""
+    fmt = make(name)
+    columns = columns_of(fmt, 256)
+    every_option = name in ("int4", "int8-3")  # each is compiled by itself
+    for outputs, slices, extra in ((33, 4, 1), (1, 1, 0), (130, 6, 0)):
+        weight = weight_of(normal(outputs, columns), fmt, slices, extra, CUDA, ordered=outputs > 1 or not every_option)
+        for first in range(0, columns, 8):
+            check_each_number(weight, range(first, min(first + 8, columns)))
+    columns = columns_of(fmt, 3000)
+    weight = weight_of(normal(67, columns), fmt, 8, device=CUDA)
+    for count in (1, 5, 8):
+        bias = normal(67, seed=2, scale=50) if every_option and count > 1 else None
+        check_product(weight, normal(count, columns, seed=1), bias)
+    check_spoiled(normal(40, columns), fmt, 3, 5 * columns + fmt.block_size, CUDA)
+    largest = torch.full((9, columns), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    largest[1::2] *= -0.9
+    largest[4:6] = 2.0**-126
+    largest[6] = 0
+    check_each_number(weight_of(largest, fmt, 2, device=CUDA), rows=[0, columns // 2, columns - 1])
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "nf4", "nf4-double", "int4-34"])
+def test_more_rows(name):
+    """16 and 32 rows of x a program, and several programs of them."""
+    fmt = make(name)
+    columns = columns_of(fmt, 1500)
+    weight = weight_of(normal(67, columns), fmt, 4, device=CUDA)
+    for count in (9, 16, 17, 32, 33, 100):
+        check_product(weight, normal(count, columns, seed=1), normal(67, seed=2, scale=50))
+    check_each_number(weight_of(normal(67, columns_of(fmt, 200)), fmt, 2, device=CUDA))
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [("int4", "fp16"), ("nf4-double", "fp16"), ("int8", "fp32"), ("int8-3", "fp16")]
+)
+def test_other_dtypes(name, dtype):
+    fmt, dtype = make(name), DTYPES[dtype]
+    columns = columns_of(fmt, 1500)
+    weight = weight_of(normal(67, columns, dtype=dtype), fmt, 4, device=CUDA)
+    for count in (1, 20):
+        check_product(weight, normal(count, columns, dtype=dtype, seed=1), normal(67, dtype=dtype, seed=2, scale=50))
+    check_each_number(weight, range(0, columns, 97))
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "nf4", "nf4-double"])
+def test_matrices_of_a_model(name):
+    """The same bits on every run, and after other work."""
+    fmt = make(name)
+    for outputs, columns in ((1024, 4096), (4096, 14336))[: 2 if name in ("int4", "nf4-double") else 1]:
+        weight = weight_of(normal(outputs, columns, scale=0.02), fmt, 4, device=CUDA)
+        for count in (1, 32):
+            x = normal(count, columns, seed=1)
+            first = check_product(weight, x)
+            for _ in range(5):
+                assert torch.equal(quantized_linear(x.to(CUDA), weight), first)
+
+
+def test_inputs():
+    """Views that begin at odd addresses, are not contiguous or have other numbers of dimensions; no rows at all."""
+    weight = weight_of(normal(9, 256), make("int4"), 2, device=CUDA)
+    x = normal(6, 512, seed=1).to(CUDA)
+    for some in (x[:, ::2], x.view(-1)[1:1537].view(6, 256), x[:, :256].reshape(2, 3, 256), x[0, :256], x[:0, :256]):
+        check_product(weight, some)
+    bias = normal(18, seed=2).to(CUDA)[::2]
+    wanted = quantized_linear(x[:, :256], weight, bias.clone())
+    assert torch.equal(quantized_linear(x[:, :256], weight, bias), wanted)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8-3"])
+def test_bounds(name):
+    check_bounds(make(name), CUDA)
+
+
+def test_every_launch(monkeypatch):
+    """All that benchmarks/quantized_linear.py --sweep tries, in one format: the same sums."""
+    weight = weight_of(normal(67, 2048), make("int4"), 3, device=CUDA)
+    for warps in (4, 8, 16):
+        for row_groups, groups, times in ((2, 1, 1), (2, 1, 2), (4, 1, 1), (4, 2, 1)):
+            launch = Launch(warps, row_groups, groups, times, 128)
+            monkeypatch.setattr(module, "launch_of", lambda count, outputs, launch=launch: launch)
+            check_product(weight, normal(11, 2048, seed=1))
+
+
+def test_graph_capture():
+    """A captured product works on the codes and the input that are there at replay."""
+    fmt = make("nf4-double")
+    first, second = (weight_of(normal(64, 512, seed=seed), fmt, 2, device=CUDA) for seed in (0, 1))
+    weight = QuantizedWeight(
+        first.payload.clone(), 48, fmt, first.slice_numel, (64, 512), torch.bfloat16, first.row_of_slice
+    )
+    x = normal(3, 512, seed=2).to(CUDA)
+    quantized_linear(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = quantized_linear(x, weight)
+    weight.payload.copy_(second.payload)
+    weight.row_of_slice.copy_(second.row_of_slice)
+    x.mul_(2)
+    graph.replay()
+    assert torch.equal(y, quantized_linear(x, second))
+
+
+def test_weights_on_a_gpu():
+    """The torch code decodes the same numbers there; rows must begin at multiples of 16 bytes."""
+    for name in FORMATS:
+        weight = weight_of(normal(33, columns_of(make(name), 256)), make(name), 3, 1, CUDA)
+        assert same_bits(weight.dequantize().cpu(), on_cpu(weight).dequantize())
+        check_largest(weight)
+    weight = weight_of(normal(4, 64), make("int4-32"), 2, device=CUDA)
+    shifted = torch.zeros(weight.payload.numel() + 8, dtype=torch.uint8, device=CUDA)[8:].view(weight.payload.shape)
+    with pytest.raises(ValueError, match="rows of a payload on a GPU start at multiples of 16 bytes"):
+        QuantizedWeight(shifted, 48, weight.wire_format, 128, (4, 64), torch.bfloat16, weight.row_of_slice)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "int4-hadamard", "fp8_e4m3", "mxfp4"])
+def test_fp8_codes(name):
+    """The bytes of decoding and casting on the CPU, in rows that are padded and rows that are not; saturation, NaN."""
+    others = {
+        "int4-hadamard": lambda: make_format("int4", hadamard=True),
+        "fp8_e4m3": lambda: make_format("fp8_e4m3"),
+        "mxfp4": lambda: make_format("mxfp4"),
+    }
+    fmt = others.get(name, lambda: make(name))()
+    for outputs, columns, slices, extra in ((19, 64, 3, 1), (33, 17, 2, 0), (300, 4096, 4, 0)):
+        values = normal(outputs, columns)
+        values[-1, -1] = torch.nan
+        for multiplier in (0.9, 300.0):
+            check_fp8(weight_of(values, fmt, slices, extra, CUDA), multiplier)

@@ -1,0 +1,446 @@
+"""Products with weights that lie as codes: torch code and kernels against float64 and against the torch decoding.
+
+Kernels run in Triton's interpreter, in processes of their own (whether Triton interprets or compiles is decided when it
+is imported); their inline assembly in numpy (ptx.py); and they are compiled for sm_80 and sm_90 without a GPU.
+"""
+
+import numpy as np
+import ptx
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numerics import UNIT_ROUNDOFF
+from triton_process import run
+
+pytest.importorskip("triton")
+
+from quantized_cases import (
+    DTYPES,
+    FORMATS,
+    check_each_number,
+    check_fp8,
+    check_largest,
+    check_spoiled,
+    make,
+    normal,
+    weight_of,
+)
+
+from zeropp_fp8.formats import make_format
+from zeropp_fp8.formats.nf4 import NF4_LEVELS
+from zeropp_fp8.kernels import code_words
+from zeropp_fp8.kernels.quantized_linear import Launch, launch_of, quantized_linear
+from zeropp_fp8.kernels.quantized_to_fp8 import quantized_to_fp8
+from zeropp_fp8.kernels.quantized_weight import QuantizedWeight, can_multiply, largest_magnitude
+
+# -- kernels in the interpreter --------------------------------------------------------------------------------------
+
+
+def test_products_in_the_interpreter():
+    """Every format, in slices that end inside rows; then sums of several steps, of few and many rows of x."""
+    script = """
+from quantized_cases import DTYPES, FORMATS, check_each_number, check_product, make, normal, weight_of
+
+done = 0
+for name in FORMATS:
+    fmt = make(name)
+    columns = fmt.block_size * max(1, 192 // fmt.block_size)
+    rows = [0, 1, columns // 2, columns - 2, columns - 1]
+    check_each_number(weight_of(normal(33, columns), fmt, 4, 1), rows)
+    done += 1
+for name, count, dtype in (
+    ("int4", 1, "bf16"), ("int4", 33, "bf16"), ("int4-96", 5, "bf16"), ("int8", 9, "bf16"), ("nf4-double", 17, "bf16"),
+    ("int4-34", 2, "bf16"), ("int8-3", 3, "fp16"), ("int8-16", 5, "fp32"), ("nf4", 10, "fp32"),
+):
+    fmt = make(name)
+    columns = fmt.block_size * (1280 // fmt.block_size)
+    weight = weight_of(normal(17, columns, dtype=DTYPES[dtype]), fmt, 6)
+    bias = normal(17, dtype=DTYPES[dtype], seed=2, scale=30) if count % 2 else None
+    check_product(weight, normal(count, columns, dtype=DTYPES[dtype], seed=1), bias)
+    done += 1
+print(done)
+"""
+    assert int(run(script, interpret=True)) == len(FORMATS) + 9
+
+
+def test_slices_in_the_interpreter():
+    """Slices of whole rows and parts of them, shorter than a row, in order or not, partly and wholly beyond the end.
+
+    All numbers of two weights: the identity then has several programs' rows, and the weight more rows than a program.
+    """
+    script = """
+import random
+from quantized_cases import FORMATS, check_each_number, make, normal, weight_of
+
+draw = random.Random(0)
+for _ in range(16):
+    fmt = make(draw.choice(sorted(FORMATS)))
+    columns = fmt.block_size * draw.randint(1, max(2, 256 // fmt.block_size))
+    outputs, slices = draw.choice([1, 2, 3, 15, 16, 17, 40]), draw.choice([1, 2, 3, 4, 6, 8])
+    weight = weight_of(normal(outputs, columns), fmt, slices, draw.choice([0, 0, 1, 2]), ordered=draw.random() < 0.7)
+    check_each_number(weight, sorted(draw.sample(range(columns), min(columns, 4))))
+check_each_number(weight_of(normal(35, 64), make("int4-32"), 2))
+check_each_number(weight_of(normal(35, 39), make("int8-3"), 2))
+print("done")
+"""
+    assert run(script, interpret=True).strip() == "done"
+
+
+def test_extreme_numbers_in_the_interpreter():
+    """Blocks with NaN, numbers at both ends of their dtype's range, x of any shape, what lies behind the results."""
+    script = """
+import torch
+from quantized_cases import check_bounds, check_each_number, check_product, check_spoiled, make, normal, weight_of
+from zeropp_fp8.kernels.quantized_linear import quantized_linear
+
+check_bounds(make("int4"))
+check_bounds(make("int8-3"))
+for name in ("int4", "int4-34", "int8-double", "nf4-32"):
+    fmt = make(name)
+    columns = 2 * fmt.block_size
+    check_spoiled(normal(9, columns), fmt, 2, 5 * columns + fmt.block_size)
+    largest = torch.full((9, columns), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    largest[1::2] *= -0.9
+    largest[4:6] = 2.0**-126
+    largest[6] = 0
+    check_each_number(weight_of(largest, fmt, 2), rows=[0, columns - 1])
+weight = weight_of(normal(9, 256), make("int4"), 2)
+assert quantized_linear(torch.zeros(0, 256, dtype=torch.bfloat16), weight, use_kernel=True).shape == (0, 9)
+x = normal(6, 512, seed=1)
+for some in (x[:, ::2], x.view(-1)[1:1537].view(6, 256), x[:, :256].reshape(2, 3, 256), x[0, :256]):
+    check_product(weight, some)
+print("done")
+"""
+    assert run(script, interpret=True).strip() == "done"
+
+
+def test_fp8_codes_in_the_interpreter():
+    """Every format kernels decode, with rows that are no multiple of 16, of blocks, or of slices; saturation, NaN."""
+    script = """
+import torch
+from quantized_cases import DTYPES, FORMATS, check_fp8, make, normal, weight_of
+from zeropp_fp8.formats import make_format
+
+formats = [*map(make, FORMATS), make_format("int4", block_size=64, hadamard=True), make_format("fp8_e4m3"),
+           make_format("mxfp4"), make_format("fp8_e4m3", double_quantize=True)]
+for i, fmt in enumerate(formats):
+    (outputs, columns, slices, extra), multiplier = (((19, 64, 3, 1), 0.9), ((33, 17, 2, 0), 300.0))[i % 2]
+    values = normal(outputs, columns, dtype=DTYPES[("bf16", "fp32", "fp16")[i % 3]])
+    values[-1, -1] = torch.nan
+    check_fp8(weight_of(values, fmt, slices, extra), multiplier)
+check_fp8(weight_of(normal(19, 48), make("int4"), 2), 0.9)
+check_fp8(weight_of(normal(300, 64), make("int4"), 1, ordered=False), 100.0)
+print("done")
+"""
+    assert run(script, interpret=True).strip() == "done"
+
+
+# -- inline assembly -------------------------------------------------------------------------------------------------
+
+
+def numbers_of(words, element):
+    """fp32 [numbers of a word, words]: what its codes stand for, the lowest bits first."""
+    bits = 8 if element == "int8" else 4
+    codes = np.stack([words >> (bits * i) & (2**bits - 1) for i in range(32 // bits)]).astype(np.int64)
+    if element == "nf4":
+        return np.array(NF4_LEVELS, np.float32)[codes]
+    return np.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes).astype(np.float32)
+
+
+def assembled(element, scale, words, scales, clamp):
+    """The pairs of words, as the PTX for the format makes them."""
+    if scale == "bf16":
+        block = {"int4": code_words._int4_times_bf16, "int8": code_words._int8_times_bf16}[element](clamp)
+        bits = scales.view(np.uint32) >> 16
+        inputs = {"$4" if element == "int4" else "$2": words, "$5" if element == "int4" else "$3": bits | bits << 16}
+        out = ptx.run(block, inputs)
+    elif element == "int8":
+        out = ptx.run(code_words._int8_times_fp32(clamp), {"$2": words, "$3": scales.view(np.uint32)})
+    else:
+        levels = NF4_LEVELS if element == "nf4" else code_words._INT4_LEVELS
+        made = ptx.run(code_words._numbers_of_block(levels, clamp), {"$8": scales.view(np.uint32)})
+        out = ptx.run(code_words._looked_up(), {"$4": words, **{f"${5 + i}": made[f"${i}"] for i in range(8)}})
+    return [out[f"${i}"] for i in range(2 if element == "int8" else 4)]
+
+
+@pytest.mark.parametrize("clamp", [False, True])
+@pytest.mark.parametrize(
+    "element, scale", [("int4", "bf16"), ("int8", "bf16"), ("int4", "double"), ("int8", "double"), ("nf4", "fp32")]
+)
+def test_inline_assembly(element, scale, clamp):
+    """The same bits as fp32 products, clamped and rounded by torch: any codes, scales of all sizes, zeros and NaN.
+
+    Without a clamp scales end where a kernel begins to use one.
+    """
+    generator = np.random.default_rng(0)
+    words = generator.integers(0, 2**32, 2000, dtype=np.uint32)
+    smallest = -126 if scale == "bf16" else -149
+    scales = np.ldexp(1 + generator.random(2000), generator.integers(smallest, 128 if clamp else 120, 2000))
+    scales = scales.astype(np.float32)
+    scales[::50], scales[1::50] = np.nan, 0
+    scales[2::50] = np.array(code_words.SAFE_SCALE.value, np.uint32).view(np.float32)
+    if scale == "bf16":
+        scales = (scales.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    limit = torch.finfo(torch.bfloat16).max
+    numbers = (torch.from_numpy(numbers_of(words, element)) * torch.from_numpy(scales)).clamp(-limit, limit).bfloat16()
+    pairs = len(numbers) // 2
+    for i, got in enumerate(assembled(element, scale, words, scales, clamp)):
+        by_halves = code_words.pairing(element, scale) == "halves"
+        for half, place in enumerate((i, i + pairs) if by_halves else (2 * i, 2 * i + 1)):
+            bits = (got >> (16 * half) & 0xFFFF).astype(np.uint16).view(np.int16)
+            finite = ~numbers[place].isnan()
+            assert torch.equal(torch.from_numpy(bits).view(torch.bfloat16).isnan(), ~finite)
+            assert torch.equal(torch.from_numpy(bits)[finite], numbers[place].view(torch.int16)[finite])
+
+
+# -- compiling -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiles_without_a_gpu(capability):
+    """In the loops over codes: 16-byte loads of codes and x, tensor cores, and neither shared memory nor a barrier."""
+    script = f"""
+import re
+import triton
+import triton.language as tl
+from quantized_cases import make
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from zeropp_fp8.kernels.code_words import pairing
+from zeropp_fp8.kernels.quantized_linear import launch_of, quantized_linear_kernel
+from zeropp_fp8.kernels.quantized_to_fp8 import quantized_to_fp8_kernel
+from zeropp_fp8.kernels.tables import KernelFormat
+
+CAPABILITY = {capability}
+POINTERS = {{"payload_ptr": "*u8", "rows_ptr": "*i32", "lookup_ptr": "*fp32", "multiplier_ptr": "*fp32",
+             "codes_ptr": "*u8", "x_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16"}}
+
+def compiled(kernel, constants, warps, aligned, **options):
+    signature, attributes = {{}}, {{}}
+    for place, argument in enumerate(kernel.arg_names):
+        signature[argument] = "constexpr" if argument in constants else POINTERS.get(argument, "i32")
+        if argument in POINTERS or (aligned and argument not in constants):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {{"num_warps": warps, "enable_fp_fusion": False, **options}}
+    return triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options).asm["ptx"]
+
+def loops(code):
+    lines = code.splitlines()
+    labels = {{line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith("$L")}}
+    for i, line in enumerate(lines):
+        target = re.search(r"bra(?:\\.uni)?\\s+(\\$L\\w+)", line)
+        if target and labels[target[1]] < i:
+            yield "\\n".join(lines[labels[target[1]] : i + 1])
+
+def check_linear(name, count):
+    fmt = make(name)
+    launch = launch_of(count, 4096)
+    bits = fmt.element.bits
+    scale = fmt.scale.name
+    constants = dict(
+        ELEMENT=fmt.name, SCALE=scale, PAIRS=16 // bits, PAIRING=pairing(fmt.name, scale),
+        BLOCK=fmt.block_size * bits // 128 // launch.times, TIMES=launch.times, ORDERED=True, BIASED=True,
+        LIMIT=3.38e38, WORDS=True, PTX=True, SETTLE=True, INTERPRETED=False, WARPS=launch.warps,
+        ROW_GROUPS=launch.row_groups, GROUPS=launch.groups,
+    )
+    code = compiled(quantized_linear_kernel, constants, launch.warps, False, maxnreg=launch.max_registers)
+    found = [loop for loop in loops(code) if "mma.sync" in loop]
+    assert len(found) == 2, (name, len(found))  # the second one clamps
+    for loop in found:
+        for word in ("shared", "bar.sync", "shfl", ".local"):
+            assert word not in loop, (name, word)
+        codes, x = launch.times * launch.row_groups, launch.times * launch.groups * 16 // bits
+        assert loop.count("ld.global.v4.b32") == codes + x, (name, loop.count("ld.global.v4.b32"), codes, x)
+        numbers = launch.times * launch.row_groups * 128 // bits
+        assert loop.count("mma.sync") * 8 == numbers * launch.groups, (name, loop.count("mma.sync"))
+
+def check_fp8(name):
+    form = KernelFormat.of(make(name))
+    constants = dict(
+        DTYPE=tl.bfloat16, LIMIT=3.38e38, ELEMENT=form.element, BLOCK_SIZE=form.block_size, WIDTH=form.width,
+        TILE_BLOCKS=form.tile_blocks, HADAMARD=False, SCALE=form.scale, ORDERED=True, PADDED=False, LARGEST=448.0,
+        NATIVE_FP8=True, INTERPRETED=False,
+    )
+    code = compiled(quantized_to_fp8_kernel, constants, form.num_warps, True)
+    assert "st.global.v4.b32" in code and ".local" not in code
+    assert "cvt.rn.satfinite.e4m3x2.f32" in code
+
+check_linear("int4", 1)
+if CAPABILITY == 90:
+    check_fp8("int4")
+    check_linear("int8", 1)
+    check_linear("nf4-double", 32)
+    check_fp8("nf4-double")
+print("done")
+"""
+    assert run(script, interpret=False).strip().endswith("done")
+
+
+def test_launches():
+    """Few outputs have more warps, more rows of x more weight rows; nothing beyond 32 rows of x a program."""
+    assert launch_of(1, 4096) == launch_of(8, 14336) == Launch(8, 2, 1, 2, 128)
+    assert launch_of(1, 1024).warps == 16
+    assert launch_of(9, 4096).groups == 2 and launch_of(16, 4096).groups == 2
+    assert launch_of(17, 4096).groups == launch_of(1000, 4096).groups == 4
+
+
+# -- torch code ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_torch_code(name):
+    fmt = make(name)
+    values = normal(33, 4 * fmt.block_size)
+    weight = weight_of(values, fmt, 3, 1)
+    assert torch.equal(weight.dequantize(), torch.cat([weight_of(values, fmt, 3).dequantize()]))
+    check_each_number(weight, use_kernel=None)
+    check_spoiled(values, fmt, 2, 3 * 4 * fmt.block_size, use_kernel=None)
+    check_fp8(weight, 50.0, use_kernel=None)
+    check_largest(weight)
+
+
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    outputs=st.integers(1, 20),
+    blocks=st.integers(1, 5),
+    slices=st.integers(1, 8),
+    extra=st.integers(0, 2),
+    count=st.integers(0, 5),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    seed=st.integers(0, 2**20),
+)
+@settings(derandomize=True, deadline=None, max_examples=60)
+def test_properties(name, outputs, blocks, slices, extra, count, dtype, seed):
+    """The elements of any slices are those of the matrix; the largest, the product and FP8 codes are theirs."""
+    fmt = make(name)
+    values = normal(outputs, blocks * fmt.block_size, dtype=DTYPES[dtype], seed=seed)
+    weight = weight_of(values, fmt, slices, extra, seed=seed)
+    flat = torch.zeros(-(-values.numel() // weight.slice_numel) * weight.slice_numel, dtype=values.dtype)
+    flat[: values.numel()] = values.view(-1)
+    parts = [fmt.decode(fmt.encode(part), part.shape, part.dtype) for part in flat.split(weight.slice_numel)]
+    assert torch.equal(weight.dequantize(), torch.cat(parts)[: values.numel()].view(values.shape))
+    check_largest(weight)
+    check_fp8(weight, 100.0, use_kernel=None)
+    x, bias = normal(count, values.shape[1], dtype=values.dtype), normal(outputs, dtype=values.dtype)
+    got = quantized_linear(x, weight, bias).double()
+    wanted = x.double() @ weight.dequantize().double().t() + bias.double()
+    sums = x.double().abs() @ weight.dequantize().double().abs().t() + bias.double().abs()
+    # torch may round between the product and the bias.
+    assert ((got - wanted).abs() <= 3 * UNIT_ROUNDOFF[values.dtype] * sums + 1e-6 * sums).all()
+
+
+def test_no_numbers():
+    """No rows of x, no inputs (the bias is left), no outputs."""
+    payload = torch.zeros(1, 64, dtype=torch.uint8)
+    for outputs, columns, count in ((5, 0, 2), (0, 32, 2), (1, 32, 0)):
+        weight = QuantizedWeight(payload, 0, make("int4-32"), 32, (outputs, columns), torch.bfloat16)
+        x, bias = normal(count, columns), normal(outputs, seed=1)
+        for use_kernel in (None, True):  # nothing is launched
+            got = quantized_linear(x, weight, bias, use_kernel)
+            assert got.shape == (count, outputs) and (columns or torch.equal(got, bias.expand(count, outputs)))
+        length = -(-columns // 16) * 16
+        assert outputs * columns or quantized_to_fp8(weight, torch.ones(1), True).shape == (outputs, length)
+
+
+def test_largest_magnitude_of_special_numbers():
+    """NaN and what lies beyond the weight's end do not count; 0 where nothing else is there."""
+    values = normal(4, 128)
+    values[2, 3], values[1, 1] = torch.nan, 77.0
+    check_largest(weight_of(values, make("int4-32"), 3))
+    check_largest(weight_of(torch.full((4, 64), torch.nan), make("int8"), 2))
+    beyond = weight_of(torch.full((5, 128), 9.0), make("int8"), 1)
+    shorter = QuantizedWeight(beyond.payload, 48, beyond.wire_format, 640, (3, 128), torch.float32, beyond.row_of_slice)
+    assert largest_magnitude(shorter).item() == shorter.dequantize().max().item()
+    values = torch.cat([torch.full((2, 128), 3.0), torch.full((2, 128), 9.0)])
+    whole = weight_of(values, make("int8"), 1)
+    part = QuantizedWeight(whole.payload, 48, whole.wire_format, 512, (2, 128), torch.float32, whole.row_of_slice)
+    assert 2.9 < largest_magnitude(part).item() < 3.1
+
+
+def test_what_a_weight_refuses():
+    fmt = make("int4-32")
+    weight = weight_of(normal(4, 64), fmt, 2)
+    good = {
+        "payload": weight.payload,
+        "offset": 48,
+        "wire_format": fmt,
+        "slice_numel": 128,
+        "shape": (4, 64),
+        "dtype": torch.bfloat16,
+        "row_of_slice": weight.row_of_slice,
+    }
+    assert torch.equal(QuantizedWeight(**good).dequantize(), weight.dequantize())
+    for error, message, changes in (
+        (TypeError, "payload is uint8, not torch.int8", {"payload": weight.payload.view(torch.int8)}),
+        (TypeError, "not in torch.float64", {"dtype": torch.float64}),
+        (ValueError, r"\[rows, bytes\] with adjacent bytes", {"payload": weight.payload.t()}),
+        (ValueError, r"\[rows, bytes\] with adjacent bytes", {"payload": weight.payload[0]}),
+        (ValueError, "which int8 has not", {"wire_format": make_format("int8", block_size=None)}),
+        (ValueError, "which none has not", {"wire_format": make_format("none")}),
+        (ValueError, "slices of 100 elements are not cut at blocks of 32", {"slice_numel": 100}),
+        (ValueError, "slices of 0 elements", {"slice_numel": 0}),
+        (ValueError, r"2 slices of 128 elements are less than \[5, 64\]", {"shape": (5, 64)}),
+        (ValueError, "bytes 40 to 120 must start at a multiple of 16", {"offset": 40}),
+        (ValueError, "must start at a multiple of 16 and lie in rows of", {"offset": 96}),
+        (ValueError, r"row_of_slice must be int32 \[2\]", {"row_of_slice": weight.row_of_slice.long()}),
+        (ValueError, r"row_of_slice must be int32 \[2\]", {"row_of_slice": weight.row_of_slice[:1]}),
+        (ValueError, "on cpu, not torch.int32", {"row_of_slice": weight.row_of_slice.to("meta")}),
+    ):
+        with pytest.raises(error, match=message):
+            QuantizedWeight(**{**good, **changes})
+
+
+def test_what_products_refuse():
+    weight = weight_of(normal(4, 64), make("int4-32"), 2)
+    x = normal(3, 64)
+    for error, message, arguments in (
+        (TypeError, "input is torch.float16, the weight stands for torch.bfloat16", (x.half(), weight)),
+        (ValueError, r"last side must be 64, as the weight's \[4, 64\], not \[3, 32\]", (x[:, :32], weight)),
+        (ValueError, "last side must be 64", (x[0, 0], weight)),
+        (ValueError, "the input is on meta, the weight on cpu", (x.to("meta"), weight)),
+        (ValueError, r"bias must be torch.bfloat16 \[4\] on cpu, not torch.bfloat16 \[5\]", (x, weight, normal(5))),
+        (ValueError, r"bias must be torch.bfloat16 \[4\]", (x, weight, normal(4).float())),
+        (ValueError, "has no gradient: call it under torch.no_grad", (x.clone().requires_grad_(), weight)),
+        (ValueError, "has no gradient", (x, weight, normal(4).requires_grad_())),
+    ):
+        with pytest.raises(error, match=message):
+            quantized_linear(*arguments)
+    with torch.no_grad():
+        assert not quantized_linear(x.clone().requires_grad_(), weight).requires_grad
+    straddling = weight_of(normal(4, 48), make("int4-32"), 2)
+    with pytest.raises(ValueError, match="48 inputs are no multiple of blocks of 32"):
+        quantized_linear(normal(3, 48), straddling)
+    for fmt in (
+        make_format("int4", hadamard=True),
+        make_format("fp8_e4m3"),
+        make_format("mxfp4"),
+        make_format("fp8_e4m3", double_quantize=True),
+    ):
+        assert not can_multiply(fmt)
+        with pytest.raises(ValueError, match=f"weights in the format {fmt.name}"):
+            quantized_linear(normal(3, 128), weight_of(normal(4, 128), fmt, 1))
+    assert all(can_multiply(make(name)) for name in FORMATS) and not can_multiply(make_format("none"))
+    assert not can_multiply(make_format("int8", block_size=None))
+
+
+def test_what_fp8_codes_refuse():
+    weight = weight_of(normal(4, 64), make("int4-32"), 2)
+    for multiplier in (torch.ones(2), torch.ones(1).double(), torch.ones(1, device="meta")):
+        with pytest.raises(ValueError, match="multiplier must be one fp32 number on cpu"):
+            quantized_to_fp8(weight, multiplier)
+    long_blocks = make_format("int4", block_size=32768)
+    with pytest.raises(ValueError, match="kernels do not decode the format int4"):
+        quantized_to_fp8(weight_of(normal(4, 32768), long_blocks, 1), torch.ones(1))
+    assert quantized_to_fp8(weight, torch.ones(())).shape == (4, 64)
+
+
+def test_sizes_beyond_the_kernel():
+    """Refused before anything is launched; no weight of that size is made for it."""
+    fmt = make("int8")
+    payload = torch.empty(1, fmt.payload_bytes(2**31), dtype=torch.uint8, device="meta")
+    weight = QuantizedWeight(payload, 0, fmt, 2**31, (2**20, 2**11), torch.bfloat16)
+    x = torch.empty(1, 2**11, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ValueError, match=r"slices below 2\^31 bytes and weights below 2\^35"):
+        quantized_linear(x, weight, use_kernel=True)
