@@ -74,6 +74,7 @@ def run(fields=None, dtype="fp32", zero_init=False, steps=4, round_as=None, plug
         "weights": full_weights(engine.module),
         "fp32": full_fp32_weights(engine.module),
         "report": zeropp_fp8.wire_report(engine) if plugin else None,
+        "operands": len(engine.optimizer.gatherer.frozen_operands) if plugin else 0,
         "bytes": {n: p.ds_tensor.numel() for n, p in engine.module.named_parameters() if stored_weight(p)},
     }
 

@@ -40,6 +40,31 @@ def test_on_any_number_of_ranks(world, ranks_per_node, dtype, scope):
         assert all(torch.equal(stored["fp32"][n], rounded["fp32"][n]) for n in rounded["fp32"])
 
 
+@pytest.mark.parametrize("world, ranks_per_node", [(4, 2), (3, 3), (1, 1)])
+@pytest.mark.parametrize("fields", [FORMATS["int4"], FORMATS["nf4, double"]], ids=["int4", "nf4, double"])
+def test_fp8_operands_come_straight_from_codes(fields, world, ranks_per_node):
+    """What a layer computes in FP8 is what it computes after decoding its weight and casting that, bit for bit."""
+    more = {
+        "compute": {"format": "fp8", "scaling": "current"},
+        "topology": {"ranks_per_node": ranks_per_node},
+    }
+    for stored, rounded in run_ranks(
+        jobs.equals_rounded_weights, world=world, ranks_per_node=ranks_per_node, fields=fields, dtype="bf16", **more
+    ):
+        assert stored["operands"] == 8 and rounded["operands"] == 0  # 152 features are no multiple of 16
+        assert stored["losses"] == rounded["losses"]
+        assert all(torch.equal(stored["weights"][n], rounded["weights"][n]) for n in rounded["weights"])
+        assert all(torch.equal(stored["fp32"][n], rounded["fp32"][n]) for n in rounded["fp32"])
+
+
+def test_fp8_operands_with_delayed_scales():
+    more = {"compute": {"format": "fp8"}, "secondary": {"scope": "node"}}
+    for stored, rounded in run_ranks(
+        jobs.equals_rounded_weights, fields=FORMATS["int4"], dtype="bf16", zero_init=True, **more
+    ):
+        assert stored["operands"] == 8 and stored["losses"] == pytest.approx(rounded["losses"], rel=2e-3)
+
+
 @pytest.mark.parametrize(
     "name, double_quantize", [("int8", False), ("int4", True), ("nf4", False), ("nf4", True), ("mxfp6_e2m3", False)]
 )

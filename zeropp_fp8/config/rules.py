@@ -89,7 +89,7 @@ def check_fields(config: PluginConfig) -> None:
             )
         if section.block_size % 2:
             raise ConfigError(f'"{SECTION}.{name}.block_size": must be even, got {section.block_size}')
-    _check_frozen(config.frozen)
+    _check_usable(config.frozen)
     _check_mx_blocks(config)
     check_compute(config.compute)
     check_gradients(config.gradients)
@@ -97,7 +97,7 @@ def check_fields(config: PluginConfig) -> None:
     _check_partition(config)
 
 
-def _check_frozen(frozen: FrozenConfig) -> None:
+def _check_usable(frozen: FrozenConfig) -> None:
     if frozen.double_quantize and (frozen.format == "none" or frozen.format in MX_FORMATS):
         why = "there are no scales" if frozen.format == "none" else "their scales have 8 bits already"
         raise ConfigError(

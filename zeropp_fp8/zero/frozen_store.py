@@ -300,7 +300,7 @@ def check_untouched(param: Parameter) -> None:
         )
 
 
-def check_frozen(param: Parameter) -> None:
+def check_usable(param: Parameter) -> None:
     """Raise RuntimeError where a stored parameter may not be computed with.
 
     It was told to require gradients, or its codes and the PEFT layer around it disagree on whether an adapter is

@@ -15,7 +15,7 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.blocks import find_blocks
 from zeropp_fp8.zero.coordinator import UnitCoordinator
 from zeropp_fp8.zero.frozen_selection import store_frozen
-from zeropp_fp8.zero.frozen_store import stored_weight
+from zeropp_fp8.zero.frozen_store import check_usable, check_untouched, stored_weight
 from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.units import build_units
@@ -97,6 +97,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             session.placement = plan_owners(session, self.gatherer, units)
             self.gatherer.give_to_owners(units, session.placement)
         self.gatherer.adopt(units)
+        self._stored = [param for unit in units for param in unit.params if stored_weight(param) is not None]
         self.param_coordinator = UnitCoordinator(
             self.gatherer,
             prefetch_numel=self._prefetch_bucket_sz,
@@ -142,11 +143,26 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         if sub_module is self.module:
             self.gatherer.module_depth = 0  # a forward that raised left it above zero
         if self.gatherer.module_depth == 0 and torch._C._current_graph_task_id() == -1:
+            self._check_stored()
             self._evaluating = not torch.is_grad_enabled()
         parameter_offload.FWD_MODULE_STACK.append(sub_module)
         with _ordinary_tensors(), self.session.ledger.counting(self._kind(forward=True)):
             self.param_coordinator.fetch_sub_module(sub_module, forward=True)
         self.gatherer.module_depth += 1
+
+    def _check_stored(self) -> None:
+        """Refuse stored parameters that may not be computed with, while no module is active yet.
+
+        An error leaves the engine as it was then; and units that are still gathered are never gathered again.
+        """
+        try:
+            for param in self._stored:
+                check_usable(param)
+                check_untouched(param)
+        except RuntimeError:
+            for module in self.module.modules():
+                module._parameters._in_forward = False  # DeepSpeedEngine.forward has set it: names would gather
+            raise
 
     def post_sub_module_forward_function(self, sub_module) -> None:
         self.gatherer.module_depth = max(0, self.gatherer.module_depth - 1)

@@ -40,7 +40,7 @@ from zeropp_fp8.formats.base import align_up
 from zeropp_fp8.zero.frozen_operands import FrozenOperands
 from zeropp_fp8.zero.frozen_store import (
     StoredWeight,
-    check_frozen,
+    check_usable,
     check_untouched,
     note_version,
     stored_weight,
@@ -171,17 +171,25 @@ class WeightGatherer:
             params = [param] if param_list is None else list(param_list)
             if has_been_updated:
                 self._count_update(params)
-            for p in params:
-                state = getattr(p, STATE)
-                written = has_been_updated and self._keep_own_part(p)
-                updated = has_been_updated and not written
-                state.stock_partition([p], hierarchy=hierarchy, has_been_updated=updated, free_data=free_data)
-                # Afterwards: DeepSpeed refuses, by an exception, while a module uses the parameter.
-                p.__dict__.pop(GATHERED_OPERAND, None)
-                state.lossy = False
-            if has_been_updated:  # after the write: the gather lane waits for what the current stream has been given
-                self.weights_changed(params)
-                self._forget_amax(params)
+            stored = [p for p in params if stored_weight(p) is not None]
+            try:
+                for p in params:
+                    state = getattr(p, STATE)
+                    if stored_weight(p) is None:
+                        written = has_been_updated and self._keep_own_part(p)
+                        updated = has_been_updated and not written
+                        state.stock_partition([p], hierarchy=hierarchy, has_been_updated=updated, free_data=free_data)
+                    # Afterwards: DeepSpeed refuses, by an exception, while a module uses the parameter.
+                    p.__dict__.pop(GATHERED_OPERAND, None)
+                    state.lossy = False
+                if stored:  # last: it may refuse what was written; all at once: ranks agree on what that is
+                    getattr(stored[0], STATE).stock_partition(
+                        stored, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data
+                    )
+            finally:
+                if has_been_updated:  # after the write: the gather lane waits for what the current stream was given
+                    self.weights_changed(params)
+                    self._forget_amax(params)
 
         return partition
 
@@ -352,7 +360,7 @@ class WeightGatherer:
             return
         if unit.is_stored:
             for param in missing:
-                check_frozen(param)
+                check_usable(param)
                 check_untouched(param)
         elif self._is_whole_here(unit):
             self._lend_shards(unit, missing)
