@@ -129,7 +129,8 @@ class FrozenConfig(_Section):
     `modules`: which are quantized while a model is made under zero.Init and its checkpoint streams in, before anything
     is frozen: "all-linear", a list of name patterns, or "frozen": none but those that need no gradient by then. What
     is frozen when the engine is made is stored too, as far as `modules` names it.
-    `double_quantize`: scales of blocks in 8 bits (QLoRA). `skip_modules`: name patterns of what stays in 16 or 32 bits; a list of your own replaces the default one.
+    `double_quantize`: scales of blocks in 8 bits (QLoRA). `skip_modules`: name patterns of what stays in 16 or 32 bits;
+    a list of your own replaces the default one.
     """
 
     modules: Literal["all-linear", "frozen"] | list[str] = "all-linear"

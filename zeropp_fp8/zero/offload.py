@@ -15,7 +15,7 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.blocks import find_blocks
 from zeropp_fp8.zero.coordinator import UnitCoordinator
 from zeropp_fp8.zero.frozen_selection import store_frozen
-from zeropp_fp8.zero.frozen_store import check_usable, check_untouched, stored_weight
+from zeropp_fp8.zero.frozen_store import check_untouched, check_usable, stored_weight
 from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.units import build_units

@@ -40,8 +40,8 @@ from zeropp_fp8.formats.base import align_up
 from zeropp_fp8.zero.frozen_operands import FrozenOperands
 from zeropp_fp8.zero.frozen_store import (
     StoredWeight,
-    check_usable,
     check_untouched,
+    check_usable,
     note_version,
     stored_weight,
     value_dtype,
