@@ -24,8 +24,17 @@ def test_training_equals_training_on_rounded_weights(fields, zero_init):
         assert all(torch.equal(stored["fp32"][n], rounded["fp32"][n]) for n in rounded["fp32"])
 
 
-@pytest.mark.parametrize("world, ranks_per_node", [(1, 1), (2, 1), (3, 3), (6, 2)])
-@pytest.mark.parametrize("dtype, scope", [("bf16", "none"), ("fp32", "node"), ("bf16", "rank")])
+@pytest.mark.parametrize(
+    "world, ranks_per_node, dtype, scope",
+    [
+        (1, 1, "bf16", "none"),
+        (1, 1, "fp32", "rank"),
+        (2, 1, "bf16", "rank"),
+        (3, 3, "fp32", "node"),
+        (6, 2, "bf16", "none"),
+        (6, 2, "fp32", "node"),
+    ],
+)
 def test_on_any_number_of_ranks(world, ranks_per_node, dtype, scope):
     more = {"secondary": {"scope": scope}, "topology": {"ranks_per_node": ranks_per_node}}
     for stored, rounded in run_ranks(
@@ -40,8 +49,11 @@ def test_on_any_number_of_ranks(world, ranks_per_node, dtype, scope):
         assert all(torch.equal(stored["fp32"][n], rounded["fp32"][n]) for n in rounded["fp32"])
 
 
-@pytest.mark.parametrize("world, ranks_per_node", [(4, 2), (3, 3), (1, 1)])
-@pytest.mark.parametrize("fields", [FORMATS["int4"], FORMATS["nf4, double"]], ids=["int4", "nf4, double"])
+@pytest.mark.parametrize(
+    "fields, world, ranks_per_node",
+    [(FORMATS["int4"], 4, 2), (FORMATS["nf4, double"], 3, 3), (FORMATS["nf4, double"], 1, 1)],
+    ids=["int4", "nf4, double", "one rank"],
+)
 def test_fp8_operands_come_straight_from_codes(fields, world, ranks_per_node):
     """What a layer computes in FP8 is what it computes after decoding its weight and casting that, bit for bit."""
     more = {
@@ -65,12 +77,10 @@ def test_fp8_operands_with_delayed_scales():
         assert stored["operands"] == 8 and stored["losses"] == pytest.approx(rounded["losses"], rel=2e-3)
 
 
-@pytest.mark.parametrize(
-    "name, double_quantize", [("int8", False), ("int4", True), ("nf4", False), ("nf4", True), ("mxfp6_e2m3", False)]
-)
+@pytest.mark.parametrize("name, double_quantize", [("int8", False), ("nf4", True), ("mxfp6_e2m3", False)])
 def test_codes_do_not_depend_on_the_number_of_ranks(name, double_quantize):
     seen = []
-    for world in (1, 2, 3, 4):
+    for world in (1, 3, 4):
         for weights, full, wire_format in run_ranks(
             jobs.same_codes_on_any_number_of_ranks,
             world=world,
