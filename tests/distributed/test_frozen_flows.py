@@ -7,7 +7,7 @@ from frozen_jobs import frozen
 from models import llama
 from ranks import run_ranks
 
-from zeropp_fp8.zero.frozen_selection import matches
+from zeropp_fp8.config.patterns import matches
 
 LINEAR = [f"model.layers.{i}.self_attn.{n}_proj.weight" for i in (0, 1) for n in "qkvo"] + [
     f"model.layers.{i}.mlp.{n}_proj.weight" for i in (0, 1) for n in ("gate", "up", "down")

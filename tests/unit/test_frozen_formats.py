@@ -859,25 +859,9 @@ print("done")
     assert run(script, interpret=True).strip() == "done"
 
 
-def test_ptx_picks_the_levels():
-    """Every byte in each of four places: the two levels of its codes, bit for bit."""
-    pytest.importorskip("triton")
-    import ptx
-
-    from zeropp_fp8.kernels.nf4_levels import _levels_of_bytes
-
-    levels = np.array(PUBLISHED_LEVELS, np.float32).view(np.uint32)
-    codes = np.stack([np.roll(np.arange(256, dtype=np.uint32), 61 * place) for place in range(4)])
-    words = codes[0] | codes[1] << 8 | codes[2] << 16 | codes[3] << 24
-    out = ptx.run(_levels_of_bytes(), {"$8": words})
-    for place in range(4):
-        assert np.array_equal(out[f"${place}"], levels[codes[place] & 15])
-        assert np.array_equal(out[f"${place + 4}"], levels[codes[place] >> 4])
-
-
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles_without_a_gpu(capability):
-    """NF4: one load from the table an element, or none with PTX; no way through shared memory, nothing is fused."""
+    """One load from the table for an NF4 element, and no way through shared memory; no product is fused to a sum."""
     pytest.importorskip("triton")
     script = f"""
 import os, subprocess
@@ -906,9 +890,8 @@ for name in ("nf4", "nf4-double", "int4-double", "int8-double", "fp8_e4m3-double
     assert ".local" not in code and "fma.rn.f32" not in code and ".shared" not in code, name
     assert "ld.global." + LOADS[form.element] in code and "st.global.v4.b32" in code, name
     if form.element == "nf4":
-        # A tile is 2048 elements for 64 threads, in both bodies, and takes a few loads of other things.
-        looked_up, picked = code.count("ld.global.b32"), code.count("prmt.b32")
-        assert (looked_up <= 24 and picked >= 320) if CAPABILITY >= 89 else (64 <= looked_up <= 64 + 24), looked_up
+        # One look-up an element: 2048 for 64 threads, in both bodies, and a few loads a tile.
+        assert 64 <= code.count("ld.global.b32") <= 64 + 24, code.count("ld.global.b32")
         ptxas = [triton.knobs.nvidia.ptxas.path, "-v", f"-arch=sm_{{CAPABILITY}}", "-o", os.devnull, "/dev/stdin"]
         said = subprocess.run(ptxas, input=code.replace("sm_90a", "sm_90"), capture_output=True, text=True, check=True)
         assert "0 bytes spill stores, 0 bytes spill loads" in said.stderr, (name, said.stderr)

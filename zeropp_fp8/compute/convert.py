@@ -10,7 +10,6 @@ import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from zeropp_fp8.compute.rms_norm import fuse_rms_norms, restore_rms_norm
 from zeropp_fp8.compute.scaling import SCALINGS, Scaling
 from zeropp_fp8.compute.swiglu import fuse_swiglu, restore_swiglu
 from zeropp_fp8.config import ComputeConfig, check_compute, completed_compute
+from zeropp_fp8.config.patterns import matches
 
 ALIGNMENT = 16  # FP8 GEMMs want both features in multiples of it, or 16-byte rows
 BLOCK = 128
@@ -81,13 +81,8 @@ def _full_shape(weight: Tensor) -> tuple[int, ...]:
     return tuple(getattr(weight, "ds_shape", weight.shape))
 
 
-def _matches(name: str, patterns: list[str]) -> bool:
-    """Whether a dotted name, or one of its parts, is one of the patterns (which may hold * and ?)."""
-    return any(fnmatch(name, p) or any(fnmatch(part, p) for part in name.split(".")) for p in patterns)
-
-
 def _reason_to_skip(name: str, module: nn.Module, compute: ComputeConfig, owners: Counter) -> str | None:
-    if _matches(name, compute.skip_modules):
+    if matches(name, compute.skip_modules):
         return "named in skip_modules"
     if type(module) not in (nn.Linear, _conv1d_classes()[0]):
         return f"a {type(module).__name__}, which has a forward of its own"

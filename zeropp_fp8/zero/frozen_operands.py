@@ -35,7 +35,8 @@ class FrozenOperands:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._scales: dict[int, Tensor | None] = {}  # fp32 [1] by ds_id, once they are known
+        # By ds_id, once they are known: fp32 [1] each, (the multiplier of decoding, that of encoding).
+        self._scales: dict[int, tuple[Tensor, Tensor] | None] = {}
 
     def adopt(self, params: Iterable[Parameter]) -> None:
         """Take over those of an engine's parameters that are stored and are weights of layers that compute in FP8."""
@@ -64,11 +65,12 @@ class FrozenOperands:
         from zeropp_fp8.kernels.quantized_to_fp8 import quantized_to_fp8
         from zeropp_fp8.kernels.quantized_weight import largest_magnitude
 
-        scale = self._scales[param.ds_id]
-        if scale is None:
+        scales = self._scales[param.ds_id]
+        if scales is None:
             scale = casts.scale_of_amax(largest_magnitude(weight).view(1), DTYPE)
-            self._scales[param.ds_id] = scale
-        codes = quantized_to_fp8(weight, torch.ones_like(scale) / scale)
+            scales = self._scales[param.ds_id] = scale, torch.ones_like(scale) / scale
+        scale, multiplier = scales
+        codes = quantized_to_fp8(weight, multiplier)
         return Float8Operand(codes.view(DTYPE), scale, tuple(weight.shape), "tensor")
 
 

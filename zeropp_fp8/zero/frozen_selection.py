@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from fnmatch import fnmatch
 
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
@@ -19,22 +18,13 @@ from torch import nn
 from torch.nn import Parameter
 
 from zeropp_fp8.config import SECTION, ConfigError, FrozenConfig
+from zeropp_fp8.config.patterns import matches
 from zeropp_fp8.zero.frozen_store import name_stored, note_version, store, store_format, stored_weight, unstore
 
 # Where PEFT keeps the layer that it wraps: with adapters around it, or beside a copy that is trained (modules_to_save).
 # Only that belongs to the base model; what PEFT adds keeps its precision, frozen or not.
 _WRAPPED_BASES = ("base_layer", "original_module")
 _LEVELS_ABOVE = 2  # modules that a weight's own must be in before it is judged while the model is being made
-
-
-def matches(name: str, patterns: list[str]) -> bool:
-    """Whether a dotted name or a run of its parts ("layers.0") is one of the patterns (with * and ?).
-
-    What matches a name matches it with more in front, too: of modules around it, or of PEFT's "base_model.model".
-    """
-    parts = name.split(".")
-    runs = [".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
-    return any(fnmatch(run, pattern) for pattern in patterns for run in runs)
 
 
 def _linear_classes() -> tuple[type, ...]:

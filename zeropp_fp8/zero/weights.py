@@ -108,6 +108,7 @@ class WeightGatherer:
         self._converted: set[int] = set()  # id of the weights of layers that compute in low precision
         rows = self._rank_order.slices
         self._rows_in_rank_order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=self.device)
+        self._row_of_slice = self._rows_in_rank_order.to(torch.int32)  # as kernels take it
 
     # -- adoption ------------------------------------------------------------------------------------------------
 
@@ -449,7 +450,7 @@ class WeightGatherer:
         """The FP8 operand of a stored parameter, from all ranks' payloads [ranks, row bytes]."""
         from zeropp_fp8.kernels.quantized_weight import QuantizedWeight
 
-        order = None if self.in_rank_order else self._rows_in_rank_order.to(torch.int32)
+        order = None if self.in_rank_order else self._row_of_slice
         shape = tuple(param.ds_shape)
         weight = QuantizedWeight(
             payloads, offset, stored.wire_format, stored.part_numel, shape, stored.dtype, row_of_slice=order
