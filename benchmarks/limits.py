@@ -5,6 +5,7 @@ A try that does not fit ends its processes, so every run has its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import torch
@@ -44,7 +45,8 @@ def measure(
             if not out_of_memory(error):
                 raise
             row["parameters"] = None if trainer is None else trainer.parameters
-            append_to(args.out, "rows", row | {"fits": False})
+            # Torch's message says how much was allocated, and how much it had that was in too small pieces.
+            append_to(args.out, "rows", row | {"fits": False, "error": str(error).partition("\n")[0][:600]})
             append_to(args.out, "started", {"label": args.label, "run": run, "ended": True})
             what = f"{micro_batch} x {sequence} tokens do" if trainer else "the model alone does"
             print(f"{run}: {what} not fit", flush=True)
@@ -60,7 +62,12 @@ def measure(
 
 
 def search(script: str, args, deadline: float) -> None:
-    """Double until a run does not fit any more, then halve the interval args.refine times."""
+    """Double until a run does not fit any more, then halve the interval args.refine times.
+
+    With expandable segments unless the environment says otherwise: what fits is then not a matter of how the allocator
+    happened to cut gigabytes of logits.
+    """
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
     def shape(units: int) -> tuple[int, int]:
         return (units, args.sequence) if args.axis == "batch" else (args.micro_batch, units)

@@ -1,4 +1,4 @@
-"""NF4, double-quantized scales, and parts of a tensor: against references in numpy, the papers, and bitsandbytes."""
+"""NF4, the dynamic type and double-quantized scales: against references in numpy and the papers."""
 
 import functools
 import math
@@ -8,49 +8,24 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from frozen_format_cases import DOUBLE, DTYPES, EVERY_DOUBLE, PUBLISHED_LEVELS, PUBLISHED_LIMITS, normal, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import signal_samples, signal_to_noise_db
-from triton_process import run
 
-from zeropp_fp8.formats import FORMAT_NAMES, DoubleQuantizedFormat, NF4Format, SharedScaleFormat, chunks, make_format
+from zeropp_fp8.formats import FORMAT_NAMES, DoubleQuantizedFormat, NF4Format, chunks, make_format
 from zeropp_fp8.formats.dynamic_map import dynamic_levels, nearest_dynamic
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-DOUBLE = ("int4", "int8", "nf4", "fp8_e4m3")
 LARGEST = {"int4": 7, "int8": 127, "nf4": 1, "fp8_e4m3": 448}
-BITS = {"int4": 4, "int8": 8, "nf4": 4, "fp8_e4m3": 8}
 GROUP = 256
-# arXiv 2305.14314, appendix E.
-PUBLISHED_LEVELS = [
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-]  # fmt: skip
-# The numbers that bitsandbytes' kernels compare with; the code is how many of them lie below a number.
-PUBLISHED_LIMITS = [
-    -0.8480964004993439, -0.6106329262256622, -0.4599952697753906, -0.33967943489551544, -0.23460740596055984,
-    -0.13791173323988914, -0.045525018125772476, 0.03979014977812767, 0.1202552504837513, 0.2035212516784668,
-    0.2920137718319893, 0.3893125355243683, 0.5016634166240692, 0.6427869200706482, 0.8614784181118011,
-]  # fmt: skip
 # Half of NF4's widest step, and of the dynamic type's.
 NF4_HALF_STEP = (PUBLISHED_LEVELS[1] - PUBLISHED_LEVELS[0]) / 2
 DYNAMIC_HALF_STEP = 0.9 / 2**6 / 2
-EVERY_DOUBLE = pytest.mark.parametrize("name", DOUBLE)
 EITHER = pytest.mark.parametrize("double_quantize", [False, True], ids=["plain", "double"])
-
-
-def normal(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def through(fmt, tensor, dtype=None):
     return fmt.decode(fmt.encode(tensor), tensor.shape, dtype or tensor.dtype)
-
-
-def same_bits(a, b):
-    """Equal, NaN where NaN."""
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
 # --- signal-to-noise --------------------------------------------------------------------------------------------
@@ -262,34 +237,6 @@ def test_double_quantized_payload_sizes(numel, size):
 # --- properties -------------------------------------------------------------------------------------------------
 
 
-@st.composite
-def tensors(draw, longest=3000):
-    """Finite tensors of any length and dtype; some with magnitudes from subnormal to the largest."""
-    numel = draw(st.one_of(st.sampled_from([0, 1, 2, 63, 64, 65, 511, 512, 513]), st.integers(0, longest)))
-    dtype = draw(st.sampled_from(DTYPES))
-    info = torch.finfo(dtype)
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    values = torch.randn(numel, generator=generator, dtype=torch.float64)
-    uniform = torch.rand(numel, generator=generator, dtype=torch.float64)
-    kind = draw(st.sampled_from(["normal", "mixed", "largest", "subnormal", "sparse", "zeros", "equal", "steps"]))
-    if kind == "mixed":
-        low, high = math.log2(info.smallest_normal) - 6, math.log2(info.max)
-        values = values.sign() * torch.exp2(low + uniform * (high - low))
-    elif kind == "largest":
-        values = values.sign() * info.max * torch.where(uniform < 0.01, 1.0, uniform)
-    elif kind == "subnormal":
-        values = values.sign() * info.smallest_normal * uniform
-    elif kind == "sparse":
-        values = values * (uniform < 0.01)
-    elif kind == "zeros":
-        values = values * 0
-    elif kind == "equal":
-        values = torch.full((numel,), draw(st.sampled_from([1.0, -3.0, info.max, info.tiny])), dtype=torch.float64)
-    elif kind == "steps":
-        values = values * torch.exp2(torch.arange(numel) // 200 % 30 - 20).double()
-    return values.clamp(info.min, info.max).to(dtype)
-
-
 def bound_of_errors(tensor, name, block_size, double_quantize):
     """float64 [n]: the largest error that an element may have.
 
@@ -473,96 +420,7 @@ def test_a_tensor_of_nan(name):
     assert through(make_format(name, block_size=32, double_quantize=True), torch.full((100,), math.nan)).isnan().all()
 
 
-# --- parts of a tensor ------------------------------------------------------------------------------------------
-
-PART_FORMATS = [
-    ("none", {}), ("fp16", {}), ("int8", {"block_size": 34}), ("int4", {"block_size": 2}), ("fp8_e4m3", {}),
-    ("fp8_e5m2", {"block_size": 32}), ("int4", {"block_size": 64, "hadamard": True}), ("nf4", {"block_size": 6}),
-    ("nf4", {}), ("mxfp4", {}), ("mxfp6_e3m2", {}), ("mxfp8_e5m2", {"scale_mode": "floor"}), ("mxint8", {}),
-    ("int8", {"block_size": 3, "double_quantize": True}), ("int4", {"block_size": 2, "double_quantize": True}),
-    ("nf4", {"block_size": 2, "double_quantize": True}), ("fp8_e4m3", {"block_size": 1, "double_quantize": True}),
-]  # fmt: skip
-
-
-def encode_parts(fmt, tensor, world):
-    """[world, bytes of a part]: equal parts, as short as whole granules allow."""
-    numel = max(1, math.ceil(tensor.numel() / world / fmt.granule)) * fmt.granule
-    out = torch.full((world, fmt.payload_bytes(numel)), 0xAB, dtype=torch.uint8)
-    for rank in range(world):
-        fmt.encode_part(tensor, rank * numel, numel, out[rank])
-    return out, numel
-
-
-@settings(max_examples=250, deadline=None, derandomize=True)
-@given(
-    tensors(),
-    st.sampled_from(PART_FORMATS),
-    st.sampled_from([1, 2, 3, 4, 7]),
-    st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([math.nan, math.inf])), max_size=3),
-)
-def test_parts_have_the_codes_and_scales_of_the_whole(tensor, chosen, world, specials):
-    name, options = chosen
-    options = options | ({"dtype": tensor.dtype} if name == "none" else {})
-    fmt = make_format(name, **options)
-    for place, special in specials:
-        if tensor.numel():
-            tensor[place % tensor.numel()] = special
-    whole = fmt.encode(tensor)
-    parts, numel = encode_parts(fmt, tensor, world)
-    decoded = fmt.decode_rows(parts, numel, tensor.dtype).view(-1)
-    assert same_bits(decoded[: tensor.numel()], fmt.decode(whole, tensor.shape, tensor.dtype))
-    if not specials and not options.get("hadamard"):  # rotated zeros come back as small numbers
-        assert not decoded[tensor.numel() :].any()
-    if name in ("none", "fp16") or not tensor.numel():
-        return
-    (whole_scales, whole_codes), (scales, codes) = fmt._places(tensor.numel()), fmt._places(numel)
-    code_bytes = parts[:, codes].reshape(-1)
-    assert torch.equal(code_bytes[: whole[whole_codes].numel()], whole[whole_codes])
-    blocks, count = numel // fmt.block_size, math.ceil(tensor.numel() / fmt.block_size)
-    scale_size = 1 if options.get("double_quantize") else fmt.scale.num_bytes
-    scale_bytes = parts[:, scales.start : scales.start + blocks * scale_size].reshape(-1)
-    assert torch.equal(scale_bytes[: count * scale_size], whole[whole_scales][: count * scale_size])
-    if options.get("double_quantize"):
-        whole_numbers = whole[whole_scales][math.ceil(count / 16) * 16 :].clone().view(torch.int32)
-        numbers = parts[:, scales][:, math.ceil(blocks / 16) * 16 :].clone().view(torch.int32)
-        assert (numbers[:, -1] == whole_numbers[-1]).all()
-        assert torch.equal(numbers[:, :-1].reshape(-1)[: len(whole_numbers) - 1], whole_numbers[:-1])
-
-
-@pytest.mark.parametrize(("name", "options"), PART_FORMATS, ids=lambda value: str(value))
-def test_a_payload_of_a_part_is_one_like_any_other(name, options):
-    """Zeros between scales, codes and end; a part beyond the end, a shaped tensor, and a part of nothing."""
-    fmt = make_format(name, **options)
-    tensor = normal(3, 171)
-    granule = fmt.granule
-    numel = math.ceil(513 / granule) * granule
-    out = torch.full((fmt.payload_bytes(numel),), 0xAB, dtype=torch.uint8)
-    fmt.encode_part(tensor, 0, numel, out)
-    padded_tensor = torch.nn.functional.pad(tensor.view(-1), (0, numel - 513))
-    if not options.get("double_quantize"):
-        assert torch.equal(out, fmt.encode(padded_tensor))
-    else:
-        scales, codes = fmt._places(numel)
-        blocks = numel // fmt.block_size
-        assert not out[scales.stop : codes.start].any() and not out[codes.stop :].any()
-        assert not out[blocks : math.ceil(blocks / 16) * 16].any()
-    out.fill_(0xAB)
-    fmt.encode_part(tensor, numel, numel, out)
-    assert not fmt.decode(out, (numel,), torch.float32).any()
-    fmt.encode_part(tensor, 0, 0, torch.empty(0, dtype=torch.uint8))
-    fmt.encode_part(torch.empty(0), 0, numel, out)
-    assert not fmt.decode(out, (numel,), torch.float32).any()
-
-
-def test_granules():
-    expected = {"none": 1, "fp16": 1, "nf4": 64, **dict.fromkeys(("int8", "int4", "fp8_e4m3", "fp8_e5m2"), 128)}
-    assert {name: make_format(name).granule for name in FORMAT_NAMES} == {
-        **expected,
-        **{name: 32 for name in FORMAT_NAMES if name.startswith("mx")},
-    }
-    assert make_format("int4", block_size=96, hadamard=True).granule == 96
-    assert make_format("nf4", double_quantize=True).granule == 64 * 256
-    assert SharedScaleFormat("fp8_e4m3").granule == 1
+# --- under zero.Init --------------------------------------------------------------------------------------------
 
 
 def test_weights_under_zero_init(monkeypatch):
@@ -636,265 +494,3 @@ def test_double_quantize_is_off_unless_asked_for():
     fmt = make_format("int4", block_size=64, double_quantize=True)
     assert isinstance(fmt, DoubleQuantizedFormat)
     assert repr(fmt) == "int4 (block 64, double-quantized scales)"
-
-
-def test_a_part_must_fit():
-    fmt = make_format("nf4", double_quantize=True)
-    granule = 64 * 256
-    out = torch.empty(fmt.payload_bytes(granule), dtype=torch.uint8)
-    for first, numel in ((1, granule), (0, granule - 64), (-granule, granule), (0, -granule)):
-        with pytest.raises(ValueError, match=f"nf4: a part begins and ends at multiples of {granule} elements"):
-            fmt.encode_part(torch.ones(granule), first, numel, out)
-    for wrong in (out[:-16], out.view(1, -1), out.view(torch.int8)):
-        with pytest.raises(ValueError, match=f"nf4: the payload of {granule} elements is"):
-            fmt.encode_part(torch.ones(granule), 0, granule, wrong)
-    for tensor in (torch.ones(granule).double(), torch.ones(0, dtype=torch.int32)):
-        with pytest.raises(TypeError, match="nf4: can encode float32, bfloat16 and float16"):
-            fmt.encode_part(tensor, 0, granule, out)
-
-
-def test_what_has_no_parts():
-    out = torch.empty(0, dtype=torch.uint8)
-    for name in ("int8", "fp8_e5m2", "nf4"):
-        fmt = make_format(name, block_size=None)
-        with pytest.raises(ValueError, match=f"{name}: one scale for the whole tensor"):
-            fmt.encode_part(torch.ones(4), 0, 0, out)
-    for name in ("int4", "mxfp4"):
-        with pytest.raises(ValueError, match=f"{name}: parts of a tensor cannot be rounded stochastically"):
-            make_format(name, rounding="stochastic").encode_part(torch.ones(4), 0, 0, out)
-    with pytest.raises(TypeError, match="with a shared scale"):
-        SharedScaleFormat("fp8_e4m3").encode_part(torch.ones(16), 0, 16, torch.empty(16, dtype=torch.uint8))
-
-
-# --- bitsandbytes -----------------------------------------------------------------------------------------------
-
-WEIGHTS = [
-    ((256, 512), 0, torch.float32),
-    ((1024, 512), 1, torch.bfloat16),
-    ((3, 64), 2, torch.float16),
-    ((333, 770), 3, torch.float32),  # the last block has 42 elements
-]
-
-
-@pytest.fixture
-def functional():
-    return pytest.importorskip("bitsandbytes").functional
-
-
-def unpacked(packed):
-    """bitsandbytes' codes in order: it keeps the first of two in the high nibble."""
-    packed = packed.view(-1)
-    return torch.stack([packed >> 4, packed & 0xF], dim=1).view(-1)
-
-
-def own_codes(fmt, payload, numel):
-    packed = payload[fmt._places(numel)[1]]
-    return torch.stack([packed & 0xF, packed >> 4], dim=1).view(-1)[:numel]
-
-
-def weight_of(shape, seed, dtype):
-    return (normal(*shape, seed=seed) * 0.02).to(dtype)
-
-
-def test_the_tables_are_those_of_bitsandbytes(functional):
-    assert torch.equal(functional.create_dynamic_map(), torch.tensor(dynamic_levels()))
-    assert functional.get_4bit_type("nf4", device="cpu").tolist() == PUBLISHED_LEVELS
-
-
-@pytest.mark.parametrize(("shape", "seed", "dtype"), WEIGHTS)
-def test_nf4_is_that_of_bitsandbytes(functional, shape, seed, dtype):
-    weight = weight_of(shape, seed, dtype)
-    packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
-    fmt, numel = make_format("nf4", block_size=64), weight.numel()
-    payload = fmt.encode(weight)
-    assert torch.equal(own_codes(fmt, payload, numel), unpacked(packed)[:numel])
-    assert torch.equal(payload[fmt._places(numel)[0]].view(torch.float32), state.absmax)
-    assert_within_one_unit(fmt.decode(payload, shape, dtype), functional.dequantize_4bit(packed, state).view(shape))
-
-
-def assert_within_one_unit(actual, expected):
-    """Equal up to one unit in the last place of their dtype."""
-    assert actual.dtype == expected.dtype
-    integer = torch.int32 if actual.dtype == torch.float32 else torch.int16
-    apart = (actual.view(integer).long() - expected.view(integer).long()).abs()
-    assert ((apart <= 1) | (actual == expected)).all()  # also where zeros have other signs
-
-
-@pytest.mark.parametrize(("shape", "seed", "dtype"), WEIGHTS)
-def test_double_quantization_is_that_of_bitsandbytes(functional, shape, seed, dtype):
-    """Scale codes are bitsandbytes' own, and by them the decoded numbers.
-
-    In quantize_4bit its CPU code searches less precisely: where a number lies within 2^-15 of a limit the other level
-    may be taken, and up to 0.3 % of the codes differ. Its portable code, which does as its CUDA kernels do, differs in
-    none.
-    """
-    weight = weight_of(shape, seed, dtype)
-    packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
-    fmt, numel = make_format("nf4", block_size=64, double_quantize=True), weight.numel()
-    payload = fmt.encode(weight)
-    assert torch.equal(own_codes(fmt, payload, numel), unpacked(packed)[:numel])
-    blocks = math.ceil(numel / 64)
-    scale_codes = payload[:blocks]
-    numbers = payload[fmt._places(numel)[0]][math.ceil(blocks / 16) * 16 :].view(torch.float32)
-    torch.testing.assert_close(numbers[-1], state.offset, rtol=2.0**-22, atol=0)
-    torch.testing.assert_close(numbers[:-1], state.state2.absmax, rtol=1e-5, atol=0)
-
-    absmax = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")[1].absmax
-    deviations = absmax - numbers[-1]
-    quantize = torch.ops.bitsandbytes.quantize_blockwise.default
-    portable = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
-    expected, _ = quantize.redispatch(portable, deviations, functional.create_dynamic_map(), 256)
-    assert (scale_codes == expected).double().mean() >= 0.999
-    agree = scale_codes == state.absmax
-    assert agree.double().mean() >= 0.99
-    levels = torch.tensor(dynamic_levels())
-    scaled = deviations / numbers[:-1].repeat_interleave(256)[:blocks]
-    further = (levels[state.absmax.int()] - scaled).abs() - (levels[scale_codes.int()] - scaled).abs()
-    assert (further.abs() <= 2.0**-14).all()
-
-    elements = agree.repeat_interleave(64)[:numel].view(shape)
-    decoded = fmt.decode(payload, shape, dtype)
-    assert_within_one_unit(decoded[elements], functional.dequantize_4bit(packed, state).view(shape)[elements])
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------
-
-
-def test_kernels_decode_in_the_interpreter():
-    """The values of the torch code; odd sizes, slices out of order, slices beyond the end, NaN and Inf."""
-    pytest.importorskip("triton")
-    script = """
-import torch
-from kernel_cases import CPU, DTYPES, FROZEN_FORMATS, check_decoded_only, make
-
-for name in FROZEN_FORMATS:
-    check_decoded_only(make(name), torch.float32, [33, 1001], 3, [2, 0, 1], CPU, DTYPES.values())
-for name in ("nf4-double", "int8-double"):
-    check_decoded_only(make(name), torch.bfloat16, [40000, 33], 2, [1, 0], CPU, [torch.bfloat16])
-    check_decoded_only(make(name), torch.float32, [9, 1, 2, 5], 8, [7, 1], CPU, [torch.float32])
-check_decoded_only(make("nf4"), torch.float32, [2048, 2040, 1], 1, [0], CPU, [torch.float32])
-for blocks in (768, 1024):  # 3 group scales and the offset fill 16 bytes, 4 do not
-    check_decoded_only(make("nf4-2-double"), torch.float32, [2 * blocks], 1, [0], CPU, [torch.float32])
-print("done")
-"""
-    assert run(script, interpret=True).strip() == "done"
-
-
-def test_kernels_decode_the_largest_numbers_and_parts_in_the_interpreter():
-    """Scales at the end of fp32 in every dtype, and the payloads that encode_part makes."""
-    pytest.importorskip("triton")
-    script = """
-import torch
-from kernel_cases import CPU, DTYPES, FROZEN_FORMATS, SliceOrder, layouts, make, same
-
-for name in FROZEN_FORMATS:
-    fmt = make(name)
-    values = torch.linspace(-1, 1, 1000) * torch.finfo(torch.float32).max
-    values[::3] *= 1e-3
-    values[500:700] = 0
-    if name == "nf4-double":  # ten blocks: the largest scale is decoded as a sum beyond fp32
-        values = torch.zeros(640)
-        values[0] = torch.finfo(torch.float32).max
-    numel = -(-1000 // fmt.granule) * fmt.granule
-    for output in DTYPES.values():
-        reference, kernels = layouts(fmt, [numel], output, CPU)
-        payload = torch.empty(1, reference.row_bytes, dtype=torch.uint8)
-        fmt.encode_part(values, 0, numel, payload[0])
-        got, wanted = (torch.full((len(values),), 7.0, dtype=output) for _ in range(2))
-        reference.decode(payload, SliceOrder([0], CPU), [wanted])
-        kernels.decode(payload, SliceOrder([0], CPU), [got])
-        assert wanted.isfinite().all() and same(got, wanted), (name, output)
-print("done")
-"""
-    assert run(script, interpret=True).strip() == "done"
-
-
-def test_which_formats_kernels_decode():
-    pytest.importorskip("triton")
-    from zeropp_fp8 import kernels
-
-    for name in FORMAT_NAMES:
-        assert kernels.supports(make_format(name)) == (name != "nf4")
-        assert kernels.decodes(make_format(name))
-    for name in DOUBLE:
-        fmt = make_format(name, double_quantize=True)
-        assert kernels.decodes(fmt) and not kernels.supports(fmt)
-        for block_size in (None, 32768):
-            assert not kernels.decodes(make_format(name, block_size=block_size))
-    shared = SharedScaleFormat("fp8_e4m3")
-    assert kernels.supports(shared) and not kernels.decodes(shared)
-
-
-def test_kernels_that_encode_or_sum_refuse_what_they_would_take_for_something_else():
-    pytest.importorskip("triton")
-    from zeropp_fp8 import kernels
-
-    cpu, numel = torch.device("cpu"), 1024
-    tensor, slices = torch.ones(numel), torch.zeros(1, dtype=torch.int32)
-    int8 = kernels.SegmentTable(make_format("int8", block_size=64), [numel], [0], cpu)
-    for options in ({"name": "nf4"}, {"name": "int8", "block_size": 64, "double_quantize": True}):
-        fmt = make_format(**options)
-        table = kernels.SegmentTable(fmt, [numel], [0], cpu)
-        places = kernels.TensorTable([tensor], table, cpu)
-        payload = fmt.encode(tensor).view(1, -1)
-        with pytest.raises(ValueError, match=f"{options['name']} with '.*' scales: kernels only decode"):
-            kernels.quantize(tensor, places, table, slices, payload)
-        with pytest.raises(ValueError, match="kernels only decode"):
-            kernels.reduce_to_tensors(payload, table, tensor, places)
-        for pair in ((table, int8), (int8, table)):
-            with pytest.raises(ValueError, match="kernels only decode"):
-                kernels.reduce_to_payload(payload.view(1, 1, -1), *pair, payload)
-
-
-def test_layouts_sum_by_torch_code_what_kernels_only_decode():
-    pytest.importorskip("triton")
-    script = """
-import torch
-from kernel_cases import CPU, check_reduce, make
-
-for first, then in (("nf4", "nf4"), ("int8-double", "int4"), ("int8", "nf4-double"), ("none", "nf4")):
-    check_reduce(make(first), make(then), torch.float32, [33, 1001], 2, 2, CPU, [torch.float32])
-print("done")
-"""
-    assert run(script, interpret=True).strip() == "done"
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_compiles_without_a_gpu(capability):
-    """One load from the table for an NF4 element, and no way through shared memory; no product is fused to a sum."""
-    pytest.importorskip("triton")
-    script = f"""
-import os, subprocess
-import triton
-from kernel_cases import make
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from zeropp_fp8.kernels.dequantize import dequantize_kernel as kernel
-from zeropp_fp8.kernels.tables import KernelFormat
-
-CAPABILITY = {capability}
-POINTERS = {{"base_ptr": "*bf16", "payload_ptr": "*u8", "slices_ptr": "*i32", "tensors_ptr": "*i64",
-             "segments_ptr": "*i64", "tile_starts_ptr": "*i32", "lookup_ptr": "*fp32"}}
-LOADS = {{"nf4": "b32", "int4": "b32", "int8": "v2.b32", "fp8_e4m3": "v2.b32"}}
-for name in ("nf4", "nf4-double", "int4-double", "int8-double", "fp8_e4m3-double"):
-    form = KernelFormat.of(make(name))
-    constants = {{
-        "LIMIT": 3.38e38, "ELEMENT": form.element, "BLOCK_SIZE": form.block_size, "WIDTH": form.width,
-        "TILE_BLOCKS": form.tile_blocks, "HADAMARD": False, "SCALE": form.scale, "ALIGNED": True,
-        "NATIVE_FP8": CAPABILITY >= 89, "INTERPRETED": False, "STARTS": 8}}
-    signature = {{a: "constexpr" if a in constants else POINTERS.get(a, "i32") for a in kernel.arg_names}}
-    attributes = {{(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if a not in constants}}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {{"num_warps": form.num_warps, "enable_fp_fusion": False}}
-    code = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options).asm["ptx"]
-    assert ".local" not in code and "fma.rn.f32" not in code and ".shared" not in code, name
-    assert "ld.global." + LOADS[form.element] in code and "st.global.v4.b32" in code, name
-    if form.element == "nf4":
-        # One look-up an element: 2048 for 64 threads, in both bodies, and a few loads a tile.
-        assert 64 <= code.count("ld.global.b32") <= 64 + 24, code.count("ld.global.b32")
-        ptxas = [triton.knobs.nvidia.ptxas.path, "-v", f"-arch=sm_{{CAPABILITY}}", "-o", os.devnull, "/dev/stdin"]
-        said = subprocess.run(ptxas, input=code.replace("sm_90a", "sm_90"), capture_output=True, text=True, check=True)
-        assert "0 bytes spill stores, 0 bytes spill loads" in said.stderr, (name, said.stderr)
-print("done")
-"""
-    assert run(script, interpret=False).strip().endswith("done")

@@ -6,8 +6,8 @@ Between tensors and what travels; each launch handles all tensors of a unit (a t
     dequantize.py   payload rows -> tensors, NF4 and double-quantized scales included
     reduce.py       payloads of several ranks -> their fp32 mean -> tensors, or a payload for the next hop
 
-`elements.py` and `mx_elements.py` hold what they share, `tables.py` the description of a launch. For computing, from a
-matrix to the operands of its products, as it is and transposed, in one read:
+`elements.py`, `mx_elements.py` and `nf4_levels.py` hold what they share, `tables.py` the description of a launch. For
+computing, from a matrix to the operands of its products, as it is and transposed, in one read:
 
     cast_tensor.py  FP8 with one scale, given or the matrix' own
     cast_rows.py    FP8 with a scale a row

@@ -18,12 +18,12 @@ from zeropp_fp8.kernels.elements import (
     clamp_keeping_nan,
     load_some,
     narrowed,
-    nf4_numbers_of,
     numbers_of,
     rotate,
     store_some,
 )
 from zeropp_fp8.kernels.mx_elements import load_six_bits, mx_numbers_of, mx_scale_values, mx_times_scales
+from zeropp_fp8.kernels.nf4_levels import nf4_numbers_of
 from zeropp_fp8.kernels.quantize import segment_of_program
 from zeropp_fp8.kernels.tables import SegmentTable, TensorTable, interpreted, native_float8
 
@@ -161,7 +161,8 @@ def load_looked_up(
     codes_ptr = payload_ptr + tl.multiple_of(codes_start, 16)
     codes = load_codes(codes_ptr, first_block, code_bytes, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, WHOLE)
     if ELEMENT == "nf4":
-        numbers = nf4_numbers_of(codes, lookup_ptr, TILE_BLOCKS, WIDTH)
+        # What has FP8 instructions is an NVIDIA GPU of compute capability 8.9 or later.
+        numbers = nf4_numbers_of(codes, lookup_ptr, NATIVE_FP8, TILE_BLOCKS, WIDTH)
     else:
         numbers = numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
     return numbers, scales

@@ -194,19 +194,6 @@ def numbers_of(codes, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCKS: t
 
 
 @triton.jit
-def nf4_numbers_of(codes, levels_ptr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
-    """fp32 [BLOCKS, WIDTH] of uint8 bytes of two NF4 codes: their levels, looked up in fp32 [16] in memory.
-
-    The 64 bytes of the table lie in one line of the L1 cache, which serves a warp's 32 look-ups at once: one load an
-    element. Choosing among 16 numbers in registers takes 15 comparisons and selects, and at the rate at which an H200's
-    memory delivers codes and takes bf16 numbers, 1.7e12 elements a second, there is time for 17 instructions in all.
-    """
-    low = tl.load(levels_ptr + (codes & 0xF).to(tl.int32))
-    high = tl.load(levels_ptr + (codes >> 4).to(tl.int32))
-    return tl.reshape(tl.join(low, high), (BLOCKS, WIDTH))
-
-
-@triton.jit
 def clamp_keeping_nan(values, LIMIT: tl.constexpr):
     """values within [-LIMIT, LIMIT]; NaN stays NaN."""
     values = tl.minimum(values, LIMIT, propagate_nan=tl.PropagateNan.ALL)
