@@ -1,0 +1,89 @@
+"""What tests of the `zeropp_fp8` section share: ds_configs, what they resolve to, and every default."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeropp_fp8.config import SECTION, ConfigError, resolve
+
+# Of every field: what an empty section resolves to.
+DEFAULTS = {
+    "enabled": True,
+    "topology.ranks_per_node": "detect",
+    "weights.format": "none",
+    "weights.block_size": 256,
+    "weights.hadamard": False,
+    "weights.rounding": "nearest",
+    "weights.scale_mode": "rceil",
+    "secondary.scope": "none",
+    "gradients.intra_format": "none",
+    "gradients.inter_format": "none",
+    "gradients.block_size": 128,
+    "gradients.hadamard": True,
+    "gradients.rounding": "nearest",
+    "gradients.scale_mode": "rceil",
+    "gradients.error_feedback": False,
+    "gradients.scales": "block",
+    "gradients.scale_policy": "auto",
+    "gradients.amax_history": 16,
+    "gradients.store_format": "none",
+    "gradients.reduction": "two_hop",
+    "compute.format": "none",
+    "compute.scaling": "delayed",
+    "compute.amax_history": 16,
+    "compute.amax_reduction": "max",
+    "compute.scale_mode": "rceil",
+    "compute.rounding": "nearest",
+    "compute.min_features": 64,
+    "compute.evaluate_in": "compute_format",
+    "compute.allow_fp16": False,
+    "compute.skip_modules": ["lm_head"],
+    "optimizer.master_format": "fp32",
+    "optimizer.exp_avg_format": "fp32",
+    "optimizer.exp_avg_sq_format": "fp32",
+    "optimizer.scales": "tensor",
+    "optimizer.block_size": 128,
+    "optimizer.rounding": "nearest",
+    "optimizer.expand_range": False,
+    "partition": "slice",
+    "partition_split": "balance",
+    "frozen.modules": "all-linear",
+    "frozen.format": "none",
+    "frozen.block_size": 64,
+    "frozen.double_quantize": False,
+    "frozen.scale_mode": "rceil",
+    "frozen.skip_modules": ["lm_head", "*embed*", "score", "classifier", "v_head"],
+    "activations.wire_format": "none",
+    "gather_granularity": "block",
+    "report.every": 100,
+}
+# What recipe "zeropp" sets.
+ZEROPP = {
+    "weights.format": "int8",
+    "secondary.scope": "node",
+    "gradients.intra_format": "int8",
+    "gradients.inter_format": "int4",
+}
+
+
+def ds_config(section=None, zero=None, **others):
+    """A stage-3 ds_config with this section, these zero_optimization keys and these top-level keys."""
+    config = {"zero_optimization": {"stage": 3, **(zero or {})}, **others}
+    return config if section is None else {**config, SECTION: section}
+
+
+def resolved(section=None, zero=None, **others):
+    return resolve(ds_config(section, zero, **others))
+
+
+def refusal(section=None, zero=None, **others):
+    """The message of the ConfigError."""
+    with pytest.raises(ConfigError) as error:
+        resolved(section, zero, **others)
+    return str(error.value)
+
+
+def values(config, path):
+    for part in path.split("."):
+        config = getattr(config, part)
+    return config

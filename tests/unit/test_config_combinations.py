@@ -1,0 +1,287 @@
+"""Which values of the `zeropp_fp8` section go together, and with the rest of the ds_config; what each refusal says."""
+
+import re
+
+import pytest
+from config_cases import ds_config, refusal, resolved, values
+
+from zeropp_fp8.config import SECTION, WIRE_FORMATS, ConfigError, resolve
+from zeropp_fp8.config.sections import ELSEWHERE, FROZEN_FORMATS
+
+FORMAT_FIELDS = ("weights.format", "gradients.intra_format", "gradients.inter_format", "frozen.format")
+
+
+@pytest.mark.parametrize("field", FORMAT_FIELDS)
+@pytest.mark.parametrize("name", [*ELSEWHERE, "int9", "INT8", "fp8"])
+def test_format_that_is_not_there(field, name):
+    group, key = field.split(".")
+    there = FROZEN_FORMATS if group == "frozen" else WIRE_FORMATS
+    if name in there:
+        return
+    message = refusal({group: {key: name}})
+    assert f'"{SECTION}.{field}"' in message and name in message
+    assert all(known in message for known in there)
+    assert name not in ELSEWHERE or ELSEWHERE[name] in message
+    if name == "int9":
+        assert re.search(r'did you mean "int[48]"', message)
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [*((field, name) for field in FORMAT_FIELDS[:3] for name in WIRE_FORMATS)]
+    + [("frozen.format", name) for name in FROZEN_FORMATS],
+)
+def test_format_that_is_there(field, name):
+    group, key = field.split(".")
+    assert values(resolved({group: {key: name}}), field) == name
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (
+            {"weights": {"format": "int4", "block_size": 48, "hadamard": True}},
+            ['"zeropp_fp8.weights.block_size": 48', "multiple of 32", "use 64"],
+        ),
+        (
+            {"recipe": "zeropp", "gradients": {"block_size": 100}},
+            ['"zeropp_fp8.gradients.block_size": 100', "multiple of 32", "use 128"],
+        ),
+        ({"weights": {"block_size": 33}}, ['"zeropp_fp8.weights.block_size"', "must be even", "33"]),
+        (
+            {"gradients": {"block_size": 33, "hadamard": False}},
+            ['"zeropp_fp8.gradients.block_size"', "must be even", "33"],
+        ),
+        ({"frozen": {"format": "fp8_e5m2"}}, ['"zeropp_fp8.frozen.format"', "fp8_e5m2", "nf4, fp8_e4m3"]),
+        ({"frozen": {"format": "int4", "block_size": 33}}, ['"zeropp_fp8.frozen.block_size"', "must be even", "33"]),
+        (
+            {"gradients": {"error_feedback": True}},
+            ['"zeropp_fp8.gradients.error_feedback"', 'set "gradients.inter_format"', "remove error_feedback"],
+        ),
+        ({"compute": {"format": {"weights": "mxfp4"}}}, ['"zeropp_fp8.compute.format"', '"activations" is missing']),
+        ({"compute": {"format": "fp9"}}, ['"zeropp_fp8.compute.format"', 'did you mean "fp8"']),
+        ({"compute": {"format": "fp8", "scaling": "mx"}}, ['"zeropp_fp8.compute.scaling"', "use an MX format"]),
+        ({"compute": {"format": "mxfp4", "scaling": "block"}}, ['"zeropp_fp8.compute.scaling"', 'use "scaling": "mx"']),
+        (
+            {"weights": {"format": "mxfp4", "block_size": 64}},
+            ['"zeropp_fp8.weights.block_size": 64', "mxfp4", "remove it"],
+        ),
+        ({"weights": {"format": "mxint8", "hadamard": True}}, ['"zeropp_fp8.weights.hadamard"', "not rotated"]),
+        (
+            {"gradients": {"inter_format": "mxfp4", "hadamard": True}},
+            ['"zeropp_fp8.gradients.hadamard"', "not rotated"],
+        ),
+        ({"frozen": {"format": "mxfp4", "block_size": 64}}, ['"zeropp_fp8.frozen.block_size": 64', "remove it"]),
+        ({"frozen": {"double_quantize": True}}, ['"zeropp_fp8.frozen.double_quantize"', "there are no scales"]),
+        (
+            {"frozen": {"format": "mxfp4", "double_quantize": True}},
+            ['"zeropp_fp8.frozen.double_quantize"', "mxfp4", "8 bits already", "int4, int8, nf4 or fp8_e4m3"],
+        ),
+    ],
+)
+def test_impossible_within_the_section(section, words):
+    message = refusal(section)
+    assert all(word in message for word in words), message
+
+
+SHARED = {"intra_format": "fp8_e4m3", "inter_format": "fp8_e4m3", "scales": "tensor"}
+FP8_MOMENT = {"exp_avg_format": "fp8_e4m3"}
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"gradients": {"store_format": "int8"}}, ['gradients.store_format"', "'int8'", "fp8_e4m3, fp8_e5m2"]),
+        ({"gradients": {"store_format": "fp8_e4m3"}}, ['gradients.store_format"', 'set "intra_format" and']),
+        (
+            {"recipe": "zeropp", "gradients": {"store_format": "fp8_e4m3", "block_size": 96}},
+            ['gradients.block_size": 96', "16, 32, 64", "store_format to none"],
+        ),
+        ({"gradients": {"scales": "tensor"}}, ['gradients.scales"', 'intra_format "none"', 'both to "fp8_e4m3"']),
+        (
+            {"gradients": {**SHARED, "inter_format": "int4"}},
+            ['gradients.scales"', 'inter_format "int4"', 'both to "fp8_e4m3"', 'scales to "block"'],
+        ),
+        (
+            {"gradients": {**SHARED, "inter_format": "fp8_e5m2"}},
+            ['gradients.scales"', "one FP8 format on both hops", 'inter_format "fp8_e5m2"'],
+        ),
+        ({"recipe": "zeropp", "gradients": {"scales": "tensor"}}, ['gradients.scales"', 'intra_format "int8"']),
+        ({"gradients": {**SHARED, "hadamard": True}}, ['gradients.hadamard"', "remove it", 'scales to "block"']),
+        ({"gradients": {**SHARED, "rounding": "stochastic"}}, ['gradients.rounding"', 'scales to "block"']),
+        ({"gradients": {**SHARED, "error_feedback": True}}, ['gradients.error_feedback"', 'scales to "block"']),
+        ({"gradients": {**SHARED, "block_size": 64}}, ['gradients.block_size"', 'scales to "block"']),
+        (
+            {"gradients": {**SHARED, "store_format": "fp8_e5m2"}},
+            ['gradients.store_format"', '"fp8_e5m2" differs', '"fp8_e4m3"', "use that one or none"],
+        ),
+        ({"gradients": {"scale_policy": "pre"}}, ['gradients.scale_policy"', 'set "scales": "tensor" or remove it']),
+        ({"gradients": {"amax_history": 4}}, ['gradients.amax_history"', 'set "scales": "tensor" or remove it']),
+        ({"gradients": {"reduction": "nccl"}}, ['gradients.reduction"', '"scales": "tensor"', '"two_hop"']),
+        *[
+            (
+                {"optimizer": {f"{name}_format": "fp9"}},
+                [f'optimizer.{name}_format"', 'did you mean "fp', "fp32, bf16, fp16, fp8_e4m3, fp8_e5m2"],
+            )
+            for name in ("master", "exp_avg", "exp_avg_sq")
+        ],
+        ({"optimizer": {"master_format": "int8"}}, ['optimizer.master_format"', "'int8'"]),
+        *[
+            ({"optimizer": {**FP8_MOMENT, "block_size": size}}, [f'optimizer.block_size": {size}', "16, 32, 64"])
+            for size in (8, 48, 2048)
+        ],
+        ({"optimizer": {**FP8_MOMENT, "block_size": 64}}, ['optimizer.block_size"', 'set "scales": "block"']),
+        (
+            {"optimizer": {"exp_avg_format": "fp16", "expand_range": True}},
+            ['optimizer.expand_range"', 'exp_avg_format is "fp16"', "store a moment in fp8_e4m3"],
+        ),
+        ({"optimizer": {"expand_range": True}}, ['optimizer.expand_range"', "remove expand_range"]),
+        ({"optimizer": {"rounding": "stochastic"}}, ['optimizer.rounding"', "all states are fp32", "remove it"]),
+        ({"optimizer": {"scales": "block"}}, ['optimizer.scales"', "all states are fp32", "remove it"]),
+        ({"partition": "whole_tensor"}, ['partition": "whole_tensor"', "gradients.intra_format", "fp8_e4m3"]),
+        (
+            {"recipe": "zeropp", "partition": "whole_tensor", "gradients": {"error_feedback": True}},
+            ['partition": "whole_tensor"', "gradients.error_feedback", "remove one"],
+        ),
+        (
+            {"recipe": "fp8-lm", "gradients": {"reduction": "nccl"}},
+            ['partition": "whole_tensor"', "nccl", 'use "two_hop"'],
+        ),
+        ({"partition_split": "none"}, ['partition_split"', '"partition": "whole_tensor"', "remove it"]),
+    ],
+)
+def test_impossible_with_states_and_shared_scales(section, words):
+    message = refusal(section)
+    assert f'"{SECTION}.' in message and all(word in message for word in words), message
+
+
+def test_states_and_shared_scales_that_are_possible():
+    config = resolved({"gradients": {**SHARED, "scale_policy": "post", "amax_history": 3}})
+    assert not config.gradients.hadamard and config.gradients.store_format == "none" and config.quantizes_gradients
+    assert not config.stores_states_in_low_precision and config.gradients.amax_history == 3
+    fields = {**FP8_MOMENT, "scales": "block", "block_size": 64, "rounding": "stochastic", "expand_range": True}
+    config = resolved({"optimizer": fields})
+    assert config.stores_states_in_low_precision and config.quantizes and not config.quantizes_gradients
+    config = resolved({"recipe": "zeropp", "gradients": {"store_format": "fp8_e4m3"}})
+    assert config.gradients.scales == "block" and config.gradients.store_format == "fp8_e4m3"
+    # A recipe's formats can be replaced one by one, as the paper's ablation does.
+    config = resolved({"recipe": "fp8-lm-o2", "optimizer": {"master_format": "fp8_e4m3"}})
+    assert config.optimizer.exp_avg_sq_format == "fp16" and config.optimizer.master_format == "fp8_e4m3"
+
+
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [
+        ({"optimizer": FP8_MOMENT}, "zeropp_fp8.optimizer"),
+        ({"recipe": "fp8-lm-o1"}, "zeropp_fp8.gradients.store_format"),
+        ({"recipe": "fp8-lm-o2"}, "zeropp_fp8.optimizer"),
+    ],
+)
+def test_states_in_low_precision_and_offload(section, field):
+    message = refusal(section, {"offload_optimizer": {"device": "cpu"}})
+    assert '"zero_optimization.offload_optimizer"' in message and f'"{field}"' in message
+    assert "remove one of the two" in message
+    assert resolved(section, {"offload_optimizer": {"device": "none"}}) == resolved(section)
+
+
+@pytest.mark.parametrize("key", ["offload_param", "offload_optimizer"])
+def test_whole_tensors_and_offload(key):
+    section = {"recipe": "zeropp", "partition": "whole_tensor"}
+    message = refusal(section, {key: {"device": "cpu"}})
+    assert f'"zero_optimization.{key}"' in message and 'partition": "whole_tensor"' in message
+    assert "remove one of the two" in message
+    assert resolved(section, {key: {"device": "none"}}) == resolved(section)
+
+
+def test_activations_on_the_wire_and_autotp():
+    section = {"activations": {"wire_format": "fp8"}}
+    message = refusal(section, tensor_parallel={"autotp_size": 2})
+    assert '"zeropp_fp8.activations.wire_format"' in message and '"tensor_parallel.autotp_size"' in message
+    assert 'set it to "none"' in message
+    assert resolved(section, tensor_parallel={"autotp_size": 1}).activations.wire_format == "fp8"
+    resolved({"activations": {"wire_format": "detect"}}, tensor_parallel={"autotp_size": 2})
+
+
+def test_mx_formats_fix_blocks_and_scaling_where_nothing_was_asked():
+    config = resolved({"weights": {"format": "mxfp6_e3m2"}, "compute": {"format": "mxfp4"}})
+    assert (config.weights.block_size, config.weights.hadamard, config.compute.scaling) == (32, False, "mx")
+    # The other hop has blocks of its own, and a rotation.
+    gradients = resolved({"gradients": {"intra_format": "mxfp8_e4m3", "inter_format": "int4"}}).gradients
+    assert (gradients.block_size, gradients.hadamard) == (128, True)
+    recipe = resolved({"recipe": "mxfp8", "compute": {"format": "fp8"}})
+    assert recipe.compute.scaling == "delayed" and recipe.weights.format == "mxfp8_e4m3"
+
+
+def test_fp16_with_low_precision_compute():
+    message = refusal({"compute": {"format": "fp8"}}, fp16={"enabled": True})
+    assert '"zeropp_fp8.compute.format"' in message and '"zeropp_fp8.compute.allow_fp16"' in message
+    assert resolved({"compute": {"format": "fp8", "allow_fp16": True}}, fp16={"enabled": True}).quantizes
+
+
+@pytest.mark.parametrize(
+    ("zero", "others", "words"),
+    [
+        ({"stage": 0}, {}, ['"zero_optimization.stage" is 0', "set it to 3"]),
+        ({"stage": 2}, {}, ['"zero_optimization.stage" is 2', "set it to 3"]),
+        ({"stage": None}, {}, ['"zero_optimization.stage" is null', "set it to 3"]),
+        ({"stage": "3"}, {}, ['"zero_optimization.stage" is "3"', "set it to 3"]),
+        ({"offload_param": {"device": "nvme"}}, {}, ['"zero_optimization.offload_param.device"', 'supports "cpu"']),
+        (
+            {"offload_optimizer": {"device": "nvme"}},
+            {},
+            ['"zero_optimization.offload_optimizer.device"', 'supports "cpu"'],
+        ),
+        ({"zenflow": {"topk_ratio": 0.1}}, {}, ['"zero_optimization.zenflow"', "remove one of the two"]),
+        ({"zenflow": {}}, {}, ['"zero_optimization.zenflow"', "remove one of the two"]),
+        (
+            {"offload_optimizer": {"device": "cpu", "super_offload": True}},
+            {},
+            ['"zero_optimization.offload_optimizer.super_offload"', "remove one of the two"],
+        ),
+        ({}, {"compile": {"deepcompile": True}}, ['"compile.deepcompile"', "remove one of the two"]),
+        ({}, {"hybrid_engine": {"enabled": True}}, ['"hybrid_engine.enabled"', "remove one of the two"]),
+        (
+            {"use_all_reduce_for_fetch_params": True},
+            {},
+            ['"zero_optimization.use_all_reduce_for_fetch_params"', "remove one of the two"],
+        ),
+        ({"mics_shard_size": 2}, {}, ['"zero_optimization.mics_shard_size"', "remove one of the two"]),
+        ({"reduce_scatter": False}, {}, ['"zero_optimization.reduce_scatter": false', "set it to true"]),
+        ({}, {"prescale_gradients": True}, ['"prescale_gradients"', "remove them"]),
+        ({}, {"gradient_predivide_factor": 2.0}, ['"gradient_predivide_factor"', "remove them"]),
+    ],
+)
+@pytest.mark.parametrize("in_tree", [False, True], ids=["section", "keys"])
+def test_impossible_with_the_rest_of_the_ds_config(in_tree, zero, others, words):
+    section, keys = (None, {"zero_quantized_gradients": True}) if in_tree else ({"recipe": "zeropp"}, {})
+    message = refusal(section, {**keys, **zero}, **others)
+    assert all(word in message for word in words), message
+
+
+def test_missing_stage():
+    with pytest.raises(ConfigError, match=r'"zero_optimization\.stage" is null'):
+        resolve({SECTION: {}})
+
+
+def test_hybrid_engine_class():
+    with pytest.raises(ConfigError, match=r'"hybrid_engine\.enabled".*remove one of the two'):
+        resolve(ds_config({"recipe": "zeropp"}), hybrid_engine=True)
+
+
+@pytest.mark.parametrize(
+    ("zero", "others"),
+    [
+        ({"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "none", "super_offload": False}}, {}),
+        ({"offload_param": None, "zenflow": None, "mics_shard_size": -1, "reduce_scatter": True}, {}),
+        ({}, {"compile": {"deepcompile": False}, "hybrid_engine": {"enabled": False}}),
+        ({}, {"prescale_gradients": False, "gradient_predivide_factor": 1.0}),
+    ],
+)
+def test_harmless_values_of_the_same_keys_are_accepted(zero, others):
+    assert resolved({"recipe": "zeropp"}, zero, **others) == resolved({"recipe": "zeropp"})
+
+
+@pytest.mark.parametrize("others", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}])
+def test_rules_of_quantized_gradients_need_quantized_gradients(others):
+    section = {"weights": {"format": "int8"}}
+    assert resolved(section, {"reduce_scatter": False}, **others) == resolved(section)
