@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence bench-frozen check format clean
+.PHONY: help demo test bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence bench-frozen bench-generation check format clean
 help:
 	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
 	@echo "make test     all tests"
@@ -21,6 +21,7 @@ help:
 	@echo "make bench-fp8-lm      memory and speed of FP8-LM against bf16; results in runs/fp8_lm_*.json"
 	@echo "make bench-fp8-lm-convergence   held-out losses of FP8-LM, its ablation table and mu; results in runs/fp8_lm_*"
 	@echo "make bench-frozen      memory, speed and losses of LoRA over INT4, INT8 and NF4 weights; results in runs/frozen_*"
+	@echo "make bench-generation  milliseconds a token inside a ZeRO-3 engine; results in runs/generation.json"
 	@echo "make check    ruff: lint and format"
 	@echo "make format   let ruff reformat"
 	@echo "make clean    remove .venv and caches"
@@ -64,6 +65,11 @@ bench-frozen: $(VENV)/.run
 	$(BIN)/python benchmarks/frozen.py dequantize --out runs/frozen_dequantize.json
 	$(BIN)/python benchmarks/frozen_quality.py --timeout 3600 --out runs/frozen_quality.json \
 		--plot runs/frozen_quality.png
+
+# Between two emulated nodes: as root, with BENCH_ARGS="--ranks 4 --gbit 25".
+bench-generation: $(VENV)/.run
+	mkdir -p runs
+	$(BIN)/python benchmarks/generation.py --out runs/generation.json $(BENCH_ARGS)
 
 check: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ is done.
 from zeropp_fp8.config import ConfigError
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "__version__", "disable", "enable", "save_merged_16bit", "wire_report"]
+__all__ = ["ConfigError", "__version__", "disable", "enable", "generation", "save_merged_16bit", "wire_report"]
 
 
 def enable() -> None:
@@ -80,3 +80,38 @@ def save_merged_16bit(engine_or_model, folder, max_shard_size="5GB") -> None:
     from zeropp_fp8.zero.merged import save_merged_16bit as save
 
     save(engine_or_model, folder, max_shard_size)
+
+
+def generation(engine, weights: str = "auto", merge_adapters: bool = True):
+    """Context manager: generate with the model of an engine that trains. To be entered on every rank, between steps.
+
+        with zeropp_fp8.generation(engine) as model:
+            tokens = model.generate(input_ids=..., attention_mask=..., max_new_tokens=256, do_sample=True)
+
+    A forward pass of ZeRO-3 gathers every layer; generation would do so for each token. Here weights stay on each rank
+    until the context ends, which gives the memory back, and nothing is gathered in between: ranks may generate
+    different numbers of tokens. The model evaluates (no dropout), with its KV cache on.
+
+    Args:
+        engine: a DeepSpeed engine with the plugin active, with an optimizer or without.
+        weights: what stays on each rank. "values": all weights in their dtype, as fast as a model without DeepSpeed.
+            "codes": those of linear layers as codes, as they are stored or travel: a half to a quarter of the memory;
+            few rows are multiplied with the codes themselves on a GPU, else the weights of one block at a time are
+            decoded. "sharded": nothing; every token gathers all weights (within the node, if there is a secondary
+            shard), and ranks generate in step. "auto": the first of these that takes at most half of the memory that
+            is free on the rank with the least.
+        merge_adapters: where values stay, merge the active PEFT adapters into them (into them only), which saves two
+            of three products of a LoRA layer. Sums are rounded to the weights' dtype, like those of a merged model.
+
+    Yields:
+        `engine.module`. Its `generate` has use_cache=True and the right synced_gpus unless told otherwise.
+
+    Raises:
+        ValueError: an engine without the plugin, or another `weights`.
+        RuntimeError: inside another generation, or in the middle of a pass; a forward pass inside the context with
+            gradients; gathering parameters inside it.
+        MemoryError: no memory on some rank for what is to stay; on every rank.
+    """
+    from zeropp_fp8.zero.generation import generation as generate_with
+
+    return generate_with(engine, weights, merge_adapters)

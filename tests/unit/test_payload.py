@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from numerics import error_bound, integer_reference
 
 from zeropp_fp8.comm.all_gather import rank_of_rows
-from zeropp_fp8.comm.lanes import BufferRing, Lane, after, mark
+from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark, used_last
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder, slices_of
 from zeropp_fp8.formats import make_format
 from zeropp_fp8.formats.noise import Seed
@@ -77,6 +78,18 @@ def test_rings_under_any_use(count, uses):
             assert buffer.numel() == 0 or (buffer == buffer[0]).all()
         assert len({int(buffer[0]) for buffer in taken if buffer.numel()}) == sum(b.numel() > 0 for b in taken)
         assert len(ring._free) + len(taken) <= max(count, most)
+
+
+def test_a_buffer_for_one_gather_is_new_and_the_lane_waits_for_it():
+    waits = []
+    lane = SimpleNamespace(after_current=lambda: waits.append(len(waits)))
+    first, second = buffer_for(lane, 7, CPU), buffer_for(lane, 7, CPU)
+    assert waits == [0, 1]
+    for buffer in (first, second):
+        assert buffer.dtype == torch.uint8 and buffer.shape == (7,) and buffer.untyped_storage().nbytes() == 7
+    assert first.data_ptr() != second.data_ptr()
+    used_last(first)
+    assert buffer_for(Lane(CPU), 0, CPU).numel() == 0
 
 
 def test_a_lane_on_a_cpu_is_the_host():

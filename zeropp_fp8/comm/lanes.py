@@ -58,6 +58,28 @@ def after(event: torch.cuda.Event | None) -> None:
         torch.cuda.current_stream().wait_event(event)
 
 
+def buffer_for(lane: Lane, num_bytes: int, device: torch.device) -> Tensor:
+    """A flat uint8 buffer that `lane` fills once, out of the current stream's memory; undefined contents.
+
+    The memory serves the current stream's own work before and after, which that of a ring never does. There is no race,
+    provided that the stream that uses the buffer last waits for the lane and calls `used_last` before it drops it:
+    * Who had the memory before has used it on the current stream, or the allocator has seen the end of its use. The
+      lane waits here for all that the current stream has been given.
+    * Who gets it next gets it on the current stream, after the last use: on that stream itself, or, if the buffer was
+      last used on another, once the allocator has seen the end of that.
+    The price is that what the lane does next no longer overlaps with what the current stream has been given by now.
+    """
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    lane.after_current()
+    return buffer
+
+
+def used_last(buffer: Tensor) -> None:
+    """The current stream has been given the last use of a buffer of `buffer_for`."""
+    if buffer.is_cuda:
+        buffer.record_stream(torch.cuda.current_stream(buffer.device))  # nothing on the stream it was allocated on
+
+
 class BufferRing:
     """About `count` uint8 buffers that are used again and again, in turn; more where more are taken at once.
 

@@ -458,6 +458,10 @@ def quantized_linear_kernel(
     tl.store(out_ptrs, narrowed(y, dtype, INTERPRETED), mask=(n < outputs)[:, None] & (m < count)[None, :])
 
 
+# Up to so many rows the kernel reads a weight once and is faster than decoding it for a matrix product: on an H200 with
+# 16 rows and 4096 x 14336 weights 28 to 38 us against 75 to 91.
+FEW_ROWS = 32
+
 # -- launching ------------------------------------------------------------------------------------------------------
 
 

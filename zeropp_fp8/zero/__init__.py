@@ -28,6 +28,11 @@ saved_ranks.py        reading what other ranks have saved
 merged.py             a 16-bit model with adapters merged in
 shard_writer.py       Hugging Face files, one shard at a time
 
+Generation inside an engine that trains:
+
+resident.py    weights that stay on a rank: values, or codes
+generation.py  the context: hooks aside, adapters merged, evaluation
+
 FP8-LM, gradients and states in low precision:
 
 gradient_scales.py       scales that all ranks share, and mu

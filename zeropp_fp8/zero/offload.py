@@ -89,6 +89,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         for block in self._made_leaf:
             block._z3_leaf = True  # DeepSpeed then fetches and releases the block as one unit
         self._evaluating = False
+        self.generating = False  # inside zeropp_fp8.generation (generation.py)
+        self.announced: str | None = None  # where weights stayed in the last one
         self.after_backward_of: Callable[[nn.Module], None] | None = None  # told of each module whose backward is over
         super().__init__(module, *args, **kwargs)
         units = build_units(module, self.blocks, granularity)

@@ -97,7 +97,9 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
     rows.append(gradient_row("within nodes", session.intra_format, topology.ranks_per_node))
     rows.append(gradient_row("between nodes", session.inter_format, topology.nodes))
     rows += _state_rows(session)
-    if session.secondary_ranks is None:
+    if session.secondary_ranks is None and topology.nodes == 1:
+        rows.append(("secondary shard", "none", 0, "one node: every shard is in it already"))
+    elif session.secondary_ranks is None:
         rows.append(("secondary shard", "none", 0, "backward gathers cross the network again"))
     else:
         numel = sum(p.ds_numel for p in params)

@@ -22,14 +22,56 @@ from zeropp_fp8.zero.weights import WeightGatherer
 _DECODED_UNITS = 2  # a block may consist of two units with codes: stored weights, and others that travel quantized
 
 
-class ResidentValues:
-    """All parameters of an engine, gathered once and kept until `release`."""
+class _Resident:
+    """What is kept of an engine's weights between `gather` and `release`."""
+
+    def __init__(self, gatherer: WeightGatherer) -> None:
+        self.gatherer = gatherer
+        self._marked: list[Parameter] = []
+
+    def gather(self) -> None:
+        """Keep what is to be kept. Collective."""
+        for param in self.gatherer.adopted.values():
+            if READ_AS_NUMBERS not in param.__dict__:  # those that travel as operands of FP8 products come as numbers
+                setattr(param, READ_AS_NUMBERS, True)
+                self._marked.append(param)
+        waiting = [unit for unit in self.gatherer.units if not unit.live]
+        for unit, coming in zip(waiting, [*waiting[1:], None]):
+            self.gatherer.start(unit)
+            if coming is not None and self.gatherer.device.type == "cuda":
+                self.gatherer.start(coming, ahead=True)  # its bytes are on their way while this one is decoded
+            self._keep(unit)
+
+    def _keep(self, unit: GatherUnit) -> None:
+        """Take what the gather of a unit brings."""
+        self.gatherer.finish(unit)
+
+    def release(self) -> None:
+        """Drop what was kept. No communication."""
+        for param in self._marked:
+            param.__dict__.pop(READ_AS_NUMBERS, None)
+        self._marked.clear()
+        for unit in self.gatherer.units:
+            for param in unit.params:
+                note_version(param)  # an adapter may have been merged into the values: they are dropped with it
+            if unit.in_flight:
+                self.gatherer.cancel(unit)
+            if not unit.persistent:
+                self.gatherer.release(unit)
+
+    def linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+        """The forward of a linear layer whose weight is there: without DeepSpeed's autograd function around it."""
+        weight, bias = module.weight.data, None if module.bias is None else module.bias.data
+        return lambda input: torch.ops.aten.linear(input, weight, bias)
+
+
+class ResidentValues(_Resident):
+    """All parameters of an engine, gathered once."""
 
     def __init__(self, gatherer: WeightGatherer, written: Iterable[Parameter] = ()) -> None:
         """`written`: parameters that somebody will write to, of which shards must not be lent."""
-        self.gatherer = gatherer
+        super().__init__(gatherer)
         self._written = {id(param) for param in written}
-        self._marked: list[Parameter] = []  # travel as operands of FP8 products; here their numbers are wanted
 
     def num_bytes(self) -> int:
         """Bytes that a rank needs besides what it has."""
@@ -40,46 +82,23 @@ class ResidentValues:
             needed += sum(p.ds_numel * value_dtype(p).itemsize for p in params)
         return needed
 
-    def gather(self) -> None:
-        """Make all parameters available. Collective."""
-        for param in self.gatherer.adopted.values():
-            if READ_AS_NUMBERS not in param.__dict__:
-                setattr(param, READ_AS_NUMBERS, True)
-                self._marked.append(param)
-        _gather_each(self.gatherer, self.gatherer.units, self.gatherer.finish)
 
-    def release(self) -> None:
-        """Drop the values. No communication."""
-        for param in self._marked:
-            param.__dict__.pop(READ_AS_NUMBERS, None)
-        self._marked.clear()
-        _release(self.gatherer)
-
-    @staticmethod
-    def linear(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-        """The forward of a linear layer whose weight is there: without DeepSpeed's autograd function around it."""
-        weight, bias = module.weight.data, None if module.bias is None else module.bias.data
-        return lambda input: torch.ops.aten.linear(input, weight, bias)
-
-
-class ResidentCodes:
-    """The codes of linear layers' weights, and the values of everything else, kept until `release`.
+class ResidentCodes(_Resident):
+    """The codes of linear layers' weights, and the values of everything else.
 
     A few rows (a token of each sequence) are multiplied with the codes as they lie, where there is a kernel for it; for
     more, the weights of a block are decoded when its first layer needs them and dropped when another block does.
     """
 
     def __init__(self, gatherer: WeightGatherer, module: nn.Module) -> None:
-        self.gatherer = gatherer
-        layers = multipliable_layers(module)
-        self._layers: dict[int, nn.Linear] = {}
+        super().__init__(gatherer)
+        weights = multipliable_weights(module)
         self._codes_of: dict[int, Tensor] = {}  # id of a unit: its payloads
         self._unit_of: dict[int, GatherUnit] = {}  # id of a parameter whose codes are kept
         self._decoded: OrderedDict[int, dict[int, Tensor]] = OrderedDict()
         for unit in (unit for unit in gatherer.units if not unit.live):
             for param in gatherer.params_in_codes(unit):
-                if id(param) in layers:
-                    self._layers[id(param)] = layers[id(param)]
+                if id(param) in weights:
                     self._unit_of[id(param)] = unit
 
     def num_bytes(self) -> int:
@@ -90,39 +109,32 @@ class ResidentCodes:
                 continue
             if id(unit) in with_codes and not self.gatherer.holds_all_codes(unit):
                 total += sum(self.gatherer.bytes_of(p) for p in unit.params) * self.gatherer.session.topology.world_size
-            params = (p for p in unit.params if id(p) not in self._layers)
+            params = (p for p in unit.params if id(p) not in self._unit_of)
             total += sum(p.ds_numel * value_dtype(p).itemsize for p in params)
         decoded = [sum(p.ds_numel * value_dtype(p).itemsize for p in unit.params) for unit in with_codes.values()]
         return int(total) + sum(sorted(decoded)[-_DECODED_UNITS:])
 
-    def gather(self) -> None:
-        """Keep codes, and make all other parameters available. Collective."""
-        with_codes = {id(unit) for unit in self._unit_of.values()}
-
-        def keep(unit: GatherUnit) -> None:
-            if id(unit) not in with_codes:
-                self.gatherer.finish(unit)
-                return
-            codes = self._codes_of[id(unit)] = self.gatherer.take_codes(unit)
-            values = self.gatherer.decode_codes(unit, codes)
-            for param in unit.params:
-                if id(param) not in self._layers:
-                    # A copy: the values of a unit lie in one buffer, most of which is to be dropped.
-                    self.gatherer.let_hold(unit, param, values[id(param)].clone())
-
-        _gather_each(self.gatherer, self.gatherer.units, keep)
+    def _keep(self, unit: GatherUnit) -> None:
+        if not any(id(param) in self._unit_of for param in unit.params):
+            self.gatherer.finish(unit)
+            return
+        codes = self._codes_of[id(unit)] = self.gatherer.take_codes(unit)
+        values = self.gatherer.decode_codes(unit, codes)
+        for param in unit.params:
+            if id(param) not in self._unit_of:
+                # A copy: the values of a unit lie in one buffer, most of which is to be dropped.
+                self.gatherer.let_hold(unit, param, values[id(param)].clone())
 
     def release(self) -> None:
-        """Drop codes and values. No communication."""
         self._codes_of.clear()
         self._decoded.clear()
-        _release(self.gatherer)
+        super().release()
 
     def linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
         """The forward of a linear layer."""
         param = dict.__getitem__(module._parameters, "weight")
-        if id(param) not in self._layers:
-            return ResidentValues.linear(module)
+        if id(param) not in self._unit_of:
+            return super().linear(module)
         bias = None if module.bias is None else module.bias.data
         unit, few_rows, multiply = self._unit_of[id(param)], 0, None
         if self.gatherer.device.type == "cuda":
@@ -155,8 +167,8 @@ def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:
             yield layer
 
 
-def multipliable_layers(module: nn.Module) -> dict[int, nn.Linear]:
-    """id of each weight that is read by the forward of one linear layer only, and that layer.
+def multipliable_weights(module: nn.Module) -> set[int]:
+    """id of each weight that is read by the forward of one linear layer only.
 
     A PEFT layer reads its adapters' weights. The weight of the layer within it, plain LoRA leaves to that layer; DoRA
     and other adapters read it.
@@ -168,29 +180,6 @@ def multipliable_layers(module: nn.Module) -> dict[int, nn.Linear]:
             base = layer.get_base_layer()
             is_lora = hasattr(layer, "lora_A") and not getattr(layer, "lora_variant", None)
             read |= {id(m) for m in layer.modules() if m is not base or not is_lora}
-    found = {}
-    for layer in linear_layers(module):
-        weight = dict.__getitem__(layer._parameters, "weight")
-        if users[id(weight)] == 1 and id(layer) not in read and type(layer) is nn.Linear:
-            found[id(weight)] = layer
-    return found
-
-
-def _gather_each(gatherer: WeightGatherer, units: list[GatherUnit], keep: Callable[[GatherUnit], None]) -> None:
-    """Gather unit after unit, the next one's bytes on their way while one is decoded."""
-    waiting = [unit for unit in units if not unit.live]
-    for unit, coming in zip(waiting, [*waiting[1:], None]):
-        gatherer.start(unit)
-        if coming is not None and gatherer.device.type == "cuda":
-            gatherer.start(coming, ahead=True)
-        keep(unit)
-
-
-def _release(gatherer: WeightGatherer) -> None:
-    for unit in gatherer.units:
-        for param in unit.params:
-            note_version(param)  # an adapter may have been merged into the values: they are dropped with it
-        if unit.in_flight:
-            gatherer.cancel(unit)
-        if not unit.persistent:
-            gatherer.release(unit)
+    layers = [layer for layer in linear_layers(module) if type(layer) is nn.Linear and id(layer) not in read]
+    weights = {id(dict.__getitem__(layer._parameters, "weight")) for layer in layers}
+    return {weight for weight in weights if users[weight] == 1}

@@ -40,8 +40,9 @@ class Session:
         self.state_formats: StateFormats | None = None  # what master weights and moments rest in; None: fp32
         self.collected = False  # the engine is being collected: nothing collective can be done
         self.topology: Topology = make_topology(group, ranks_per_node)
-        # One rank needs no copy of what it has.
-        self.secondary_ranks = secondary_ranks(config, ranks_per_node) if world_size > 1 else None
+        sharing = secondary_ranks(config, ranks_per_node)
+        # A copy that all ranks share (one node, one rank) would hold on each of them the shard that it sends anyway.
+        self.secondary_ranks = None if sharing == world_size else sharing
         self.gather_levels = self.topology.gather_levels(self.secondary_ranks)
         self.ledger = WireLedger(self.topology.nodes, ranks_per_node)
         self.placement = Slices(self.topology.rank, world_size)  # until parameters are given to owners

@@ -6,7 +6,8 @@ replaces them. Two kinds of gather exist:
 * for computing (fetches of the coordinator, `all_gather_coalesced`, and `all_gather()` while a module runs): the
   configured wire format, a unit at a time. The shards' payload is encoded once and kept until the weights change, so
   forward, backward, every micro-batch and evaluation see the same bits, also with stochastic rounding. With hpZ what
-  the first hops brought is kept (the secondary shard): later gathers use the node's own links only.
+  the first hops brought is kept (the secondary shard): later gathers use the node's own links only. One node needs no
+  such copy.
 * for looking and changing (`GatheredParameters` and everything built on it): every bit, in two levels too.
 
 Payloads and secondary shards are dropped by `weights_changed()`, which every writer of weights calls on every rank:
@@ -16,12 +17,16 @@ looking at a tensor's version counter instead would let them disagree (a padded 
 On a GPU the hops run on lanes (streams) of their own: encoding and the hop between nodes on one, the hop within nodes
 on another, so that consecutive units use both kinds of link at the same time. Decoding runs on the compute stream just
 before the values are needed: 40 microseconds for a block of 50M parameters, and its buffer never crosses streams.
+
+What arrives lies in rings of buffers, which grow to the largest unit that they have seen. Units much larger than the
+others get buffers out of the compute stream's memory, for one gather each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
@@ -29,7 +34,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.all_gather import gather_through, rank_of_rows, start_gather, start_regions
-from zeropp_fp8.comm.lanes import BufferRing, Lane, after, mark
+from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark, used_last
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.comm.reduce_scatter import slice_numel
@@ -39,7 +44,6 @@ from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.base import align_up
 from zeropp_fp8.zero.frozen_operands import FrozenOperands
 from zeropp_fp8.zero.frozen_store import (
-    StoredWeight,
     check_untouched,
     check_usable,
     note_version,
@@ -49,6 +53,9 @@ from zeropp_fp8.zero.frozen_store import (
 from zeropp_fp8.zero.operands import GemmWeights
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.units import GatherUnit
+
+if TYPE_CHECKING:
+    from zeropp_fp8.kernels.quantized_weight import QuantizedWeight  # kernels need Triton, which is loaded on first use
 
 STATE = "zeropp_fp8_wire"
 
@@ -63,6 +70,20 @@ class ParameterWire:
     unit: GatherUnit
     owner: WeightGatherer
     lossy: bool = False  # param.data came through a quantized format
+
+
+def outsized_units(units: Sequence[GatherUnit], bytes_of: Callable[[Parameter], float]) -> set[GatherUnit]:
+    """Units of one matrix that send more than twice the bytes of the third largest unit.
+
+    That is an embedding or a head: 0.54 GB of INT8 codes each at 8 B parameters, where a block has 0.11 GB of NF4
+    codes. A model has two of them, so the third largest is a block; the median unit need not be, because adapters and
+    norms are units of their own, more of them than blocks. Blocks, even if there are but two, are what rings are for:
+    they are fetched while others compute. Up to twice the size, an embedding is worth its memory too.
+    """
+    sizes = {unit: sum(bytes_of(p) for p in unit.params) for unit in units}
+    usual = sorted((size for unit, size in sizes.items() if not unit.persistent), reverse=True)[:3]
+    single = [unit for unit in units if sum(len(p.ds_shape) > 1 for p in unit.params) == 1]
+    return {unit for unit in single if usual and sizes[unit] > 2 * usual[-1]}
 
 
 class UnitsHandle:
@@ -88,6 +109,7 @@ class WeightGatherer:
         self.units: list[GatherUnit] = []
         self.module_depth = 0  # > 0 while a module of the model runs
         self.live_numel = 0  # elements of parameters that hold their values now
+        self.resident = False  # weights stay, for generation (resident.py): nobody else gathers or drops them
         before, after_ = session.gather_levels
         self._reached, self._own_row = 1, 0  # rows that the first hops bring, and which of them is this rank's
         for level in before:
@@ -100,6 +122,7 @@ class WeightGatherer:
         # Without a secondary shard the first hops' results are as short-lived as the last hop's.
         self._held_ring = BufferRing(self.device, 3)
         self._gathered_ring = BufferRing(self.device, 2)
+        self._outsized: set[GatherUnit] = set()  # units whose buffers do not come from the rings
         self._weights_ready = None  # device event: the last write to the weights
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._nan: dict[torch.dtype, Tensor] = {}
@@ -136,6 +159,7 @@ class WeightGatherer:
                 param.all_gather = self._all_gather_closure(param)
                 param.partition = self._partition_closure(param)
                 self.adopted[param.ds_id] = param
+        self._outsized = outsized_units(self.units, self.bytes_of)
 
     def give_back(self) -> None:
         """Give every parameter DeepSpeed's own closures back, and the buffers to the allocator."""
@@ -161,6 +185,7 @@ class WeightGatherer:
 
     def _all_gather_closure(self, param: Parameter):
         def all_gather(param_list=None, async_op=False, hierarchy=0):
+            self._check_not_resident()
             if param_list is None and self.module_depth > 0:
                 return self.gather_now([param])
             return self.gather_exactly([param] if param_list is None else list(param_list), async_op, hierarchy)
@@ -169,6 +194,7 @@ class WeightGatherer:
 
     def _partition_closure(self, param: Parameter):
         def partition(param_list=None, hierarchy=0, has_been_updated=False, free_data=True):
+            self._check_not_resident()
             params = [param] if param_list is None else list(param_list)
             if has_been_updated:
                 self._count_update(params)
@@ -258,21 +284,20 @@ class WeightGatherer:
         before, _ = self.session.gather_levels
         self._layout_of(unit)
         reached, own_row = self._reached, self._own_row
-        num_bytes = reached * unit.rank_bytes
         if unit.is_stored:
             self._rest_together(unit)
+        sends_what_rests = reached == 1 and unit.is_stored and unit.payload.device == self.device
+        if sends_what_rests:
+            unit.held = unit.payload
+        else:
+            self._provide_held(unit, reached * unit.rank_bytes)
         with self._network:
             after(self._weights_ready)
             if unit.operands:
                 self.gemm_weights.refresh_scales()
-            if reached == 1 and unit.is_stored and unit.payload.device == self.device:
-                unit.held = unit.payload  # what is sent is what rests here
+            if sends_what_rests:
                 unit.held_is_current = True
                 return
-            if self.session.secondary_ranks is None:
-                unit.held = self._held_ring.take(num_bytes)
-            elif unit.held is None or unit.held.numel() != num_bytes:
-                unit.held = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             regions = [unit.region(unit.held, index, reached) for index in range(len(unit.regions))]
             self._encode_shards(unit, [rows[own_row : own_row + 1] for rows in regions])
             # Every hop gathers in place, into the part of the next hop's result that is this rank's.
@@ -287,6 +312,21 @@ class WeightGatherer:
                 results = [rows[start : start + have].view(-1) for rows in regions]
                 unit.first_work = start_regions(results, mine, level, self.session.ledger)
         unit.held_is_current = True
+
+    def _take(self, unit: GatherUnit, lane: Lane, ring: BufferRing, num_bytes: int) -> Tensor:
+        """A buffer for one gather of a unit, which `lane` fills. To be called on the stream that decodes."""
+        if unit in self._outsized:
+            return buffer_for(lane, num_bytes, self.device)
+        with lane:
+            return ring.take(num_bytes)
+
+    def _provide_held(self, unit: GatherUnit, num_bytes: int) -> None:
+        """Let `unit.held` be a buffer for the first hops' result: the secondary shard's, or one for this gather."""
+        if self.session.secondary_ranks is None:
+            unit.held = self._take(unit, self._network, self._held_ring, num_bytes)
+        elif unit.held is None or unit.held.numel() != num_bytes:
+            with self._network:
+                unit.held = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def _rest_together(self, unit: GatherUnit) -> None:
         """Let the codes of a unit of stored parameters rest in one buffer, `unit.payload`."""
@@ -332,12 +372,13 @@ class WeightGatherer:
 
     def _start_last_hop(self, unit: GatherUnit) -> None:
         _, (last,) = self.session.gather_levels
+        unit.gathered = unit.held
+        if last.size > 1:
+            unit.gathered = self._take(unit, self._node, self._gathered_ring, unit.held.numel() * last.size)
         with self._node:
             self._node_after_first_hops(unit)
             if last.size == 1:
-                unit.gathered = unit.held
                 return
-            unit.gathered = self._gathered_ring.take(unit.held.numel() * last.size)
             held, gathered = (
                 [unit.region(buffer, index, ranks).view(-1) for index in range(len(unit.regions))]
                 for buffer, ranks in ((unit.held, self._reached), (unit.gathered, self._reached * last.size))
@@ -369,11 +410,7 @@ class WeightGatherer:
         self.start(unit)
         world = self.session.topology.world_size
         self.session.ledger.stock_would_send(sum(slice_numel(p.ds_numel, world) for p in missing) * world)
-        if unit.last_work:
-            for work in unit.last_work:
-                work.wait()
-        else:
-            self._node.before_current()
+        self._wait_for_last_hop(unit)
         values, operands, lent = self._decode(unit)
         for param, value, exact in values:
             if param.ds_status != ZeroParamStatus.AVAILABLE:
@@ -397,6 +434,13 @@ class WeightGatherer:
         if not unit.live:
             unit.live = True
             self.live_numel += unit.numel
+
+    def _wait_for_last_hop(self, unit: GatherUnit) -> None:
+        """The current stream (on a CPU: the host) waits until all has arrived."""
+        for work in unit.last_work:
+            work.wait()
+        if not unit.last_work:
+            self._node.before_current()
 
     def _is_whole_here(self, unit: GatherUnit) -> bool:
         """Whether the shards are the parameters: one rank, nothing rounded, nothing offloaded."""
@@ -432,7 +476,7 @@ class WeightGatherer:
         for index, (param, value) in enumerate(zip(unit.packed, values)):
             stored = stored_weight(param)
             if value is None:
-                operands.append((param, self._frozen_operand(param, stored, payloads, unit.layout.offsets[index])))
+                operands.append((param, self._frozen_operand(unit, index, payloads)))
             else:
                 # What a stored parameter decodes to is all there is of it.
                 decoded.append((param, value, stored is not None or self._travels_exactly(param)))
@@ -446,16 +490,24 @@ class WeightGatherer:
     def _travels_exactly(self, param: Parameter) -> bool:
         return isinstance(self.format_of(param), UnquantizedFormat)
 
-    def _frozen_operand(self, param: Parameter, stored: StoredWeight, payloads: Tensor, offset: int) -> Float8Operand:
+    def _frozen_operand(self, unit: GatherUnit, index: int, payloads: Tensor) -> Float8Operand:
         """The FP8 operand of a stored parameter, from all ranks' payloads [ranks, row bytes]."""
+        return self.frozen_operands.operand(unit.packed[index], self._weight_in(unit, index, payloads))
+
+    def _weight_in(self, unit: GatherUnit, index: int, payloads: Tensor) -> QuantizedWeight:
+        """Packed parameter `index` of a unit as it lies in all ranks' payloads [ranks, row bytes]."""
         from zeropp_fp8.kernels.quantized_weight import QuantizedWeight
 
-        order = None if self.in_rank_order else self._row_of_slice
-        shape = tuple(param.ds_shape)
-        weight = QuantizedWeight(
-            payloads, offset, stored.wire_format, stored.part_numel, shape, stored.dtype, row_of_slice=order
+        param, layout = unit.packed[index], unit.layout
+        return QuantizedWeight(
+            payloads,
+            layout.offsets[index],
+            layout.formats[index],
+            layout.slice_numels[index],
+            tuple(param.ds_shape),
+            value_dtype(param),
+            row_of_slice=None if self.in_rank_order else self._row_of_slice,
         )
-        return self.frozen_operands.operand(param, weight)
 
     def _not_a_number(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._nan:
@@ -479,7 +531,9 @@ class WeightGatherer:
         unit.last_work = []
         unit.asked_for = False
         for ring, buffer, in_use in done:
-            if in_use:
+            if unit in self._outsized:
+                used_last(buffer)  # operands in it keep it until the release, as tensors do
+            elif in_use:
                 unit.lent.append((ring, buffer))
             else:
                 ring.give_back(buffer)
@@ -491,8 +545,7 @@ class WeightGatherer:
         unit.first_work = []
         unit.asked_for = False
         if unit.gathered is not None:
-            for work in unit.last_work:
-                work.wait()
+            self._wait_for_last_hop(unit)
             self._drop_gathered(unit)
         elif self.session.secondary_ranks is None and unit.held is not None:
             self._network.before_current()
@@ -521,6 +574,72 @@ class WeightGatherer:
             for ring, buffer in unit.lent:
                 ring.give_back(buffer)
             unit.lent = []
+
+    # -- codes, for who keeps them and multiplies with them (resident.py) ------------------------------------------
+
+    def _check_not_resident(self) -> None:
+        if self.resident:
+            raise RuntimeError(
+                "inside zeropp_fp8.generation all weights are there: gather parameters before or after it (with TRL, "
+                "set ds3_gather_for_generation to False)"
+            )
+
+    def lends_shards(self, unit: GatherUnit) -> bool:
+        """Whether gathering a unit takes no memory: the shards are the parameters."""
+        return self._is_whole_here(unit)
+
+    def params_in_codes(self, unit: GatherUnit) -> list[Parameter]:
+        """Those of a unit's parameters whose values all come out of codes that can be kept; none with GEMM operands."""
+        self._layout_of(unit)
+        if self._is_whole_here(unit) or unit.operands or any(p in self.frozen_operands for p in unit.packed):
+            return []
+        return [param for param in unit.packed if not self._travels_exactly(param)]
+
+    def holds_all_codes(self, unit: GatherUnit) -> bool:
+        """Whether this rank has the payloads of all ranks between gathers."""
+        world = self.session.topology.world_size
+        return world == 1 or (self.session.secondary_ranks == 1 and world == self._reached)
+
+    def take_codes(self, unit: GatherUnit) -> Tensor:
+        """uint8 [ranks, row bytes]: the payloads of all ranks, for `decode_codes`. Collective.
+
+        They stay as they are until the weights change: memory of their own, unless this rank has them anyway.
+        """
+        self.start(unit)
+        self._wait_for_last_hop(unit)
+        codes = unit.region(unit.gathered, 0, self.session.topology.world_size)
+        if not self.holds_all_codes(unit):
+            codes = codes.clone()
+        self._drop_gathered(unit)
+        return codes
+
+    def decode_codes(self, unit: GatherUnit, codes: Tensor) -> dict[int, Tensor]:
+        """The values of a unit's parameters, by id(parameter), from what `take_codes` returned."""
+        values = unit.empty_parameters(self.device)
+        unit.layout.decode(codes, self._rank_order, values)
+        return {id(param): value for param, value in zip(unit.packed, values)}
+
+    def quantized_weight(self, unit: GatherUnit, param: Parameter, codes: Tensor) -> QuantizedWeight | None:
+        """What `quantized_linear` multiplies with, of a parameter in `codes`; None where it cannot."""
+        from zeropp_fp8.kernels.quantized_weight import can_multiply
+
+        index = next(i for i, packed in enumerate(unit.packed) if packed is param)
+        wire_format, slice_numel = unit.layout.formats[index], unit.layout.slice_numels[index]
+        if not can_multiply(wire_format) or slice_numel % wire_format.block_size:
+            return None
+        if param.ds_shape[1] % wire_format.block_size:  # a block of codes would reach into the next row
+            return None
+        return self._weight_in(unit, index, codes)
+
+    def let_hold(self, unit: GatherUnit, param: Parameter, value: Tensor) -> None:
+        """Make one parameter of a unit available with a value that was decoded elsewhere."""
+        param.data = value
+        param.ds_status = ZeroParamStatus.AVAILABLE
+        getattr(param, STATE).lossy = not (stored_weight(param) is not None or self._travels_exactly(param))
+        note_version(param)
+        if not unit.live:
+            unit.live = True
+            self.live_numel += unit.numel
 
     # -- gathers of parameters -----------------------------------------------------------------------------------
 

@@ -144,6 +144,10 @@ class WholeTensorGatherer(WeightGatherer):
         sizes = (wire_format.payload_bytes(part.numel) for part in self.session.placement.parts(param))
         return sum(sizes) / self.session.topology.world_size
 
+    def params_in_codes(self, unit: GatherUnit) -> list[Parameter]:
+        """Of stored parameters only: others lie in their owners' rows of different lengths."""
+        return super().params_in_codes(unit) if unit.is_stored else []
+
     def _layout_of(self, unit: GatherUnit) -> OwnedLayout | PayloadLayout:
         if unit.is_stored:
             return super()._layout_of(unit)
@@ -202,15 +206,11 @@ class WholeTensorGatherer(WeightGatherer):
         if unit.held_is_current:
             return
         layout, before = self._layout_of(unit), self.session.gather_levels[0]
-        held_bytes = sum(self._bytes_after(layout, len(before) - 1))
+        self._provide_held(unit, sum(self._bytes_after(layout, len(before) - 1)))
         with self._network:
             after(self._weights_ready)
             if unit.operands:
                 self.gemm_weights.refresh_scales()
-            if self.session.secondary_ranks is None:
-                unit.held = self._held_ring.take(held_bytes)
-            elif unit.held is None or unit.held.numel() != held_bytes:
-                unit.held = torch.empty(held_bytes, dtype=torch.uint8, device=self.device)
             have = self._own_payload(unit, unit.held if all(level.size == 1 for level in before) else None)
             hops = [hop for hop, level in enumerate(before) if level.size > 1]
             for hop in hops:
@@ -271,14 +271,14 @@ class WholeTensorGatherer(WeightGatherer):
         if unit.is_stored:
             super()._start_last_hop(unit)
             return
-        last = self._levels[-1]
+        last, sizes = self._levels[-1], self._bytes_after(unit.layout, len(self._levels) - 1)
+        unit.gathered = unit.held
+        if last.size > 1:
+            unit.gathered = self._take(unit, self._node, self._gathered_ring, sum(sizes))
         with self._node:
             self._node_after_first_hops(unit)
             if last.size == 1:
-                unit.gathered = unit.held
                 return
-            sizes = self._bytes_after(unit.layout, len(self._levels) - 1)
-            unit.gathered = self._gathered_ring.take(sum(sizes))
             work = start_owned_gather(unit.gathered, unit.held, sizes, last, self.session.ledger)
             unit.last_work = [work]
 

@@ -1,0 +1,280 @@
+"""Generation with the model of a ZeRO-3 engine: milliseconds a token, bytes between nodes, memory.
+
+    python benchmarks/generation.py --ranks 4 --gbit 25 --out generation.json      # two emulated nodes; as root
+    python benchmarks/generation.py --ranks 1                                      # one GPU, or a small model on a CPU
+
+transformers' `generate`, greedy, KV cache, random Llama in bf16, a prompt of random tokens, the same for all runs:
+
+plain, plain-lora     no DeepSpeed: the whole model on each GPU; with LoRA beside the layers
+stock, stock-leaf     stock DeepSpeed's ZeRO-3; with decoder layers as z3 leaf modules
+stock-hpz             stock with secondary shards inside a node (zero_hpz_partition_size)
+sharded               zeropp: `zeropp_fp8.generation(engine, weights="sharded")`, what is gathered comes from the node
+values, codes         zeropp: all weights, or their INT8 codes, stay on each rank for the rollout
+qlora-values          NF4 store with LoRA; adapters merged into the values that stay
+qlora-codes           the same with codes that stay, and adapters beside them
+qlora-rank            codes that are on each rank anyway (secondary.scope "rank")
+
+A rollout is one call of `generate`. What is entered is timed by itself ("enter": weights are gathered and kept). Every
+run makes --tokens new tokens, those that gather for each token --slow-tokens; all ranks begin together. The time of a
+token is that of a rollout less that of one with a single new token, divided by the tokens between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+
+import torch
+from emulated_nodes import MAX_GBIT, sent_bytes, set_rate_everywhere, two_nodes
+from environment import append_to, describe, forget_memory, join
+from fp8_lm_runs import SIZES as LM_SIZES
+from frozen_runs import SIZES as FROZEN_SIZES
+from frozen_runs import Meter, adamw, llama_config, sharded_llama, with_adapters
+from jobs import Job, announce, begin_result, choose_gpus, end_result, run_jobs
+from measuring import random_tokens, synchronize
+from torch import Tensor, nn
+from zero3 import ds_config
+
+SIZES = {"1.3b": LM_SIZES["1.3b"], "8b": FROZEN_SIZES["8b"], "tiny": FROZEN_SIZES["tiny"]}
+# run: (section of the plugin, what stays, LoRA)
+RUNS: dict[str, tuple[dict | None, str | None, bool]] = {
+    "plain": (None, None, False),
+    "plain-lora": (None, None, True),
+    "stock": (None, None, False),
+    "stock-leaf": (None, None, False),
+    "stock-hpz": (None, None, False),
+    "sharded": ({"recipe": "zeropp"}, "sharded", False),
+    "values": ({"recipe": "zeropp"}, "values", False),
+    "codes": ({"recipe": "zeropp"}, "codes", False),
+    "qlora-values": ({"recipe": "qlora"}, "values", True),
+    "qlora-codes": ({"recipe": "qlora"}, "codes", True),
+    "qlora-rank": ({"recipe": "qlora", "secondary": {"scope": "rank"}}, "codes", True),
+}
+PLAIN = ("plain", "plain-lora")
+SLOW = ("stock", "stock-leaf", "stock-hpz", "sharded")
+
+
+# -- measuring, in every rank ----------------------------------------------------------------------------------------
+
+
+def plain_model(run: str, args, device: torch.device) -> nn.Module:
+    """A whole Llama on this rank's device."""
+    from transformers import LlamaForCausalLM
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if args.bf16 else torch.float32)
+    with device:
+        model = LlamaForCausalLM(llama_config(SIZES[args.size]))
+    torch.set_default_dtype(before)
+    return (with_adapters(model, 0) if RUNS[run][2] else model).eval()
+
+
+def engine_of(run: str, args, device: torch.device):
+    """A ZeRO-3 engine that could train."""
+    import deepspeed
+
+    import zeropp_fp8
+
+    section, _, lora = RUNS[run]
+    zeropp_fp8.disable() if section is None else zeropp_fp8.enable()
+    small = SIZES[args.size].hidden < 1024
+    config = ds_config(section, args.batch, small=small, lean=False, bf16=args.bf16)
+    if run == "stock-hpz":
+        config["zero_optimization"]["zero_hpz_partition_size"] = args.ranks // args.nodes
+    model = sharded_llama(SIZES[args.size], config)
+    model = with_adapters(model, 0) if lora else model
+    if run == "stock-leaf":
+        deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
+    return deepspeed.initialize(model=model, optimizer=adamw(model, device), config=config)[0]
+
+
+@contextlib.contextmanager
+def ready(run: str, engine) -> Iterator[nn.Module]:
+    """The model, ready to generate."""
+    import zeropp_fp8
+
+    if RUNS[run][1] is None:
+        module = engine if run in PLAIN else engine.module
+        module.eval()
+        yield module
+        return
+    with zeropp_fp8.generation(engine, weights=RUNS[run][1]) as module:
+        yield module
+
+
+def timed(action: Callable[[], object], device: torch.device) -> tuple[float, object]:
+    """(milliseconds, what `action` returned); all ranks begin together."""
+    torch.distributed.barrier()
+    synchronize(device)
+    start = time.perf_counter()
+    result = action()
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - start), result
+
+
+def measure(run: str, args, device: torch.device) -> dict:
+    """The row of a run."""
+    if args.gbit is not None:
+        set_rate_everywhere(None)
+    meter = Meter(device)
+    engine = plain_model(run, args, device) if run in PLAIN else engine_of(run, args, device)
+    if args.gbit:
+        set_rate_everywhere(args.gbit)
+    prompt = next(random_tokens(SIZES[args.size].vocabulary, args.batch, args.prompt, device))
+    tokens = args.slow_tokens if run in SLOW else args.tokens
+    synced = run not in PLAIN and RUNS[run][1] is None and args.ranks > 1
+    options = {"do_sample": False, "pad_token_id": 0, "use_cache": True} | ({"synced_gpus": True} if synced else {})
+
+    def generate(model: nn.Module, new: int) -> Tensor:
+        attention = torch.ones_like(prompt)
+        return model.generate(
+            input_ids=prompt, attention_mask=attention, max_new_tokens=new, min_new_tokens=new, **options
+        )
+
+    with ready(run, engine) as model:  # compiles kernels, fills the order of gathers
+        generate(model, 2)
+    before = meter.bytes()
+    meter.start_peak()
+    stack = contextlib.ExitStack()
+    entered, model = timed(lambda: stack.enter_context(ready(run, engine)), device)
+    kept = meter.bytes() - before
+    one, _ = timed(lambda: generate(model, 1), device)
+    sent = sent_bytes()
+    whole, _ = timed(lambda: generate(model, 1 + tokens), device)
+    torch.distributed.barrier()
+    sent = sent_bytes() - sent
+    peak = meter.peak()
+    left, _ = timed(stack.close, device)
+    row = {
+        "run": run,
+        "token_ms": (whole - one) / tokens,
+        "prompt_ms": one,
+        "enter_ms": entered,
+        "leave_ms": left,
+        "tokens": tokens,
+        "tokens_per_s": 1e3 * args.batch * args.ranks * tokens / (whole - one),
+        "kept_bytes": kept,
+        "rest_bytes": before,
+        "after_bytes": meter.bytes(),
+        "peak_bytes": peak,
+        "tx_bytes_per_node_token": sent / tokens if args.gbit is not None else None,
+    }
+    everyones = [None] * args.ranks
+    torch.distributed.all_gather_object(everyones, row)
+    slowest = max(everyones, key=lambda other: other["token_ms"])
+    if run not in PLAIN:
+        engine.destroy()
+    return slowest
+
+
+def worker(args) -> None:
+    """Do the runs of a job in this group of ranks."""
+    choose_gpus(args)
+    device = join()
+    for run in args.runs:
+        announce(args, run)
+        row = measure(run, args, device)
+        forget_memory(device)
+        if torch.distributed.get_rank() == 0:
+            append_to(args.out, "rows", {"round": args.round, **row})
+            print(f"{run}: {row['token_ms']:.1f} ms a token", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+# -- from one process ------------------------------------------------------------------------------------------------
+
+
+def show(result: dict) -> None:
+    """Print the table."""
+    settings, rows = result["settings"], {}
+    for row in sorted(result["rows"], key=lambda row: -row["token_ms"]):
+        rows[row["run"]] = row  # of several rounds the fastest
+    rows = {run: rows[run] for run in RUNS if run in rows}
+    link = f", {settings['gbit']:g} Gbit/s between nodes" if settings["gbit"] else ""
+    nodes, ranks = settings["nodes"], settings["ranks"]
+    print(
+        f"\nGeneration: Llama {settings['size']}, {nodes} node(s) x {ranks // nodes} rank(s){link}, "
+        f"{settings['batch']} sequences a rank, prompt of {settings['prompt']} tokens"
+    )
+    print(
+        f"{'':<14}{'ms a':>9}{'prompt':>9}{'enter':>9}{'leave':>8}{'kept':>8}{'at rest':>9}{'peak':>8}"
+        f"{'MB between':>12}{'x plain':>9}{'stock / it':>12}{'hpz / it':>10}\n"
+        f"{'':<14}{'token':>9}{'ms':>9}{'ms':>9}{'ms':>8}{'GiB':>8}{'GiB':>9}{'GiB':>8}{'a token':>12}"
+    )
+    for run, row in rows.items():
+        against = [rows[name]["token_ms"] if name in rows else None for name in ("plain", "stock", "stock-hpz")]
+        ratios = [None if against[0] is None else row["token_ms"] / against[0]]
+        ratios += [None if other is None else other / row["token_ms"] for other in against[1:]]
+        gib = [None if row[key] is None else row[key] / 2**30 for key in ("kept_bytes", "rest_bytes", "peak_bytes")]
+        sent = row["tx_bytes_per_node_token"]
+        print(
+            f"{run:<14}{row['token_ms']:>9.1f}{row['prompt_ms']:>9.1f}{row['enter_ms']:>9.1f}{row['leave_ms']:>8.1f}"
+            + "".join(_number(value, width, 2) for value, width in zip(gib, (8, 9, 8)))
+            + _number(None if sent is None else sent / 1e6, 12, 1)
+            + "".join(_number(value, width, 2) for value, width in zip(ratios, (9, 12, 10)))
+        )
+
+
+def _number(value: float | None, width: int, digits: int) -> str:
+    return f"{'-' if value is None else f'{value:.{digits}f}':>{width}}"
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", help=f"some of {','.join(RUNS)} (default: all that the ranks allow)")
+    parser.add_argument("--size", choices=SIZES, default="1.3b" if on_gpu else "tiny", help="default: %(default)s")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--gbit", type=float, help="two emulated nodes with so much between them (0: not shaped)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a rank (default %(default)s)")
+    parser.add_argument("--prompt", type=int, default=256 if on_gpu else 16, help="tokens (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=64 if on_gpu else 8, help="new tokens (default %(default)s)")
+    parser.add_argument("--slow-tokens", type=int, default=8 if on_gpu else 4, help="of runs that gather for each one")
+    parser.add_argument("--rounds", type=int, default=1, help="every other one backwards; the table has the fastest")
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=on_gpu)
+    parser.add_argument("--timeout", type=float, default=570, help="seconds for everything (default: %(default)g)")
+    parser.add_argument("--out", default="generation.json", help="JSON file (default %(default)s)")
+    args = parser.parse_args(argv)
+    args.nodes = 1 if args.gbit is None else 2
+    if args.gbit is not None and not 0 <= args.gbit <= MAX_GBIT:
+        parser.error(f"--gbit: from 0 (not shaped) to {MAX_GBIT:g}, what the queue can shape")
+    if args.ranks % args.nodes:
+        parser.error(f"{args.ranks} ranks cannot be cut into {args.nodes} nodes")
+    if on_gpu and torch.cuda.device_count() < args.ranks:
+        parser.error(f"{args.ranks} GPUs are needed, {torch.cuda.device_count()} found")
+    allowed = [run for run in RUNS if run != "stock-hpz" or (args.nodes == 2 and args.ranks > 2)]
+    args.runs = args.runs.split(",") if args.runs else allowed
+    unknown = [run for run in args.runs if run not in allowed]
+    if unknown:
+        parser.error(
+            f"{unknown[0]} is no run of {args.ranks} rank(s) in {args.nodes} node(s); runs are {', '.join(allowed)}"
+        )
+    return args
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        worker(argparse.Namespace(**json.loads(sys.argv[2])))
+        return
+    args = parse()
+    names = ("size", "ranks", "nodes", "gbit", "batch", "prompt", "bf16")
+    settings = {name: getattr(args, name) for name in names} | {"model": vars(SIZES[args.size])}
+    begin_result(args.out, describe("benchmarks/generation.py", sys.argv[1:]) | {"settings": settings})
+    deadline = time.monotonic() + args.timeout
+    with two_nodes() if args.gbit is not None else contextlib.nullcontext():
+        jobs = [Job(f"round {n}", args.runs[:: -1 if n % 2 else 1], {"round": n}) for n in range(args.rounds)]
+        run_jobs(__file__, jobs, args, deadline, namespaces=args.gbit is not None)
+    result = end_result(args.out)
+    show(result)
+    sys.exit(1 if result["failed"] else 0)
+
+
+if __name__ == "__main__":
+    main()

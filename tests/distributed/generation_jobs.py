@@ -1,0 +1,309 @@
+"""Jobs about generation inside an engine that trains, run on ranks."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+import torch.distributed as dist
+from frozen_jobs import frozen, with_lora
+from models import build, ds_config, full_weights, llama, make_engine, section, train
+from parity_jobs import switch
+
+import zeropp_fp8
+from zeropp_fp8.compute.linear import GATHERED_OPERAND
+
+NEW_TOKENS = 6
+
+
+def engine_of(fields=None, recipe="lossless", lora=False, dtype="fp32", zero_init=False, layers=2, **overrides):
+    """An engine over the small Llama, with `fields` of the section."""
+    switch(True)
+    config = ds_config(section(recipe, **(fields or {})), dtype, **overrides)
+    model = build(lambda: llama(layers), config, zero_init)
+    return make_engine(with_lora(model) if lora else model, config, lr=1e-2), config
+
+
+def prompts(rank=0):
+    """Left-padded prompts, different on each rank."""
+    generator = torch.Generator().manual_seed(10 + rank)
+    tokens = torch.randint(3, 64, (3, 5), generator=generator)
+    mask = torch.ones_like(tokens)
+    tokens[0, :2], mask[0, :2] = 0, 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+def seen_weights(engine):
+    """{name: what a forward pass computes with}, of all parameters, on every rank."""
+    seen = {}
+
+    def reading(prefix):
+        def hook(module, *_):
+            for name, param in module.named_parameters(recurse=getattr(module, "_z3_leaf", False)):
+                operand = param.__dict__.get(GATHERED_OPERAND)
+                value = param if operand is None else operand.dequantize(param.dtype)
+                seen[f"{prefix}{name}"] = value.detach().float().clone()
+
+        return hook
+
+    # Hooks that come after DeepSpeed's own.
+    handles = [
+        module.register_forward_pre_hook(reading(f"{name}." if name else ""))
+        for name, module in engine.module.named_modules()
+    ]
+    logits_of(engine.module, 0)
+    for handle in handles:
+        handle.remove()
+    return {name: value for name, value in seen.items() if value.numel()}
+
+
+def greedy(model, **more):
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(**prompts(dist.get_rank()), **{**options, **more})
+
+
+def logits_of(model, rank):
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        logits = model(**prompts(rank)).logits
+    model.train(training)
+    return logits
+
+
+def living_bytes():
+    """Bytes of all tensors that Python can reach, each storage once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def equals_a_plain_model(fields=None, recipe="lossless", lora=False, ways=(("values", False),), dtype="fp32", **more):
+    """Train, generate in several ways, train on; beside it a model without DeepSpeed that has the same weights."""
+    engine, _ = engine_of(fields, recipe, lora, dtype, **more)
+    losses = train(engine, 2)
+    plain = llama()
+    plain = (with_lora(plain) if lora else plain).to(next(engine.module.parameters()).dtype)
+    plain.load_state_dict({name: value.to(plain.dtype) for name, value in seen_weights(engine).items()})
+    plain.eval()
+    rank = dist.get_rank()
+    expected, expected_logits = greedy(plain), logits_of(plain, rank)
+    seen = []
+    for weights, merge in ways:
+        before = living_bytes()
+        hooks = [(list(m._forward_pre_hooks), list(m._forward_hooks)) for m in engine.module.modules()]
+        with zeropp_fp8.generation(engine, weights=weights, merge_adapters=merge) as model:
+            inside = living_bytes()
+            caches = []
+            inner = next(m for m in model.modules() if type(m).__name__ == "LlamaForCausalLM")
+            handle = inner.register_forward_hook(
+                lambda m, i, out, caches=caches: caches.append(out.past_key_values is not None)
+            )
+            tokens = greedy(model)
+            handle.remove()
+            logits = logits_of(model, rank)
+            training = model.training
+            merged = sum(bool(getattr(m, "merged", False)) for m in model.modules())
+        equal = torch.equal(tokens, expected)
+        error = float((logits - expected_logits).abs().max() / expected_logits.abs().max())
+        del tokens, logits, model, inner, handle
+        seen.append(
+            {
+                "way": (weights, merge),
+                "chosen": engine.optimizer.parameter_offload.announced,
+                "tokens_equal": equal,
+                "error": error,
+                "training_inside": training,
+                "training_after": all(m.training for m in engine.module.modules()),
+                "cached": all(caches) and len(caches) == NEW_TOKENS,
+                "grown": living_bytes() - before,
+                "held": inside - before,
+                "merged_inside": merged,
+                "merged_after": any(getattr(m, "merged", False) for m in engine.module.modules()),
+                "hooks_are_back": hooks
+                == [(list(m._forward_pre_hooks), list(m._forward_hooks)) for m in engine.module.modules()],
+                "forwards_are_back": not any("forward" in m.__dict__ for m in engine.module.modules()),
+                "generate_is_back": "generate" not in engine.module.__dict__,
+            }
+        )
+    return {
+        "losses": losses + train(engine, 2, seed=5),
+        "ways": seen,
+        "numel": sum(p.ds_numel for p in engine.module.parameters()),
+        "weights": full_weights(engine.module),
+    }
+
+
+def trains_alone(fields=None, recipe="lossless", lora=False, dtype="fp32", **more):
+    """The same steps without generation."""
+    engine, _ = engine_of(fields, recipe, lora, dtype, **more)
+    losses = train(engine, 2)
+    return {"losses": losses + train(engine, 2, seed=5), "weights": full_weights(engine.module)}
+
+
+def both(**options):
+    generated = equals_a_plain_model(**options)
+    options.pop("ways", None)
+    alone = trains_alone(**options)
+    same = all(torch.equal(alone["weights"][n], generated["weights"][n]) for n in alone["weights"])
+    return generated | {"weights": None, "alone": alone["losses"], "same_weights": same}
+
+
+def bytes_between_tokens(weights):
+    """Bytes that are sent while tokens are generated, and while weights are made resident."""
+    engine, _ = engine_of({"secondary": {"scope": "none"}}, "zeropp")
+    train(engine, 1)
+    outside = lambda: sum(zeropp_fp8.wire_report(engine)["outside_steps"].values())  # noqa: E731
+    start = outside()
+    with zeropp_fp8.generation(engine, weights=weights) as model:
+        entered = outside()
+        # Ranks generate different numbers of tokens; only where they gather for each, they do so in step.
+        greedy(model, max_new_tokens=NEW_TOKENS + dist.get_rank())
+        left = outside()
+    return {"entering": entered - start, "generating": left - entered}
+
+
+def raising(action):
+    """The message of what `action` raises, and whether the engine trains on."""
+    try:
+        action()
+    except (RuntimeError, ValueError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def refusals():
+    import deepspeed
+
+    engine, _ = engine_of(recipe="zeropp")
+    train(engine, 1)
+    found = {}
+
+    def unknown():
+        with zeropp_fp8.generation(engine, weights="some"):
+            pass
+
+    def nested():
+        with zeropp_fp8.generation(engine), zeropp_fp8.generation(engine):
+            pass
+
+    def gradients():
+        with zeropp_fp8.generation(engine) as model:
+            model(**prompts())
+
+    def gathering():
+        with zeropp_fp8.generation(engine) as model, deepspeed.zero.GatheredParameters(list(model.parameters())):
+            pass
+
+    def in_a_pass():
+        def enter(*_):
+            with zeropp_fp8.generation(engine):
+                pass
+
+        handle = engine.module.model.layers[0].mlp.register_forward_pre_hook(enter)
+        try:
+            engine(input_ids=prompts()["input_ids"])
+        finally:
+            handle.remove()
+
+    def own_error():
+        with zeropp_fp8.generation(engine):
+            raise RuntimeError("a rank's own")
+
+    def no_memory():
+        import psutil
+
+        real = psutil.virtual_memory
+        if dist.get_rank() == 1:  # on one rank only: all of them must refuse
+            psutil.virtual_memory = lambda: real()._replace(available=1000)
+        try:
+            with zeropp_fp8.generation(engine, weights="values"):
+                pass
+        finally:
+            psutil.virtual_memory = real
+
+    for action in (unknown, nested, gradients, gathering, own_error, no_memory, in_a_pass):
+        found[action.__name__] = raising(action)
+        if action is not in_a_pass:  # after which a module counts as in use until the next backward
+            found[f"{action.__name__}, then"] = train(engine, 1)[0]
+    found["stock"] = raising(lambda: zeropp_fp8.generation(object()).__enter__())
+    return found
+
+
+def least_memory_decides():
+    """ "auto" on every rank is what the rank with the least memory can do."""
+    import psutil
+
+    engine, _ = engine_of({"secondary": {"scope": "none"}}, "zeropp", layers=8)
+    train(engine, 1)
+    real, chosen = psutil.virtual_memory, []
+    numel = sum(p.ds_numel for p in engine.module.parameters())
+    # Values take 4 bytes a parameter, codes and two decoded blocks of eight 2.2.
+    for bytes_a_parameter in (100, 3, 1):
+        if dist.get_rank() == 2:
+            free = bytes_a_parameter * numel * 2 * 2  # two ranks a node share it; half is for weights
+            psutil.virtual_memory = lambda free=free: real()._replace(available=free)
+        with zeropp_fp8.generation(engine) as model:
+            greedy(model)
+            chosen.append(engine.optimizer.parameter_offload.announced)
+        psutil.virtual_memory = real
+    return chosen
+
+
+def without_an_optimizer():
+    """An engine that never trains: a reference model."""
+    switch(True)
+    config = ds_config(section("qlora", frozen=frozen("int8")), "bf16")
+    model = llama()
+    engine = make_engine(model.requires_grad_(False), config, optimizer=None)
+    plain_tokens = None
+    with zeropp_fp8.generation(engine, weights="codes") as kept:
+        tokens = greedy(kept)
+    with zeropp_fp8.generation(engine, weights="values") as kept:
+        plain_tokens = greedy(kept)
+    return torch.equal(tokens, plain_tokens), tokens.shape[1]
+
+
+def hooks_of_users():
+    """Hooks that others put on or take off meanwhile."""
+    engine, _ = engine_of(recipe="zeropp")
+    train(engine, 1)
+    layer, calls = engine.module.model.layers[1], []
+    gone = layer.register_forward_pre_hook(lambda *_: calls.append("gone"))
+    kept = layer.register_forward_pre_hook(lambda *_: calls.append("kept"))
+    with zeropp_fp8.generation(engine) as model:
+        gone.remove()
+        layer.register_forward_pre_hook(lambda *_: calls.append("added"))
+        logits_of(model, 0)
+        inside, _ = list(calls), calls.clear()
+    loss = train(engine, 1)[0]
+    kept.remove()
+    return inside, calls, loss
+
+
+def inside_trl():
+    """TRL's own context around generation, in ours: (tokens equal those without it, what gathering there raises)."""
+    from types import SimpleNamespace
+
+    from trl.models.utils import unwrap_model_for_generation
+
+    engine, _ = engine_of(recipe="zeropp")
+    train(engine, 1)
+    plugin = SimpleNamespace(zero_stage=3)
+    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin), unwrap_model=lambda e: e.module)
+    with zeropp_fp8.generation(engine) as model:
+        expected = greedy(model)
+
+    def generate(gather):
+        with (
+            zeropp_fp8.generation(engine),
+            unwrap_model_for_generation(engine, accelerator, gather_deepspeed3_params=gather) as model,
+        ):
+            return greedy(model)
+
+    equal = torch.equal(generate(False), expected)
+    message = raising(lambda: generate(True))
+    return equal, message, train(engine, 1)[0]

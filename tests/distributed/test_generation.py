@@ -1,0 +1,122 @@
+"""zeropp_fp8.generation: what it generates, what it sends, what it leaves behind."""
+
+import generation_jobs as jobs
+import pytest
+from frozen_jobs import frozen
+from ranks import run_ranks
+
+ALL_WAYS = (("values", False), ("values", True), ("codes", True), ("sharded", True), ("auto", True))
+ENGINES = {
+    "lossless": {},
+    "zeropp": {"recipe": "zeropp"},
+    "zeropp, a copy a rank": {"recipe": "zeropp", "fields": {"secondary": {"scope": "rank"}}},
+    "zeropp, stochastic": {"recipe": "zeropp", "fields": {"weights": {"format": "int4", "rounding": "stochastic"}}},
+    "qlora": {"recipe": "qlora", "lora": True, "fields": {"frozen": frozen("nf4", double_quantize=True)}},
+    "int4, one node": {"lora": True, "fields": {"frozen": frozen("int4"), "topology": {"ranks_per_node": 4}}},
+    "whole tensors": {
+        "fields": {
+            "partition": "whole_tensor",
+            "gradients": {"intra_format": "fp8_e4m3", "inter_format": "fp8_e4m3"},
+        }
+    },
+    "LoRA, kept gathered": {
+        "lora": True,
+        "zero_optimization": {"stage3_param_persistence_threshold": 5000, "stage3_max_live_parameters": 10**9},
+    },
+}
+FP8 = {
+    "fp8-lm-o1": {"recipe": "fp8-lm-o1"},
+    "qlora": {
+        "recipe": "qlora",
+        "lora": True,
+        "fields": {
+            "frozen": frozen("nf4", double_quantize=True),
+            "compute": {"format": "fp8", "scaling": "current"},
+        },
+    },
+}
+
+
+def check(result, lora):
+    assert result["losses"] == result["alone"] and result["same_weights"]
+    for way in result["ways"]:
+        assert way["tokens_equal"] and way["error"] < 1e-4, way
+        assert way["cached"] and not way["training_inside"] and way["training_after"], way
+        assert way["hooks_are_back"] and way["forwards_are_back"] and way["generate_is_back"], way
+        assert way["grown"] == 0, way
+        merges = lora and way["way"][1] and way["chosen"] == "values"
+        assert bool(way["merged_inside"]) == merges and not way["merged_after"], way
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_equals_a_plain_model(name):
+    """Tokens and logits are those of a model without DeepSpeed; training goes on as if nothing had been."""
+    for result in run_ranks(jobs.both, ways=ALL_WAYS, **ENGINES[name]):
+        check(result, ENGINES[name].get("lora", False))
+        values, _, codes, sharded, auto = result["ways"]
+        assert auto["chosen"] == "values" and codes["chosen"] == "codes"
+        assert values["held"] >= 3.9 * result["numel"] * 0.5 and sharded["held"] < 0.2 * values["held"]
+        if name == "zeropp, a copy a rank":  # the codes are there already: it takes the values of the others
+            assert codes["held"] < 0.35 * values["held"]
+        elif "zeropp" in name or name in ("qlora", "int4, one node"):
+            assert codes["held"] < 0.75 * values["held"]
+
+
+@pytest.mark.parametrize("name", ["lossless", "qlora"])
+def test_one_rank(name):
+    (result,) = run_ranks(jobs.both, world=1, ranks_per_node=1, ways=ALL_WAYS, **_on_one_rank(ENGINES[name]))
+    check(result, ENGINES[name].get("lora", False))
+
+
+def _on_one_rank(options):
+    return options | {"fields": options.get("fields", {}) | {"topology": {"ranks_per_node": 1}}}
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_fp8_compute(name):
+    """The numbers are those of the products' operands; generation multiplies them in high precision."""
+    for result in run_ranks(jobs.both, dtype="bf16", ways=(("values", True), ("codes", True)), **FP8[name]):
+        assert result["losses"] == result["alone"] and result["same_weights"]
+        for way in result["ways"]:
+            assert way["error"] < 0.05 and way["grown"] == 0 and way["hooks_are_back"], way
+
+
+def test_bytes():
+    for row in run_ranks(jobs.bytes_between_tokens, weights="values"):
+        assert row["entering"] > 0 and row["generating"] == 0
+    for row in run_ranks(jobs.bytes_between_tokens, weights="sharded"):
+        assert row["entering"] == 0 and row["generating"] > 0
+
+
+def test_refusals():
+    for found in run_ranks(jobs.refusals):
+        assert found["unknown"] == "ValueError: generation: weights is one of auto, values, codes, sharded, not 'some'"
+        assert "inside zeropp_fp8.generation already" in found["nested"]
+        assert "put the pass under torch.no_grad()" in found["gradients"]
+        assert "gather parameters before or after it" in found["gathering"]
+        assert found["own_error"] == "RuntimeError: a rank's own"
+        assert found["no_memory"].startswith("MemoryError") and '"codes" or "sharded"' in found["no_memory"]
+        assert "enter it between steps" in found["in_a_pass"]
+        assert "does not run with the plugin" in found["stock"]
+        assert all(value < 10 for name, value in found.items() if name.endswith("then"))
+
+
+def test_the_least_memory_decides():
+    for chosen in run_ranks(jobs.least_memory_decides):
+        assert chosen == ["values", "codes", "sharded"]
+
+
+def test_without_an_optimizer():
+    for equal, length in run_ranks(jobs.without_an_optimizer):
+        assert equal and length == 5 + jobs.NEW_TOKENS
+
+
+def test_hooks_of_users():
+    for inside, after, loss in run_ranks(jobs.hooks_of_users):
+        assert inside == ["kept", "added"] and after == ["kept", "added"] and loss < 10
+
+
+def test_inside_trl():
+    pytest.importorskip("trl", reason="TRL is not installed")
+    for equal, message, loss in run_ranks(jobs.inside_trl):
+        assert equal and "set ds3_gather_for_generation to False" in message and loss < 10
