@@ -4,29 +4,42 @@ import contextlib
 import gc
 import importlib
 
+import deepspeed
+
 NEEDED = (
     "torch._dynamo",
     "deepspeed.runtime.zero.stage3",
     "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
     "models",
     "zeropp_fp8.compute",
     "zeropp_fp8.plugin",
+    "zeropp_fp8.zero.activations",
+    "zeropp_fp8.zero.frozen_init",
     "zeropp_fp8.zero.linear",
     "zeropp_fp8.zero.stage3",
 )
 # Not every version of DeepSpeed has these.
 IF_THERE = (
+    "deepspeed.comm.mori",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.ops.triton_ops",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "peft",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp",
+    "deepspeed.sequence.fpdt_layer",
+    "peft.utils.transformers_weight_conversion",
+    "torch._subclasses.schema_check_mode",
+    "torch.profiler._cupti_monitor",
 )
 for name in NEEDED:
     importlib.import_module(name)
 for name in IF_THERE:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
+# Asked for the first time, this runs compilers to see which ops they could build: in each rank, that was a quarter of a
+# short job. On one host DeepSpeed would prefer its own communication through shared memory, which has to be compiled.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 # deepspeed.initialize collects garbage. In each rank that would visit half a million objects of imported modules, and
 # copy the memory that they lie in: 1.5 s of 2 with four ranks on two cores.
 gc.collect()

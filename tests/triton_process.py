@@ -1,23 +1,69 @@
-"""Python processes in which Triton interprets its kernels or compiles them: it decides that when it is imported."""
+"""Scripts in processes in which Triton interprets its kernels or compiles them: it decides that when it is imported."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import os
+import selectors
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+TIMEOUT = 600  # seconds
 
 
-def run(script: str | None, interpret: bool, *arguments: str) -> str:
-    """What a script prints, or `python arguments` where it is None; an error of the process is an error of the test."""
-    env = {
-        **os.environ,
-        "TRITON_INTERPRET": "1" if interpret else "0",
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, *(["-c", script] if script else []), *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+def _environment(interpret: bool) -> dict[str, str]:
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": path}
+
+
+@functools.cache
+def _server(interpret: bool) -> subprocess.Popen:
+    """It ends when this process does, which closes its standard input."""
+    return subprocess.Popen(
+        [sys.executable, str(TESTS / "triton_server.py")],
+        env=_environment(interpret),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(script: str, interpret: bool, processes: int = 1) -> str:
+    """What a script prints in a new process; an error there is an error of the test.
+
+    In several processes at once, the cases over which the script goes with `for case in mine(cases)`, and what it does
+    under `if turn():`, are shared among them; what they print comes one after the other.
+    """
+    server = _server(interpret)
+    with tempfile.TemporaryDirectory() as folder:
+        request = {"script": script, "outputs": [f"{folder}/{place}" for place in range(processes)]}
+        print(json.dumps(request), file=server.stdin, flush=True)
+        with selectors.DefaultSelector() as selector:
+            selector.register(server.stdout, selectors.EVENT_READ)
+            answered = selector.select(TIMEOUT)
+        answer = server.stdout.readline() if answered else ""
+        printed, errors = (
+            "".join(p.read_text() for p in sorted(Path(folder).glob(f"*.{kind}"))) for kind in ("out", "err")
+        )
+        if not answer:
+            _server.cache_clear()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            raise AssertionError(f"no answer in {TIMEOUT} s, or the server ended ({server.wait()}):\n{printed}{errors}")
+        assert not any(json.loads(answer)), printed + errors
+        return printed
+
+
+def run_python(*arguments: str) -> str:
+    """What `python arguments` prints, where Triton compiles; an error there is an error of the test."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=_environment(False), capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

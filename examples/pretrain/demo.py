@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import shlex
-import socket
-import subprocess
 import sys
-import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 
 import zeropp_fp8
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # examples/
+
+from launching import computes_in_bf16, device, hardware, launch
 
 HERE = Path(__file__).resolve().parent
 DS_CONFIGS = HERE.parent.parent / "ds_configs"
@@ -44,21 +44,6 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def device() -> tuple[str, int]:
-    """(accelerator, ranks): 4 or 2 GPUs where there are at least 2, else 4 processes on the CPU."""
-    import torch
-
-    gpus = torch.cuda.device_count()
-    return ("cuda", min(gpus, 4) // NODES * NODES) if gpus >= NODES else ("cpu", 4)
-
-
-def computes_in_bf16(accelerator: str) -> bool:
-    """False on a processor without bf16 instructions, where torch's bf16 matrix products are many times slower."""
-    import torch
-
-    return accelerator == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
 def ds_config_of(run: str, arguments: argparse.Namespace, accelerator: str, ranks: int) -> dict:
     """ds_configs/<run>.json with what differs in a demo."""
     config = json.loads((DS_CONFIGS / f"{run}.json").read_text())
@@ -73,13 +58,7 @@ def ds_config_of(run: str, arguments: argparse.Namespace, accelerator: str, rank
     return config
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def launch(run: str, arguments: argparse.Namespace, accelerator: str, ranks: int) -> dict:
+def train(run: str, arguments: argparse.Namespace, accelerator: str, ranks: int) -> dict:
     """Train once, with this process's own standard output; returns the figures of train.py and the losses of all steps.
 
     Raises:
@@ -87,31 +66,11 @@ def launch(run: str, arguments: argparse.Namespace, accelerator: str, ranks: int
     """
     config_path, log, summary = (arguments.out / f"{run}{suffix}" for suffix in (".json", ".jsonl", ".figures.json"))
     config_path.write_text(json.dumps(ds_config_of(run, arguments, accelerator, ranks), indent=2) + "\n")
-    scripts = Path(sysconfig.get_paths()["scripts"])
-    command = [sys.executable, str(scripts / "deepspeed"), "--quiet", "--num_accelerators", str(ranks)]
-    command += ["--master_port", str(free_port()), str(HERE / "train.py"), "--deepspeed_config", str(config_path)]
-    command += [
-        "--loss-log",
-        str(log),
-        "--summary",
-        str(summary),
-        "--model",
-        arguments.model,
-        "--data",
-        *arguments.data,
-    ]
+    command = ["--deepspeed_config", config_path, "--loss-log", log, "--summary", summary]
+    command += ["--model", arguments.model, "--data", *arguments.data]
     for name in ("steps", "sequence_length", "lr", "seed"):
-        command += ["--" + name.replace("_", "-"), str(getattr(arguments, name))]
-    environment = dict(os.environ)
-    environment["PATH"] = f"{scripts}{os.pathsep}{environment.get('PATH', '')}"
-    # DeepSpeed calls torch functions that torch 2.13 has renamed; four ranks would say so in each run.
-    environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
-    if accelerator == "cpu":
-        environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    print(f"\n== {run}: {shlex.join(command[1:])}", flush=True)
-    code = subprocess.run(command, env=environment).returncode
-    if code:
-        raise SystemExit(f"demo: the run {run} failed with exit status {code}; its error is above")
+        command += ["--" + name.replace("_", "-"), getattr(arguments, name)]
+    launch(run, HERE / "train.py", command, accelerator, ranks)
     figures = json.loads(summary.read_text())
     entries = [json.loads(line) for line in log.read_text().splitlines()]
     figures["losses"] = [entry["loss"] for entry in entries if "loss" in entry]
@@ -206,26 +165,10 @@ def draw(results: dict[str, dict], runs: dict[str, dict], title: str, path: Path
     plt.close(figure)
 
 
-def hardware(accelerator: str) -> dict:
-    """What the runs ran on."""
-    import torch
-
-    found = {"platform": platform.platform(), "cores": os.cpu_count(), "processor": platform.processor()}
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        names = [
-            line.partition(":")[2].strip() for line in information.read_text().splitlines() if "model name" in line
-        ]
-        found["processor"] = names[0] if names else found["processor"]
-    if accelerator == "cuda":
-        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return found
-
-
 def main() -> None:
     arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    accelerator, ranks = device()
+    accelerator, ranks = device(multiple_of=NODES)
     dtype = "bf16" if computes_in_bf16(accelerator) else "fp32"
     setting = (
         f"{arguments.model}, {dtype}, {NODES} nodes x {ranks // NODES} ranks emulated on one machine's "
@@ -233,7 +176,7 @@ def main() -> None:
         f"{arguments.micro_batch} sequences of {arguments.sequence_length} tokens a rank"
     )
     print(f"zeropp_fp8 demo: {' / '.join(RUNS)}; {setting}; {arguments.steps} steps each", flush=True)
-    results = {run: launch(run, arguments, accelerator, ranks) for run in RUNS}
+    results = {run: train(run, arguments, accelerator, ranks) for run in RUNS}
     runs = summarize(results)
     summary = {
         "runs": runs,

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+import sys
+from pathlib import Path
+
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # examples/
+
+from basics import training_dtype
 
 BYTE_VOCABULARY = 256
 
@@ -19,14 +25,6 @@ SMALL_LLAMAS = {
 def is_small(name: str) -> bool:
     """Whether `name` is one of the configurations of this file, trained on bytes from random weights."""
     return name in SMALL_LLAMAS
-
-
-def training_dtype(ds_config: dict) -> torch.dtype:
-    """The dtype in which a ds_config keeps the weights that compute."""
-    for key, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        if ds_config.get(key, {}).get("enabled"):
-            return dtype
-    return torch.float32
 
 
 def make_model(name: str, ds_config: dict, sequence_length: int) -> PreTrainedModel:

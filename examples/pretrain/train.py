@@ -14,10 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
-import os
-import random
-import socket
 import statistics
 import sys
 import time
@@ -32,6 +28,21 @@ from models import SMALL_LLAMAS, is_small, make_model
 from tqdm import tqdm
 
 import zeropp_fp8
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # examples/
+
+from basics import (
+    JsonLines,
+    adamw,
+    bytes_sent,
+    join_the_other_ranks,
+    learning_rate_factor,
+    mean_over_ranks,
+    random_state,
+    restore_random_state,
+    seed_everything,
+    shut_down,
+)
 
 MEGA = 1e6
 END_STEPS = 10  # loss_end is the mean over so many steps
@@ -75,49 +86,12 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def be_the_only_process() -> None:
-    """Without a launcher: a world of one rank."""
-    if "RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(alone)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the generators of Python and torch, on every device."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def make_optimizer(model: torch.nn.Module, arguments: argparse.Namespace) -> torch.optim.Optimizer:
-    """torch's AdamW: no compiler is needed, unlike for DeepSpeed's."""
-    decayed, plain = [], []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            # A partitioned parameter is empty here; DeepSpeed keeps its shape in ds_shape.
-            (decayed if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 else plain).append(parameter)
-    groups = [{"params": decayed, "weight_decay": arguments.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=arguments.lr, betas=(0.9, 0.95))
-
-
-def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str) -> float:
-    """What the learning rate of optimizer step `step` (from 0) is multiplied by."""
-    if step < warmup:
-        return (step + 1) / warmup
-    if schedule == "constant":
-        return 1.0
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, steps - warmup))))
-
-
 def make_engine(arguments: argparse.Namespace, ds_config: dict):
     """The DeepSpeed engine. Optimizer and scheduler are the script's, unless the ds_config has its own."""
     model = make_model(arguments.model, copy.deepcopy(ds_config), arguments.sequence_length)
     optimizer = scheduler = None
     if "optimizer" not in ds_config:
-        optimizer = make_optimizer(model, arguments)
+        optimizer = adamw(model, arguments.lr, arguments.weight_decay)
         if "scheduler" not in ds_config:
             scheduler = torch.optim.lr_scheduler.LambdaLR(
                 optimizer,
@@ -131,21 +105,6 @@ def make_engine(arguments: argparse.Namespace, ds_config: dict):
         config=copy.deepcopy(ds_config),
     )
     return engine
-
-
-def mean_over_ranks(value: torch.Tensor) -> float:
-    """The mean of one number of each rank."""
-    total = value.detach().float().clone()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
-
-
-def bytes_sent(engine, total: bool = False) -> dict[str, float] | None:
-    """Bytes a step sends between nodes and within them; None when DeepSpeed runs without the plugin."""
-    if getattr(engine, "zeropp_fp8_session", None) is None:
-        return None
-    per_step = zeropp_fp8.wire_report(engine, total=total)["per_step"]
-    return {link: sum(kind[link] for kind in per_step.values()) for link in ("inter", "intra")}
 
 
 def train_step(engine, training: Sequences, step: int) -> float:
@@ -189,15 +148,7 @@ def what_must_not_change(arguments: argparse.Namespace, engine, training: Sequen
 
 def save(engine, directory: str, step: int, fixed: dict) -> None:
     """Write a checkpoint. Every rank keeps its own generator states; the order of the data follows from the step."""
-    state = {
-        "step": step,
-        "fixed": fixed,
-        "random": {
-            "python": random.getstate(),
-            "cpu": torch.get_rng_state(),
-            "device": get_accelerator().get_rng_state(),
-        },
-    }
+    state = {"step": step, "fixed": fixed, "random": random_state()}
     engine.save_checkpoint(directory, tag=f"step{step}", client_state=state)
 
 
@@ -214,9 +165,7 @@ def resume(engine, directory: str, fixed: dict) -> int:
     for name, value in fixed.items():
         if state["fixed"].get(name) != value:
             raise ValueError(f"--resume {directory}: {name} was {state['fixed'].get(name)}, is {value} now")
-    random.setstate(state["random"]["python"])
-    torch.set_rng_state(state["random"]["cpu"])
-    get_accelerator().set_rng_state(state["random"]["device"])
+    restore_random_state(state["random"])
     return state["step"]
 
 
@@ -234,28 +183,11 @@ def load_data(arguments: argparse.Namespace) -> tuple[Sequences, Sequences]:
     )
 
 
-class Log:
-    """JSON lines on rank 0, nothing on the others. A resumed run adds to the file of the run that it continues."""
-
-    def __init__(self, path: str | None, append: bool) -> None:
-        self._path = Path(path) if path and dist.get_rank() == 0 else None
-        if self._path:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if not append:
-                self._path.write_text("")
-
-    def write(self, **entry) -> None:
-        """Add one line."""
-        if self._path:
-            with self._path.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
-
-
 def train(
     arguments: argparse.Namespace, engine, training: Sequences, held_out: Sequences, start: int, fixed: dict
 ) -> dict:
     """Steps `start` ... arguments.steps - 1, with evaluation and checkpoints; returns the figures of the run."""
-    log = Log(arguments.loss_log, append=start > 0)
+    log = JsonLines(arguments.loss_log, append=start > 0)
     is_main = dist.get_rank() == 0
     losses, seconds, evaluated = [], [], {}
     bar = tqdm(
@@ -305,25 +237,10 @@ def train(
     return figures
 
 
-def shut_down(engine) -> None:
-    """End the engine and torch.distributed, in this order, with no collective under way on any rank.
-
-    The engine's parameters refer to process groups, so the threads of gloo (CPU) do not end with
-    destroy_process_group(). A thread lets go of a tensor after the collective is done, and needs Python for it; where
-    Python is ending just then, the process aborts: "terminate called without an active exception".
-    """
-    engine.destroy()
-    dist.barrier()  # no rank leaves while another one waits for what it sends
-    dist.destroy_process_group()
-    time.sleep(0.1)  # the threads get their turn
-
-
 def main() -> None:
     arguments = parse_arguments()
     zeropp_fp8.enable()  # the one line that this project adds; it acts where the ds_config asks for it
-    be_the_only_process()
-    deepspeed.init_distributed()
-    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    join_the_other_ranks()
     seed_everything(arguments.seed)
     ds_config = json.loads(Path(arguments.deepspeed_config).read_text())
 

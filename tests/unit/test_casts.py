@@ -16,7 +16,7 @@ from cast_cases import (
     raw,
 )
 from numerics import signal_to_noise_db
-from triton_process import run
+from triton_process import run, run_python
 
 from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.operand import Float8Operand
@@ -267,7 +267,6 @@ def test_kernels_in_the_interpreter():
     script = """
 import functools
 import torch
-torch.set_num_threads(1)
 from cast_cases import CASTS, COPIES, FLOAT8_DTYPES, MATRIX_DTYPES, awkward_matrix, check_amax, check_cast
 
 awkward_matrix = functools.partial(awkward_matrix, interpreted=True)
@@ -277,41 +276,40 @@ done = 0
 for name in (*CASTS, "delayed"):
     for dtype in FLOAT8_DTYPES.values():
         for matrix_dtype in MATRIX_DTYPES.values():
-            for rows, columns in ((1, 2), (17, 300), (131, 129)):
+            for rows, columns in mine(((1, 2), (17, 300), (131, 129))):
                 check_cast(name, awkward_matrix(rows, columns, matrix_dtype), dtype, CPU)
                 done += 1
     for plain, transposed in COPIES:
-        for rows, columns in ((1, 200), (200, 3), (128, 256), (300, 33)):
+        for rows, columns in mine(((1, 200), (200, 3), (128, 256), (300, 33))):
             matrix = awkward_matrix(rows, columns, torch.bfloat16, 1, whole_groups=False)
             check_cast(name, matrix, torch.float8_e4m3fn, CPU, plain, transposed)
             done += 1
-for rows, columns in ((1, 2), (33, 65), (200, 300)):  # the last one takes more than one program of the amax pass
+for rows, columns in mine(((1, 2), (33, 65), (200, 300))):  # the last one takes more than one program of the amax pass
     check_amax(awkward_matrix(rows, columns, torch.bfloat16, whole_groups=False), CPU)
 # rows too long for the pass that holds whole ones, and ones that just fit
-check_cast("row", awkward_matrix(3, 16385, torch.bfloat16), torch.float8_e4m3fn, CPU, transposed=False)
-check_cast("row", awkward_matrix(3, 16384, torch.bfloat16), torch.float8_e4m3fn, CPU, transposed=False)
+for columns in mine((16385, 16384)):
+    check_cast("row", awkward_matrix(3, columns, torch.bfloat16), torch.float8_e4m3fn, CPU, transposed=False)
 print(done)
 """
-    assert int(run(script, interpret=True)) == 5 * (2 * 3 * 3 + 3 * 4)
+    assert sum(map(int, run(script, interpret=True, processes=2).split())) == 5 * (2 * 3 * 3 + 3 * 4)
 
 
 def test_fused_kernels_in_the_interpreter():
     pytest.importorskip("triton")
     script = """
 import torch
-torch.set_num_threads(1)
 from cast_cases import COPIES, MATRIX_DTYPES, check_fused
 
 CPU = torch.device("cpu")
-for matrix_dtype in MATRIX_DTYPES.values():
+for matrix_dtype in mine(MATRIX_DTYPES.values()):
     check_fused(131, 70, matrix_dtype, torch.float8_e4m3fn, CPU, exact=False)
-for plain, transposed in COPIES:
+for plain, transposed in mine(COPIES):
     check_fused(5, 48, torch.bfloat16, torch.float8_e5m2, CPU, False, plain, transposed)
-check_fused(1, 3, torch.bfloat16, torch.float8_e4m3fn, CPU, exact=False)
-check_fused(2, 5000, torch.bfloat16, torch.float8_e4m3fn, CPU, exact=False)  # rows of more than one piece
+for rows, columns in mine(((1, 3), (2, 5000))):  # the latter's rows are more than one piece
+    check_fused(rows, columns, torch.bfloat16, torch.float8_e4m3fn, CPU, exact=False)
 print("done")
 """
-    assert run(script, interpret=True).strip() == "done"
+    assert run(script, interpret=True, processes=2).split() == ["done"] * 2
 
 
 def test_transpose_in_the_interpreter():
@@ -319,15 +317,14 @@ def test_transpose_in_the_interpreter():
     pytest.importorskip("triton")
     script = """
 import torch
-torch.set_num_threads(1)
 from cast_cases import check_transpose
 
-for rows, columns in ((1, 1), (1, 200), (200, 1), (17, 3), (127, 130), (128, 256), (129, 255), (300, 33)):
+for rows, columns in mine(((1, 1), (1, 200), (200, 1), (17, 3), (127, 130), (128, 256), (129, 255), (300, 33))):
     for multiple in (1, 16, 128):
         check_transpose(rows, columns, -(-rows // multiple) * multiple, torch.device("cpu"))
 print("done")
 """
-    assert run(script, interpret=True).strip() == "done"
+    assert run(script, interpret=True, processes=2).split() == ["done"] * 2
 
 
 def test_kernels_compile_without_a_gpu():
@@ -351,6 +348,8 @@ POINTERS = {"plain_ptr": "*u8", "transposed_ptr": "*u8", **dict.fromkeys(
 BASE = {"NATIVE_FP8": True, "INTERPRETED": False, "RECORD": True, "KEEP": False, "SIZE": 128, "PARTIALS": 512}
 
 def compile(kernel, launch, dtype="*bf16", aligned=True, ones=(), **constants):
+    if not turn():
+        return
     constants = {**BASE, "TILE_ROWS": launch.tile_rows, "TILE_COLUMNS": launch.tile_columns, **constants}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attributes = {}, {}
@@ -409,14 +408,14 @@ for kernel, launch in ((fused_casts.swiglu_cast_kernel, fused_casts.SWIGLU),
     compile(kernel, launch, LARGEST=448.0, **BOTH)
 print("done")
 """
-    assert run(script, interpret=False).strip().endswith("done")
+    assert run(script, interpret=False, processes=2).count("done") == 2
 
 
 def test_the_benchmark_runs(tmp_path):
     """On a CPU it times the torch code."""
     out = tmp_path / "casts.json"
     script = str(Path(__file__).parents[2] / "benchmarks/casts.py")
-    printed = run(None, False, script, "--shapes", "64x48", "--repeats", "1", "--out", str(out))
+    printed = run_python(script, "--shapes", "64x48", "--repeats", "1", "--out", str(out))
     rows = json.loads(out.read_text())["rows"]
     assert {row["cast"] for row in rows} >= {"copy", "tensor, current", "tensor, delayed", "row", "block", "tile"}
     assert all(row["us"] > 0 and row["gb_per_s"] > 0 for row in rows)

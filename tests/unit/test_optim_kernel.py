@@ -16,14 +16,15 @@ import numpy as np
 np.seterr(all="ignore")  # the interpreter computes in numpy, which warns of the Inf that are asked for
 from optim_cases import KERNEL_CASES, check_kernel
 
-for formats, grads, weights, options in KERNEL_CASES:
+cases = mine(KERNEL_CASES)
+for formats, grads, weights, options in cases:
     try:
         check_kernel(formats, grads, weights, **options)
     except AssertionError as error:
         raise AssertionError((formats, grads, weights, options)) from error
-print(len(KERNEL_CASES))
+print(len(cases))
 """
-    assert int(run(script, interpret=True)) == 25
+    assert sum(map(int, run(script, interpret=True, processes=2).split())) == 25
 
 
 def test_properties_in_the_interpreter():
@@ -44,11 +45,13 @@ for _ in range(40):
     numels[0] = 1300
     numels[3] = 1024
     grads = draw.choice([BF16, FP16, FP32, ("fp8_e4m3", "tensor", 128), ("fp8_e5m2", "block", draw.choice([16, 128]))])
-    check_kernel(formats, grads, draw.choice([BF16, FP16, FP32, None]), numels=numels, steps=2,
-                 seed=draw.choice([None, SEED]), odd=draw.random() < 0.5, spoil=draw.random() < 0.2)
+    weights, seed = draw.choice([BF16, FP16, FP32, None]), draw.choice([None, SEED])
+    odd, spoil = draw.random() < 0.5, draw.random() < 0.2
+    if turn():
+        check_kernel(formats, grads, weights, numels=numels, steps=2, seed=seed, odd=odd, spoil=spoil)
 print("done")
 """
-    assert run(script, interpret=True).strip() == "done"
+    assert run(script, interpret=True, processes=2).split() == ["done"] * 2
 
 
 def test_the_optimizer_with_the_kernel_in_the_interpreter():
@@ -72,15 +75,15 @@ def train(use_kernel, **options):
         optimizer.step()
     return params, [t for p in params for name, t in sorted(optimizer.state[p].items())]
 
-for options in ({}, {"scales": "block", "rounding": "stochastic"}, {"grad_format": "fp8_e4m3"},
-                {"master_format": "fp32", "exp_avg_sq_format": "fp32"}, {"maximize": True, "scales": "block"}):
+for options in mine(({}, {"scales": "block", "rounding": "stochastic"}, {"grad_format": "fp8_e4m3"},
+                     {"master_format": "fp32", "exp_avg_sq_format": "fp32"}, {"maximize": True, "scales": "block"})):
     for one, two in zip(train(True, **options), train(False, **options)):
         assert len(one) == len(two) >= 6
         for a, b in zip(one, two):
             assert torch.equal(a.detach(), b.detach()), options
 print("done")
 """
-    assert run(script, interpret=True).strip() == "done"
+    assert run(script, interpret=True, processes=2).split() == ["done"] * 2
 
 
 def test_without_a_gpu_the_kernel_is_refused():
@@ -141,29 +144,35 @@ def accesses(code, kind, width):
     return code.count(f"{kind}.global.{width}")
 
 # Two bodies, of whole tiles and of a tensor's last. There only gradient and weight have masks.
-code = compile()
-assert accesses(code, "ld", "v4.b32") == 5 and accesses(code, "ld", "v2.b32") == 2  # grad, 2 x (p, v); 2 x m
-assert accesses(code, "st", "v4.b32") == 5 and accesses(code, "st", "v2.b32") == 2
-assert accesses(code, "ld", "b16") == 8 and accesses(code, "st", "b16") == 8
-# A root takes two fused operations, a quotient six; of 8 elements, in two bodies.
-assert code.count("fma.rn.f32") == 2 * 8 * 8
-assert "sqrt.rn" not in code and "div.rn" not in code
-code = compile(GRAD="fp8_e4m3", WEIGHTS=False)
-assert accesses(code, "ld", "v2.b32") == 4 and "global.b16" not in code
-compile(GRAD="fp8_e5m2", GRAD_BLOCK=128)
-compile(GRAD="fp8_e5m2", GRAD_BLOCK=32)
-code = compile(PASS="first", **PER_TENSOR)
-assert "st.global" not in code and code.count("atom.global") == 6
-compile(PASS="second", SOME_MISSING=True, **PER_TENSOR)
-compile(STOCHASTIC=True)
-compile(EXPAND_EXP_AVG=True)
-compile(PASS="first", EXPAND_EXP_AVG=True, **PER_TENSOR)
-compile(PASS="second", EXPAND_EXP_AVG=True, **PER_TENSOR)
-compile("*fp32", MASTER="fp32", EXP_AVG="fp32", EXP_AVG_SQ="fp32", MASTER_IN_WEIGHTS=True, **PER_TENSOR)
-compile("*bf16", MASTER="bf16", EXP_AVG="bf16", EXP_AVG_SQ="bf16", MASTER_IN_WEIGHTS=True, STOCHASTIC=True,
-        L2=True, ALIGNED_GRADS=False, ALIGNED_WEIGHTS=False, **PER_TENSOR)
-compile(MASTER="fp8_e4m3", EXP_AVG="fp8_e5m2", EXP_AVG_SQ="fp8_e4m3", STOCHASTIC=True)
-compile("*fp16", capability=80, NATIVE_FP8=False)
+if turn():
+    code = compile()
+    assert accesses(code, "ld", "v4.b32") == 5 and accesses(code, "ld", "v2.b32") == 2  # grad, 2 x (p, v); 2 x m
+    assert accesses(code, "st", "v4.b32") == 5 and accesses(code, "st", "v2.b32") == 2
+    assert accesses(code, "ld", "b16") == 8 and accesses(code, "st", "b16") == 8
+    # A root takes two fused operations, a quotient six; of 8 elements, in two bodies.
+    assert code.count("fma.rn.f32") == 2 * 8 * 8
+    assert "sqrt.rn" not in code and "div.rn" not in code
+if turn():
+    code = compile(GRAD="fp8_e4m3", WEIGHTS=False)
+    assert accesses(code, "ld", "v2.b32") == 4 and "global.b16" not in code
+if turn():
+    code = compile(PASS="first", **PER_TENSOR)
+    assert "st.global" not in code and code.count("atom.global") == 6
+for tensors, changes in mine((
+    ("*bf16", {"GRAD": "fp8_e5m2", "GRAD_BLOCK": 128}),
+    ("*bf16", {"GRAD": "fp8_e5m2", "GRAD_BLOCK": 32}),
+    ("*bf16", {"PASS": "second", "SOME_MISSING": True, **PER_TENSOR}),
+    ("*bf16", {"STOCHASTIC": True}),
+    ("*bf16", {"EXPAND_EXP_AVG": True}),
+    ("*bf16", {"PASS": "first", "EXPAND_EXP_AVG": True, **PER_TENSOR}),
+    ("*bf16", {"PASS": "second", "EXPAND_EXP_AVG": True, **PER_TENSOR}),
+    ("*fp32", {"MASTER": "fp32", "EXP_AVG": "fp32", "EXP_AVG_SQ": "fp32", "MASTER_IN_WEIGHTS": True, **PER_TENSOR}),
+    ("*bf16", {"MASTER": "bf16", "EXP_AVG": "bf16", "EXP_AVG_SQ": "bf16", "MASTER_IN_WEIGHTS": True, "STOCHASTIC": True,
+               "L2": True, "ALIGNED_GRADS": False, "ALIGNED_WEIGHTS": False, **PER_TENSOR}),
+    ("*bf16", {"MASTER": "fp8_e4m3", "EXP_AVG": "fp8_e5m2", "EXP_AVG_SQ": "fp8_e4m3", "STOCHASTIC": True}),
+    ("*fp16", {"capability": 80, "NATIVE_FP8": False}),
+)):
+    compile(tensors, **changes)
 print("done")
 """
-    assert run(script, interpret=False).strip().endswith("done")
+    assert run(script, interpret=False, processes=2).count("done") == 2

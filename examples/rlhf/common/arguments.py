@@ -1,0 +1,322 @@
+"""The command lines: one dataclass a script, made of parts that several scripts share.
+
+    arguments = parse(PPOArguments, __doc__)
+
+Every field is an option, with "-" or "_" between words; its help is the field's. What can only be known together is
+checked by the functions at the end, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from transformers import HfArgumentParser
+
+from common.verifiers import reward_function
+
+
+def about(help: str, **more) -> dict:
+    """The metadata of a field: its help text; `more` goes to argparse."""
+    return {"help": help, **more}
+
+
+def option(default, help: str, **more):
+    """A field with a default."""
+    return field(default=default, metadata=about(help, **more))
+
+
+def required(help: str):
+    """A field that must be given."""
+    return field(metadata=about(help))
+
+
+@dataclass(kw_only=True)
+class RunArguments:
+    """What every stage has."""
+
+    model: str = required("where the stage starts: a folder that an earlier stage wrote, a model's folder or name")
+    out: str = required("folder for the log, the checkpoints and the trained model")
+    deepspeed_config: str = required("path of the DeepSpeed JSON; recipes differ in nothing else")
+    seed: int = option(0, "of new weights, the order of the rows and sampling")
+    lr: float = option(1e-5, "learning rate after the warm-up")
+    weight_decay: float = option(0.0, "for matrices; vectors have none")
+    warmup: int = option(0, "optimizer steps over which the learning rate rises")
+    schedule: str = option("constant", "of the learning rate, after the warm-up", choices=["constant", "cosine"])
+    gradient_checkpointing: bool = option(False, "compute activations again in backward instead of keeping them")
+    log_every: int = option(1, "steps from one line of the log to the next")
+    save_every: int = option(0, "steps from one checkpoint to the next; 0: none")
+    keep_checkpoints: int = option(2, "how many checkpoints stay")
+    resume: bool = option(False, "continue from the latest checkpoint in --out")
+    local_rank: int = option(-1, "given by the deepspeed launcher")
+
+
+@dataclass(kw_only=True)
+class AdapterArguments:
+    """LoRA, or all weights."""
+
+    lora_rank: int | None = option(
+        None,
+        "rank of new LoRA adapters; 0: all weights are trained; not given: 16 where the ds_config stores frozen "
+        "weights, else 0",
+    )
+    lora_alpha: float | None = option(None, "LoRA's alpha; not given: twice the rank")
+    lora_dropout: float = option(0.0, "dropout before new adapters, in SFT and reward model")
+
+
+@dataclass(kw_only=True)
+class RowArguments:
+    """Where rows come from, and what is done with bad ones."""
+
+    data: list[str] = field(
+        metadata=about("JSONL or parquet files, folders of them, or Hugging Face data sets, NAME[:CONFIG][@SPLIT]")
+    )
+    eval_data: list[str] = field(default_factory=list, metadata=about("held-out rows of the same kind"))
+    eval_every: int = option(0, "steps from one evaluation to the next; 0: only at the end")
+    chat: bool = option(False, "put texts into the tokenizer's chat template, prompts as the user's turn")
+    bad_rows: str = option("skip", "malformed rows: leave out, or stop at start", choices=["skip", "refuse"])
+
+
+@dataclass(kw_only=True)
+class SFTArguments(RunArguments, AdapterArguments, RowArguments):
+    """Supervised fine-tuning."""
+
+    steps: int = option(0, "optimizer steps; 0: --epochs")
+    epochs: float = option(1.0, "passes over the rows")
+    max_tokens: int = option(1024, "longer rows are left out")
+
+
+@dataclass(kw_only=True)
+class RewardModelArguments(RunArguments, AdapterArguments, RowArguments):
+    """Training a reward model on preferences."""
+
+    steps: int = option(0, "optimizer steps; 0: --epochs")
+    epochs: float = option(1.0, "passes over the rows")
+    max_tokens: int = option(1024, "of prompt and response; longer rows are left out")
+    centering: float = option(0.0, "coefficient of the squared sum of a pair's scores, which keeps them around 0")
+
+
+@dataclass(kw_only=True)
+class DPOArguments(RunArguments, AdapterArguments, RowArguments):
+    """Direct preference optimization."""
+
+    steps: int = option(0, "optimizer steps; 0: --epochs")
+    epochs: float = option(1.0, "passes over the rows")
+    max_tokens: int = option(1024, "of prompt and response; longer rows are left out")
+    loss: str = option("sigmoid", "of a pair; see dpo_loss in common/losses.py", choices=["sigmoid", "hinge", "ipo"])
+    beta: float = option(0.1, "of the implicit rewards: the larger, the closer the policy stays to where it starts")
+    label_smoothing: float = option(0.0, "chance that a row's preference is wrong, below 0.5; with loss sigmoid")
+    reference_free: bool = option(False, "no reference: its log-ratios are 0")
+    reference_cache: str | None = option(
+        None, "folder for the reference's log-probabilities, which several runs may share; not given: --out"
+    )
+
+
+@dataclass(kw_only=True)
+class RolloutArguments(RunArguments, AdapterArguments, RowArguments):
+    """What PPO and GRPO share: generating, and scoring what was generated."""
+
+    iterations: int = option(100, "rollouts, each with the training on it; those before --resume included")
+    rollout_batch: int = option(16, "responses that a rank generates in an iteration")
+    generation_batch: int = option(0, "of these, how many at a time; 0: all")
+    max_prompt_tokens: int = option(256, "longer prompts are left out")
+    max_new_tokens: int = option(256, "of a response")
+    temperature: float = option(1.0, "of sampling, and of the log-probabilities")
+    top_p: float = option(1.0, "nucleus of sampling")
+    top_k: int = option(0, "the most probable tokens to sample from; 0: all")
+    reward_model: str | None = option(None, "folder that reward.py wrote")
+    reward_model_weight: float = option(1.0, "of the reward model in the score")
+    reward_functions: list[str] = field(
+        default_factory=list,
+        metadata=about("by name, as module:function or as file.py:function; see common/verifiers.py"),
+    )
+    reward_weights: list[float] = field(
+        default_factory=list, metadata=about("one a reward function; not given: 1 each")
+    )
+    missing_eos_penalty: float = option(0.0, "taken from the score of a response that did not end")
+    frozen_format: str | None = option(
+        None,
+        "what the weights of frozen models (reference, reward) are stored in when all weights are trained; not given: "
+        "the format in which the ds_config sends weights; none: 16 bits",
+    )
+    sample_every: int = option(10, "iterations from one look at generated texts to the next; 0: none")
+    eval_batch: int = option(32, "held-out prompts that a rank answers at a time, greedily")
+
+
+@dataclass(kw_only=True)
+class PPOArguments(RolloutArguments):
+    """PPO."""
+
+    critic_lr: float | None = option(None, "learning rate of the critic; not given: --lr")
+    ppo_epochs: int = option(1, "passes over a rollout")
+    clip: float = option(0.2, "range of the policy's probability ratio")
+    value_clip: float = option(0.2, "range around the old values; 0: no clipping")
+    gamma: float = option(1.0, "discount")
+    lam: float = option(0.95, "lambda of GAE")
+    kl_kind: str = option("k1", "estimator of the KL penalty; see common/advantage.py", choices=["k1", "k2", "k3"])
+    kl_coefficient: float = option(0.1, "of the KL penalty in the rewards of tokens")
+    kl_target: float | None = option(None, "adapt the coefficient until a response's KL is this, in nats")
+    kl_horizon: int = option(10_000, "responses over which the coefficient adapts")
+    reward_clip: float = option(5.0, "scores are cut to this range around 0; 0: not cut")
+    whiten_rewards: bool = option(False, "divide the rewards of tokens by their standard deviation over all ranks")
+    whiten_advantages: bool = option(True, "advantages with mean 0 and variance 1 over all ranks")
+    entropy_coefficient: float = option(0.0, "of the bonus for entropy")
+    pretraining_data: list[str] = field(default_factory=list, metadata=about("text rows for --pretraining_coefficient"))
+    pretraining_coefficient: float = option(0.0, "of a language modelling loss on text, beside the policy's; 0: none")
+    pretraining_tokens: int = option(256, "that a row of text is cut to")
+    ema_decay: float = option(0.0, "keep a moving average of the actor's weights; 0: none")
+    ema_dtype: str = option("fp32", "of that average", choices=["fp32", "bf16"])
+    ema_device: str = option(
+        "model", "where it is kept: beside the model, or in the host's memory", choices=["model", "cpu"]
+    )
+
+
+@dataclass(kw_only=True)
+class GRPOArguments(RolloutArguments):
+    """GRPO."""
+
+    group_size: int = option(8, "responses to a prompt, all of them on one rank")
+    grpo_epochs: int = option(1, "passes over a rollout")
+    scale: str = option(
+        "group",
+        "what an advantage is divided by: the standard deviation of its group, that of all rewards, or nothing",
+        choices=["group", "batch", "none"],
+    )
+    loss: str = option(
+        "dapo",
+        "how tokens are averaged; see grpo_loss in common/losses.py",
+        choices=["grpo", "bnpo", "dapo", "dr_grpo"],
+    )
+    clip_low: float = option(0.2, "how far the policy's probability ratio may fall below 1")
+    clip_high: float = option(0.2, "how far it may rise above 1")
+    importance: str = option("token", "ratios of tokens, or of whole responses (GSPO)", choices=["token", "sequence"])
+    ratio_limit: float | None = option(None, "the largest ratio where none is clipped; above 1 + --clip_high")
+    beta: float = option(0.0, "of the KL divergence from the reference in the loss; 0: no reference is loaded")
+
+
+# What a resumed run may do otherwise than the run it continues.
+MAY_CHANGE = {
+    "out", "deepspeed_config", "local_rank", "log_every", "save_every", "keep_checkpoints", "resume", "sample_every",
+    "eval_data", "eval_every", "eval_batch", "generation_batch", "ema_device", "reference_cache",
+}  # fmt: skip
+LENGTHS = {"iterations", "steps", "epochs"}  # so may these, unless the learning rate depends on them
+
+
+def parse(kind: type, description: str):
+    """The command line as an object of `kind`."""
+    (arguments,) = HfArgumentParser(kind, description=description).parse_args_into_dataclasses()
+    return arguments
+
+
+def read_ds_config(arguments: RunArguments) -> dict:
+    """The ds_config.
+
+    Raises:
+        ValueError: it is not for ZeRO stage 3, or lacks the size of a micro-batch.
+    """
+    path = Path(arguments.deepspeed_config)
+    ds_config = json.loads(path.read_text())
+    if ds_config.get("zero_optimization", {}).get("stage") != 3:
+        raise ValueError(f'--deepspeed_config {path}: set "zero_optimization.stage" to 3; these scripts are for ZeRO-3')
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        if not isinstance(ds_config.setdefault(key, 1), int):
+            raise ValueError(f'--deepspeed_config {path}: "{key}" is {ds_config[key]!r}; give a number')
+    return ds_config
+
+
+def settings(arguments: RunArguments, ds_config: dict, world: int) -> dict:
+    """Everything that a resumed run must share with the run it continues, by the name that an error gives it."""
+    free = MAY_CHANGE | (LENGTHS if arguments.schedule == "constant" else set())
+    shared = {f"--{f.name}": getattr(arguments, f.name) for f in fields(arguments) if f.name not in free}
+    return {**shared, "the ds_config": ds_config, "the number of ranks": world}
+
+
+def check_rollout(arguments: RolloutArguments, ds_config: dict) -> None:
+    """Refuse what could not be run, before anything is loaded.
+
+    Raises:
+        ValueError: names the argument and the remedy.
+        FileNotFoundError, ModuleNotFoundError: a reward function's file or module is not there.
+    """
+    micro, accumulation = ds_config["train_micro_batch_size_per_gpu"], ds_config["gradient_accumulation_steps"]
+    if arguments.rollout_batch < 1 or arguments.rollout_batch % (micro * accumulation):
+        raise ValueError(
+            f"--rollout_batch {arguments.rollout_batch} does not divide into minibatches of {micro} (the ds_config's "
+            f'"train_micro_batch_size_per_gpu") x {accumulation} ("gradient_accumulation_steps"): give a multiple of '
+            f"{micro * accumulation}"
+        )
+    if not arguments.reward_model and not arguments.reward_functions:
+        raise ValueError("nothing gives rewards: name --reward_model, --reward_functions, or both")
+    for name in arguments.reward_functions:
+        reward_function(name)
+    if arguments.reward_weights and len(arguments.reward_weights) != len(arguments.reward_functions):
+        raise ValueError(
+            f"--reward_weights has {len(arguments.reward_weights)} numbers for {len(arguments.reward_functions)} "
+            "--reward_functions; give one each"
+        )
+    if arguments.temperature <= 0:
+        raise ValueError(f"--temperature {arguments.temperature}: give a number above 0; evaluation is greedy anyway")
+
+
+def check_preferences(arguments: DPOArguments) -> None:
+    """Refuse losses that do not exist, before anything is loaded.
+
+    Raises:
+        ValueError: names the argument and the remedy.
+    """
+    if arguments.beta <= 0:
+        raise ValueError(f"--beta {arguments.beta}: give a number above 0")
+    if not 0 <= arguments.label_smoothing < 0.5:
+        raise ValueError(f"--label_smoothing {arguments.label_smoothing}: give a number from 0 to less than 0.5")
+    if arguments.label_smoothing and arguments.loss != "sigmoid":
+        raise ValueError(
+            f"--label_smoothing {arguments.label_smoothing} has no meaning with --loss {arguments.loss}: leave it out, "
+            "or give --loss sigmoid"
+        )
+
+
+def check_groups(arguments: GRPOArguments) -> None:
+    """Refuse groups and clip ranges that nothing could be learned with, before anything is loaded.
+
+    Raises:
+        ValueError: names the argument and the remedy.
+    """
+    size = arguments.group_size
+    if size < 2:
+        raise ValueError(f"--group_size {size}: an advantage compares a response with others; give at least 2")
+    if arguments.rollout_batch % size:
+        raise ValueError(
+            f"--rollout_batch {arguments.rollout_batch} is not made of groups of --group_size {size}, which lie on one "
+            f"rank each: give a multiple of {size}"
+        )
+    if not 0 <= arguments.clip_low <= 1 or arguments.clip_high < 0:
+        raise ValueError(
+            f"--clip_low {arguments.clip_low} and --clip_high {arguments.clip_high}: give the first from 0 to 1, the "
+            "second from 0"
+        )
+    if arguments.ratio_limit is not None and arguments.ratio_limit <= 1 + arguments.clip_high:
+        raise ValueError(
+            f"--ratio_limit {arguments.ratio_limit} is not above 1 + --clip_high {arguments.clip_high}: give more, or "
+            "leave it out"
+        )
+    if arguments.beta < 0:
+        raise ValueError(f"--beta {arguments.beta}: give 0 or more")
+
+
+def check_length(tokens: int, config, because: str) -> None:
+    """Refuse sequences that the model has no positions for.
+
+    Args:
+        config: of the model, from transformers.
+        because: the arguments that ask for so many tokens.
+
+    Raises:
+        ValueError: names them.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise ValueError(
+            f"{because} make {tokens} tokens, but the model has {positions} positions (max_position_embeddings); "
+            "give less"
+        )

@@ -1,0 +1,105 @@
+"""The loop of the stages that learn from rows: SFT, reward model, DPO."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from basics import seed_everything
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from common.figures import means
+from common.monitor import Monitor, draw, mean_over_ranks, memory_and_bytes
+from common.order import Order
+from common.rows import read_rows
+from common.state import Checkpoints
+from common.tokens import encode_rows
+
+Losses = Callable[[Sequence[list]], Iterator[tuple[Tensor, dict[str, Tensor]]]]
+
+
+def load_items(arguments, sources: Sequence[str], kind: str, encode: Callable, tokenizer, split: str = "train") -> list:
+    """The encoded rows of all sources; what is left out is counted and said on rank 0.
+
+    Args:
+        arguments: bad_rows, chat, max_tokens.
+    """
+    read = read_rows(sources, kind, arguments.bad_rows, split, chat=arguments.chat)
+    encoded = encode_rows(encode, read.rows, tokenizer, arguments.max_tokens, arguments.bad_rows)
+    if dist.get_rank() == 0:
+        print(f"{', '.join(sources)}: {read.summary()}; {encoded.summary()}", flush=True)
+    return encoded.items
+
+
+def steps_of(arguments, ds_config: dict, rows: int) -> int:
+    """Optimizer steps of a run: --steps, or what --epochs come to."""
+    in_a_step = ds_config["train_micro_batch_size_per_gpu"] * ds_config["gradient_accumulation_steps"]
+    return arguments.steps or math.ceil(arguments.epochs * rows / (in_a_step * dist.get_world_size()))
+
+
+def fit(
+    arguments,
+    ds_config: dict,
+    engine,
+    losses: Losses,
+    items: list,
+    held_out: list,
+    checkpoints: Checkpoints,
+) -> dict[str, float]:
+    """Train, evaluate, log, save checkpoints and resume; returns what is said of the held-out items at the end.
+
+    Args:
+        losses: makes of the micro-batches of a step, lists of items, a loss and figures each, one after the other.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    micro, accumulation = ds_config["train_micro_batch_size_per_gpu"], ds_config["gradient_accumulation_steps"]
+    steps, order, evaluated = steps_of(arguments, ds_config, len(items)), Order(len(items), arguments.seed), {}
+    first = checkpoints.begin({"engine": engine})
+    monitor = Monitor(arguments.out, engine, resume=arguments.resume)
+    bar = monitor.bar(steps, first)
+    for step in range(first, steps):
+        began = time.perf_counter()
+        seed_everything(arguments.seed + 1 + step * world + rank)  # dropout differs between ranks and steps
+        mine = [items[index] for index in order.batch(step, rank, world, micro * accumulation)]
+        figures, lr = [], engine.get_lr()[0]
+        for loss, figures_of_one in losses([mine[i : i + micro] for i in range(0, len(mine), micro)]):
+            engine.backward(loss)
+            engine.step()
+            figures.append(figures_of_one)
+        get_accelerator().synchronize()
+        if (step + 1) % arguments.log_every == 0:
+            monitor.log(
+                step + 1,
+                **mean_over_ranks(means(figures)),
+                lr=lr,
+                seconds=time.perf_counter() - began,
+                **memory_and_bytes(engine),
+            )
+        bar.update()
+        is_last = step + 1 == steps
+        if held_out and (is_last or (arguments.eval_every and (step + 1) % arguments.eval_every == 0)):
+            evaluated = _evaluate(engine, losses, held_out, micro)
+            monitor.log(step + 1, **evaluated)
+        if arguments.save_every and (step + 1) % arguments.save_every == 0:
+            checkpoints.save(step + 1)
+    bar.close()
+    if rank == 0 and steps > 1:
+        draw(arguments.out)
+    return evaluated
+
+
+@torch.no_grad()
+def _evaluate(engine, losses: Losses, items: list, size: int) -> dict[str, float]:
+    """Means of the figures over the items, dealt to the ranks; the last batches are filled up with the first items."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    engine.eval()
+    figures = []
+    for first in range(0, math.ceil(len(items) / (size * world))):
+        dealt = range((first * world + rank) * size, (first * world + rank + 1) * size)
+        figures += [said for _, said in losses([[items[index % len(items)] for index in dealt]])]
+    engine.train()
+    return {f"eval_{name}": value for name, value in mean_over_ranks(means(figures)).items()}

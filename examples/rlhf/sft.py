@@ -1,0 +1,76 @@
+"""Supervised fine-tuning: learn the completions of prompts, or the assistant's turns of conversations.
+
+    deepspeed examples/rlhf/sft.py --deepspeed_config ds_configs/qlora.json --model MODEL --data ROWS --out runs/sft
+
+With recipe qlora it trains a LoRA adapter over quantized weights, with the others all weights. --out then holds what
+the next stage takes as its --model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig
+
+import zeropp_fp8
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # examples/
+
+from basics import join_the_other_ranks, seed_everything, shut_down
+from common.arguments import SFTArguments, check_length, parse, read_ds_config
+from common.engines import make_engine
+from common.losses import sft_loss, token_logprobs, tokens_a_micro_batch
+from common.models import (
+    POLICY,
+    find_start,
+    load_policy,
+    load_tokenizer,
+    lora_config,
+    recompute_activations,
+    save_model,
+)
+from common.state import Checkpoints
+from common.supervised import fit, load_items, steps_of
+from common.tokens import collate, encode_sft
+
+
+def main() -> None:
+    arguments = parse(SFTArguments, __doc__)
+    ds_config = read_ds_config(arguments)
+    zeropp_fp8.enable()  # acts where the ds_config asks for it
+    join_the_other_ranks()
+    seed_everything(arguments.seed)
+
+    start, tokenizer = find_start(arguments.model), load_tokenizer(arguments.model)
+    lora = lora_config(arguments, ds_config, start)
+    check_length(arguments.max_tokens, AutoConfig.from_pretrained(start.base), "--max_tokens")
+    items = load_items(arguments, arguments.data, "sft", encode_sft, tokenizer)
+    held_out = load_items(arguments, arguments.eval_data, "sft", encode_sft, tokenizer) if arguments.eval_data else []
+    checkpoints = Checkpoints(arguments, ds_config, {"the number of rows": len(items)})
+
+    model = load_policy(start, ds_config, lora)
+    if arguments.gradient_checkpointing:
+        recompute_activations(model)
+    engine = make_engine(model, ds_config, arguments, steps_of(arguments, ds_config, len(items)))
+
+    def losses(micro_batches: Sequence[list]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        batches = [collate(items, tokenizer.pad_token_id) for items in micro_batches]
+        tokens = tokens_a_micro_batch([batch["response_mask"].to(engine.device) for batch in batches], dist.group.WORLD)
+        for batch in batches:
+            ids, attention, mask = (tensor.to(engine.device) for tensor in batch.values())
+            logits = engine(input_ids=ids, attention_mask=attention, use_cache=False).logits
+            yield sft_loss(token_logprobs(logits, ids), mask, tokens)
+
+    figures = fit(arguments, ds_config, engine, losses, items, held_out, checkpoints)
+    save_model(engine.module, arguments.out, tokenizer, POLICY)
+    if dist.get_rank() == 0:
+        print(f"{arguments.out}: {figures}", flush=True)
+    shut_down(engine)
+
+
+if __name__ == "__main__":
+    main()
