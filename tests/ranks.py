@@ -65,7 +65,6 @@ def _main(function, arguments, rank, world, ranks_per_node, folder, env):
             importlib.import_module("rank_server")  # raises what the server met
             raise ImportError("the server of ranks did not import rank_server")
         torch.set_num_threads(1)
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         store = dist.FileStore(os.path.join(folder, "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from models import batches, build, ds_config, full_fp32_weights, full_weights, llama, make_engine, section
+from models import KEPT, batches, build, ds_config, full_fp32_weights, full_weights, llama, make_engine, section
 from parity_jobs import allow_fp16_on_cpu, switch
 from ranks import printed
 from zero_jobs import shared_folder
@@ -100,7 +100,9 @@ def fp32_through_compressed_states(kind, steps=6):
         else:
             optimizer = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
         dtype = "fp16" if kind == "fp16" else "fp32"
-        config = ds_config(section("lossless") if plugin else None, dtype, gradient_clipping=0.3)
+        kept = {} if plugin else KEPT
+        the_section = section("lossless") if plugin else None
+        config = ds_config(the_section, dtype, gradient_clipping=0.3, zero_optimization=kept)
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 2e-3}}
         if kind == "groups":
             config.pop("scheduler")
@@ -119,13 +121,15 @@ def full_cpu(model):
     return {name: p.detach().float() for name, p in model.named_parameters()}
 
 
-def training_beside_stock(steps=25):
+def training_beside_stock(steps=15):
     """Losses of stock, O1 and O2 (computing in bf16), bytes held, and whether weights are the rounded masters."""
     found = {}
     for name, recipe in (("stock", None), ("o1", "fp8-lm-o1"), ("o2", "fp8-lm-o2")):
         switch(recipe is not None)
         the_section = section(recipe, **NO_COMPUTE) if recipe else None
-        engine = make_engine(llama(), ds_config(the_section, "bf16", gradient_clipping=1.0))
+        kept = {} if recipe else KEPT
+        config = ds_config(the_section, "bf16", gradient_clipping=1.0, zero_optimization=kept)
+        engine = make_engine(llama(), config, lr=2e-3)
         at_start = rounded_masters(engine)[1] if name == "o2" else True
         losses = [step(engine, t) for t in batches(steps, dist.get_rank())]
         held = {}
@@ -267,10 +271,16 @@ def accumulation_in_the_engine(dtype, micro_batches=3):
     for plugin in (False, True):
         switch(plugin)
         the_section = section("fp8-lm-o1", **NO_COMPUTE) if plugin else None
-        config = ds_config(the_section, dtype, gradient_accumulation_steps=micro_batches, gradient_clipping=0.2)
+        config = ds_config(
+            the_section,
+            dtype,
+            gradient_accumulation_steps=micro_batches,
+            gradient_clipping=0.2,
+            zero_optimization={} if plugin else KEPT,
+        )
         engine = make_engine(llama(), config)
         log = []
-        for index, t in enumerate(batches(3 * micro_batches, dist.get_rank())):
+        for index, t in enumerate(batches(2 * micro_batches, dist.get_rank())):
             last = index % micro_batches == micro_batches - 1
             loss = engine(input_ids=t, labels=t).loss
             engine.backward(loss)
@@ -358,7 +368,8 @@ def models_of_all_kinds(case):
     found = []
     for plugin in (True, False):
         switch(plugin)
-        config = ds_config(section("fp8-lm-o2", **NO_COMPUTE) if plugin else None, "bf16")
+        the_section = section("fp8-lm-o2", **NO_COMPUTE) if plugin else None
+        config = ds_config(the_section, "bf16", zero_optimization={} if plugin else KEPT)
         model = build(lambda: llama(tie=case == "tied"), config, zero_init=case == "zero.Init")
         if case == "lora":
             from peft import LoraConfig, get_peft_model
@@ -366,7 +377,7 @@ def models_of_all_kinds(case):
             torch.manual_seed(3)
             model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
         engine = make_engine(model, config, lr=1e-2 if case == "lora" else 1e-3)
-        found.append([step(engine, t) for t in batches(8, dist.get_rank())])
+        found.append([step(engine, t) for t in batches(5, dist.get_rank())])
         if plugin:
             weights, exact = rounded_masters(engine)
             moved = all(w.abs().sum() > 0 for n, w in weights.items() if "lora_B" in n)  # they start as zeros

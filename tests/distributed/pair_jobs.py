@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch.distributed as dist
-from frozen_jobs import load_into, with_lora
+from frozen_jobs import with_lora
 from models import batches, ds_config, llama, make_engine, section
 from parity_jobs import switch
 
@@ -71,7 +71,7 @@ def train_with(several, steps=6, adapters=False):
     for names in several:
         lora = adapters or "frozen store" in names
         config = ds_config(section_of(names), "bf16")
-        model = load_into(llama(intermediate=128), llama(intermediate=128).state_dict())
+        model = llama(intermediate=128)
         engine = make_engine(with_lora(model) if lora else model, config, lr=2e-2 if lora else 3e-3)
         results.append((what_is_on(engine), train_on_one_batch(engine, steps)))
         engine.destroy()

@@ -83,7 +83,7 @@ def train_both(granularity, recipe="lossless", **options):
     )
 
 
-def stock_plugin_stock(steps=5):
+def stock_plugin_stock(steps=3):
     """(stock, zeropp, stock again, whether every replaced name is restored)."""
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import Init
@@ -96,7 +96,7 @@ def stock_plugin_stock(steps=5):
     return first, quantized, again, restored
 
 
-def train_mlp(steps=20):
+def train_mlp(steps=10):
     """Losses of the linear stack: stock, lossless, and the ZeRO++ keys of DeepSpeed alone."""
 
     def run(plugin, config):
@@ -114,7 +114,7 @@ def train_mlp(steps=20):
 
     keys = {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}
     return (
-        run(False, ds_config()),
+        run(False, ds_config(zero_optimization=KEPT)),
         run(True, ds_config(section("lossless", gather_granularity="module"))),
         run(True, ds_config(zero_optimization=keys)),
     )
@@ -130,7 +130,7 @@ VARIANTS = {
 }
 
 
-def train_variants(steps=8):
+def train_variants(steps=5):
     """{variant: losses} of zeropp, "plain" among them."""
     losses = {}
     for variant, options in {"plain": {}, **VARIANTS}.items():
@@ -140,7 +140,7 @@ def train_variants(steps=8):
     return losses
 
 
-def train_quantized_with_everything(steps=12):
+def train_quantized_with_everything(steps=6):
     """zeropp against stock with tied weights, accumulation, clipping and prefetching all at once."""
     importlib.import_module("torch._dynamo")
     options = {
@@ -157,7 +157,8 @@ def train_quantized_with_everything(steps=12):
             "stage3_max_live_parameters": 200000,
         },
     }
-    return train_llama(False, **options), train_llama(True, recipe="zeropp", **options)
+    stock = {**options, "zero_optimization": KEPT}
+    return train_llama(False, **stock), train_llama(True, recipe="zeropp", **options)
 
 
 def train_lora(checkpointing, zero_init, steps=4):

@@ -95,7 +95,7 @@ def test_resume_is_exact(compute, weights):
 
 @functools.cache
 def losses_in_high_precision(recipe):
-    return run_ranks(jobs.losses, compute={"format": "none"}, weights=None, recipe=recipe, steps=12)[0][0]
+    return run_ranks(jobs.losses, compute={"format": "none"}, weights=None, recipe=recipe, steps=8)[0][0]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def losses_in_high_precision(recipe):
 def test_training_follows_high_precision(compute, recipe):
     """Losses over steps that learn stay near those of bf16 with the same recipe's wire."""
     plain = losses_in_high_precision(recipe)
-    low, _, text = run_ranks(jobs.losses, compute=compute or {}, weights=None, recipe=recipe, steps=12)[0]
+    low, _, text = run_ranks(jobs.losses, compute=compute or {}, weights=None, recipe=recipe, steps=8)[0]
     assert low != plain and "linear layers" in text
     fused = "6 norms and gated products hand codes to the layer after them; done on a GPU only, not here"
     assert (fused in text) == ((compute or {}).get("scaling") == "delayed")

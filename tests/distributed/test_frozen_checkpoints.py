@@ -1,7 +1,7 @@
 """Checkpoints of models with a frozen store: resuming on as many ranks and on others, what stock reads, refusals."""
 
-import subprocess
-import sys
+import contextlib
+import io
 
 import frozen_checkpoint_jobs as jobs
 import numpy
@@ -10,7 +10,7 @@ import torch
 from frozen_jobs import frozen
 from ranks import run_ranks
 
-from zeropp_fp8.export import export_checkpoint
+from zeropp_fp8.export import export_checkpoint, main
 from zeropp_fp8.zero.fragment import QuantizedFragment
 
 NF4 = frozen("nf4", block_size=16, double_quantize=True)
@@ -65,11 +65,11 @@ def test_resumes_in_other_settings(fields, dtype, zero_init, more, tmp_path):
         assert_same(resumed["state"], run["state"])
 
 
-def test_loading_replaces_copies_of_the_weights_before(tmp_path):
+def test_loading_replaces_copies_of_the_weights_before(saved):
     """Into an engine that has trained: payloads of units and secondary shards are those of other codes."""
-    options = {"fields": NF4, "more": {"secondary": {"scope": "node"}}, "folder": str(tmp_path)}
-    runs = run_ranks(jobs.train_and_save, **options)
-    for run, (loss, losses) in zip(runs, run_ranks(jobs.load_in_the_middle, **options)):
+    folder, runs = saved
+    more = {"secondary": {"scope": "node"}}
+    for run, (loss, losses) in zip(runs, run_ranks(jobs.load_in_the_middle, folder=folder, fields=NF4, more=more)):
         assert loss == run["evaluation"] and losses == run["losses"][2:]
 
 
@@ -185,10 +185,9 @@ def test_readers_of_numbers_are_told(saved):
 def exported(saved, tmp_path_factory):
     """The exported copy, made by the command."""
     out = tmp_path_factory.mktemp("exported") / "new"
-    command = [sys.executable, "-m", "zeropp_fp8.export", saved[0], str(out), "--tag", "two"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"zeropp_fp8.export: {out} has 14 weights as numbers that {saved[0]} has as codes\n"
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        main([saved[0], str(out), "--tag", "two"])
+    assert said.getvalue() == f"zeropp_fp8.export: {out} has 14 weights as numbers that {saved[0]} has as codes\n"
     return str(out)
 
 

@@ -83,23 +83,27 @@ def test_overflow_on_one_rank_skips_the_step_on_all():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_held_out_loss_and_bytes(dtype):
-    """Mean of 3 seeds: zeropp within 1 % of stock, zeropp-4bit within 2 %; bytes between nodes 0.19 x and 0.13 x."""
-    results = run_ranks(jobs.held_out_losses, dtype=dtype, recipes=(None, "zeropp", "zeropp-4bit"), timeout=400)[0]
+    """zeropp within 0.7 % of stock, zeropp-4bit within 2 %; bytes between nodes 0.19 x and 0.13 x.
 
-    def of(recipe):
-        return [results[(recipe, seed)] for seed in range(3)]
-
-    stock = statistics.mean(of(None))
-    print(f"{dtype}: stock {stock:.4f}, its seeds {of(None)}; zeropp {of('zeropp')}; 4bit {of('zeropp-4bit')}")
-    assert stock < 4.0, "nothing was learned"
-    assert abs(statistics.mean(of("zeropp")) / stock - 1) <= 0.01
-    assert abs(statistics.mean(of("zeropp-4bit")) / stock - 1) <= 0.02
-    for recipe, limit in (("zeropp", 0.19), ("zeropp-4bit", 0.13)):
+    Means over seeds; five seeds differ from stock by 0.34 +- 0.07 % and 0.7 +- 0.5 % (standard deviation), so 4 bits
+    need more of them. Stock runs on one rank with the batches of all four: the losses are those of four ranks to 4
+    decimals, in a tenth of the time.
+    """
+    seeds = {"zeropp": (0, 1), "zeropp-4bit": (0, 1, 2)}
+    runs = [(recipe, seed) for recipe in seeds for seed in seeds[recipe]]
+    stock_runs = [(None, seed) for seed in (0, 1, 2)]
+    results = run_ranks(jobs.held_out_losses, world=1, ranks_per_node=1, dtype=dtype, runs=stock_runs, ranks=4)[0]
+    results |= run_ranks(jobs.held_out_losses, dtype=dtype, runs=runs, ranks=4)[0]
+    print(dtype, {run: loss for run, loss in results.items() if "report" not in run})
+    for recipe, limit, limit_of_bytes in (("zeropp", 0.007, 0.19), ("zeropp-4bit", 0.02, 0.13)):
+        stock = statistics.mean(results[None, seed] for seed in seeds[recipe])
+        assert stock < 3.6, "little was learned"
+        assert abs(statistics.mean(results[recipe, seed] for seed in seeds[recipe]) / stock - 1) <= limit
         report = results[(recipe, "report")]
         inter = sum(kind["inter"] for kind in report["per_step"].values())
         stock_inter = sum(kind["inter"] for kind in report["stock_per_step"].values())
         assert report["per_step"]["weights_backward"]["inter"] == 0
-        assert inter <= limit * stock_inter, (recipe, inter / stock_inter)
+        assert inter <= limit_of_bytes * stock_inter, (recipe, inter / stock_inter)
 
 
 STOCHASTIC = {

@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from models import batches, build, ds_config, full_weights, llama, make_engine, section, train
+from models import KEPT, batches, build, ds_config, full_weights, llama, make_engine, section, train
 from parity_jobs import switch
 from zero_jobs import forward_backward, shared_folder
 
@@ -144,7 +144,7 @@ def checkpoints(recipe, lora=False):
     tokens = list(batches(6, dist.get_rank()))
     chosen = {} if recipe == "fp8-lm" else fields("balance")
     own = ds_config(section(recipe, **chosen), "bf16", gradient_clipping=1.0)
-    stock = ds_config(None, "bf16", gradient_clipping=1.0)
+    stock = ds_config(None, "bf16", gradient_clipping=1.0, zero_optimization=KEPT)
 
     def engine_of(config, seed):
         switch(config is own)

@@ -267,41 +267,45 @@ def library_bytes(limit=400_000):
     return torch.frombuffer(bytearray(data[:limit]), dtype=torch.uint8).long()
 
 
-def held_out_losses(dtype, recipes, seeds=(0, 1, 2), steps=30, batch=8, length=32, peak_lr=1e-3):
-    """Held-out loss of each recipe (None: stock) and seed after training on real text; ranks see different data."""
+def held_out_losses(dtype, runs, ranks, steps=20, batch=8, length=32, peak_lr=2e-3):
+    """{(recipe, seed): held-out loss} of each of `runs` after training on real text, and {(recipe, "report")}.
+
+    Recipe None is stock. There are `ranks` streams of text, one a rank; on one rank that has the sequences of all, a
+    batch is the same and nothing has to be sent.
+    """
     text = library_bytes()
     train_text, held_out = text[:-40_000], text[-40_000:]
-    rank = dist.get_rank()
+    streams = range(ranks) if dist.get_world_size() == 1 else [dist.get_rank()]
     results = {}
-    for recipe in recipes:
-        for seed in seeds:
-            switch(recipe is not None)
-            kept = {} if recipe else KEPT
-            config = ds_config(
-                section(recipe) if recipe else None,
-                dtype,
-                train_micro_batch_size_per_gpu=batch,
-                zero_optimization=kept,
-            )
-            engine = make_engine(llama(seed=seed), config, lr=peak_lr)
-            generator = torch.Generator().manual_seed(100 * seed + rank)
-            for step in range(steps):
-                for group in engine.optimizer.param_groups:
-                    group["lr"] = peak_lr * min(1.0, (step + 1) / 10)
-                starts = torch.randint(0, len(train_text) - length, (batch,), generator=generator)
-                tokens = torch.stack([train_text[s : s + length] for s in starts])
-                forward_backward(engine, tokens)
-                engine.step()
-            generator = torch.Generator().manual_seed(rank)
-            starts = torch.randint(0, len(held_out) - length, (32,), generator=generator)
-            tokens = torch.stack([held_out[s : s + length] for s in starts])
-            with torch.no_grad():
-                loss = engine(input_ids=tokens, labels=tokens).loss.detach().float()
-            dist.all_reduce(loss)
-            results[(recipe, seed)] = loss.item() / dist.get_world_size()
-            if recipe is not None:
-                results[(recipe, "report")] = zeropp_fp8.wire_report(engine)
-            engine.destroy()
+
+    def draw(text, generators, count):
+        starts = torch.cat([torch.randint(0, len(text) - length, (count,), generator=g) for g in generators])
+        return torch.stack([text[start : start + length] for start in starts])
+
+    for recipe, seed in runs:
+        switch(recipe is not None)
+        kept = {} if recipe else KEPT
+        config = ds_config(
+            section(recipe) if recipe else None,
+            dtype,
+            train_micro_batch_size_per_gpu=batch * len(streams),
+            zero_optimization=kept,
+        )
+        engine = make_engine(llama(seed=seed), config, lr=peak_lr)
+        generators = [torch.Generator().manual_seed(100 * seed + stream) for stream in streams]
+        for step in range(steps):
+            for group in engine.optimizer.param_groups:
+                group["lr"] = peak_lr * min(1.0, (step + 1) / 10)
+            forward_backward(engine, draw(train_text, generators, batch))
+            engine.step()
+        tokens = draw(held_out, [torch.Generator().manual_seed(stream) for stream in streams], 32)
+        with torch.no_grad():
+            loss = engine(input_ids=tokens, labels=tokens).loss.detach().float()
+        dist.all_reduce(loss)
+        results[(recipe, seed)] = loss.item() / dist.get_world_size()
+        if recipe is not None:
+            results[(recipe, "report")] = zeropp_fp8.wire_report(engine)
+        engine.destroy()
     return results
 
 

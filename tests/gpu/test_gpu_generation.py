@@ -25,7 +25,8 @@ def test_generation(recipe, compute):
     for name, row in result["found"].items():
         # bf16 sums in another order and merged weights that are rounded: some 2^-8; FP8 products besides: some 2^-4.
         assert row["error"] < (0.02 if compute == "none" else 0.15), (name, row)
-        assert abs(row["grown"]) < 2**16 and row["shape"] == [4, 40], (name, row)
+        # All memory comes back. More may: a first pass of other shapes lets go of what training had cached.
+        assert row["grown"] < 2**16 and row["shape"] == [4, 40], (name, row)
     if recipe == "qlora" and compute == "none":
         held = {name: row["held"] for name, row in result["found"].items()}
         assert held["codes, True, 32"] < 0.6 * held["values, True, 32"]
