@@ -15,11 +15,18 @@ from pathlib import Path
 MOST_RANKS = 4
 
 
-def device(multiple_of: int = 1) -> tuple[str, int]:
-    """(accelerator, ranks): up to 4 GPUs, a multiple of `multiple_of`, or where there are fewer, 4 CPU processes."""
+def device(multiple_of: int = 1, ranks: int = 0) -> tuple[str, int]:
+    """(accelerator, ranks): GPUs where there are enough of them, else CPU processes.
+
+    Args:
+        multiple_of: without `ranks`, their number is a multiple of it on GPUs.
+        ranks: so many; 0: up to 4 GPUs, or 4 CPU processes.
+    """
     import torch
 
     gpus = torch.cuda.device_count()
+    if ranks:
+        return ("cuda" if gpus >= ranks else "cpu"), ranks
     if gpus >= multiple_of:
         return "cuda", min(gpus, MOST_RANKS) // multiple_of * multiple_of
     return "cpu", MOST_RANKS
@@ -49,7 +56,8 @@ def launch(name: str, script: Path, arguments: Sequence[object], accelerator: st
         SystemExit: it failed.
     """
     scripts = Path(sysconfig.get_paths()["scripts"])
-    command = [sys.executable, str(scripts / "deepspeed"), "--quiet", "--num_accelerators", str(ranks)]
+    # What the command `deepspeed` runs; as a module it is found wherever DeepSpeed is installed.
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--num_accelerators", str(ranks)]
     command += ["--master_port", str(free_port()), str(script), *map(str, arguments)]
     environment = dict(os.environ)
     environment["PATH"] = f"{scripts}{os.pathsep}{environment.get('PATH', '')}"

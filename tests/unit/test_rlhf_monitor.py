@@ -295,3 +295,10 @@ def test_draw(tmp_path, figures, capsys):
     assert curves_of(figures[0].axes[0])[0][:2] == ([1, 2], [0.5, 1.0]) and not figures[0].legends
     draw(tmp_path, ["lr"])
     assert [axes.get_title() for axes in figures[1].axes] == ["lr"]
+
+
+def test_draw_of_a_run_shorter_than_its_logging(tmp_path):
+    (tmp_path / "log.jsonl").write_text("")
+    assert draw(tmp_path) is None and draw(tmp_path, ["reward"]) is None
+    write_log(tmp_path / "log.jsonl", [{"step": 1, "reward": 1.0}])
+    assert draw(tmp_path, ["reward", "kl"]) == tmp_path / "log.png"

@@ -16,6 +16,8 @@ from transformers import HfArgumentParser
 
 from common.verifiers import reward_function
 
+STAGES = ("sft", "reward", "dpo", "ppo", "grpo")
+
 
 def about(help: str, **more) -> dict:
     """The metadata of a field: its help text; `more` goes to argparse."""
@@ -195,6 +197,63 @@ class GRPOArguments(RolloutArguments):
     beta: float = option(0.0, "of the KL divergence from the reference in the loss; 0: no reference is loaded")
 
 
+@dataclass(kw_only=True)
+class EvaluationArguments:
+    """Which policies answer which prompts. The options mean what they mean for PPO."""
+
+    models: list[str] = field(
+        metadata=about("folders that stages wrote, or models; their last names name the files in --out")
+    )
+    out: str = required("folder for the answers")
+    deepspeed_config: str = required("path of the DeepSpeed JSON")
+    data: list[str] = field(metadata=about("prompts, with the columns that the reward functions need"))
+    reward_functions: list[str] = field(metadata=about("by name, as module:function or as file.py:function"))
+    max_prompt_tokens: int = option(256, "longer prompts are left out")
+    max_new_tokens: int = option(256, "of a response")
+    eval_batch: int = option(32, "prompts that a rank answers at a time")
+    chat: bool = option(False, "put texts into the tokenizer's chat template, prompts as the user's turn")
+    bad_rows: str = option("skip", "malformed rows: leave out, or stop at start", choices=["skip", "refuse"])
+    lora_rank: int | None = option(
+        None,
+        "as in training; 0: adapters are merged; not given: they are not where the ds_config stores frozen weights",
+    )
+    local_rank: int = option(-1, "given by the deepspeed launcher")
+
+    def of(self, model: str) -> RolloutArguments:
+        """As the parts that PPO shares take them."""
+        shared = {name: value for name, value in vars(self).items() if name != "models"}
+        return RolloutArguments(model=model, **shared)
+
+
+@dataclass(kw_only=True)
+class PipelineArguments:
+    """What is run, on what, with which settings."""
+
+    out: str = required("folder for everything")
+    stages: list[str] = field(
+        default_factory=lambda: ["sft", "reward", "ppo"],
+        metadata=about("in this order, each once", choices=list(STAGES)),
+    )
+    model: str | None = option(None, "where the first stage starts; not given: a random small Llama is made")
+    data: str | None = option(None, "folder with files named as make_data.py names them; not given: they are made")
+    recipe: str = option("zeropp", "of ds_configs/, or the path of a DeepSpeed JSON")
+    settings: str | None = option(
+        None, 'JSON: options of each stage by its name, and under "ds_config" what differs from the recipe\'s file'
+    )
+    changes: list[str] = field(
+        default_factory=list,
+        metadata=about("settings given here: STAGE.OPTION=VALUE, ds_config.KEY=VALUE", aliases=["--set"]),
+    )
+    metric: str = option("exact_match", "reward function of 0 and 1 that answers to held-out prompts are judged by")
+    ranks: int = option(
+        0, "processes, on as many GPUs, or on the CPU where there are fewer; 0: up to 4 GPUs, or 4 on the CPU"
+    )
+    nodes: int = option(1, "this machine's ranks are treated as so many nodes")
+    seed: int = option(0, "of data, model and all stages")
+    resume: bool = option(False, "go on with an earlier run in --out: finished stages are left as they are")
+    replace: bool = option(False, "remove what an earlier run of these stages left in --out first")
+
+
 # What a resumed run may do otherwise than the run it continues.
 MAY_CHANGE = {
     "out", "deepspeed_config", "local_rank", "log_every", "save_every", "keep_checkpoints", "resume", "sample_every",
@@ -210,19 +269,27 @@ def parse(kind: type, description: str):
 
 
 def read_ds_config(arguments: RunArguments) -> dict:
-    """The ds_config.
+    """The ds_config, see `checked_ds_config`."""
+    path = Path(arguments.deepspeed_config)
+    return checked_ds_config(json.loads(path.read_text()), f"--deepspeed_config {path}")
+
+
+def checked_ds_config(ds_config: dict, name: str) -> dict:
+    """The ds_config, with the sizes of a step in it.
+
+    Args:
+        name: what an error calls it.
 
     Raises:
-        ValueError: it is not for ZeRO stage 3, or lacks the size of a micro-batch.
+        ValueError: it is not for ZeRO stage 3, or a size is no number.
     """
-    path = Path(arguments.deepspeed_config)
-    ds_config = json.loads(path.read_text())
     if ds_config.get("zero_optimization", {}).get("stage") != 3:
-        raise ValueError(f'--deepspeed_config {path}: set "zero_optimization.stage" to 3; these scripts are for ZeRO-3')
-    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        if not isinstance(ds_config.setdefault(key, 1), int):
-            raise ValueError(f'--deepspeed_config {path}: "{key}" is {ds_config[key]!r}; give a number')
-    return ds_config
+        raise ValueError(f'{name}: set "zero_optimization.stage" to 3; these scripts are for ZeRO-3')
+    sizes = {key: ds_config.get(key, 1) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
+    for key, value in sizes.items():
+        if not isinstance(value, int):
+            raise ValueError(f'{name}: "{key}" is {value!r}; give a number')
+    return ds_config | sizes
 
 
 def settings(arguments: RunArguments, ds_config: dict, world: int) -> dict:

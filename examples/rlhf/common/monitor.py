@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from tqdm import tqdm
 
@@ -168,7 +169,7 @@ def memory_and_bytes(*engines) -> dict[str, float]:
         outside_inter_mb, outside_intra_mb: the same outside of steps (rollouts, evaluation, checkpoints), so far.
         The last four only with engines that run with zeropp_fp8.
     """
-    if torch.cuda.is_available():
+    if get_accelerator().device_name() == "cuda":  # ranks may be on the CPU of a machine that has GPUs
         memory = torch.cuda.max_memory_allocated()
     else:
         unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss: bytes on macOS, KiB on Linux
@@ -237,9 +238,16 @@ def draw_curves(
     plt.close(figure)
 
 
-def draw(folder: str | Path, keys: Sequence[str] = ()) -> Path:
-    """Draw FOLDER/log.jsonl, all its numbers or `keys`, into FOLDER/log.png; returns its path."""
+def draw(folder: str | Path, keys: Sequence[str] = ()) -> Path | None:
+    """Draw FOLDER/log.jsonl into FOLDER/log.png: all its numbers, or those of `keys` that it has.
+
+    Returns:
+        its path; None where nothing was logged, as in a run shorter than --log_every.
+    """
     folder = Path(folder)
     names = dict.fromkeys(name for row in read_log(folder / LOG) for name in row if name != "step")
-    draw_curves({folder.name: folder / LOG}, keys or list(names), folder / "log.png")
+    drawn = [name for name in keys or names if name in names]
+    if not drawn:
+        return None
+    draw_curves({folder.name: folder / LOG}, drawn, folder / "log.png")
     return folder / "log.png"

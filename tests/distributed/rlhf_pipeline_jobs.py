@@ -1,0 +1,18 @@
+"""A script of the RLHF examples as the pipeline runs it, on ranks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+RLHF = Path(__file__).resolve().parents[2] / "examples" / "rlhf"
+for _folder in (RLHF, RLHF.parent):
+    if str(_folder) not in sys.path:
+        sys.path.append(str(_folder))
+
+
+def main_of(script, words):
+    """What `python SCRIPT WORDS` does."""
+    sys.argv = [str(script), *words]
+    importlib.import_module(Path(script).stem).main()
