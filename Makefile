@@ -10,9 +10,10 @@ BENCH_ARGS ?=
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence bench-frozen bench-generation check format clean
+.PHONY: help demo rlhf-demo test bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence bench-frozen bench-generation bench-rlhf check format clean
 help:
 	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
+	@echo "make rlhf-demo  SFT, reward model and PPO of a tiny model on tasks with exact answers; results in runs/rlhf-demo"
 	@echo "make test     all tests"
 	@echo "make bench-two-nodes   step times and bytes on two emulated nodes (root); results in runs/two_nodes.*"
 	@echo "make bench-kernels     time and bandwidth of the quantization kernels; results in runs/kernels.json"
@@ -22,12 +23,18 @@ help:
 	@echo "make bench-fp8-lm-convergence   held-out losses of FP8-LM, its ablation table and mu; results in runs/fp8_lm_*"
 	@echo "make bench-frozen      memory, speed and losses of LoRA over INT4, INT8 and NF4 weights; results in runs/frozen_*"
 	@echo "make bench-generation  milliseconds a token inside a ZeRO-3 engine; results in runs/generation.json"
+	@echo "make bench-rlhf     PPO's training phase and memory, and what PPO and GRPO reach beside bf16; runs/rlhf_*"
 	@echo "make check    ruff: lint and format"
 	@echo "make format   let ruff reformat"
 	@echo "make clean    remove .venv and caches"
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/pretrain/demo.py $(DEMO_ARGS)
+
+# Two ranks, whatever there is: the settings are for that many. With two GPUs or more on GPUs, else on the CPU.
+rlhf-demo: $(VENV)/.run
+	$(BIN)/python examples/rlhf/pipeline.py --settings examples/rlhf/demo.json --ranks 2 --nodes 2 --replace \
+		--out runs/rlhf-demo $(DEMO_ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(TEST_ARGS)
@@ -71,6 +78,12 @@ bench-generation: $(VENV)/.run
 	mkdir -p runs
 	$(BIN)/python benchmarks/generation.py --out runs/generation.json $(BENCH_ARGS)
 
+# The second takes some 17 minutes on a large GPU, 5 pipelines side by side.
+bench-rlhf: $(VENV)/.run
+	mkdir -p runs
+	$(BIN)/python benchmarks/rlhf_step.py --out runs/rlhf_step.json $(BENCH_ARGS)
+	$(BIN)/python benchmarks/rlhf_quality.py --side-by-side 5 --out runs/rlhf_quality.json --plot runs/rlhf_quality.png
+
 check: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -106,5 +119,5 @@ $(VENV)/.bench: $(VENV)/.run
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(BIN)/pip install --progress-bar off -c constraints.txt -e ".[examples,test,dev]"
+	$(BIN)/pip install --progress-bar off -c constraints.txt -e ".[examples,test,dev,rlhf,compare]"
 	@touch $@

@@ -1,0 +1,292 @@
+"""What PPO and GRPO reach with quantized models, beside bf16: SFT -> reward model -> PPO, and SFT -> GRPO, some seeds.
+
+    python benchmarks/rlhf_quality.py --out runs/rlhf_quality.json --plot runs/rlhf_quality.png
+    python benchmarks/rlhf_quality.py --seeds 2 --ranks 2 --out runs/rlhf_quality.json        (a CPU, some 15 minutes)
+    python benchmarks/rlhf_quality.py --merge a.json b.json --out all.json --plot all.png
+
+Every run is examples/rlhf/pipeline.py from nothing: data, a random Llama (103 million parameters on a GPU, 0.12 million
+on a CPU), and all stages with one ds_config of ds_configs/: `stock` is DeepSpeed's ZeRO-3 in bf16, the others are
+recipes of this package. A seed gives the same data, weights, order and sampling seeds in all of them. With several
+ranks each is treated as a node, so that all that is sent is quantized; one rank sends nothing, and what is left of a
+recipe is its compute, its optimizer, and the frozen models' weights.
+
+The policies answer 1000 held-out tasks greedily: exact_match is the rate of right answers. A recipe's mean over seeds
+is compared with the 95 % interval of bf16's (Student's t). --side-by-side pipelines share the device; --timeout bounds
+everything, and a finished run is in --out at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "rlhf"))
+
+import torch
+from common.monitor import LOG, read_log
+from environment import append_to, describe, dumped, read_result
+from jobs import begin_result, end_result
+from launching import computes_in_bf16, device
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+METRIC, BF16 = "exact_match", "stock"
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, 97.5 %, 1 ... 9 degrees
+CURVES = (f"reward_{METRIC}", "reward", "kl", "entropy", f"eval_{METRIC}")
+
+_ROLLOUT = {
+    "rollout_batch": 512,
+    "lr": 3e-5,
+    "missing_eos_penalty": 1.0,
+    "reward_weights": [1.0],
+    "max_prompt_tokens": 32,
+    "max_new_tokens": 12,
+    "eval_batch": 512,
+}
+SETTINGS = {
+    "base": {
+        "make_data": {"model": "base", "text_characters": 0},
+        "ds_config": {"train_micro_batch_size_per_gpu": 128},
+        "sft": {"steps": 150, "lr": 3e-4, "warmup": 20, "max_tokens": 64, "log_every": 10},
+        "reward": {"steps": 150, "lr": 1e-4, "warmup": 20, "max_tokens": 64, "centering": 0.01, "log_every": 10},
+        "ppo": {"critic_lr": 1e-4, "kl_coefficient": 0.05, "reward_model_weight": 0.25, **_ROLLOUT},
+        "grpo": _ROLLOUT,
+        "evaluate": {"max_prompt_tokens": 32, "max_new_tokens": 12, "eval_batch": 512},
+    },
+}
+SETTINGS["tiny"] = json.loads((EXAMPLES / "rlhf" / "demo.json").read_text())
+SETTINGS["tiny"]["grpo"] = {
+    key: value for key, value in SETTINGS["tiny"]["ppo"].items() if key not in ("critic_lr", "kl_coefficient")
+} | {"reward_model_weight": 0.0}
+
+
+# --- one run -----------------------------------------------------------------------------------------------------
+
+
+def settings_of(args, folder: Path) -> Path:
+    """The settings file of a pipeline."""
+    settings = json.loads(json.dumps(SETTINGS[args.size]))
+    for stage in ("ppo", "grpo"):
+        settings[stage] |= {"iterations": args.iterations, "eval_every": max(1, args.iterations // 4)}
+        settings[stage]["rollout_batch"] //= args.ranks if args.size == "base" else 1
+    settings["ds_config"]["train_micro_batch_size_per_gpu"] //= args.ranks if args.size == "base" else 1
+    path = folder / "settings.json"
+    path.write_text(json.dumps(settings, indent=1))
+    return path
+
+
+def pipeline(words: list[str], log: Path, deadline: float) -> None:
+    """Run examples/rlhf/pipeline.py to its end.
+
+    Raises:
+        RuntimeError: it failed; with the end of its output.
+        TimeoutError: the time is up.
+    """
+    with log.open("w") as file:
+        command = [sys.executable, str(EXAMPLES / "rlhf" / "pipeline.py"), *words]
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(timeout=max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its ranks
+            process.wait()
+            raise TimeoutError(f"no time was left; the log ends with {log.read_text()[-300:]!r}") from None
+    if code:
+        raise RuntimeError(f"exit status {code}; the log ends with {log.read_text()[-2000:]}")
+
+
+def run(recipe: str, seed: int, args, folder: Path, deadline: float) -> dict:
+    """The row of a recipe and a seed."""
+    out = folder / f"{recipe}_{seed}"
+    out.mkdir()
+    shared = ["--settings", str(settings_of(args, out)), "--recipe", recipe, "--seed", str(seed)]
+    shared += ["--ranks", str(args.ranks), "--nodes", str(args.ranks), "--metric", METRIC]
+    began = time.monotonic()
+    pipeline([*shared, "--stages", "sft", "reward", "ppo", "--out", str(out / "ppo")], out / "ppo.log", deadline)
+    start = ["--model", str(out / "ppo" / "sft"), "--data", str(out / "ppo" / "data")]
+    pipeline([*shared, *start, "--stages", "grpo", "--out", str(out / "grpo")], out / "grpo.log", deadline)
+    row = {"recipe": recipe, "seed": seed, "seconds": round(time.monotonic() - began, 1), "curves": {}}
+    for stage in ("ppo", "grpo"):
+        summary = json.loads((out / stage / "summary.json").read_text())
+        row |= {name: summary[name][METRIC] for name in ("sft", stage)}
+        row["reward_accuracy"] = summary["logs"].get("reward", {}).get("accuracy", row.get("reward_accuracy"))
+        log = read_log(out / stage / stage / LOG)
+        row["curves"][stage] = {key: curve(log, key) for key in CURVES}
+    return row
+
+
+def curve(log: list[dict], key: str) -> list[list[float]]:
+    """[steps, values] of a log's number."""
+    lines = [line for line in log if key in line]
+    return [[line["step"] for line in lines], [round(line[key], 4) for line in lines]]
+
+
+def measure(args) -> dict:
+    """Do all runs."""
+    begin_result(args.out, describe("benchmarks/rlhf_quality.py", sys.argv[1:]))
+    head = read_result(args.out)
+    names = ("size", "ranks", "iterations", "seeds", "recipes", "bf16")
+    head["settings"] = {name: getattr(args, name) for name in names} | {"pipeline": SETTINGS[args.size]}
+    Path(args.out).write_text(dumped(head))
+    deadline = time.monotonic() + args.timeout
+
+    def work(case: tuple[str, int]) -> None:
+        recipe, seed = case
+        try:
+            row = run(recipe, seed, args, Path(folder), deadline)
+        except (RuntimeError, TimeoutError) as error:
+            append_to(args.out, "failed", {"run": f"{recipe}, seed {seed}", "error": str(error)})
+            print(f"{recipe}, seed {seed}: {error}", flush=True)
+            return
+        append_to(args.out, "rows", row)
+        print(
+            f"{recipe}, seed {seed}: sft {row['sft']:.3f}, ppo {row['ppo']:.3f}, grpo {row['grpo']:.3f} in "
+            f"{row['seconds']:.0f} s",
+            flush=True,
+        )
+
+    cases = [(recipe, seed) for seed in range(args.first_seed, args.first_seed + args.seeds) for recipe in args.recipes]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.side_by_side) as pool:
+        list(pool.map(work, cases))
+    return read_result(args.out)
+
+
+# --- what they came to -------------------------------------------------------------------------------------------
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean of some runs (Student's t).
+
+    Raises:
+        ValueError: fewer than 2 runs, or more than 10.
+    """
+    if not 2 <= len(values) <= len(T_95) + 1:
+        raise ValueError(f"an interval of {len(values)} runs: give 2 to {len(T_95) + 1} seeds")
+    half = T_95[len(values) - 2] * statistics.stdev(values) / len(values) ** 0.5
+    mean = statistics.fmean(values)
+    return mean - half, mean + half
+
+
+def compare(rows: list[dict]) -> list[dict]:
+    """A line a recipe and policy: means over seeds, intervals, and where it lies in bf16's."""
+    lines = []
+    by_recipe = {recipe: [row for row in rows if row["recipe"] == recipe] for recipe in {r["recipe"] for r in rows}}
+    for recipe in sorted(by_recipe, key=lambda name: (name != BF16, name)):
+        for policy in ("sft", "ppo", "grpo"):
+            values = [row[policy] for row in by_recipe[recipe]]
+            line = {"recipe": recipe, "policy": policy, "seeds": len(values), "mean": statistics.fmean(values)}
+            if len(values) > 1:
+                line["interval"] = list(interval(values))
+                if policy != "sft":
+                    gains = [row[policy] - row["sft"] for row in by_recipe[recipe]]
+                    line |= {"gain": statistics.fmean(gains), "gain_interval": list(interval(gains))}
+            reference = [each for each in lines if each["recipe"] == BF16 and each["policy"] == policy]
+            if recipe != BF16 and reference and "interval" in reference[0]:
+                low, high = reference[0]["interval"]
+                line["within_bf16"] = low <= line["mean"] <= high
+            lines.append(line)
+    return lines
+
+
+def show(lines: list[dict]) -> None:
+    """Print the table."""
+    print(
+        f"\n{'recipe':<14}{'policy':<8}{'seeds':>6}{'exact match':>13}{'95 % interval':>18}{'gain':>8}{'interval':>18}"
+    )
+    for line in lines:
+        spans = [
+            f"[{100 * line[key][0]:.1f}, {100 * line[key][1]:.1f}]" if key in line else "-"
+            for key in ("interval", "gain_interval")
+        ]
+        gain = f"{100 * line['gain']:+.1f}" if "gain" in line else "-"
+        inside = {True: "  within bf16's", False: "  OUTSIDE bf16's"}.get(line.get("within_bf16"), "")
+        print(
+            f"{line['recipe']:<14}{line['policy']:<8}{line['seeds']:>6}{100 * line['mean']:>11.1f} %{spans[0]:>18}"
+            f"{gain:>8}{spans[1]:>18}{inside}"
+        )
+
+
+def plot(rows: list[dict], path: str) -> None:
+    """Curves of both algorithms: each seed thin, the mean over seeds thick."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = [(f"reward_{METRIC}", "exact match of samples"), (f"eval_{METRIC}", "held out, greedy"), ("entropy",) * 2]
+    figure, grid = plt.subplots(2, len(panels), figsize=(4.2 * len(panels), 6.2), layout="constrained", squeeze=False)
+    recipes = sorted({row["recipe"] for row in rows}, key=lambda name: (name != BF16, name))
+    for axes_row, stage in zip(grid, ("ppo", "grpo")):
+        for axes, (key, title) in zip(axes_row, panels):
+            for number, recipe in enumerate(recipes):
+                curves = [row["curves"][stage][key] for row in rows if row["recipe"] == recipe]
+                for steps, values in curves:
+                    axes.plot(steps, values, color=f"C{number}", linewidth=0.6, alpha=0.35)
+                means = [statistics.fmean(values) for values in zip(*(values for _, values in curves))]
+                label = "bf16" if recipe == BF16 else recipe
+                axes.plot(curves[0][0][: len(means)], means, color=f"C{number}", linewidth=1.9, label=label)
+            axes.set(title=f"{stage}: {title}", xlabel="iteration")
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(axis="y", alpha=0.25)
+    grid[0][0].legend(frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def finish(result: dict, args) -> None:
+    """Add the comparison, show it, draw it."""
+    result["lines"] = compare(result["rows"])
+    Path(args.out).write_text(dumped(result))
+    show(result["lines"])
+    if args.plot and result["rows"]:
+        plot(result["rows"], args.plot)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    accelerator, _ = device()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", default=f"{BF16},fp8-lm", help="files of ds_configs/ (default %(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="default %(default)s")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--size", choices=SETTINGS, default="base" if accelerator == "cuda" else "tiny")
+    parser.add_argument("--ranks", type=int, default=1 if accelerator == "cuda" else 2, help="of a run")
+    parser.add_argument("--iterations", type=int, default=40, help="of PPO, and of GRPO (default %(default)s)")
+    parser.add_argument("--side-by-side", type=int, default=1, help="runs at a time (default %(default)s)")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds for everything (default %(default)g)")
+    parser.add_argument("--merge", nargs="+", metavar="JSON", help="results of several calls: compare all their rows")
+    parser.add_argument("--plot", help="PNG file of the curves")
+    parser.add_argument("--out", default="rlhf_quality.json", help="JSON file (default %(default)s)")
+    args = parser.parse_args(argv)
+    args.recipes = args.recipes.split(",")
+    args.bf16 = computes_in_bf16(accelerator)
+    unknown = [name for name in args.recipes if not (EXAMPLES.parent / "ds_configs" / f"{name}.json").exists()]
+    if unknown:
+        parser.error(f"there is no ds_configs/{unknown[0]}.json")
+    if torch.cuda.device_count() and args.ranks > torch.cuda.device_count():
+        parser.error(f"{args.ranks} GPUs are needed, {torch.cuda.device_count()} found")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    if args.merge:
+        results = [read_result(path) for path in args.merge]
+        result = results[0] | {"rows": [row for each in results for row in each["rows"]]}
+        result["failed"] = [failure for each in results for failure in each["failed"]]
+        result["commands"] = [each["command"] for each in results]
+    else:
+        measure(args)
+        result = end_result(args.out)
+    finish(result, args)
+    sys.exit(1 if result["failed"] else 0)
+
+
+if __name__ == "__main__":
+    main()

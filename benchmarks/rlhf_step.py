@@ -1,0 +1,346 @@
+"""The training phase of PPO: milliseconds and bytes between nodes of a minibatch, and the memory of the four models.
+
+    python benchmarks/rlhf_step.py --out rlhf_step.json                       # one GPU, or small models on a CPU
+    python benchmarks/rlhf_step.py --ranks 2 --gbit 25 --out rlhf_step.json   # two emulated nodes; as root
+
+Random Llamas in bf16; critic and reward model have the actor's size, with a head of one output instead of the lm_head.
+Roles, losses and both phases are those of examples/rlhf/ppo.py. Trained with LoRA (rank 16, all linear layers, AdamW):
+
+stock-lora   stock DeepSpeed's ZeRO-3: policy and reference are adapters over one model, critic and reward over another
+stock-four   stock's, with reference and reward model as models of their own, as in DeepSpeed-Chat
+qlora        recipe qlora, like stock-lora: four models, of which two are stored, in NF4
+
+and with all weights of actor and critic:
+
+stock-full   stock's, states in fp32; reference and reward model in bf16
+zeropp       recipe zeropp; reference and reward model are stored in the format in which weights travel
+fp8-lm       recipe fp8-lm, the same
+
+Stock's decoder layers are z3 leaf modules (--no-leaf: not). Activations are kept, not computed again. Each run has
+processes of its own. An iteration, after --warmup others, is a micro-batch of --batch random sequences on each rank:
+
+experience   log-probabilities of policy and reference, values, scores of the reward model
+training     actor: forward, backward, step; critic: the same
+
+All ranks begin a phase together and the slowest counts; the median of --steps iterations. Bytes of the rank with most:
+
+weights      parameters of all four models, adapters included, as they rest: shards, or codes with their scales
+states       master weights, reduced gradients and moments, after the first step; divided by the trained parameters
+secondary    weights that ranks of a node keep (hpZ), also while unused
+rest         all else that is allocated between iterations: gathered weights that stay, buffers for gathers and buckets
+all          the sum of these
+peak         the most during the training phase, activations included (on a GPU)
+
+Weights are compared with four models in bf16: as computed (2 bytes a parameter and nothing else), and as stock-four or
+stock-full has them. On a CPU "all" is the sum over living tensors that Python finds.
+
+--limit instead finds the largest --batch that fits, by doubling from --start until memory is out and then halving the
+interval --refine times (limits.py; both phases, tokens/s of both); --gib makes the GPU smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+
+import limits
+import torch
+from emulated_nodes import MAX_GBIT, sent_bytes, set_rate_everywhere, two_nodes
+from environment import append_to, describe, join, read_result
+from frozen_runs import Meter
+from generation import SIZES, timed
+from jobs import Job, announce, begin_result, choose_gpus, end_result, run_jobs
+from measuring import limit_memory
+from zero3 import ds_config
+
+SMALL = 1024  # hidden size of a model whose tensors are all below ZeRO-3's usual limits
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the four models are made.
+
+    Attributes:
+        section: of the plugin; None for stock.
+        lora: adapters are trained; else all weights.
+        shared: two models with two adapters each; else four models.
+    """
+
+    section: dict | None
+    lora: bool
+    shared: bool = False
+
+
+RUNS = {
+    "stock-lora": Run(None, lora=True, shared=True),
+    "stock-four": Run(None, lora=True),
+    "qlora": Run({"recipe": "qlora"}, lora=True, shared=True),
+    "stock-full": Run(None, lora=False),
+    "zeropp": Run({"recipe": "zeropp"}, lora=False),
+    "fp8-lm": Run({"recipe": "fp8-lm"}, lora=False),
+}
+STOCK = tuple(name for name, run in RUNS.items() if run.section is None)
+FOUR = {True: "stock-four", False: "stock-full"}  # by `lora`: who has four models in bf16
+KINDS = ("weights", "states", "secondary", "rest", "all")
+
+
+# -- measuring, in every rank ----------------------------------------------------------------------------------------
+
+
+def made(name: str, args, device: torch.device):
+    """The models of a run."""
+    from rlhf_runs import make_models
+
+    run, size = RUNS[name], SIZES[args.size]
+    config = ds_config(run.section, args.batch, small=size.hidden < SMALL, lean=False)
+    leaf = args.leaf and run.section is None
+    return make_models(config, size, device, lora=run.lora, shared=run.shared, leaf=leaf)
+
+
+def measure(name: str, args, device: torch.device) -> dict:
+    """The row of a run."""
+    from rlhf_runs import bytes_by_kind, random_rollouts
+
+    if args.gbit is not None:
+        set_rate_everywhere(None)  # what is sent while it is built is not measured
+    meter = Meter(device)
+    models = made(name, args, device)
+
+    def at_rest() -> dict[str, int]:
+        total, kinds = meter.bytes(), bytes_by_kind(models)
+        return kinds | {"rest": total - sum(kinds.values()), "all": total}
+
+    built = at_rest()
+    if args.gbit:
+        set_rate_everywhere(args.gbit)
+    rollouts = random_rollouts(SIZES[args.size].vocabulary, args.batch, args.prompt, args.tokens, device)
+    times, sent, peaks, losses = [], [], [], []
+    for iteration in range(args.warmup + args.steps):
+        rollout = next(rollouts)
+        counters = [_sent()]
+        experience_ms, experience = timed(partial(models.experience, rollout), device)
+        counters.append(_sent())
+        meter.start_peak()
+        training_ms, figures = timed(partial(models.train, experience), device)
+        peaks.append(meter.peak())
+        counters.append(_sent())
+        times.append((experience_ms, training_ms))
+        sent.append((counters[1] - counters[0], counters[2] - counters[1]))
+        losses.append({name: loss.item() for name, loss in figures.items()})
+        del rollout, experience, figures
+        if iteration == 0:
+            rest = at_rest()
+    mine = {"bytes": rest, "built": built, "peak": max(peaks[args.warmup :], key=lambda peak: peak or 0)}
+    mine |= {"times": times[args.warmup :], "sent": sent[args.warmup :], "losses": losses}
+    everyones = [None] * args.ranks
+    torch.distributed.all_gather_object(everyones, mine)
+    row = _over_ranks(everyones) | {
+        "run": name,
+        "parameters": models.parameters,
+        "trained_parameters": models.trained_parameters,
+    }
+    if args.gbit is None:
+        row["training_tx_bytes_per_node"] = row["experience_tx_bytes_per_node"] = None
+    models.close()
+    return row
+
+
+def _sent() -> int:
+    """Bytes that this node has sent, once nobody is sending."""
+    torch.distributed.barrier()
+    return sent_bytes()
+
+
+def _over_ranks(everyones: list[dict]) -> dict:
+    """Of each iteration the slowest rank, the node that sent most, mean losses; bytes of the rank that has most."""
+    losses = zip(*(each["losses"] for each in everyones))
+    row = {"losses": [{key: statistics.fmean(loss[key] for loss in ranks) for key in ranks[0]} for ranks in losses]}
+    for index, phase in enumerate(("experience", "training")):
+        times = [max(step[index] for step in steps) for steps in zip(*(each["times"] for each in everyones))]
+        sent = [max(step[index] for step in steps) for steps in zip(*(each["sent"] for each in everyones))]
+        row |= {f"{phase}_ms": statistics.median(times), f"{phase}_times_ms": times}
+        row[f"{phase}_tx_bytes_per_node"] = statistics.median(sent)
+    for when in ("bytes", "built"):
+        row[when] = max((each[when] for each in everyones), key=lambda kinds: kinds["all"])
+    row["peak_bytes"] = max((each["peak"] for each in everyones), key=lambda peak: peak or 0)
+    return row
+
+
+def measure_limit(name: str, args, device: torch.device) -> None:
+    """Rows of a run in --limit: one for each batch that is tried."""
+    from rlhf_runs import random_rollouts
+
+    def speed(step_ms: float, batch: int, length: int) -> dict:
+        return {"tokens_per_s": 1e3 * args.ranks * batch * length / step_ms, "mfu": None, "peak_gib": None}
+
+    def rollouts(batch: int, length: int):
+        vocabulary = SIZES[args.size].vocabulary
+        return random_rollouts(vocabulary, batch, length - args.tokens, args.tokens, device)
+
+    limits.measure(name, args, device, make=lambda: made(name, args, device), batches=rollouts, speed=speed)
+
+
+def worker(args) -> None:
+    """Do the runs of a job in this group of ranks."""
+    choose_gpus(args)
+    device = join()
+    limit_memory(args.gib, device)
+    for run in args.runs:
+        announce(args, run)
+        if args.limit:
+            measure_limit(run, args, device)
+            continue
+        row = measure(run, args, device)
+        if torch.distributed.get_rank() == 0:
+            append_to(args.out, "rows", {"round": args.round, **row})
+            print(f"{run}: {row['training_ms']:.1f} ms a minibatch", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+# -- from one process ------------------------------------------------------------------------------------------------
+
+
+def compare(rows: list[dict], ranks: int) -> list[dict]:
+    """A line a run, of several rounds the fastest."""
+    by_run: dict[str, dict] = {}
+    for row in sorted(rows, key=lambda row: -row["training_ms"]):
+        by_run[row["run"]] = row
+    lines = []
+    for name in (name for name in RUNS if name in by_run):
+        row, lora = by_run[name], RUNS[name].lora
+        weights = row["bytes"]["weights"]
+        line = {key: row[key] for key in ("run", "training_ms", "experience_ms", "peak_bytes")}
+        line |= {f"{kind}_bytes": row["bytes"][kind] for kind in KINDS}
+        line["training_tx_bytes_per_node"] = row["training_tx_bytes_per_node"]
+        line["states_per_trained_parameter"] = row["bytes"]["states"] * ranks / row["trained_parameters"]
+        line["of_bf16_computed"] = weights / (2 * row["parameters"] / ranks)
+        four = by_run.get(FOUR[lora])
+        line["of_bf16_measured"] = None if four is None else weights / four["bytes"]["weights"]
+        for stock in STOCK:
+            comparable = stock in by_run and RUNS[stock].lora == lora
+            line[f"times_{stock}"] = by_run[stock]["training_ms"] / row["training_ms"] if comparable else None
+        lines.append(line)
+    return lines
+
+
+def show(result: dict) -> None:
+    """Print the table."""
+    if not result["rows"]:
+        print("\nnothing was measured")
+        return
+    if result["settings"]["limit"]:
+        limits.show(result)
+        return
+    settings = result["settings"]
+    large = max(line["weights_bytes"] for line in result["comparison"]) >= 2**30
+    name, unit = ("GiB", 2**30) if large else ("MiB", 2**20)
+    nodes, ranks = settings["nodes"], settings["ranks"]
+    link = f", {settings['gbit']:g} Gbit/s between nodes" if settings["gbit"] else ""
+    print(
+        f"\nPPO: four Llamas {settings['size']}, {nodes} node(s) x {ranks // nodes} rank(s){link}, a minibatch of "
+        f"{settings['batch']} x {settings['prompt']}+{settings['tokens']} tokens a rank; memory in {name} a rank"
+    )
+    print(
+        f"{'':<11}{'training':>10}{'x stock-':>9}{'x stock-':>9}{'x stock-':>9}{'experience':>12}{'MB between':>12}"
+        f"{'weights':>9}{'% of bf16':>11}{'% of bf16':>11}{'states':>8}{'states B':>10}{'secondary':>11}{'rest':>8}"
+        f"{'all':>8}{'peak':>8}\n"
+        f"{'':<11}{'ms':>10}{'lora':>9}{'four':>9}{'full':>9}{'ms':>12}{'nodes':>12}"
+        f"{'':>9}{'computed':>11}{'measured':>11}{'':>8}{'a trained':>10}"
+    )
+    for line in result["comparison"]:
+        columns = [(line["training_ms"], 10, 1, 1)]
+        columns += [(line[f"times_{stock}"], 9, 2, 1) for stock in STOCK]
+        columns += [(line["experience_ms"], 12, 1, 1), (line["training_tx_bytes_per_node"], 12, 1, 1e6)]
+        columns += [(line["weights_bytes"], 9, 2, unit)]
+        columns += [(line[f"of_bf16_{how}"], 11, 1, 0.01) for how in ("computed", "measured")]
+        columns += [(line["states_bytes"], 8, 2, unit), (line["states_per_trained_parameter"], 10, 2, 1)]
+        columns += [(line["secondary_bytes"], 11, 2, unit)]
+        columns += [(line[f"{kind}_bytes"], 8, 2, unit) for kind in ("rest", "all", "peak")]
+        print(f"{line['run']:<11}" + "".join(_number(*column) for column in columns))
+
+
+def _number(value: float | None, width: int, digits: int, unit: float) -> str:
+    return f"{'-' if value is None else f'{value / unit:.{digits}f}':>{width}}"
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", help=f"some of {','.join(RUNS)} (default: all)")
+    parser.add_argument("--size", choices=SIZES, default="1.3b" if on_gpu else "tiny", help="default: %(default)s")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--gbit", type=float, help="two emulated nodes with so much between them (0: not shaped)")
+    parser.add_argument("--batch", type=int, default=8 if on_gpu else 2, help="sequences of a rank")
+    parser.add_argument("--prompt", type=int, default=256 if on_gpu else 16, help="tokens (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=256 if on_gpu else 16, help="of a response (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="timed iterations (default %(default)s)")
+    parser.add_argument("--warmup", type=int, default=2, help="iterations before them (default %(default)s)")
+    parser.add_argument("--leaf", action=argparse.BooleanOptionalAction, default=True, help="z3 leaf modules for stock")
+    parser.add_argument("--limit", action="store_true", help="find the largest batch that fits instead")
+    parser.add_argument("--start", type=int, default=1, help="first batch of --limit (default %(default)s)")
+    parser.add_argument("--stop", type=int, default=1024, help="its last batch (default %(default)s)")
+    parser.add_argument("--refine", type=int, default=1, help="times that it halves the interval")
+    parser.add_argument("--gib", type=float, help="memory that a process may have")
+    parser.add_argument("--rounds", type=int, default=1, help="every other one backwards; the table has the fastest")
+    parser.add_argument("--timeout", type=float, default=570, help="seconds for everything (default: %(default)g)")
+    parser.add_argument("--out", default="rlhf_step.json", help="JSON file (default %(default)s)")
+    args = parser.parse_args(argv)
+    args.nodes = 1 if args.gbit is None else 2
+    if args.gbit is not None and not 0 <= args.gbit <= MAX_GBIT:
+        parser.error(f"--gbit: from 0 (not shaped) to {MAX_GBIT:g}, what the queue can shape")
+    if args.ranks % args.nodes:
+        parser.error(f"{args.ranks} ranks cannot be cut into {args.nodes} nodes")
+    if on_gpu and torch.cuda.device_count() < args.ranks:
+        parser.error(f"{args.ranks} GPUs are needed, {torch.cuda.device_count()} found")
+    if args.steps < 1 or args.warmup < 1:
+        parser.error("--steps and --warmup: at least 1; the first iteration makes the moments and compiles kernels")
+    if args.limit and args.gbit is not None:
+        parser.error("--limit has no link between nodes: leave --gbit out")
+    args.runs = args.runs.split(",") if args.runs else list(RUNS)
+    unknown = [run for run in args.runs if run not in RUNS]
+    if unknown:
+        parser.error(f"unknown run {unknown[0]}; runs are {', '.join(RUNS)}")
+    return args
+
+
+def search(args, deadline: float) -> None:
+    """The rows of --limit."""
+    args.axis, args.micro_batch, args.sequence = "batch", args.batch, args.prompt + args.tokens
+    args.side_by_side = max(1, torch.cuda.device_count() // args.ranks)
+    limits.search(__file__, args, deadline)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        worker(argparse.Namespace(**json.loads(sys.argv[2])))
+        return
+    args = parse()
+    names = ("size", "ranks", "nodes", "gbit", "batch", "prompt", "tokens", "steps", "warmup", "leaf", "limit", "gib")
+    settings = {name: getattr(args, name) for name in names}
+    settings |= {"checkpointing": False, "model": vars(SIZES[args.size])}
+    begin_result(args.out, describe("benchmarks/rlhf_step.py", sys.argv[1:]) | {"settings": settings})
+    deadline = time.monotonic() + args.timeout
+    if args.limit:
+        search(args, deadline)
+    else:
+        order = [(n, run) for n in range(args.rounds) for run in args.runs[:: -1 if n % 2 else 1]]
+        jobs = [Job(f"{run}, round {n}", [run], {"round": n}) for n, run in order]
+        with two_nodes() if args.gbit is not None else contextlib.nullcontext():
+            run_jobs(__file__, jobs, args, deadline, namespaces=args.gbit is not None)
+    rows = read_result(args.out)["rows"]
+    result = end_result(args.out, comparison=limits.compare(rows) if args.limit else compare(rows, args.ranks))
+    show(result)
+    sys.exit(1 if result["failed"] else 0)
+
+
+if __name__ == "__main__":
+    main()
