@@ -78,10 +78,11 @@ bench-generation: $(VENV)/.run
 	mkdir -p runs
 	$(BIN)/python benchmarks/generation.py --out runs/generation.json $(BENCH_ARGS)
 
-# The second takes some 17 minutes on a large GPU, 5 pipelines side by side.
+# The last takes some 17 minutes on a large GPU, 5 pipelines side by side.
 bench-rlhf: $(VENV)/.run
 	mkdir -p runs
 	$(BIN)/python benchmarks/rlhf_step.py --out runs/rlhf_step.json $(BENCH_ARGS)
+	$(BIN)/python benchmarks/rlhf_sft.py --out runs/rlhf_sft.json
 	$(BIN)/python benchmarks/rlhf_quality.py --side-by-side 5 --out runs/rlhf_quality.json --plot runs/rlhf_quality.png
 
 check: $(VENV)/.lint

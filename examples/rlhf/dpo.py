@@ -23,7 +23,7 @@ import zeropp_fp8
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # examples/
 
 from basics import join_the_other_ranks, seed_everything, shut_down
-from common.arguments import DPOArguments, check_length, check_preferences, parse, read_ds_config
+from common.arguments import DPOArguments, check_preferences, check_sequences, parse, read_ds_config
 from common.engines import make_engine
 from common.losses import dpo_loss
 from common.models import (
@@ -38,6 +38,7 @@ from common.models import (
 )
 from common.reference import key_of, pair_logprobs, with_reference
 from common.roles import Role
+from common.samples import Samples
 from common.state import Checkpoints
 from common.supervised import fit, load_items, steps_of
 from common.tokens import encode_preference
@@ -53,7 +54,7 @@ def main() -> None:
 
     start, tokenizer = find_start(arguments.model), load_tokenizer(arguments.model)
     lora, pad = lora_config(arguments, ds_config, start), tokenizer.pad_token_id
-    check_length(arguments.max_tokens, AutoConfig.from_pretrained(start.base), "--max_tokens")
+    check_sequences(arguments, AutoConfig.from_pretrained(start.base))
     parts = {
         name: load_items(arguments, sources, "preference", encode_preference, tokenizer) if sources else []
         for name, sources in (("train", arguments.data), ("eval", arguments.eval_data))
@@ -88,7 +89,8 @@ def main() -> None:
             chosen, rejected = logprobs.detach().mean(1)
             yield loss, figures | {"chosen_logprob": chosen, "rejected_logprob": rejected}
 
-    figures = fit(arguments, ds_config, engine, losses, parts["train"], parts["eval"], checkpoints)
+    samples = Samples(arguments, policy, tokenizer, [pair["chosen"] for pair in parts["eval"] or parts["train"]])
+    figures = fit(arguments, ds_config, engine, losses, parts["train"], parts["eval"], checkpoints, samples)
     save_model(engine.module, arguments.out, tokenizer, policy.adapter)
     if dist.get_rank() == 0:
         print(f"{arguments.out}: {figures}", flush=True)

@@ -21,7 +21,7 @@ import zeropp_fp8
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # examples/
 
 from basics import join_the_other_ranks, seed_everything, shut_down
-from common.arguments import SFTArguments, check_length, parse, read_ds_config
+from common.arguments import SFTArguments, check_sequences, parse, read_ds_config
 from common.engines import make_engine
 from common.losses import sft_loss, token_logprobs, tokens_a_micro_batch
 from common.models import (
@@ -33,6 +33,8 @@ from common.models import (
     recompute_activations,
     save_model,
 )
+from common.roles import Role
+from common.samples import Samples
 from common.state import Checkpoints
 from common.supervised import fit, load_items, steps_of
 from common.tokens import collate, encode_sft
@@ -47,7 +49,7 @@ def main() -> None:
 
     start, tokenizer = find_start(arguments.model), load_tokenizer(arguments.model)
     lora = lora_config(arguments, ds_config, start)
-    check_length(arguments.max_tokens, AutoConfig.from_pretrained(start.base), "--max_tokens")
+    check_sequences(arguments, AutoConfig.from_pretrained(start.base))
     items = load_items(arguments, arguments.data, "sft", encode_sft, tokenizer)
     held_out = load_items(arguments, arguments.eval_data, "sft", encode_sft, tokenizer) if arguments.eval_data else []
     checkpoints = Checkpoints(arguments, ds_config, {"the number of rows": len(items)})
@@ -65,7 +67,9 @@ def main() -> None:
             logits = engine(input_ids=ids, attention_mask=attention, use_cache=False).logits
             yield sft_loss(token_logprobs(logits, ids), mask, tokens)
 
-    figures = fit(arguments, ds_config, engine, losses, items, held_out, checkpoints)
+    policy = Role(engine, None if lora is None else POLICY)
+    samples = Samples(arguments, policy, tokenizer, held_out or items)
+    figures = fit(arguments, ds_config, engine, losses, items, held_out, checkpoints, samples)
     save_model(engine.module, arguments.out, tokenizer, POLICY)
     if dist.get_rank() == 0:
         print(f"{arguments.out}: {figures}", flush=True)

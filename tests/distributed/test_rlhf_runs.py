@@ -1,7 +1,9 @@
 """The RLHF examples' scripts as a whole, on gloo ranks: stopped and resumed, each recipe, stock DeepSpeed, refusals."""
 
+import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import rlhf_jobs as jobs
@@ -141,6 +143,7 @@ def test_supervised_stages(name, recipe, made, tmp_path):
         *("--model", str(made / "base"), "--data", rows, "--eval_data", rows, "--steps", "4", "--lr", "3e-3"),
         *("--max_tokens", "16", "--save_every", "2", "--eval_every", "2", "--lora_dropout", "0.2"),
     ]  # fmt: skip
+    argv += ["--sample_every", "2", "--sample_tokens", "5"] if name == "sft" else []
     config, whole, stopped = jobs.config_of(recipe), tmp_path / "whole", tmp_path / "stopped"
     whole.mkdir()
 
@@ -154,6 +157,12 @@ def test_supervised_stages(name, recipe, made, tmp_path):
     (model,) = (path.name for path in stopped.glob("*.safetensors"))
     (stopped / model).unlink()
     assert run_script(name, config, stopped, [*argv, "--resume"])[0][:2] == ([None], log)
+    samples = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
+    assert (whole / "samples.jsonl").read_text() == (stopped / "samples.jsonl").read_text()
+    prompts = [json.loads(line)["prompt"] for line in Path(rows).read_text().splitlines()[:4]]
+    asked = [(step, prompt) for step in (2, 4) for prompt in prompts] if name == "sft" else []
+    assert [(row["step"], row["prompt"]) for row in samples] == asked
+    assert all("reward" not in row and len(row["completion"]) <= 5 for row in samples)
     first, second = load_file(whole / model), load_file(stopped / model)
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
     from common.models import find_start

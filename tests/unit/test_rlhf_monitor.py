@@ -78,6 +78,9 @@ def test_samples(tmp_path, capsys):
     assert second == "step      7  reward 0  'é' -> 'y" + "y" * 195 + "..."
     with pytest.raises(ValueError, match="zip"):
         monitor.sample(8, ["p"], ["c"], [])
+    monitor.sample(9, ["p"], ["c"])
+    assert lines_of(tmp_path / "samples.jsonl")[-1] == {"step": 9, "prompt": "p", "completion": "c"}
+    assert capsys.readouterr().out == "step      9  'p' -> 'c'\n"
 
 
 def test_bar(tmp_path, capfd):

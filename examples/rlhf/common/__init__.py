@@ -19,6 +19,7 @@ state.py       saving and resuming a whole run
 
 batch.py       tensors that belong together, a row of each for every sequence
 supervised.py  the loop of the stages that learn from rows: SFT, reward model, DPO
+samples.py     what a policy that learns from rows says meanwhile
 reference.py   log-probabilities of DPO's reference: computed once, and kept in a file
 rollout.py     batched generation with its masks; a hook for another engine
 rewards.py     the score of each response: reward functions and a reward model, weighted and added

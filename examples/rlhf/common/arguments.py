@@ -81,7 +81,15 @@ class RowArguments:
 
 
 @dataclass(kw_only=True)
-class SFTArguments(RunArguments, AdapterArguments, RowArguments):
+class SampleArguments:
+    """Looking at what a policy says while it learns from rows."""
+
+    sample_every: int = option(0, "steps from one look at generated texts to the next; 0: none")
+    sample_tokens: int = option(64, "the longest such text")
+
+
+@dataclass(kw_only=True)
+class SFTArguments(RunArguments, AdapterArguments, RowArguments, SampleArguments):
     """Supervised fine-tuning."""
 
     steps: int = option(0, "optimizer steps; 0: --epochs")
@@ -100,7 +108,7 @@ class RewardModelArguments(RunArguments, AdapterArguments, RowArguments):
 
 
 @dataclass(kw_only=True)
-class DPOArguments(RunArguments, AdapterArguments, RowArguments):
+class DPOArguments(RunArguments, AdapterArguments, RowArguments, SampleArguments):
     """Direct preference optimization."""
 
     steps: int = option(0, "optimizer steps; 0: --epochs")
@@ -257,7 +265,7 @@ class PipelineArguments:
 # What a resumed run may do otherwise than the run it continues.
 MAY_CHANGE = {
     "out", "deepspeed_config", "local_rank", "log_every", "save_every", "keep_checkpoints", "resume", "sample_every",
-    "eval_data", "eval_every", "eval_batch", "generation_batch", "ema_device", "reference_cache",
+    "sample_tokens", "eval_data", "eval_every", "eval_batch", "generation_batch", "ema_device", "reference_cache",
 }  # fmt: skip
 LENGTHS = {"iterations", "steps", "epochs"}  # so may these, unless the learning rate depends on them
 
@@ -387,3 +395,18 @@ def check_length(tokens: int, config, because: str) -> None:
             f"{because} make {tokens} tokens, but the model has {positions} positions (max_position_embeddings); "
             "give less"
         )
+
+
+def check_sequences(arguments, config) -> None:
+    """Refuse rows, and texts that are generated to be looked at, that the model has no positions for.
+
+    Args:
+        arguments: SFTArguments or DPOArguments.
+        config: of the model, from transformers.
+
+    Raises:
+        ValueError: names the arguments.
+    """
+    if arguments.sample_every:
+        check_length(arguments.max_tokens + arguments.sample_tokens, config, "--max_tokens and --sample_tokens")
+    check_length(arguments.max_tokens, config, "--max_tokens")

@@ -70,18 +70,20 @@ class Monitor:
             samples = self._engine.global_samples
             self._engine.monitor.write_events([(f"Train/{name}", value, samples) for name, value in values.items()])
 
-    def sample(self, step: int, prompts: Sequence[str], completions: Sequence[str], rewards: Sequence[float]) -> None:
+    def sample(
+        self, step: int, prompts: Sequence[str], completions: Sequence[str], rewards: Sequence[float] | None = None
+    ) -> None:
         """Write what the model says to prompts, and print two of them."""
         if not self._is_main:
             return
-        rows = [
-            {"prompt": prompt, "completion": completion, "reward": float(reward)}
-            for prompt, completion, reward in zip(prompts, completions, rewards, strict=True)
-        ]
+        rows = [{"prompt": prompt, "completion": text} for prompt, text in zip(prompts, completions, strict=True)]
+        if rewards is not None:
+            rows = [{**row, "reward": float(reward)} for row, reward in zip(rows, rewards, strict=True)]
         self._write(SAMPLES, step, rows)
         for row in rows[:PRINTED_SAMPLES]:
             texts = " -> ".join(_cut(repr(row[name])) for name in ("prompt", "completion"))
-            self._print(f"step {step:>6}  reward {_short(row['reward'])}  {texts}")
+            reward = f"reward {_short(row['reward'])}  " if "reward" in row else ""
+            self._print(f"step {step:>6}  {reward}{texts}")
 
     def bar(self, total: int, start: int = 0, name: str = "", unit: str = "step") -> tqdm:
         """A progress bar, shown on rank 0; the lines of `log` and `sample` go above it."""

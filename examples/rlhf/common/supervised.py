@@ -16,6 +16,7 @@ from common.figures import means
 from common.monitor import Monitor, draw, mean_over_ranks, memory_and_bytes
 from common.order import Order
 from common.rows import read_rows
+from common.samples import Samples
 from common.state import Checkpoints
 from common.tokens import encode_rows
 
@@ -49,11 +50,13 @@ def fit(
     items: list,
     held_out: list,
     checkpoints: Checkpoints,
+    samples: Samples | None = None,
 ) -> dict[str, float]:
     """Train, evaluate, log, save checkpoints and resume; returns what is said of the held-out items at the end.
 
     Args:
         losses: makes of the micro-batches of a step, lists of items, a loss and figures each, one after the other.
+        samples: what the policy says meanwhile; None: nothing.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     micro, accumulation = ds_config["train_micro_batch_size_per_gpu"], ds_config["gradient_accumulation_steps"]
@@ -71,14 +74,18 @@ def fit(
             engine.step()
             figures.append(figures_of_one)
         get_accelerator().synchronize()
+        seconds = time.perf_counter() - began
         if (step + 1) % arguments.log_every == 0:
             monitor.log(
                 step + 1,
                 **mean_over_ranks(means(figures)),
                 lr=lr,
-                seconds=time.perf_counter() - began,
+                seconds=seconds,
+                tokens_s=sum(map(tokens_of, mine)) / seconds,
                 **memory_and_bytes(engine),
             )
+        if samples is not None:
+            samples.after(step + 1, monitor)
         bar.update()
         is_last = step + 1 == steps
         if held_out and (is_last or (arguments.eval_every and (step + 1) % arguments.eval_every == 0)):
@@ -90,6 +97,11 @@ def fit(
     if rank == 0 and steps > 1:
         draw(arguments.out)
     return evaluated
+
+
+def tokens_of(item: dict) -> int:
+    """Tokens that are computed for an item; for a preference those of both sequences."""
+    return sum(len(each["input_ids"]) for each in ([item["chosen"], item["rejected"]] if "chosen" in item else [item]))
 
 
 @torch.no_grad()
