@@ -88,7 +88,7 @@ def runs(made, folder):
             add("second", *given, "--reference_cache", str(folder / case))
     high = config_of("fp8-lm", compute={"evaluate_in": "high_precision"})
     add("not trained", high, "base", made / "pairs.jsonl", "four.jsonl", "--steps", "1", "--lr", "0")
-    learning = ["--steps", "8", "--lr", "1e-2", "--beta", "0.5"]
+    learning = ["--steps", "8", "--lr", "1e-2", "--beta", "0.5", "--sample_every", "4", "--sample_tokens", "3"]
     add("learns", config_of("qlora"), "adapter", made / "four.jsonl", "four.jsonl", *learning)
     for loss, given in LOSSES.items():
         given = ["--steps", "5", "--lr", "1e-3", "--beta", "0.3", *given]
@@ -147,12 +147,18 @@ def test_held_out_pairs_are_compared_in_the_numbers_of_evaluation(runs):
     assert log[1]["eval_chosen_logprob"] != log[1]["chosen_logprob"]
 
 
-def test_learning_a_few_pairs(runs):
+def test_learning_a_few_pairs(made, runs, folder):
     raised, log, _ = runs["learns"]
     assert raised is None and log[1]["dpo_loss"] == LOG_2 and log[1]["accuracy"] == 0
     assert log[8]["dpo_loss"] < 0.2 and log[8]["accuracy"] == 1 and log[8]["margin"] > 2
     assert log[8]["eval_accuracy"] == 1 and log[8]["eval_dpo_loss"] < 0.2
     assert log[8]["chosen_reward"] > log[8]["rejected_reward"]
+    prompts, samples = (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (made / "four.jsonl", folder / "learns" / "samples.jsonl")
+    )
+    asked = [(step, row["prompt"]) for step in (4, 8) for row in prompts]
+    assert [(row["step"], row["prompt"]) for row in samples] == asked
 
 
 @pytest.mark.parametrize("loss", LOSSES)
