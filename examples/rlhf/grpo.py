@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig
 
 import zeropp_fp8
 
@@ -26,26 +25,21 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # examples/
 
 from basics import join_the_other_ranks, seed_everything, shut_down
 from common.advantage import group_advantages, kl_penalty, zero_outside
-from common.arguments import GRPOArguments, check_groups, check_length, check_rollout, parse, read_ds_config
+from common.arguments import GRPOArguments, check_groups, check_rollout, parse, read_ds_config
 from common.batch import Tokens
-from common.evaluation import report
 from common.figures import Clock, means, rollout_figures
 from common.losses import grpo_loss, token_entropy, token_logprobs, tokens_a_micro_batch
-from common.models import find_start, load_tokenizer, save_model
-from common.monitor import Monitor, draw, mean_over_ranks, memory_and_bytes
-from common.order import Order
-from common.prompts import load_prompts
-from common.rewards import Rewards, columns_for, load_functions
+from common.models import save_model
+from common.monitor import mean_over_ranks
 from common.roles import (
     Role,
-    find_reward_model,
     in_parts,
     load_policy_and_reference,
     load_reward,
     logprobs_of,
 )
-from common.rollout import Rollout, Sampling, roll_out, seed_of
-from common.state import Checkpoints
+from common.rollout import Rollout, seed_of
+from common.rollout_stage import RolloutStage
 
 SHOWN = ("reward", "zero_spread", "kl", "entropy", "clip_fraction", "policy_loss", "response_tokens", "tokens_s")
 
@@ -153,64 +147,29 @@ def train_on(arguments: GRPOArguments, policy: Role, experience: Experience, ite
 
 def train(arguments: GRPOArguments, ds_config: dict) -> None:
     """The whole run."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    micro_batch, group = ds_config["train_micro_batch_size_per_gpu"], arguments.group_size
-    minibatches = arguments.rollout_batch // (micro_batch * ds_config["gradient_accumulation_steps"])
-    steps = arguments.iterations * arguments.grpo_epochs * minibatches
-    tokenizer = load_tokenizer(arguments.model)
-    config = AutoConfig.from_pretrained(find_start(arguments.model).base)
-    asked = arguments.max_prompt_tokens + arguments.max_new_tokens
-    check_length(asked, config, "--max_prompt_tokens and --max_new_tokens")
-
-    find_reward_model(arguments, tokenizer)
-    functions = load_functions(arguments)
-    columns = columns_for(functions)
-    prompts = load_prompts(arguments, arguments.data, tokenizer, columns)
-    held_out = arguments.eval_data and load_prompts(arguments, arguments.eval_data, tokenizer, columns)
-    checkpoints = Checkpoints(arguments, ds_config, {"the number of prompts": len(prompts)})
-
-    policy, reference = load_policy_and_reference(arguments, ds_config, steps, with_reference=arguments.beta > 0)
-    reward_model = load_reward(arguments, ds_config, tokenizer)
-    rewards = Rewards(arguments, functions, reward_model, micro_batch)
-    first = checkpoints.begin({"policy": policy.engine})
+    stage = RolloutStage(arguments, ds_config, arguments.grpo_epochs)
+    policy, reference = load_policy_and_reference(arguments, ds_config, stage.steps, with_reference=arguments.beta > 0)
+    reward_model = load_reward(arguments, ds_config, stage.tokenizer)
+    first = stage.checkpoints.begin({"policy": policy.engine})
     shown = [name for name in SHOWN if name != "kl" or reference is not None]
-    monitor = Monitor(arguments.out, policy.engine, resume=arguments.resume, shown=shown)
-    order, sampling = Order(len(prompts), arguments.seed), Sampling.of(arguments)
-    if held_out and first == 0:
-        report(arguments, policy, tokenizer, held_out, rewards, monitor, step=0)
 
-    bar = monitor.bar(arguments.iterations, first, unit="iteration")
-    for iteration in range(first, arguments.iterations):
+    for iteration in stage.iterations(policy, reward_model, first, shown):
         clock = Clock()
-        picked = order.batch(iteration, rank, world, arguments.rollout_batch // group)
-        asked = prompts.rows([index for index in picked for _ in range(group)])
-        seed = seed_of(arguments.seed, iteration, rank)
-        rollout = roll_out(policy, tokenizer, asked.ids, sampling, seed, arguments.generation_batch)
+        asked, rollout = stage.roll_out(iteration, arguments.group_size)
         clock.stop("generation_s")
-        scores, parts = rewards(rollout, asked.columns, asked.texts)
+        scores, parts = stage.rewards(rollout, asked.columns, asked.texts)
         experience, figures = make_experience(arguments, policy, reference, rollout, scores, iteration)
         clock.stop("experience_s")
         trained = train_on(arguments, policy, experience, iteration)
         clock.stop("training_s")
 
-        step, is_last = iteration + 1, iteration + 1 == arguments.iterations
         # The loss knows a KL as well, a token's while the policy trains; that of the rollout stands.
         figures = mean_over_ranks(means(trained) | rollout_figures(rollout, scores, parts) | figures)
         figures["lr"] = policy.engine.get_lr()[0]
-        if step % arguments.log_every == 0:
-            monitor.log(step, **figures, **clock.figures(rollout), **memory_and_bytes(policy.engine))
-        if arguments.sample_every and step % arguments.sample_every == 0:
-            monitor.sample(step, asked.texts, rollout.texts, scores.tolist())
-        if held_out and (is_last or (arguments.eval_every and step % arguments.eval_every == 0)):
-            report(arguments, policy, tokenizer, held_out, rewards, monitor, step)
-        if arguments.save_every and step % arguments.save_every == 0:
-            checkpoints.save(step)
-        bar.update()
-    bar.close()
+        stage.end_iteration(iteration, figures, clock, asked, rollout, scores, policy.engine)
 
-    save_model(policy.engine.module, arguments.out, tokenizer, policy.adapter)
-    if rank == 0:
-        draw(arguments.out, shown)
+    save_model(policy.engine.module, arguments.out, stage.tokenizer, policy.adapter)
+    stage.draw()
     shut_down(*dict.fromkeys(role.engine for role in (policy, reference, reward_model) if role is not None))
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig
 
 import zeropp_fp8
 
@@ -34,10 +33,9 @@ from common.advantage import (
     whiten,
     zero_outside,
 )
-from common.arguments import PPOArguments, check_length, check_rollout, parse, read_ds_config
+from common.arguments import PPOArguments, check_rollout, parse, read_ds_config
 from common.batch import Tokens
 from common.ema import WeightAverage
-from common.evaluation import report
 from common.figures import Clock, means, rollout_figures
 from common.losses import (
     ppo_policy_loss,
@@ -47,23 +45,20 @@ from common.losses import (
     token_logprobs,
     tokens_a_micro_batch,
 )
-from common.models import find_start, load_tokenizer, save_model
-from common.monitor import Monitor, draw, mean_over_ranks, memory_and_bytes
+from common.models import save_model
+from common.monitor import mean_over_ranks
 from common.order import Order
-from common.prompts import load_prompts
-from common.rewards import Rewards, columns_for, load_functions
 from common.roles import (
     Role,
-    find_reward_model,
     in_parts,
     load_critic_and_reward,
     load_policy_and_reference,
     logprobs_of,
     values_of,
 )
-from common.rollout import Rollout, Sampling, roll_out, seed_of
+from common.rollout import Rollout, seed_of
+from common.rollout_stage import RolloutStage
 from common.rows import read_rows
-from common.state import Checkpoints
 from common.tokens import collate, pack_text
 
 SHOWN = ("reward", "kl", "entropy", "clip_fraction", "policy_loss", "value_loss", "response_tokens", "tokens_s")
@@ -199,75 +194,41 @@ def train_on(
 
 def train(arguments: PPOArguments, ds_config: dict) -> None:
     """The whole run."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    micro_batch = ds_config["train_micro_batch_size_per_gpu"]
-    minibatches = arguments.rollout_batch // (micro_batch * ds_config["gradient_accumulation_steps"])
-    steps = arguments.iterations * arguments.ppo_epochs * minibatches
-    tokenizer = load_tokenizer(arguments.model)
-    config = AutoConfig.from_pretrained(find_start(arguments.model).base)
-    asked = arguments.max_prompt_tokens + arguments.max_new_tokens
-    check_length(asked, config, "--max_prompt_tokens and --max_new_tokens")
-
-    find_reward_model(arguments, tokenizer)
-    functions = load_functions(arguments)
-    columns = columns_for(functions)
-    prompts = load_prompts(arguments, arguments.data, tokenizer, columns)
-    held_out = arguments.eval_data and load_prompts(arguments, arguments.eval_data, tokenizer, columns)
-    text = PretrainingText(arguments, tokenizer) if arguments.pretraining_coefficient else None
-    checkpoints = Checkpoints(arguments, ds_config, {"the number of prompts": len(prompts)})
-
-    actor, reference = load_policy_and_reference(arguments, ds_config, steps)
-    critic, reward_model = load_critic_and_reward(arguments, ds_config, tokenizer, steps)
-    rewards = Rewards(arguments, functions, reward_model, micro_batch)
+    stage = RolloutStage(arguments, ds_config, arguments.ppo_epochs)
+    text = PretrainingText(arguments, stage.tokenizer) if arguments.pretraining_coefficient else None
+    actor, reference = load_policy_and_reference(arguments, ds_config, stage.steps)
+    critic, reward_model = load_critic_and_reward(arguments, ds_config, stage.tokenizer, stage.steps)
     controller, average = FixedKL(arguments.kl_coefficient), None
     if arguments.kl_target is not None:
         controller = AdaptiveKL(arguments.kl_coefficient, arguments.kl_target, arguments.kl_horizon)
     if arguments.ema_decay:
         average = WeightAverage(actor.engine, arguments.ema_decay, arguments.ema_dtype, arguments.ema_device)
-    first = checkpoints.begin(
+    first = stage.checkpoints.begin(
         {"actor": actor.engine, "critic": critic.engine},
         {"controller": controller} | ({"average": average} if average else {}),
     )
-    monitor = Monitor(arguments.out, actor.engine, resume=arguments.resume, shown=SHOWN)
-    order, sampling = Order(len(prompts), arguments.seed), Sampling.of(arguments)
-    if held_out and first == 0:
-        report(arguments, actor, tokenizer, held_out, rewards, monitor, step=0)
 
-    bar = monitor.bar(arguments.iterations, first, unit="iteration")
-    for iteration in range(first, arguments.iterations):
+    for iteration in stage.iterations(actor, reward_model, first, SHOWN):
         clock = Clock()
-        asked = prompts.rows(order.batch(iteration, rank, world, arguments.rollout_batch))
-        seed = seed_of(arguments.seed, iteration, rank)
-        rollout = roll_out(actor, tokenizer, asked.ids, sampling, seed, arguments.generation_batch)
+        asked, rollout = stage.roll_out(iteration)
         clock.stop("generation_s")
-        scores, parts = rewards(rollout, asked.columns, asked.texts)
+        scores, parts = stage.rewards(rollout, asked.columns, asked.texts)
         experience, kl = make_experience(arguments, actor, reference, critic, rollout, scores, controller.coefficient)
         clock.stop("experience_s")
         trained = train_on(arguments, actor, critic, experience, iteration, text, average)
         clock.stop("training_s")
 
-        step, is_last = iteration + 1, iteration + 1 == arguments.iterations
         figures = rollout_figures(rollout, scores, parts) | {"kl": kl.mean()}
         figures = mean_over_ranks(figures | means(trained))
         figures |= {"kl_coefficient": controller.coefficient, "lr": actor.engine.get_lr()[0]}
-        controller.update(figures["kl"], arguments.rollout_batch * world)
-        if step % arguments.log_every == 0:
-            monitor.log(step, **figures, **clock.figures(rollout), **memory_and_bytes(actor.engine, critic.engine))
-        if arguments.sample_every and step % arguments.sample_every == 0:
-            monitor.sample(step, asked.texts, rollout.texts, scores.tolist())
-        if held_out and (is_last or (arguments.eval_every and step % arguments.eval_every == 0)):
-            report(arguments, actor, tokenizer, held_out, rewards, monitor, step)
-        if arguments.save_every and step % arguments.save_every == 0:
-            checkpoints.save(step)
-        bar.update()
-    bar.close()
+        controller.update(figures["kl"], arguments.rollout_batch * dist.get_world_size())
+        stage.end_iteration(iteration, figures, clock, asked, rollout, scores, actor.engine, critic.engine)
 
-    save_model(actor.engine.module, arguments.out, tokenizer, actor.adapter)
+    save_model(actor.engine.module, arguments.out, stage.tokenizer, actor.adapter)
     if average is not None:
         with average.in_place():
-            save_model(actor.engine.module, Path(arguments.out, "average"), tokenizer, actor.adapter)
-    if rank == 0:
-        draw(arguments.out, SHOWN)
+            save_model(actor.engine.module, Path(arguments.out, "average"), stage.tokenizer, actor.adapter)
+    stage.draw()
     shut_down(*dict.fromkeys(role.engine for role in (actor, reference, critic, reward_model) if role is not None))
 
 

@@ -25,6 +25,7 @@ rollout.py     batched generation with its masks; a hook for another engine
 rewards.py     the score of each response: reward functions and a reward model, weighted and added
 advantage.py   KL penalty, rewards of tokens, generalized and group advantages, whitening, KL controllers
 losses.py      log-probabilities and entropy; the losses of SFT, reward model, DPO, PPO and GRPO
+rollout_stage.py  what PPO and GRPO do around their algorithms
 evaluation.py  how a policy answers held-out prompts
 figures.py     what an iteration of PPO or GRPO says of itself
 monitor.py     console, JSON lines, DeepSpeed's monitor, progress bar, plots
