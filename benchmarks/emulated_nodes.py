@@ -8,6 +8,7 @@ namespaces, for measurements inside one node.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import subprocess
@@ -162,3 +163,16 @@ if __name__ == "__main__":  # enter a namespace, then become the script
 
     netns.setns(sys.argv[1])
     os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+
+
+def cut_into_nodes(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Set args.nodes: two where --gbit says what is between them, else one; ends with an error where that cannot be."""
+    import torch
+
+    args.nodes = 1 if args.gbit is None else 2
+    if args.gbit is not None and not 0 <= args.gbit <= MAX_GBIT:
+        parser.error(f"--gbit: from 0 (not shaped) to {MAX_GBIT:g}, what the queue can shape")
+    if args.ranks % args.nodes:
+        parser.error(f"{args.ranks} ranks cannot be cut into {args.nodes} nodes")
+    if torch.cuda.is_available() and torch.cuda.device_count() < args.ranks:
+        parser.error(f"{args.ranks} GPUs are needed, {torch.cuda.device_count()} found")

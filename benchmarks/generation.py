@@ -32,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
 
 import torch
-from emulated_nodes import MAX_GBIT, sent_bytes, set_rate_everywhere, two_nodes
+from emulated_nodes import cut_into_nodes, sent_bytes, set_rate_everywhere, two_nodes
 from environment import append_to, describe, forget_memory, join
 from fp8_lm_runs import SIZES as LM_SIZES
 from frozen_runs import SIZES as FROZEN_SIZES
@@ -242,13 +242,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=570, help="seconds for everything (default: %(default)g)")
     parser.add_argument("--out", default="generation.json", help="JSON file (default %(default)s)")
     args = parser.parse_args(argv)
-    args.nodes = 1 if args.gbit is None else 2
-    if args.gbit is not None and not 0 <= args.gbit <= MAX_GBIT:
-        parser.error(f"--gbit: from 0 (not shaped) to {MAX_GBIT:g}, what the queue can shape")
-    if args.ranks % args.nodes:
-        parser.error(f"{args.ranks} ranks cannot be cut into {args.nodes} nodes")
-    if on_gpu and torch.cuda.device_count() < args.ranks:
-        parser.error(f"{args.ranks} GPUs are needed, {torch.cuda.device_count()} found")
+    cut_into_nodes(args, parser)
     allowed = [run for run in RUNS if run != "stock-hpz" or (args.nodes == 2 and args.ranks > 2)]
     args.runs = args.runs.split(",") if args.runs else allowed
     unknown = [run for run in args.runs if run not in allowed]

@@ -54,7 +54,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it i
 
 import limits
 import torch
-from emulated_nodes import MAX_GBIT, sent_bytes, set_rate_everywhere, two_nodes
+from emulated_nodes import cut_into_nodes, sent_bytes, set_rate_everywhere, two_nodes
 from environment import append_to, describe, join, read_result
 from frozen_runs import Meter
 from generation import SIZES, timed
@@ -294,13 +294,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=570, help="seconds for everything (default: %(default)g)")
     parser.add_argument("--out", default="rlhf_step.json", help="JSON file (default %(default)s)")
     args = parser.parse_args(argv)
-    args.nodes = 1 if args.gbit is None else 2
-    if args.gbit is not None and not 0 <= args.gbit <= MAX_GBIT:
-        parser.error(f"--gbit: from 0 (not shaped) to {MAX_GBIT:g}, what the queue can shape")
-    if args.ranks % args.nodes:
-        parser.error(f"{args.ranks} ranks cannot be cut into {args.nodes} nodes")
-    if on_gpu and torch.cuda.device_count() < args.ranks:
-        parser.error(f"{args.ranks} GPUs are needed, {torch.cuda.device_count()} found")
+    cut_into_nodes(args, parser)
     if args.steps < 1 or args.warmup < 1:
         parser.error("--steps and --warmup: at least 1; the first iteration makes the moments and compiles kernels")
     if args.limit and args.gbit is not None:
