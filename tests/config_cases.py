@@ -49,6 +49,7 @@ DEFAULTS = {
     "partition_split": "balance",
     "frozen.modules": "all-linear",
     "frozen.format": "none",
+    "frozen.scales": "block",
     "frozen.block_size": 64,
     "frozen.double_quantize": False,
     "frozen.scale_mode": "rceil",

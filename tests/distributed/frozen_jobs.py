@@ -17,6 +17,8 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 def frozen(name="int4", **fields):
     """A "frozen" section."""
+    if fields.get("scales") == "tensor":
+        return {"format": name, **fields}
     return {"format": name, "block_size": 32 if name.startswith("mx") else 16, **fields}
 
 
@@ -123,10 +125,19 @@ def codes_of(model):
     return {n: p.ds_tensor.clone() for n, p in model.named_parameters() if stored_weight(p)}
 
 
-def same_codes_on_any_number_of_ranks(name, double_quantize):
+def equals_a_cast(dtype="bf16", **more):
+    """Training on weights stored in FP8 with one scale, and on the weights themselves, which FP8 layers cast so."""
+    importlib.import_module("torch._dynamo")
+    fields = {"format": "fp8_e4m3", "scales": "tensor", "modules": ["*.self_attn.*"]}  # what layers multiply in FP8
+    more["compute"] = {"format": "fp8", "scaling": "current", **more.get("compute", {})}
+    stored = run({"frozen": fields, **more}, dtype)
+    return stored, run(more, dtype, zero_optimization=KEPT)
+
+
+def same_codes_on_any_number_of_ranks(**fields):
     """Odd-shaped weights as they were, as anybody sees them in the store, and the store's format."""
     switch(True)
-    fields = frozen(name, double_quantize=double_quantize)
+    fields = frozen(**fields)
     config = ds_config(section("lossless", ranks_per_node=1, frozen=fields))
     torch.manual_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(53, 37), torch.nn.Linear(37, 96), torch.nn.Linear(96, 200))

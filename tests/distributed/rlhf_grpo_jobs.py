@@ -44,7 +44,7 @@ def first_iterations(folder, recipe, **given):
     """KL and ratios before the first step and after it."""
     from common.roles import logprobs_of
 
-    run = Grpo(folder, config_of(recipe), **given)
+    run = Grpo(folder, config_of(recipe, given.pop("overrides", None)), **given)
     scores = torch.tensor([0.0, 0, 1, 0, 2, 2, 0, -1]) if dist.get_rank() == 0 else torch.arange(8.0)
     experience, figures = run.experience(scores)
     ratios = []

@@ -10,6 +10,7 @@ FORMATS = {
     "int4": jobs.frozen("int4"),
     "nf4, double": jobs.frozen("nf4", block_size=64, double_quantize=True),
     "mxfp4": jobs.frozen("mxfp4"),
+    "fp8, one scale": jobs.frozen("fp8_e4m3", scales="tensor"),
 }
 
 
@@ -77,16 +78,43 @@ def test_fp8_operands_with_delayed_scales():
         assert stored["operands"] == 8 and stored["losses"] == pytest.approx(rounded["losses"], rel=2e-3)
 
 
-@pytest.mark.parametrize("name, double_quantize", [("int8", False), ("nf4", True), ("mxfp6_e2m3", False)])
-def test_codes_do_not_depend_on_the_number_of_ranks(name, double_quantize):
+@pytest.mark.parametrize("world, ranks_per_node, scope", [(1, 1, "none"), (3, 3, "none"), (4, 2, "node")])
+def test_fp8_with_one_scale_is_the_operand_itself(world, ranks_per_node, scope):
+    """Bit for bit what a layer computes that casts its 16-bit weight, which is never stored."""
+    more = {"topology": {"ranks_per_node": ranks_per_node}, "secondary": {"scope": scope}}
+    for stored, cast in run_ranks(jobs.equals_a_cast, world=world, ranks_per_node=ranks_per_node, **more):
+        assert stored["operands"] == 8 == len(stored["stored"]) and cast["operands"] == 0
+        assert stored["losses"] == cast["losses"]
+        assert all(torch.equal(stored["fp32"][n], cast["fp32"][n]) for n in cast["fp32"])
+        changed = {n for n, weight in cast["weights"].items() if not torch.equal(stored["weights"][n], weight)}
+        assert changed == set(stored["stored"])  # those are rounded, for who reads them
+
+
+def test_fp8_with_one_scale_where_evaluations_compute_in_16_bits():
+    """Then the codes are decoded, like those of any format: an operand's values would be seen in evaluations only."""
+    for stored, cast in run_ranks(jobs.equals_a_cast, world=2, compute={"evaluate_in": "high_precision"}):
+        assert stored["operands"] == 0 and len(stored["stored"]) == 8
+        assert stored["losses"] == pytest.approx(cast["losses"], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "int8"},
+        {"name": "nf4", "double_quantize": True},
+        {"name": "mxfp6_e2m3"},
+        {"name": "fp8_e4m3", "scales": "tensor"},
+    ],
+    ids=lambda fields: fields["name"],
+)
+def test_codes_do_not_depend_on_the_number_of_ranks(fields):
     seen = []
     for world in (1, 3, 4):
         for weights, full, wire_format in run_ranks(
             jobs.same_codes_on_any_number_of_ranks,
             world=world,
             ranks_per_node=1,
-            name=name,
-            double_quantize=double_quantize,
+            **fields,
         ):
             for key, weight in weights.items():
                 if weight.dim() == 2:

@@ -53,8 +53,20 @@ def test_resumes_bit_for_bit(saved):
         (NF4, "bf16", True, {"recipe": "qlora"}),
         (frozen("mxfp6_e2m3", scale_mode="floor"), "fp32", True, {}),
         (frozen("int4"), "bf16", False, {"recipe": "zeropp", "partition": "whole_tensor"}),
+        (
+            frozen("fp8_e4m3", scales="tensor"),
+            "bf16",
+            True,
+            {"recipe": "fp8-lm", "compute": {"format": "fp8", "scaling": "current"}},
+        ),
     ],
-    ids=["int8 with a secondary shard", "qlora under zero.Init", "mxfp6 under zero.Init", "int4 beside owned tensors"],
+    ids=[
+        "int8 with a secondary shard",
+        "qlora under zero.Init",
+        "mxfp6 under zero.Init",
+        "int4 beside owned tensors",
+        "fp8 with one scale",
+    ],
 )
 def test_resumes_in_other_settings(fields, dtype, zero_init, more, tmp_path):
     options = {"folder": str(tmp_path), "fields": fields, "dtype": dtype, "zero_init": zero_init, "more": more}

@@ -22,6 +22,8 @@ SETTINGS = {  # keyword arguments of the job, and what is stored
     ),
     "Conv1D": ({"model": "gpt2", "fields": INT8}, CONV),
     "Conv1D under zero.Init": ({"model": "gpt2", "fields": frozen("mxfp8_e4m3"), "zero_init": True}, CONV),
+    "Conv1D, one scale": ({"model": "gpt2", "fields": frozen("fp8_e4m3", scales="tensor"), "zero_init": True}, CONV),
+    "odd shapes, one scale": ({"model": "odd", "fields": frozen("fp8_e4m3", scales="tensor")}, ODD),
     "tied, with biases": ({"model": "tied", "fields": INT4, "zero_init": True}, LINEAR),
     "tied, nothing skipped": ({"model": "tied", "fields": {**INT4, "skip_modules": []}}, LINEAR),
     "nothing skipped": ({"fields": {**INT4, "skip_modules": []}, "zero_init": True}, ["lm_head.weight", *LINEAR]),

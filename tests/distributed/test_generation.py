@@ -12,6 +12,7 @@ ENGINES = {
     "zeropp, a copy a rank": {"recipe": "zeropp", "fields": {"secondary": {"scope": "rank"}}},
     "zeropp, stochastic": {"recipe": "zeropp", "fields": {"weights": {"format": "int4", "rounding": "stochastic"}}},
     "qlora": {"recipe": "qlora", "lora": True, "fields": {"frozen": frozen("nf4", double_quantize=True)}},
+    "fp8, one scale": {"lora": True, "fields": {"frozen": frozen("fp8_e4m3", scales="tensor")}},
     "int4, one node": {"lora": True, "fields": {"frozen": frozen("int4"), "topology": {"ranks_per_node": 4}}},
     "whole tensors": {
         "fields": {
@@ -31,6 +32,13 @@ FP8 = {
         "lora": True,
         "fields": {
             "frozen": frozen("nf4", double_quantize=True),
+            "compute": {"format": "fp8", "scaling": "current"},
+        },
+    },
+    "stored as it is multiplied": {
+        "lora": True,
+        "fields": {
+            "frozen": frozen("fp8_e4m3", scales="tensor"),
             "compute": {"format": "fp8", "scaling": "current"},
         },
     },

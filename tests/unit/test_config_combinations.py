@@ -72,6 +72,19 @@ def test_format_that_is_there(field, name):
             ['"zeropp_fp8.gradients.hadamard"', "not rotated"],
         ),
         ({"frozen": {"format": "mxfp4", "block_size": 64}}, ['"zeropp_fp8.frozen.block_size": 64', "remove it"]),
+        (
+            {"frozen": {"format": "int8", "scales": "tensor"}},
+            ['"zeropp_fp8.frozen.scales": "tensor"', '"format": "int8"', "fp8_e4m3", '"block"'],
+        ),
+        ({"frozen": {"scales": "tensor"}}, ['"zeropp_fp8.frozen.scales": "tensor"', '"format": "none"']),
+        (
+            {"frozen": {"format": "fp8_e4m3", "scales": "tensor", "block_size": 128}},
+            ['"zeropp_fp8.frozen.block_size" belongs to scales of blocks', "remove it"],
+        ),
+        (
+            {"frozen": {"format": "fp8_e4m3", "scales": "tensor", "double_quantize": True}},
+            ['"zeropp_fp8.frozen.double_quantize" belongs to scales of blocks', "remove it"],
+        ),
         ({"frozen": {"double_quantize": True}}, ['"zeropp_fp8.frozen.double_quantize"', "there are no scales"]),
         (
             {"frozen": {"format": "mxfp4", "double_quantize": True}},

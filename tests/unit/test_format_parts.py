@@ -16,6 +16,7 @@ PART_FORMATS = [
     ("nf4", {}), ("mxfp4", {}), ("mxfp6_e3m2", {}), ("mxfp8_e5m2", {"scale_mode": "floor"}), ("mxint8", {}),
     ("int8", {"block_size": 3, "double_quantize": True}), ("int4", {"block_size": 2, "double_quantize": True}),
     ("nf4", {"block_size": 2, "double_quantize": True}), ("fp8_e4m3", {"block_size": 1, "double_quantize": True}),
+    ("fp8_e4m3", {"scales": "tensor"}),
 ]  # fmt: skip
 
 
@@ -54,6 +55,13 @@ def test_parts_have_the_codes_and_scales_of_the_whole(tensor, chosen, world, spe
     if not specials and not options.get("hadamard"):  # rotated zeros come back as small numbers
         assert not decoded[tensor.numel() :].any()
     if name in ("none", "fp16") or not tensor.numel():
+        return
+    if "scales" in options:
+        assert (parts[:, :4] == whole[:4]).all()  # a scale a tensor, in all its parts
+        codes, whole_codes = (
+            fmt.codes(*each).view(torch.uint8) for each in ((parts, numel), (whole[None], tensor.numel()))
+        )
+        assert torch.equal(codes.view(-1)[: tensor.numel()], whole_codes[0, : tensor.numel()])
         return
     (whole_scales, whole_codes), (scales, codes) = fmt._places(tensor.numel()), fmt._places(numel)
     code_bytes = parts[:, codes].reshape(-1)
@@ -102,6 +110,7 @@ def test_granules():
     }
     assert make_format("int4", block_size=96, hadamard=True).granule == 96
     assert make_format("nf4", double_quantize=True).granule == 64 * 256
+    assert make_format("fp8_e4m3", scales="tensor").granule == 16
     assert SharedScaleFormat("fp8_e4m3").granule == 1
 
 

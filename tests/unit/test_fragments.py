@@ -23,6 +23,7 @@ FORMATS = [
     *(make_format(name, block_size=16) for name in ("int4", "int8", "nf4", "fp8_e4m3")),
     *(make_format(name, block_size=4, double_quantize=True) for name in DOUBLE_QUANTIZED_NAMES),
     *(make_format(name) for name in MX_NAMES),
+    make_format("fp8_e4m3", scales="tensor"),
 ]
 
 

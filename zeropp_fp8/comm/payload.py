@@ -35,7 +35,7 @@ def format_key(wire_format: WireFormat) -> Hashable:
     if isinstance(wire_format, BlockScaledFormat):
         options = (wire_format.block_size, wire_format.hadamard, wire_format.rounding, wire_format.scale.name)
         return (wire_format.name, *options)
-    return wire_format.dtype
+    return type(wire_format), wire_format.dtype
 
 
 @dataclass

@@ -23,24 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeropp_fp8.compute.operand import BLOCK, TILE_SCALES, Float8Operand
+from zeropp_fp8.formats.float8 import scale_of_amax
 
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MATRIX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The summed axis is padded to this with a scale per tensor or row: FP8 GEMMs want 16-byte rows.
 ALIGNMENT = 16
-SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: 1 / scale is finite
 NAN_CODE = 0x7F  # NaN in both formats; without it, CPU and GPU would write different ones of E5M2's
 Operands = tuple[Float8Operand | None, Float8Operand | None]
-
-
-# -- scales ---------------------------------------------------------------------------------------------------------
-
-
-def scale_of_amax(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 multipliers of decoding for groups with largest finite magnitudes `amax` (fp32, any shape)."""
-    # Divided by a tensor on purpose: torch on CUDA multiplies with the rounded reciprocal of a Python number.
-    scale = (amax / torch.full_like(amax, torch.finfo(dtype).max)).clamp_min_(SMALLEST_SCALE)
-    return scale.masked_fill_(amax == 0, 1.0)
 
 
 @torch.no_grad()

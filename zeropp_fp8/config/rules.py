@@ -104,8 +104,23 @@ def _check_usable(frozen: FrozenConfig) -> None:
             f'"{SECTION}.frozen.double_quantize": true does not go with "format": "{frozen.format}" ({why}); set it to '
             "false, or use int4, int8, nf4 or fp8_e4m3"
         )
+    if frozen.scales == "tensor":
+        _check_tensor_scales(frozen)
     if frozen.block_size % 2:
         raise ConfigError(f'"{SECTION}.frozen.block_size": must be even, got {frozen.block_size}')
+
+
+def _check_tensor_scales(frozen: FrozenConfig) -> None:
+    where = f'"{SECTION}.frozen.scales": "tensor"'
+    if frozen.format != "fp8_e4m3":
+        raise ConfigError(
+            f'{where} does not go with "format": "{frozen.format}"; set it to "fp8_e4m3", or scales to "block"'
+        )
+    for name in ("block_size", "double_quantize"):
+        if getattr(frozen, name) != FrozenConfig.model_fields[name].default:
+            raise ConfigError(
+                f'"{SECTION}.frozen.{name}" belongs to scales of blocks; remove it, or set "scales": "block"'
+            )
 
 
 def _check_partition(config: PluginConfig) -> None:

@@ -129,12 +129,14 @@ class FrozenConfig(_Section):
     `modules`: which are quantized while a model is made under zero.Init and its checkpoint streams in, before anything
     is frozen: "all-linear", a list of name patterns, or "frozen": none but those that need no gradient by then. What
     is frozen when the engine is made is stored too, as far as `modules` names it.
-    `double_quantize`: scales of blocks in 8 bits (QLoRA). `skip_modules`: name patterns of what stays in 16 or 32 bits;
-    a list of your own replaces the default one.
+    `scales`: "tensor": of fp8_e4m3 one scale a weight, so that layers that compute in FP8 multiply with the codes as
+    they rest. `double_quantize`: scales of blocks in 8 bits (QLoRA). `skip_modules`: name patterns of what stays in 16
+    or 32 bits; a list of your own replaces the default one.
     """
 
     modules: Literal["all-linear", "frozen"] | list[str] = "all-linear"
     format: str = "none"
+    scales: Literal["block", "tensor"] = "block"
     block_size: BlockSize = 64
     double_quantize: Flag = False
     scale_mode: ScaleMode = "rceil"  # of MX formats

@@ -15,8 +15,9 @@ formats, which share a power of two (`e8m0.py`). `mx.py` also rounds whole tenso
     quantized = mx_format.quantize(tensor, axis=0)            # .codes, .scales, .dequantize(dtype)
     rounded = mx_format.round_trip(tensor, axis=0)            # the values alone
 
-For weights that stay as they are, `nf4.py` holds 4-bit normal-float elements, and `double_quantized.py` formats whose
-scales are quantized themselves. A weight of which each rank stores a part is encoded part by part:
+For weights that stay as they are, `nf4.py` holds 4-bit normal-float elements, `double_quantized.py` formats whose
+scales are quantized themselves, and `tensor_scaled.py` FP8 as linear layers multiply it. A weight of which each rank
+stores a part is encoded part by part:
 
     fmt = make_format("nf4", block_size=64, double_quantize=True)
     fmt.encode_part(weight, first, numel, out)                # both multiples of fmt.granule; scales as of the whole
@@ -32,6 +33,7 @@ from zeropp_fp8.formats.nf4 import NF4Format
 from zeropp_fp8.formats.registry import FORMAT_NAMES, make_format
 from zeropp_fp8.formats.rounding import ROUNDING_MODES
 from zeropp_fp8.formats.shared_scale import SharedScaleFormat
+from zeropp_fp8.formats.tensor_scaled import TensorScaledFormat
 from zeropp_fp8.formats.unquantized import UnquantizedFormat
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "MXTensor",
     "NF4Format",
     "SharedScaleFormat",
+    "TensorScaledFormat",
     "UnquantizedFormat",
     "WireFormat",
     "make_format",

@@ -142,6 +142,18 @@ class DoubleQuantizedFormat(BlockScaledFormat):
     def scale_bytes(self, numel: int) -> int:
         return self.scale.num_bytes(self.blocks(numel)[0])
 
+    def granule_runs(self, numel: int) -> list[tuple[int, int]]:
+        groups = numel // self.granule  # of blocks: a code for each block, and an fp32 number
+        return [
+            (0, SCALE_GROUP),
+            (groups * SCALE_GROUP, 4),
+            (self._codes_start(numel), self.code_bytes(numel) // groups),
+        ]
+
+    def shared_bytes(self, numel: int) -> slice:
+        end = self.scale_bytes(numel)
+        return slice(end - 4, end)  # the offset
+
     def _decode_scales(self, scale_bytes: Tensor, numel: int) -> Tensor:
         return self.scale.decode(scale_bytes, self.blocks(numel)[0])
 

@@ -10,6 +10,15 @@ from torch import Tensor
 from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.rounding import round_to_integer_
 
+SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: 1 / scale is finite
+
+
+def scale_of_amax(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 multipliers of decoding for groups with largest finite magnitudes `amax` (fp32, any shape)."""
+    # Divided by a tensor on purpose: torch on CUDA multiplies with the rounded reciprocal of a Python number.
+    scale = (amax / torch.full_like(amax, torch.finfo(dtype).max)).clamp_min_(SMALLEST_SCALE)
+    return scale.masked_fill_(amax == 0, 1.0)
+
 
 class Float8Element:
     """8-bit floats. Nearest rounding is torch's cast; other modes round on the element's own grid first."""

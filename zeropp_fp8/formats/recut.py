@@ -7,31 +7,28 @@ depend on the parts. What lies where in a payload does, so bytes are moved granu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats.base import align_up
-from zeropp_fp8.formats.block_scaled import BlockScaledFormat
-from zeropp_fp8.formats.double_quantized import SCALE_GROUP, DoubleQuantizedFormat
 
-_OFFSET_BYTES = 4  # fp32: the mean of a tensor's scales, the same in all its parts
+class CutFormat(Protocol):
+    """A format whose payloads can be cut: WireFormat's methods, and where granules lie."""
 
+    name: str
+    granule: int
 
-def _runs(wire_format: BlockScaledFormat, numel: int) -> list[tuple[int, int]]:
-    """(first byte, bytes a granule) of what lies in a payload in the order of its granules."""
-    granules = numel // wire_format.granule
-    scale_bytes = wire_format.scale_bytes(numel)
-    code_run = align_up(scale_bytes), wire_format.code_bytes(numel) // granules
-    if isinstance(wire_format, DoubleQuantizedFormat):
-        # A granule is a group of blocks: a code for each block, and an fp32 number.
-        return [(0, SCALE_GROUP), (granules * SCALE_GROUP, 4), code_run]
-    return [(0, scale_bytes // granules), code_run]
+    def payload_bytes(self, numel: int) -> int: ...
+
+    def encode_part(self, tensor: Tensor, first: int, numel: int, out: Tensor) -> None: ...
+
+    def granule_runs(self, numel: int) -> list[tuple[int, int]]: ...
+
+    def shared_bytes(self, numel: int) -> slice: ...
 
 
-def cut_again(
-    wire_format: BlockScaledFormat, parts: Sequence[Tensor], part_numel: int, first: int, numel: int
-) -> Tensor:
+def cut_again(wire_format: CutFormat, parts: Sequence[Tensor], part_numel: int, first: int, numel: int) -> Tensor:
     """The payload of the elements [first, first + numel) of a tensor.
 
     Args:
@@ -53,7 +50,7 @@ def cut_again(
     wire_format.encode_part(torch.zeros(1), first, numel, payload)
     if numel == 0:
         return payload
-    runs, part_runs = _runs(wire_format, numel), _runs(wire_format, part_numel)
+    runs, part_runs = wire_format.granule_runs(numel), wire_format.granule_runs(part_numel)
     end = min(first + numel, len(parts) * part_numel)
     position = first
     while position < end:
@@ -64,7 +61,5 @@ def cut_again(
             taken = parts[index][part_start + source * part_size :][: count * part_size]
             payload[start + into * size :][: count * size] = taken
         position += length
-    if isinstance(wire_format, DoubleQuantizedFormat):
-        offset = parts[0][: wire_format.scale_bytes(part_numel)][-_OFFSET_BYTES:]
-        payload[: wire_format.scale_bytes(numel)][-_OFFSET_BYTES:] = offset
+    payload[wire_format.shared_bytes(numel)] = parts[0][wire_format.shared_bytes(part_numel)]
     return payload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
@@ -13,6 +14,7 @@ from zeropp_fp8.formats.double_quantized import DoubleQuantizedFormat
 from zeropp_fp8.formats.integer import IntegerElement
 from zeropp_fp8.formats.mx import MX_NAMES, MXFormat
 from zeropp_fp8.formats.nf4 import NF4Format
+from zeropp_fp8.formats.tensor_scaled import TensorScaledFormat
 from zeropp_fp8.formats.unquantized import UnquantizedFormat
 
 _BF16_SCALED: dict[str, Callable[[], Element]] = {
@@ -25,7 +27,9 @@ _BF16_SCALED: dict[str, Callable[[], Element]] = {
 FORMAT_NAMES = ("none", "fp16", *_BF16_SCALED, "nf4", *MX_NAMES)
 
 
-def make_format(name: str, double_quantize: bool = False, **options) -> WireFormat:
+def make_format(
+    name: str, double_quantize: bool = False, scales: Literal["block", "tensor"] = "block", **options
+) -> WireFormat:
     """A format object by name.
 
     Args:
@@ -33,6 +37,8 @@ def make_format(name: str, double_quantize: bool = False, **options) -> WireForm
             "mxfp6_e3m2", "mxfp4" or "mxint8".
         double_quantize: quantize the scales of blocks as well (double_quantized.py); for "int4", "int8", "nf4" and
             "fp8_e4m3", not with `hadamard`, one scale per tensor or stochastic rounding.
+        scales: "tensor": an fp32 scale for a whole tensor, which its parts share (tensor_scaled.py); for "fp8_e4m3",
+            without other options.
         **options: for "none" `dtype` (torch.bfloat16 unless told); for the quantized formats `block_size` (128, in NF4
             64; None for one scale per tensor; always 32 in MX formats), `hadamard` (False; not with NF4 and MX formats)
             and `rounding` ("nearest", "half_away", "stochastic"; for NF4 "nearest"); for MX formats `scale_mode`
@@ -42,6 +48,13 @@ def make_format(name: str, double_quantize: bool = False, **options) -> WireForm
         ValueError: an unknown name, an option value that does not exist, or options that exclude each other.
         TypeError: an unknown option.
     """
+    if scales == "tensor":
+        if name != TensorScaledFormat.name or double_quantize or options:
+            raise ValueError(
+                f'{name}: scales "tensor" is there for {TensorScaledFormat.name}, without double_quantize and other '
+                "options"
+            )
+        return TensorScaledFormat()
     plain = _plain_format(name, options)
     return DoubleQuantizedFormat(plain) if double_quantize else plain
 

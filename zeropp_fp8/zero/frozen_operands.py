@@ -2,7 +2,8 @@
 
 Where a linear layer computes in FP8 with one scale a tensor, decoding its weight to 16 bits (2 bytes written), reading
 that (2) and casting it (1) is one kernel here: codes in, FP8 codes out (0.5 and 1 byte an element). The scale is of the
-largest magnitude of the decoded weight, which never changes, so it is found once.
+largest magnitude of the decoded weight, which never changes, so it is found once. A weight that rests in FP8 with one
+scale is the operand already: its codes are copied into one piece (1 and 1 byte an element), and keep their scale.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn import Parameter
 
 from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.operand import Float8Operand
+from zeropp_fp8.formats import TensorScaledFormat
 from zeropp_fp8.zero.frozen_store import stored_weight
 from zeropp_fp8.zero.session import Session
 
@@ -60,8 +62,22 @@ class FrozenOperands:
         ids = list(self._scales) if params is None else [p.ds_id for p in params if p in self]
         self._scales.update(dict.fromkeys(ids))
 
+    def rests_as_operand(self, param: Parameter) -> bool:
+        """Whether the codes at rest are those that the GEMM multiplies."""
+        return param in self and isinstance(stored_weight(param).wire_format, TensorScaledFormat)
+
+    def operand_at_rest(self, param: Parameter, rows: Tensor, slice_numel: int) -> Float8Operand:
+        """The operand of a weight that `rests_as_operand`, of the payloads of its slices, uint8 [slices, bytes]."""
+        wire_format = stored_weight(param).wire_format
+        if self._scales[param.ds_id] is None:
+            scale = wire_format.scales(rows[:1]).view(1)
+            self._scales[param.ds_id] = scale, torch.ones_like(scale) / scale
+        codes = wire_format.codes(rows, slice_numel).view(-1)[: param.ds_numel]
+        shape = tuple(param.ds_shape)
+        return Float8Operand(codes.view(shape), self._scales[param.ds_id][0], shape, "tensor")
+
     def operand(self, param: Parameter, weight: QuantizedWeight) -> Float8Operand:
-        """The FP8 operand of a weight's gathered codes."""
+        """The operand of the gathered codes of a weight in another format."""
         from zeropp_fp8.kernels.quantized_to_fp8 import quantized_to_fp8
         from zeropp_fp8.kernels.quantized_weight import largest_magnitude
 
@@ -78,4 +94,6 @@ def _is_convertible(param: Parameter) -> bool:
     from zeropp_fp8.kernels.quantized_weight import can_multiply
 
     stored = stored_weight(param)
-    return stored is not None and len(param.ds_shape) == 2 and can_multiply(stored.wire_format)
+    if stored is None or len(param.ds_shape) != 2:
+        return False
+    return isinstance(stored.wire_format, TensorScaledFormat) or can_multiply(stored.wire_format)

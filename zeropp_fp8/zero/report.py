@@ -71,7 +71,7 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
         rows.append(
             ("weights", name, sum(p.ds_numel for p in members), f"{len(members)} tensors; {reason}".rstrip("; "))
         )
-    rows += _stored_rows(session, params)
+    rows += _stored_rows(session, gatherer, params)
     if session.conversion is not None:
         rows += _compute_rows(session)
     trainable = sum(p.ds_numel for p in params if p.requires_grad)
@@ -127,7 +127,7 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
     return rows
 
 
-def _stored_rows(session: Session, params: list[Parameter]) -> list[tuple]:
+def _stored_rows(session: Session, gatherer: WeightGatherer, params: list[Parameter]) -> list[tuple]:
     """What rests, and travels, as codes; and where that comes from."""
     by_format: dict[str, list[Parameter]] = defaultdict(list)
     for param in params:
@@ -137,9 +137,12 @@ def _stored_rows(session: Session, params: list[Parameter]) -> list[tuple]:
     for name, members in by_format.items():
         numel = sum(p.ds_numel for p in members)
         at_rest = sum(p.ds_tensor.numel() for p in members) * session.topology.world_size / numel
-        slow = _without_decoding_kernel(session, stored_weight(members[0]).wire_format)
         remark = f"{len(members)} tensors, as they rest: {at_rest:.3f} bytes a parameter on all ranks together"
-        rows.append(("frozen store", name, numel, "; ".join(filter(None, (remark, slow)))))
+        operands = sum(gatherer.frozen_operands.rests_as_operand(p) for p in members)
+        multiplied = f"{operands} are GEMM operands as they rest" if operands else ""
+        decoded = operands < len(members)
+        slow = _without_decoding_kernel(session, stored_weight(members[0]).wire_format) if decoded else ""
+        rows.append(("frozen store", name, numel, "; ".join(filter(None, (remark, multiplied, slow)))))
     if session.config.frozen.format != "none" and not rows:
         rows.append(("frozen store", "empty", 0, "no linear weight is frozen, or all are named in frozen.skip_modules"))
     return rows

@@ -492,7 +492,13 @@ class WeightGatherer:
 
     def _frozen_operand(self, unit: GatherUnit, index: int, payloads: Tensor) -> Float8Operand:
         """The FP8 operand of a stored parameter, from all ranks' payloads [ranks, row bytes]."""
-        return self.frozen_operands.operand(unit.packed[index], self._weight_in(unit, index, payloads))
+        param, layout = unit.packed[index], unit.layout
+        if not self.frozen_operands.rests_as_operand(param):
+            return self.frozen_operands.operand(param, self._weight_in(unit, index, payloads))
+        rows = payloads[:, layout.offsets[index] : layout.offsets[index] + layout.sizes[index]]
+        if not self.in_rank_order:
+            rows = rows[self._rows_in_rank_order]
+        return self.frozen_operands.operand_at_rest(param, rows, layout.slice_numels[index])
 
     def _weight_in(self, unit: GatherUnit, index: int, payloads: Tensor) -> QuantizedWeight:
         """Packed parameter `index` of a unit as it lies in all ranks' payloads [ranks, row bytes]."""

@@ -148,7 +148,7 @@ class RolloutArguments(RunArguments, AdapterArguments, RowArguments):
     frozen_format: str | None = option(
         None,
         "what the weights of frozen models (reference, reward) are stored in when all weights are trained; not given: "
-        "the format in which the ds_config sends weights; none: 16 bits",
+        "the format in which the ds_config multiplies (FP8) or sends weights; none: 16 bits",
     )
     sample_every: int = option(10, "iterations from one look at generated texts to the next; 0: none")
     eval_batch: int = option(32, "held-out prompts that a rank answers at a time, greedily")

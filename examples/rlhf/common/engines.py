@@ -10,7 +10,7 @@ from basics import adamw, learning_rate_factor
 from torch import nn
 
 from common.models import without_dropout
-from zeropp_fp8.config import SECTION, resolve
+from zeropp_fp8.config import SECTION, PluginConfig, operand_formats, resolve
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
@@ -61,20 +61,30 @@ def make_frozen_engine(model: nn.Module, ds_config: dict):
 def frozen_ds_config(ds_config: dict, frozen_format: str | None) -> dict:
     """The ds_config of a model that is never trained, its linear weights stored in `frozen_format`; "none": 16 bits.
 
-    None: what the ds_config stores frozen weights in, or else the format in which it sends weights. A copy of the
-    trained model then computes with exactly the numbers that the model itself computes with, as far as blocks of both
-    begin at the same elements: the parts of a weight that ranks have are multiples of the block size, and no Hadamard
-    rotation comes before.
+    None: what the ds_config stores frozen weights in, or else what linear layers multiply (FP8 with a scale a tensor),
+    or else the format in which it sends weights. A copy of the trained model then computes with exactly the numbers
+    that the model itself computes with, as far as blocks of both begin at the same elements: the parts of a weight that
+    ranks have are multiples of the block size, and no Hadamard rotation comes before.
     """
     ds_config = {key: value for key, value in ds_config.items() if key not in ("optimizer", "scheduler")}
     plugin = resolve(ds_config)
     if plugin is None or (frozen_format is None and plugin.frozen.format != "none"):
         return ds_config
-    sent = plugin.weights
-    frozen = {"format": sent.format if frozen_format is None else frozen_format}
-    if frozen["format"] == sent.format and sent.format != "none":
-        frozen |= {"block_size": sent.block_size, "scale_mode": sent.scale_mode}
+    frozen = _format_of_copies(plugin)
+    if frozen_format not in (None, frozen["format"]):
+        frozen = {"format": frozen_format}
     return {**ds_config, SECTION: {**ds_config[SECTION], "frozen": frozen}}
+
+
+def _format_of_copies(plugin: PluginConfig) -> dict:
+    """The "frozen" section with which a copy of a trained model has the numbers that the model computes with."""
+    sent, compute = plugin.weights, plugin.compute
+    multiplied = "none" if compute.format == "none" else operand_formats(compute)["weights"]
+    if multiplied == "fp8_e4m3" and compute.scaling in ("delayed", "current") and sent.format in ("none", multiplied):
+        return {"format": multiplied, "scales": "tensor"}
+    if sent.format == "none":
+        return {"format": "none"}
+    return {"format": sent.format, "block_size": sent.block_size, "scale_mode": sent.scale_mode}
 
 
 def _without_monitors(ds_config: dict) -> dict:

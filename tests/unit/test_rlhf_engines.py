@@ -1,0 +1,54 @@
+"""What frozen copies of trained models are stored in."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from common.engines import frozen_ds_config
+
+ONE_SCALE = {"format": "fp8_e4m3", "scales": "tensor"}
+# section, --frozen_format: the "frozen" section; None: the ds_config as it is
+CASES = {
+    "zeropp": ({"recipe": "zeropp"}, None, {"format": "int8", "block_size": 256, "scale_mode": "rceil"}),
+    "zeropp, int4": ({"recipe": "zeropp"}, "int4", {"format": "int4"}),
+    "zeropp, as sent": ({"recipe": "zeropp"}, "int8", {"format": "int8", "block_size": 256, "scale_mode": "rceil"}),
+    "zeropp, 16 bits": ({"recipe": "zeropp"}, "none", {"format": "none"}),
+    "fp8-lm": ({"recipe": "fp8-lm"}, None, ONE_SCALE),
+    "fp8-lm, named": ({"recipe": "fp8-lm"}, "fp8_e4m3", ONE_SCALE),
+    "fp8-lm, 16 bits": ({"recipe": "fp8-lm"}, "none", {"format": "none"}),
+    "weights sent in 16 bits": ({"recipe": "fp8-lm-o2"}, None, ONE_SCALE),
+    "FP8 in tiles": (
+        {"recipe": "fp8-lm", "compute": {"format": "fp8", "scaling": "block"}},
+        None,
+        {"format": "fp8_e4m3", "block_size": 256, "scale_mode": "rceil"},
+    ),
+    "FP8 of INT8": (
+        {"recipe": "zeropp", "compute": {"format": "fp8"}},
+        None,
+        {"format": "int8", "block_size": 256, "scale_mode": "rceil"},
+    ),
+    "mxfp8": ({"recipe": "mxfp8"}, None, {"format": "mxfp8_e4m3", "block_size": 32, "scale_mode": "rceil"}),
+    "lossless": ({"recipe": "lossless"}, None, {"format": "none"}),
+    "qlora": ({"recipe": "qlora"}, None, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_frozen_ds_config(case):
+    section, frozen_format, wanted = CASES[case]
+    ds_config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "zeropp_fp8": section}
+    ds_config["train_micro_batch_size_per_gpu"] = 1
+    made = frozen_ds_config({**ds_config, "optimizer": {"type": "AdamW"}}, frozen_format)
+    if wanted is None:
+        assert made == ds_config
+    else:
+        assert made == {**ds_config, "zeropp_fp8": {**section, "frozen": wanted}}
+
+
+def test_stock():
+    ds_config = {"zero_optimization": {"stage": 3}, "scheduler": {"type": "WarmupLR"}}
+    assert frozen_ds_config(ds_config, "int8") == {"zero_optimization": {"stage": 3}}
