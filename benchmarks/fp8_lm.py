@@ -46,7 +46,7 @@ import fp8_lm_exchange
 import fp8_lm_profile
 import limits
 import torch
-from emulated_nodes import GBIT, MAX_GBIT, two_nodes
+from emulated_nodes import GBIT, cut_into_nodes, two_nodes
 from environment import append_to, describe, forget_memory, join, read_result
 from fp8_lm_runs import (
     PEAK_FLOPS,
@@ -274,15 +274,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if not args.read:
             parser.error("show needs --read")
         return args
+    cut_into_nodes(args, parser)
     complete(args, on_gpu)
-    if args.gbit is not None and not 0 <= args.gbit <= MAX_GBIT:
-        parser.error(f"--gbit: from 0 (not shaped) to {MAX_GBIT:g}, what the queue can shape")
     if args.part == "limits" and args.gbit is not None:
         parser.error("limits has no link between nodes: leave --gbit out")
-    if args.ranks % args.nodes:
-        parser.error(f"{args.ranks} ranks cannot be cut into {args.nodes} nodes")
-    if on_gpu and torch.cuda.device_count() < args.ranks:
-        parser.error(f"{args.ranks} GPUs are needed, {torch.cuda.device_count()} found")
     unknown = [run for run in args.runs if run not in SECTIONS]
     if unknown:
         parser.error(f"unknown run {unknown[0]}; runs are {', '.join(SECTIONS)}")
@@ -293,7 +288,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def complete(args, on_gpu: bool) -> None:
     """Fill in what depends on the part and the machine."""
     searching = args.part == "limits"
-    args.nodes = 1 if args.gbit is None else 2
     args.size = args.size or ({"memory": "4b", "limits": "4b"}.get(args.part, "1.3b") if on_gpu else "tiny")
     speed_of_one = args.part in ("throughput", "profile") and args.ranks == 1 and on_gpu
     args.micro_batch = args.micro_batch or (8 if speed_of_one else 1)

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it i
 import frozen_dequantize
 import limits
 import torch
-from emulated_nodes import GBIT, MAX_GBIT, set_rate_everywhere, two_nodes
+from emulated_nodes import GBIT, cut_into_nodes, set_rate_everywhere, two_nodes
 from environment import append_to, describe, join, read_result
 from frozen_runs import (
     BNB,
@@ -248,15 +248,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if not args.read:
             parser.error("show needs --read")
         return args
+    cut_into_nodes(args, parser)
     complete(args)
-    if args.gbit is not None and not 0 <= args.gbit <= MAX_GBIT:
-        parser.error(f"--gbit: from 0 (not shaped) to {MAX_GBIT:g}, what the queue can shape")
     if args.gbit is not None and args.part in ("limits", "dequantize"):
         parser.error(f"{args.part} has no link between nodes: leave --gbit out")
-    if args.ranks % args.nodes:
-        parser.error(f"{args.ranks} ranks cannot be cut into {args.nodes} nodes")
-    if on_gpu and torch.cuda.device_count() < args.ranks:
-        parser.error(f"{args.ranks} GPUs are needed, {torch.cuda.device_count()} found")
     if args.shared and args.part != "memory":
         parser.error(
             f"--side-by-side {args.side_by_side}: groups that share a GPU have no time of their own; memory only"
@@ -272,7 +267,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def complete(args) -> None:
     """Fill in what depends on the part and the machine."""
     places = max(1, torch.cuda.device_count() // args.ranks)
-    args.nodes = 1 if args.gbit is None else 2
     if args.checkpointing is None:
         args.checkpointing = args.part in LEAN_PARTS
     args.steps = args.steps or (2 if args.part in LEAN_PARTS else 4)
