@@ -49,7 +49,7 @@ from zeropp_fp8.compute.direct_cast import (
     round_rows,
     weight_rows,
 )
-from zeropp_fp8.formats import BlockScaledFormat, WireFormat, make_format
+from zeropp_fp8.formats import BlockScaledFormat, DoubleQuantizedFormat, WireFormat, make_format
 from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.scales import MIN_SCALE
 
@@ -185,6 +185,8 @@ def _check_format(number_format: WireFormat) -> None:
     name = number_format.name
     if not isinstance(number_format, BlockScaledFormat):
         raise ValueError(f"error_diffusion: {name} does not quantize; use direct_cast, or a block-scaled or MX format")
+    if isinstance(number_format, DoubleQuantizedFormat):
+        raise ValueError("error_diffusion: scales of blocks are not quantized here; double_quantize=False")
     if number_format.needs_seed:
         raise ValueError('error_diffusion: stochastic rounding adds the error that it removes; use rounding="nearest"')
     if number_format.hadamard:
