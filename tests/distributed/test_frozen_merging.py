@@ -27,8 +27,20 @@ TARGETED = sorted(n for n in LINEAR if n.split(".")[-2] in ("q_proj", "v_proj", 
         },
         {"fields": frozen("mxfp6_e2m3"), "use_dora": True},
         {"fields": frozen("fp8_e4m3", scales="tensor"), "dtype": "bf16"},
+        {
+            "fields": frozen("fp8_e4m3", scales="tensor"),
+            "dtype": "bf16",
+            "compute": {"format": "fp8", "scaling": "current"},
+        },
     ],
-    ids=["int8", "double-quantized nf4 on the host", "safe merge", "DoRA", "fp8 with one scale"],
+    ids=[
+        "int8",
+        "double-quantized nf4 on the host",
+        "safe merge",
+        "DoRA",
+        "fp8 with one scale",
+        "multiplied as it rests",
+    ],
 )
 def test_merged_adapters_come_out_bit_for_bit(case):
     for log in run_ranks(jobs.merge_and_unmerge, world=2, **case):
