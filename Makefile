@@ -36,8 +36,18 @@ rlhf-demo: $(VENV)/.run
 	$(BIN)/python examples/rlhf/pipeline.py --settings examples/rlhf/demo.json --ranks 2 --nodes 2 --replace \
 		--out runs/rlhf-demo $(DEMO_ARGS)
 
+# Tests with ranks use all cores by themselves; most others use one, so that several files run at once. With TEST_ARGS,
+# for example TEST_ARGS="tests/unit/test_mx.py -k rceil", pytest is called once, with these.
+ifeq ($(strip $(TEST_ARGS)),)
+test: $(VENV)/.test
+	failed=0; \
+	$(BIN)/python -m pytest --ignore=tests/unit || failed=1; \
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile tests/unit || failed=1; \
+	exit $$failed
+else
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(TEST_ARGS)
+endif
 
 # As root: it makes two network namespaces. 4 GPUs, else the CPU with a small model.
 bench-two-nodes: $(VENV)/.bench
