@@ -74,6 +74,8 @@ def test_sizes_that_cut_granules_are_refused():
     with pytest.raises(ValueError, match="multiples of 16 elements"):
         cut_again(wire_format, payload, 32, 8, 16)
     assert cut_again(wire_format, payload, 32, 0, 0).numel() == 0
+    with pytest.raises(TypeError, match="none: weights do not rest in parts in this format"):
+        cut_again(make_format("none"), [torch.zeros(32, dtype=torch.uint8)], 16, 0, 16)
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)

@@ -1,13 +1,16 @@
-"""What frozen copies of trained models are stored in."""
+"""Optimizers of trained models, and what frozen copies of these are stored in."""
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+import basics
 from common.engines import frozen_ds_config
 
 ONE_SCALE = {"format": "fp8_e4m3", "scales": "tensor"}
@@ -52,3 +55,10 @@ def test_frozen_ds_config(case):
 def test_stock():
     ds_config = {"zero_optimization": {"stage": 3}, "scheduler": {"type": "WarmupLR"}}
     assert frozen_ds_config(ds_config, "int8") == {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize("device, fused", [("cpu", False), ("cuda", True)])
+def test_adamw_is_fused_on_a_gpu(device, fused, monkeypatch):
+    monkeypatch.setattr(basics, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: device))
+    optimizer = basics.adamw(torch.nn.Linear(4, 4), lr=1e-3, weight_decay=0.1)
+    assert [(group["fused"], group["weight_decay"]) for group in optimizer.param_groups] == [(fused, 0.1), (fused, 0.0)]

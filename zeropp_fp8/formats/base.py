@@ -48,6 +48,18 @@ class WireFormat(ABC):
             ValueError: there is no such number, because one scale belongs to all elements.
         """
 
+    def granule_runs(self, numel: int) -> list[tuple[int, int]]:
+        """(first byte, bytes a granule) of what lies in a payload in the order of its granules.
+
+        Raises:
+            TypeError: weights do not rest in this format.
+        """
+        raise TypeError(f"{self.name}: weights do not rest in parts in this format")
+
+    def shared_bytes(self, numel: int) -> slice:
+        """The bytes that are the same in the payloads of all parts of a tensor."""
+        return slice(0, 0)
+
     @abstractmethod
     def encode_rows_seeded(self, matrix: Tensor, seed: Seed | None, out: Tensor | None = None) -> Tensor:
         """`encode_rows` with the seed itself; None where `needs_seed` is False.

@@ -111,16 +111,11 @@ class BlockScaledFormat(WireFormat):
         return self.block_size
 
     def granule_runs(self, numel: int) -> list[tuple[int, int]]:
-        """(first byte, bytes a granule) of what lies in a payload in the order of its granules."""
         granules = numel // self.granule
         return [
             (0, self.scale_bytes(numel) // granules),
             (self._codes_start(numel), self.code_bytes(numel) // granules),
         ]
-
-    def shared_bytes(self, numel: int) -> slice:
-        """The bytes that are the same in the payloads of all parts of a tensor."""
-        return slice(0, 0)
 
     def code_count(self, numel: int) -> int:
         """How many codes a row carries: its elements, padded to what the rotation and the packing need."""

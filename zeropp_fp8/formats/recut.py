@@ -7,28 +7,14 @@ depend on the parts. What lies where in a payload does, so bytes are moved granu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class CutFormat(Protocol):
-    """A format whose payloads can be cut: WireFormat's methods, and where granules lie."""
-
-    name: str
-    granule: int
-
-    def payload_bytes(self, numel: int) -> int: ...
-
-    def encode_part(self, tensor: Tensor, first: int, numel: int, out: Tensor) -> None: ...
-
-    def granule_runs(self, numel: int) -> list[tuple[int, int]]: ...
-
-    def shared_bytes(self, numel: int) -> slice: ...
+from zeropp_fp8.formats.base import WireFormat
 
 
-def cut_again(wire_format: CutFormat, parts: Sequence[Tensor], part_numel: int, first: int, numel: int) -> Tensor:
+def cut_again(wire_format: WireFormat, parts: Sequence[Tensor], part_numel: int, first: int, numel: int) -> Tensor:
     """The payload of the elements [first, first + numel) of a tensor.
 
     Args:

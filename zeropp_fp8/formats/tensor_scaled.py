@@ -52,11 +52,9 @@ class TensorScaledFormat(WireFormat):
         return PAYLOAD_ALIGNMENT
 
     def granule_runs(self, numel: int) -> list[tuple[int, int]]:
-        """(first byte, bytes a granule) of what lies in a payload in the order of its granules."""
         return [(_HEADER, self.granule)]
 
     def shared_bytes(self, numel: int) -> slice:
-        """The bytes that are the same in the payloads of all parts of a tensor."""
         return slice(0, _SCALE_BYTES)
 
     @torch.no_grad()
@@ -97,10 +95,11 @@ class TensorScaledFormat(WireFormat):
         """fp32 [rows, 1] of payloads, in memory of their own."""
         return payload[:, :_SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
-    def codes(self, payload: Tensor, numel: int) -> Tensor:
-        """The FP8 numbers [rows, numel] of payloads, in memory of their own."""
+    def codes(self, payload: Tensor, numel: int, order: Tensor | None = None) -> Tensor:
+        """The FP8 numbers [rows, numel] of payloads, in memory of their own; `order`: int64 [rows], of the rows."""
         codes = payload[:, _HEADER : _HEADER + numel]
-        return codes.clone(memory_format=torch.contiguous_format).view(self.dtype)
+        codes = codes.clone(memory_format=torch.contiguous_format) if order is None else codes.index_select(0, order)
+        return codes.view(self.dtype)
 
     @torch.no_grad()
     def decode_rows(self, payload: Tensor, numel: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:

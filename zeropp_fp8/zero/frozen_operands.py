@@ -37,8 +37,8 @@ class FrozenOperands:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        # By ds_id, once they are known: fp32 [1] each, (the multiplier of decoding, that of encoding).
-        self._scales: dict[int, tuple[Tensor, Tensor] | None] = {}
+        # By ds_id, once they are known: fp32 [1] each, (the multiplier of decoding, that of encoding if needed).
+        self._scales: dict[int, tuple[Tensor, Tensor | None] | None] = {}
 
     def adopt(self, params: Iterable[Parameter]) -> None:
         """Take over those of an engine's parameters that are stored and are weights of layers that compute in FP8."""
@@ -66,15 +66,21 @@ class FrozenOperands:
         """Whether the codes at rest are those that the GEMM multiplies."""
         return param in self and isinstance(stored_weight(param).wire_format, TensorScaledFormat)
 
-    def operand_at_rest(self, param: Parameter, rows: Tensor, slice_numel: int) -> Float8Operand:
-        """The operand of a weight that `rests_as_operand`, of the payloads of its slices, uint8 [slices, bytes]."""
-        wire_format = stored_weight(param).wire_format
+    def operand_at_rest(
+        self, param: Parameter, rows: Tensor, slice_numel: int, order: Tensor | None = None
+    ) -> Float8Operand:
+        """The operand of a weight that `rests_as_operand`.
+
+        Args:
+            rows: the payloads of its slices, uint8 [slices, bytes].
+            order: int64 [slices], which row holds slice s; None: row s.
+        """
+        wire_format, shape = stored_weight(param).wire_format, tuple(param.ds_shape)
         if self._scales[param.ds_id] is None:
-            scale = wire_format.scales(rows[:1]).view(1)
-            self._scales[param.ds_id] = scale, torch.ones_like(scale) / scale
-        codes = wire_format.codes(rows, slice_numel).view(-1)[: param.ds_numel]
-        shape = tuple(param.ds_shape)
-        return Float8Operand(codes.view(shape), self._scales[param.ds_id][0], shape, "tensor")
+            self._scales[param.ds_id] = wire_format.scales(rows[:1]).view(1), None
+        scale, _ = self._scales[param.ds_id]
+        codes = wire_format.codes(rows, slice_numel, order).view(-1)[: param.ds_numel]
+        return Float8Operand(codes.view(shape), scale, shape, "tensor")
 
     def operand(self, param: Parameter, weight: QuantizedWeight) -> Float8Operand:
         """The operand of the gathered codes of a weight in another format."""

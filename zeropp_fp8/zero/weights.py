@@ -496,9 +496,8 @@ class WeightGatherer:
         if not self.frozen_operands.rests_as_operand(param):
             return self.frozen_operands.operand(param, self._weight_in(unit, index, payloads))
         rows = payloads[:, layout.offsets[index] : layout.offsets[index] + layout.sizes[index]]
-        if not self.in_rank_order:
-            rows = rows[self._rows_in_rank_order]
-        return self.frozen_operands.operand_at_rest(param, rows, layout.slice_numels[index])
+        order = None if self.in_rank_order else self._rows_in_rank_order
+        return self.frozen_operands.operand_at_rest(param, rows, layout.slice_numels[index], order)
 
     def _weight_in(self, unit: GatherUnit, index: int, payloads: Tensor) -> QuantizedWeight:
         """Packed parameter `index` of a unit as it lies in all ranks' payloads [ranks, row bytes]."""
