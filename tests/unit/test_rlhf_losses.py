@@ -1,8 +1,7 @@
-"""Losses of the RLHF examples beside written-out formulas in plain Python (float64), and beside TRL's own trainers."""
+"""Losses of the RLHF examples beside written-out formulas in plain Python (float64)."""
 
 import math
 import sys
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,193 +9,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import llama
 from ranks import run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
+from rlhf_loss_cases import (
+    CLOSE,
+    GRPO_ARGUMENTS,
+    LENGTHS,
+    TOKEN_FIELDS,
+    check,
+    chosen,
+    grpo,
+    log_sigmoid,
+    make_batch,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
 
-from common import losses
 from common.losses import (
     dpo_loss,
     grpo_loss,
     ppo_policy_loss,
     ppo_value_loss,
     reward_loss,
-    sequence_logprobs,
     sft_loss,
-    token_entropy,
-    token_logprobs,
     tokens_a_micro_batch,
 )
-
-CLOSE = {torch.float64: {"rtol": 1e-12, "atol": 1e-12}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}}
-TARGET = {"rtol": 1e-5, "atol": 1e-6}  # of TRL's figures, on the same fp32 batch
-LENGTHS = (6, 0, 3, 11, 1)  # chosen tokens of the five sequences; the second one has none
-FIRST = (2, 3, 0, 0, 9)  # position of the first of them
-POSITIONS = 11
-
-
-def make_batch(dtype=torch.float64, seed=0):
-    """Tensors of five responses whose ratios lie on both sides of any clip range; garbage outside the mask."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    mask = torch.zeros(5, POSITIONS, dtype=torch.bool)
-    for row, (first, length) in enumerate(zip(FIRST, LENGTHS)):
-        mask[row, first : first + length] = True
-    logprobs = -normal(5, POSITIONS).abs() - 0.1
-    batch = SimpleNamespace(
-        mask=mask,
-        logprobs=logprobs,
-        old_logprobs=logprobs + 0.4 * normal(5, POSITIONS),
-        reference_logprobs=logprobs + 0.5 * normal(5, POSITIONS),
-        token_advantages=normal(5, POSITIONS),
-        advantages=normal(5),
-        values=normal(5, POSITIONS),
-        old_values=normal(5, POSITIONS),
-        returns=normal(5, POSITIONS),
-    )
-    return batch
-
-
-TOKEN_FIELDS = (
-    "logprobs",
-    "old_logprobs",
-    "reference_logprobs",
-    "token_advantages",
-    "values",
-    "old_values",
-    "returns",
-)
-
-
-def check(actual, expected, dtype=torch.float64):
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=actual.dtype), **CLOSE[dtype])
-
-
-def chosen(batch):
-    """(row, position) of each chosen token."""
-    return [(b, t) for b in range(len(batch.mask)) for t in range(batch.mask.shape[1]) if batch.mask[b, t]]
-
-
-def log_sigmoid(x):
-    return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
-
-
-# --- of logits ---------------------------------------------------------------------------------------------------
-
-
-def written_out(logits, input_ids, temperature):
-    """Log-probabilities of the next tokens and entropies, number by number."""
-    logprobs, entropies = [], []
-    for row, ids in zip(logits.tolist(), input_ids.tolist()):
-        for scores, target in zip(row[:-1], ids[1:]):
-            scores = [score / temperature for score in scores]
-            largest = max(scores)
-            log_sum = largest + math.log(math.fsum(math.exp(score - largest) for score in scores))
-            logprobs.append(scores[target] - log_sum)
-            entropies.append(-math.fsum(math.exp(score - log_sum) * (score - log_sum) for score in scores))
-    shape = (input_ids.shape[0], input_ids.shape[1] - 1)
-    return (torch.tensor(values, dtype=torch.float64).view(shape) for values in (logprobs, entropies))
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(
-    shape=st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 9)),
-    temperature=st.sampled_from((0.3, 1.0, 1.7)),
-    chunk=st.integers(1, 60),
-    scale=st.sampled_from((0.0, 1.0, 40.0)),
-    dtype=st.sampled_from((torch.float64, torch.float32)),
-)
-def test_logprobs_and_entropy(shape, temperature, chunk, scale, dtype):
-    generator = torch.Generator().manual_seed(sum(shape))
-    logits = (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
-    input_ids = torch.randint(0, shape[2], shape[:2], generator=generator)
-    logprobs, entropies = written_out(logits, input_ids, temperature)
-    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 3e-5}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(losses, "CHUNK", chunk)
-        torch.testing.assert_close(token_logprobs(logits, input_ids, temperature), logprobs.to(dtype), **tolerance)
-        torch.testing.assert_close(token_entropy(logits, temperature), entropies.to(dtype), **tolerance)
-
-
-@pytest.mark.parametrize("chunk", [1, 14, 35, 10**6])
-def test_gradients_of_logprobs_and_entropy(chunk, monkeypatch):
-    monkeypatch.setattr(losses, "CHUNK", chunk)
-    torch.manual_seed(0)
-    logits = torch.randn(3, 5, 7, dtype=torch.float64, requires_grad=True)
-    input_ids = torch.randint(0, 7, (3, 5))
-    assert torch.autograd.gradcheck(lambda x: token_logprobs(x, input_ids, 0.7), logits)
-    assert torch.autograd.gradcheck(lambda x: token_entropy(x, 0.7), logits)
-    transposed = torch.randn(5, 3, 7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: token_logprobs(x.transpose(0, 1), input_ids), transposed)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_logits_are_computed_with_in_fp32(dtype):
-    torch.manual_seed(0)
-    narrow = (5 * torch.randn(2, 6, 33)).to(dtype).requires_grad_()
-    wide = narrow.detach().float().requires_grad_()
-    input_ids = torch.randint(0, 33, (2, 6))
-    for of in (lambda x: token_logprobs(x, input_ids, 0.9), lambda x: token_entropy(x, 0.9)):
-        result, expected = of(narrow), of(wide)
-        assert result.dtype == torch.float32 and torch.equal(result, expected)
-        (gradient,) = torch.autograd.grad(result.square().sum(), narrow)
-        (expected_gradient,) = torch.autograd.grad(expected.square().sum(), wide)
-        assert gradient.dtype == dtype and torch.equal(gradient, expected_gradient.to(dtype))
-
-
-class LargestTensors(TorchDispatchMode):
-    """The most elements that a tensor made inside has, by dtype; views are none."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = defaultdict(int)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        outcome = function(*args, **(kwargs or {}))
-        for tensor in outcome if isinstance(outcome, (tuple, list)) else (outcome,):
-            if isinstance(tensor, torch.Tensor) and not tensor._is_view():
-                self.elements[tensor.dtype] = max(self.elements[tensor.dtype], tensor.numel())
-        return outcome
-
-
-@pytest.mark.parametrize("of", [lambda x, ids: token_logprobs(x, ids, 0.9), lambda x, ids: token_entropy(x, 0.9)])
-def test_no_wide_copy_of_the_logits(of, monkeypatch):
-    """fp32 tensors are no larger than a chunk; in the logits' own dtype there is their gradient and nothing larger."""
-    chunk, shape = 1024, (4, 32, 64)
-    monkeypatch.setattr(losses, "CHUNK", chunk)
-    torch.manual_seed(0)
-    logits = torch.randn(shape).bfloat16().requires_grad_()
-    kept = []
-    with (
-        LargestTensors() as largest,
-        torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x),
-    ):
-        of(logits, torch.zeros(shape[:2], dtype=torch.int64)).sum().backward()
-    assert largest.elements[torch.float32] == chunk < logits.numel()
-    assert largest.elements[torch.bfloat16] == logits.numel()
-    assert [x.data_ptr() for x in kept if x.is_floating_point() and x.numel() > chunk] == [logits.data_ptr()]
-
-
-def test_temperature_must_be_above_zero():
-    for of in (
-        lambda: token_logprobs(torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.int64), 0.0),
-        lambda: token_entropy(torch.zeros(1, 2, 3), -1.0),
-    ):
-        with pytest.raises(ValueError, match=r"temperature is (0\.0|-1\.0); it must be above 0"):
-            of()
-
-
-def test_sequence_logprobs():
-    batch = make_batch()
-    expected = [math.fsum(batch.logprobs[b, t].item() for r, t in chosen(batch) if r == b) for b in range(5)]
-    check(sequence_logprobs(batch.logprobs, batch.mask), expected)
-    assert expected[1] == 0.0
-
 
 # --- supervised losses beside written-out formulas ---------------------------------------------------------------
 
@@ -331,29 +167,6 @@ def test_ppo_value_loss(clip, token_count, dtype):
     check(loss, total / divisor, dtype)
     check(stats["value_loss"], total / divisor, dtype)
     check(stats["value_clip_fraction"], clipped / divisor, dtype)
-
-
-GRPO_ARGUMENTS = {
-    "grpo": {"kind": "grpo"},
-    "bnpo": {"kind": "bnpo"},
-    "dapo": {"kind": "dapo", "token_count": 37},
-    "dr_grpo": {"kind": "dr_grpo", "max_tokens": 16},
-    "beta": {"kind": "grpo", "beta": 0.3},
-    "dapo, beta": {"kind": "dapo", "token_count": 37, "beta": 0.3},
-    "sequence": {"kind": "grpo", "importance_level": "sequence"},
-    "sequence, beta": {"kind": "bnpo", "importance_level": "sequence", "beta": 0.3},
-    "sequence, dr_grpo": {"kind": "dr_grpo", "max_tokens": 16, "importance_level": "sequence"},
-    "limit": {"kind": "bnpo", "ratio_limit": 1.4},
-    "on policy": {"kind": "bnpo", "old": False},
-}
-
-
-def grpo(batch, old=True, **arguments):
-    clip = (0.1, 0.15) if arguments.get("importance_level") == "sequence" else (0.2, 0.28)
-    if arguments.get("beta"):
-        arguments["reference_logprobs"] = batch.reference_logprobs
-    old_logprobs = batch.old_logprobs if old else None
-    return grpo_loss(batch.logprobs, old_logprobs, batch.advantages, batch.mask, *clip, **arguments)
 
 
 def written_out_grpo(
@@ -574,223 +387,3 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=message):
             dpo_loss(one, one, one, one, 0.1, *arguments)
-
-
-# --- beside TRL --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def trl():
-    """TRL, whose trainers compute their losses in methods that are called here with a stand-in for the trainer."""
-    trl = pytest.importorskip("trl", reason="TRL is not installed (extra `rlhf`)")
-    if not trl.__version__.startswith("1.16."):
-        pytest.skip(f"written for the methods of TRL 1.16, not {trl.__version__}")
-    return trl
-
-
-def stand_in(**attributes):
-    """What the trainers' loss methods use of `self`: one process, no accumulation, nothing but the loss."""
-    accelerator = SimpleNamespace(
-        num_processes=1,
-        device=torch.device("cpu"),
-        gather=lambda x: x,
-        gather_for_metrics=lambda x: x,
-        reduce=lambda x, reduction: x,
-        unwrap_model=lambda x: x,
-    )
-    return SimpleNamespace(
-        accelerator=accelerator,
-        model=SimpleNamespace(training=True),
-        _metrics={"train": defaultdict(list)},
-        _total_train_tokens=0,
-        _tp_size=1,
-        aux_loss_enabled=False,
-        **attributes,
-    )
-
-
-def trl_grpo(
-    trl,
-    batch,
-    kind,
-    beta=0.0,
-    importance_level="token",
-    ratio_limit=None,
-    token_count=0,
-    max_tokens=0,
-    old=True,
-    clip=None,
-):
-    """GRPOTrainer._compute_loss; the model's log-probabilities are the batch's."""
-    low, high = clip or ((0.1, 0.15) if importance_level == "sequence" else (0.2, 0.28))
-    trainer = stand_in(
-        args=SimpleNamespace(delta=ratio_limit, use_bias_correction_kl=False, steps_per_generation=1),
-        loss_type=kind,
-        beta=beta,
-        importance_sampling_level=importance_level,
-        epsilon_low=low,
-        epsilon_high=high,
-        max_completion_length=max_tokens,
-        current_gradient_accumulation_steps=1,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        use_vllm=False,
-        _entropy_bonus_enabled=False,
-        _get_per_token_logps_and_entropies=lambda *_, **__: (batch.logprobs, torch.zeros_like(batch.logprobs), None),
-    )
-    inputs = {
-        "prompt_ids": torch.zeros(5, 1),
-        "prompt_mask": torch.ones(5, 1),
-        "completion_ids": torch.zeros(5, POSITIONS),
-        "completion_mask": batch.mask.int(),
-        "advantages": batch.advantages,
-        "old_per_token_logps": batch.old_logprobs if old else None,
-        "ref_per_token_logps": batch.reference_logprobs,
-        "num_items_in_batch": torch.tensor(float(token_count)),
-    }
-    loss = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
-    return loss, trainer._metrics["train"]
-
-
-@pytest.mark.parametrize("name", GRPO_ARGUMENTS)
-def test_grpo_loss_is_that_of_trl(name, trl):
-    batch, arguments = make_batch(torch.float32), GRPO_ARGUMENTS[name]
-    batch.logprobs.requires_grad_()
-    loss, stats = grpo(batch, **arguments)
-    expected, metrics = trl_grpo(trl, batch, **arguments)
-    torch.testing.assert_close(loss, expected, **TARGET)
-    gradients = [torch.autograd.grad(each, batch.logprobs)[0] for each in (loss, expected)]
-    torch.testing.assert_close(*gradients, **TARGET)
-    if "beta" in arguments and arguments.get("token_count") is None:
-        assert stats["kl"].item() == pytest.approx(metrics["kl"][0], rel=1e-5)
-    if arguments.get("importance_level") != "sequence" and arguments.get("token_count") is None:
-        for ours, theirs in (("", "region"), ("_low", "low"), ("_high", "high")):
-            assert stats[f"clip_fraction{ours}"].item() == pytest.approx(metrics[f"clip_ratio/{theirs}_mean"][0])
-
-
-def test_ppo_policy_loss_is_that_of_trl(trl):
-    """TRL 1.16 has no PPO; its GRPO with a mean over tokens and an advantage for each token is PPO's policy loss."""
-    batch = make_batch(torch.float32)
-    batch.logprobs.requires_grad_()
-    loss, stats = ppo_policy_loss(batch.logprobs, batch.old_logprobs, batch.token_advantages, batch.mask, 0.2)
-    batch.advantages = batch.token_advantages
-    expected, metrics = trl_grpo(trl, batch, "bnpo", clip=(0.2, 0.2))
-    torch.testing.assert_close(loss, expected, **TARGET)
-    assert stats["clip_fraction"].item() == pytest.approx(metrics["clip_ratio/region_mean"][0])
-    gradients = [torch.autograd.grad(each, batch.logprobs)[0] for each in (loss, expected)]
-    torch.testing.assert_close(*gradients, **TARGET)
-
-
-@pytest.mark.parametrize("kind", losses.DPO_KINDS)
-def test_dpo_loss_is_that_of_trl(kind, trl):
-    """DPOTrainer._compute_loss on log-probabilities of tokens, the chosen five rows first."""
-    winners, losers = make_batch(torch.float32, 1), make_batch(torch.float32, 2)
-    losers.mask = losers.mask.flip(0)
-    for batch in (winners, losers):
-        batch.logprobs.requires_grad_()
-    reference = [sequence_logprobs(batch.reference_logprobs, batch.mask) for batch in (winners, losers)]
-    mask = torch.cat([winners.mask, losers.mask])
-    tokens = [batch.mask.sum(1) for batch in (winners, losers)]
-    ours, stats = dpo_loss(
-        *(sequence_logprobs(batch.logprobs, batch.mask) for batch in (winners, losers)),
-        *reference,
-        0.1,
-        0.0,
-        kind,
-        *tokens,
-    )
-
-    def model(**_):
-        log_probs = torch.cat([winners.logprobs, losers.logprobs]) * mask
-        nothing = torch.zeros_like(log_probs)
-        return SimpleNamespace(log_probs=log_probs, entropy=nothing, mean_logits=nothing, is_top1=mask)
-
-    trainer = stand_in(
-        ld_alpha=None,
-        precompute_ref_logps=True,
-        f_divergence_type="reverse_kl",
-        loss_types=[kind],
-        loss_weights=[1.0],
-        beta=0.1,
-        label_smoothing=0.0,
-        use_weighting=False,
-    )
-    inputs = {
-        "input_ids": torch.zeros(10, POSITIONS + 1, dtype=torch.int64),
-        "attention_mask": torch.ones(10, POSITIONS + 1),
-        "completion_mask": torch.nn.functional.pad(mask, (1, 0)).int(),
-        "ref_chosen_logps": reference[0],
-        "ref_rejected_logps": reference[1],
-    }
-    theirs = trl.DPOTrainer._compute_loss(trainer, model, inputs, return_outputs=False)
-    torch.testing.assert_close(ours, theirs, **TARGET)
-    for batch in (winners, losers):
-        gradients = [torch.autograd.grad(each, batch.logprobs, retain_graph=True)[0] for each in (ours, theirs)]
-        torch.testing.assert_close(*gradients, **TARGET)
-    metrics = trainer._metrics["train"]
-    for name, key in (
-        ("accuracy", "rewards/accuracies"),
-        ("margin", "rewards/margins"),
-        ("chosen_reward", "rewards/chosen"),
-        ("rejected_reward", "rewards/rejected"),
-    ):
-        assert stats[name].item() == pytest.approx(metrics[key][0], rel=1e-5)
-
-
-@pytest.mark.parametrize("with_margin", [True, False])
-@pytest.mark.parametrize("centering", [None, 0.01])
-def test_reward_loss_is_that_of_trl(with_margin, centering, trl):
-    """RewardTrainer.compute_loss on scores, the chosen five first."""
-    scores = torch.randn(10, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    margin = torch.rand(5, generator=torch.Generator().manual_seed(1)) if with_margin else None
-    ours, stats = reward_loss(*scores.chunk(2), margin, centering or 0.0)
-    trainer = stand_in(args=SimpleNamespace(center_rewards_coefficient=centering))
-    inputs = {"attention_mask": torch.ones(10, 4)} | ({"margin": margin} if with_margin else {})
-
-    def model(**_):
-        return SimpleNamespace(logits=scores.unsqueeze(-1))
-
-    theirs = trl.RewardTrainer.compute_loss(trainer, model, inputs)
-    torch.testing.assert_close(ours, theirs, **TARGET)
-    gradients = [torch.autograd.grad(each, scores)[0] for each in (ours, theirs)]
-    torch.testing.assert_close(*gradients, **TARGET)
-    metrics = trainer._metrics["train"]
-    assert stats["accuracy"].item() == pytest.approx(metrics["accuracy"][0])
-    assert stats["margin"].item() == pytest.approx(metrics["margin"][0], rel=1e-5)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_entropy_and_sft_loss_are_those_of_trl(temperature, trl):
-    """On a small Llama: TRL's fused LM head and SFTTrainer.compute_loss beside the logits; gradients of all weights."""
-    from trl.trainer.utils import add_fused_lm_head
-
-    model = llama()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 2:
-                weight.mul_(8)  # else each token's probability is about 1 / V
-    add_fused_lm_head(model, temperature=temperature, outputs=("log_probs", "entropy", "is_top1"))
-    mask = make_batch().mask
-    input_ids = torch.randint(0, 256, (5, POSITIONS + 1), generator=torch.Generator().manual_seed(0))
-    labels = torch.where(torch.nn.functional.pad(mask, (1, 0)), input_ids, -100)
-    theirs = model(input_ids=input_ids, labels=labels, fused_lm_head=True)
-    logits = model(input_ids=input_ids).logits
-    logprobs = token_logprobs(logits, input_ids, temperature)
-    assert logprobs[mask].std() > 1
-    torch.testing.assert_close(logprobs * mask, theirs.log_probs, **TARGET)
-    torch.testing.assert_close(token_entropy(logits, temperature) * mask, theirs.entropy, **TARGET)
-
-    trainer = stand_in(
-        compute_loss_func=None,
-        label_smoother=None,
-        args=SimpleNamespace(loss_type="nll", average_tokens_across_devices=False),
-    )
-    trainer.accelerator.parallelism_config = None
-    inputs = {"input_ids": input_ids, "labels": labels, "attention_mask": torch.ones_like(input_ids)}
-    for count in (None, 50):
-        loss, _ = sft_loss(token_logprobs(model(input_ids=input_ids).logits, input_ids, temperature), mask, count)
-        expected = trl.SFTTrainer.compute_loss(trainer, model, dict(inputs), num_items_in_batch=count)
-        torch.testing.assert_close(loss, expected, **TARGET)
-        gradients = [torch.autograd.grad(each, list(model.parameters())) for each in (loss, expected)]
-        for ours, wanted in zip(*gradients):
-            torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)
