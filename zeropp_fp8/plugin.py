@@ -3,7 +3,8 @@
     deepspeed.DeepSpeedEngine        -> a subclass that builds the plugin's ZeRO-3 where the ds_config asks for it
     deepspeed.DeepSpeedHybridEngine  -> a subclass that refuses such a ds_config
     deepspeed.zero.Init.__init__     -> hides the four ZeRO++ keys and checks the configuration early
-    deepspeed.zero.Init              -> stores frozen weights as codes while a model is made, and knows them afterwards
+    deepspeed.zero.Init              -> stores frozen weights as codes while a model is made; gathers and partitions
+                                        each parameter by the engine that it belongs to
     zero3_linear_wrap                -> the same linear function at half the host cost
     deepspeed.sequence               -> exchanges that travel in FP8 where an engine asks for it
 
@@ -36,7 +37,6 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("deepspeed", "DeepSpeedHybridEngine", ()),
     ("deepspeed", "ops.__compatible_ops__", ()),
     (_ENGINE, "DeepSpeedEngine._configure_zero_optimizer", ("optimizer",)),
-    (_ENGINE, "DeepSpeedEngine.load_checkpoint", ()),
     (_ENGINE, "DeepSpeedEngine.destroy", ()),
     (_ENGINE, "DeepSpeedEngine.__del__", ()),
     (_ENGINE, "DeepSpeedEngine._get_param_fragment_func", ("param",)),
@@ -277,7 +277,7 @@ def enable() -> None:
 
     from zeropp_fp8.optim import FP8AdamW
     from zeropp_fp8.zero.activations import replace_exchanges
-    from zeropp_fp8.zero.frozen_init import gathering_stored, partitioning_stored, storing_exit, storing_post_init
+    from zeropp_fp8.zero.frozen_init import gathering, partitioning, storing_exit, storing_post_init
     from zeropp_fp8.zero.linear import lean_linear
 
     _replace(deepspeed, "DeepSpeedEngine", _engine_class(deepspeed.DeepSpeedEngine))
@@ -285,8 +285,8 @@ def enable() -> None:
     _replace(Init, "__init__", _init_without_in_tree_keys(Init.__init__))
     _replace(Init, "_post_init_method", storing_post_init(Init._post_init_method))
     _replace(Init, "__exit__", storing_exit(Init.__exit__))
-    _replace(Init, "_all_gather", gathering_stored(Init._all_gather))
-    _replace(Init, "_partition", partitioning_stored(Init._partition))
+    _replace(Init, "_all_gather", gathering(Init._all_gather))
+    _replace(Init, "_partition", partitioning(Init._partition))
     stock_linear = partition_parameters.zero3_linear_wrap
     _replace(partition_parameters, "zero3_linear_wrap", lean_linear(stock_linear))
     if torch.nn.functional.linear is stock_linear:  # an earlier engine has put it there
@@ -446,6 +446,8 @@ def _engine_class(stock_class):
                     return self._zeropp_fp8_frozen_load.load_universal(stock) if universal else stock()
             finally:
                 self._zeropp_fp8_frozen_load = None
+                # Weights are written straight into the shards: nothing derived from the old ones may survive.
+                getattr(self.optimizer, "parameter_offload", self.optimizer).gatherer.weights_changed()
 
         def load_module_state_dict(self, checkpoint, *args, **kwargs):
             if self.zeropp_fp8_session is not None:
@@ -460,14 +462,6 @@ def _engine_class(stock_class):
                 owned = {name: stage.owned_of_slice(param, frozen[name]) for name, param in params.items()}
                 checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: owned}
             return super().load_module_state_dict(checkpoint, *args, **kwargs)
-
-        def load_checkpoint(self, *args, **kwargs):
-            result = super().load_checkpoint(*args, **kwargs)
-            offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
-            if hasattr(offload, "gatherer"):
-                # Frozen weights are written straight into the shards: nothing derived from the old ones may survive.
-                offload.gatherer.weights_changed()
-            return result
 
     ZeroppEngine.__name__ = ZeroppEngine.__qualname__ = stock_class.__name__
     return ZeroppEngine

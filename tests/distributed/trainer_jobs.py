@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from models import batches, ds_config, llama, section
+from models import batches, ds_config, full_weights, llama, section
+from recipes import section_of
 
 import zeropp_fp8
 
@@ -47,3 +48,56 @@ def train_with_trainer(recipe, folder, steps=4):
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, zeropp_fp8.wire_report(trainer.model_wrapped) if recipe else None
+
+
+def _characters():
+    """A tokenizer of single characters."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<eos>", "<unk>", *(chr(i) for i in range(32, 127))]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def train_with_dpo(way, folder, steps=4):
+    """TRL's DPOTrainer whose reference follows the policy: (losses, largest relative difference of their weights)."""
+    from accelerate.state import DistributedType, PartialState
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
+    zeropp_fp8.enable()
+    tokenizer = _characters()
+    config = ds_config(section_of(way) if way else None)
+    config["train_micro_batch_size_per_gpu"] = config["gradient_clipping"] = "auto"
+    arguments = DPOConfig(
+        output_dir=folder,
+        deepspeed=config,
+        use_cpu=True,
+        bf16=False,
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+        sync_ref_model=True,
+        ref_model_sync_steps=2,
+        ref_model_mixup_alpha=1.0,
+    )
+    rows = [{"prompt": f"{n} is ", "chosen": f"{n * 3}", "rejected": f"{n * 7}"} for n in range(1, 33)]
+    trainer = DPOTrainer(
+        model=llama(vocab=128),
+        ref_model=llama(vocab=128),
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    policy, reference = (full_weights(trainer.accelerator.unwrap_model(m)) for m in (trainer.model, trainer.ref_model))
+    return losses, max(((reference[n] - w).norm() / w.norm()).item() for n, w in policy.items())

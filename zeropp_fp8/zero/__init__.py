@@ -5,6 +5,7 @@ blocks.py        finding the transformer blocks of a model
 units.py         the units in which parameters are gathered together
 trace.py         in which order a step fetches them
 coordinator.py   when they are fetched, fetched ahead and released
+adopted.py       what an engine keeps on a parameter, and lists that hold parameters of several engines
 weights.py       how: payloads, hops, secondary shards, the closures put on each parameter
 operands.py      weights whose gathered bytes are the operand of a GEMM
 order.py         the one order in which gradients are reduced on every rank
@@ -20,7 +21,7 @@ The frozen store, weights that rest as codes:
 
 frozen_store.py       a stored parameter: to codes and back, gathering, writing, errors
 frozen_selection.py   which weights are stored, while a model is made and when an engine is
-frozen_init.py        deepspeed.zero.Init that stores
+frozen_init.py        deepspeed.zero.Init that stores, and gathers each parameter through its engine
 frozen_operands.py    FP8 operands straight from codes
 frozen_checkpoint.py  saving and loading codes
 fragment.py           what a checkpoint holds of a stored parameter

@@ -1,4 +1,4 @@
-"""deepspeed.zero.Init that stores frozen weights as codes while a model is made, and knows stored parameters.
+"""deepspeed.zero.Init that stores frozen weights as codes while a model is made, and knows whose each parameter is.
 
 Each function takes DeepSpeed's method and gives the one that takes its place (plugin.py).
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from zeropp_fp8.config import PluginConfig
+from zeropp_fp8.zero.adopted import by_engine
 from zeropp_fp8.zero.frozen_selection import StreamingStore
 from zeropp_fp8.zero.frozen_store import gather_stored, partition_stored, stored_weight
 
@@ -56,32 +57,39 @@ def storing_exit(stock: Callable) -> Callable:
     return __exit__
 
 
-def gathering_stored(stock: Callable) -> Callable:
-    """Init._all_gather: what GatheredParameters and others call for several parameters."""
+def gathering(stock: Callable) -> Callable:
+    """Init._all_gather: what GatheredParameters and others call for several parameters, of any engines."""
 
     @functools.wraps(stock)
     def _all_gather(self, param_list, async_op=False, hierarchy=None):
-        params = list(param_list)
-        others = [p for p in params if stored_weight(p) is None]
-        if len(others) < len(params):
-            gather_stored([p for p in params if stored_weight(p) is not None])
-            if not others:
-                return [] if async_op else None
-        return stock(self, others, async_op=async_op, hierarchy=hierarchy)
+        handles = []
+        for gatherer, params in by_engine(param_list):
+            if gatherer is not None:
+                gatherer.gather_exactly(params)
+                continue
+            others = [p for p in params if stored_weight(p) is None]
+            if len(others) < len(params):
+                gather_stored([p for p in params if stored_weight(p) is not None])
+            if others:
+                handles += stock(self, others, async_op=async_op, hierarchy=hierarchy) or []
+        return handles if async_op else None
 
     return _all_gather
 
 
-def partitioning_stored(stock: Callable) -> Callable:
+def partitioning(stock: Callable) -> Callable:
     """Init._partition: dropping values, or taking over what was written to them."""
 
     @functools.wraps(stock)
     def _partition(self, param_list, force=False, has_been_updated=False, free_data=True):
-        params = list(param_list)
-        others = [p for p in params if stored_weight(p) is None]
-        if others:
-            stock(self, others, force=force, has_been_updated=has_been_updated, free_data=free_data)
-        if len(others) < len(params):  # last: it may raise
-            partition_stored([p for p in params if stored_weight(p) is not None], has_been_updated, free_data)
+        for gatherer, params in by_engine(param_list):
+            if gatherer is not None:
+                gatherer.partition(params, has_been_updated, free_data)
+                continue
+            others = [p for p in params if stored_weight(p) is None]
+            if others:
+                stock(self, others, force=force, has_been_updated=has_been_updated, free_data=free_data)
+            if len(others) < len(params):  # last: it may raise
+                partition_stored([p for p in params if stored_weight(p) is not None], has_been_updated, free_data)
 
     return _partition

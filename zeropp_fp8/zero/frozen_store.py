@@ -207,8 +207,12 @@ def decode_rows_into(param: Parameter, rows: Tensor) -> None:
 
 
 @torch.no_grad()
-def partition_stored(params: Sequence[Parameter], has_been_updated: bool = False, free_data: bool = True) -> None:
+def partition_stored(
+    params: Sequence[Parameter], has_been_updated: bool = False, free_data: bool = True
+) -> list[Parameter]:
     """Drop stored parameters' values; what was written to them is encoded if `has_been_updated`. Collective then.
+
+    Returns those whose codes have changed, the same on every rank.
 
     Codes stay as they are where decoding them gives the values that are there: gathering for writing and writing
     nothing changes nothing. An adapter that PEFT merges is taken out again bit for bit: the codes from before the merge
@@ -221,11 +225,10 @@ def partition_stored(params: Sequence[Parameter], has_been_updated: bool = False
     available = [param for param in params if param.ds_status == ZeroParamStatus.AVAILABLE]
     try:
         if has_been_updated:
-            for members in _by_group(available):
-                _take_over(members)
-        else:
-            for param in available:
-                check_untouched(param)
+            return [param for members in _by_group(available) for param in _take_over(members)]
+        for param in available:
+            check_untouched(param)
+        return []
     finally:
         for param in params:
             if free_data and param.ds_status == ZeroParamStatus.AVAILABLE:
@@ -234,8 +237,8 @@ def partition_stored(params: Sequence[Parameter], has_been_updated: bool = False
             note_version(param)
 
 
-def _take_over(params: Sequence[Parameter]) -> None:
-    """Encode gathered parameters of one process group whose values were written. Collective.
+def _take_over(params: Sequence[Parameter]) -> list[Parameter]:
+    """Encode gathered parameters of one process group whose values were written, and return them. Collective.
 
     Every rank encodes its part as soon as any of them saw another value in its own: scales may depend on the whole
     tensor, and codes must not depend on how it is cut.
@@ -250,12 +253,14 @@ def _take_over(params: Sequence[Parameter]) -> None:
                 f"an adapter is merged into {_name_of(param)} on some ranks only; call merge_adapter() and "
                 "unmerge_adapter() on every rank"
             )
+    written = []
     for param, (changed, merged, _) in zip(params, found):
         stored, shard = stored_weight(param), param.ds_tensor
         held, stored.holds_merged = stored.holds_merged, bool(merged)
         if stored.before_merge is not None and stored.is_unmerged:
             shard.data.copy_(stored.before_merge)
             stored.before_merge = None
+            written.append(param)
             continue
         if not merged:
             stored.before_merge = None  # the layer around the weight is gone: what it merged stays
@@ -263,6 +268,8 @@ def _take_over(params: Sequence[Parameter]) -> None:
             stored.before_merge = shard.data.clone()
         if changed:
             _encode_own_part(param, stored, shard.data)
+            written.append(param)
+    return written
 
 
 def _decodes_to_own_part(param: Parameter) -> bool:

@@ -66,12 +66,12 @@ class ZeroppStage3(LowPrecisionStage3):
 
     def _post_step(self, timer_names) -> None:
         """After the weights changed: drop what was derived from them, fetch the persistent parameters again."""
-        self.gatherer.trained_weights_changed()
+        # Of all that it holds: a parameter that was frozen since goes on moving, by momentum and weight decay.
+        self.gatherer.weights_changed(p for group in self.fp16_groups for p in group)
         with self._persistent_parameters_gathered():
             super()._post_step(timer_names)
 
     def checkpoint_event_epilogue(self) -> None:
-        self.gatherer.weights_changed()
         with self._persistent_parameters_gathered():
             super().checkpoint_event_epilogue()
 
@@ -326,6 +326,10 @@ class ZeroppStage3(LowPrecisionStage3):
             scaling.load_state_dict({})
             if ds_comm.get_rank() == 0:
                 logger.warning(f"zeropp_fp8: {error}; delayed scaling starts afresh")
+
+    def _restore_from_bit16_weights(self) -> None:
+        super()._restore_from_bit16_weights()
+        self.gatherer.weights_changed()  # master weights in low precision have rounded them
 
     def load_state_dict(self, *args, **kwargs) -> None:
         with self.session.ledger.counting(OUTSIDE):

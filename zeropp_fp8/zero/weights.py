@@ -25,11 +25,11 @@ others get buffers out of the compute stream's memory, for one gather each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param, get_allgather_dtype
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -42,11 +42,13 @@ from zeropp_fp8.compute.linear import GATHERED_OPERAND, READ_AS_NUMBERS
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.base import align_up
+from zeropp_fp8.zero.adopted import STATE, ParameterWire, gather_by_engine, partition_by_engine
 from zeropp_fp8.zero.frozen_operands import FrozenOperands
 from zeropp_fp8.zero.frozen_store import (
     check_untouched,
     check_usable,
     note_version,
+    partition_stored,
     stored_weight,
     value_dtype,
 )
@@ -57,19 +59,7 @@ from zeropp_fp8.zero.units import GatherUnit
 if TYPE_CHECKING:
     from zeropp_fp8.kernels.quantized_weight import QuantizedWeight  # kernels need Triton, which is loaded on first use
 
-STATE = "zeropp_fp8_wire"
-
-
-@dataclass
-class ParameterWire:
-    """The plugin's state of one parameter."""
-
-    stock_all_gather: object
-    stock_all_gather_coalesced: object
-    stock_partition: object
-    unit: GatherUnit
-    owner: WeightGatherer
-    lossy: bool = False  # param.data came through a quantized format
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
 
 
 def outsized_units(units: Sequence[GatherUnit], bytes_of: Callable[[Parameter], float]) -> set[GatherUnit]:
@@ -185,44 +175,20 @@ class WeightGatherer:
 
     def _all_gather_closure(self, param: Parameter):
         def all_gather(param_list=None, async_op=False, hierarchy=0):
-            self._check_not_resident()
             if param_list is None and self.module_depth > 0:
+                self._check_not_resident()
                 return self.gather_now([param])
-            return self.gather_exactly([param] if param_list is None else list(param_list), async_op, hierarchy)
+            gather_by_engine([param] if param_list is None else param_list)
+            return [] if async_op else None  # handles of what is complete
 
         return all_gather
 
-    def _partition_closure(self, param: Parameter):
+    @staticmethod
+    def _partition_closure(param: Parameter):
         def partition(param_list=None, hierarchy=0, has_been_updated=False, free_data=True):
-            self._check_not_resident()
-            params = [param] if param_list is None else list(param_list)
-            if has_been_updated:
-                self._count_update(params)
-            stored = [p for p in params if stored_weight(p) is not None]
-            try:
-                for p in params:
-                    state = getattr(p, STATE)
-                    if stored_weight(p) is None:
-                        written = has_been_updated and self._keep_own_part(p)
-                        updated = has_been_updated and not written
-                        state.stock_partition([p], hierarchy=hierarchy, has_been_updated=updated, free_data=free_data)
-                    # Afterwards: DeepSpeed refuses, by an exception, while a module uses the parameter.
-                    p.__dict__.pop(GATHERED_OPERAND, None)
-                    state.lossy = False
-                if stored:  # last: it may refuse what was written; all at once: ranks agree on what that is
-                    getattr(stored[0], STATE).stock_partition(
-                        stored, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data
-                    )
-            finally:
-                if has_been_updated:  # after the write: the gather lane waits for what the current stream was given
-                    self.weights_changed(params)
-                    self._forget_amax(params)
+            partition_by_engine([param] if param_list is None else param_list, has_been_updated, free_data)
 
         return partition
-
-    def _keep_own_part(self, param: Parameter) -> bool:
-        """Write this rank's part of an updated parameter to its shard; False: DeepSpeed does, which knows slices."""
-        return False
 
     # -- formats -------------------------------------------------------------------------------------------------
 
@@ -257,8 +223,8 @@ class WeightGatherer:
         return self.format_of(param).payload_bytes(param.ds_tensor.ds_numel)
 
     def _layout_of(self, unit: GatherUnit) -> PayloadLayout:
-        """The unit's payload layout, made again when its parameters were frozen, unfrozen or cast."""
-        signature = tuple((p.requires_grad, value_dtype(p), p.ds_tensor.ds_numel) for p in unit.params)
+        """The unit's payload layout, made again when its parameters were cast."""
+        signature = tuple((value_dtype(p), p.ds_tensor.ds_numel) for p in unit.params)
         if unit.layout is None or unit.signature != signature:
             operands = {p: self.gemm_weights.slice_bytes(p) for p in unit.params if self.travels_as_operand(p)}
             packed = [p for p in unit.params if p not in operands]
@@ -668,20 +634,16 @@ class WeightGatherer:
         missing = [p for p in params if p.ds_status != ZeroParamStatus.AVAILABLE]
         self.all_gather_coalesced(missing).wait()
 
-    def gather_exactly(self, params: list[Parameter], async_op: bool = False, hierarchy: int = 0):
+    def gather_exactly(self, params: Sequence[Parameter]) -> None:
         """Gather with every bit, complete on the current stream, for looking at weights and changing them.
 
-        A parameter that is there in quantized form is gathered again. `async_op` is left to DeepSpeed's own gather.
+        A parameter that is there in quantized form is gathered again.
         """
-        for param in params:
-            if getattr(param, STATE).lossy and not param.ds_active_sub_modules:
-                param.partition()
-        if async_op:
-            return getattr(params[0], STATE).stock_all_gather(params, async_op=True, hierarchy=hierarchy)
+        self._check_not_resident()
+        self.partition([p for p in params if getattr(p, STATE).lossy and not p.ds_active_sub_modules])
         missing = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         if missing:
             self._gather_missing(missing)
-        return None
 
     def _gather_missing(self, missing: list[Parameter]) -> None:
         """Every bit of parameters that are not there, complete on the current stream."""
@@ -713,11 +675,63 @@ class WeightGatherer:
             param.ds_status = ZeroParamStatus.AVAILABLE
             note_version(param)
 
-    def _count_update(self, params: list[Parameter]) -> None:
+    # -- partitioning --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def partition(self, params: Sequence[Parameter], has_been_updated: bool = False, free_data: bool = True) -> None:
+        """Drop the values of parameters; with `has_been_updated`, what was written to them goes into the shards first.
+
+        Collective then. Where no rank finds a bit changed in its part nothing is forgotten, so that looking at weights
+        (save_16bit_model asks for them as for writing) changes nothing in training: stochastic rounding would draw
+        other numbers for a new copy, and delayed scaling would start without a history.
+        """
+        self._check_not_resident()
+        written: list[Parameter] = []
+        if has_been_updated:
+            self._count_update(params)
+            written = self._written([p for p in params if stored_weight(p) is None])
+        try:
+            for param in written:
+                own = self.session.placement.own_part(param, param.data)
+                param.ds_tensor.data.view(-1)[: own.numel()].copy_(own)
+            stored = [p for p in params if stored_weight(p) is not None]
+            for param in params:
+                if stored_weight(param) is None:
+                    if free_data and param.ds_status == ZeroParamStatus.AVAILABLE:
+                        free_param(param)  # refuses, by an exception, while a module uses the parameter
+                    param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+                param.__dict__.pop(GATHERED_OPERAND, None)
+                getattr(param, STATE).lossy = False
+            if stored:  # last: it may refuse what was written; all at once: ranks agree on what that is
+                written += partition_stored(stored, has_been_updated, free_data)
+        finally:
+            if written:  # after the write: the gather lane waits for what the current stream was given
+                self.weights_changed(written)
+                self._forget_amax(written)
+
+    def _count_update(self, params: Iterable[Parameter]) -> None:
         """GatheredParameters(modifier_rank=...) broadcasts each parameter before it partitions it again."""
         with self.session.ledger.counting(OUTSIDE):
             for param in params:
                 self.session.ledger.sent_around_ring(param.ds_numel * param.element_size())
+
+    def _written(self, params: Sequence[Parameter]) -> list[Parameter]:
+        """Those gathered parameters of which some rank holds other bits than its shard. Collective, one message."""
+        gathered = [p for p in params if p.ds_status == ZeroParamStatus.AVAILABLE]
+        if not gathered:
+            return []
+        differs = torch.stack([self._own_part_differs(param) for param in gathered])
+        dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=self.session.topology.group)
+        return [param for param, changed in zip(gathered, differs.tolist()) if changed]
+
+    def _own_part_differs(self, param: Parameter) -> Tensor:
+        """uint8 []: whether this rank's part of a gathered parameter has other bits than its shard."""
+        own = self.session.placement.own_part(param, param.data)
+        shard = param.ds_tensor.data.view(-1)[: own.numel()].to(own.device)
+        if own.dtype != shard.dtype:
+            return torch.ones((), dtype=torch.uint8, device=self.device)
+        bits = _BITS[own.dtype.itemsize]
+        return (own.view(bits) != shard.view(bits)).any().to(self.device, torch.uint8)
 
     # -- invalidation --------------------------------------------------------------------------------------------
 
@@ -733,10 +747,6 @@ class WeightGatherer:
         self.gemm_weights.changed(params)
         self.frozen_operands.changed(params)
         self._weights_ready = mark(self.device)
-
-    def trained_weights_changed(self) -> None:
-        """An optimizer has stepped: forget what was derived from the parameters that it may have written."""
-        self.weights_changed(param for unit in self.units for param in unit.params if param.requires_grad)
 
     def _forget_amax(self, params: Iterable[Parameter]) -> None:
         """Weights of converted layers were written from outside: what earlier steps have shown of operands is past.

@@ -23,12 +23,13 @@ from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.comm.shared_scales import SharedScales
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat
+from zeropp_fp8.zero.adopted import STATE
 from zeropp_fp8.zero.frozen_store import stored_weight
 from zeropp_fp8.zero.operands import WIRE_FORMAT
 from zeropp_fp8.zero.placement import WholeTensors
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.units import GatherUnit
-from zeropp_fp8.zero.weights import STATE, WeightGatherer
+from zeropp_fp8.zero.weights import WeightGatherer
 
 
 @dataclass(frozen=True)
@@ -128,12 +129,6 @@ class WholeTensorGatherer(WeightGatherer):
         self.take_from_owners(mine)
         super().give_back()
 
-    def _keep_own_part(self, param: Parameter) -> bool:
-        if stored_weight(param) is not None:
-            return False
-        param.ds_tensor.data.view(-1).copy_(self.session.placement.own_part(param, param.data))
-        return True
-
     # -- layouts -----------------------------------------------------------------------------------------------------
 
     def bytes_of(self, param: Parameter) -> float:
@@ -151,7 +146,7 @@ class WholeTensorGatherer(WeightGatherer):
     def _layout_of(self, unit: GatherUnit) -> OwnedLayout | PayloadLayout:
         if unit.is_stored:
             return super()._layout_of(unit)
-        signature = tuple((p.requires_grad, p.ds_tensor.dtype, p.ds_tensor.ds_numel) for p in unit.params)
+        signature = tuple((p.ds_tensor.dtype, p.ds_tensor.ds_numel) for p in unit.params)
         if unit.layout is None or unit.signature != signature:
             operands = {p: p.ds_numel for p in unit.params if self.travels_as_operand(p)}
             unit.lay_out(self._owned_layout(unit.params, operands), self._packed(unit, operands), operands, signature)
@@ -308,11 +303,6 @@ class WholeTensorGatherer(WeightGatherer):
 
     # -- exactly -----------------------------------------------------------------------------------------------------
 
-    def gather_exactly(self, params: list[Parameter], async_op: bool = False, hierarchy: int = 0):
-        """As for slices; an asynchronous gather is complete when it returns."""
-        super().gather_exactly(params)
-        return _Done() if async_op else None
-
     def _gather_missing(self, missing: list[Parameter]) -> None:
         stored, missing = [p for p in missing if stored_weight(p) is not None], self._owned(missing)
         if stored:
@@ -382,13 +372,6 @@ def take_from_earlier_owners(units: Iterable[GatherUnit]) -> None:
                 state.owner.take_from_owners([param])
                 param.all_gather, param.partition = state.stock_all_gather, state.stock_partition
                 param.all_gather_coalesced = state.stock_all_gather_coalesced
-
-
-class _Done:
-    """The handle of a gather that is complete."""
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        """Nothing to wait for."""
 
 
 def _replace_shard(param: Parameter, own: Tensor, padding: int) -> None:

@@ -1,0 +1,69 @@
+"""Jobs that freeze and unfreeze parameters after the engine was made."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+import torch.distributed as dist
+from models import batches, ds_config, full_weights, llama, make_engine
+from parity_jobs import switch
+from recipes import section_of
+
+# Before which step, parameters whose names contain what, are frozen (False) or trained again (True).
+SCHEDULES = {
+    "progressive": {2: [("layers.0", False)], 4: [("layers.1", False)], 5: [("embed", False)]},
+    "and back": {2: [("layers.0", False), ("lm_head", False)], 5: [("layers.0", True), ("lm_head", True)]},
+    "in turns": {step: [("layers.0", step % 2 == 0), ("layers.1", step % 2 == 1)] for step in range(1, 8)},
+    "all but the norms": {2: [("proj", False), ("embed", False), ("lm_head", False)]},
+}
+
+
+def exact_loss(engine, tokens, make=llama):
+    """The loss of a model without DeepSpeed that has the engine's exact weights, in fp32."""
+    weights = full_weights(engine.module)
+    model = make().float()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(weights[name])
+        return model(input_ids=tokens, labels=tokens).loss.item()
+
+
+def _train(section, schedule, leaf=False, lr=1e-2, steps=8, accumulation=1):
+    import deepspeed
+
+    importlib.import_module("torch._dynamo")  # zero.Init needs it imported before, see plugin.enable
+    switch(section is not None)
+    model = llama()
+    if leaf:
+        deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
+    engine = make_engine(model, ds_config(section, gradient_accumulation_steps=accumulation), lr=lr)
+    losses = []
+    for index, tokens in enumerate(batches(steps * accumulation, dist.get_rank())):
+        if index % accumulation == 0:
+            for part, trained in SCHEDULES[schedule].get(index // accumulation, ()):
+                for name, param in engine.module.named_parameters():
+                    if part in name:
+                        param.requires_grad_(trained)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        computed = engine(input_ids=tokens, labels=tokens).loss.item()
+    return losses, full_weights(engine.module), computed, exact_loss(engine, tokens)
+
+
+def beside_stock(way, granularity, schedules=tuple(SCHEDULES), **options):
+    """{schedule: ((losses, weights) of stock, of the plugin)}."""
+    runs = {}
+    for schedule in schedules:
+        stock = _train(None, schedule, leaf=granularity == "block", **options)
+        plugin = _train(section_of(way, gather_granularity=granularity), schedule, **options)
+        runs[schedule] = (stock[:2], plugin[:2])
+    return runs
+
+
+def computed_and_exact(cases, lr):
+    """For each (way, schedule): (the loss that the engine computes after training, the loss of its exact weights)."""
+    return [_train(section_of(way), schedule, lr=lr)[2:] for way, schedule in cases]

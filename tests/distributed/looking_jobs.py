@@ -1,0 +1,78 @@
+"""Jobs that look at an engine's weights in the middle of training: saves, gathers for writing that write nothing."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from models import batches, ds_config, full_weights, llama, make_engine
+from parity_jobs import switch
+from recipes import section_of
+from zero_jobs import shared_folder
+
+STORED = {"modules": "frozen", "format": "nf4", "block_size": 32}
+
+
+def gather_for_writing(engine, folder):
+    """What transformers, PEFT and accelerate do to look: each module's parameters, as if to write them."""
+    import deepspeed
+
+    for module in engine.module.modules():
+        with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
+            pass
+
+
+def gather_all_for_writing(engine, folder):
+    """All at once, and rank 0 writes the numbers that are there."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        if dist.get_rank() == 0:
+            for param in engine.module.parameters():
+                param.data.copy_(param.data.clone())
+
+
+def look_at_states(engine, folder):
+    """DeepSpeed's calls for debugging."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    for param in engine.module.parameters():
+        if param.requires_grad:
+            safe_get_full_fp32_param(param)
+            safe_get_full_optimizer_state(param, "exp_avg")
+
+
+LOOKS = {
+    "nothing": lambda engine, folder: None,
+    "save_16bit_model": lambda engine, folder: engine.save_16bit_model(folder),
+    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),
+    "module by module": gather_for_writing,
+    "all at once": gather_all_for_writing,
+    "states": look_at_states,
+}
+
+
+def _train(section, look, folder, dtype, steps=4):
+    torch.manual_seed(dist.get_rank())
+    model = llama()
+    for name, param in model.named_parameters():
+        param.requires_grad_("frozen" not in section or "mlp" not in name)
+    engine = make_engine(model, ds_config(section, dtype, gradient_accumulation_steps=2))
+    losses = []
+    for index, tokens in enumerate(batches(2 * steps, dist.get_rank())):
+        if index in (2, 3, 5):  # between steps, and between the micro-batches of one, which compute with one copy
+            LOOKS[look](engine, folder)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        if index == 4:
+            LOOKS[look](engine, folder)
+        engine.step()
+        losses.append(loss.item())
+    return losses, full_weights(engine.module)
+
+
+def looks(way, dtype="fp32"):
+    """{look: (losses, weights)} of the same training with each of LOOKS in its middle; `way`: of WAYS, or "stored"."""
+    switch(True)
+    folder = shared_folder()
+    section = section_of("zeropp", frozen=STORED) if way == "stored" else section_of(way)
+    return {look: _train(section, look, folder, dtype) for look in LOOKS}

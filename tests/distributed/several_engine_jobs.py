@@ -1,0 +1,66 @@
+"""Jobs with two engines whose parameters are gathered and changed in one context."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from freezing_jobs import exact_loss
+from models import batches, ds_config, full_weights, llama, make_engine
+from parity_jobs import switch
+from recipes import section_of
+
+
+def _engine(kind, seed, trains):
+    """`kind`: one of recipes.WAYS, "stock", or "stored" for linear weights that rest as INT8 codes."""
+    if kind == "stock":
+        section = None
+    elif kind == "stored":
+        section = section_of("zeropp", frozen={"modules": "all-linear", "format": "int8", "block_size": 32})
+    else:
+        section = section_of(kind)
+    return make_engine(llama(seed=seed), ds_config(section), optimizer="adamw" if trains else None)
+
+
+def _loss(engine, tokens):
+    with torch.no_grad():
+        return engine(input_ids=tokens, labels=tokens).loss.item()
+
+
+def follow(first, second, first_follows):
+    """One of two engines trains, the other takes over twice its weights; {what: numbers}."""
+    import deepspeed
+
+    switch(True)
+    tokens = list(batches(4, dist.get_rank()))
+    engines = [_engine(first, 0, trains=not first_follows), _engine(second, 1, trains=first_follows)]
+    target, source = engines if first_follows else reversed(engines)
+    for batch in tokens:
+        loss = source(input_ids=batch, labels=batch).loss
+        source.backward(loss)
+        source.step()
+    before, source_loss = _loss(target, tokens[0]), _loss(source, tokens[0])
+    weights = full_weights(source.module)
+    pairs = list(zip(target.module.parameters(), source.module.parameters()))
+    with deepspeed.zero.GatheredParameters([p for pair in pairs for p in pair], modifier_rank=0):
+        if dist.get_rank() == 0:
+            for mine, theirs in pairs:
+                mine.data.mul_(0.0).add_(theirs.data, alpha=2.0)
+    held = full_weights(target.module)
+    return {
+        "errors": [((held[name] - 2 * w).norm() / (2 * w).norm()).item() for name, w in weights.items()],
+        "before": before,
+        "computed": _loss(target, tokens[0]),
+        "exact": exact_loss(target, tokens[0]),
+        "source": (source_loss, _loss(source, tokens[0])),
+        "source's weights": all(torch.equal(w, weights[name]) for name, w in full_weights(source.module).items()),
+    }
+
+
+def follow_all(pairs):
+    """`follow` for each pair of kinds, the follower made first and made second."""
+    return {(a, b, first): follow(a, b, first) for a, b in pairs for first in (True, False)}
+
+
+def follow_stored(kind):
+    """`follow` by a model whose linear weights rest as codes, made first and made second."""
+    return {first: follow(*(("stored", kind) if first else (kind, "stored")), first) for first in (True, False)}

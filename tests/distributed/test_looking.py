@@ -1,0 +1,30 @@
+"""Looking at weights changes nothing in training, whatever the way of looking.
+
+save_16bit_model and many libraries gather with `modifier_rank=0`, as if to write. Were that to count as a write, copies
+would be encoded again (stochastic rounding then draws other numbers) and delayed scaling would lose its history.
+"""
+
+import looking_jobs as jobs
+import pytest
+import torch
+from ranks import run_ranks
+
+WAYS = [
+    "lossless, node's copy",
+    "lossless, delayed FP8 compute",
+    "stochastic rounding",
+    "FP8 operands, node's copy",
+    "mxfp8",
+    "fp8-lm-o2",
+    "fp8-lm",
+    "stored",
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_goes_on_bit_for_bit(way):
+    runs = run_ranks(jobs.looks, way=way, dtype="bf16" if way.startswith("fp8-lm") else "fp32")[0]
+    losses, weights = runs.pop("nothing")
+    for look, (looked_losses, looked_weights) in runs.items():
+        assert looked_losses == losses, look
+        assert all(torch.equal(looked_weights[name], weight) for name, weight in weights.items()), look

@@ -1,0 +1,50 @@
+"""Two engines in one GatheredParameters: a reference model that follows a policy, a moving average of weights.
+
+DeepSpeed hands all parameters to the closures of the first, whatever engine the others belong to.
+"""
+
+import pytest
+import several_engine_jobs as jobs
+from ranks import run_ranks
+
+# Each kind beside DeepSpeed's own engine, beside itself, and beside others that know their parameters in another way.
+PAIRS = [
+    ("stock", "zeropp"),
+    ("stock", "FP8 operands"),
+    ("stock", "fp8-lm"),
+    ("stock", "lossless, node's copy"),
+    ("zeropp", "lossless, node's copy"),
+    ("zeropp", "FP8 operands"),
+    ("zeropp", "fp8-lm"),
+    ("fp8-lm", "fp8-lm"),
+    ("fp8-lm", "FP8 operands, node's copy"),
+    ("zeropp, rank's copy", "stochastic rounding"),
+]
+STORED = ["stock", "zeropp", "fp8-lm"]  # engines that train, beside one whose weights rest as codes
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return run_ranks(jobs.follow_all, pairs=PAIRS, timeout=400)[0]
+
+
+def check(run, computes_within, error=0.0):
+    assert max(run["errors"]) <= error
+    assert run["source's weights"]
+    assert run["source"][0] == run["source"][1]
+    assert run["computed"] == pytest.approx(run["exact"], rel=computes_within)
+    assert abs(run["exact"] - run["before"]) > 0.05 * run["before"], "nothing to see"
+
+
+@pytest.mark.parametrize("first_follows", [True, False], ids=["first follows", "second follows"])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_a_model_follows_another(pair, first_follows, runs):
+    check(runs[(*pair, first_follows)], computes_within=0.02)
+
+
+def test_a_model_that_rests_as_codes_follows_another():
+    """Its linear weights are rounded to INT8: 0.5 % of their norm."""
+    for kind in STORED:
+        runs = run_ranks(jobs.follow_stored, kind=kind)[0]
+        for run in runs.values():
+            check(run, computes_within=0.02, error=0.01)
