@@ -91,6 +91,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self._evaluating = False
         self.generating = False  # inside zeropp_fp8.generation (generation.py)
         self.announced: str | None = None  # where weights stayed in the last one
+        self.before_backward: Callable[[], None] | None = None  # told that a module's backward begins
         self.after_backward_of: Callable[[nn.Module], None] | None = None  # told of each module whose backward is over
         super().__init__(module, *args, **kwargs)
         units = build_units(module, self.blocks, granularity)
@@ -174,6 +175,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
     @torch.no_grad()
     def pre_sub_module_backward_function(self, sub_module) -> None:
         self._evaluating = False
+        if self.before_backward is not None:
+            self.before_backward()
         with self.session.ledger.counting(self._kind(forward=False)):
             self.param_coordinator.fetch_sub_module(sub_module, forward=False)
 

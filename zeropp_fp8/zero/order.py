@@ -3,8 +3,8 @@
 Stock ZeRO-3 puts a gradient into the bucket when autograd produces it, so ranks whose unused parameters differ (a
 mixture of experts, a conditional layer) fill different buckets and hang or mix up tensors. Here parameters are cut
 into units (a transformer block, or a single parameter), the units have one fixed order, and a unit enters the bucket
-only after all units before it. What has not come when a module's backward ends, or at the latest when the whole
-backward does, is sent as zeros.
+only after all units before it. What has not come when a module's backward ends and will not come any more, or has not
+when the whole backward ends, is sent as zeros.
 
 The order is the reverse of registration, which is the order in which backward finishes blocks.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 
@@ -55,6 +56,16 @@ def reduction_units(
     return joined
 
 
+def is_still_to_come(param: Parameter) -> bool:
+    """Whether the backward that runs now will add to the gradient of `param`, or has done so. Asked inside of it."""
+    if not param.requires_grad:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+    except RuntimeError:  # torch.autograd.grad() is to return this gradient, and adds to none
+        return False
+
+
 class FixedOrder:
     """Hands units of parameters to `reduce` in the fixed order, during one backward pass."""
 
@@ -65,12 +76,18 @@ class FixedOrder:
         self._start_again()
 
     def _start_again(self) -> None:
+        self._begun = False
         self._next = 0
         self._ready: set[int] = set()
         self._missing = [len(unit) for unit in self.units]
 
+    def begin(self) -> None:
+        """A backward has reached the model; every rank's has, whatever gradients it brings there."""
+        self._begun = True
+
     def is_ready(self, param: Parameter) -> None:
         """Autograd produced `param.grad`."""
+        self._begun = True
         index = self._unit_of[id(param)]
         if index < self._next:
             # A second gradient in one backward, after the first has been reduced: it adds to the first.
@@ -83,19 +100,27 @@ class FixedOrder:
             self._reduce_next()
 
     def module_ended(self, params: Iterable[Parameter]) -> None:
-        """The backward of the only module that uses `params` is over: send zeros for gradients that did not come.
+        """The backward of the only module that has `params` is over: send zeros for gradients that do not come.
 
         A rank that uses nothing of a block then reduces it where the others do, before it gathers the next one; were
-        it to wait for the end of backward, ranks would meet in different collectives and hang.
+        it to wait for the end of backward, ranks would meet in different collectives and hang. What somebody has read
+        before the module's forward (its parent, weight_norm) gets its gradient after the module's backward.
         """
         for param in params:
             index = self._unit_of.get(id(param))
-            if index is not None and index >= self._next and id(param) not in self._ready:
+            waits = index is not None and index >= self._next and id(param) not in self._ready
+            if waits and not is_still_to_come(param):
                 set_zero_gradient(param)
                 self.is_ready(param)
 
     def finish(self) -> None:
-        """Backward ended: reduce what is left, with zeros for gradients that did not come."""
+        """Backward ended: reduce what is left, with zeros for gradients that did not come.
+
+        Nothing happens when it is called again (engine.allreduce_gradients() after engine.backward()): another round
+        of zeros would take the place of the gradients, or be added to the error feedback.
+        """
+        if not self._begun:
+            return
         while self._next < len(self.units):
             for param in self.units[self._next]:
                 if param.grad is None:

@@ -107,6 +107,7 @@ class ZeroppStage3(LowPrecisionStage3):
                 self.reducer.scales = self.scales
             self._users = Counter(id(p) for module in self.module.modules() for p in module.parameters(recurse=False))
             self._used_by_only: dict[int, list[Parameter]] = {}
+            self.parameter_offload.before_backward = self._order.begin
             self.parameter_offload.after_backward_of = self._module_ended
             leaf_of = {param: param.__dict__.pop(_LEAF) for param in trainable if _LEAF in param.__dict__}
             super().create_reduce_and_remove_grad_hooks()
@@ -126,19 +127,13 @@ class ZeroppStage3(LowPrecisionStage3):
             self._order.is_ready(param)
 
     def _module_ended(self, module: nn.Module) -> None:
-        """Of a module whose backward is over: gradients of parameters that no other module uses come no more."""
+        """Of a module whose backward is over: gradients of parameters that no other module has come no more."""
         params = self._used_by_only.get(id(module))
         if params is None:
-            mine = module.parameters(recurse=z3_leaf_module(module))
-            # What computes with the module's own parameters before its forward begins (weight_norm) has its backward
-            # after the module's.
-            hooks = module._forward_pre_hooks.values()
-            before = any(not hook.__module__.startswith(("deepspeed", "zeropp_fp8")) for hook in hooks)
-            early = {id(p) for p in module.parameters(recurse=False)} if before else set()
-            params = [p for p in mine if self._users[id(p)] == 1 and id(p) not in early]
+            params = [p for p in module.parameters(recurse=z3_leaf_module(module)) if self._users[id(p)] == 1]
             self._used_by_only[id(module)] = params
         if params and not self._coalesce_reduction_is_on():
-            self._order.module_ended(p for p in params if not p.is_external_param)
+            self._order.module_ended(params)
 
     def _put_into_bucket(self, params: list[Parameter]) -> None:
         """Stock's way, for `lossless`."""

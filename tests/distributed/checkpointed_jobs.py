@@ -1,0 +1,207 @@
+"""Jobs about activation checkpointing of functions over several modules, that run on ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from models import ds_config, full_weights, make_engine, section
+from parity_jobs import switch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+HIDDEN = 64
+
+
+class Injected(RuntimeError):
+    """Raised on purpose."""
+
+
+class _RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, model):
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.model.failure == "backward":
+            raise Injected
+        return grad, None
+
+
+class Block(nn.Module):
+    """A repeated block whose matrices are an adapter on a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.base, self.down, self.up = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
+        for frozen in (self.norm, self.base):
+            frozen.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Checkpointed(nn.Module):
+    """Modules that are no blocks, and two blocks, called in checkpointed functions by `kind`.
+
+    `failure`: "recomputation" or "backward": where the next backward raises.
+    """
+
+    def __init__(self, kind, checkpointing="non-reentrant"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.checkpointing, self.failure = kind, checkpointing, None
+        self.embed = nn.Embedding(32, HIDDEN)
+        self.base, self.down, self.up = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
+        self.norm, self.wide = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.head = nn.Linear(HIDDEN, 32)
+        for frozen in (self.embed, self.base, self.norm):
+            frozen.requires_grad_(False)
+
+    def adapter(self, x):
+        y = self.base(x)
+        if self.failure == "recomputation" and torch._C._current_graph_task_id() != -1:
+            raise Injected
+        return torch.tanh(y + self.up(self.down(x)))
+
+    def frozen_norm(self, x):
+        return torch.relu(self.wide(self.norm(x)))
+
+    def several(self, x):
+        return self.frozen_norm(self.adapter(x))
+
+    def twice(self, x):
+        return self.norm(self.adapter(self.norm(self.adapter(x))))
+
+    def nested(self, x):
+        return self.run(self.frozen_norm, self.norm(self.run(self.adapter, x)))
+
+    def of_blocks(self, x):
+        for block in self.blocks:
+            x = self.norm(block(x))
+        return x
+
+    def embedded(self, tokens):
+        return self.adapter(self.embed(tokens))
+
+    def discarded_tail(self, x):
+        y = self.several(x)
+        self.head(y.detach())
+        return y
+
+    def run(self, function, x):
+        if self.checkpointing is None:
+            return function(x)
+        return checkpoint(function, x, use_reentrant=self.checkpointing == "reentrant")
+
+    def forward(self, tokens, labels):
+        if self.kind == "embedded":
+            x = self.run(self.embedded, tokens)
+        elif self.kind == "each block":
+            x = self.wide(self.embed(tokens))
+            for block in self.blocks:
+                x = self.run(block, x)
+        else:
+            x = self.run(getattr(self, self.kind), self.wide(self.embed(tokens)))
+        x = _RaisesInBackward.apply(x, self)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, -2), labels.flatten())
+
+
+KINDS = ("adapter", "several", "twice", "nested", "of_blocks", "embedded", "discarded_tail", "each block")
+
+
+def data(steps, seed=1):
+    generator = torch.Generator().manual_seed(seed * 100 + dist.get_rank())
+    for _ in range(steps):
+        tokens = torch.randint(0, 32, (2, 9), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def left_gathered(engine):
+    """Names of parameters that are there, or in use, though no pass is under way."""
+    return [
+        name
+        for name, p in engine.module.named_parameters()
+        if p.ds_active_sub_modules or p.data.numel() or getattr(p, "zeropp_fp8_operand", None) is not None
+    ]
+
+
+def train(kind, the_section, checkpointing="non-reentrant", leaf=False, steps=3, accumulation=2, dtype="fp32", **overrides):
+    """Losses, weights, and what was left gathered by some backward. `the_section`: None for stock."""
+    import deepspeed
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    switch(the_section is not None)
+    model = Checkpointed(kind, checkpointing)
+    if leaf:
+        deepspeed.utils.set_z3_leaf_modules(model, [Block])
+    engine = make_engine(model, ds_config(the_section, dtype, gradient_accumulation_steps=accumulation, **overrides), lr=1e-2)
+    losses, left, running = [], set(), len(FWD_MODULE_STACK)
+    for tokens, labels in data(steps * accumulation):
+        loss = engine(tokens, labels)
+        engine.backward(loss)
+        losses.append(loss.item())
+        left.update(left_gathered(engine))
+        engine.step()
+    running = len(FWD_MODULE_STACK) - running
+    weights = full_weights(engine.module)
+    engine.destroy()
+    return {"losses": losses, "weights": weights, "left": sorted(left), "running": running}
+
+
+def beside_stock(kinds, fields, early_stop, **options):
+    """{kind: (stock, lossless)}."""
+    leaf = fields.get("gather_granularity", "block") == "block"
+    with set_checkpoint_early_stop(early_stop):
+        return {
+            kind: (train(kind, None, leaf=leaf, **options), train(kind, section("lossless", **fields), **options))
+            for kind in kinds
+        }
+
+
+def beside_plain(kinds, recipe, fields, early_stop, ranks_per_node=2, **options):
+    """{kind: (the same recipe without checkpointing, with)}."""
+    the_section = section(recipe, ranks_per_node, **fields)
+    with set_checkpoint_early_stop(early_stop):
+        return {
+            kind: (train(kind, the_section, None, **options), train(kind, the_section, **options)) for kind in kinds
+        }
+
+
+def after_failure(recipe, failure, fields=None, dtype="fp32"):
+    """A backward fails on all ranks; what a forward finds then, and the steps after it beside an engine without."""
+    found = {}
+    for fails in (False, True):
+        switch(recipe is not None)
+        model = Checkpointed("several")
+        the_section = section(recipe, **(fields or {})) if recipe else None
+        engine = make_engine(model, ds_config(the_section, dtype), lr=1e-2)
+        some = list(data(4))
+        engine.backward(engine(*some[0]))
+        engine.step()
+        log = {}
+        if fails:
+            model.failure, log["raised"] = failure, False
+            try:
+                engine.backward(engine(*some[1]))
+            except Injected:
+                log["raised"] = True
+            model.failure = None
+            engine.optimizer.zero_grad()
+            hook = model.register_forward_pre_hook(lambda *_: log.setdefault("left", left_gathered(engine)))
+        losses = []
+        for tokens, labels in some[2:]:
+            loss = engine(tokens, labels)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        if fails:
+            hook.remove()
+        log["left at the end"] = left_gathered(engine)
+        found[fails] = {"losses": losses, "weights": full_weights(engine.module), **log}
+        engine.destroy()
+    return found

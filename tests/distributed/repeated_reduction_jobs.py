@@ -1,0 +1,88 @@
+"""Jobs on ranks that call engine.allreduce_gradients() after engine.backward() has done it, and let boundaries differ."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch.distributed as dist
+from models import KEPT, batches, ds_config, full_fp32_weights, full_weights, llama, make_engine, section
+from parity_jobs import switch
+
+# How a script says where an optimizer step's micro-batches end, and how its engine is configured for that.
+STYLES = {
+    "managed": {},
+    "set boundary": {},
+    "unmanaged": {"managed_gradient_accumulation": False},
+    "coalesced": {},
+}
+
+
+def repeat(engine, style, when, last):
+    """Reduce again, as scripts do that were written for engines which left it to them."""
+    if when == "always" or (when == "boundary" and last):
+        for _ in range(2):
+            engine.allreduce_gradients()
+
+
+def micro_batches_of_a_step(engine, style, when, tokens):
+    """Forward, backward and the call in question for each; the loss of the last."""
+    for index, t in enumerate(tokens):
+        last = index == len(tokens) - 1
+        if style == "set boundary":
+            engine.set_gradient_accumulation_boundary(last)
+        loss = engine(input_ids=t, labels=t).loss
+        engine.backward(loss)
+        if style != "coalesced":
+            repeat(engine, style, when, last)
+        if style == "managed" and not last:
+            engine.step()
+    return loss.item()
+
+
+def train(plugin, when, style="managed", accumulation=2, steps=3, dtype="fp32", lora=False, **overrides):
+    """Losses, weights and the optimizer's fp32 weights of a small Llama. `plugin`: the section, None for stock."""
+    switch(plugin is not None)
+    options = {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.5, **STYLES[style], **overrides}
+    model = llama()
+    if lora:
+        from frozen_models import with_adapters
+
+        model = with_adapters(model)
+    engine = make_engine(model, ds_config(plugin, dtype, **options))
+    losses, tokens = [], list(batches(steps * accumulation, dist.get_rank()))
+    for step in range(steps):
+        mine = tokens[step * accumulation : (step + 1) * accumulation]
+        around = engine.coalesce_grad_reduction() if style == "coalesced" else contextlib.nullcontext()
+        with around:
+            losses.append(micro_batches_of_a_step(engine, style, when, mine))
+        if style == "coalesced":
+            repeat(engine, style, when, last=True)
+        engine.step()
+    found = {
+        "losses": losses,
+        "weights": full_weights(engine.module),
+        "fp32 weights": full_fp32_weights(engine.module),
+        "steps": engine.global_steps,
+    }
+    engine.destroy()
+    return found
+
+
+def with_and_without(recipe, fields=None, styles=("managed",), beside_stock=False, ranks_per_node=2, **options):
+    """{(style, when): a run}, and {(style, when, "stock"): a run} where asked for."""
+    found = {}
+    for style in styles:
+        for when in ("never", "boundary", "always"):
+            found[style, when] = train(section(recipe, ranks_per_node, **(fields or {})), when, style, **options)
+            if beside_stock:
+                kept = {"zero_optimization": {**KEPT, **options.get("zero_optimization", {})}}
+                found[style, when, "stock"] = train(None, when, style, **{**options, **kept})
+    return found
+
+
+def has_styles():
+    """Whether this DeepSpeed knows every style."""
+    import deepspeed
+
+    engine = deepspeed.runtime.engine.DeepSpeedEngine
+    return hasattr(engine, "coalesce_grad_reduction") and hasattr(engine, "managed_gradient_accumulation")
