@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from models import ds_config, full_weights, make_engine, section
+from models import KEPT, ds_config, full_weights, make_engine, section
 from parity_jobs import switch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -154,11 +154,14 @@ def train(kind, the_section, checkpointing="non-reentrant", leaf=False, steps=3,
 
 
 def beside_stock(kinds, fields, early_stop, **options):
-    """{kind: (stock, lossless)}."""
+    """{kind: (stock without checkpointing, lossless with)}: it changes no bit, and stock cannot do it in all cases."""
     leaf = fields.get("gather_granularity", "block") == "block"
     with set_checkpoint_early_stop(early_stop):
         return {
-            kind: (train(kind, None, leaf=leaf, **options), train(kind, section("lossless", **fields), **options))
+            kind: (
+                train(kind, None, None, leaf=leaf, zero_optimization=KEPT, **options),
+                train(kind, section("lossless", **fields), **options),
+            )
             for kind in kinds
         }
 
@@ -172,36 +175,66 @@ def beside_plain(kinds, recipe, fields, early_stop, ranks_per_node=2, **options)
         }
 
 
-def after_failure(recipe, failure, fields=None, dtype="fp32"):
-    """A backward fails on all ranks; what a forward finds then, and the steps after it beside an engine without."""
+def after_failure(recipe, failure, fields=None, **options):
+    """Losses, weights and what a forward finds where a backward fails on all ranks, and of a run without it."""
+    switch(True)
     found = {}
     for fails in (False, True):
-        switch(recipe is not None)
-        model = Checkpointed("several")
-        the_section = section(recipe, **(fields or {})) if recipe else None
-        engine = make_engine(model, ds_config(the_section, dtype), lr=1e-2)
-        some = list(data(4))
-        engine.backward(engine(*some[0]))
-        engine.step()
-        log = {}
+        model, some, log = Checkpointed("several"), list(data(4)), {"left": []}
+        engine = make_engine(model, ds_config(section(recipe, **(fields or {})), **options), lr=1e-2)
+
+        def look(module, inputs, engine=engine, log=log):
+            log["left"] += left_gathered(engine)
+
+        # After DeepSpeed's hook that begins a forward, before any fetch.
+        hook = model.register_forward_pre_hook(look)
+        model._forward_pre_hooks.move_to_end(hook.id, last=False)
+        model._forward_pre_hooks.move_to_end(engine.optimizer.parameter_offload.fwd_pre_hook.id, last=False)
+        losses = []
+        for index, (tokens, labels) in enumerate(some):
+            if index == 1 and not fails:
+                continue
+            model.failure = failure if index == 1 else None
+            try:
+                loss = engine(tokens, labels)
+                # As users of engines and as users of plain torch do it.
+                engine.backward(loss) if index < 3 else loss.backward()
+                engine.step()
+                losses.append(loss.item())
+            except Injected:
+                log["raised at"] = index
+        found[fails] = {"losses": losses, "weights": full_weights(engine.module), **log}
+        engine.destroy()
+    return found
+
+
+def failure_while_accumulating():
+    """What the forward after it says, and the losses of the step that is begun again, and without any failure."""
+    switch(True)
+    found = []
+    for fails in (True, False):
+        model, some, losses = Checkpointed("several"), list(data(3)), []
+        engine = make_engine(model, ds_config(section("zeropp"), gradient_accumulation_steps=2), lr=1e-2)
         if fails:
-            model.failure, log["raised"] = failure, False
+            engine.backward(engine(*some[0]))
+            engine.step()
+            model.failure = "backward"
             try:
                 engine.backward(engine(*some[1]))
             except Injected:
-                log["raised"] = True
-            model.failure = None
+                model.failure = None
+            try:
+                engine(*some[1])
+            except RuntimeError as error:
+                found.append(str(error))
             engine.optimizer.zero_grad()
-            hook = model.register_forward_pre_hook(lambda *_: log.setdefault("left", left_gathered(engine)))
-        losses = []
-        for tokens, labels in some[2:]:
+            engine.set_gradient_accumulation_boundary(False)
+        for index, (tokens, labels) in enumerate(some):
+            engine.set_gradient_accumulation_boundary(index == 1)
             loss = engine(tokens, labels)
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        if fails:
-            hook.remove()
-        log["left at the end"] = left_gathered(engine)
-        found[fails] = {"losses": losses, "weights": full_weights(engine.module), **log}
+        found.append(losses)
         engine.destroy()
     return found

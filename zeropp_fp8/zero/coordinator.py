@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+import torch
 from deepspeed.utils import z3_leaf_module
 from torch import nn
 from torch.nn import Parameter
@@ -62,6 +63,8 @@ class UnitCoordinator:
 
     def reset_step(self) -> None:
         """A forward of the whole model begins."""
+        if torch._C._current_graph_task_id() == -1:  # else a backward runs it again
+            self.release_backward_leftovers()
         with self._lock:
             self._trace.start_pass()
             self._prefetched_until = 0
@@ -85,7 +88,10 @@ class UnitCoordinator:
         return held[1], held[2]
 
     def fetch_sub_module(self, current_submodule: nn.Module, forward: bool) -> None:
-        """Make the parameters of a module available, and start fetching what comes after it."""
+        """Make the parameters of a module available, and start fetching what comes after it.
+
+        Not `forward`: they stay until the module's backward is over, or at the latest the whole backward.
+        """
         with self._lock:
             if not forward:
                 self._in_backward[current_submodule.ds_id] = current_submodule
@@ -142,10 +148,12 @@ class UnitCoordinator:
         return near and self.gatherer.live_numel <= self.max_live_numel
 
     def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
-        """A module has been run: drop its parameters unless they are needed soon or by another module."""
+        """A module has been run: drop its parameters unless they are needed soon, by its backward or another module."""
         with self._lock:
             if not forward:
                 self._in_backward.pop(submodule.ds_id, None)
+            elif submodule.ds_id in self._in_backward:
+                return
             self._leave(submodule)
             for unit in self._members(submodule)[1]:
                 if not unit.active_modules and not unit.persistent and not self._stays(unit):
@@ -163,7 +171,10 @@ class UnitCoordinator:
             self.gatherer.release(unit)
 
     def release_backward_leftovers(self) -> None:
-        """Release modules whose hook after backward never came, because no input of theirs needs a gradient."""
+        """Release modules whose hook after backward never came.
+
+        No input of theirs needs a gradient, they were run again after their backward, or an exception ended it.
+        """
         with self._lock:
             while self._in_backward:
                 _, module = self._in_backward.popitem()

@@ -10,6 +10,7 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import z3_leaf_module
 from torch import nn
+from torch.utils.checkpoint import _recomputation_hook
 
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.blocks import find_blocks
@@ -73,6 +74,17 @@ def _ordinary_tensors() -> Iterator[None]:
     """No autograd, and no inference tensors either: what an evaluation gathers or keeps, training uses afterwards."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _only_saves() -> bool:
+    """Whether non-reentrant activation checkpointing runs a function again, inside of backward.
+
+    Nothing goes backward through this run: it saves for the run before it, whose backward waits for what it saves.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__qualname__.startswith(_recomputation_hook.__qualname__)
 
 
 class ZeroppOffload(DeepSpeedZeRoOffload):
@@ -144,14 +156,26 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def pre_sub_module_forward_function(self, sub_module) -> None:
         if sub_module is self.module:
-            self.gatherer.module_depth = 0  # a forward that raised left it above zero
+            self._leave_unfinished()
         if self.gatherer.module_depth == 0 and torch._C._current_graph_task_id() == -1:
             self._check_stored()
             self._evaluating = not torch.is_grad_enabled()
         parameter_offload.FWD_MODULE_STACK.append(sub_module)
         with _ordinary_tensors(), self.session.ledger.counting(self._kind(forward=True)):
-            self.param_coordinator.fetch_sub_module(sub_module, forward=True)
+            # Saved are parameters too. They stay until the backward that waits for them is over.
+            self.param_coordinator.fetch_sub_module(sub_module, forward=not _only_saves())
         self.gatherer.module_depth += 1
+
+    def _leave_unfinished(self) -> None:
+        """Forget modules whose forward was left by an exception, such as the early stop of checkpointing."""
+        depth = self.gatherer.module_depth
+        if depth and torch._C._current_graph_task_id() == -1:
+            del parameter_offload.FWD_MODULE_STACK[-depth:]
+            self.gatherer.module_depth = 0
+
+    def release_backward_leftovers(self) -> None:
+        self._leave_unfinished()
+        self.param_coordinator.release_backward_leftovers()
 
     def _check_stored(self) -> None:
         """Refuse stored parameters that may not be computed with, while no module is active yet.

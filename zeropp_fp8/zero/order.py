@@ -73,9 +73,10 @@ class FixedOrder:
         self.units = units
         self._reduce = reduce
         self._unit_of = {id(p): index for index, unit in enumerate(units) for p in unit}
-        self._start_again()
+        self.start_again()
 
-    def _start_again(self) -> None:
+    def start_again(self) -> None:
+        """Forget what a backward has brought so far."""
         self._begun = False
         self._next = 0
         self._ready: set[int] = set()
@@ -126,7 +127,7 @@ class FixedOrder:
                 if param.grad is None:
                     set_zero_gradient(param)
             self._reduce_next()
-        self._start_again()
+        self.start_again()
 
     def _reduce_next(self) -> None:
         self._reduce(self.units[self._next])

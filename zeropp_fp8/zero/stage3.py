@@ -39,6 +39,7 @@ class ZeroppStage3(LowPrecisionStage3):
         self._reducer: GradientReducer | None = None
         self._order: FixedOrder | None = None
         self._reduced: set[int] = set()  # ds_id of what this backward has reduced already
+        self._in_backward = False  # it has reached the model, and has not ended
         if session.config.quantizes_gradients:
             kwargs["reduce_scatter"] = True
             kwargs["contiguous_gradients"] = False  # DeepSpeed's bucket, a gigabyte by default, would not be used
@@ -91,6 +92,7 @@ class ZeroppStage3(LowPrecisionStage3):
         together without it, and gives the same buckets as stock's leaf modules.
         """
         trainable = [param for group in self.fp16_groups for param in group]
+        self.parameter_offload.before_backward = self._begin_backward
         if self._uses_fixed_order():
             quantized = self.session.config.quantizes_gradients
             self._order = FixedOrder(
@@ -107,7 +109,6 @@ class ZeroppStage3(LowPrecisionStage3):
                 self.reducer.scales = self.scales
             self._users = Counter(id(p) for module in self.module.modules() for p in module.parameters(recurse=False))
             self._used_by_only: dict[int, list[Parameter]] = {}
-            self.parameter_offload.before_backward = self._order.begin
             self.parameter_offload.after_backward_of = self._module_ended
             leaf_of = {param: param.__dict__.pop(_LEAF) for param in trainable if _LEAF in param.__dict__}
             super().create_reduce_and_remove_grad_hooks()
@@ -184,10 +185,52 @@ class ZeroppStage3(LowPrecisionStage3):
         # DeepSpeedEngine.coalesce_grad_reduction(), which DeepSpeed 0.18 does not have.
         return getattr(self, "_coalesce_grad_reduction", False)
 
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        if self._order is not None:
+            self._order.begin()
+
+    def backward_epilogue(self) -> None:
+        """A backward has ended. (DeepSpeed 0.18 does not say so, nor that a forward begins.)"""
+        super().backward_epilogue()
+        self._in_backward = False
+
+    def clear_backward_seen_flag(self) -> None:
+        """A forward begins.
+
+        Raises:
+            RuntimeError: an exception has ended the last backward while gradients accumulate.
+        """
+        inside_of_one = torch._C._current_graph_task_id() != -1  # which runs the model again
+        if self._in_backward and self._backward_active_depth > 0 and not inside_of_one:
+            self._forget_backward()
+        super().clear_backward_seen_flag()
+
+    def _forget_backward(self) -> None:
+        """Drop the gradients of a backward that an exception has ended, in which the next one would find its own."""
+        self._in_backward = False
+        self._backward_active_depth = 0
+        if self._order is not None:
+            self._order.start_again()
+        self._reduced.clear()
+        self.reducer.drain()
+        for bucket in self.ipg_buckets.values():
+            bucket.params.clear()
+            bucket.elements = 0
+        for param in (param for group in self.fp16_groups for param in group):
+            param.grad = None
+        # In a first micro-batch the next gradients take the place of those that have been reduced.
+        if self.micro_step_id > 0 or self._coalesce_reduction_is_on():
+            raise RuntimeError(
+                "an exception has ended the last backward after some of its gradients may have been added to those of "
+                "earlier micro-batches; call engine.optimizer.zero_grad() and begin the step again"
+            )
+
     def independent_gradient_partition_epilogue(self) -> None:
         if self._order is not None:
             self._order.finish()
         self._reduced.clear()
+        self._in_backward = False
         if not self.session.config.quantizes_gradients:
             super().independent_gradient_partition_epilogue()
             return
