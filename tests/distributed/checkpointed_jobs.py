@@ -9,6 +9,8 @@ from parity_jobs import switch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+import zeropp_fp8
+
 HIDDEN = 64
 
 
@@ -131,7 +133,10 @@ def left_gathered(engine):
 
 
 def train(kind, the_section, checkpointing="non-reentrant", leaf=False, steps=3, accumulation=2, dtype="fp32", **overrides):
-    """Losses, weights, and what was left gathered by some backward. `the_section`: None for stock."""
+    """Losses, weights, what was left gathered or running by some backward, and bytes of exact gathers.
+
+    `the_section`: None for stock.
+    """
     import deepspeed
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
@@ -147,10 +152,12 @@ def train(kind, the_section, checkpointing="non-reentrant", leaf=False, steps=3,
         losses.append(loss.item())
         left.update(left_gathered(engine))
         engine.step()
-    running = len(FWD_MODULE_STACK) - running
-    weights = full_weights(engine.module)
+    found = {"losses": losses, "left": sorted(left), "running": len(FWD_MODULE_STACK) - running}
+    if the_section is not None:
+        found["outside"] = sum(zeropp_fp8.wire_report(engine)["outside_steps"].values())
+    found["weights"] = full_weights(engine.module)
     engine.destroy()
-    return {"losses": losses, "weights": weights, "left": sorted(left), "running": running}
+    return found
 
 
 def beside_stock(kinds, fields, early_stop, **options):
