@@ -132,7 +132,16 @@ def left_gathered(engine):
     ]
 
 
-def train(kind, the_section, checkpointing="non-reentrant", leaf=False, steps=3, accumulation=2, dtype="fp32", **overrides):
+def exact_bytes(engine):
+    """Bytes of exact gathers so far."""
+    return (
+        sum(zeropp_fp8.wire_report(engine)["outside_steps"].values())
+        if getattr(engine, "zeropp_fp8_session", None)
+        else 0
+    )
+
+
+def train(kind, the_section, checkpointing="non-reentrant", leaf=False, steps=2, dtype="fp32", **overrides):
     """Losses, weights, what was left gathered or running by some backward, and bytes of exact gathers.
 
     `the_section`: None for stock.
@@ -144,17 +153,16 @@ def train(kind, the_section, checkpointing="non-reentrant", leaf=False, steps=3,
     model = Checkpointed(kind, checkpointing)
     if leaf:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
-    engine = make_engine(model, ds_config(the_section, dtype, gradient_accumulation_steps=accumulation, **overrides), lr=1e-2)
-    losses, left, running = [], set(), len(FWD_MODULE_STACK)
-    for tokens, labels in data(steps * accumulation):
+    engine = make_engine(model, ds_config(the_section, dtype, gradient_accumulation_steps=2, **overrides), lr=1e-2)
+    losses, left, running, outside = [], set(), len(FWD_MODULE_STACK), exact_bytes(engine)
+    for tokens, labels in data(2 * steps):
         loss = engine(tokens, labels)
         engine.backward(loss)
         losses.append(loss.item())
         left.update(left_gathered(engine))
         engine.step()
     found = {"losses": losses, "left": sorted(left), "running": len(FWD_MODULE_STACK) - running}
-    if the_section is not None:
-        found["outside"] = sum(zeropp_fp8.wire_report(engine)["outside_steps"].values())
+    found["outside"] = exact_bytes(engine) - outside
     found["weights"] = full_weights(engine.module)
     engine.destroy()
     return found

@@ -1,4 +1,4 @@
-"""Jobs on ranks that call engine.allreduce_gradients() after engine.backward() has done it, and let boundaries differ."""
+"""Jobs on ranks that call engine.allreduce_gradients() after engine.backward(), whoever sets the boundary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STYLES = {
 }
 
 
-def repeat(engine, style, when, last):
+def repeat(engine, when, last):
     """Reduce again, as scripts do that were written for engines which left it to them."""
     if when == "always" or (when == "boundary" and last):
         for _ in range(2):
@@ -33,13 +33,13 @@ def micro_batches_of_a_step(engine, style, when, tokens):
         loss = engine(input_ids=t, labels=t).loss
         engine.backward(loss)
         if style != "coalesced":
-            repeat(engine, style, when, last)
+            repeat(engine, when, last)
         if style == "managed" and not last:
             engine.step()
     return loss.item()
 
 
-def train(plugin, when, style="managed", accumulation=2, steps=3, dtype="fp32", lora=False, **overrides):
+def train(plugin, when, style="managed", accumulation=2, steps=2, dtype="fp32", lora=False, **overrides):
     """Losses, weights and the optimizer's fp32 weights of a small Llama. `plugin`: the section, None for stock."""
     switch(plugin is not None)
     options = {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.5, **STYLES[style], **overrides}
@@ -56,7 +56,7 @@ def train(plugin, when, style="managed", accumulation=2, steps=3, dtype="fp32", 
         with around:
             losses.append(micro_batches_of_a_step(engine, style, when, mine))
         if style == "coalesced":
-            repeat(engine, style, when, last=True)
+            repeat(engine, when, last=True)
         engine.step()
     found = {
         "losses": losses,
@@ -68,21 +68,20 @@ def train(plugin, when, style="managed", accumulation=2, steps=3, dtype="fp32", 
     return found
 
 
-def with_and_without(recipe, fields=None, styles=("managed",), beside_stock=False, ranks_per_node=2, **options):
-    """{(style, when): a run}, and {(style, when, "stock"): a run} where asked for."""
-    found = {}
-    for style in styles:
-        for when in ("never", "boundary", "always"):
-            found[style, when] = train(section(recipe, ranks_per_node, **(fields or {})), when, style, **options)
-            if beside_stock:
-                kept = {"zero_optimization": {**KEPT, **options.get("zero_optimization", {})}}
-                found[style, when, "stock"] = train(None, when, style, **{**options, **kept})
-    return found
+def with_and_without(recipe, whens, fields=None, style="managed", **options):
+    """{when the call is made: a run}."""
+    return {when: train(section(recipe, **(fields or {})), when, style, **options) for when in ("never", *whens)}
 
 
-def has_styles():
-    """Whether this DeepSpeed knows every style."""
-    import deepspeed
+def beside_stock(style, **options):
+    """(stock with the call in every micro-batch, lossless with it)."""
+    kept = {**options, "zero_optimization": {**KEPT, **options.get("zero_optimization", {})}}
+    return train(None, "always", style, **kept), train(section("lossless"), "always", style, **options)
 
-    engine = deepspeed.runtime.engine.DeepSpeedEngine
-    return hasattr(engine, "coalesce_grad_reduction") and hasattr(engine, "managed_gradient_accumulation")
+
+def known_styles():
+    """Those that this DeepSpeed has."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    needs = {"unmanaged": "managed_gradient_accumulation", "coalesced": "coalesce_grad_reduction"}
+    return [style for style in STYLES if hasattr(DeepSpeedEngine, needs.get(style, "step"))]

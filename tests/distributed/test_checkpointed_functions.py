@@ -10,7 +10,7 @@ EARLY_STOP = [True, False]
 
 
 def assert_same(run, expected):
-    assert run["losses"] == expected["losses"] and len(set(run["losses"])) == len(run["losses"])
+    assert run["losses"] == expected["losses"] and len(set(run["losses"])) > 1
     assert run["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         assert torch.equal(run["weights"][name], weight), name
@@ -41,7 +41,11 @@ def test_lossless_is_stock(fields, early_stop):
         ("fp8-lm", {"compute": {"scaling": "per_channel"}, **MODULE}, {"dtype": "bf16"}),
         ("mxfp8", {}, {"dtype": "bf16"}),
         ("qlora", {}, {}),
-        ("qlora", {"frozen": {"format": "fp8_e4m3", "double_quantize": False}, "compute": {"format": "fp8"}, **MODULE}, {}),
+        (
+            "qlora",
+            {"frozen": {"format": "fp8_e4m3", "double_quantize": False}, "compute": {"format": "fp8"}, **MODULE},
+            {},
+        ),
     ],
     ids=["hpz", "owners", "operands", "operands by row", "mxfp8", "stored", "stored operands"],
 )
@@ -50,7 +54,7 @@ def test_quantized_is_itself_without_checkpointing(recipe, fields, options):
     kinds = ("twice", "nested", "of_blocks", "each block")
     for early_stop in EARLY_STOP:
         found = run_ranks(
-            jobs.beside_plain, kinds=kinds, recipe=recipe, fields=fields, early_stop=early_stop, steps=2, **options
+            jobs.beside_plain, kinds=kinds, recipe=recipe, fields=fields, early_stop=early_stop, **options
         )[0]
         for plain, checkpointed in found.values():
             assert_same(checkpointed, plain)

@@ -1,4 +1,4 @@
-"""Parameters that others read than the module that has them, before it runs and afterwards: the gradient is the sum."""
+"""Parameters that others read than the module that has them, before or after it runs: the gradient is the sum."""
 
 import early_read_jobs as jobs
 import pytest
@@ -31,7 +31,11 @@ def assert_is_reference(run, kind, limit, **options):
 
 @pytest.mark.parametrize(
     "recipe, fields",
-    [("zeropp", {}), ("zeropp", {"partition": "whole_tensor", **MODULE}), ("fp8-lm-o1", {"compute": {"format": "none"}})],
+    [
+        ("zeropp", {}),
+        ("zeropp", {"partition": "whole_tensor", **MODULE}),
+        ("fp8-lm-o1", {"compute": {"format": "none"}}),
+    ],
     ids=["slices", "owners", "shared scales"],
 )
 def test_each_gradient_is_sent_once(recipe, fields):

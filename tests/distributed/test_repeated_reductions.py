@@ -8,30 +8,25 @@ from ranks import run_ranks
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 MODULE = {"gather_granularity": "module"}
 ERROR_FEEDBACK = {"gradients": {"error_feedback": True}}
-SLICES = {"partition": "slice", "weights": {"format": "none"}}
 BLOCK_SCALES = {"gradients": {"scales": "block", "block_size": 128}, "optimizer": {"scales": "block"}}
+BLOCK_SCALES |= {"partition": "slice", "weights": {"format": "none"}}
 
 
 def assert_same(run, expected):
-    assert run["losses"] == expected["losses"] and run["steps"] == expected["steps"]
+    assert run["losses"] == expected["losses"] and len(set(run["losses"])) == 2
+    assert run["steps"] == expected["steps"] == 2
     for kind in ("weights", "fp32 weights"):
         assert run[kind].keys() == expected[kind].keys()
         for name, weight in expected[kind].items():
             assert torch.equal(run[kind][name], weight), (kind, name)
 
 
-@pytest.mark.parametrize("fields", [None, MODULE], ids=["block", "module"])
-@pytest.mark.parametrize("options", [{}, OFFLOAD], ids=["", "offload"])
-def test_lossless_is_stock_with_repeated_reductions(fields, options):
-    styles = [*jobs.STYLES] if jobs.has_styles() else ["managed", "set boundary"]
-    if options:
-        styles = styles[:3]
-    found = run_ranks(jobs.with_and_without, recipe="lossless", fields=fields, styles=styles, beside_stock=True, **options)[0]
-    for style in styles:
-        for when in ("never", "boundary", "always"):
-            assert_same(found[style, when], found[style, when, "stock"])
-            assert_same(found[style, when], found[style, "never"])
-        assert len(set(found[style, "never"]["losses"])) == 3, "nothing was trained"
+@pytest.mark.parametrize(
+    "style, options", [*((style, {}) for style in jobs.known_styles()), ("managed", OFFLOAD), ("set boundary", OFFLOAD)]
+)
+def test_lossless_is_stock(style, options):
+    stock, lossless = run_ranks(jobs.beside_stock, style=style, **options)[0]
+    assert_same(lossless, stock)
 
 
 @pytest.mark.parametrize(
@@ -40,20 +35,26 @@ def test_lossless_is_stock_with_repeated_reductions(fields, options):
         ("zeropp", ERROR_FEEDBACK, {}),
         ("zeropp", {"gradients": {"rounding": "stochastic"}, **MODULE}, {}),
         ("zeropp", {"partition": "whole_tensor"}, {"accumulation": 1}),
-        ("zeropp", None, OFFLOAD),
-        ("fp8-lm-o2", None, {"dtype": "bf16"}),
-        ("fp8-lm", None, {"dtype": "bf16"}),
-        ("fp8-lm", {**SLICES, **BLOCK_SCALES}, {"dtype": "bf16"}),
-        ("mxfp8", None, {"accumulation": 1}),
-        ("qlora", None, {"lora": True}),
+        ("zeropp", {}, OFFLOAD),
+        ("fp8-lm-o2", {}, {"dtype": "bf16"}),
+        ("fp8-lm", {}, {"dtype": "bf16", "accumulation": 1}),
+        ("fp8-lm", BLOCK_SCALES, {"dtype": "bf16"}),
+        ("mxfp8", {}, {"accumulation": 1}),
+        ("qlora", {}, {"lora": True}),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["error feedback", "stochastic", "owners", "offload", "o2", "o3", "block scales", "mxfp8", "qlora"],
 )
-def test_quantized_reductions_are_not_repeated(recipe, fields, options):
-    """Bit for bit the run without the calls: no zeros sent, nothing added twice, nothing drawn or fed back."""
-    styles = ["managed", "unmanaged"] if jobs.has_styles() and options != OFFLOAD else ["managed"]
-    found = run_ranks(jobs.with_and_without, recipe=recipe, fields=fields, styles=styles, **options)[0]
-    for style in styles:
-        for when in ("boundary", "always"):
-            assert_same(found[style, when], found[style, "never"])
-        assert len(set(found[style, "never"]["losses"])) == 3, "nothing was trained"
+def test_quantized_gradients_stay_as_they_are(recipe, fields, options):
+    """Bit for bit the run without the calls: nothing is sent, added, drawn or fed back twice."""
+    whens = ["always"] if options.get("accumulation") == 1 else ["boundary", "always"]
+    found = run_ranks(jobs.with_and_without, recipe=recipe, whens=whens, fields=fields, **options)[0]
+    for when in whens:
+        assert_same(found[when], found["never"])
+
+
+@pytest.mark.parametrize("style", jobs.known_styles()[1:])
+@pytest.mark.parametrize("recipe, dtype", [("zeropp", "fp32"), ("fp8-lm", "bf16")])
+def test_whoever_sets_the_boundary(recipe, dtype, style):
+    """Also where the store learns of the boundary only in the step, or all gradients come at once."""
+    found = run_ranks(jobs.with_and_without, recipe=recipe, whens=["always"], style=style, dtype=dtype)[0]
+    assert_same(found["always"], found["never"])

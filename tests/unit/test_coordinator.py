@@ -487,3 +487,45 @@ def test_limits_hold_in_every_order(data):
             fits = in_flight + unit.numel <= prefetch and live_numel + in_flight + unit.numel <= live
             # On a CPU the unit that is needed now is in flight too, and does not count.
             assert prefetch > 0 and (device == "cpu" or in_flight == 0 or fits)
+
+
+def test_a_run_that_only_saves_keeps_its_units_until_their_backward_is_over():
+    pipeline = Pipeline([4, 4])
+    pipeline.step()
+    pipeline.coordinator.reset_step()
+    for index in (0, 1):
+        pipeline.visit(index)
+    pipeline.fetch(1, forward=False)
+    for index in (0, 1):  # recomputed inside of the backward of 1
+        pipeline.fetch(index, forward=False)
+        pipeline.release(index, forward=True)
+    assert pipeline.indices("live") == [0, 1]
+    pipeline.release(1, forward=False)
+    assert pipeline.indices("live") == [0]
+    pipeline.visit(0, forward=False)
+    assert pipeline.indices("live") == []
+
+
+def test_the_next_forward_releases_what_an_interrupted_backward_left():
+    pipeline = Pipeline([4, 4])
+    pipeline.step()
+    for index in (0, 1):
+        pipeline.fetch(index, forward=False)
+    pipeline.coordinator.reset_step()
+    assert pipeline.indices("live") == [] and not any(unit.active_modules for unit in pipeline.units)
+
+
+def test_a_forward_of_the_whole_model_inside_of_a_backward_releases_nothing():
+    """Activation checkpointing of the whole model."""
+    pipeline, live = Pipeline([4]), []
+    x = torch.zeros(1, requires_grad=True)
+
+    def again(grad):
+        pipeline.coordinator.reset_step()
+        live.extend(pipeline.indices("live"))
+
+    y = x * 2
+    y.register_hook(again)
+    pipeline.fetch(0, forward=False)
+    y.sum().backward()
+    assert live == [0]

@@ -168,10 +168,9 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def _leave_unfinished(self) -> None:
         """Forget modules whose forward was left by an exception, such as the early stop of checkpointing."""
-        depth = self.gatherer.module_depth
-        if depth and torch._C._current_graph_task_id() == -1:
-            del parameter_offload.FWD_MODULE_STACK[-depth:]
-            self.gatherer.module_depth = 0
+        while self.gatherer.module_depth and torch._C._current_graph_task_id() == -1:
+            parameter_offload.FWD_MODULE_STACK.pop()
+            self.gatherer.module_depth -= 1
 
     def release_backward_leftovers(self) -> None:
         self._leave_unfinished()
