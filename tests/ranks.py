@@ -54,6 +54,7 @@ def _main(function, arguments, rank, world, ranks_per_node, folder, env):
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(ranks_per_node),
             "LOCAL_SIZE": str(world),
+            "NCCL_HOSTID": f"node{rank // ranks_per_node}",  # what a host is, to NCCL and to the plugin
             "DS_ACCELERATOR": "cpu",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29500",

@@ -387,7 +387,7 @@ def _engine_class(stock_class):
 
             _check_owners(self._zeropp_fp8_config)
             group = _partition_group(self.module, self.mpu)
-            session = Session(self._zeropp_fp8_config, group, self._zeropp_fp8_conversion)
+            session = Session(self._zeropp_fp8_config, group, self._zeropp_fp8_conversion, _model_parallel(self.mpu))
             object.__setattr__(self, "zeropp_fp8_session", session)
             object.__setattr__(self, "_zeropp_fp8_activations", exchange_in_fp8(self.module, session))
             with _zero_classes_of(session):
@@ -536,6 +536,11 @@ def _partition_group(module, mpu):
     if mpu is not None and hasattr(mpu, "get_data_parallel_group"):
         return mpu.get_data_parallel_group()
     return dist.group.WORLD
+
+
+def _model_parallel(mpu):
+    """The process group of the ranks that hold one copy of the model together; None where each rank does."""
+    return mpu.get_model_parallel_group() if hasattr(mpu, "get_model_parallel_group") else None
 
 
 @contextmanager

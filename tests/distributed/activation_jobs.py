@@ -65,7 +65,7 @@ def sequence_groups(size=2):
 def exchanges(dtype, block_size=None):
     """{shape: (output, gradient of the input)} over pairs of ranks, each from random numbers of the ranks."""
     group, rank = sequence_groups(), dist.get_rank()
-    exchange = ActivationExchange(2, block_size=block_size)
+    exchange = ActivationExchange(dist.get_rank() // 2, block_size=block_size)
     out = {}
     for name in SHAPES:
         source = activation(rank, name, dtype).requires_grad_()
@@ -77,14 +77,14 @@ def exchanges(dtype, block_size=None):
 
 def special_exchange():
     source = specials(dist.get_rank())
-    return fp8_all_to_all(source, ActivationExchange(4), sequence_groups())
+    return fp8_all_to_all(source, ActivationExchange(0), sequence_groups())
 
 
 def left_as_they_are():
     """Exchanges of what is no activation: all must arrive bit for bit, and no byte is counted for them."""
     world, rank = dist.get_world_size(), dist.get_rank()
     ledger = WireLedger(1, world)
-    exchange = ActivationExchange(world, ledger)
+    exchange = ActivationExchange(0, ledger)
     sent = {
         "position ids": torch.arange(world * 40).view(world, 40) + 1000 * rank,
         "mask": torch.arange(world * 40).view(world, 40) % (2 + rank) == 0,
@@ -109,7 +109,7 @@ def uneven_exchange(backward):
     ledger = WireLedger(2, 2)
     source = normal(rank, sum(UNEVEN), 3, 1, 50)
     output = torch.full((4 * UNEVEN[rank], 3, 1, 50), 123.0)
-    exchange = ActivationExchange(2, ledger)
+    exchange = ActivationExchange(dist.get_rank() // 2, ledger)
     pending = exchange.start(output, source, None, [UNEVEN[rank]] * 4, list(UNEVEN), backward=backward)
     before = bool((output == 123.0).all())
     pending.wait()
@@ -124,7 +124,7 @@ LEDGER_SHAPES = ((2, 5, 3, 4, 32), (2, 6, 1, 100))
 def counted(per_node, size):
     """The ledger of: forward, backward and one recomputation of both shapes in a step, and an evaluation."""
     ledger = WireLedger(dist.get_world_size() // per_node, per_node)
-    exchange, group = ActivationExchange(per_node, ledger), sequence_groups(size)
+    exchange, group = ActivationExchange(dist.get_rank() // per_node, ledger), sequence_groups(size)
     for shape in LEDGER_SHAPES:
         source = normal(1, size, *shape[1:]).requires_grad_()
         fp8_all_to_all(source, exchange, group)
@@ -196,7 +196,7 @@ def deepspeed_layouts():
     mpu, rank = sequence_parallel(4), dist.get_rank()
     replaced, out = Replaced(), {}
     module = Exchanging(lambda *args: layer._SeqAllToAll.apply(mpu.get_sequence_parallel_group(), *args))
-    exchange = ActivationExchange(2)
+    exchange = ActivationExchange(dist.get_rank() // 2)
 
     def run(name):
         batch_dim, scatter, gather, shape = LAYOUTS[name]
@@ -240,7 +240,7 @@ def overlapped():
         return layer.single_all_to_all(source, 1, 2, 0, group, True, handles, "dq")
 
     module = Exchanging(start)
-    ActivationHooks(module, ActivationExchange(4))
+    ActivationHooks(module, ActivationExchange(0))
     shape = module().shape
     handles["dq_work"].wait()
     result = handles["dq_post_all2all_func"](handles["dq_grad"])
@@ -431,7 +431,7 @@ def compiled():
     out = []
     for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
         ledger = WireLedger(2, 2)
-        exchange = ActivationExchange(2, ledger)
+        exchange = ActivationExchange(dist.get_rank() // 2, ledger)
         exchange.route(group)
         hooks = ActivationHooks(model, exchange)
         source = normal(rank, *SHAPES["heads"]).requires_grad_()

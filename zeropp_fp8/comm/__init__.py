@@ -5,7 +5,7 @@ Usable without DeepSpeed, on any torch.distributed backend with uint8 all-gather
     topology = make_topology(ranks_per_node=8)
     full = quantized_all_gather(shard, make_format("int8"), topology)
     mean_slices = quantized_reduce_scatter(gradients, topology, make_format("int8"), make_format("int4"))
-    for_each_rank = fp8_all_to_all(from_each_rank, ActivationExchange(ranks_per_node=8))  # with its gradient
+    for_each_rank = fp8_all_to_all(from_each_rank, ActivationExchange(node=rank // 8))  # with its gradient
 """
 
 from zeropp_fp8.comm.activations import ActivationExchange, fp8_all_to_all

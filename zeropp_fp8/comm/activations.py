@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,8 @@ class ActivationExchange:
     """FP8 all-to-all of the activations of one model, over any process groups.
 
     Args:
-        ranks_per_node: ranks of the world that share a node, numbered node by node; decides which link bytes belong to.
+        node: this rank's, any value that its ranks alone have in common. The ranks of a group tell each other when its
+            route is made; decides which link bytes belong to.
         ledger: where bytes are counted, as kind "activations".
         block_size: elements a scale is shared by; None: those of a token (see above).
         use_kernels: Triton kernels instead of torch operations; None: on a GPU.
@@ -51,12 +52,12 @@ class ActivationExchange:
 
     def __init__(
         self,
-        ranks_per_node: int,
+        node: Hashable,
         ledger: WireLedger | None = None,
         block_size: int | None = None,
         use_kernels: bool | None = None,
     ) -> None:
-        self._ranks_per_node = ranks_per_node
+        self._node = node
         self._ledger = ledger
         self._block_size = block_size
         self._use_kernels = use_kernels
@@ -64,7 +65,7 @@ class ActivationExchange:
         self._routes: dict[str, Route] = {}
 
     def route(self, group: dist.ProcessGroup | None = None) -> Route:
-        """The way over `group` (None: the world). Call it for a group before torch.compile sees an exchange over it."""
+        """The way over `group` (None: the world), collective when it is made: before torch.compile sees an exchange."""
         group = dist.group.WORLD if group is None else group
         found = self._routes.get(group.group_name)
         if found is None:
@@ -222,15 +223,13 @@ class Route:
     """An exchange over one process group. Its name stands for it in operators, whose arguments are plain values."""
 
     def __init__(self, exchange: ActivationExchange, group: dist.ProcessGroup) -> None:
-        ranks_per_node = exchange._ranks_per_node
-        ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
         self.exchange = weakref.ref(exchange)
         self.group = group
-        self.size = len(ranks)
-        self.links = [
-            None if rank == own else INTRA if rank // ranks_per_node == own // ranks_per_node else INTER
-            for rank in ranks
-        ]
+        self.size = dist.get_world_size(group)
+        nodes = [None] * self.size
+        dist.all_gather_object(nodes, exchange._node, group=group)
+        self.links = [INTRA if node == exchange._node else INTER for node in nodes]
+        self.links[dist.get_rank(group)] = None
         self.name = f"{group.group_name}/{next(_number)}"
         _routes[self.name] = self
 

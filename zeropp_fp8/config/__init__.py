@@ -27,7 +27,7 @@ from zeropp_fp8.config.sections import (
     PluginConfig,
     WeightsConfig,
 )
-from zeropp_fp8.config.topology import check_topology, find_ranks_per_node, secondary_ranks
+from zeropp_fp8.config.topology import Place, check_topology, find_ranks_per_node, place_of, secondary_ranks
 
 __all__ = [
     "IN_TREE_KEYS",
@@ -40,6 +40,7 @@ __all__ = [
     "FrozenConfig",
     "GradientsConfig",
     "OptimizerConfig",
+    "Place",
     "PluginConfig",
     "WeightsConfig",
     "asks_for_plugin",
@@ -50,6 +51,7 @@ __all__ = [
     "in_tree_keys",
     "load_ds_config",
     "operand_formats",
+    "place_of",
     "resolve",
     "secondary_ranks",
     "without_in_tree_keys",

@@ -41,7 +41,7 @@ class _Section(BaseModel):
 
 
 class TopologyConfig(_Section):
-    """`ranks_per_node`: a number, or "detect" (LOCAL_WORLD_SIZE, else LOCAL_SIZE, else the launcher's variables)."""
+    """`ranks_per_node`: of the job, numbered node by node; or "detect": ranks of one host are a node."""
 
     ranks_per_node: PositiveInt | Literal["detect"] = "detect"
 

@@ -1,24 +1,135 @@
-"""Rules that need to know the ranks, and how many of them a node has."""
+"""Rules that need to know the ranks: which of them share a node.
+
+A host is what NCCL takes for one: NCCL_HOSTID where it is set, else the host's name and boot id. Each rank says where
+it is, and from what all have said each comes to the same answer, or the same error. Launchers say how many ranks of
+the job a node has; that is not what a data-parallel group has, and not always right: Accelerate on a CPU writes
+LOCAL_WORLD_SIZE=1 whatever there is.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import socket
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 
 from zeropp_fp8.config.sections import SECTION, ConfigError, PluginConfig
 
+_KEY = f'"{SECTION}.topology.ranks_per_node"'
+_EACH_ALONE = "or set it to 1, which takes every rank for a node of its own"
+# Ranks of the job on this node, as a launcher counts them. Reported where they contradict the hosts.
+LAUNCHER_VARIABLES = (
+    "LOCAL_WORLD_SIZE",  # torchrun, accelerate
+    "LOCAL_SIZE",  # deepspeed
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+)
 
-def check_topology(config: PluginConfig, world_size: int, ranks_per_node: int) -> None:
-    """Rules that need to know the ranks.
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is, as it says itself.
+
+    Attributes:
+        rank: in the job.
+        host: its name, the same for ranks of one host only.
+        configured: what its configuration says of ranks_per_node: a number, or "detect".
+        counted: the launcher's variables, by name.
+    """
+
+    rank: int
+    host: str
+    configured: int | str
+    counted: Mapping[str, int]
+
+    @property
+    def node(self) -> Hashable:
+        """The same for ranks that share a node."""
+        return self.host if self.configured == "detect" else self.rank // self.configured
+
+
+def place_of(rank: int, config: PluginConfig, env: Mapping[str, str] = os.environ) -> Place:
+    """Where this process is."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.is_file() else ''}".strip()
+    counted = {name: int(env[name]) for name in LAUNCHER_VARIABLES if env.get(name, "").isdecimal()}
+    return Place(
+        rank=rank,
+        host=env.get("NCCL_HOSTID") or host,
+        configured=config.topology.ranks_per_node,
+        counted={name: ranks for name, ranks in counted.items() if ranks > 0},
+    )
+
+
+def find_ranks_per_node(places: Sequence[Place], job_size: int) -> tuple[int, str]:
+    """(ranks of a data-parallel group on each node, where the number comes from).
+
+    Configured as a number, that is of the job's ranks: rank r of the job is on node r // number.
+
+    Args:
+        places: of the group's ranks, in its order.
+        job_size: ranks of the job.
 
     Raises:
-        ConfigError: the ranks cannot be cut into equal nodes, or the secondary scope does not divide a node.
+        ConfigError: ranks are configured differently, nodes have unequal numbers of the group's ranks, or these are not
+            numbered node by node. The same on every rank.
     """
-    if world_size % ranks_per_node:
+    configured = places[0].configured
+    other = next((place for place in places if place.configured != configured), None)
+    if other is not None:
         raise ConfigError(
-            f'"{SECTION}.topology.ranks_per_node": the data-parallel world of {world_size} ranks is not a multiple of '
-            f"{ranks_per_node} ranks a node; set ranks_per_node to a divisor of {world_size}"
+            f"{_KEY} is {configured} on rank {places[0].rank} and {other.configured} on rank {other.rank}; give all "
+            "ranks the same ds_config"
         )
+    detected = configured == "detect"
+    if not detected and configured > job_size:
+        raise ConfigError(f'{_KEY}: {configured} is more than the {job_size} ranks of the job; set it to "detect"')
+    nodes, hosts = Counter(place.node for place in places), Counter(place.host for place in places)
+    if len(nodes) < len(list(groupby(place.node for place in places))):
+        raise ConfigError(
+            f"{_KEY}: the ranks {', '.join(str(place.rank) for place in places)} of the data-parallel group are not "
+            f"numbered node by node, but lie on {', '.join(str(place.node) for place in places)}; number them so "
+            f"(mpirun --map-by slot, srun --distribution=block), {_EACH_ALONE}"
+        )
+    ranks_per_node, *others = set(nodes.values())
+    if others and detected:
+        raise ConfigError(
+            f"{_KEY}: hosts have unequal numbers of the {len(places)} ranks of the data-parallel group: "
+            f"{', '.join(f'{count} on {host}' for host, count in hosts.items())}; start as many on each, {_EACH_ALONE}"
+        )
+    if others:
+        raise ConfigError(
+            f"{_KEY}: {configured} leaves {' + '.join(str(count) for count in nodes.values())} of the {len(places)} "
+            f"ranks of the data-parallel group on a node; set ranks_per_node to a divisor of {job_size}"
+        )
+    if detected:
+        remark = _contradictions(places, hosts, whole_job=len(places) == job_size)
+        return ranks_per_node, "the hosts of the ranks" + (f" ({remark}: the hosts win)" if remark else "")
+    same = len(nodes) == len(hosts) == len({(place.node, place.host) for place in places})
+    remark = "" if same else f" (the hosts: {', '.join(f'{count} on {host}' for host, count in hosts.items())})"
+    return ranks_per_node, f"{SECTION}.topology.ranks_per_node{remark}"
+
+
+def _contradictions(places: Sequence[Place], hosts: Mapping[str, int], whole_job: bool) -> str:
+    """What launchers count otherwise than there is; of a part of the job only what cannot be."""
+    wrong: dict[str, set[int]] = {}
+    for place in places:
+        seen, differ = hosts[place.host], len(set(place.counted.values())) > 1
+        for name, ranks in place.counted.items():
+            if ranks != seen if whole_job else ranks < seen or differ:
+                wrong.setdefault(name, set()).add(ranks)
+    return ", ".join(f"{name} says {' or '.join(map(str, sorted(ranks)))}" for name, ranks in wrong.items())
+
+
+def check_topology(config: PluginConfig, ranks_per_node: int) -> None:
+    """Rules that need to know the ranks of a node.
+
+    Raises:
+        ConfigError: the secondary scope does not divide a node.
+    """
     scope = config.secondary.scope
     if isinstance(scope, int) and ranks_per_node % scope:
         raise ConfigError(
@@ -31,43 +142,3 @@ def secondary_ranks(config: PluginConfig, ranks_per_node: int) -> int | None:
     """How many ranks share one secondary copy; None without one."""
     scope = config.secondary.scope
     return {"none": None, "node": ranks_per_node, "rank": 1}.get(scope, scope)
-
-
-_LAUNCHER_VARIABLES = (
-    "LOCAL_WORLD_SIZE",  # torchrun, accelerate
-    "LOCAL_SIZE",  # deepspeed
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "SLURM_NTASKS_PER_NODE",
-)
-
-
-def find_ranks_per_node(config: PluginConfig, world_size: int, env: Mapping[str, str] = os.environ) -> tuple[int, str]:
-    """(ranks per node, where the number comes from).
-
-    Raises:
-        ConfigError: nothing says it and the world has more than one rank, or the number is out of range.
-    """
-    configured = config.topology.ranks_per_node
-    if configured != "detect":
-        source, value = f"{SECTION}.topology.ranks_per_node", configured
-    else:
-        found = [
-            (name, env[name]) for name in _LAUNCHER_VARIABLES if env.get(name, "").isdigit() and int(env[name]) > 0
-        ]
-        if found:
-            source, value = found[0][0], int(found[0][1])
-        elif world_size == 1:
-            source, value = "one rank", 1
-        else:
-            raise ConfigError(
-                f'"{SECTION}.topology.ranks_per_node" is "detect", but none of {", ".join(_LAUNCHER_VARIABLES)} is '
-                "set; give the number of ranks on each node"
-            )
-    if value > world_size:
-        if configured == "detect":
-            return world_size, f"{source} (more than the {world_size} ranks there are)"
-        raise ConfigError(
-            f'"{SECTION}.topology.ranks_per_node": {value} is more than the data-parallel world of {world_size} ranks'
-        )
-    return value, source

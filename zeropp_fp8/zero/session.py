@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from zeropp_fp8.comm import Topology, WireLedger, make_topology
@@ -13,10 +14,12 @@ from zeropp_fp8.config import (
     SECTION,
     ConfigError,
     GradientsConfig,
+    Place,
     PluginConfig,
     WeightsConfig,
     check_topology,
     find_ranks_per_node,
+    place_of,
     secondary_ranks,
 )
 from zeropp_fp8.formats import SharedScaleFormat, WireFormat, make_format
@@ -28,13 +31,19 @@ class Session:
     """Configuration, topology, formats, ledger and random generators of one engine.
 
     `conversion`: what became of its linear layers, where they compute in low precision.
-    Made once the data-parallel group exists. Making it is collective over that group.
+    Made once the data-parallel group exists. Making it is collective over that group and, where there is one, over the
+    model-parallel group.
+
+    Raises:
+        ConfigError: the ranks are not where the configuration needs them; on every rank of these groups.
     """
 
-    def __init__(self, config: PluginConfig, group, conversion: ConversionReport | None = None) -> None:
-        world_size = torch.distributed.get_world_size(group)
-        ranks_per_node, self.ranks_per_node_source = find_ranks_per_node(config, world_size)
-        check_topology(config, world_size, ranks_per_node)
+    def __init__(
+        self, config: PluginConfig, group, conversion: ConversionReport | None = None, model_parallel_group=None
+    ) -> None:
+        world_size = dist.get_world_size(group)
+        self.place = place_of(dist.get_rank(), config)
+        ranks_per_node, self.ranks_per_node_source = _ranks_per_node(config, self.place, group, model_parallel_group)
         self.config = config
         self.conversion = conversion
         self.state_formats: StateFormats | None = None  # what master weights and moments rest in; None: fp32
@@ -83,6 +92,28 @@ class Session:
         """Whether the generators' states are part of what training depends on."""
         states = self.state_formats.rounding if self.state_formats else "nearest"
         return "stochastic" in (self.config.weights.rounding, self.config.gradients.rounding, states)
+
+
+def _told(mine: object, group) -> list:
+    """What each rank of a group says. Collective."""
+    told = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, mine, group=group)
+    return told
+
+
+def _ranks_per_node(config: PluginConfig, place: Place, group, model_parallel_group) -> tuple[int, str]:
+    """(ranks of the data-parallel group on each node, where the number comes from), or an error on every rank."""
+    refusal = found = None
+    try:
+        found = find_ranks_per_node(_told(place, group), dist.get_world_size())
+        check_topology(config, found[0])
+    except ConfigError as error:
+        refusal = str(error)
+    # Tensor-parallel ranks belong to different data-parallel groups, and would wait for each other.
+    refusals = [refusal] if model_parallel_group is None else _told(refusal, model_parallel_group)
+    for message in filter(None, refusals):
+        raise ConfigError(message)
+    return found
 
 
 def _quantized(section: WeightsConfig | GradientsConfig, name: str, hadamard: bool = False) -> WireFormat | None:
