@@ -169,11 +169,12 @@ class LowPrecisionStage3(WholeTensorStage3):
         if self.states is None:
             super().unscale_and_clip_grads(sub_group_id, total_norm)
             return
-        scale = torch.full((1,), float(self.loss_scale), device=self.session.device)
+        # In fp64, for a norm of fp32 numbers may be beyond fp32.
+        scale = torch.full((1,), float(self.loss_scale), dtype=torch.float64, device=self.session.device)
         if self.clip_grad > 0.0:
-            norm = torch.as_tensor(total_norm, device=scale.device).to(torch.float32)
+            norm = torch.as_tensor(total_norm, device=scale.device).to(torch.float64)
             scale = scale * ((norm / self.loss_scale + 1e-6) / self.clip_grad).clamp(min=1.0)
-        self._grad_scale = torch.ones_like(scale) / scale
+        self._grad_scale = (1.0 / scale).to(torch.float32)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         if self.states is None:

@@ -283,9 +283,10 @@ class ZeroppStage3(LowPrecisionStage3):
             self.session.ledger.sent_around_ring(scaling.end_step_bytes(), rounds=2)
 
     def get_grad_norm_direct(self, gradients, params, norm_type=2):
-        """The global 2-norm in one multi-tensor pass and one all-reduce; DeepSpeed takes one pass a parameter in fp64.
+        """The global 2-norm in one multi-tensor pass and one all-reduce; DeepSpeed takes one pass a parameter.
 
-        Unquantized gradients keep DeepSpeed's, whose bits `lossless` promises.
+        In fp64 as there: squares of numbers above 1.8e19 are beyond fp32, those of 1e-23 vanish in it. Unquantized
+        gradients keep DeepSpeed's, whose bits `lossless` promises.
         """
         plain = float(norm_type) == 2.0 and self.model_parallel_group is None and gradients
         if not (plain and self.session.config.quantizes_gradients):
@@ -293,7 +294,7 @@ class ZeroppStage3(LowPrecisionStage3):
         own = [g for g in gradients if g.numel()]
         total = torch.zeros((), dtype=torch.float64, device=self.session.device)
         if own:  # a rank may own nothing
-            total = torch.stack(torch._foreach_norm(own, 2, dtype=torch.float32)).double().square().sum()
+            total = torch.stack(torch._foreach_norm(own, 2, dtype=torch.float64)).square().sum()
         ds_comm.all_reduce(total, op=ds_comm.ReduceOp.SUM, group=self.session.topology.group)
         norm = total.sqrt()
         # DeepSpeed's mark for a norm that is not finite.
