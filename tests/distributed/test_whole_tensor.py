@@ -19,6 +19,30 @@ def test_what_ranks_hold(split, zero_init):
     assert {owner for parts in owned.values() for owner, _ in parts} == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("node_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recipe": "fp8-lm"},
+        {"recipe": "zeropp", "partition": "whole_tensor", "partition_split": "none"},
+        {"recipe": "zeropp", "partition": "whole_tensor", "secondary": {"scope": "rank"}},
+        {"recipe": "zeropp"},
+    ],
+    ids=["fp8-lm", "zeropp, not split", "zeropp, a copy a rank", "slices"],
+)
+def test_bytes_of_all_ranks(options, node_size):
+    """Every rank knows the sum of what all have sent, though owners send unequal amounts."""
+    reports = run_ranks(jobs.counted, options=options, ranks_per_node=node_size, node_size=node_size)
+    counted = [mine for mine, _ in reports]
+    for _, total in reports:
+        assert total == reports[0][1]
+        for kind, links in total["per_step"].items():
+            for link, num_bytes in links.items():
+                assert num_bytes == pytest.approx(sum(mine["per_step"][kind][link] for mine in counted)), (kind, link)
+        for link, num_bytes in total["outside_steps"].items():
+            assert num_bytes == pytest.approx(sum(mine["outside_steps"][link] for mine in counted)), link
+
+
 def weights_differ(a, b):
     return max((a[name] - b[name]).abs().max().item() for name in b)
 

@@ -277,3 +277,20 @@ def peak_of_initialization():
     whole_weights._replace_shard = watching
     make_engine(model, config)
     return total, max(held)
+
+
+def counted(options, node_size):
+    """The ledger's counts of this rank, and what it says of all ranks: of steps, an evaluation and a gather."""
+    import deepspeed
+
+    switch(True)
+    chosen = dict(options)
+    engine = make_engine(
+        llama(hidden=128), ds_config(section(chosen.pop("recipe"), ranks_per_node=node_size, **chosen), "bf16")
+    )
+    train(engine, 2)
+    with torch.no_grad():
+        engine(input_ids=next(batches(1, 0)))
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        pass
+    return zeropp_fp8.wire_report(engine), zeropp_fp8.wire_report(engine, total=True)

@@ -6,10 +6,10 @@ ranks in 16 bits, (W-1)/W of the bytes from each rank, of which the N crossings 
 ranks of a node. (gloo's own reduce-scatter sends more than a ring does.) Activations are no ring: stock's all-to-all
 sends the same elements to the same ranks, in 16 bits.
 
-Every collective of a step moves the same number of bytes from every rank, because shards are padded to equal size and
-gradients that are missing on a rank are sent as zeros. So the sum over ranks is W times the count of one rank, and
-asking for it needs no communication. The exception are activations of which the ranks hold unequal shares (heads that
-do not divide evenly by the ranks): the sum then is an estimate.
+Every rank counts what all ranks send too, so that asking for it needs no communication. It is W times what one rank
+sends where shards are padded to equal size; gradients that are missing on a rank are sent as zeros. Of tensors with
+owners every rank knows what each owner has. The exception are activations of which the ranks hold unequal shares (heads
+that do not divide evenly by the ranks): the sum then is an estimate.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ OUTSIDE = "outside_steps"
 STOCK_BYTES_PER_ELEMENT = 2
 
 
+_LINKS = ("inter", "intra")
+_OF_ALL = {link: f"{link}, all ranks" for link in _LINKS}
+
+
 def _zeros() -> dict[str, float]:
-    return {"inter": 0, "intra": 0}
+    return dict.fromkeys((*_LINKS, *_OF_ALL.values()), 0)
 
 
 class WireLedger:
@@ -57,10 +61,16 @@ class WireLedger:
         finally:
             self.kind = previous
 
-    def sent(self, link: str, num_bytes: float) -> None:
-        """This rank hands `num_bytes` for other ranks to the backend, over `link` ("inter" or "intra")."""
-        counter = self._outside if self.kind == OUTSIDE else self._pending[self.kind]
+    def sent(self, link: str, num_bytes: float, by_all: float | None = None) -> None:
+        """This rank hands `num_bytes` for other ranks to the backend, over `link` ("inter" or "intra").
+
+        `by_all`: what all ranks together do; None: each as much as this one.
+        """
+        self._add(self._outside if self.kind == OUTSIDE else self._pending[self.kind], link, num_bytes, by_all)
+
+    def _add(self, counter: dict[str, float], link: str, num_bytes: float, by_all: float | None = None) -> None:
         counter[link] += num_bytes
+        counter[_OF_ALL[link]] += num_bytes * self.world_size if by_all is None else by_all
 
     def sent_around_ring(self, num_bytes: float, rounds: float = 1.0) -> None:
         """A collective over all ranks that DeepSpeed issues itself, by the ring formula; `rounds` 2 for all-reduce."""
@@ -71,12 +81,12 @@ class WireLedger:
         """Stock ZeRO-3 would move `numel` elements (of the full tensor) around the ring in 16 bits here."""
         if self.kind != OUTSIDE:
             for link, share in self.ring_bytes(numel * STOCK_BYTES_PER_ELEMENT).items():
-                self._pending_stock[self.kind][link] += share
+                self._add(self._pending_stock[self.kind], link, share)
 
     def stock_would_send_over(self, link: str, numel: int) -> None:
         """Stock would hand `numel` elements for other ranks to the backend in 16 bits here, over `link`."""
         if self.kind != OUTSIDE:
-            self._pending_stock[self.kind][link] += numel * STOCK_BYTES_PER_ELEMENT
+            self._add(self._pending_stock[self.kind], link, numel * STOCK_BYTES_PER_ELEMENT)
 
     def ring_bytes(self, num_bytes: float) -> dict[str, float]:
         """Mean bytes per rank when a ring all-gather (or reduce-scatter) moves `num_bytes` over all ranks."""
@@ -97,20 +107,19 @@ class WireLedger:
 
     def report(self, total: bool = False) -> dict:
         """Bytes per step sent by this rank, or by all ranks with `total`; see zeropp_fp8.wire_report."""
-        ranks = self.world_size if total else 1
+        key_of = _OF_ALL if total else dict(zip(_LINKS, _LINKS))
 
         def per_step(counters: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
             steps = max(self.steps, 1)
             return {
-                kind: {link: _exact(counters[kind][link] * ranks / steps) for link in ("inter", "intra")}
-                for kind in STEP_KINDS
+                kind: {link: _exact(counters[kind][key] / steps) for link, key in key_of.items()} for kind in STEP_KINDS
             }
 
         return {
             "steps": self.steps,
             "per_step": per_step(self._done),
             "stock_per_step": per_step(self._done_stock),
-            "outside_steps": {link: _exact(num_bytes * ranks) for link, num_bytes in self._outside.items()},
+            "outside_steps": {link: _exact(self._outside[key]) for link, key in key_of.items()},
         }
 
 

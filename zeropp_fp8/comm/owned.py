@@ -55,7 +55,7 @@ class OwnedGather:
 
 
 def start_owned_gather(
-    gathered: Tensor, payload: Tensor, sizes: list[int], level: Level, ledger: WireLedger | None
+    gathered: Tensor, payload: Tensor, sizes: list[int], level: Level, ledger: WireLedger | None, held_by_all: int
 ) -> OwnedGather | None:
     """Start one hop: flat uint8 `gathered` becomes the payloads of the level's ranks; None where it is one rank.
 
@@ -65,6 +65,7 @@ def start_owned_gather(
     Args:
         sizes: bytes of each of the level's ranks; gathered has their sum.
         payload: this rank's; may be its part of `gathered` (in place).
+        held_by_all: bytes of the payloads of all ranks, for the ledger.
     """
     if level.size == 1:
         return None
@@ -72,5 +73,5 @@ def start_owned_gather(
     splits = [payload.numel()] * level.size
     work = dist.all_to_all_single(gathered, outgoing, sizes, splits, group=level.group, async_op=True)
     if ledger is not None:
-        ledger.sent(level.link, (level.size - 1) * payload.numel())
+        ledger.sent(level.link, (level.size - 1) * payload.numel(), (level.size - 1) * held_by_all)
     return OwnedGather(work, outgoing)

@@ -14,8 +14,9 @@ Blocks never straddle a slice or a tensor, so the result does not depend on how 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -44,12 +45,13 @@ def _start_exchange(
     ledger: WireLedger | None,
     incoming_sizes: list[int] | None = None,
     outgoing_sizes: list[int] | None = None,
+    by_all: int | None = None,
 ) -> dist.Work:
     """All-to-all of flat uint8 buffers cut into parts of these sizes, or into `level.size` equal ones."""
     work = dist.all_to_all_single(incoming, outgoing, incoming_sizes, outgoing_sizes, group=level.group, async_op=True)
     if ledger is not None:
         own = outgoing_sizes[level.rank] if outgoing_sizes else outgoing.numel() // level.size
-        ledger.sent(level.link, outgoing.numel() - own)
+        ledger.sent(level.link, outgoing.numel() - own, by_all)
     return work
 
 
@@ -87,6 +89,7 @@ class ReducePlan:
         second: the same tensors on their way between nodes, as many rows.
         last: what arrives from the nodes, one row a node.
         sizes: by "within" and "between", the bytes (to each rank, from each rank) of the hop; None: equal parts.
+        sent_by_all: by hop, bytes that all ranks send together, where they send unequal amounts.
         adds_codes: let the backend add FP8 codes (NCCL can) instead of exchanging them and adding in fp32.
     """
 
@@ -99,6 +102,7 @@ class ReducePlan:
     second: PayloadLayout
     last: PayloadLayout
     sizes: dict[str, tuple[list[int], list[int]] | None]
+    sent_by_all: Mapping[str, int] = MappingProxyType({})
     adds_codes: bool = False
 
     def sources(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -241,7 +245,8 @@ class ReducePlan:
             return received, work
         outgoing, incoming = self.sizes[hop] or (None, None)
         received = ring.take(sum(incoming) if incoming else sent.numel())
-        return received, _start_exchange(received, sent, level, ledger, incoming, outgoing)
+        by_all = self.sent_by_all.get(hop)
+        return received, _start_exchange(received, sent, level, ledger, incoming, outgoing, by_all)
 
     def _count_largest(self, codes: Tensor, shared: SharedScales) -> None:
         """Count the codes at the largest magnitude among partial sums that the backend has made."""

@@ -94,6 +94,9 @@ class OwnerReducePlan(ReducePlan):
             "within": (to_local, [self.column.row_bytes] * per_node),
             "between": (to_node, [self.last.row_bytes] * nodes),
         }
+        # Of a hop each part reaches its owner's column, or its owner, from all others of the level.
+        columns = sum(inter[part.tensor].payload_bytes(part.numel) for part in parts)
+        self.sent_by_all = {"within": nodes * (per_node - 1) * self.first.row_bytes, "between": (nodes - 1) * columns}
 
     def sources(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensors[p.tensor].view(-1)[p.start : p.start + p.numel] for p in self._all_parts]

@@ -7,6 +7,7 @@ what arrives: no copy sorts it, on any topology.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -194,6 +195,10 @@ class WholeTensorGatherer(WeightGatherer):
         """Bytes that each rank of a hop's level brings."""
         return [sum(layout.rank_bytes[r] for r in ranks) for ranks in self._brought[hop]]
 
+    def _held_by_all(self, layout: OwnedLayout, hop: int) -> int:
+        """Bytes that all ranks hold when a hop begins: after the hops before it so many have each rank's."""
+        return sum(layout.rank_bytes) * math.prod(level.size for level in self._levels[:hop])
+
     def start_first_hops(self, unit: GatherUnit) -> None:
         if unit.is_stored:
             super().start_first_hops(unit)
@@ -215,7 +220,8 @@ class WholeTensorGatherer(WeightGatherer):
                 result = unit.held
                 if hop != hops[-1]:
                     result = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-                work = start_owned_gather(result, have, sizes, before[hop], self.session.ledger)
+                held_by_all = self._held_by_all(layout, hop)
+                work = start_owned_gather(result, have, sizes, before[hop], self.session.ledger, held_by_all)
                 unit.first_work = [work]
                 have = result
         unit.held_is_current = True
@@ -266,7 +272,8 @@ class WholeTensorGatherer(WeightGatherer):
         if unit.is_stored:
             super()._start_last_hop(unit)
             return
-        last, sizes = self._levels[-1], self._bytes_after(unit.layout, len(self._levels) - 1)
+        last, hop = self._levels[-1], len(self._levels) - 1
+        sizes, held_by_all = self._bytes_after(unit.layout, hop), self._held_by_all(unit.layout, hop)
         unit.gathered = unit.held
         if last.size > 1:
             unit.gathered = self._take(unit, self._node, self._gathered_ring, sum(sizes))
@@ -274,7 +281,7 @@ class WholeTensorGatherer(WeightGatherer):
             self._node_after_first_hops(unit)
             if last.size == 1:
                 return
-            work = start_owned_gather(unit.gathered, unit.held, sizes, last, self.session.ledger)
+            work = start_owned_gather(unit.gathered, unit.held, sizes, last, self.session.ledger, held_by_all)
             unit.last_work = [work]
 
     def _decode(self, unit: GatherUnit):
@@ -318,7 +325,8 @@ class WholeTensorGatherer(WeightGatherer):
                 if level.size > 1:
                     sizes = self._bytes_after(layout, hop)
                     result = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-                    start_owned_gather(result, row, sizes, level, self.session.ledger).wait()
+                    held_by_all = self._held_by_all(layout, hop)
+                    start_owned_gather(result, row, sizes, level, self.session.ledger, held_by_all).wait()
                     row = result
         dtypes = {p: p.ds_tensor.dtype for p in missing}
         values = {p: torch.empty(p.ds_shape, dtype=dtypes[p], device=self.device) for p in missing}
