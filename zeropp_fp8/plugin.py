@@ -436,9 +436,13 @@ def _engine_class(stock_class):
             stock = functools.partial(super()._load_checkpoint, load_dir, tag, *args, **kwargs)
             if self.zeropp_fp8_session is None:
                 return stock()
+            from zeropp_fp8.zero.checkpoint_ranks import check_ranks
             from zeropp_fp8.zero.fragment import fragments_stand_in
             from zeropp_fp8.zero.frozen_checkpoint import FrozenLoad
 
+            if not self.load_universal_checkpoint():
+                with_states = kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False)
+                check_ranks(self.zeropp_fp8_session, self._get_ckpt_name(load_dir, tag), with_states)
             self._zeropp_fp8_frozen_load = FrozenLoad(self, load_dir, tag)
             try:
                 with fragments_stand_in():

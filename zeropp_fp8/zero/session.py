@@ -94,7 +94,7 @@ class Session:
         return "stochastic" in (self.config.weights.rounding, self.config.gradients.rounding, states)
 
 
-def _told(mine: object, group) -> list:
+def told_by_all(mine: object, group) -> list:
     """What each rank of a group says. Collective."""
     told = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, mine, group=group)
@@ -105,12 +105,12 @@ def _ranks_per_node(config: PluginConfig, place: Place, group, model_parallel_gr
     """(ranks of the data-parallel group on each node, where the number comes from), or an error on every rank."""
     refusal = found = None
     try:
-        found = find_ranks_per_node(_told(place, group), dist.get_world_size())
+        found = find_ranks_per_node(told_by_all(place, group), dist.get_world_size())
         check_topology(config, found[0])
     except ConfigError as error:
         refusal = str(error)
     # Tensor-parallel ranks belong to different data-parallel groups, and would wait for each other.
-    refusals = [refusal] if model_parallel_group is None else _told(refusal, model_parallel_group)
+    refusals = [refusal] if model_parallel_group is None else told_by_all(refusal, model_parallel_group)
     for message in filter(None, refusals):
         raise ConfigError(message)
     return found
