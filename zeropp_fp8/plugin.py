@@ -20,7 +20,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zeropp_fp8.config import IN_TREE_KEYS, SECTION, ConfigError, load_ds_config, resolve, without_in_tree_keys
+from zeropp_fp8.config import (
+    IN_TREE_KEYS,
+    RECIPE_VARIABLE,
+    SECTION,
+    ConfigError,
+    load_ds_config,
+    resolve,
+    without_in_tree_keys,
+)
 
 _STAGE3 = "deepspeed.runtime.zero.stage3"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
@@ -375,7 +383,7 @@ def _engine_class(stock_class):
             if plugin_config is None and self.global_rank == 0:
                 print(
                     f'zeropp_fp8: stock DeepSpeed; the ds_config has no "{SECTION}" section and no ZeRO++ key '
-                    "(or switches the section off)",
+                    f"(or switches the section off), and {RECIPE_VARIABLE} names no recipe for it",
                     flush=True,
                 )
 

@@ -13,6 +13,7 @@ from zeropp_fp8.config.ds_config import (
     load_ds_config,
     without_in_tree_keys,
 )
+from zeropp_fp8.config.environment import RECIPE_VARIABLE
 from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.resolve import resolve
 from zeropp_fp8.config.sections import (
@@ -33,6 +34,7 @@ __all__ = [
     "IN_TREE_KEYS",
     "MX_FORMATS",
     "RECIPES",
+    "RECIPE_VARIABLE",
     "SECTION",
     "WIRE_FORMATS",
     "ComputeConfig",

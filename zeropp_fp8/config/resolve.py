@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from zeropp_fp8.config.compute import completed_compute
 from zeropp_fp8.config.ds_config import asks_for_plugin, in_tree_keys
+from zeropp_fp8.config.environment import RECIPE_VARIABLE, recipe_from_environment
 from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.rules import check_fields, check_host, check_in_tree_keys, check_in_tree_types
 from zeropp_fp8.config.sections import MX_BLOCK_SIZE, MX_FORMATS, SECTION, ConfigError, PluginConfig, nearest
@@ -18,11 +19,23 @@ from zeropp_fp8.config.sections import MX_BLOCK_SIZE, MX_FORMATS, SECTION, Confi
 def resolve(ds_config: Mapping[str, Any], *, hybrid_engine: bool = False) -> PluginConfig | None:
     """The plugin's configuration out of a ds_config, or None where it does not ask for the plugin.
 
+    A stage-3 ds_config that says nothing about the plugin gets the recipe of ZEROPP_FP8_RECIPE, if that is set.
+
     Raises:
         ConfigError: wrong type, unknown key, or a combination that cannot be honoured.
     """
-    if not asks_for_plugin(ds_config):
-        return None
+    recipe = recipe_from_environment(ds_config)
+    if recipe is None:
+        return _resolve(ds_config, hybrid_engine) if asks_for_plugin(ds_config) else None
+    try:
+        config = _resolve({**ds_config, SECTION: {"recipe": recipe}}, hybrid_engine)
+    except ConfigError as error:  # about a section that the ds_config does not have
+        raise ConfigError(f"{RECIPE_VARIABLE}={recipe}: {error}") from None
+    return config.named_by(RECIPE_VARIABLE)
+
+
+def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> PluginConfig:
+    """The configuration out of a ds_config that asks for the plugin."""
     section = ds_config.get(SECTION, {})
     if not isinstance(section, Mapping):
         raise ConfigError(f'"{SECTION}" must be an object such as {{"recipe": "zeropp"}}, got {section!r}')

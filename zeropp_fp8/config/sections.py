@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, Strict
 
 SECTION = "zeropp_fp8"
 
@@ -173,6 +173,18 @@ class PluginConfig(_Section):
     activations: ActivationsConfig = ActivationsConfig()
     gather_granularity: Literal["block", "module", "parameter"] = "block"
     report: ReportConfig = ReportConfig()
+    _recipe_variable: str | None = PrivateAttr(default=None)
+
+    def named_by(self, variable: str) -> PluginConfig:
+        """The same configuration, whose recipe an environment variable has named."""
+        config = self.model_copy()
+        config._recipe_variable = variable
+        return config
+
+    @property
+    def recipe_variable(self) -> str | None:
+        """The environment variable that named the recipe, where the ds_config did not."""
+        return self._recipe_variable
 
     @property
     def quantizes(self) -> bool:

@@ -224,8 +224,11 @@ def predicted_bytes(session: Session, gatherer: WeightGatherer) -> dict[str, dic
 def start_table(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: list[nn.Module]) -> str:
     """The table as text."""
     config, topology = session.config, session.topology
+    recipe = config.recipe or "none (lossless plus the ZeRO++ keys)"
+    if config.recipe_variable:
+        recipe += f" (from {config.recipe_variable})"
     lines = [
-        f"zeropp_fp8: recipe {config.recipe or 'none (lossless plus the ZeRO++ keys)'}; {topology.nodes} node(s) x "
+        f"zeropp_fp8: recipe {recipe}; {topology.nodes} node(s) x "
         f"{topology.ranks_per_node} rank(s), from {session.ranks_per_node_source}",
         f"  {'what':<24}{'format':<34}{'parameters':>14}  remark",
     ]
