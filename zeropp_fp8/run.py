@@ -1,7 +1,8 @@
 """Run an unmodified training script with the plugin on: `python -m zeropp_fp8.run SCRIPT ARGS`.
 
 With a launcher: `deepspeed --module zeropp_fp8.run train.py ...`, `torchrun -m zeropp_fp8.run train.py ...`,
-`accelerate launch -m zeropp_fp8.run train.py ...`. `-m MODULE` in place of SCRIPT runs a module.
+`accelerate launch -m zeropp_fp8.run train.py ...`. `-m MODULE` in place of SCRIPT runs a module. Processes that the
+script starts by `multiprocessing` have the plugin on too.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(0 if arguments else 2)
     target, rest = arguments[0], arguments[1:]
 
-    import zeropp_fp8
+    from zeropp_fp8.children import enable_with_children
 
-    zeropp_fp8.enable()
+    enable_with_children()
     sys.argv = [target, *leading, *rest]
     if is_module:
         sys.path.insert(0, os.getcwd())

@@ -19,7 +19,8 @@ _MIDDLE = _BASE | {"comm", "compute", "optim"}
 MAY_IMPORT = {
     "": {"plugin", "config", "zero"},  # zeropp_fp8/__init__.py
     "export": _MIDDLE | {"zero"},
-    "run": {"", "plugin", "config"},
+    "run": {"", "children"},
+    "children": {""},
     "plugin": _MIDDLE | {"zero"},
     "zero": _MIDDLE,
     "comm": _BASE,
