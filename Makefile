@@ -5,16 +5,20 @@ BIN := $(VENV)/bin
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+UPSTREAM ?=
+RECIPES ?= lossless zeropp
+UPSTREAM_ARGS ?=
 
 # No op of DeepSpeed is compiled at installation: this project needs none.
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo rlhf-demo test bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence bench-frozen bench-generation bench-rlhf check format clean
+.PHONY: help demo rlhf-demo test test-upstream bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence bench-frozen bench-generation bench-rlhf check format clean
 help:
 	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
 	@echo "make rlhf-demo  SFT, reward model and PPO of a tiny model on tasks with exact answers; results in runs/rlhf-demo"
 	@echo "make test     all tests"
+	@echo "make test-upstream UPSTREAM=/path/to/DeepSpeed   DeepSpeed's own ZeRO-3 tests with recipes; in runs/upstream"
 	@echo "make bench-two-nodes   step times and bytes on two emulated nodes (root); results in runs/two_nodes.*"
 	@echo "make bench-kernels     time and bandwidth of the quantization kernels; results in runs/kernels.json"
 	@echo "make bench-fp8         speed of FP8 linear layers against bf16; results in runs/fp8_linear.json"
@@ -48,6 +52,13 @@ else
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(TEST_ARGS)
 endif
+
+# Nothing is fetched but what DeepSpeed's tests need of pytest: before 8.4, where their fixtures still are fixtures. It
+# goes to a folder of its own. A GPU each rank; on the CPU: DS_ACCELERATOR=cpu LOCAL_SIZE=2 make test-upstream ...
+test-upstream: $(VENV)/.upstream
+	@test -n "$(UPSTREAM)" || { echo "say where DeepSpeed is checked out: make test-upstream UPSTREAM=/path"; exit 2; }
+	PYTHONPATH=$(CURDIR)/$(VENV)/upstream PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/upstream/run_upstream.py \
+		--upstream "$(UPSTREAM)" --recipes $(RECIPES) --out runs/upstream $(UPSTREAM_ARGS)
 
 # As root: it makes two network namespaces. 4 GPUs, else the CPU with a small model.
 bench-two-nodes: $(VENV)/.bench
@@ -131,4 +142,8 @@ $(VENV)/.bench: $(VENV)/.run
 
 $(VENV)/.test: $(VENV)/.run
 	$(BIN)/pip install --progress-bar off -c constraints.txt -e ".[examples,test,dev,rlhf,compare]"
+	@touch $@
+
+$(VENV)/.upstream: $(VENV)/.test
+	$(BIN)/pip install --quiet --target $(VENV)/upstream --no-deps pytest==8.3.5
 	@touch $@

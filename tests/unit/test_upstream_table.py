@@ -1,0 +1,81 @@
+"""The table of DeepSpeed's own tests: what counts as a regression, and what as not meant to hold."""
+
+import json
+import re
+
+import pytest
+from upstream.table import KNOWN_DIFFERENCES, Difference, judge, known_differences, markdown
+
+from zeropp_fp8.config import RECIPES
+
+
+def line(outcome, says="", engines=1):
+    return {"outcome": outcome, "says": says, "engines": engines}
+
+
+STOCK = {
+    "a.py::T::holds": line("passed", engines=0),
+    "a.py::T::breaks[fp16-3]": line("passed", engines=0),
+    "a.py::T::differs[fp16-3]": line("passed", engines=0),
+    "a.py::T::skips": line("passed", engines=0),
+    "a.py::T::cut_off": line("passed", engines=0),
+    "a.py::T::fails_anyway": line("failed", "stock", engines=0),
+    "a.py::T::skipped_anyway": line("skipped", "no fp16", engines=0),
+}
+RESULTS = {
+    "a.py::T::holds": line("passed", engines=0),
+    "a.py::T::breaks[fp16-3]": line("failed", "AssertionError: wrong\nwhere it stands"),
+    "a.py::T::differs[fp16-3]": line("failed", "AssertionError: F.linear is not stock's"),
+    "a.py::T::skips": line("skipped", "no GPU"),
+}
+IDENTITY = Difference(("*differs[fp16-?]",), ("loss*",), "F.linear is not", "who F.linear is")
+
+
+def test_every_test_that_stock_passes_gets_one_verdict():
+    found = judge("lossless", STOCK, RESULTS, [IDENTITY])
+    assert found["counts"] == {"passed": 1, "regressions": 1, "not meant to hold": 1, "skipped": 1, "not run": 1}
+    assert found["regressions"] == {"a.py::T::breaks[fp16-3]": "AssertionError: wrong\nwhere it stands"}
+    assert found["not meant to hold"] == {"a.py::T::differs[fp16-3]": "who F.linear is"}
+    assert found["skipped"] == {"a.py::T::skips": "no GPU"} and found["not run"] == ["a.py::T::cut_off"]
+    assert found["engines"] == 3
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Difference(("a.py::T::other*",), ("*",), "F.linear", "another test"),
+        Difference(("*differs[fp16-3]",), ("fp8-lm", "qlora"), "F.linear", "another recipe"),
+        Difference(("*differs[fp16-3]",), ("*",), "another error", "the test fails for something else"),
+        Difference(("*differs[[]fp16-3]",), ("*",), "F.linear", "brackets are part of ids, not of patterns"),
+    ],
+)
+def test_an_entry_covers_its_tests_recipes_and_failure_only(entry):
+    found = judge("lossless", STOCK, RESULTS, [entry])
+    assert found["counts"]["regressions"] == 2 and not found["not meant to hold"]
+
+
+def test_the_table_names_regressions_and_reasons():
+    text = markdown(STOCK, {"lossless": judge("lossless", STOCK, RESULTS, [IDENTITY])}, {"device": "CPU"})
+    assert "* device: CPU" in text and "stock: 5 passed, 1 failed, 1 skipped" in text
+    assert "| `lossless` | 1 | 1 | 1 | 1 | 1 | 3 |" in text
+    assert "* `a.py::T::breaks[fp16-3]`: AssertionError: wrong\n" in text and "* 1 x who F.linear is\n" in text
+
+
+@pytest.mark.parametrize("left_out", ["tests", "recipes", "says", "reason"])
+@pytest.mark.parametrize("empty", [False, True])
+def test_an_entry_without_a_reason_is_refused(tmp_path, left_out, empty):
+    entry = {"tests": ["*"], "recipes": ["*"], "says": "x", "reason": "y"}
+    entry[left_out] = type(entry[left_out])()
+    if not empty:
+        del entry[left_out]
+    path = tmp_path / "known.json"
+    path.write_text(json.dumps([entry]))
+    with pytest.raises(ValueError, match="every entry has tests, recipes, says and reason"):
+        known_differences(path)
+
+
+def test_the_entries_of_the_repository():
+    for entry in known_differences(KNOWN_DIFFERENCES):
+        assert re.search(r"\w+ \w+", entry.reason)
+        for recipe in entry.recipes:
+            assert recipe == "*" or recipe in RECIPES

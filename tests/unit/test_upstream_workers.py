@@ -1,0 +1,134 @@
+"""Running DeepSpeed's tests in processes that may die or hang, here with a few tests in its place."""
+
+import json
+import multiprocessing
+import time
+
+import pytest
+from upstream.upstream_plugin import raised_in_pools
+from upstream.workers import Run, lines_of
+
+TESTS = """
+import os
+import threading
+import pytest
+from zeropp_fp8.config import RECIPE_VARIABLE
+
+print("import")
+
+class TestOutcomes:
+    def test_passes(self):
+        print("zeropp_fp8: recipe lossless (from ...)")
+    def test_fails(self):
+        assert False, "of its own"
+    def test_skips(self):
+        pytest.skip("no GPU")
+
+class TestDeath:
+    def test_before(self):
+        pass
+    def test_dies(self):
+        os._exit(7)
+    def test_after(self):
+        assert not os.environ.get(RECIPE_VARIABLE)
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_stage(zero_stage):
+    assert zero_stage == 3
+
+def test_hangs():
+    threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def upstream(tmp_path):
+    folder = tmp_path / "DeepSpeed" / "tests" / "unit"
+    folder.mkdir(parents=True)
+    (folder / "test_some.py").write_text(TESTS)
+    return tmp_path / "DeepSpeed"
+
+
+def a_run(upstream, tmp_path, timeout=600):
+    return Run(upstream, tmp_path / "stock.jsonl", None, timeout)
+
+
+def forever():
+    return time.monotonic() + 1e6
+
+
+def test_each_test_gets_a_result(upstream, tmp_path):
+    tests = a_run(upstream, tmp_path).collect(["unit"])
+    names = [test.removeprefix("unit/test_some.py::") for test in tests]
+    assert names == [
+        "TestOutcomes::test_passes",
+        "TestOutcomes::test_fails",
+        "TestOutcomes::test_skips",
+        "TestDeath::test_before",
+        "TestDeath::test_dies",
+        "TestDeath::test_after",
+        "test_stage[3]",
+        "test_hangs",
+    ]
+    a_run(upstream, tmp_path).run(tests[:-1], 2, forever())
+    finished = a_run(upstream, tmp_path).finished()
+    found = [finished[test] for test in tests[:-1]]
+    assert [one["outcome"] for one in found] == [
+        "passed",
+        "failed",
+        "skipped",
+        "passed",
+        "failed",
+        "passed",
+        "passed",
+    ]
+    assert [one["engines"] for one in found] == [1, 0, 0, 0, 0, 0, 0]
+    assert found[1]["says"].startswith("AssertionError: of its own") and "no GPU" in found[2]["says"]
+    assert "the process died" in found[4]["says"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["DeepSpeed", "stock.jsonl"]
+
+    again = len(lines_of(tmp_path / "stock.jsonl"))
+    a_run(upstream, tmp_path).run(tests[:-1], 2, forever())  # nothing is left to do
+    assert len(lines_of(tmp_path / "stock.jsonl")) == again
+
+
+def test_a_test_that_hangs_has_failed(upstream, tmp_path):
+    test = "unit/test_some.py::test_hangs"
+    a_run(upstream, tmp_path, timeout=0.1).run([test], 1, forever())
+    found = a_run(upstream, tmp_path).finished()[test]
+    assert (found["outcome"], found["says"]) == ("failed", "hung: no rank has raised anything")
+
+
+def test_what_the_deadline_cuts_off_has_no_result(upstream, tmp_path):
+    a_run(upstream, tmp_path).run(["unit/test_some.py::test_hangs"], 1, time.monotonic())
+    assert a_run(upstream, tmp_path).finished() == {}
+
+
+def test_nothing_collected_is_an_error(upstream, tmp_path):
+    with pytest.raises(RuntimeError, match="pytest collected nothing"):
+        a_run(upstream, tmp_path).collect(["unit/no_such_file.py"])
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    path = tmp_path / "lines"
+    path.write_text(json.dumps({"test": "a"}) + '\n{"test": "b"')
+    assert lines_of(path) == [{"test": "a"}] and lines_of(tmp_path / "none") == []
+
+
+def raise_or_wait(rank, release):
+    if rank == 0:
+        raise ValueError("of rank 0")
+    release.wait()
+
+
+def test_what_a_rank_raised_is_known_while_others_wait():
+    context = multiprocessing.get_context("fork")
+    release = context.Manager().Event()
+    with context.Pool(2) as pool:
+        result = pool.starmap_async(raise_or_wait, [(0, release), (1, release)], chunksize=1)
+        while result._success:
+            time.sleep(0.01)
+        assert raised_in_pools() == ["ValueError('of rank 0')"]
+        release.set()
+        with pytest.raises(ValueError, match="of rank 0"):
+            result.get()

@@ -1,0 +1,76 @@
+"""Run the ZeRO-3 parts of DeepSpeed's unit tests, unmodified, without and with recipes, and write the table.
+
+    python tests/upstream/run_upstream.py --upstream /path/to/DeepSpeed --recipes lossless zeropp --out runs/upstream
+
+First stock DeepSpeed runs them, then each recipe those that stock has passed. Every result is kept in OUT, and a second
+call goes on where the first one ended. A GPU each rank, or the CPU (DS_ACCELERATOR=cpu LOCAL_SIZE=2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+from table import judge, known_differences, markdown
+from workers import Run
+
+from zeropp_fp8.config import RECIPES
+
+FOLDERS = ("unit/v1/zero", "unit/runtime/zero", "unit/checkpoint")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--upstream", type=Path, required=True, help="a checkout of DeepSpeed, or its tests/ folder's")
+    parser.add_argument(
+        "--recipes", nargs="*", default=["lossless", "zeropp"], choices=sorted(RECIPES), metavar="RECIPE"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/upstream"))
+    parser.add_argument("--workers", type=int, default=2, help="processes with tests, each with the ranks of one test")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds a test may take")
+    parser.add_argument("--minutes", type=float, default=600, help="for all; what is not run by then is told")
+    parser.add_argument("tests", nargs="*", help=f"ids, files or folders; else of {', '.join(FOLDERS)} what is there")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    upstream, deadline = arguments.upstream.resolve(), time.monotonic() + 60 * arguments.minutes
+
+    def run_of(recipe: str | None) -> Run:
+        return Run(upstream, arguments.out.resolve() / f"{recipe or 'stock'}.jsonl", recipe, arguments.timeout)
+
+    chosen = arguments.tests or [folder for folder in FOLDERS if (upstream / "tests" / folder).is_dir()]
+    tests = run_of(None).collect(chosen)
+    run_of(None).run(tests, arguments.workers, deadline)
+    stock = {test: line for test, line in run_of(None).finished().items() if test in set(tests)}
+    passed = [test for test, line in stock.items() if line["outcome"] == "passed"]
+    judged, known = {}, known_differences()
+    for recipe in arguments.recipes:
+        run_of(recipe).run(passed, arguments.workers, deadline)
+        judged[recipe] = judge(recipe, stock, run_of(recipe).finished(), known)
+        print(f"{recipe}: {judged[recipe]['counts']}", flush=True)
+    about = described(upstream)
+    (arguments.out / "table.json").write_text(json.dumps({"about": about, "stock": stock, "recipes": judged}, indent=1))
+    (arguments.out / "table.md").write_text(markdown(stock, judged, about))
+    print(f"{arguments.out / 'table.md'}")
+    raise SystemExit(1 if any(found["regressions"] or found["not run"] for found in judged.values()) else 0)
+
+
+def described(upstream: Path) -> dict:
+    """What was run, where."""
+    import deepspeed
+    import torch
+
+    version = upstream / "version.txt"
+    on_gpus = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and torch.cuda.is_available()
+    device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if on_gpus else "CPU"
+    return {
+        "tests of": f"DeepSpeed {version.read_text().strip() if version.exists() else '(version.txt is missing)'}",
+        "installed": f"DeepSpeed {deepspeed.__version__}, torch {torch.__version__}",
+        "device": device,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What DeepSpeed's tests say of a recipe, against stock in the same run: a verdict for each test, and the table.
+
+Only tests that stock passes are judged. Of those that fail with a recipe, a test is "not meant to hold" where
+known_differences.json has an entry with its id, the recipe and words that the failure says; each entry has its reason.
+What is left is a regression.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+KNOWN_DIFFERENCES = Path(__file__).parent / "known_differences.json"
+VERDICTS = ("passed", "regressions", "not meant to hold", "skipped", "not run")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Tests that are not meant to hold with some recipes, and why.
+
+    `tests` and `recipes` are patterns as of file names; `says` is part of what the failing test says.
+    """
+
+    tests: tuple[str, ...]
+    recipes: tuple[str, ...]
+    says: str
+    reason: str
+
+    def covers(self, test: str, recipe: str, says: str) -> bool:
+        # "[" begins the parameters of a test's id, and a set of characters in a pattern.
+        patterns = [pattern.replace("[", "[[]") for pattern in self.tests]
+        return (
+            any(fnmatch.fnmatchcase(test, pattern) for pattern in patterns)
+            and any(fnmatch.fnmatchcase(recipe, pattern) for pattern in self.recipes)
+            and self.says in says
+        )
+
+
+def known_differences(path: Path = KNOWN_DIFFERENCES) -> list[Difference]:
+    """The entries of the file.
+
+    Raises:
+        ValueError: an entry without tests, recipes, words of the failure or a reason.
+    """
+    differences = []
+    for entry in json.loads(path.read_text()):
+        given = {key: entry.get(key) for key in ("tests", "recipes", "says", "reason")}
+        if not all(given.values()) or set(entry) != set(given):
+            raise ValueError(f"{path.name}: every entry has tests, recipes, says and reason; got {entry}")
+        differences.append(Difference(tuple(given["tests"]), tuple(given["recipes"]), given["says"], given["reason"]))
+    return differences
+
+
+def judge(recipe: str, stock: dict[str, dict], results: dict[str, dict], known: list[Difference]) -> dict:
+    """The verdict on every test that stock passes.
+
+    Args:
+        stock, results: lines of finished tests (see upstream_plugin.py), by id, without and with the recipe.
+
+    Returns:
+        {"counts": {verdict: tests}, "engines": tests in which an engine with the recipe was made,
+         "regressions": {test: what it says}, "not meant to hold": {test: reason}, "skipped": {test: what it says},
+         "not run": [tests]}
+    """
+    found: dict = {"regressions": {}, "not meant to hold": {}, "skipped": {}, "not run": []}
+    passed = 0
+    for test, line in stock.items():
+        if line["outcome"] != "passed":
+            continue
+        result = results.get(test)
+        if result is None:
+            found["not run"].append(test)
+        elif result["outcome"] == "passed":
+            passed += 1
+        elif result["outcome"] == "skipped":
+            found["skipped"][test] = result["says"]
+        else:
+            reason = next((entry.reason for entry in known if entry.covers(test, recipe, result["says"])), None)
+            kind, text = ("regressions", result["says"]) if reason is None else ("not meant to hold", reason)
+            found[kind][test] = text
+    counts = {"passed": passed, **{verdict: len(tests) for verdict, tests in found.items()}}
+    engines = sum(1 for line in results.values() if line["engines"])
+    return {"counts": {verdict: counts[verdict] for verdict in VERDICTS}, "engines": engines, **found}
+
+
+def markdown(stock: dict[str, dict], judged: dict[str, dict], about: dict) -> str:
+    """The table as text: a line a recipe, then each regression and each reason."""
+    outcomes = Counter(line["outcome"] for line in stock.values())
+    lines = [
+        "# DeepSpeed's own ZeRO-3 tests with the plugin on",
+        "",
+        *(f"* {name}: {value}" for name, value in about.items()),
+        f"* stock: {outcomes['passed']} passed, {outcomes['failed']} failed, {outcomes['skipped']} skipped; what it "
+        "passes is judged",
+        "",
+        "| recipe | passed | regressions | not meant to hold | skipped | not run | made an engine with the recipe |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for recipe, found in judged.items():
+        numbers = [*found["counts"].values(), found["engines"]]
+        lines.append(f"| `{recipe}` | " + " | ".join(map(str, numbers)) + " |")
+    for recipe, found in judged.items():
+        lines += [f"\n## `{recipe}`"] if found["regressions"] or found["not meant to hold"] else []
+        if found["regressions"]:
+            lines += ["\nRegressions:\n"]
+            lines += [f"* `{test}`: {_first_line(says)}" for test, says in found["regressions"].items()]
+        if found["not meant to hold"]:
+            lines += ["\nNot meant to hold:\n"]
+            by_reason = Counter(found["not meant to hold"].values())
+            lines += [f"* {count} x {reason}" for reason, count in by_reason.most_common()]
+    return "\n".join(lines) + "\n"
+
+
+def _first_line(text: str, characters: int = 200) -> str:
+    return text.strip().partition("\n")[0][:characters]
