@@ -101,7 +101,7 @@ def fp32_through_compressed_states(kind, steps=6):
             optimizer = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
         dtype = "fp16" if kind == "fp16" else "fp32"
         kept = {} if plugin else KEPT
-        the_section = section("lossless") if plugin else None
+        the_section = section("lossless", gather_granularity="module") if plugin else None
         config = ds_config(the_section, dtype, gradient_clipping=0.3, zero_optimization=kept)
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 2e-3}}
         if kind == "groups":
