@@ -1,0 +1,98 @@
+"""Jobs about keys that DeepSpeed 0.19 has and 0.18 has not: who says when to step, buffers that stay fp32."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+import torch.distributed as dist
+from models import batches, build, ds_config, full_weights, llama, make_engine, section
+from parity_jobs import switch
+
+UNMANAGED = {"managed_gradient_accumulation": False}
+ON_CPU = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+
+
+# -- managed_gradient_accumulation -------------------------------------------------------------------------------------
+
+
+def accumulate(recipe, windows, managed, fields=None, dtype="fp32", leaf=False, offload=False):
+    """(losses, weights) of training with a step after each of `windows` backward passes; recipe None: stock."""
+    import deepspeed
+
+    switch(recipe is not None)
+    chosen = None if recipe is None else section(recipe, **(fields or {}))
+    config = ds_config(chosen, dtype, **({} if managed else UNMANAGED), **(ON_CPU if offload else {}))
+    model = llama()
+    if leaf:
+        deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
+    engine = make_engine(model, config)
+    data, losses = batches(sum(windows), dist.get_rank()), []
+    for window in windows:
+        for place in range(window):
+            if managed:
+                engine.set_gradient_accumulation_boundary(place == window - 1)
+            tokens = next(data)
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss / window)
+            losses.append(float(loss))
+        engine.step()
+    return losses, full_weights(engine.module)
+
+
+def accumulate_several(runs):
+    return [accumulate(**run) for run in runs]
+
+
+# -- keep_in_fp32_modules ----------------------------------------------------------------------------------------------
+
+
+def named_buffers(plugin, recipe, dtype, zero_init, fields, folder):
+    """Losses, and what a buffer that the model names for fp32 and one that it does not are: trained, and resumed."""
+    from transformers import LlamaForCausalLM
+
+    importlib.import_module("torch._dynamo")  # zero.Init needs it imported before, see plugin.enable
+    switch(plugin)
+    shape = llama().config
+
+    class Biased(LlamaForCausalLM):
+        """With a bias as those that route tokens to experts, whose values differ by less than bf16 can tell."""
+
+        _keep_in_fp32_modules_strict = ["correction_bias"]
+
+        def __init__(self, config):
+            super().__init__(config)
+            for name in ("correction_bias", "other_bias"):
+                self.register_buffer(name, 10 + torch.arange(64) / 1000)
+
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            out.loss = out.loss + self.correction_bias.float().std()
+            return out
+
+    def make(seed):
+        torch.manual_seed(seed)
+        return Biased(shape)
+
+    config = ds_config(section(recipe, **fields) if plugin else None, dtype)
+    tokens, losses = next(batches(1, dist.get_rank())), []
+
+    def engine_of(seed):
+        model = build(lambda: make(seed), config, zero_init)
+        for param in model.model.layers[0].parameters():
+            param.requires_grad_(False)
+        return make_engine(model, config)
+
+    engine = engine_of(0)
+    for _ in range(2):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    engine.save_checkpoint(folder, tag=f"{plugin}")
+    again = engine_of(9)
+    again.load_checkpoint(folder, tag=f"{plugin}")
+    with torch.no_grad():
+        losses.append(float(again(input_ids=tokens, labels=tokens).loss))
+    kept = [dict(e.module.named_buffers()) for e in (engine, again)]
+    return losses, [{n: (b[n].dtype, b[n].float().tolist()) for n in ("correction_bias", "other_bias")} for b in kept]

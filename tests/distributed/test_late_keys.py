@@ -1,0 +1,90 @@
+"""Keys that DeepSpeed 0.19 has and 0.18 has not: managed_gradient_accumulation, data_types.keep_in_fp32_modules."""
+
+import late_key_jobs as jobs
+import pytest
+import torch
+from deepspeed.runtime import engine
+from ranks import run_ranks
+
+unmanaged = pytest.mark.skipif(
+    not hasattr(engine.DeepSpeedEngine, "managed_gradient_accumulation"), reason="this DeepSpeed manages the boundary"
+)
+keeps_buffers = pytest.mark.skipif(
+    not hasattr(engine, "keep_in_fp32_pattern"), reason="this DeepSpeed keeps no buffer in fp32"
+)
+WINDOWS = [1, 3, 2, 1]
+STORED_IN_BLOCKS = {"gradients": {"store_format": "fp8_e4m3", "scales": "block"}}
+
+
+def assert_same(run, other):
+    assert run[0] == other[0]
+    assert all(torch.equal(run[1][name], other[1][name]) for name in other[1])
+
+
+@unmanaged
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])
+@pytest.mark.parametrize("granularity", ["module", "block"])
+def test_the_user_decides_when_to_step(granularity, offload):
+    """`lossless`, bit for bit as stock: only step() tells that a window of backward passes is over."""
+    run = {"windows": WINDOWS, "managed": False, "offload": offload}
+    stock = {"recipe": None, "leaf": granularity == "block", **run}
+    mine = {"recipe": "lossless", "fields": {"gather_granularity": granularity}, **run}
+    for exact, plugin in run_ranks(jobs.accumulate_several, runs=[stock, mine]):
+        assert_same(plugin, exact)
+
+
+@unmanaged
+@pytest.mark.parametrize(
+    "recipe, windows, fields, offload",
+    [
+        ("zeropp", WINDOWS, {}, False),
+        ("zeropp", WINDOWS, {}, True),
+        ("zeropp-4bit", WINDOWS, {"gradients": {"error_feedback": True, "rounding": "stochastic"}}, False),
+        ("mxfp8", WINDOWS, {}, False),
+        ("zeropp", WINDOWS, {"partition": "whole_tensor"}, False),
+        ("fp8-lm-o1", [2, 3, 2], {}, False),
+        ("fp8-lm", [2, 3, 2], {}, False),
+        ("zeropp", [2, 3, 2], STORED_IN_BLOCKS, False),
+    ],
+    ids=["zeropp", "offloaded", "4 bits", "mxfp8", "owners", "fp8-lm-o1", "fp8-lm", "stored in blocks"],
+)
+def test_it_is_the_same_as_telling_before(recipe, windows, fields, offload):
+    """As with set_gradient_accumulation_boundary before each pass, bit for bit, and near stock."""
+    run = {"windows": windows, "recipe": recipe, "fields": fields, "dtype": "bf16", "offload": offload}
+    runs = [{**run, "managed": True}, {**run, "managed": False}, {**run, "managed": False, "recipe": None}]
+    for told, plugin, exact in run_ranks(jobs.accumulate_several, runs=runs):
+        assert_same(plugin, told)
+        assert plugin[0] == pytest.approx(exact[0], rel=0.01)
+
+
+@unmanaged
+@pytest.mark.parametrize("recipe, fields", [("fp8-lm", {}), ("zeropp", STORED_IN_BLOCKS)])
+def test_a_gradient_store_that_is_not_told(recipe, fields):
+    """A lone backward pass counts as one of several: its gradient becomes FP8 when the step begins, not before."""
+    run = {"windows": [1] * 6, "managed": False, "dtype": "bf16"}
+    runs = [{**run, "recipe": recipe, "fields": fields}, {**run, "recipe": None}]
+    for plugin, exact in run_ranks(jobs.accumulate_several, runs=runs):
+        assert plugin[0] == pytest.approx(exact[0], rel=0.01)
+        assert plugin[0][-1] < plugin[0][0]
+
+
+@keeps_buffers
+@pytest.mark.parametrize("zero_init", [False, True], ids=["", "zero.Init"])
+@pytest.mark.parametrize(
+    "recipe, fields, distance",
+    [
+        ("lossless", {"gather_granularity": "module"}, 0.0),
+        ("zeropp", {}, 0.02),
+        ("fp8-lm", {}, 0.02),
+        ("qlora", {"frozen": {"modules": "frozen"}}, 0.02),
+    ],
+    ids=["lossless", "zeropp", "fp8-lm", "qlora"],
+)
+def test_buffers_that_stay_fp32(recipe, fields, distance, zero_init, tmp_path):
+    """Dtypes and values of buffers are stock's, named for fp32 or not, from the start and from a checkpoint."""
+    options = {"recipe": recipe, "fields": fields, "dtype": "bf16", "zero_init": zero_init, "folder": str(tmp_path)}
+    stock = run_ranks(jobs.named_buffers, plugin=False, **options)
+    for (losses, buffers), (exact, expected) in zip(run_ranks(jobs.named_buffers, plugin=True, **options), stock):
+        assert buffers == expected
+        assert all(b["correction_bias"] == (torch.float32, (10 + torch.arange(64) / 1000).tolist()) for b in buffers)
+        assert losses == pytest.approx(exact, rel=distance, abs=0.0)
