@@ -12,6 +12,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from hypothesis import HealthCheck, settings
+
+# How long an example takes, or how fast examples are made, tells of the machine.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 torch.set_num_threads(1)
 # Ranks wake each other thousands of times a second. With more ranks than cores, half of the time went into a rank being

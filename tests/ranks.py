@@ -17,6 +17,8 @@ import traceback
 from multiprocessing import forkserver
 from pathlib import Path
 
+from limits import HANG
+
 _context = None
 
 
@@ -91,7 +93,7 @@ class RankError(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
-def run_ranks(function, world=4, ranks_per_node=2, timeout=240, env=None, **arguments):
+def run_ranks(function, world=4, ranks_per_node=2, timeout=HANG, env=None, **arguments):
     """Run module-level `function(**arguments)` on `world` ranks; returns their results in rank order.
 
     Raises RankError with the traceback as soon as one rank raises, or when time is up; the others are ended then.

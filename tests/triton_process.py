@@ -13,8 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from limits import HANG
+
 TESTS = Path(__file__).parent
-TIMEOUT = 600  # seconds
 
 
 def _environment(interpret: bool) -> dict[str, str]:
@@ -47,7 +48,7 @@ def run(script: str, interpret: bool, processes: int = 1) -> str:
         print(json.dumps(request), file=server.stdin, flush=True)
         with selectors.DefaultSelector() as selector:
             selector.register(server.stdout, selectors.EVENT_READ)
-            answered = selector.select(TIMEOUT)
+            answered = selector.select(HANG)
         answer = server.stdout.readline() if answered else ""
         printed, errors = (
             "".join(p.read_text() for p in sorted(Path(folder).glob(f"*.{kind}"))) for kind in ("out", "err")
@@ -56,7 +57,7 @@ def run(script: str, interpret: bool, processes: int = 1) -> str:
             _server.cache_clear()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGKILL)
-            raise AssertionError(f"no answer in {TIMEOUT} s, or the server ended ({server.wait()}):\n{printed}{errors}")
+            raise AssertionError(f"no answer in {HANG} s, or the server ended ({server.wait()}):\n{printed}{errors}")
         assert not any(json.loads(answer)), printed + errors
         return printed
 
@@ -64,6 +65,6 @@ def run(script: str, interpret: bool, processes: int = 1) -> str:
 def run_python(*arguments: str) -> str:
     """What `python arguments` prints, where Triton compiles; an error there is an error of the test."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=_environment(False), capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(command, env=_environment(False), capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

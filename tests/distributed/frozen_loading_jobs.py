@@ -60,7 +60,7 @@ class PeakOfMemory:
     def __exit__(self, *exc):
         self._over.set()
         self._thread.join()
-        self.peak -= self._start
+        self.peak = max(self.peak, self._now()) - self._start
 
 
 def memory_of_loading(folder, fields):

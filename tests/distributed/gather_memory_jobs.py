@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from limits import HANG
 from models import batches, ds_config, llama, make_engine, section, train
 from parity_jobs import switch
 from pipeline_jobs import with_limits
@@ -123,9 +124,9 @@ def alive(refs, none_is_due=False):
     """How many of weakly referenced buffers are alive.
 
     Where none is due: gloo's thread lets go of a finished collective's buffers some microseconds after it has told of
-    the end, on a loaded machine some milliseconds. What is held for good is there after 2 s too.
+    the end, on a loaded machine some milliseconds or more. What is held for good never goes.
     """
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + HANG / 10
     while True:
         gc.collect()
         count = sum(ref() is not None for ref in refs)

@@ -44,7 +44,7 @@ class Run:
 
 def run_in_turn(runs):
     """{name: Run} -> {name: (what it raised or None, its log without times, what it printed)}, on two ranks."""
-    first, second = run_ranks(scripts, world=2, timeout=600, runs=runs)
+    first, second = run_ranks(scripts, world=2, runs=runs)
     assert [raised is None for raised, *_ in first.values()] == [raised is None for raised, *_ in second.values()]
     return first
 
@@ -72,7 +72,7 @@ def scripts(runs):
 
 def jobs_in_turn(calls):
     """{name: (job, its arguments)} -> {name: what it returns on each of two ranks}."""
-    of_ranks = run_ranks(several, world=2, timeout=600, calls=calls)
+    of_ranks = run_ranks(several, world=2, calls=calls)
     return {name: [results[name] for results in of_ranks] for name in calls}
 
 

@@ -108,9 +108,9 @@ def test_weights_from_outside_are_not_scaled_by_the_history_of_others():
     ids=["codes", "cast", "zeropp", "without tokens"],
 )
 def test_ranks_use_different_experts(options):
-    ranks = run_ranks(jobs.different_experts, timeout=40, **options)
+    ranks = run_ranks(jobs.different_experts, **options)
     high = {"compute": {"format": "none"}, "weights": "none", "idle": options.get("idle", True)}
-    plain = run_ranks(jobs.different_experts, timeout=40, **high)
+    plain = run_ranks(jobs.different_experts, **high)
     first = ranks[0][1]
     for (losses, history, finite), (expected, _, _) in zip(ranks, plain):
         assert finite and losses == pytest.approx(expected, rel=0.03)

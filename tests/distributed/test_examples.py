@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from limits import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "examples" / "pretrain"
@@ -35,7 +35,7 @@ def free_port():
         return str(probe.getsockname()[1])
 
 
-def run(command, timeout=300):
+def run(command):
     """Run a launcher to its end and return (exit status, output); nothing it started outlives it."""
     env = {
         **os.environ,
@@ -48,10 +48,10 @@ def run(command, timeout=300):
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
-        output, _ = process.communicate(timeout=timeout)
+        output, _ = process.communicate(timeout=HANG)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError(f"not done in {timeout} s: {command}\n{process.communicate()[0][-6000:]}") from None
+        raise AssertionError(f"not done in {HANG} s: {command}\n{process.communicate()[0][-6000:]}") from None
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, output
@@ -256,10 +256,8 @@ def test_a_failing_rank_ends_the_job(tmp_path):
     path = tmp_path / "in_tree.json"
     path.write_text(json.dumps(IN_TREE_DS_CONFIG))
     command = deepspeed_command("--module", "zeropp_fp8.run", script, "--deepspeed", "--deepspeed_config", path)
-    started = time.monotonic()
     status, output = run(command)
     assert status != 0 and "rank 1 gives up" in output
-    assert time.monotonic() - started < 90
 
 
 # -- the data, in this process ---------------------------------------------------------------------------------------

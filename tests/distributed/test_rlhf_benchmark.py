@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import HANG
 from ranks import run_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -100,7 +101,7 @@ def test_the_script(tmp_path):
     out = tmp_path / "result.json"
     given = ["--runs", "stock-lora", "--size", "tiny", "--warmup", "1", "--steps", "1", "--out", str(out)]
     given += ["--batch", "1", "--prompt", "4", "--tokens", "4"]
-    done = subprocess.run([sys.executable, rlhf_step.__file__, *given], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, rlhf_step.__file__, *given], capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     assert [row["run"] for row in result["rows"]] == ["stock-lora"]

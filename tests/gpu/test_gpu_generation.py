@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG
 
 pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).parent / "generation_script.py"
@@ -17,7 +18,7 @@ def test_generation(recipe, compute):
     folders = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, str(SCRIPT), recipe, compute]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
     losses = result["losses"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import HANG
 
 pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).parents[2] / "benchmarks/bit_parity.py"
@@ -22,7 +23,7 @@ def rows(tmp_path_factory):
     out = tmp_path_factory.mktemp("bit_parity") / "result.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", "2"]
     env = {**os.environ, "DS_ACCELERATOR": "cuda"}  # the tests' own is the CPU
-    done = subprocess.run([*torchrun, str(SCRIPT), "--out", str(out)], env=env, timeout=900)
+    done = subprocess.run([*torchrun, str(SCRIPT), "--out", str(out)], env=env, timeout=HANG)
     rows = {row["case"]: row for row in json.loads(out.read_text())["rows"]}
     assert (done.returncode == 0) == all(row["well"] for row in rows.values())
     return rows

@@ -97,7 +97,7 @@ def test_a_pass_that_goes_another_way_replaces_the_known_one():
     assert [unit for _, unit in expected_from(trace)] == [a, c, b], "a pass without fetches teaches nothing"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_distances_against_a_count_by_hand(data):
     units = [fake_unit(numel) for numel in data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))]
@@ -457,7 +457,7 @@ def test_new_hooks_make_it_learn_anew():
     assert pipeline.gatherer.ahead != []
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_limits_hold_in_every_order(data):
     numels = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=5))

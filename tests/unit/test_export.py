@@ -77,7 +77,7 @@ def test_slices_are_those_of_the_decoded_weight(ranks, in_zip, tmp_path):
         assert not whole[tensor.numel() :].any()
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, max_examples=25)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=3), st.integers(1, 4))
 def test_any_shape(tmp_path_factory, shape, ranks):
     folder = tmp_path_factory.mktemp("export")

@@ -34,7 +34,7 @@ def encode_parts(fmt, tensor, world):
     return out, numel
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=250, derandomize=True)
 @given(
     tensors(),
     st.sampled_from(PART_FORMATS),

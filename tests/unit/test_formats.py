@@ -203,7 +203,7 @@ def quantized_formats(draw):
     return make_format(name, **options), {"name": name, **options}
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(tensors(), quantized_formats())
 def test_any_tensor_comes_back_within_its_error_bound(tensor, chosen):
     fmt, options = chosen
@@ -225,7 +225,7 @@ def test_any_tensor_comes_back_within_its_error_bound(tensor, chosen):
         assert not decoded.any()
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(tensors(), quantized_formats(), st.integers(0, 2**31))
 def test_same_seed_gives_the_same_bytes(tensor, chosen, seed):
     fmt, _ = chosen
@@ -233,7 +233,7 @@ def test_same_seed_gives_the_same_bytes(tensor, chosen, seed):
     assert torch.equal(*payloads)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(tensors())
 def test_none_keeps_every_bit(tensor):
     fmt = make_format("none", dtype=tensor.dtype)

@@ -37,7 +37,7 @@ def parts_of(wire_format, tensor, ranks):
     return parts, part_numel
 
 
-@settings(derandomize=True, deadline=None, max_examples=120)
+@settings(derandomize=True, max_examples=120)
 @given(
     st.sampled_from(FORMATS), st.integers(1, 9000), st.integers(1, 9), st.integers(1, 9), st.sampled_from(["", "nan"])
 )
@@ -78,7 +78,7 @@ def test_sizes_that_cut_granules_are_refused():
         cut_again(make_format("none"), [torch.zeros(32, dtype=torch.uint8)], 16, 0, 16)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, max_examples=100)
 @given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 9), st.integers(0, 20))
 def test_slices_of_parts(numel, parts, ranks, beyond):
     """Slices as DeepSpeed cuts them, put together again, are the tensor; then come zeros."""

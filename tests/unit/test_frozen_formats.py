@@ -266,7 +266,7 @@ def bound_of_errors(tensor, name, block_size, double_quantize):
     return bound + roundoff * (tensor.double().abs() + bound) + 2.0**-25 * (tensor.dtype == torch.float16)
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=250, derandomize=True)
 @given(tensors(), st.sampled_from(DOUBLE), st.sampled_from([2, 64, 96]), st.booleans())
 def test_any_tensor_comes_back_within_its_error_bound(tensor, name, block_size, double_quantize):
     if name != "nf4" and not double_quantize:

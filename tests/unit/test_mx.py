@@ -381,7 +381,7 @@ def quantized_tensors(draw):
     return fmt, tensor.view(shape), draw(st.integers(-len(shape), len(shape) - 1))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(quantized_tensors(), st.integers(0, 2**31))
 def test_any_tensor_along_any_axis(chosen, seed):
     fmt, tensor, axis = chosen

@@ -59,7 +59,7 @@ def test_decodes_to_what_numpy_rounds_to(storage, sample):
     st.sampled_from(STORAGES),
     st.sampled_from([None, 16, 64]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_numbers(values, storage, block):
     """What numpy rounds to, NaN and Inf with what shares their scale; and what is decoded encodes to itself."""
     options = {} if block is None else {"scales": "block", "block_size": block}

@@ -5,13 +5,13 @@ import itertools
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from limits import HANG
 
 from zeropp_fp8.zero.whole_tensor import (
     Part,
@@ -121,7 +121,7 @@ def check_is_partition(tensors, parts, ranks):
 # -- greedy
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 20))
 @example([], 3)
 @example([0, 0, 0], 2)
@@ -379,7 +379,7 @@ TENSOR = st.builds(
 WORLD = st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 3), (8, 8), (16, 4), (40, 8)])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(TENSOR, max_size=25), WORLD, st.sampled_from(SPLITS))
 def test_plan_properties(tensors, world, split):
     ranks, ranks_per_node = world
@@ -410,7 +410,7 @@ def test_plan_properties(tensors, world, split):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(1024, 4096), st.integers(512, 1024), st.integers(0, 2)), min_size=1, max_size=12),
     st.sampled_from([2, 3, 5, 8]),
@@ -465,10 +465,10 @@ def test_the_same_in_another_process(split):
     for seed in ("1", "2"):
         done = subprocess.run(
             [sys.executable, "-c", f"import test_owners_plan as t; print(t.digest({split!r}))"],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{here}:{here.parent.parent}"},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{here}:{here.parent}:{here.parent.parent}"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANG,
             check=True,
         )
         assert done.stdout.strip() == digest(split)
@@ -491,22 +491,31 @@ def test_planning_needs_no_torch():
     )
     root = Path(__file__).parent.parent.parent
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=HANG, check=True
     )
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_a_thousand_tensors_on_a_thousand_ranks_in_a_second(split):
-    """The best of three: a loaded machine, or a collection of garbage in between, tells nothing about the plan."""
+def lines_run(call):
+    """(what it returns, how many lines of Python it went through)."""
+    lines, before = 0, sys.gettrace()
+
+    def count(frame, event, argument):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    sys.settrace(count)
+    try:
+        return call(), lines
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("split, limit", [("balance", 5), ("large", 1), ("none", 0.1)])
+def test_a_thousand_tensors_on_a_thousand_ranks(split, limit):
+    """At most a look at every rank for each tensor, 4.2 lines where blocks are balanced: some 0.3 s."""
     tensors = llama(111, 4096, 11008, 32000, 4096)  # 1002 tensors
-    seconds = []
-    for _ in range(3):
-        started = time.process_time()
-        greedy_assignment([t.memory_bytes for t in tensors], 1024)
-        parts = plan_parts(tensors, 1024, 8, split)
-        seconds.append(time.process_time() - started)
-        if seconds[-1] < 1.0:
-            break
-    assert min(seconds) < 1.0, seconds
+    parts, lines = lines_run(lambda: plan_parts(tensors, 1024, 8, split))
     assert len(parts) >= len(tensors) > 1000
+    assert lines <= limit * len(tensors) * 1024, lines

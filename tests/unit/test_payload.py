@@ -61,7 +61,7 @@ def test_a_ring_grows_with_what_is_asked_for():
     assert ring.take(0).numel() == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 3), st.lists(st.one_of(st.integers(0, 50), st.just("back")), max_size=20))
 def test_rings_under_any_use(count, uses):
     ring, taken, ever = BufferRing(CPU, count), [], []
@@ -185,7 +185,7 @@ def test_a_row_decodes_to_each_formats_own_decoding(order, short):
         assert torch.equal(result, expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.permutations(range(5)), st.integers(1, 5), st.integers(0, 9), st.integers(0, 8))
 def test_slices_in_any_order_come_back(permutation, kept, numel, short):
     slices = permutation[:kept]
@@ -331,7 +331,7 @@ def test_reduce_to_payload_uses_the_seed():
 # -- whose row is whose
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_rows_of_a_gather_by_simulation(level_sizes):
     """Every rank gathers from those that differ from it in one digit only, level by level."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from limits import HANG
 
 from zeropp_fp8.config import RECIPES
 from zeropp_fp8.diagnostics.plan import (
@@ -418,7 +419,7 @@ def test_a_usual_shape_for_a_size(parameters):
 def test_command_line_prints_every_method():
     command = [sys.executable, "-m", "zeropp_fp8.diagnostics.plan", "--params", "7e9", "--nodes", "8"]
     command += ["--ranks-per-node", "8", "--gbit", "100", "--tokens", "2048"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=True)
     lines = done.stdout.splitlines()
     assert "7 B parameters" in lines[0] and "8 x 8 GPUs, 100 Gbit/s" in lines[0] and "modelled" in lines[0]
     assert [line.split()[0] for line in lines[3:]] == [

@@ -315,7 +315,7 @@ def test_torch_code(name):
     dtype=st.sampled_from(sorted(DTYPES)),
     seed=st.integers(0, 2**20),
 )
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 def test_properties(name, outputs, blocks, slices, extra, count, dtype, seed):
     """The elements of any slices are those of the matrix; the largest, the product and FP8 codes are theirs."""
     fmt = make(name)

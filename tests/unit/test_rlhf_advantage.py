@@ -172,7 +172,7 @@ def test_gae(gamma, lam):
     check_gae(make_batch(dtype=torch.float32), gamma, lam, tolerance=1e-5)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(data=st.data(), rows=st.integers(1, 4), width=st.integers(0, 9), garbage=st.sampled_from((0.0, 1e9, math.nan)))
 def test_gae_with_any_mask(data, rows, width, garbage):
     """Holes too: tokens that were not chosen are passed over, whatever stands there."""
@@ -208,7 +208,7 @@ def test_gae_has_no_gradient_and_leaves_its_arguments_alone():
 # --- statistics --------------------------------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(
     flags=st.lists(st.booleans(), min_size=1, max_size=20),
     offset=st.sampled_from((0.0, -3.0, 100.0)),
@@ -301,7 +301,7 @@ def test_equal_rewards_teach_nothing(scale):
     assert not group_advantages(torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0]), 2, scale).any()
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(derandomize=True, max_examples=30)
 @given(order=st.permutations(range(4)), scale=st.sampled_from(("group", "batch", "none")))
 def test_order_of_groups_does_not_matter(order, scale):
     rewards = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

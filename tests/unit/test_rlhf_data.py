@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import HANG
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
@@ -119,7 +120,7 @@ def test_held_out_tasks_do_not_depend_on_the_rest():
     assert make_tasks(10, 10, kinds=["reverse"])[1] == [task for task in held_out if task.kind == "reverse"]
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(
     st.lists(st.sampled_from(sorted(KINDS)), min_size=1, unique=True),
     st.integers(0, 99),
@@ -231,7 +232,7 @@ def reference_order(count, seed, epochs):
     return rows
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(derandomize=True, max_examples=80)
 @given(st.integers(1, 40), st.integers(0, 1000), st.integers(1, 4), st.integers(1, 7))
 def test_order_is_the_written_out_one(count, seed, world, size):
     steps = 3 * count // (world * size) + 2
@@ -292,7 +293,7 @@ def made(tmp_path_factory):
     """A folder that make_data.py wrote, as its own process, and what it said."""
     out = tmp_path_factory.mktemp("data")
     command = [sys.executable, str(RLHF / "make_data.py"), "--out", str(out), *SMALL, "--model", "tiny"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     return out, done.stdout
 
@@ -398,7 +399,7 @@ def test_errors_of_make_data(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "a").exists()
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, max_examples=200)
 @given(st.text(alphabet="ab\n", max_size=60), st.integers(1, 12))
 def test_documents_are_cut_after_lines(text, characters):
     pieces = list(make_data.cut(text, characters))

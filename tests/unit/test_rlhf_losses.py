@@ -276,7 +276,7 @@ def test_padding_never_matters(name, garbage):
 
 
 @EACH
-@settings(derandomize=True, deadline=None, max_examples=6)
+@settings(derandomize=True, max_examples=6)
 @given(order=st.permutations(range(5)), more_padding=st.integers(0, 3))
 def test_order_of_sequences_and_width_do_not_matter(name, order, more_padding):
     batch = make_batch()

@@ -421,7 +421,7 @@ def test_what_is_saved_is_what_the_next_stage_starts_from(folders, adapter, tmp_
 END, PAD = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, max_examples=150)
 @given(st.data())
 def test_responses_end_behind_their_end_token_and_masks_speak_of_the_next_token(data):
     """Against positions counted one by one; the padding token may be the end token."""

@@ -106,7 +106,7 @@ def write_steps(monitor, steps, sample_every):
             monitor.log(step, held_out=step / 7)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(
     saved=st.integers(0, 12),
     lost=st.integers(0, 6),

@@ -120,7 +120,7 @@ def leaves(config, path=()):
     return found
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, max_examples=200)
 @given(CONFIGS, CONFIGS)
 def test_merged(config, changes):
     before = copy.deepcopy((config, changes))

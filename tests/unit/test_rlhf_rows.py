@@ -375,7 +375,7 @@ row_like = st.dictionaries(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, max_examples=200)
 @given(row_like | json_values, st.sampled_from(sorted(GOOD)), st.booleans())
 def test_any_object_is_a_good_row_or_a_row_error(record, kind, chat):
     try:
@@ -399,7 +399,7 @@ def test_any_object_is_a_good_row_or_a_row_error(record, kind, chat):
     assert checked_row(row, kind) == row  # what was read is read again
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, max_examples=50)
 @given(st.lists(st.binary(max_size=30) | row_like.map(lambda row: json.dumps(row).encode()), min_size=1, max_size=6))
 def test_any_bytes_are_counted_and_never_raise(tmp_path_factory, lines):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"

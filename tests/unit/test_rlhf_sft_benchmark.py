@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
@@ -44,7 +45,7 @@ def test_refusals(capsys):
 def test_the_script(tmp_path):
     command = [sys.executable, str(SCRIPT), "--recipes", "lossless", "--steps", "1"]
     command += ["--out", str(tmp_path / "sft.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads((tmp_path / "sft.json").read_text())["rows"]
     assert row["recipe"] == "lossless" and row["tokens_s"] > 0 and row["parameters"] > 100_000

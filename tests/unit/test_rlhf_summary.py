@@ -48,7 +48,7 @@ def roots_of_wilson(right, count):
     return ends
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, max_examples=300)
 @given(counts())
 @example((0, 1))
 @example((1, 1))
@@ -87,7 +87,7 @@ def answers(both, lost, gained, neither):
 TABLES = st.tuples(*[st.integers(0, 60)] * 4).filter(any)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, max_examples=300)
 @given(TABLES)
 @example((0, 0, 1, 0))
 @example((0, 60, 0, 0))

@@ -44,7 +44,7 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 text_with_specials = st.lists(any_text | st.sampled_from(SPECIAL_TOKENS), max_size=6).map("".join)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, max_examples=300)
 @given(any_text)
 def test_tokens_are_the_bytes_and_come_back(text):
     tokenizer = make_byte_tokenizer_once()
@@ -54,7 +54,7 @@ def test_tokens_are_the_bytes_and_come_back(text):
     assert tokenizer.decode(ids) == text
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, max_examples=200)
 @given(text_with_specials)
 def test_texts_with_special_tokens_come_back_too(text):
     tokenizer = make_byte_tokenizer_once()
@@ -231,7 +231,7 @@ def test_a_token_that_would_span_the_border_is_split(prompt, completion, tokens,
     assert sum(item["response_mask"]) == learned and pieces(tokenizer, item) == (prompt, completion + "</s>")
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, max_examples=200)
 @given(st.text("abcd é", min_size=1, max_size=8), st.text("abcd é", min_size=1, max_size=8), st.booleans())
 def test_prompt_and_completion_are_split_where_they_were_joined(prompt, completion, bos):
     tokenizer = gpt2_like(bos=bos)
@@ -447,7 +447,7 @@ item_of_length = st.integers(2, 9).flatmap(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, max_examples=150)
 @given(st.lists(item_of_length, min_size=1, max_size=5), st.integers(0, 5))
 def test_batches_hold_the_items_and_nothing_else(items, pad_id):
     """`pad_id` is a token that items have as well: the masks must not come from a comparison with it."""

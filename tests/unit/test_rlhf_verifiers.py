@@ -93,7 +93,7 @@ def test_gsm8k(completion, answer, reward):
     assert rewards("gsm8k", [completion], answer=[answer]) == [reward]
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, max_examples=200)
 @given(st.decimals(-(10**12), 10**12, places=2), st.booleans(), st.sampled_from(["", "The sum is ", "3 and 4: "]))
 def test_numbers_as_python_writes_them(number, commas, before):
     written = f"{number:,}" if commas else str(number)

@@ -14,7 +14,7 @@ from zeropp_fp8.formats import TensorScaledFormat, make_format
 FORMAT = make_format("fp8_e4m3", scales="tensor")
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(tensors(), st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([math.nan, math.inf])), max_size=2))
 def test_codes_and_scale_are_those_of_a_cast(tensor, specials):
     """Bit for bit: a layer multiplies with the same numbers, whether its weight rests so or is cast on the way."""

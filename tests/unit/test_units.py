@@ -189,7 +189,7 @@ def test_what_stays_gathered_is_no_measure():
     assert outsized([500, 1], persistent=[0, 1]) == set()
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.lists(st.integers(0, 20), max_size=8), st.sets(st.integers(0, 7)), st.integers(1, 9), st.randoms())
 def test_much_larger_units_against_a_count_by_hand(sizes, blocks, factor, random):
     """In any order and unit of bytes."""
@@ -253,7 +253,7 @@ def test_a_block_cut_by_the_optimizers_groups_stays_whole():
     assert positions(reduction_units(params, blocks), params) == [[1, 3], [0, 2]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.sampled_from([None, None, 0, 1, 2])), max_size=12),
     st.integers(0, 50),
