@@ -5,6 +5,7 @@ import dataclasses
 import json
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -574,7 +575,7 @@ def test_a_run_its_summary_and_what_is_run_again(pretended, tmp_path, capfd):
     assert summary["commands"]["sft"].startswith("sft.py --out") and "--steps 3" in summary["commands"]["sft"]
     assert summary["commands"]["sft"].endswith(f"--deepspeed-config {out / 'sft' / 'ds_config.json'}")
     assert summary["ds_configs"]["ppo"]["zeropp_fp8"]["topology"] == {"ranks_per_node": 1}
-    assert set(summary["logs"]) == {"sft", "reward", "ppo"} and summary["versions"]["torch"] == torch.__version__
+    assert set(summary["logs"]) == {"sft", "reward", "ppo"} and summary["versions"]["torch"] == version("torch")
     assert (out / "summary.png").stat().st_size > 10_000
     said = capfd.readouterr().out
     assert "pipeline: sft, reward, ppo; recipe zeropp; 2 ranks as 2 node(s) on this machine's CPU" in said

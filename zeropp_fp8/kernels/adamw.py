@@ -198,7 +198,7 @@ def store_quantity(
     amax_ptr,
     tile,
     segment,
-    first,
+    before,
     local,
     COLUMN: tl.constexpr,
     STORAGE: tl.constexpr,
@@ -212,7 +212,7 @@ def store_quantity(
 ):
     """Encode fp32 [ROWS, WIDTH] of a tile; returns the numbers that its codes stand for.
 
-    `first`: whether this is the segment's first tile, which writes a scale per tensor.
+    `before`: elements of the segment in earlier tiles; where there are none, a scale per tensor is written.
     """
     if STORAGE == "fp32" or STORAGE == "bf16":
         rounded = x
@@ -284,9 +284,9 @@ def store_quantity(
             if EXPAND:
                 tl.store(exponents_ptr + tile * ROWS + rows, exponents.to(tl.uint8))
         else:
-            tl.store(scales_ptr + segment + rows, scales.to(tl.uint8), mask=(rows == 0) & first)
+            tl.store(scales_ptr + segment + rows, scales.to(tl.uint8), mask=rows + before == 0)
             if EXPAND:
-                tl.store(exponents_ptr + segment + rows, exponents.to(tl.uint8), mask=(rows == 0) & first)
+                tl.store(exponents_ptr + segment + rows, exponents.to(tl.uint8), mask=rows + before == 0)
         if COLUMN == 0:
             out = out * mx_scale_values(scales)[:, None]
     return out
@@ -423,26 +423,26 @@ def step_tile(
         record_magnitudes(m, amax_ptr, segment, 1, EXP_AVG, EXPAND_EXP_AVG)
         record_magnitudes(v, amax_ptr, segment, 2, EXP_AVG_SQ, EXPAND_EXP_AVG_SQ)
     else:
-        first = tile * TILE_ == start
+        before = tile * TILE_ - start
         store_quantity(
-            m, m, exp_avg_ptr, exp_avg_out_ptr, exp_avg_exponents_out_ptr, amax_ptr, tile, segment, first, local,
+            m, m, exp_avg_ptr, exp_avg_out_ptr, exp_avg_exponents_out_ptr, amax_ptr, tile, segment, before, local,
             1, EXP_AVG, EXPAND_EXP_AVG, PER_BLOCK, False, NATIVE_FP8, INTERPRETED, ROWS, WIDTH,
         )  # fmt: skip
         store_quantity(
-            v, v, exp_avg_sq_ptr, exp_avg_sq_out_ptr, exp_avg_sq_exponents_out_ptr, amax_ptr, tile, segment, first,
+            v, v, exp_avg_sq_ptr, exp_avg_sq_out_ptr, exp_avg_sq_exponents_out_ptr, amax_ptr, tile, segment, before,
             local, 2, EXP_AVG_SQ, EXPAND_EXP_AVG_SQ, PER_BLOCK, False, NATIVE_FP8, INTERPRETED, ROWS, WIDTH,
         )  # fmt: skip
         noise = p
         if STOCHASTIC:
             low = (seed_low.to(tl.int64) + number) & 0x7FFFFFFF
-            noise = uniform(low, seed_high, tile * 0, (tile * TILE_ - start).to(tl.int32) + local)
+            noise = uniform(low, seed_high, tile * 0, before.to(tl.int32) + local)
         if MASTER_IN_WEIGHTS:
             rounded = p
             if STOCHASTIC:
                 rounded = round_stochastically(p, noise, MASTER)
         else:
             rounded = store_quantity(
-                p, noise, master_ptr, master_out_ptr, master_out_ptr, amax_ptr, tile, segment, first, local,
+                p, noise, master_ptr, master_out_ptr, master_out_ptr, amax_ptr, tile, segment, before, local,
                 0, MASTER, False, PER_BLOCK, STOCHASTIC, NATIVE_FP8, INTERPRETED, ROWS, WIDTH,
             )  # fmt: skip
         if WEIGHTS:

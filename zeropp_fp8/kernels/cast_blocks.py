@@ -81,10 +81,9 @@ def cast_blocks_kernel(
 def store_tile_scale(scale_ptr, scale, tile_row, tile_column, columns, scale_length, SIZE: tl.constexpr):
     """scale[tile_row, tile_column] of fp32 [tile rows, scale_length]; the last one of a row writes 1 to the padding."""
     place = tl.arange(0, TILE_SCALE_ALIGNMENT)
-    is_last = (tile_column + 1) * SIZE >= columns
-    mask = (place == 0) | (is_last & (tile_column + place < scale_length))
+    count = tl.where((tile_column + 1) * SIZE >= columns, scale_length - tile_column, 1)
     pointers = scale_ptr + tile_row.to(tl.int64) * scale_length + tile_column + place
-    tl.store(pointers, tl.where(place == 0, scale, 1.0), mask=mask)
+    tl.store(pointers, tl.where(place == 0, scale, 1.0), mask=place < count)
 
 
 @triton.jit
