@@ -13,7 +13,7 @@ STYLES = {
     "managed": {},
     "set boundary": {},
     "unmanaged": {"managed_gradient_accumulation": False},
-    "coalesced": {},
+    "coalesced": {"gradient_accumulation_steps": 1},  # one reduction a step, however many backwards
 }
 
 
@@ -41,6 +41,8 @@ def micro_batches_of_a_step(engine, style, when, tokens):
 
 def train(plugin, when, style="managed", accumulation=2, steps=2, dtype="fp32", lora=False, **overrides):
     """Losses, weights and the optimizer's fp32 weights of a small Llama. `plugin`: the section, None for stock."""
+    import deepspeed
+
     switch(plugin is not None)
     options = {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.5, **STYLES[style], **overrides}
     model = llama()
@@ -48,6 +50,8 @@ def train(plugin, when, style="managed", accumulation=2, steps=2, dtype="fp32", 
         from frozen_models import with_adapters
 
         model = with_adapters(model)
+    if plugin is None:
+        deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
     engine = make_engine(model, ds_config(plugin, dtype, **options))
     losses, tokens = [], list(batches(steps * accumulation, dist.get_rank()))
     for step in range(steps):
