@@ -106,6 +106,24 @@ def test_held_out_loss_and_bytes(dtype):
         assert inter <= limit_of_bytes * stock_inter, (recipe, inter / stock_inter)
 
 
+@pytest.mark.parametrize(
+    "recipe, fields",
+    [
+        ("zeropp", {}),
+        ("zeropp-4bit", {}),
+        ("mxfp8", {}),
+        ("lossless", {}),
+        ("zeropp", {"secondary": {"scope": "none"}}),
+    ],
+)
+def test_what_lies_beyond_the_end_of_a_parameter_is_not_sent(recipe, fields):
+    """A shard of the last rank ends in memory that nobody has written; its block's scale must not come from there."""
+    results = run_ranks(jobs.padding_of_shards, world=3, ranks_per_node=1, recipe=recipe, fields=fields)
+    assert results[-1][2] > 0, "a tensor that 3 ranks do not divide"
+    for loss, with_nan, _ in results:
+        assert with_nan == loss
+
+
 STOCHASTIC = {
     "gradients": {"error_feedback": True, "rounding": "stochastic"},
     "weights": {"rounding": "stochastic"},

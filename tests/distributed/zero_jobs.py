@@ -197,6 +197,23 @@ def data_parallel_group_is_not_the_world():
     return gathered[0].item(), gathered[-1].item(), reduced[0].unique().tolist()
 
 
+def padding_of_shards(recipe, fields):
+    """(loss, loss with NaN beyond the end of every parameter, shards with padding): DeepSpeed leaves that part empty."""
+    switch(True)
+    engine = make_engine(llama(), ds_config(section(recipe, ranks_per_node=1, **fields)))
+    session, tokens = engine.zeropp_fp8_session, next(batches(1, 0))
+    losses, padded = [], 0
+    for _ in range(2):
+        with torch.no_grad():
+            losses.append(engine(input_ids=tokens, labels=tokens).loss.item())
+        for param in engine.module.parameters():
+            beyond = param.ds_tensor.data.view(-1)[session.own_numel(param) :]
+            beyond.fill_(torch.nan)
+            padded += bool(beyond.numel())
+        engine.optimizer.gatherer.weights_changed()
+    return *losses, padded
+
+
 # -- gradients -----------------------------------------------------------------------------------------------------
 
 

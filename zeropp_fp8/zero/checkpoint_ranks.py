@@ -1,4 +1,4 @@
-"""A checkpoint of another number of ranks: said on every rank, before one of them looks for a file that is not there."""
+"""A checkpoint of another number of ranks: said on all, before one of them looks for a file that is not there."""
 
 from __future__ import annotations
 

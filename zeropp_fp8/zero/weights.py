@@ -316,7 +316,9 @@ class WeightGatherer:
         if unit.payload is not None:
             row.copy_(unit.payload, non_blocking=True)
             return
-        shards = [p.ds_tensor.data.to(self.device, non_blocking=True).view(-1) for p in unit.packed]
+        # DeepSpeed never writes what lies beyond the end of a parameter in the last shards.
+        own_numel = self.session.own_numel
+        shards = [p.ds_tensor.data.view(-1)[: own_numel(p)].to(self.device, non_blocking=True) for p in unit.packed]
         layout = unit.layout
         layout.encode(shards, self._first_order, row, layout.draw_seed(self.session.generators["weights"]))
         # A secondary shard holds it anyway, and nearest rounding gives the same bytes again.
