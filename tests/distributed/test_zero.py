@@ -124,6 +124,12 @@ def test_what_lies_beyond_the_end_of_a_parameter_is_not_sent(recipe, fields):
         assert with_nan == loss
 
 
+def test_a_part_of_the_model_that_is_called_by_itself():
+    """As `generate` of a reference engine does: its order is learned, and does not grow from call to call."""
+    few, many = (run_ranks(jobs.a_part_called_by_itself, world=2, calls=calls)[0] for calls in (3, 20))
+    assert few == many and many[1] >= 3
+
+
 STOCHASTIC = {
     "gradients": {"error_feedback": True, "rounding": "stochastic"},
     "weights": {"rounding": "stochastic"},

@@ -198,7 +198,7 @@ def data_parallel_group_is_not_the_world():
 
 
 def padding_of_shards(recipe, fields):
-    """(loss, loss with NaN beyond the end of every parameter, shards with padding): DeepSpeed leaves that part empty."""
+    """(loss, loss with NaN beyond the end of every parameter, shards that have such a part)."""
     switch(True)
     engine = make_engine(llama(), ds_config(section(recipe, ranks_per_node=1, **fields)))
     session, tokens = engine.zeropp_fp8_session, next(batches(1, 0))
@@ -212,6 +212,23 @@ def padding_of_shards(recipe, fields):
             padded += bool(beyond.numel())
         engine.optimizer.gatherer.weights_changed()
     return *losses, padded
+
+
+def a_part_called_by_itself(calls):
+    """(fetches that the order of an engine without optimizer holds, units that a call fetches ahead)."""
+    switch(True)
+    zero = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**6}
+    config = ds_config(section("zeropp", ranks_per_node=1, secondary={"scope": "none"}), zero_optimization=zero)
+    engine = make_engine(llama(layers=3), config, optimizer=None)
+    offload, seen = engine.optimizer, []
+    start = offload.gatherer.start
+    offload.gatherer.start = lambda unit, ahead=False: (seen.append(ahead), start(unit, ahead))
+    for _ in range(calls):
+        seen.clear()
+        with torch.no_grad():
+            engine.module.model(input_ids=next(batches(1, 0)))
+    trace = offload.param_coordinator._trace
+    return len(trace._now) + len(trace._known), sum(seen)
 
 
 # -- gradients -----------------------------------------------------------------------------------------------------

@@ -233,6 +233,51 @@ class Pipeline:
         return [index for index, unit in enumerate(self.units) if getattr(unit, state)]
 
 
+def called(pipeline, *indices):
+    """Submodules by themselves, the first as a part of the model that has the others."""
+    pipeline.coordinator.submodule_called(pipeline.modules[indices[0]])
+    for index in indices:
+        pipeline.visit(index)
+
+
+def test_a_submodule_that_is_called_again_begins_a_pass():
+    """As `generate` through a part of the model does: fetched ahead from the second call on, and nothing grows."""
+    pipeline = Pipeline([4, 4, 4], prefetch=PLENTY)
+    for _ in range(100):
+        pipeline.gatherer.calls.clear()
+        called(pipeline, 0, 1, 2)
+        assert pipeline.coordinator._trace.position == 3
+    assert pipeline.gatherer.names("ahead") == [1, 2]
+
+
+def test_a_head_that_is_called_several_times_belongs_to_the_pass():
+    """A loss in chunks; then backward."""
+    pipeline = Pipeline([4, 4, 4], prefetch=PLENTY)
+    for _ in range(3):
+        pipeline.gatherer.calls.clear()
+        called(pipeline, 0, 1)
+        for _ in range(4):
+            called(pipeline, 2)
+        for index in (2, 1, 0):
+            pipeline.visit(index, forward=False)
+        assert pipeline.coordinator._trace.position == 9
+    assert 1 in pipeline.gatherer.names("ahead")
+
+
+def test_a_loop_over_a_submodule_after_a_pass_of_the_whole_model():
+    pipeline = Pipeline([4, 4, 4], prefetch=PLENTY)
+    pipeline.step()
+    longest = 0
+    for _ in range(100):
+        pipeline.gatherer.calls.clear()
+        called(pipeline, 1, 2)
+        longest = max(longest, pipeline.coordinator._trace.position)
+    assert longest == 6 + 16 * 2 and pipeline.coordinator._trace.position == 2
+    assert pipeline.gatherer.names("ahead") == [2]
+    pipeline.step()
+    assert pipeline.coordinator._trace.position == 6
+
+
 def test_the_first_step_fetches_each_unit_when_it_is_needed():
     pipeline = Pipeline([4, 4, 4], prefetch=PLENTY)
     pipeline.step()

@@ -21,6 +21,9 @@ from zeropp_fp8.zero.trace import FetchTrace
 from zeropp_fp8.zero.units import GatherUnit
 from zeropp_fp8.zero.weights import WeightGatherer
 
+# Of one submodule in a pass that another module began: a loss in chunks calls a head that often, generation more.
+_MOST_CALLS = 16
+
 
 class UnitCoordinator:
     """The interface that DeepSpeed's hooks call, over the units of a WeightGatherer.
@@ -39,6 +42,8 @@ class UnitCoordinator:
         self.hierarchy = 0  # DeepSpeed sets it; hops are chosen by the gatherer
         self._trace = FetchTrace()
         self._prefetched_until = 0
+        self._first_called: nn.Module | None = None  # the submodule that began this pass
+        self._calls: dict[nn.Module, int] = {}  # of submodules by themselves, in this pass
         self._in_backward: dict[int, nn.Module] = {}
         self._of_module: dict[int, tuple[int, list[Parameter], tuple[GatherUnit, ...]]] = {}
         # Autograd may run the hooks of a module with several outputs in several threads.
@@ -68,6 +73,21 @@ class UnitCoordinator:
         with self._lock:
             self._trace.start_pass()
             self._prefetched_until = 0
+            self._first_called = None
+            self._calls.clear()
+
+    def submodule_called(self, module: nn.Module) -> None:
+        """A forward begins of a part of the model by itself: the model without its head, or one part after the other.
+
+        What began the pass begins the next one too, and so does what is called so often that it must be a loop of its
+        own. Then passes have an end, and their order is learned, where the whole model is never called.
+        """
+        with self._lock:
+            calls = self._calls.get(module, 0) + 1
+            if self._trace.position == 0 or module is self._first_called or calls > _MOST_CALLS:
+                self.reset_step()
+                self._first_called, calls = module, 1
+            self._calls[module] = calls
 
     def _start_all_first_hops(self) -> None:
         """Fill the secondary shards, unit by unit in the order in which this forward will need them."""

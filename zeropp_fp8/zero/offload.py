@@ -160,6 +160,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         if self.gatherer.module_depth == 0 and torch._C._current_graph_task_id() == -1:
             self._check_stored()
             self._evaluating = not torch.is_grad_enabled()
+            if sub_module is not self.module:  # of which DeepSpeed's own hook tells the coordinator
+                self.param_coordinator.submodule_called(sub_module)
         parameter_offload.FWD_MODULE_STACK.append(sub_module)
         with _ordinary_tensors(), self.session.ledger.counting(self._kind(forward=True)):
             # Saved are parameters too. They stay until the backward that waits for them is over.
