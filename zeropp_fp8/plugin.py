@@ -49,7 +49,7 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (_ENGINE, "DeepSpeedEngine.__del__", ()),
     (_ENGINE, "DeepSpeedEngine._get_param_fragment_func", ("param",)),
     (_ENGINE, "DeepSpeedEngine.load_module_state_dict", ("checkpoint", "strict", "custom_load_fn", "fetch_z3_params")),
-    (_ENGINE, "DeepSpeedEngine._load_checkpoint", ("load_dir", "tag")),
+    (_ENGINE, "DeepSpeedEngine._load_checkpoint", ("load_dir", "tag", "load_optimizer_states", "load_module_only")),
     (_ENGINE, "DeepSpeedEngine._get_ckpt_name", ("checkpoints_path", "tag", "pp_placeholder")),
     (_ENGINE, "DeepSpeedZeRoOffload", ()),
     ("deepspeed.runtime.superoffload.superoffload_stage3", "SuperOffloadOptimizer_Stage3", ()),
