@@ -2,8 +2,9 @@
 
     python tests/upstream/run_upstream.py --upstream /path/to/DeepSpeed --recipes lossless zeropp --out runs/upstream
 
-First stock DeepSpeed runs them, then each recipe those that stock has passed. Every result is kept in OUT, and a second
-call goes on where the first one ended. A GPU each rank, or the CPU (DS_ACCELERATOR=cpu LOCAL_SIZE=2).
+First stock DeepSpeed runs them, then each recipe those that stock has passed; or, in half of the time, first the
+recipes and then stock what one of them has failed (--stock-last). Every result is kept in OUT, and a second call goes
+on where the first one ended. A GPU each rank, or the CPU (DS_ACCELERATOR=cpu LOCAL_SIZE=2).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import time
 from pathlib import Path
 
-from table import judge, known_differences, markdown
+from table import NOT_RUN, judge, known_differences, markdown
 from workers import Run
 
 from zeropp_fp8.config import RECIPES
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="processes with tests, each with the ranks of one test")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a test may take")
     parser.add_argument("--minutes", type=float, default=600, help="for all; what is not run by then is told")
+    parser.add_argument("--stock-last", action="store_true", help="let stock run only what a recipe fails")
     parser.add_argument("tests", nargs="*", help=f"ids, files or folders; else of {', '.join(FOLDERS)} what is there")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -42,17 +44,29 @@ def main() -> None:
 
     chosen = arguments.tests or [folder for folder in FOLDERS if (upstream / "tests" / folder).is_dir()]
     tests = run_of(None).collect(chosen)
-    run_of(None).run(tests, arguments.workers, deadline)
-    stock = {test: line for test, line in run_of(None).finished().items() if test in set(tests)}
-    passed = [test for test, line in stock.items() if line["outcome"] == "passed"]
-    judged, known = {}, known_differences()
+
+    def stock() -> dict[str, dict]:
+        finished = run_of(None).finished()
+        return {test: finished.get(test, NOT_RUN) for test in tests}
+
+    if not arguments.stock_last:
+        run_of(None).run(tests, arguments.workers, deadline)
+        tests = [test for test, line in stock().items() if line["outcome"] != NOT_RUN["outcome"]]
+    candidates = [test for test, line in stock().items() if line["outcome"] in ("passed", NOT_RUN["outcome"])]
     for recipe in arguments.recipes:
-        run_of(recipe).run(passed, arguments.workers, deadline)
-        judged[recipe] = judge(recipe, stock, run_of(recipe).finished(), known)
-        print(f"{recipe}: {judged[recipe]['counts']}", flush=True)
+        run_of(recipe).run(candidates, arguments.workers, deadline)
+    results = {recipe: run_of(recipe).finished() for recipe in arguments.recipes}
+    failed = [test for test in candidates if any(r.get(test, NOT_RUN)["outcome"] == "failed" for r in results.values())]
+    run_of(None).run(failed, arguments.workers, deadline)
+    known = known_differences()
+    judged = {recipe: judge(recipe, stock(), found, known) for recipe, found in results.items()}
+    for recipe, found in judged.items():
+        print(f"{recipe}: {found['counts']}", flush=True)
     about = described(upstream)
-    (arguments.out / "table.json").write_text(json.dumps({"about": about, "stock": stock, "recipes": judged}, indent=1))
-    (arguments.out / "table.md").write_text(markdown(stock, judged, about))
+    (arguments.out / "table.json").write_text(
+        json.dumps({"about": about, "stock": stock(), "recipes": judged}, indent=1)
+    )
+    (arguments.out / "table.md").write_text(markdown(stock(), judged, about))
     print(f"{arguments.out / 'table.md'}")
     raise SystemExit(1 if any(found["regressions"] or found["not run"] for found in judged.values()) else 0)
 

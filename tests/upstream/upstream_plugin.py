@@ -24,8 +24,8 @@ if os.environ.get(RECIPE_VARIABLE):
     enable_with_children()
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":
-    # Ranks are forked by a server. Where it has imported DeepSpeed, and this file, they need not. With GPUs it must not:
-    # the import opens CUDA, which a forked process cannot use.
+    # Ranks are forked by a server. Where it has imported DeepSpeed, and this file, they need not. With GPUs it must
+    # not: the import opens CUDA, which a forked process cannot use.
     multiprocessing.set_forkserver_preload(["torch._dynamo", "deepspeed", "deepspeed.runtime.zero.stage3", __name__])
 
 
