@@ -1,0 +1,367 @@
+"""Random cases on ranks: the plugin beside stock ZeRO-3, and beside one process that has the exact weights."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+from models import build, full_fp32_weights, full_weights, make_engine
+from random_cases import NEUTRAL, Case, parsed, tolerance
+from random_models import VOCABULARY, RandomModel
+
+import zeropp_fp8
+from zeropp_fp8.zero.blocks import find_blocks
+
+SEQUENCES, LENGTH = 2, 6
+
+
+class Mismatch(AssertionError):
+    """The plugin's run is not what it has to be."""
+
+
+def marker(case: Case, phase: str) -> str:
+    """What a rank prints before it runs a case, and what its errors begin with."""
+    return f"CASE {phase} {case.text()}"
+
+
+def run_cases(texts: list[str], phases=("plugin", "stock")) -> list[dict[str, float]]:
+    """Run cases one after the other; what was measured of each. An error names the case."""
+    importlib.import_module("torch._dynamo")  # zero.Init needs it imported before, see plugin.enable
+    # DeepSpeed formats every shard for messages that it does not print.
+    torch.set_printoptions(threshold=0, edgeitems=0)
+    return [run_case(parsed(text), phases) for text in texts]
+
+
+def run_case(case: Case, phases=("plugin", "stock")) -> dict[str, float]:
+    """See run_cases; both runs, then the comparison."""
+    results = {}
+    for phase in phases:
+        print(marker(case, phase), flush=True)
+        start = results.get("plugin", {}).get("start")
+        try:
+            results[phase] = train(case, plugin=phase == "plugin", start=start)
+        except Exception as error:
+            raise RuntimeError(marker(case, phase)) from error
+    print(marker(case, "compare"), flush=True)
+    try:
+        figures = compare(case, results["plugin"], results["stock"]) if len(results) == 2 else {}
+        if len(results) == 2 and not case.is_lossless and any(_what(e) in NEUTRAL for e in case.events):
+            check_neutral(case, results["plugin"])
+    except Exception as error:
+        raise Mismatch(marker(case, "compare")) from error
+    return figures
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def train(case: Case, plugin: bool, start=None) -> dict:
+    """One run of a case.
+
+    `start`: weights to begin with, of a run whose recipe rounds them before the first step.
+    """
+    zeropp_fp8.enable() if plugin else zeropp_fp8.disable()
+    run = Run(case, plugin, start)
+    run.all_steps()
+    result = run.result()
+    run.destroy()  # not after an error, which other ranks may not have met: it can be collective
+    return result
+
+
+def make_model(case: Case, seed: int | None = None) -> RandomModel:
+    model = RandomModel(case.stages, case.width, case.spans, case.tied, case.seed if seed is None else seed)
+    for number in case.frozen:
+        model.stage(int(number)).requires_grad_(False)
+    return model.to(torch.bfloat16) if case.dtype == "bf16" else model
+
+
+class Run:
+    """A case being trained."""
+
+    def __init__(self, case: Case, plugin: bool, start) -> None:
+        import deepspeed
+
+        self.case, self.plugin = case, plugin
+        self.rank = dist.get_rank()
+        config = case.ds_config(plugin)
+        self.model = build(lambda: make_model(case), config, case.zero_init)
+        if start is not None:
+            _set_weights(self.model, start)
+        if not plugin and case.is_lossless and case.granularity == "block":
+            blocks = find_blocks(self.model)
+            for block in blocks:
+                deepspeed.utils.set_z3_leaf_module(block, True)
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.engine = self._engine(config)
+        self.reference = None
+        if case.reference:
+            reference_config = case.ds_config(plugin and case.reference == "same")
+            model = build(lambda: make_model(case, case.seed + 1), reference_config, case.zero_init)
+            model.requires_grad_(False)
+            self.reference = make_engine(model, reference_config, optimizer=None)
+            self.reference.eval()
+        self.hooks: dict[int, object] = {}
+        self.losses: list[float] = []
+        self.seen: list[float] = []
+        self.start = None if case.is_lossless or not plugin else full_weights(self.engine.module)
+        self.tokens = torch.Generator().manual_seed(1000 * case.seed + self.rank)
+        self.tokens_seen = torch.Generator().manual_seed(1000 * case.seed + 500 + self.rank)  # by events only
+        torch.manual_seed(case.seed + self.rank)  # of dropout
+
+    def _engine(self, config):
+        import deepspeed
+
+        matrices = [p for p in self.trained if _dimensions(p) > 1]
+        others = [p for p in self.trained if _dimensions(p) <= 1]
+        groups = [{"params": self.trained}]
+        if self.case.groups == 2 and matrices and others:
+            groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        options = {
+            "sgd": (torch.optim.SGD, {"lr": 0.3}),
+            "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+            "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+        }
+        kind, arguments = options[self.case.optimizer]
+        return deepspeed.initialize(model=self.model, optimizer=kind(groups, **arguments), config=config)[0]
+
+    def batch(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        generator = generator or self.tokens
+        start = torch.randint(0, VOCABULARY, (SEQUENCES, 1), generator=generator)
+        stride = torch.randint(1, 4, (SEQUENCES, 1), generator=generator)
+        return (start + stride * torch.arange(LENGTH)) % VOCABULARY
+
+    def all_steps(self) -> None:
+        for step in range(self.case.steps):
+            self.step(step)
+
+    def step(self, step: int) -> None:
+        case, engine = self.case, self.engine
+        left_out = tuple(int(text.partition(":")[2]) for text in case.skips if text.startswith(f"{step}:"))
+        extra: float | None = 1.0
+        if case.ranks_differ and (self.rank + step) % 2:
+            extra = None if self.plugin else 0.0
+        really = self.plugin or case.stale_as_stock
+        named = {"skipped": left_out} if really else {"zeroed": left_out}
+        for micro in range(case.accumulation):
+            self.events(step, micro)
+            losses = [engine(self.batch(), extra=extra, **named) for _ in range(case.forwards)]
+            loss = torch.stack(losses).mean()
+            engine.backward(loss)
+            if micro == case.accumulation - 1:
+                self.events(step, case.accumulation)
+            engine.step()
+            self.losses.append(loss.item())
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def events(self, step: int, place: int) -> None:
+        for text in self.case.events:
+            if text.startswith(f"{step}:{place}:"):
+                what, _, stage = text.split(":", 2)[2].partition(":")
+                getattr(self, f"do_{what}")(*([stage] if stage else []))
+
+    def params_of(self, stage: str) -> list[torch.nn.Parameter]:
+        stages = self.model.stages if stage == "all" else self.model.stage(int(stage))
+        return list(stages.parameters())
+
+    def do_evaluate(self) -> None:
+        self.engine.eval()
+        with torch.no_grad():
+            self.seen.append(float(self.engine(self.batch(self.tokens_seen))))
+        self.engine.train()
+
+    def do_look(self, stage: str) -> None:
+        import deepspeed
+
+        params = self.params_of(stage)
+        with deepspeed.zero.GatheredParameters(params):
+            self.seen += [float(p.detach().float().norm()) for p in params]
+
+    def do_write(self, stage: str) -> None:
+        import deepspeed
+
+        params = [p for p in self.params_of(stage) if p.requires_grad]
+        if not params:
+            return
+        with deepspeed.zero.GatheredParameters(params, modifier_rank=0), torch.no_grad():
+            if self.rank == 0:
+                for p in params:
+                    p.mul_(-1.5)
+
+    def do_save(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self.engine.save_16bit_model(folder)
+            if self.rank == 0:
+                saved = torch.load(os.path.join(folder, "pytorch_model.bin"), weights_only=True)
+                self.seen += [float(saved[name].float().norm()) for name in sorted(saved)]
+
+    def do_freeze(self, stage: str) -> None:
+        for p in self.params_of(stage):
+            if any(p is t for t in self.trained):
+                if self.plugin or self.case.stale_as_stock:
+                    p.requires_grad_(False)
+                elif id(p) not in self.hooks:
+                    self.hooks[id(p)] = p.register_hook(torch.zeros_like)
+
+    def do_unfreeze(self, stage: str) -> None:
+        for p in self.params_of(stage):
+            if any(p is t for t in self.trained):
+                p.requires_grad_(True)
+                if id(p) in self.hooks:
+                    self.hooks.pop(id(p)).remove()
+
+    def do_allreduce(self) -> None:
+        self.engine.allreduce_gradients()
+
+    def do_sync(self) -> None:
+        """What TRL's sync_ref_model does."""
+        import deepspeed
+
+        pairs = list(zip(self.model.parameters(), self.reference.module.parameters()))
+        flat = [p for pair in pairs for p in pair]
+        with deepspeed.zero.GatheredParameters(flat, modifier_rank=0), torch.no_grad():
+            if self.rank == 0:
+                for own, other in pairs:
+                    other.mul_(0.4).add_(own, alpha=0.6)
+        with torch.no_grad():
+            self.seen.append(float(self.reference(self.batch(self.tokens_seen))))
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def result(self) -> dict:
+        figures = {} if self.case.is_lossless or not self.plugin else self.beside_one_process()
+        return {
+            "losses": self.losses,
+            "seen": self.seen,
+            "start": self.start,
+            "figures": figures,
+            "weights": full_weights(self.model),
+            "fp32 weights": full_fp32_weights(self.model),
+        }
+
+    def beside_one_process(self) -> dict[str, float]:
+        """How far the engine's loss and reduced gradient are from those of its exact weights, without any ZeRO."""
+        from deepspeed.utils import safe_get_full_grad
+
+        case, engine = self.case, self.engine
+        batches = [self.batch() for _ in range(case.accumulation)]
+        engine.eval()
+        with torch.no_grad():
+            evaluated = float(engine(batches[0]))
+        engine.train()
+        torch.manual_seed(7 + self.rank)
+        losses = []
+        for tokens in batches:
+            loss = engine(tokens)
+            losses.append(loss.item())
+            engine.backward(loss)
+            if tokens is not batches[-1]:
+                engine.step()
+        named = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+        grads = {n: safe_get_full_grad(p).float() for n, p in named.items()}
+        weights = full_weights(engine.module)
+        plain = make_model(dataclasses.replace(case, spans=()))
+        with torch.no_grad():
+            for name, p in plain.named_parameters():
+                p.copy_(weights[name])
+                p.requires_grad_(name in named)
+        plain.eval()
+        with torch.no_grad():
+            exact_evaluated = float(plain(batches[0]))
+        plain.train()
+        torch.manual_seed(7 + self.rank)
+        exact_losses = []
+        for tokens in batches:
+            loss = plain(tokens)
+            (loss / case.accumulation).backward()
+            exact_losses.append(loss.item())
+        exact = {}
+        for name, p in plain.named_parameters():
+            if name in named:
+                exact[name] = torch.zeros_like(p).float() if p.grad is None else p.grad.float()
+                dist.all_reduce(exact[name])
+                exact[name] /= dist.get_world_size()
+        engine.step()
+        mine = torch.cat([grads[n].flatten() for n in named])
+        truth = torch.cat([exact[n].flatten() for n in named])
+        pairs = [(evaluated, exact_evaluated), *zip(losses, exact_losses)]
+        return {
+            "loss": max(abs(a - b) / abs(b) for a, b in pairs),
+            "gradient": float((mine - truth).norm() / truth.norm()),
+        }
+
+    def destroy(self) -> None:
+        for engine in (self.engine, self.reference):
+            if engine is not None:
+                engine.destroy()
+
+
+def _dimensions(p) -> int:
+    return len(getattr(p, "ds_shape", p.shape))
+
+
+def _set_weights(model, weights) -> None:
+    import deepspeed
+
+    partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
+    context = deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0) if partitioned else None
+    with context or contextlib.nullcontext(), torch.no_grad():
+        for name, p in model.named_parameters():
+            if not partitioned or dist.get_rank() == 0:
+                p.copy_(weights[name])
+
+
+def _what(event: str) -> str:
+    return event.split(":")[2]
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+
+
+def compare(case: Case, plugin: dict, stock: dict) -> dict[str, float]:
+    """Figures of how the two runs differ.
+
+    Raises:
+        Mismatch: by more than the case's recipe allows; for `lossless` by one bit.
+    """
+    if case.is_lossless:
+        for what in ("losses", "seen"):
+            if plugin[what] != stock[what]:
+                raise Mismatch(f"{what}: {plugin[what]} with the plugin, {stock[what]} in stock")
+        for what in ("weights", "fp32 weights"):
+            same_weights(plugin[what], stock[what], what)
+        return {}
+    apart = max(abs(a - b) / abs(b) for a, b in zip(plugin["losses"], stock["losses"]))
+    figures = {**plugin["figures"], "losses": apart}
+    allowed = dataclasses.asdict(tolerance(case))
+    too_large = {name: f"{value} > {allowed[name]}" for name, value in figures.items() if not value <= allowed[name]}
+    if too_large:
+        raise Mismatch(f"{too_large}; losses {plugin['losses']}, in stock {stock['losses']}")
+    return figures
+
+
+def same_weights(ours: dict, theirs: dict, what: str) -> None:
+    """Every weight bit for bit."""
+    if ours.keys() != theirs.keys():
+        raise Mismatch(f"{what}: {ours.keys() ^ theirs.keys()} only on one side")
+    for name, weight in theirs.items():
+        if not torch.equal(ours[name], weight):
+            raise Mismatch(f"{what}: {name} differs by up to {float((ours[name] - weight).abs().max())}")
+
+
+def check_neutral(case: Case, plugin: dict) -> None:
+    """Looking at weights, saving and evaluating change no bit of what comes afterwards.
+
+    Raises:
+        Mismatch: a run without them ends elsewhere.
+    """
+    events = tuple(event for event in case.events if _what(event) not in NEUTRAL)
+    alone = train(dataclasses.replace(case, events=events), plugin=True)
+    if alone["losses"] != plugin["losses"]:
+        raise Mismatch(f"losses: {plugin['losses']}, {alone['losses']} without looking, saving and evaluating")
+    same_weights(plugin["weights"], alone["weights"], "weights with and without looking, saving and evaluating")

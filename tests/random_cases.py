@@ -1,0 +1,376 @@
+"""A random model, what happens to it while it trains, and the configuration: one case, drawn from a seed.
+
+A case is plain data: `text()` prints it and `parsed()` reads it again, so that a case that was made smaller than the
+one its seed draws can be run again too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from models import ds_config, section
+from random_models import draw_spans, draw_stages
+
+from zeropp_fp8 import ConfigError
+from zeropp_fp8.config import resolve
+
+# What a case may hold; a name that is left out is not drawn.
+FEATURES = frozenset(
+    {
+        "allreduce again",  # engine.allreduce_gradients() after engine.backward()
+        "called otherwise",  # by keyword, with several outputs, with a hook that computes the weight
+        "checkpointed function",  # non-reentrant, over several modules
+        "early read",  # of a parameter by the parent, before its own module runs
+        "freeze",  # and unfreeze, in mid-training
+        "looks",  # GatheredParameters and save_16bit_model in between
+        "ranks differ",  # in what they use of a module's own parameters
+        "reference",  # a second engine, written to from the first in one GatheredParameters
+        "skip",  # stages that some steps leave out
+        "writes",  # GatheredParameters(modifier_rank=0) in between
+    }
+)
+SECTIONS: dict[str, list[dict[str, Any]]] = {
+    "weights": [{"rounding": "stochastic"}, {"format": "fp8_e4m3"}, {"format": "int8", "block_size": 32}],
+    "secondary": [{"scope": "none"}, {"scope": "node"}, {"scope": "rank"}],
+    "gradients": [
+        {"rounding": "stochastic"},
+        {"error_feedback": True},
+        {"intra_format": "int8", "inter_format": "int8"},
+        {"intra_format": "none", "inter_format": "none"},
+        {"block_size": 64, "store_format": "fp8_e4m3"},
+    ],
+    "compute": [{"scaling": "current"}, {"scaling": "delayed"}, {"evaluate_in": "high_precision"}],
+}
+QUANTIZED = ("zeropp", "zeropp-4bit", "fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "qlora")
+COMPUTES = ("fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8")
+STATES = ("fp8-lm-o2", "fp8-lm")  # these keep AdamW's states in low precision
+# Of these events the weights see nothing: leaving them out must change nothing.
+NEUTRAL = ("look", "save", "evaluate")
+
+
+@dataclass(frozen=True)
+class Case:
+    """The defaults are the simplest case there is; `smaller` goes back to them.
+
+    `events`: texts "step:micro-batch:what" (`what` happens before that micro-batch's forward; a micro-batch number that
+    equals the accumulation is after the last backward and before the step). `frozen`: stages frozen from the start.
+    """
+
+    seed: int = 0
+    world: int = 2
+    ranks_per_node: int = 1
+    dtype: str = "fp32"
+    width: int = 8
+    stages: tuple[str, ...] = ("linear",)
+    spans: tuple[str, ...] = ()
+    tied: bool = False
+    frozen: tuple[str, ...] = ()
+    steps: int = 3
+    accumulation: int = 1
+    forwards: int = 1  # before one backward
+    optimizer: str = "sgd"
+    groups: int = 1
+    clipping: float = 0.0
+    zero_init: bool = False
+    zero: dict[str, Any] = field(default_factory=dict)  # of zero_optimization, beyond models.ds_config
+    recipe: str = "lossless"
+    fields: dict[str, Any] = field(default_factory=dict)
+    skips: tuple[str, ...] = ()  # "step:stage"
+    ranks_differ: bool = False
+    reference: str = ""  # a second engine: "same" recipe, or "stock"
+    events: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """JSON of what differs from the defaults."""
+        values = dataclasses.asdict(self)
+        plain = dataclasses.asdict(Case())
+        return json.dumps({name: value for name, value in values.items() if value != plain[name]})
+
+    @property
+    def granularity(self) -> str:
+        return self.fields.get("gather_granularity", "block")
+
+    @property
+    def is_lossless(self) -> bool:
+        return self.recipe == "lossless"
+
+    @property
+    def stale_as_stock(self) -> bool:
+        """Whether a gradient that does not come stays what it was in the step before, as in stock; else it is zero."""
+        return self.is_lossless and self.granularity != "block"
+
+    def ds_config(self, plugin: bool) -> dict[str, Any]:
+        given = dict(self.fields)
+        if self.recipe in COMPUTES:
+            given["compute"] = {"min_features": 16, **self.fields.get("compute", {})}
+        if self.recipe == "qlora":  # under zero.Init it would store all linear ones, before any is frozen
+            given["frozen"] = {"modules": "frozen"}
+        the_section = section(self.recipe, self.ranks_per_node, **given) if plugin else None
+        return ds_config(
+            the_section,
+            self.dtype,
+            gradient_accumulation_steps=self.accumulation,
+            gradient_clipping=self.clipping,
+            zero_optimization={**self.zero, "stage3_gather_16bit_weights_on_model_save": True},
+        )
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest relative differences that a case may show.
+
+    `loss`: of the engine's loss to that of its exact weights in one process, in training and in evaluation;
+    `gradient`: the norm of the difference of the reduced gradient to the exact mean, over that one's norm; `losses`: of
+    the losses of all steps to stock's.
+    """
+
+    loss: float
+    gradient: float
+    losses: float
+
+
+LAYERS_OF_LOSS, LAYERS = 2, 3
+# Relative rounding errors 10 ** (-dB / 20), of the signal-to-noise ratios on normal values that the tests of formats
+# assert. With Hadamard rotation they hold for any values.
+_ROUNDING = {"none": 0.0, "int8": 0.007, "int4": 0.12, "fp8_e4m3": 0.027, "mxfp8_e4m3": 0.027, "mxfp4": 0.13}
+# Of a linear layer's outputs and of its gradients: 27 dB and 24 dB.
+_COMPUTED = {"forward": 0.045, "backward": 0.063}
+
+
+def tolerance(case: Case) -> Tolerance:
+    """What the roundings of a recipe may add up to in these models.
+
+    A gradient is rounded on each hop, and where it is stored; with few numbers a single one may be off by twice the
+    usual. Errors of weights and of computing add up over ten or twenty layers as their root: LAYERS times that of one
+    for gradients, less for the loss, whose many tokens they are averaged over. Of a thousand cases the largest are half
+    of these bounds. `losses` are those of up to 15 backward passes at rates at which every step changes the loss by
+    some percent, and weights are multiplied by -1.5 in between: they tell a run that computes something else, not how
+    exact it is.
+    """
+    config = resolve(case.ds_config(plugin=True))
+    stochastic = 2.0 if "stochastic" in (config.weights.rounding, config.gradients.rounding) else 1.0
+    weights = _ROUNDING[config.weights.format]
+    computed = _COMPUTED if config.computes_in_low_precision else {"forward": 0.0, "backward": 0.0}
+    sixteen_bits = 0.004 if case.dtype == "bf16" else 1e-5
+    formats = [config.gradients.intra_format, config.gradients.inter_format, config.gradients.store_format]
+    reduced = sum(_ROUNDING[name] for name in formats)
+    forward = stochastic * weights + computed["forward"] + sixteen_bits
+    backward = forward + computed["backward"]
+    return Tolerance(
+        loss=LAYERS_OF_LOSS * forward,
+        gradient=LAYERS * backward + 2 * stochastic * reduced,
+        losses=10 * LAYERS * backward,
+    )
+
+
+def parsed(text: str) -> Case:
+    """The case that `Case.text` has printed."""
+    values = json.loads(text)
+    return Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def draw(seed: int, features: frozenset[str] = FEATURES) -> Case:
+    """The case of a seed. The same seed and features draw the same case."""
+    rng = random.Random(seed)
+    while True:
+        case = _draw(rng, seed, features)
+        try:
+            resolve(case.ds_config(plugin=True))
+        except ConfigError:
+            continue
+        return case
+
+
+def _draw(rng: random.Random, seed: int, features: frozenset[str]) -> Case:
+    recipe = "lossless" if rng.random() < 0.5 else rng.choice(QUANTIZED)
+    computes = recipe in COMPUTES
+    world = rng.choice((1, 2, 2, 2, 2, 2, 2, 2, 4, 4))
+    stages = draw_stages(rng, features)
+    if computes:
+        stages = (*stages, "sequential")  # linear layers that nobody shares: those of others stay as they are
+    owning = [i for i, text in enumerate(stages) if text.partition(":")[0] not in ("again", "read", "regularize")]
+    frozen = [f"{i}" for i in owning if rng.random() < 0.3] if rng.random() < 0.3 or recipe == "qlora" else []
+    steps = rng.randint(2, 5)
+    accumulation = rng.choice((1, 1, 1, 2, 3))
+    case = Case(
+        seed=seed,
+        world=world,
+        ranks_per_node=rng.choice([n for n in (1, 2, 4) if world % n == 0]),
+        dtype=rng.choice(("fp32", "fp32", "bf16")),
+        width=rng.choice((16, 32) if computes else (3, 7, 8, 16, 32)),
+        stages=stages,
+        spans=draw_spans(rng, stages, features),
+        tied=rng.random() < 0.2,
+        frozen=tuple(frozen),
+        steps=steps,
+        accumulation=accumulation,
+        forwards=rng.choice((1, 1, 1, 2)),
+        optimizer="adamw" if recipe in STATES else rng.choice(("sgd", "momentum", "adamw", "adamw")),
+        groups=rng.choice((1, 2)),
+        clipping=rng.choice((0.0, 0.0, 1.0, 0.05)),
+        zero_init=rng.random() < 0.4,
+        zero=_draw_zero(rng),
+        recipe=recipe,
+        fields=_draw_fields(rng, recipe),
+        reference=rng.choice(("same", "stock")) if "reference" in features and rng.random() < 0.15 else "",
+    )
+    if rng.random() < 0.9:
+        case = _that_stock_can(case)
+    if case.is_lossless and case.world > 2 and not case.stale_as_stock and _leaves_out(case):
+        # Zeros that are sent for what did not come have a place in a bucket, which in stock they have not; and gloo
+        # adds more than two ranks in an order that depends on the place.
+        case = dataclasses.replace(case, fields={**case.fields, "gather_granularity": "module"})
+    differs = "ranks differ" in features and any(text.endswith(":branchy") for text in stages)
+    differs = differs and not case.stale_as_stock and not any("non-re" in text for text in case.spans)
+    case = dataclasses.replace(case, ranks_differ=differs and rng.random() < 0.5)
+    may_skip = "skip" in features and (case.stale_as_stock or not case.is_lossless or case.world <= 2)
+    return dataclasses.replace(
+        case,
+        skips=_draw_skips(rng, case) if may_skip and rng.random() < 0.3 else (),
+        events=tuple(_draw_events(rng, case, features)),
+    )
+
+
+def _leaves_out(case: Case) -> bool:
+    """Whether some trained parameter of the model never gets a gradient."""
+    return any(text in ("unused", "pair") or text.endswith(":branchy") for text in case.stages)
+
+
+def _that_stock_can(case: Case) -> Case:
+    """Without what stock ZeRO-3 is known to raise at.
+
+    It refuses a second gradient of a parameter in one bucket, which reentrant checkpointing brings wherever the
+    parameter is used outside the function too (by a second forward, for example), and z3 leaf modules whenever there
+    are two forwards; and zero.Init leaves weight_norm no numbers to make its parameters of.
+    """
+    shares = case.tied or case.forwards > 1
+    shares = shares or any(text.startswith(("again", "tied", "read", "regularize")) for text in case.stages)
+    if shares:
+        case = dataclasses.replace(case, spans=tuple(text for text in case.spans if "non-reentrant" in text))
+    if case.granularity == "block" and case.is_lossless and any(text.startswith("blocks") for text in case.stages):
+        case = dataclasses.replace(case, forwards=1)
+    if "weight_norm" in case.stages:
+        case = dataclasses.replace(case, zero_init=False)
+    return case
+
+
+def _draw_zero(rng: random.Random) -> dict[str, Any]:
+    zero: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        zero["stage3_param_persistence_threshold"] = rng.choice((9, 40, 10**6))
+    if rng.random() < 0.5:
+        zero["stage3_prefetch_bucket_size"] = rng.choice((200, 10**6))
+        zero["stage3_max_live_parameters"] = rng.choice((400, 10**9))
+        zero["stage3_max_reuse_distance"] = rng.choice((0, 300, 10**9))
+    if rng.random() < 0.4:
+        zero["reduce_bucket_size"] = rng.choice((50, 500))
+    if rng.random() < 0.3:
+        zero["overlap_comm"] = rng.random() < 0.5
+    if rng.random() < 0.3:
+        zero["contiguous_gradients"] = rng.random() < 0.5
+    return zero
+
+
+def _draw_fields(rng: random.Random, recipe: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        fields["gather_granularity"] = rng.choice(("module", "module", "parameter"))
+    if rng.random() < 0.4:
+        fields["secondary"] = rng.choice(SECTIONS["secondary"])
+    if recipe == "lossless":
+        return fields
+    if rng.random() < 0.3:
+        fields["weights"] = rng.choice(SECTIONS["weights"])
+    if rng.random() < 0.3:
+        fields["gradients"] = rng.choice(SECTIONS["gradients"])
+    if recipe in COMPUTES and rng.random() < 0.3:
+        fields["compute"] = rng.choice(SECTIONS["compute"])
+    if recipe != "fp8-lm" and rng.random() < 0.15:
+        fields["partition"] = "whole_tensor"
+    return fields
+
+
+def _draw_skips(rng: random.Random, case: Case) -> tuple[str, ...]:
+    places = [i for i, text in enumerate(case.stages) if text not in ("dropout", "unused")]
+    return tuple(f"{step}:{rng.choice(places)}" for step in range(case.steps) if places and rng.random() < 0.4)
+
+
+def _draw_events(rng: random.Random, case: Case, features: frozenset[str]) -> Iterator[str]:
+    kinds = ["evaluate"]
+    kinds += ["look", "save"] if "looks" in features else []
+    kinds += ["write"] if "writes" in features else []
+    kinds += ["freeze", "unfreeze"] if "freeze" in features else []
+    kinds += ["allreduce"] if "allreduce again" in features else []
+    kinds += ["sync", "sync"] if case.reference else []
+    count = rng.choice((0, 0, 1, 2, 3))
+    for _ in range(count):
+        kind, step = rng.choice(kinds), rng.randrange(case.steps)
+        if kind == "allreduce":
+            place = case.accumulation
+        elif kind in ("evaluate", "look"):
+            place = rng.choice((0, rng.randrange(case.accumulation)))
+        else:
+            place = 0
+        if kind in ("freeze", "unfreeze", "look", "write"):
+            kind += f":{rng.choice(('all', *range(len(case.stages))))}"
+        yield f"{step}:{place}:{kind}"
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """Cases that are simpler than `case` in one way each."""
+    plain = Case()
+    for name in ("events", "skips", "spans", "frozen"):
+        values = getattr(case, name)
+        if len(values) > 1:
+            yield dataclasses.replace(case, **{name: ()})
+        for index in range(len(values)):
+            yield dataclasses.replace(case, **{name: values[:index] + values[index + 1 :]})
+    for name in ("zero", "fields"):
+        values = getattr(case, name)
+        for key in values:
+            yield dataclasses.replace(case, **{name: {k: v for k, v in values.items() if k != key}})
+    for item in dataclasses.fields(Case):
+        if item.name in ("events", "skips", "spans", "frozen", "zero", "fields", "stages", "recipe"):
+            continue
+        if getattr(case, item.name) != getattr(plain, item.name):
+            yield dataclasses.replace(case, **{item.name: getattr(plain, item.name)})
+    for steps in range(1, case.steps):
+        yield dataclasses.replace(case, steps=steps)
+    for index in range(len(case.stages)):
+        fewer = _without_stage(case, index)
+        if fewer is not None:
+            yield fewer
+    for index, text in enumerate(case.stages):
+        if text.startswith("blocks:3:"):
+            stages = (*case.stages[:index], text.replace(":3:", ":2:"), *case.stages[index + 1 :])
+            yield dataclasses.replace(case, stages=stages)
+
+
+def _without_stage(case: Case, index: int) -> Case | None:
+    """The case without one stage, or None where something else names it."""
+    named = [text.partition(":")[2] for text in case.stages if not text.startswith("blocks")]
+    named += [text.partition(":")[2] for text in case.skips]
+    named += [text.split(":")[3] for text in case.events if text.count(":") == 3]
+    if str(index) in named or str(index) in case.frozen or case.spans or len(case.stages) == 1:
+        return None
+
+    def moved(number: str) -> str:
+        return str(int(number) - 1) if number.isdigit() and int(number) > index else number
+
+    def rest(text: str) -> str:
+        head, _, number = text.rpartition(":")
+        return f"{head}:{moved(number)}" if head and not text.startswith("blocks") else text
+
+    stages = tuple(rest(text) for place, text in enumerate(case.stages) if place != index)
+    return dataclasses.replace(
+        case,
+        stages=stages,
+        skips=tuple(rest(text) for text in case.skips),
+        events=tuple(rest(text) if text.count(":") == 3 else text for text in case.events),
+        frozen=tuple(moved(number) for number in case.frozen),
+    )
