@@ -138,8 +138,9 @@ LAYERS_OF_LOSS, LAYERS = 2, 3
 # Relative rounding errors 10 ** (-dB / 20), of the signal-to-noise ratios on normal values that the tests of formats
 # assert. With Hadamard rotation they hold for any values.
 _ROUNDING = {"none": 0.0, "int8": 0.007, "int4": 0.12, "fp8_e4m3": 0.027, "mxfp8_e4m3": 0.027, "mxfp4": 0.13}
-# Of a linear layer's outputs and of its gradients: 27 dB and 24 dB.
-_COMPUTED = {"forward": 0.045, "backward": 0.063}
+_COMPUTED = {"forward": 0.045, "backward": 0.063}  # a linear layer's outputs and gradients: 27 dB and 24 dB
+_BF16 = {"forward": 0.004, "backward": 0.03}  # half a step; and what is left where most of a gradient cancels
+_NOTHING = {"forward": 1e-5, "backward": 1e-5}
 
 
 def tolerance(case: Case) -> Tolerance:
@@ -155,17 +156,13 @@ def tolerance(case: Case) -> Tolerance:
     config = resolve(case.ds_config(plugin=True))
     stochastic = 2.0 if "stochastic" in (config.weights.rounding, config.gradients.rounding) else 1.0
     weights = _ROUNDING[config.weights.format]
-    computed = _COMPUTED if config.computes_in_low_precision else {"forward": 0.0, "backward": 0.0}
-    sixteen_bits = 0.004 if case.dtype == "bf16" else 1e-5
-    formats = [config.gradients.intra_format, config.gradients.inter_format, config.gradients.store_format]
-    reduced = sum(_ROUNDING[name] for name in formats)
-    forward = stochastic * weights + computed["forward"] + sixteen_bits
-    backward = forward + computed["backward"]
-    return Tolerance(
-        loss=LAYERS_OF_LOSS * forward,
-        gradient=LAYERS * backward + 2 * stochastic * reduced,
-        losses=10 * LAYERS * backward,
-    )
+    computed = _COMPUTED if config.computes_in_low_precision else _NOTHING
+    dtype = _BF16 if case.dtype == "bf16" else _NOTHING
+    formats = (config.gradients.intra_format, config.gradients.inter_format, config.gradients.store_format)
+    reduced = stochastic * sum(_ROUNDING[name] for name in formats)
+    forward = stochastic * weights + computed["forward"] + dtype["forward"]
+    backward = forward + computed["backward"] + dtype["backward"]
+    return Tolerance(LAYERS_OF_LOSS * forward, LAYERS * backward + 2 * reduced, 10 * LAYERS * backward)
 
 
 def parsed(text: str) -> Case:
@@ -219,7 +216,9 @@ def _draw(rng: random.Random, seed: int, features: frozenset[str]) -> Case:
         fields=_draw_fields(rng, recipe),
         reference=rng.choice(("same", "stock")) if "reference" in features and rng.random() < 0.15 else "",
     )
-    if rng.random() < 0.9:
+    if "weight_norm" in case.stages:  # which zero.Init leaves no numbers to make its parameters of
+        case = dataclasses.replace(case, zero_init=False)
+    if case.is_lossless or rng.random() < 0.9:
         case = _that_stock_can(case)
     if case.is_lossless and case.world > 2 and not case.stale_as_stock and _leaves_out(case):
         # Zeros that are sent for what did not come have a place in a bucket, which in stock they have not; and gloo
@@ -242,11 +241,12 @@ def _leaves_out(case: Case) -> bool:
 
 
 def _that_stock_can(case: Case) -> Case:
-    """Without what stock ZeRO-3 is known to raise at.
+    """Without what stock ZeRO-3 cannot do, and `lossless`, which does what stock does, cannot either.
 
-    It refuses a second gradient of a parameter in one bucket, which reentrant checkpointing brings wherever the
-    parameter is used outside the function too (by a second forward, for example), and z3 leaf modules whenever there
-    are two forwards; and zero.Init leaves weight_norm no numbers to make its parameters of.
+    A parameter that is used in a function with reentrant checkpointing and once more (outside, or in a second forward)
+    has several gradients in a backward. Stock raises where two of them meet in a bucket, and where they do not the last
+    one replaces the others: gradients 50 % to 70 % off. Its z3 leaf modules do not go with two forwards either. All
+    other recipes add the gradients up.
     """
     shares = case.tied or case.forwards > 1
     shares = shares or any(text.startswith(("again", "tied", "read", "regularize")) for text in case.stages)
@@ -254,8 +254,6 @@ def _that_stock_can(case: Case) -> Case:
         case = dataclasses.replace(case, spans=tuple(text for text in case.spans if "non-reentrant" in text))
     if case.granularity == "block" and case.is_lossless and any(text.startswith("blocks") for text in case.stages):
         case = dataclasses.replace(case, forwards=1)
-    if "weight_norm" in case.stages:
-        case = dataclasses.replace(case, zero_init=False)
     return case
 
 
