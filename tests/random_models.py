@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 VOCABULARY = 11
 PLAIN = ("linear", "norm", "gain", "cube", "convolution", "sequential", "list", "dropout", "gru", "attention", "unused")
 CALLED_OTHERWISE = ("keywords", "pair", "weight_norm")
-BLOCKS = ("mlp", "attention", "adapter", "twice", "scalar", "nested", "reads", "branchy")
+BLOCKS = ("mlp", "attention", "adapter", "twice", "scalar", "nested", "reads", "branchy", "branchy")
 CHECKPOINTING = ("reentrant", "non-reentrant")
 
 
@@ -286,15 +286,15 @@ def _parsed_span(text: str) -> tuple[int, tuple[int, str]]:
 
 
 def draw_stages(rng: random.Random, features: frozenset[str]) -> tuple[str, ...]:
-    """Two to seven stages; what is not in `features` is left out."""
+    """One to eight stages, four on the average; what is not in `features` is left out."""
     kinds = [*PLAIN, "linear", "linear", "blocks", "blocks", "blocks", "blocks"]
     kinds += CALLED_OTHERWISE if "called otherwise" in features else ()
     blocks = [variant for variant in BLOCKS if variant != "branchy" or "ranks differ" in features]
     blocks = [variant for variant in blocks if variant != "reads" or "early read" in features]
     stages: list[str] = []
-    for _ in range(rng.randint(2, 5)):
+    for _ in range(rng.randint(1, 4)):
         kind = rng.choice(kinds)
-        stages.append(f"blocks:{rng.randint(2, 3)}:{rng.choice(blocks)}" if kind == "blocks" else kind)
+        stages.append(f"blocks:{rng.choice((2, 2, 3))}:{rng.choice(blocks)}" if kind == "blocks" else kind)
     if "early read" not in features:
         stages = ["linear" if text == "attention" else text for text in stages]
     linears = [i for i, text in enumerate(stages) if text == "linear"]
