@@ -39,6 +39,7 @@ class GatherUnit:
     regions: list[tuple[int, int]] = field(
         default_factory=list
     )  # (start, size) in a rank's bytes, of the payload first
+    encoded_numels: list[int] = field(default_factory=list)  # of each packed shard, without padding
 
     first_work: list[dist.Work] = field(default_factory=list)  # hops before the secondary shard, under way
     held: Tensor | None = None  # their result, flat uint8 [ranks reached * row bytes] ...

@@ -238,6 +238,9 @@ class WeightGatherer:
                 left_out=not_decoded,
             )
             unit.lay_out(layout, packed, operands, signature, not_decoded)
+            # DeepSpeed never writes what lies beyond the end of a parameter in the last shards, and it would enter the
+            # scale of a block. (Of a shard that is all padding every block is dropped.)
+            unit.encoded_numels = [self.session.own_numel(p) or p.ds_tensor.ds_numel for p in packed]
             unit.payload = None  # it was made for the old one
         return unit.layout
 
@@ -316,9 +319,10 @@ class WeightGatherer:
         if unit.payload is not None:
             row.copy_(unit.payload, non_blocking=True)
             return
-        # DeepSpeed never writes what lies beyond the end of a parameter in the last shards.
-        own_numel = self.session.own_numel
-        shards = [p.ds_tensor.data.view(-1)[: own_numel(p)].to(self.device, non_blocking=True) for p in unit.packed]
+        shards = [
+            p.ds_tensor.data.view(-1)[:numel].to(self.device, non_blocking=True)
+            for p, numel in zip(unit.packed, unit.encoded_numels)
+        ]
         layout = unit.layout
         layout.encode(shards, self._first_order, row, layout.draw_seed(self.session.generators["weights"]))
         # A secondary shard holds it anyway, and nearest rounding gives the same bytes again.
