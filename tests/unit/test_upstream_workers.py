@@ -49,8 +49,8 @@ def upstream(tmp_path):
     return tmp_path / "DeepSpeed"
 
 
-def a_run(upstream, tmp_path, timeout=600):
-    return Run(upstream, tmp_path / "stock.jsonl", None, timeout)
+def a_run(upstream, tmp_path, timeout=600, gpus=()):
+    return Run(upstream, tmp_path / "stock.jsonl", None, timeout, list(gpus))
 
 
 def forever():
@@ -102,6 +102,16 @@ def test_a_test_that_hangs_has_failed(upstream, tmp_path):
 def test_what_the_deadline_cuts_off_has_no_result(upstream, tmp_path):
     a_run(upstream, tmp_path).run(["unit/test_some.py::test_hangs"], 1, time.monotonic())
     assert a_run(upstream, tmp_path).finished() == {}
+
+
+def test_workers_begin_with_different_gpus(upstream, tmp_path):
+    (upstream / "tests/unit/test_gpus.py").write_text(
+        "import os\ndef test_them(): assert False, os.environ['CUDA_VISIBLE_DEVICES']\n"
+    )
+    run = a_run(upstream, tmp_path, gpus=["4", "5", "6"])
+    for worker, expected in ((1, "5,6,4"), (3, "4,5,6")):
+        (_, result) = run._run_pytest(worker, ["unit/test_gpus.py"])[0]
+        assert result["says"].startswith(f"AssertionError: {expected}")
 
 
 def test_nothing_collected_is_an_error(upstream, tmp_path):

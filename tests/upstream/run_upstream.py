@@ -13,8 +13,10 @@ import argparse
 import json
 import os
 import time
+from importlib import metadata
 from pathlib import Path
 
+import torch
 from table import NOT_RUN, judge, known_differences, markdown
 from workers import Run
 
@@ -38,9 +40,10 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     upstream, deadline = arguments.upstream.resolve(), time.monotonic() + 60 * arguments.minutes
+    gpus = visible_gpus()
 
     def run_of(recipe: str | None) -> Run:
-        return Run(upstream, arguments.out.resolve() / f"{recipe or 'stock'}.jsonl", recipe, arguments.timeout)
+        return Run(upstream, arguments.out.resolve() / f"{recipe or 'stock'}.jsonl", recipe, arguments.timeout, gpus)
 
     chosen = arguments.tests or [folder for folder in FOLDERS if (upstream / "tests" / folder).is_dir()]
     tests = run_of(None).collect(chosen)
@@ -62,27 +65,28 @@ def main() -> None:
     judged = {recipe: judge(recipe, stock(), found, known) for recipe, found in results.items()}
     for recipe, found in judged.items():
         print(f"{recipe}: {found['counts']}", flush=True)
-    about = described(upstream)
-    (arguments.out / "table.json").write_text(
-        json.dumps({"about": about, "stock": stock(), "recipes": judged}, indent=1)
-    )
-    (arguments.out / "table.md").write_text(markdown(stock(), judged, about))
+    table = {"about": described(upstream, gpus), "stock": stock(), "recipes": judged}
+    (arguments.out / "table.json").write_text(json.dumps(table, indent=1))
+    (arguments.out / "table.md").write_text(markdown(table["stock"], judged, table["about"]))
     print(f"{arguments.out / 'table.md'}")
     raise SystemExit(1 if any(found["regressions"] or found["not run"] for found in judged.values()) else 0)
 
 
-def described(upstream: Path) -> dict:
-    """What was run, where."""
-    import deepspeed
-    import torch
+def visible_gpus() -> list[str]:
+    """The GPUs that DeepSpeed will use, as in CUDA_VISIBLE_DEVICES."""
+    if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
+        return []
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
 
+
+def described(upstream: Path, gpus: list[str]) -> dict:
+    """What was run, where."""
     version = upstream / "version.txt"
-    on_gpus = os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and torch.cuda.is_available()
-    device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if on_gpus else "CPU"
     return {
         "tests of": f"DeepSpeed {version.read_text().strip() if version.exists() else '(version.txt is missing)'}",
-        "installed": f"DeepSpeed {deepspeed.__version__}, torch {torch.__version__}",
-        "device": device,
+        "installed": f"DeepSpeed {metadata.version('deepspeed')}, torch {torch.__version__}",
+        "device": f"{len(gpus)} x {torch.cuda.get_device_name()}" if gpus else "CPU",
     }
 
 

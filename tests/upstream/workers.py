@@ -25,8 +25,9 @@ TESTS_OF_A_PROCESS = 8  # importing torch and DeepSpeed once for so many
 class Run:
     """The tests of DeepSpeed with one recipe, or with none: a file of results that only grows."""
 
-    def __init__(self, upstream: Path, results: Path, recipe: str | None, timeout: float):
-        self.upstream, self.results, self.recipe, self.timeout = upstream, results, recipe, timeout
+    def __init__(self, upstream: Path, results: Path, recipe: str | None, timeout: float, gpus: list[str]):
+        """`upstream` has tests/; `timeout` in seconds a test; `gpus` as in CUDA_VISIBLE_DEVICES, none for the CPU."""
+        self.upstream, self.results, self.recipe, self.timeout, self.gpus = upstream, results, recipe, timeout, gpus
         self.lock = Lock()  # of what follows
         self.batches: list[list[str]] = []
         self.processes: set[subprocess.Popen] = set()
@@ -91,13 +92,16 @@ class Run:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE), str(PROJECT), str(tests), os.environ.get("PYTHONPATH", "")]),
-            # DeepSpeed's tests choose ports and their first GPU by the number of a worker of pytest-xdist.
+            # DeepSpeed's tests choose ports by the number of a worker of pytest-xdist.
             "PYTEST_XDIST_WORKER": f"gw{worker}",
             "UPSTREAM_REPORT": str(report),
             "UPSTREAM_TIMEOUT": str(self.timeout),
             "DS_UNITTEST_TIMEOUT": str(int(10 * self.timeout)),  # theirs ends the session without naming the test
             RECIPE_VARIABLE: self.recipe or "",
         }
+        if self.gpus:  # each worker begins with another one
+            first = worker % len(self.gpus)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[first:] + self.gpus[:first])
         command = [sys.executable, "-m", "pytest", "-p", "upstream_plugin", "-p", "no:xdist", "-p", "no:cacheprovider"]
         with open(log, "w") as output:  # not a pipe, which what the tests leave behind would hold open
             with self.lock:
