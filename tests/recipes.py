@@ -6,6 +6,8 @@ from models import section
 
 _FP8 = {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head"]}
 
+_STATES = {"master_format": "fp16", "exp_avg_format": "fp8_e4m3", "exp_avg_sq_format": "fp16"}
+
 WAYS = {
     "lossless": ("lossless", {}),
     "lossless, node's copy": ("lossless", {"secondary": {"scope": "node"}}),
@@ -20,6 +22,8 @@ WAYS = {
     "FP8 operands": ("zeropp", {"weights": {"format": "fp8_e4m3"}, "compute": _FP8, "secondary": {"scope": "none"}}),
     "FP8 operands, node's copy": ("zeropp", {"weights": {"format": "fp8_e4m3"}, "compute": _FP8}),
     "mxfp8": ("mxfp8", {}),
+    "FP8 states": ("zeropp", {"optimizer": _STATES}),
+    "FP8 store": ("zeropp", {"gradients": {"store_format": "fp8_e4m3"}}),
     "fp8-lm-o2": ("fp8-lm-o2", {"compute": _FP8}),
     "fp8-lm": ("fp8-lm", {"compute": _FP8}),
     "fp8-lm, node's copy": ("fp8-lm", {"compute": _FP8, "secondary": {"scope": "node"}}),

@@ -67,3 +67,26 @@ def beside_stock(way, granularity, schedules=tuple(SCHEDULES), **options):
 def computed_and_exact(cases, lr):
     """For each (way, schedule): (the loss that the engine computes after training, the loss of its exact weights)."""
     return [_train(section_of(way), schedule, lr=lr)[2:] for way, schedule in cases]
+
+
+def frozen_between_micro_batches(way, granularity="block"):
+    """Largest change of a frozen weight in a step whose first micro-batch trained it; of the others.
+
+    Decoupled weight decay alone takes 1e-4 of a weight, the first step of Adam 1e-2 of each element.
+    """
+    switch(way is not None)
+    section = None if way is None else section_of(way, gather_granularity=granularity)
+    engine = make_engine(llama(), ds_config(section, gradient_accumulation_steps=2), lr=1e-2)
+    before = full_weights(engine.module)
+    for index, tokens in enumerate(batches(2, dist.get_rank())):
+        for name, param in engine.module.named_parameters():
+            param.requires_grad_(index == 0 or "layers.0" not in name)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    moved = {n: (w - before[n]).abs().max().item() for n, w in full_weights(engine.module).items()}
+    frozen = [change for name, change in moved.items() if "layers.0" in name]
+    return max(frozen), min(change for name, change in moved.items() if "layers.0" not in name)
+
+
+def frozen_between_micro_batches_in(ways):
+    return {way: frozen_between_micro_batches(way) for way in ways}

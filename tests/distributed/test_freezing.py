@@ -45,3 +45,10 @@ def computed_and_exact():
 def test_what_is_computed_is_what_the_weights_say(case, computed_and_exact):
     computed, exact = computed_and_exact[case]
     assert computed == pytest.approx(exact, rel=TOLERANCE.get(CASES[case][0], 0.02))
+
+
+def test_what_is_frozen_between_micro_batches_has_a_gradient_of_zeros():
+    """As in stock, whose list of gradients says so at the end of each backward; also where gradients rest in FP8."""
+    ways = [None, "lossless", "zeropp", "fp8-lm-o2", "fp8-lm", "FP8 states", "FP8 store"]
+    for way, (frozen, others) in run_ranks(jobs.frozen_between_micro_batches_in, ways=ways)[0].items():
+        assert frozen < 1e-3 < 5e-3 < others, way

@@ -113,6 +113,12 @@ class GradientStore:
         self._view(self._sums, param).copy_(values)
 
     @torch.no_grad()
+    def drop_sum(self, param: Parameter) -> None:
+        """Let what several micro-batches have added up for a parameter be zeros."""
+        if param.ds_id in self._summed or not self._place[param.ds_id][0].matrices:
+            self._view(self._sums, param).zero_()
+
+    @torch.no_grad()
     def close(self) -> None:
         """The step begins: what has added up becomes FP8, and every code keeps its scale until the next gradients."""
         for group in self.groups:

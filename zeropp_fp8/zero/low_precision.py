@@ -165,6 +165,17 @@ class LowPrecisionStage3(WholeTensorStage3):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
+    def _drop_gradients_of_frozen(self) -> None:
+        """As in stock, what is frozen as the step begins has a gradient of zeros, whatever came before."""
+        if self.store is None and self.states is None:
+            return  # DeepSpeed's own lists hold zeros
+        partitions = getattr(self, GRAD_PARTITIONS)
+        for param in (p for group in self.fp16_groups for p in group if not p.requires_grad):
+            if self.store is not None:
+                self.store.drop_sum(param)
+            else:
+                partitions[param.ds_id].zero_()
+
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Tensor) -> None:
         if self.states is None:
             super().unscale_and_clip_grads(sub_group_id, total_norm)

@@ -260,6 +260,7 @@ class ZeroppStage3(LowPrecisionStage3):
 
     def step(self, closure=None) -> None:
         loss_scale = self.loss_scale
+        self._drop_gradients_of_frozen()
         super().step(closure)
         residuals = self.reducer.error_feedback
         if residuals and (self.overflow or self.loss_scale != loss_scale):
