@@ -201,7 +201,7 @@ def test_an_engine_destroyed_again_leaves_the_next_one_alone():
 
 def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was():
     said, left = run_ranks(jobs.failed_initialization)[0]
-    assert "is not a multiple of 3 ranks a node" in said and left == 0
+    assert "leaves 3 + 1 of the 4 ranks" in said and left == 0
 
 
 def test_the_second_conversion_names_the_remedy():
