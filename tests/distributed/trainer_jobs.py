@@ -20,34 +20,42 @@ class _Tokens(torch.utils.data.Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def train_with_trainer(recipe, folder, steps=4):
-    """Losses of a short Trainer run, and the wire report of its engine."""
+def _arguments(the_section, folder, steps) -> dict:
+    """What TrainingArguments and TRL's take alike; the plugin is on where there is a section."""
     from accelerate.state import DistributedType, PartialState
-    from transformers import Trainer, TrainingArguments
 
     # Accelerate looks for an accelerator before it allows DeepSpeed; on a CPU it has to be told.
     PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
-    zeropp_fp8.enable() if recipe else zeropp_fp8.disable()
-    config = ds_config(section(recipe) if recipe else None)
+    zeropp_fp8.enable() if the_section else zeropp_fp8.disable()
+    config = ds_config(the_section)
     config["train_micro_batch_size_per_gpu"] = config["gradient_clipping"] = "auto"
-    arguments = TrainingArguments(
-        output_dir=folder,
-        deepspeed=config,
-        use_cpu=True,
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        learning_rate=1e-3,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        seed=0,
-        disable_tqdm=True,
-        optim="adamw_torch",
-    )
-    trainer = Trainer(model=llama(), args=arguments, train_dataset=_Tokens())
+    return {
+        "output_dir": folder,
+        "deepspeed": config,
+        "use_cpu": True,
+        "max_steps": steps,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "seed": 0,
+        "disable_tqdm": True,
+        "optim": "adamw_torch",
+    }
+
+
+def _losses(trainer) -> list[float]:
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, zeropp_fp8.wire_report(trainer.model_wrapped) if recipe else None
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def train_with_trainer(recipe, folder, steps=4):
+    """Losses of a short Trainer run, and the wire report of its engine."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(learning_rate=1e-3, **_arguments(section(recipe) if recipe else None, folder, steps))
+    trainer = Trainer(model=llama(), args=arguments, train_dataset=_Tokens())
+    return _losses(trainer), zeropp_fp8.wire_report(trainer.model_wrapped) if recipe else None
 
 
 def _characters():
@@ -63,31 +71,17 @@ def _characters():
 
 def train_with_dpo(way, folder, steps=4):
     """TRL's DPOTrainer whose reference follows the policy: (losses, largest relative difference of their weights)."""
-    from accelerate.state import DistributedType, PartialState
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
-    zeropp_fp8.enable()
-    tokenizer = _characters()
-    config = ds_config(section_of(way) if way else None)
-    config["train_micro_batch_size_per_gpu"] = config["gradient_clipping"] = "auto"
     arguments = DPOConfig(
-        output_dir=folder,
-        deepspeed=config,
-        use_cpu=True,
         bf16=False,
-        max_steps=steps,
-        per_device_train_batch_size=2,
         learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
         gradient_checkpointing=False,
         sync_ref_model=True,
         ref_model_sync_steps=2,
         ref_model_mixup_alpha=1.0,
+        **_arguments(section_of(way) if way else None, folder, steps),
     )
     rows = [{"prompt": f"{n} is ", "chosen": f"{n * 3}", "rejected": f"{n * 7}"} for n in range(1, 33)]
     trainer = DPOTrainer(
@@ -95,9 +89,8 @@ def train_with_dpo(way, folder, steps=4):
         ref_model=llama(vocab=128),
         args=arguments,
         train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
+        processing_class=_characters(),
     )
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = _losses(trainer)
     policy, reference = (full_weights(trainer.accelerator.unwrap_model(m)) for m in (trainer.model, trainer.ref_model))
     return losses, max(((reference[n] - w).norm() / w.norm()).item() for n, w in policy.items())
