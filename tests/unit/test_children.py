@@ -8,15 +8,18 @@ import zeropp_fp8
 from zeropp_fp8.children import enable_with_children
 from zeropp_fp8.plugin import is_enabled
 
+# Not "forkserver", which sends the same pickle: the server is one for the whole of pytest's process, and that of ranks.
+CONTEXT = multiprocessing.get_context("spawn")
+
 
 def enabled_here_and_below(found, below):
     found.put(is_enabled())
     if below:
-        run_in_child(found, "spawn")
+        run_in_child(found)
 
 
-def run_in_child(found, method, below=False):
-    process = multiprocessing.get_context(method).Process(target=enabled_here_and_below, args=(found, below))
+def run_in_child(found, below=False):
+    process = CONTEXT.Process(target=enabled_here_and_below, args=(found, below))
     process.start()
     process.join()
     assert process.exitcode == 0
@@ -32,7 +35,7 @@ def leave_stock():
 
 
 def test_a_child_and_its_child(leave_stock):
-    found = multiprocessing.get_context("spawn").SimpleQueue()
+    found = CONTEXT.SimpleQueue()
     enable_with_children()
-    run_in_child(found, "forkserver", below=True)
+    run_in_child(found, below=True)
     assert [found.get(), found.get()] == [True, True]

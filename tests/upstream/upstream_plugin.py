@@ -18,15 +18,20 @@ from zeropp_fp8.config import RECIPE_VARIABLE
 STAGE_PARAMETERS = ("zero_stage", "stage")
 TABLE = "zeropp_fp8: recipe "  # how the table begins that an engine with the plugin prints
 
-if os.environ.get(RECIPE_VARIABLE):
-    from zeropp_fp8.children import enable_with_children
+IMPORTED = ("torch._dynamo", "deepspeed", "deepspeed.runtime.zero.stage3")
+IMPORTED_WITH_A_RECIPE = ("zeropp_fp8.zero.session", "zeropp_fp8.zero.stage3")
 
-    enable_with_children()
 
-if os.environ.get("DS_ACCELERATOR") == "cpu":
-    # Ranks are forked by a server. Where it has imported DeepSpeed, and this file, they need not. With GPUs it must
-    # not: the import opens CUDA, which a forked process cannot use.
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "deepspeed", "deepspeed.runtime.zero.stage3", __name__])
+def pytest_configure():
+    recipe = os.environ.get(RECIPE_VARIABLE)
+    if recipe:
+        from zeropp_fp8.children import enable_with_children
+
+        enable_with_children()
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        # Ranks are forked by a server. What it has imported, they need not. With GPUs it must not: the import opens
+        # CUDA, which a forked process cannot use.
+        multiprocessing.set_forkserver_preload([*IMPORTED, *(IMPORTED_WITH_A_RECIPE if recipe else ())])
 
 
 def write(**line) -> None:

@@ -240,7 +240,8 @@ class WeightGatherer:
             unit.lay_out(layout, packed, operands, signature, not_decoded)
             # DeepSpeed never writes what lies beyond the end of a parameter in the last shards, and it would enter the
             # scale of a block. (Of a shard that is all padding every block is dropped.)
-            unit.encoded_numels = [self.session.own_numel(p) or p.ds_tensor.ds_numel for p in packed]
+            if not unit.is_stored:
+                unit.encoded_numels = [self.session.own_numel(p) or p.ds_tensor.ds_numel for p in packed]
             unit.payload = None  # it was made for the old one
         return unit.layout
 
