@@ -17,7 +17,7 @@ import traceback
 from multiprocessing import forkserver
 from pathlib import Path
 
-from limits import HANG
+from hang_guard import HANG
 
 _context = None
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from limits import HANG
+from hang_guard import HANG
 
 TESTS = Path(__file__).parent
 

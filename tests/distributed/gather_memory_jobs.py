@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from limits import HANG
+from hang_guard import HANG
 from models import batches, ds_config, llama, make_engine, section, train
 from parity_jobs import switch
 from pipeline_jobs import with_limits

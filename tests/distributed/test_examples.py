@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from limits import HANG
+from hang_guard import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "examples" / "pretrain"

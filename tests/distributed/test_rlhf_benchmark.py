@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from limits import HANG
+from hang_guard import HANG
 from ranks import run_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from limits import HANG
+from hang_guard import HANG
 
 pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).parent / "generation_script.py"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from limits import HANG
+from hang_guard import HANG
 
 pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).parents[2] / "benchmarks/bit_parity.py"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hang_guard import HANG
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from limits import HANG
 
 from zeropp_fp8.zero.whole_tensor import (
     Part,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from limits import HANG
+from hang_guard import HANG
 
 from zeropp_fp8.config import RECIPES
 from zeropp_fp8.diagnostics.plan import (

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hang_guard import HANG
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from limits import HANG
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from limits import HANG
+from hang_guard import HANG
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
