@@ -170,7 +170,6 @@ RELIED_ON_ATTRIBUTES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "param_coordinator",
             "pre_bwd_fn",
             "post_bwd_fn",
-            "ds_grads_remaining",
             "_max_available_parameters_in_numel",
             "_max_reuse_distance_in_numel",
             "_prefetch_bucket_sz",

@@ -46,6 +46,19 @@ class Block(nn.Module):
         return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
+class CallsItself(nn.Module):
+    """A frozen layer that is run `depth` times, each but the first from within the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(HIDDEN, HIDDEN) / 8), nn.Parameter(torch.randn(HIDDEN))
+        self.requires_grad_(False)
+
+    def forward(self, x, depth=3):
+        x = torch.tanh(nn.functional.linear(x, self.weight))
+        return (x if depth == 1 else self(x, depth - 1)) + self.bias
+
+
 class Checkpointed(nn.Module):
     """Modules that are no blocks, and two blocks, called in checkpointed functions by `kind`.
 
@@ -60,6 +73,7 @@ class Checkpointed(nn.Module):
         self.base, self.down, self.up = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
         self.norm, self.wide = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.itself = CallsItself()
         self.head = nn.Linear(HIDDEN, 32)
         for frozen in (self.embed, self.base, self.norm):
             frozen.requires_grad_(False)
@@ -90,6 +104,9 @@ class Checkpointed(nn.Module):
     def embedded(self, tokens):
         return self.adapter(self.embed(tokens))
 
+    def calls_itself(self, x):
+        return self.itself(x)
+
     def discarded_tail(self, x):
         y = self.several(x)
         self.head(y.detach())
@@ -113,7 +130,17 @@ class Checkpointed(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, -2), labels.flatten())
 
 
-KINDS = ("adapter", "several", "twice", "nested", "of_blocks", "embedded", "discarded_tail", "each block")
+KINDS = (
+    "adapter",
+    "several",
+    "twice",
+    "nested",
+    "of_blocks",
+    "embedded",
+    "calls_itself",
+    "discarded_tail",
+    "each block",
+)
 
 
 def data(steps, seed=1):

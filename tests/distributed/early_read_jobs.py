@@ -8,6 +8,7 @@ from models import ds_config, full_weights, make_engine, section
 from parity_jobs import switch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import zeropp_fp8
 
@@ -42,10 +43,10 @@ class Pair(nn.Module):
 class Reader(nn.Module):
     """`kind`: which parameter is read where, besides by its own module; None: none is."""
 
-    def __init__(self, kind=None):
+    def __init__(self, kind=None, checkpointed=False):
         super().__init__()
         torch.manual_seed(0)
-        self.kind = kind
+        self.kind, self.checkpointed = kind, checkpointed
         self.first = nn.Linear(HIDDEN, HIDDEN)
         self.pair = Pair()
         self.blocks = nn.ModuleList([Block() for _ in range(2)])
@@ -67,7 +68,7 @@ class Reader(nn.Module):
             x = F.linear(x, self.out.weight, self.out.bias)
         x = self.pair(x, kind == "pair")
         for block in self.blocks:
-            x = block(x, use_all)
+            x = checkpoint(block, x, use_all, use_reentrant=False) if self.checkpointed else block(x, use_all)
         x = self.out(x)
         if kind == "early and late":
             x = x @ self.pair.out.weight + F.linear(x, self.out.weight)
@@ -78,14 +79,19 @@ KINDS = ("parent", "regularizer", "tied use", "pair", "early and late", "weight_
 
 
 def train(kind, the_section, steps=2, accumulation=2, leaf=False, unequal=False, checkpointed=False):
-    """Losses, weights, and bytes of gradients a step. `unequal`: ranks differ in what they use of blocks."""
+    """Losses, weights, and bytes of gradients a step.
+
+    `unequal`: ranks differ in what they use of blocks. `checkpointed`: blocks are run again in backward.
+    """
     import deepspeed
 
     switch(the_section is not None)
-    model, rank = Reader(kind), dist.get_rank()
+    model, rank = Reader(kind, checkpointed), dist.get_rank()
     if leaf:
         deepspeed.utils.set_z3_leaf_modules(model, [Block])
-    config = ds_config(the_section, gradient_accumulation_steps=accumulation)
+    # Each block is reduced as soon as its backward is over: there ranks must not meet in different collectives.
+    each_block = {"zero_optimization": {"reduce_bucket_size": 5000}} if unequal else {}
+    config = ds_config(the_section, gradient_accumulation_steps=accumulation, **each_block)
     engine = make_engine(model, config, optimizer="sgd", lr=0.1)
     torch.manual_seed(5 + rank)
     losses = []
@@ -111,9 +117,11 @@ def reductions(recipe, kinds, fields=None):
     return {kind: train(kind, section(recipe, **(fields or {}))) for kind in (None, *kinds)}
 
 
-def with_unequal_ranks(recipe, kinds, fields=None):
+def with_unequal_ranks(recipe, kinds, checkpointed, fields=None):
     """{kind: a run} where ranks differ in what they use of blocks."""
-    return {kind: train(kind, section(recipe, **(fields or {})), unequal=True) for kind in kinds}
+    the_section = section(recipe, **(fields or {}))
+    with set_checkpoint_early_stop(False):  # what is run again then reaches the hooks after the block
+        return {kind: train(kind, the_section, unequal=True, checkpointed=checkpointed) for kind in kinds}
 
 
 def reference(kind, unequal=False, steps=2, accumulation=2, world=4):

@@ -26,7 +26,7 @@ def assert_nothing_left(run):
 def test_lossless_is_stock(fields, early_stop):
     """Bit for bit stock, and after each backward all parameters are released."""
     found = run_ranks(jobs.beside_stock, kinds=jobs.KINDS, fields=fields, early_stop=early_stop)[0]
-    assert len(found) == 8
+    assert len(found) == 9
     for stock, lossless in found.values():
         assert_same(lossless, stock)
         assert_nothing_left(lossless)
@@ -51,7 +51,7 @@ def test_lossless_is_stock(fields, early_stop):
 )
 def test_quantized_is_itself_without_checkpointing(recipe, fields, options):
     """The same bits: what is recomputed, and what its backward reads, are the weights of the forward."""
-    kinds = ("twice", "nested", "of_blocks", "each block")
+    kinds = ("twice", "nested", "of_blocks", "calls_itself", "each block")
     for early_stop in EARLY_STOP:
         found = run_ranks(
             jobs.beside_plain, kinds=kinds, recipe=recipe, fields=fields, early_stop=early_stop, **options
@@ -59,6 +59,7 @@ def test_quantized_is_itself_without_checkpointing(recipe, fields, options):
         for plain, checkpointed in found.values():
             assert_same(checkpointed, plain)
             assert_nothing_left(checkpointed)
+            assert_nothing_left(plain)
 
 
 @pytest.mark.parametrize("granularity", ["block", "module"])

@@ -48,12 +48,14 @@ def test_each_gradient_is_sent_once(recipe, fields):
         assert_is_reference(run, kind, QUANTIZED)
 
 
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("recipe, limit", [("lossless", LOSSLESS), ("zeropp", QUANTIZED)])
-def test_ranks_with_different_unused_parameters(recipe, limit):
+def test_ranks_with_different_unused_parameters(recipe, limit, checkpointed):
     """Blocks of which ranks use different parts, and a weight read before all of them: no hang, and the mean."""
     int8 = {"gradients": {"inter_format": "int8"}} if recipe == "zeropp" else {}
     fields = {"weights": {"format": "none"}, **int8}
     kinds = ("parent", "regularizer", "early and late")
-    found = run_ranks(jobs.with_unequal_ranks, recipe=recipe, kinds=kinds, fields=fields)[0]
+    options = {"kinds": kinds, "checkpointed": checkpointed, "fields": fields}
+    found = run_ranks(jobs.with_unequal_ranks, recipe=recipe, **options)[0]
     for kind, run in found.items():
         assert_is_reference(run, kind, limit, unequal=True)

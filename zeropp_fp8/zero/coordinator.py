@@ -44,7 +44,7 @@ class UnitCoordinator:
         self._prefetched_until = 0
         self._first_called: nn.Module | None = None  # the submodule that began this pass
         self._calls: dict[nn.Module, int] = {}  # of submodules by themselves, in this pass
-        self._in_backward: dict[int, nn.Module] = {}
+        self._in_backward: dict[nn.Module, int] = {}  # and how many calls of it are
         self._of_module: dict[int, tuple[int, list[Parameter], tuple[GatherUnit, ...]]] = {}
         # Autograd may run the hooks of a module with several outputs in several threads.
         self._lock = threading.RLock()
@@ -114,7 +114,7 @@ class UnitCoordinator:
         """
         with self._lock:
             if not forward:
-                self._in_backward[current_submodule.ds_id] = current_submodule
+                self._in_backward.setdefault(current_submodule, 0)
             params, units = self._members(current_submodule)
             if not params:
                 return
@@ -171,13 +171,26 @@ class UnitCoordinator:
         """A module has been run: drop its parameters unless they are needed soon, by its backward or another module."""
         with self._lock:
             if not forward:
-                self._in_backward.pop(submodule.ds_id, None)
-            elif submodule.ds_id in self._in_backward:
+                self._in_backward.pop(submodule, None)
+            elif submodule in self._in_backward:
                 return
             self._leave(submodule)
             for unit in self._members(submodule)[1]:
                 if not unit.active_modules and not unit.persistent and not self._stays(unit):
                     self._release(unit)
+
+    def backward_begins(self, module: nn.Module) -> None:
+        """Of a call of a module, whose parameters have been fetched for it."""
+        with self._lock:
+            self._in_backward[module] = self._in_backward.get(module, 0) + 1
+
+    def backward_ends(self, module: nn.Module) -> bool:
+        """Of a call of a module; whether no other one is in its backward, such as the call that this one came from."""
+        with self._lock:
+            calls = self._in_backward.get(module, 0) - 1
+            if calls > 0:
+                self._in_backward[module] = calls
+            return calls <= 0
 
     def _leave(self, module: nn.Module) -> None:
         params, units = self._members(module)
@@ -197,7 +210,7 @@ class UnitCoordinator:
         """
         with self._lock:
             while self._in_backward:
-                _, module = self._in_backward.popitem()
+                module, _ = self._in_backward.popitem()
                 self._leave(module)
                 for unit in self._members(module)[1]:
                     if not unit.active_modules and not unit.persistent:

@@ -24,8 +24,29 @@ from zeropp_fp8.zero.weights import WeightGatherer
 from zeropp_fp8.zero.whole_weights import WholeTensorGatherer, plan_owners, take_from_earlier_owners
 
 
-def _before_backward_of(module: nn.Module, run: Callable[[nn.Module], None]) -> type[torch.autograd.Function]:
-    """An identity on a module's outputs whose backward calls `run` before the module's own, once a forward.
+class _CallTensors:
+    """The inputs or the outputs of one call of a module: how many need a gradient, and have it in this backward.
+
+    Counted by call: a module may call itself, be called several times before a backward, and be called once more for
+    nothing but what activation checkpointing saves, whose calls backward never reaches.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._backward = -1  # which one: a call may be left by an exception, and backward may reach it twice
+        self._reached = 0
+
+    def reach(self) -> int:
+        """Count one more that has its gradient."""
+        running = torch._C._current_graph_task_id()
+        if self._backward != running:
+            self._backward, self._reached = running, 0
+        self._reached += 1
+        return self._reached
+
+
+def _before_backward_of(offload: ZeroppOffload, module: nn.Module) -> type[torch.autograd.Function]:
+    """An identity on a module's outputs whose backward calls a hook before the module's own.
 
     DeepSpeed's function of this kind has a `setup_context`, for which autograd inspects a signature at each call.
     """
@@ -33,37 +54,31 @@ def _before_backward_of(module: nn.Module, run: Callable[[nn.Module], None]) -> 
     class PreBackwardFunctionForModule(torch.autograd.Function):
         @staticmethod
         def forward(ctx, output):
-            # Some models run a layer several times before backward; each backward needs its fetch. Evaluations, and
-            # the first forward of reentrant checkpointing, have none.
-            uses = module.__dict__.get("applied_pre_backward_ref_cnt", 0)
-            module.applied_pre_backward_ref_cnt = uses + ctx.needs_input_grad[0]
+            ctx.outputs = offload.outputs
             return output.detach()
 
         @staticmethod
         def backward(ctx, *grads):
-            if module.applied_pre_backward_ref_cnt > 0:
-                run(module)
-                module.applied_pre_backward_ref_cnt -= 1
+            offload.pre_sub_module_backward_function(module, begins=ctx.outputs.reach() == 1)
             return grads
 
     return PreBackwardFunctionForModule
 
 
-def _after_backward_of(module: nn.Module, run: Callable[[nn.Module], None]) -> type[torch.autograd.Function]:
-    """An identity on a module's inputs whose backward calls `run` when all of them have their gradients."""
+def _after_backward_of(offload: ZeroppOffload, module: nn.Module) -> type[torch.autograd.Function]:
+    """An identity on a module's inputs whose backward calls a hook when all of them have their gradients."""
 
     class PostBackwardFunctionModule(torch.autograd.Function):
         @staticmethod
         def forward(ctx, tensor):
-            if tensor.requires_grad:
-                module.ds_grads_remaining += 1
+            ctx.inputs = offload.inputs
+            ctx.inputs.number += tensor.requires_grad
             return tensor.detach()
 
         @staticmethod
         def backward(ctx, *grads):
-            module.ds_grads_remaining -= 1
-            if module.ds_grads_remaining == 0:
-                run(module)
+            if ctx.inputs.reach() == ctx.inputs.number:
+                offload.post_sub_module_backward_function(module)
             return grads
 
     return PostBackwardFunctionModule
@@ -105,6 +120,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self.announced: str | None = None  # where weights stayed in the last one
         self.before_backward: Callable[[], None] | None = None  # told that a module's backward begins
         self.after_backward_of: Callable[[nn.Module], None] | None = None  # told of each module whose backward is over
+        # Of the call whose hooks run now: DeepSpeed's hooks hand tensors over one by one, with nothing in between.
+        self.inputs, self.outputs = _CallTensors(), _CallTensors()
         super().__init__(module, *args, **kwargs)
         units = build_units(module, self.blocks, granularity)
         take_from_earlier_owners(units)
@@ -123,8 +140,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def _register_deepspeed_module(self, module, *args, **kwargs) -> None:
         """Put this project's autograd functions where DeepSpeed looks for its own before it makes them."""
-        module.pre_bwd_fn = _before_backward_of(module, self.pre_sub_module_backward_function)
-        module.post_bwd_fn = _after_backward_of(module, self.post_sub_module_backward_function)
+        module.pre_bwd_fn = _before_backward_of(self, module)
+        module.post_bwd_fn = _after_backward_of(self, module)
         super()._register_deepspeed_module(module, *args, **kwargs)
 
     def _convert_to_zero_parameters(self, ds_config, module, mpu) -> None:
@@ -167,6 +184,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             # Saved are parameters too. They stay until the backward that waits for them is over.
             self.param_coordinator.fetch_sub_module(sub_module, forward=not _only_saves())
         self.gatherer.module_depth += 1
+        self.inputs = _CallTensors()
 
     def _leave_unfinished(self) -> None:
         """Forget modules whose forward was left by an exception, such as the early stop of checkpointing."""
@@ -194,22 +212,29 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def post_sub_module_forward_function(self, sub_module) -> None:
         self.gatherer.module_depth = max(0, self.gatherer.module_depth - 1)
+        self.outputs = _CallTensors()
+        if sub_module in parameter_offload.FWD_MODULE_STACK:
+            return  # it has called itself, and may go on
         with _ordinary_tensors():
             self.param_coordinator.release_sub_module(sub_module, forward=True)
 
     @torch.no_grad()
-    def pre_sub_module_backward_function(self, sub_module) -> None:
+    def pre_sub_module_backward_function(self, sub_module, begins: bool = True) -> None:
         self._evaluating = False
         if self.before_backward is not None:
             self.before_backward()
         with self.session.ledger.counting(self._kind(forward=False)):
             self.param_coordinator.fetch_sub_module(sub_module, forward=False)
+        if begins:
+            self.param_coordinator.backward_begins(sub_module)
 
     @torch.no_grad()
     def post_sub_module_backward_function(self, sub_module) -> None:
-        # Autograd runs what was done last first, so all gradients of the module's own parameters are there by now; but
-        # not before the last of its uses in this backward.
-        if self.after_backward_of is not None and sub_module.__dict__.get("applied_pre_backward_ref_cnt", 0) == 0:
+        if not self.param_coordinator.backward_ends(sub_module):
+            return  # of a call from within another one, whose backward still needs the parameters
+        # Autograd runs what was done last first, so all gradients of the module's own parameters are there by now, but
+        # for those of other uses.
+        if self.after_backward_of is not None:
             self.after_backward_of(sub_module)
         self.param_coordinator.release_sub_module(sub_module, forward=False)
 
