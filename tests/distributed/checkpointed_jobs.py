@@ -74,6 +74,7 @@ class Checkpointed(nn.Module):
         self.norm, self.wide = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.blocks = nn.ModuleList([Block() for _ in range(2)])
         self.itself = CallsItself()
+        self.gain = nn.Parameter(torch.full((HIDDEN,), 1.5))
         self.head = nn.Linear(HIDDEN, 32)
         for frozen in (self.embed, self.base, self.norm):
             frozen.requires_grad_(False)
@@ -126,7 +127,7 @@ class Checkpointed(nn.Module):
                 x = self.run(block, x)
         else:
             x = self.run(getattr(self, self.kind), self.wide(self.embed(tokens)))
-        x = _RaisesInBackward.apply(x, self)
+        x = _RaisesInBackward.apply(x * self.gain, self)
         return nn.functional.cross_entropy(self.head(x).flatten(0, -2), labels.flatten())
 
 
@@ -169,7 +170,7 @@ def exact_bytes(engine):
 
 
 def train(kind, the_section, checkpointing="non-reentrant", leaf=False, steps=2, dtype="fp32", **overrides):
-    """Losses, weights, what was left gathered or running by some backward, and bytes of exact gathers.
+    """Losses, weights, what was left gathered or running by some pass, and bytes of exact gathers.
 
     `the_section`: None for stock.
     """
@@ -184,6 +185,7 @@ def train(kind, the_section, checkpointing="non-reentrant", leaf=False, steps=2,
     losses, left, running, outside = [], set(), len(FWD_MODULE_STACK), exact_bytes(engine)
     for tokens, labels in data(2 * steps):
         loss = engine(tokens, labels)
+        left.update(left_gathered(engine))
         engine.backward(loss)
         losses.append(loss.item())
         left.update(left_gathered(engine))
@@ -248,6 +250,27 @@ def after_failure(recipe, failure, fields=None, **options):
         found[fails] = {"losses": losses, "weights": full_weights(engine.module), **log}
         engine.destroy()
     return found
+
+
+def engine_after_failure(recipe, failure):
+    """(loss of a second engine after the first was destroyed where a backward had failed, and had not been begun)."""
+    switch(True)
+    losses, config = [], ds_config(section(recipe))
+    for fails in (True, False):
+        model, (batch,) = Checkpointed("several"), data(1)
+        engine = make_engine(model, config)
+        loss = engine(*batch)
+        if fails:
+            model.failure = failure
+            try:
+                engine.backward(loss)
+            except Injected:
+                model.failure = None
+        engine.destroy()
+        engine = make_engine(model, config)
+        losses.append(engine(*batch).item())
+        engine.destroy()
+    return losses
 
 
 def failure_while_accumulating():

@@ -74,6 +74,14 @@ def test_a_failed_backward_leaves_nothing(recipe, granularity):
             assert found[True]["left"] == found[False]["left"] == []
 
 
+@pytest.mark.parametrize("recipe", ["lossless", "zeropp"])
+def test_an_engine_is_destroyed_after_a_failed_backward(recipe):
+    """Modules that the exception has left in use keep nothing gathered."""
+    for failure in ("recomputation", "backward"):
+        after, expected = run_ranks(jobs.engine_after_failure, recipe=recipe, failure=failure)[0]
+        assert after == expected
+
+
 def test_a_failed_backward_while_gradients_accumulate():
     """Parts of it may have been added to what was there: the next forward says so, and how to begin again."""
     for message, begun_again, expected in run_ranks(jobs.failure_while_accumulating):

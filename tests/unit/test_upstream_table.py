@@ -62,6 +62,24 @@ def test_an_entry_covers_its_tests_recipes_and_failure_only(entry):
     assert found["counts"]["regressions"] == 2 and not found["not meant to hold"]
 
 
+@pytest.mark.parametrize(
+    "actual, covered",
+    [
+        ("[[1.02, -4.0], [0., 2.5e-01]], device='cuda:1', dtype=torch.bfloat16", True),
+        ("[[1.06, -4.0], [0., 2.5e-01]], device='cuda:1', dtype=torch.bfloat16", False),
+        ("[[1.02, -4.0], [0., nan]]", False),
+        ("[1.0, -4.0]", False),
+    ],
+)
+def test_a_bound_of_an_entry_is_of_the_largest_expected_value(actual, covered):
+    """0.01 of 4."""
+    entry = Difference(("*",), ("*",), "differ", "rounding", within=0.01)
+    expected = "tensor([[1.0, -4.0], [0., 2.5e-01]], device='cuda:0', dtype=torch.bfloat16)"
+    says = f"Gradients differ: actual=tensor({actual}), expected={expected} kwargs={{}}\nwhere"
+    assert entry.covers("a.py::T::close", "zeropp", says) is covered
+    assert not entry.covers("a.py::T::close", "zeropp", "gradients differ")
+
+
 def test_the_table_names_regressions_and_reasons():
     text = markdown(STOCK, {"lossless": judge("lossless", STOCK, RESULTS, [IDENTITY])}, {"device": "CPU"})
     assert "* device: CPU" in text and "stock: 1 failed, 5 passed, 1 skipped;" in text

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 KNOWN_DIFFERENCES = Path(__file__).parent / "known_differences.json"
 NOT_RUN = {"outcome": "not run", "says": "", "engines": 0}
+_NUMBERS = re.compile(r"-?\d+\.\d*(?:e[+-]?\d+)?")  # neither NaN nor Inf, nor the number of a device
 VERDICTS = ("passed", "regressions", "not meant to hold", "skipped", "not run")
 
 
@@ -22,13 +24,15 @@ VERDICTS = ("passed", "regressions", "not meant to hold", "skipped", "not run")
 class Difference:
     """Tests that are not meant to hold with some recipes, and why.
 
-    `tests` and `recipes` are patterns as of file names; `says` is part of what the failing test says.
+    `tests` and `recipes` are patterns as of file names; `says` is part of what the failing test says. `within`: two
+    tensors that it shows may differ by that part of the largest expected value; what shows none is not covered.
     """
 
     tests: tuple[str, ...]
     recipes: tuple[str, ...]
     says: str
     reason: str
+    within: float | None = None
 
     def covers(self, test: str, recipe: str, says: str) -> bool:
         # "[" begins the parameters of a test's id, and a set of characters in a pattern.
@@ -37,7 +41,17 @@ class Difference:
             any(fnmatch.fnmatchcase(test, pattern) for pattern in patterns)
             and any(fnmatch.fnmatchcase(recipe, pattern) for pattern in self.recipes)
             and self.says in says
+            and (self.within is None or _difference_shown(says) <= self.within)
         )
+
+
+def _difference_shown(says: str) -> float:
+    """max |actual - expected| / max |expected| of the tensors that a failure shows; infinite where it shows none."""
+    shown = re.search(r"actual=tensor\((.*?)\), expected=tensor\((.*?)\)(?: kwargs|$)", says, re.DOTALL)
+    actual, expected = ([float(n) for n in _NUMBERS.findall(text)] for text in shown.groups()) if shown else ([], [])
+    if not expected or len(actual) != len(expected):
+        return float("inf")
+    return max(abs(a - e) for a, e in zip(actual, expected)) / max(map(abs, expected))
 
 
 def known_differences(path: Path = KNOWN_DIFFERENCES) -> list[Difference]:
@@ -49,9 +63,10 @@ def known_differences(path: Path = KNOWN_DIFFERENCES) -> list[Difference]:
     differences = []
     for entry in json.loads(path.read_text()):
         given = {key: entry.get(key) for key in ("tests", "recipes", "says", "reason")}
-        if not all(given.values()) or set(entry) != set(given):
+        if not all(given.values()) or set(entry) - {"within"} != set(given):
             raise ValueError(f"{path.name}: every entry has tests, recipes, says and reason; got {entry}")
-        differences.append(Difference(tuple(given["tests"]), tuple(given["recipes"]), given["says"], given["reason"]))
+        tests, recipes = tuple(given["tests"]), tuple(given["recipes"])
+        differences.append(Difference(tests, recipes, given["says"], given["reason"], entry.get("within")))
     return differences
 
 

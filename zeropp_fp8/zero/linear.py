@@ -33,7 +33,7 @@ class _Linear(torch.autograd.Function):
         # Where this module's values were dropped before its backward (nobody fetched it), they are gathered here.
         dropped = getattr(weight, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
         if dropped:
-            weight.all_gather()
+            weight.all_gather([weight])  # without its unit, which nobody would release
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         grad_input = grad_weight = grad_bias = None
         try:

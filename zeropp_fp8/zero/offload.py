@@ -213,7 +213,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
     def post_sub_module_forward_function(self, sub_module) -> None:
         self.gatherer.module_depth = max(0, self.gatherer.module_depth - 1)
         self.outputs = _CallTensors()
-        if sub_module in parameter_offload.FWD_MODULE_STACK:
+        stack = parameter_offload.FWD_MODULE_STACK  # whose first entry is always the model
+        if sub_module in stack[len(stack) - self.gatherer.module_depth :]:
             return  # it has called itself, and may go on
         with _ordinary_tensors():
             self.param_coordinator.release_sub_module(sub_module, forward=True)
@@ -249,4 +250,5 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             block._z3_leaf = False
             for param in block.parameters():
                 param.__dict__.pop("ds_z3_leaf_module", None)
+        self.param_coordinator.release_and_reset_all(self.module)  # an exception may have left some in use
         self.gatherer.give_back()

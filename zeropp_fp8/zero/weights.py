@@ -164,8 +164,6 @@ class WeightGatherer:
             if state is None or state.owner is not self:
                 continue  # a later engine over the same model has taken it over
             param.__dict__.pop(READ_AS_NUMBERS, None)
-            if state.lossy:
-                param.partition()
             param.all_gather = state.stock_all_gather
             param.all_gather_coalesced = state.stock_all_gather_coalesced
             param.partition = state.stock_partition
