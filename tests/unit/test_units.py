@@ -217,7 +217,7 @@ def positions(units, params):
 def test_reduction_runs_from_the_last_to_the_first():
     params = fake_parameters([10, 5, 5, 5, 5, 8, 9])
     blocks = [as_block(params[1:3]), as_block(params[3:5])]
-    assert positions(reduction_units(params, blocks), params) == [[6], [5], [3, 4], [1, 2], [0]]
+    assert positions(reduction_units(params, params, blocks), params) == [[6], [5], [3, 4], [1, 2], [0]]
 
 
 def test_neighbours_outside_blocks_are_joined_up_to_the_limit():
@@ -225,7 +225,7 @@ def test_neighbours_outside_blocks_are_joined_up_to_the_limit():
     blocks = [as_block(params[3:4]), as_block(params[4:5])]
 
     def joined(numel):
-        return positions(reduction_units(params, blocks, numel), params)
+        return positions(reduction_units(params, params, blocks, numel), params)
 
     assert joined(21) == [[7, 6, 5], [4], [3], [2, 1, 0]]
     assert joined(15) == [[7, 6], [5], [4], [3], [2, 1, 0]]
@@ -240,7 +240,7 @@ def test_vectors_of_blocks_travel_together_at_the_end():
     blocks = [as_block(params[1:3]), as_block(params[3:5])]
 
     def joined(numel):
-        return positions(reduction_units(params, blocks, numel), params)
+        return positions(reduction_units(params, params, blocks, numel), params)
 
     assert joined(0) == [[6], [5], [3, 4], [1, 2], [0]]
     assert joined(12) == [[6, 5], [3], [1], [0], [2, 4]]
@@ -250,7 +250,16 @@ def test_vectors_of_blocks_travel_together_at_the_end():
 def test_a_block_cut_by_the_optimizers_groups_stays_whole():
     params = fake_parameters([4, 4, 1, 1])  # matrices of both blocks, then their biases
     blocks = [as_block([params[0], params[2]]), as_block([params[1], params[3]])]
-    assert positions(reduction_units(params, blocks), params) == [[1, 3], [0, 2]]
+    assert positions(reduction_units(params, params, blocks), params) == [[1, 3], [0, 2]]
+
+
+def test_units_follow_the_model_not_the_optimizer():
+    """An embedding and its norm, two blocks, a head: those outside blocks come when backward has come to them."""
+    params = fake_parameters([8, 1, 4, 1, 4, 1, 9])
+    blocks = [as_block(params[2:4]), as_block(params[4:6])]
+    cut = [params[i] for i in (0, 2, 4, 6, 1, 3, 5)]  # matrices, then vectors
+    assert positions(reduction_units(cut, params, blocks), params) == [[6], [4, 5], [2, 3], [1], [0]]
+    assert positions(reduction_units(params[::-1], params, blocks), params) == [[6], [5, 4], [3, 2], [1], [0]]
 
 
 @settings(max_examples=60)
@@ -262,7 +271,7 @@ def test_reduction_units_are_a_greedy_partition(described, limit):
     params = fake_parameters([numel for numel, _ in described])
     members = {b: [i for i, (_, block) in enumerate(described) if block == b] for b in range(3)}
     units = positions(
-        reduction_units(params, [as_block([params[i] for i in members[b]]) for b in members], limit), params
+        reduction_units(params, params, [as_block([params[i] for i in members[b]]) for b in members], limit), params
     )
     assert sorted(i for unit in units for i in unit) == list(range(len(params)))
     for before, unit in zip([None, *units], units):

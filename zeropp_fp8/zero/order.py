@@ -20,13 +20,18 @@ from torch.nn import Parameter
 
 
 def reduction_units(
-    parameters: Sequence[Parameter], blocks: Sequence[nn.Module], joined_numel: int = 0
+    parameters: Sequence[Parameter],
+    registered: Iterable[Parameter],
+    blocks: Sequence[nn.Module],
+    joined_numel: int = 0,
 ) -> list[list[Parameter]]:
     """Cut the trainable `parameters` (in the optimizer's order) into units, in the order of their reduction.
 
-    Inside a block the optimizer's order is kept. With `joined_numel` what would be a small message or launch of its own
-    is joined: neighbours outside blocks up to that many elements, and the vectors (norms, biases) of all blocks, which
-    travel in another format than the blocks' matrices, with what comes last.
+    `registered`: the model's parameters. An optimizer may have them in any order, such as vectors after matrices or the
+    last layers first: units in its order would wait for one another until backward ends, with their gradients in
+    memory. Inside a block the optimizer's order is kept, as in stock's leaf modules. With `joined_numel` what would be
+    a small message or launch of its own is joined: neighbours outside blocks up to that many elements, and the vectors
+    (norms, biases) of all blocks, which travel in another format than the blocks' matrices, with what comes last.
     """
     block_of = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
     units: dict[object, list[Parameter]] = {}
@@ -37,7 +42,8 @@ def reduction_units(
             vectors.append(param)
         else:
             units.setdefault(param if index is None else index, []).append(param)
-    ordered = list(reversed(units.items()))
+    place = {id(p): index for index, p in enumerate(registered)}
+    ordered = sorted(units.items(), key=lambda item: max(place[id(p)] for p in item[1]), reverse=True)
     if vectors:
         ordered.append((vectors[0], vectors))
     joined: list[list[Parameter]] = []

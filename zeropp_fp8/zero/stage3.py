@@ -98,6 +98,7 @@ class ZeroppStage3(LowPrecisionStage3):
             self._order = FixedOrder(
                 reduction_units(
                     trainable,
+                    self.module.parameters(),
                     self.parameter_offload.blocks,
                     # Stock's buckets are filled parameter by parameter, so there is nothing to join for them.
                     joined_numel=self.reduce_bucket_size if quantized else 0,
