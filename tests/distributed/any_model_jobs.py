@@ -109,7 +109,6 @@ class Run:
             model.requires_grad_(False)
             self.reference = make_engine(model, reference_config, optimizer=None)
             self.reference.eval()
-        self.hooks: dict[int, object] = {}
         self.losses: list[float] = []
         self.seen: list[float] = []
         self.start = None if case.is_lossless or not plugin else full_weights(self.engine.module)
@@ -205,19 +204,18 @@ class Run:
                 self.seen += [float(saved[name].float().norm()) for name in sorted(saved)]
 
     def do_freeze(self, stage: str) -> None:
+        """In stock too: where the weight needs no gradient, torch may multiply in another way, with other last bits.
+
+        Its matmul makes one product of a batch only if the weight needs one, and else takes a batch of products.
+        """
         for p in self.params_of(stage):
             if any(p is t for t in self.trained):
-                if self.plugin or self.case.stale_as_stock:
-                    p.requires_grad_(False)
-                elif id(p) not in self.hooks:
-                    self.hooks[id(p)] = p.register_hook(torch.zeros_like)
+                p.requires_grad_(False)
 
     def do_unfreeze(self, stage: str) -> None:
         for p in self.params_of(stage):
             if any(p is t for t in self.trained):
                 p.requires_grad_(True)
-                if id(p) in self.hooks:
-                    self.hooks.pop(id(p)).remove()
 
     def do_allreduce(self) -> None:
         self.engine.allreduce_gradients()
