@@ -23,6 +23,11 @@ def fake_params(shapes=SHAPES):
     ]
 
 
+def names(params):
+    """As in a checkpoint."""
+    return [f"parameter {p.ds_id}" for p in params]
+
+
 def fake_session(device=CPU, world=1, nodes=1, **gradients):
     """What GradientScales needs of a session; its ledger only counts."""
     fields = {"intra_format": "fp8_e4m3", "inter_format": "fp8_e4m3", "scales": "tensor", **gradients}
@@ -42,7 +47,7 @@ def filled_store(device):
     """Sums of two micro-batches for all parameters but the first, which has codes at once."""
     params = fake_params()
     session = fake_session(device)
-    scales = gradient_scales.GradientScales(session, params)
+    scales = gradient_scales.GradientScales(session, params, names(params))
     groups = make_state_groups([params], lambda p: p.ds_numel, device)
     store = GradientStore(session.intra_format, scales, groups, torch.float32)
     generator = torch.Generator().manual_seed(0)

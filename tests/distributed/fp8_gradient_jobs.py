@@ -36,10 +36,10 @@ class Reduction:
             types.SimpleNamespace(ds_id=7 + i, ds_shape=torch.Size(shape), ds_numel=torch.Size(shape).numel())
             for i, shape in enumerate(shapes)
         ]
-        self.scales = GradientScales(self.session, self.params)
+        self.names = [f"p{i}" for i in range(len(shapes))]
+        self.scales = GradientScales(self.session, self.params, self.names)
         self.reducer = GradientReducer(self.session)
         self.reducer.scales = self.scales
-        self.names = [f"p{i}" for i in range(len(shapes))]
 
     def draw(self, seed, std=1.0):
         """Gradients of all ranks: [rank][parameter]."""
@@ -367,7 +367,7 @@ def errors_of_scales():
     job = Reduction()
     for action in (
         lambda: job.scales.of([job.params[0], job.params[2]], []),
-        lambda: job.scales.load_state_dict({"amax_history": torch.zeros(16, 9)}),
+        lambda: job.scales.load_state_dict({"names": [*job.names, "other"], "amax_history": torch.zeros(16, 4)}),
     ):
         try:
             action()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gradient_store_cases import SHAPES, fake_params, fake_session, filled_store
+from gradient_store_cases import SHAPES, fake_params, fake_session, filled_store, names
 
 from zeropp_fp8.zero import gradient_scales
 from zeropp_fp8.zero.gradient_scales import GROWTH, LARGEST_MU, SMALLEST_MU, GradientScales
@@ -27,7 +27,7 @@ def reductions(monkeypatch):
 def make_scales(world=4, nodes=2, shapes=((8, 8), (5,), (4, 4)), **gradients):
     session = fake_session(world=world, nodes=nodes, **gradients)
     params = fake_params(shapes)
-    return GradientScales(session, params), params, session
+    return GradientScales(session, params, names(params)), params, session
 
 
 def gradients_of(params, value):
@@ -150,7 +150,7 @@ def test_checkpoint(reductions):
         scales.history.current[0] = amax
         scales.end_step(overflow=False)
     state = scales.state_dict()
-    assert state["without_history"] == [2] and state["amax_history"][:, 0].tolist() == [2.0, 3.0, 4.0]
+    assert state["without_history"] == names(params)[2:] and state["amax_history"][:, 0].tolist() == [2.0, 3.0, 4.0]
     again, _, _ = make_scales(amax_history=3)
     again.load_state_dict(state)
     assert torch.equal(again._encode, scales._encode) and torch.equal(again._decode, scales._decode)
@@ -162,8 +162,24 @@ def test_checkpoint(reductions):
         again.load_state_dict(empty)
         assert again.mu.item() == 1.0 and again._without_history == {0, 2} and not again.history.largest().any()
     other, _, _ = make_scales(shapes=((8, 8),))
-    with pytest.raises(ValueError, match="of 3 tensors, this model has 1"):
+    with pytest.raises(ValueError, match="of other tensors than this model's: parameter 13"):
         other.load_state_dict(state)
+    del state["names"]
+    with pytest.raises(ValueError, match="do not say of which tensors they are"):
+        again.load_state_dict(state)
+
+
+def test_a_checkpoint_in_another_order_of_reduction(reductions):
+    """Every tensor keeps its own history: another gather unit, or other groups, change the order."""
+    scales, params, session = make_scales()
+    scales.of(params, gradients_of(params, 2.0))
+    scales.history.current[0] = 2.0
+    scales.end_step(overflow=False)
+    order = params[::-1]
+    again = GradientScales(session, order, names(order))
+    again.load_state_dict(scales.state_dict())
+    assert again.history.largest().tolist() == [0.0, 0.0, 2.0] and again._without_history == {0}
+    assert torch.equal(again.decode_of(params), scales.decode_of(params))
 
 
 def test_neighbours(reductions):

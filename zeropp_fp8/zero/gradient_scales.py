@@ -46,11 +46,13 @@ class GradientScales:
     Args:
         params: all that are trained, in the order of their reduction. Those with fewer than two dimensions travel
             exactly; they have a place, so that the scales of parameters that are reduced together are neighbours.
+        names: of `params`, for checkpoints: another gather unit or other groups give another order.
     """
 
-    def __init__(self, session: Session, params: Sequence[Parameter]) -> None:
+    def __init__(self, session: Session, params: Sequence[Parameter], names: Sequence[str]) -> None:
         gradients = session.config.gradients
         self.session = session
+        self.names = list(names)
         self.policy = gradients.scale_policy
         self._format: SharedScaleFormat = session.intra_format
         self._index = {p.ds_id: index for index, p in enumerate(params)}
@@ -179,27 +181,30 @@ class GradientScales:
         """What the next step's scales depend on; the same on every rank, whatever their number."""
         return {
             "mu": self.mu.cpu(),
+            "names": self.names,
             "amax_history": self.history.oldest_first(),
-            "without_history": sorted(self._without_history),
+            "without_history": [self.names[index] for index in sorted(self._without_history)],
         }
 
     def load_state_dict(self, state: dict | None) -> None:
         """Continue from `state_dict`'s result; None or an empty one starts afresh.
 
         Raises:
-            ValueError: it is of other parameters.
+            ValueError: it is of other parameters, or of a version that did not save their names.
         """
-        tensors = len(self._index)
-        if state and state["amax_history"].shape[1] != tensors:
-            raise ValueError(
-                f"the checkpoint's gradient scales are of {state['amax_history'].shape[1]} tensors, this model has "
-                f"{tensors}"
-            )
-        self.mu.fill_(1.0)
-        self.history.load(state["amax_history"] if state else torch.zeros(0, tensors))
-        self._without_history = set(state["without_history"] if state else self._quantized)
+        amax_history = torch.zeros(0, len(self.names))
+        self._without_history = set(self._quantized)
         if state:
-            self.mu.copy_(state["mu"])
+            if "names" not in state:
+                raise ValueError("the checkpoint's gradient scales do not say of which tensors they are")
+            if set(state["names"]) != set(self.names):
+                other = min(set(state["names"]) ^ set(self.names))
+                raise ValueError(f"the checkpoint's gradient scales are of other tensors than this model's: {other}")
+            place = {name: index for index, name in enumerate(state["names"])}
+            amax_history = state["amax_history"][:, [place[name] for name in self.names]]
+            self._without_history = {self.names.index(name) for name in state["without_history"]}
+        self.mu.copy_(state["mu"] if state else self._ones)
+        self.history.load(amax_history)
         self._counts.zero_()
         self._elements = 0
         self._encode, self._decode = self._multipliers(self.history.largest())

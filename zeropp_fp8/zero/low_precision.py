@@ -94,7 +94,7 @@ class LowPrecisionStage3(WholeTensorStage3):
     def _make_gradient_scales(self, params: list[Parameter]) -> None:
         """Once the order of reduction is known: the scales of `params`, and the store."""
         if self.session.config.gradients.scales == "tensor":
-            self.scales = GradientScales(self.session, params)
+            self.scales = GradientScales(self.session, params, [self.param_names[p] for p in params])
         if self._keeps_codes:
             gradients, dtype = self.session.config.gradients, self.gradient_accumulation_dtype
             if self.scales is not None:
