@@ -145,6 +145,8 @@ def test_ranks_with_different_unused_parameters(granularity):
     fields = {"gather_granularity": granularity, "weights": {"format": "none"}}
     exact_gradients = {"gradients": {"intra_format": "none", "inter_format": "none"}}
     runs = {"zeropp": run_ranks(jobs.train_branchy, recipe="zeropp", fields=fields)}
+    int8_weights = {"gather_granularity": granularity, **exact_gradients}
+    runs["INT8 weights"] = run_ranks(jobs.train_branchy, recipe="zeropp", fields=int8_weights)
     if granularity == "block":  # at module granularity `lossless` fills stock's buckets in stock's way
         runs["lossless"] = run_ranks(jobs.train_branchy, recipe="lossless", fields={**fields, **exact_gradients})
     for recipe, ranks in runs.items():

@@ -120,7 +120,7 @@ class ZeroppStage3(LowPrecisionStage3):
 
     def _uses_fixed_order(self) -> bool:
         """Always, except that `lossless` at module granularity promises stock's buckets, filled as gradients come."""
-        return self.session.config.quantizes_gradients or self.session.config.gather_granularity == "block"
+        return self.session.config.quantizes or self.session.config.gather_granularity == "block"
 
     def reduce_ready_partitions_and_remove_grads(self, param: Parameter) -> None:
         if self._coalesce_reduction_is_on() or self._order is None:
@@ -138,7 +138,7 @@ class ZeroppStage3(LowPrecisionStage3):
             self._order.module_ended(params)
 
     def _put_into_bucket(self, params: list[Parameter]) -> None:
-        """Stock's way, for `lossless`."""
+        """Stock's way, where gradients are not quantized."""
         for param in params:
             super().reduce_ready_partitions_and_remove_grads(param)
 
