@@ -188,7 +188,7 @@ class Run:
     def do_write(self, stage: str) -> None:
         import deepspeed
 
-        params = [p for p in self.params_of(stage) if p.requires_grad]
+        params = [p for p in self.params_of(stage) if any(p is t for t in self.trained)]
         if not params:
             return
         with deepspeed.zero.GatheredParameters(params, modifier_rank=0), torch.no_grad():
