@@ -597,14 +597,18 @@ def load_data_module():
 
 @pytest.fixture(scope="module")
 def trained():
-    """(model, calibration batches, function for the held-out loss): bytes of the standard library, 300 steps."""
+    """(model, calibration batches, function for the held-out loss): bytes of the standard library, 300 steps.
+
+    Kinds of processors round otherwise: at this rate their models' logits differ by 5e-5 and losses by 4e-6, while 1e-2
+    would multiply rounding until each had a model of its own, with losses of 2.33 to 2.39 instead of 2.14.
+    """
     data = load_data_module()
     training, held_out = data.split_tokens(data.read_documents(["stdlib"]), data.byte_tokens)
     training, held_out = data.Sequences(training, 64), data.Sequences(held_out, 64)
     model = llama(layers=2, hidden=64)
     steps, batch = 300, 16
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
     for step in range(steps):
         tokens = training.training_batch(step * batch, batch)
         model(tokens, labels=tokens).loss.backward()
@@ -628,7 +632,7 @@ def logits_of(model, batches):
 
 @pytest.mark.parametrize("scale_mode", ["rceil", "floor"])
 def test_error_diffusion_beats_direct_cast_in_mxfp4(trained, scale_mode):
-    """Over model seeds 0 to 3 the loss rises by 0.009 to 0.026 directly, and by 0.50 to 0.80 of that with diffusion."""
+    """Over model seeds 0 to 3 the loss rises by 0.016 to 0.022 directly, and by 0.49 to 0.79 of that with diffusion."""
     model, calibration, held_out_loss, _ = trained
     original = held_out_loss()
     assert original < 2.6  # it has learned: a random model has 5.5
@@ -644,21 +648,23 @@ def test_error_diffusion_beats_direct_cast_in_mxfp4(trained, scale_mode):
 
 
 @pytest.mark.parametrize(
-    ("name", "with_activations", "share"),
+    ("name", "with_activations"),
     [
-        ("mxfp4", True, 0.7),
-        ("mxfp4", False, 0.3),
-        ("mxfp6_e2m3", True, 0.95),
-        ("mxfp6_e3m2", True, 0.95),
-        ("mxfp6_e3m2", False, 0.3),
-        ("int4", True, 0.85),
+        ("mxfp4", True),
+        ("mxfp4", False),
+        ("mxfp6_e2m3", True),
+        ("mxfp6_e3m2", True),
+        ("mxfp6_e3m2", False),
+        ("int4", True),
     ],
 )
-def test_error_diffusion_brings_held_out_logits_closer(trained, name, with_activations, share):
+def test_error_diffusion_brings_held_out_logits_closer(trained, name, with_activations):
     """Squared error of the logits, less noisy than a loss; activations are rounded alike, so their error remains.
 
-    Each kind of processor rounds otherwise and so trains another model: of five, shares were 0.55 to 0.67, 0.18,
-    0.79 to 0.86, 0.65 to 0.86, 0.17 to 0.19 and 0.22 to 0.34, in the order of the cases.
+    Over model seeds 0 to 3 and kinds of processors, diffusion leaves 0.25 to 0.46 of the error of rounded weights.
+    These make at least 0.23 of the sum of both errors in MX formats, so at most 1 - 0.23 * (1 - 0.46) = 0.88 should
+    remain with activations; 0.66 to 0.82 did, in int4 0.57 to 0.77. Even weights that differ by 1e-5 round otherwise,
+    and move a share by 0.07.
     """
     model, calibration, _, evaluated = trained
     original = logits_of(model, evaluated[:4])
@@ -668,7 +674,7 @@ def test_error_diffusion_brings_held_out_logits_closer(trained, name, with_activ
     report = error_diffusion(model, calibration, name, activations=with_activations)
     diffused = (logits_of(model, evaluated[:4]) - original).square().sum()
     restore(model)
-    assert diffused < share * direct
+    assert diffused < (0.9 if with_activations else 0.6) * direct
     assert all(layer.error < layer.direct_error for layer in report.layers)
 
 
