@@ -129,13 +129,12 @@ print("done")
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles_without_a_gpu(capability):
-    """Each code path once: tensors are accessed 16 bytes at a time, codes 8 at a time; one register is spilled at most.
+    """Each code path once: tensors are accessed 16 bytes at a time, codes 8 at a time; nothing is spilled.
 
     The 24 bytes of 32 codes of 6 bits are accessed 4 bytes at a time. sm_80 has no instructions for FP8: only what
     becomes other code there is compiled for it, and a format of integers.
     """
     script = f"""
-import re
 import triton
 from kernel_cases import make
 from ptxas import said_of
@@ -159,10 +158,9 @@ CODES = {{"int8": "v2.b32", "fp8_e4m3": "v2.b32", "fp8_e5m2": "v2.b32", "int4": 
           "mxfp8_e4m3": "v2.b32", "mxfp8_e5m2": "v2.b32", "mxfp6_e2m3": "b32", "mxfp6_e3m2": "b32", "mxfp4": "b32",
           "mxint8": "v2.b32"}}
 
-def assert_little_spilled(code, what):
+def assert_nothing_spilled(code, what):
     said = said_of(code)
-    spilled = re.search(r"(\\d+) bytes spill stores", said)
-    assert int(spilled[1]) <= 4, (what, said)  # a register; Triton 3.9 spills one where it decodes mxint8
+    assert "0 bytes spill stores, 0 bytes spill loads" in said, (what, said)
 
 def compile(kernel, base, name, rounding="nearest", first=None, **constants):
     if not turn():
@@ -193,7 +191,7 @@ def compile(kernel, base, name, rounding="nearest", first=None, **constants):
     code = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options).asm["ptx"]
     what = kernel, constants
     if CAPABILITY == 90 and form.scale in SCALE_MODES:
-        assert_little_spilled(code, what)
+        assert_nothing_spilled(code, what)
     assert ".local" not in code, what
     if kernel is round_trip_kernel:
         assert "fma.rn.f32" not in code, what

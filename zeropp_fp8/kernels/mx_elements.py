@@ -154,7 +154,9 @@ def mx_numbers_of(codes, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCKS
     elif ELEMENT == "mxfp8_e5m2":
         numbers = numbers_of(codes, "fp8_e5m2", NATIVE_FP8, BLOCKS, 32)
     elif ELEMENT == "mxint8":
-        numbers = codes.to(tl.int8, bitcast=True).to(tl.float32) * 0.015625
+        # 2^17 + (code + 128) / 64: that many 64ths are the last bits of a mantissa. Of conversions of integers Triton
+        # 3.9's assembler makes code that spills a register.
+        numbers = (codes.to(tl.int32) ^ 0x48000080).to(tl.float32, bitcast=True) - 131074.0
     else:
         if ELEMENT == "mxfp4":
             both = codes.to(tl.int32)
