@@ -37,9 +37,6 @@ class TensorParallel:
     def get_data_parallel_group(self):
         return self._data
 
-    def get_data_parallel_rank(self):
-        return dist.get_rank(self._data)
-
     def get_data_parallel_world_size(self):
         return dist.get_world_size(self._data)
 

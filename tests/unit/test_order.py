@@ -7,18 +7,11 @@ from torch import nn
 from zeropp_fp8.zero.order import FixedOrder, is_still_to_come
 
 
-class _Ends(torch.autograd.Function):
-    """An identity whose backward calls `run`: what comes after the backward of a module whose input this is."""
-
-    @staticmethod
-    def forward(ctx, x, run):
-        ctx.run = run
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.run()
-        return grad, None
+def at_end(x, run):
+    """x, and `run` called where its gradient is there: after the backward of a module whose input this is."""
+    x = x.clone()
+    x.register_hook(lambda grad: run())
+    return x
 
 
 class Order:
@@ -48,7 +41,7 @@ class Order:
 
     def module(self, x, *used):
         """x times the matrices `used`, as a module that has them; its end is told as DeepSpeed's hooks tell it."""
-        x = _Ends.apply(x, lambda: self.order.module_ended(self.params[i] for i in used))
+        x = at_end(x, lambda: self.order.module_ended(self.params[i] for i in used))
         for index in used:
             x = x @ self.params[index]
         return x
@@ -88,8 +81,8 @@ def test_what_is_read_early_is_waited_for(frozen):
 def test_what_a_module_does_not_use_is_sent_at_its_end():
     job = Order(2)
     reduced_at_end = []
-    x = _Ends.apply(torch.randn(2, 3, requires_grad=True), lambda: reduced_at_end.extend(job.names()))
-    x = _Ends.apply(x, lambda: job.order.module_ended(job.params))
+    x = at_end(torch.randn(2, 3, requires_grad=True), lambda: reduced_at_end.extend(job.names()))
+    x = at_end(x, lambda: job.order.module_ended(job.params))
     (x @ job.params[1]).sum().backward()
     assert reduced_at_end == [0, 1]
 
@@ -98,7 +91,7 @@ def test_a_gradient_that_is_asked_for_is_added_to_none():
     job = Order(1)
     seen = []
     x = torch.randn(2, 3, requires_grad=True)
-    y = (_Ends.apply(x, lambda: seen.append(is_still_to_come(job.params[0]))) @ job.params[0]).sum()
+    y = (at_end(x, lambda: seen.append(is_still_to_come(job.params[0]))) @ job.params[0]).sum()
     torch.autograd.grad(y, [x], retain_graph=True)
     torch.autograd.grad(y, [x, job.params[0]], retain_graph=True)
     y.backward()
