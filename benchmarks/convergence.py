@@ -143,7 +143,7 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         """Continue from `save`'s file."""
-        state = torch.load(path, map_location=self.master[0].device)
+        state = torch.load(path, map_location=self.master[0].device, weights_only=True)
         with torch.no_grad():
             torch._foreach_copy_(self.master, state["master"])
             torch._foreach_copy_(self.weights, self.master)

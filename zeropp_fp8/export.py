@@ -1,18 +1,20 @@
 """A copy of a DeepSpeed checkpoint in which frozen weights are numbers: stock DeepSpeed and zero_to_fp32 read it.
 
-    python -m zeropp_fp8.export CHECKPOINT NEW_FOLDER [--tag TAG]
+    python -m zeropp_fp8.export CHECKPOINT NEW_FOLDER [--tag TAG] [--trust]
 
 Weights that were saved as codes are decoded to the dtype that the model computed with, and cut into the slices that
 DeepSpeed gives to each rank. All else is copied as it is: optimizer states, adapters, what lies beside, and the `zero`
 folder of a universal checkpoint. One weight is decoded at a time, and decoded slices lie in temporary files until their
 rank's file is written: the memory needed is that of a few parts of one weight.
+
+A checkpoint need not be trusted: a file that asks for more than DeepSpeed's model states are made of is refused, unless
+--trust is given. NEW_FOLDER is filled when the copy is complete; an export that fails leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import re
 import shutil
 import sys
 import tempfile
@@ -27,47 +29,55 @@ from zeropp_fp8.zero.fragment import QuantizedFragment
 from zeropp_fp8.zero.saved_ranks import FRAGMENTS, SavedParameter, SavedRanks, read_states, slice_of
 
 LATEST = ("latest", "latest_universal")
-_MODEL_STATES = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_MODEL_STATES = "zero_pp_rank_{}_mp_rank_{:02d}_model_states.pt"
 
 
-def export_checkpoint(checkpoint: str | Path, out: str | Path, tag: str | None = None) -> int:
+def export_checkpoint(checkpoint: str | Path, out: str | Path, tag: str | None = None, *, trust: bool = False) -> int:
     """Copy a checkpoint, with numbers in place of codes.
 
     Args:
         checkpoint: the folder that was given to `save_checkpoint`.
         out: a new or empty folder.
         tag: which checkpoint in it; None: the one that its file `latest` names.
+        trust: read what its files hold even if that may run code.
 
     Returns:
         how many weights were decoded.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint, or files of some ranks are missing.
+        FileNotFoundError: there is no such checkpoint, or a rank's file of model or optimizer states is missing.
         FileExistsError: `out` is not empty.
-        ValueError: no weight of the checkpoint was saved as codes, or `out` lies inside the checkpoint.
+        ValueError: no weight of the checkpoint was saved as codes, `out` lies inside the checkpoint, or a file asks for
+            what may run code.
     """
     checkpoint, out = Path(checkpoint), Path(out)
     folder = checkpoint / (tag or _latest_tag(checkpoint))
-    files = _model_states(folder)
+    files = _model_states(folder, trust)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} is there and not empty; name a new folder")
     if checkpoint.resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(f"{out} lies inside {checkpoint}; name a folder outside of it")
-    saved = {mp: SavedRanks(lambda rank, of=of: str(of[rank]), len(of), {}) for mp, of in files.items()}
-    decoded = sum(_count_codes(folder, ranks) for ranks in saved.values())
+    saved = {mp: SavedRanks(lambda rank, of=of: str(of[rank]), len(of), {}, trust) for mp, of in files.items()}
+    decoded = sum(isinstance(part, QuantizedFragment) for ranks in saved.values() for part in ranks.of_rank(0).values())
     if not decoded:
         raise ValueError(f"{folder} holds no weights as codes: DeepSpeed reads it as it is")
-    new_folder = out / folder.name
     states = {path.name for of in files.values() for path in of.values()}
-    shutil.copytree(folder, new_folder, ignore=lambda where, _: states if Path(where) == folder else ())
-    for mp, of in files.items():
-        for rank, path in of.items():
-            _write_decoded(saved[mp], rank, path, new_folder / path.name)
-    for path in checkpoint.iterdir():
-        if path.is_file() and path.name not in LATEST:
-            shutil.copy2(path, out)
-    # Last, so that a copy that was cut short is not taken for a checkpoint.
-    (out / LATEST[(new_folder / "zero").is_dir()]).write_text(folder.name)
+    # In what is there already, be it `out` itself, which may be a file system of its own.
+    beside = next(place for place in (out.resolve(), *out.resolve().parents) if place.is_dir())
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=beside) as spare:
+        new_folder = Path(spare, folder.name)
+        shutil.copytree(folder, new_folder, ignore=lambda where, _: states if Path(where) == folder else ())
+        for mp, of in files.items():
+            for rank, path in of.items():
+                _write_decoded(saved[mp], rank, path, new_folder / path.name, trust)
+        for path in checkpoint.iterdir():
+            if path.is_file() and path.name not in LATEST:
+                shutil.copy2(path, spare)
+        latest = Path(spare, LATEST[(new_folder / "zero").is_dir()])
+        latest.write_text(folder.name)
+        out.mkdir(parents=True, exist_ok=True)
+        for path in sorted(Path(spare).iterdir(), key=lambda path: path == latest):  # last what makes it a checkpoint
+            path.rename(out / path.name)
     return decoded
 
 
@@ -80,35 +90,32 @@ def _latest_tag(checkpoint: Path) -> str:
     )
 
 
-def _model_states(folder: Path) -> dict[int, dict[int, Path]]:
-    """Files of model states by tensor-parallel rank and rank."""
+def _model_states(folder: Path, trust: bool) -> dict[int, dict[int, Path]]:
+    """Files of model states by tensor-parallel rank and rank, checked to be complete, as are optimizer states."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder")
-    found: dict[int, dict[int, Path]] = {}
-    for path in folder.iterdir():
-        match = _MODEL_STATES.fullmatch(path.name)
-        if match:
-            found.setdefault(int(match[2]), {})[int(match[1])] = path
+    found = sorted(folder.glob("zero_pp_rank_*_mp_rank_*_model_states.pt"))
     if not found:
         raise FileNotFoundError(f"{folder} holds no model states of ZeRO-3 (zero_pp_rank_*_model_states.pt)")
-    for mp, of in found.items():
-        missing = [rank for rank in range(max(of) + 1) if rank not in of]
-        if missing:
-            raise FileNotFoundError(f"{folder}: the model states of rank {missing[0]} (mp_rank {mp:02d}) are missing")
-        found[mp] = dict(sorted(of.items()))
-    return found
+    states = read_states(found[0], trust)
+    ranks, mp_ranks = range(states["dp_world_size"]), range(states["mp_world_size"])
+    files = {mp: {rank: folder / _MODEL_STATES.format(rank, mp) for rank in ranks} for mp in mp_ranks}
+    expected = [path for of in files.values() for path in of.values()]
+    left_over = set(found) - set(expected)
+    if left_over:
+        raise ValueError(f"{min(left_over)} is of another checkpoint; {len(ranks)} ranks saved this one")
+    if not (folder / "zero").is_dir():  # where a universal checkpoint has optimizer states
+        prefix = "bf16_" if any(folder.glob("bf16_*_optim_states.pt")) else ""
+        expected += [folder / (prefix + path.name.replace("model_states", "optim_states")) for path in expected]
+    missing = next((path for path in expected if not path.is_file()), None)
+    if missing is not None:
+        raise FileNotFoundError(f"{missing} is missing; {len(ranks)} ranks saved the checkpoint")
+    return files
 
 
-def _count_codes(folder: Path, saved: SavedRanks) -> int:
-    codes = [f for f in saved.of_rank(0).values() if isinstance(f, QuantizedFragment)]
-    if codes and codes[0].ranks != saved.ranks:
-        raise FileNotFoundError(f"{folder}: {codes[0].ranks} ranks saved it, and there are files of {saved.ranks}")
-    return len(codes)
-
-
-def _write_decoded(saved: SavedRanks, rank: int, path: Path, new_path: Path) -> None:
+def _write_decoded(saved: SavedRanks, rank: int, path: Path, new_path: Path, trust: bool) -> None:
     """Write a rank's model states, with slices in place of codes."""
-    states = read_states(path)
+    states = read_states(path, trust)
     with tempfile.TemporaryDirectory(dir=new_path.parent) as spare:
         fragments = OrderedDict(states[FRAGMENTS])
         for number, (name, fragment) in enumerate(fragments.items()):
@@ -136,9 +143,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder that save_checkpoint was given")
     parser.add_argument("out", metavar="NEW_FOLDER", help="a folder that is not there yet, or empty")
     parser.add_argument("--tag", help="which checkpoint in it; without, the one that its file `latest` names")
+    parser.add_argument("--trust", action="store_true", help="read its files even if what they hold may run code")
     given = parser.parse_args(arguments)
     try:
-        decoded = export_checkpoint(given.checkpoint, given.out, given.tag)
+        decoded = export_checkpoint(given.checkpoint, given.out, given.tag, trust=given.trust)
     except (OSError, ValueError) as error:
         sys.exit(f"zeropp_fp8.export: {error}")
     print(f"zeropp_fp8.export: {given.out} has {decoded} weights as numbers that {given.checkpoint} has as codes")

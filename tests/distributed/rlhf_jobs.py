@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -303,6 +304,16 @@ class FakeEngine:
         return folder, {}
 
 
+class Command:
+    """Pickled, a call: unpickling it makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.makedirs, (self.path, 0o777, True)
+
+
 class Counter:
     def __init__(self, number):
         self.number = number
@@ -371,6 +382,9 @@ def checkpoints(folder):
         for given in ({"lr": 2e-5}, {"reward_functions": ["gsm8k"]}, {"schedule": "cosine"})
     ]
     log["free settings"] = attempt(lambda: run(resume=True, iterations=7, save_every=3))
+    made = Path(folder, f"made{rank}")
+    torch.save({"random": Command(str(made))}, Path(folder, "run", "checkpoints", "step12", f"rank{rank}.pt"))
+    log["code in a checkpoint"] = attempt(resumed), made.exists()
     return log
 
 

@@ -234,6 +234,8 @@ def test_checkpoints(tmp_path):
             said.format("--schedule was constant, is cosine"),
         ]
         assert log["free settings"] == "nothing raised"
+        said, ran = log["code in a checkpoint"]
+        assert said.startswith("UnpicklingError") and "os.makedirs" in said and not ran
 
 
 def test_a_reward_function_that_fails_on_one_rank_fails_on_all(tmp_path):

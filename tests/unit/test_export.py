@@ -1,6 +1,8 @@
 """Exporting a checkpoint to numbers: slices, the rest, refusals. Of real checkpoints: test_frozen_checkpoints.py."""
 
 import math
+import os
+import re
 import subprocess
 import sys
 
@@ -33,7 +35,13 @@ def states_of(tensors, rank, ranks, dtype):
             fragments[name] = QuantizedFragment(
                 name, payload, format_fields(FORMAT), part_numel, shape, dtype, rank, ranks
             )
-    return {"module": {"buffer": torch.arange(3)}, FRAGMENTS: fragments, "global_steps": 7, "dp_world_size": ranks}
+    return {
+        "module": {"buffer": torch.arange(3)},
+        FRAGMENTS: fragments,
+        "global_steps": 7,
+        "dp_world_size": ranks,
+        "mp_world_size": 1,
+    }
 
 
 def write_checkpoint(folder, tensors, ranks, tag="step7", dtype=torch.bfloat16, in_zip=True):
@@ -136,13 +144,98 @@ def test_refusals(tmp_path):
     ):
         with pytest.raises(error, match=message):
             export_checkpoint(*arguments)
-    (folder / "step7" / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(FileNotFoundError, match="3 ranks saved it, and there are files of 2"):
-        export_checkpoint(folder, tmp_path / "to")
-    (folder / "step7" / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(FileNotFoundError, match="the model states of rank 0 \\(mp_rank 00\\) are missing"):
-        export_checkpoint(folder, tmp_path / "to")
     assert not (tmp_path / "to").exists(), "nothing is written before everything is checked"
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("kind, prefix", [("model", ""), ("optim", ""), ("optim", "bf16_")])
+def test_a_file_that_is_missing_is_named(rank, kind, prefix, tmp_path):
+    folder = write_checkpoint(tmp_path / "from", tensors_of(), 3)
+    for file in (folder / "step7").glob("*_optim_states.pt"):
+        file.rename(file.with_name(prefix + file.name))
+    missing = folder / "step7" / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
+    missing.unlink()
+    with pytest.raises(FileNotFoundError, match=f"^{re.escape(str(missing))} is missing; 3 ranks saved the checkpoint"):
+        export_checkpoint(folder, tmp_path / "to")
+    assert not (tmp_path / "to").exists()
+
+
+def test_files_of_another_checkpoint_are_named(tmp_path):
+    folder = write_checkpoint(tmp_path / "from", tensors_of(), 2)
+    other = folder / "step7" / "zero_pp_rank_2_mp_rank_00_model_states.pt"
+    other.write_bytes(b"states")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(other))} is of another checkpoint; 2 ranks saved this one"):
+        export_checkpoint(folder, tmp_path / "to")
+
+
+class Command:
+    """Pickled, a call: unpickling it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.makedirs, (str(self.path), 0o777, True)
+
+
+class Bare:
+    """What a `client_state` may hold."""
+
+
+def add_to_states(folder, rank, value, in_zip=True):
+    """Add something to the states of a rank; returns their file."""
+    file = folder / "step7" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+    states = torch.load(file, weights_only=False)
+    torch.save({**states, "client": value}, file, _use_new_zipfile_serialization=in_zip)
+    return file
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("in_zip", [True, False])
+def test_code_in_a_checkpoint_does_not_run(rank, in_zip, tmp_path, capsys):
+    folder = write_checkpoint(tmp_path / "from", tensors_of(), 2)
+    file = add_to_states(folder, rank, Command(tmp_path / "made"), in_zip)
+    with pytest.raises(SystemExit) as stop:
+        main([str(folder), str(tmp_path / "to")])
+    assert stop.value.code == (
+        f"zeropp_fp8.export: {file} asks for os.makedirs, which may run code; if you trust the file, add --trust"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["from"], "nothing ran, nothing is left behind"
+    main([str(folder), str(tmp_path / "to"), "--trust"])
+    assert (tmp_path / "made").is_dir() and (tmp_path / "to" / "latest").is_file()
+
+
+def test_what_torch_does_not_write_does_not_run(tmp_path):
+    folder = write_checkpoint(tmp_path / "from", tensors_of(), 1)
+    file = folder / "step7" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    file.write_bytes(f"(S'{tmp_path / 'made'}'\nios\nmkdir\n.".encode())
+    with pytest.raises(ValueError, match=r"asks for what torch\.save does not write, which may run code"):
+        export_checkpoint(folder, tmp_path / "to")
+    assert not (tmp_path / "made").exists()
+
+
+def test_objects_of_a_user_need_trust(tmp_path):
+    folder = write_checkpoint(tmp_path / "from", tensors_of(), 2)
+    add_to_states(folder, 1, Bare())
+    with pytest.raises(ValueError, match=rf"asks for {Bare.__module__}\.Bare, .* add --trust"):
+        export_checkpoint(folder, tmp_path / "to")
+    assert export_checkpoint(folder, tmp_path / "to", trust=True) == 3
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_an_export_that_fails_leaves_nothing(there, tmp_path, monkeypatch):
+    folder, out = write_checkpoint(tmp_path / "from", tensors_of(), 2), tmp_path / "new" / "to"
+    if there:
+        out.mkdir(parents=True)
+
+    def full(*_args, **_kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="no space left"):
+        export_checkpoint(folder, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == (["from", "new"] if there else ["from"])
+    assert not there or not any(out.iterdir())
 
 
 def test_the_command(tmp_path, capsys):

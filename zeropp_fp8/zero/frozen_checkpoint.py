@@ -111,7 +111,8 @@ class FrozenLoad:
             As `load_module`.
         """
         path = self._path_of(0)
-        states = read_states(path) if os.path.isfile(path) else {}  # DeepSpeed says so if it is not there
+        # DeepSpeed says so if it is not there.
+        states = read_states(path, trusted=True) if os.path.isfile(path) else {}
         parts = self._parts(states, 0) if self.concerns(states) else {}
         result = stock()
         self._write(parts)
@@ -176,9 +177,8 @@ class FrozenLoad:
         """
         fragments: dict[str, Fragment] = states[FRAGMENTS]
         codes = next((f for f in fragments.values() if isinstance(f, QuantizedFragment)), None)
-        saved = SavedRanks(
-            self._path_of, states["dp_world_size"] if codes is None else codes.ranks, {saved_by: fragments}
-        )
+        ranks = states["dp_world_size"] if codes is None else codes.ranks
+        saved = SavedRanks(self._path_of, ranks, {saved_by: fragments}, trusted=True)
         self._check(fragments, saved.ranks)
         self._check_files(saved)
         frozen = ((name, param) for name, param in self._params.items() if not param.requires_grad)

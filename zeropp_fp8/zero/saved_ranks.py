@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
 import zipfile
 from collections.abc import Callable, Sequence
 
@@ -16,13 +18,29 @@ from zeropp_fp8.zero.fragment import QuantizedFragment
 FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key: {name: slice} of a rank's frozen parameters
 Fragment = Tensor | QuantizedFragment
 
+# Besides tensors, numbers, text and what holds them, of which all is made that DeepSpeed saves as model states; only a
+# `client_state` may hold more.
+_ALLOWED = [QuantizedFragment]
 
-def read_states(path: str | os.PathLike) -> dict:
+
+def read_states(path: str | os.PathLike, trusted: bool = False) -> dict:
     """A file of model states, on the CPU. Tensors are mapped: what is not looked at takes no memory.
 
-    Like DeepSpeed's own loading it unpickles: read only files that you trust.
+    Args:
+        trusted: unpickle whatever the file holds, which may run code. For what DeepSpeed, which does so, reads too.
+
+    Raises:
+        ValueError: the file is not trusted, and asks for more than model states are made of.
     """
-    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
+    with torch.serialization.safe_globals(_ALLOWED):
+        try:
+            return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=not trusted)
+        except pickle.UnpicklingError as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            asked = found[1] if found else "what torch.save does not write"
+            raise ValueError(
+                f"{path} asks for {asked}, which may run code; if you trust the file, add --trust"
+            ) from None
 
 
 class SavedRanks:
@@ -32,10 +50,13 @@ class SavedRanks:
         path_of: the file of model states of a rank.
         ranks: how many there are.
         known: what has been read already, by rank.
+        trusted: of the files, as in `read_states`.
     """
 
-    def __init__(self, path_of: Callable[[int], str], ranks: int, known: dict[int, dict[str, Fragment]]) -> None:
-        self.ranks = ranks
+    def __init__(
+        self, path_of: Callable[[int], str], ranks: int, known: dict[int, dict[str, Fragment]], trusted: bool
+    ) -> None:
+        self.ranks, self._trusted = ranks, trusted
         self._path_of = path_of
         self._read = dict(known)
 
@@ -47,7 +68,7 @@ class SavedRanks:
     def of_rank(self, rank: int) -> dict[str, Fragment]:
         """{name: slice, or codes} of a rank; empty where it was saved with exclude_frozen_parameters."""
         if rank not in self._read:
-            self._read[rank] = read_states(self._path_of(rank)).get(FRAGMENTS) or {}
+            self._read[rank] = read_states(self._path_of(rank), self._trusted).get(FRAGMENTS) or {}
         return self._read[rank]
 
     def of(self, name: str) -> SavedParameter:

@@ -78,8 +78,7 @@ class Checkpoints:
             path, _ = engine.load_checkpoint(str(self._found), tag=name, load_module_strict=False)
             if path is None:
                 raise FileNotFoundError(f"--resume: {self._found} has no checkpoint of {name}")
-        # Written by save(); Python's random state is in it, which only the unrestricted reader takes.
-        own = torch.load(self._found / f"rank{dist.get_rank()}.pt", weights_only=False, map_location="cpu")
+        own = torch.load(self._found / f"rank{dist.get_rank()}.pt", weights_only=True, map_location="cpu")
         restore_random_state(own["random"])
         for name, other in self._others.items():
             other.load_state_dict(own[name])
