@@ -77,6 +77,11 @@ def refused_engines(fields, other):
     log["stock"] = attempt(lambda: make_engine(model, ds_config()))
     named = {**fields, "modules": ["v_proj"]}
     log["trained by name"] = attempt(lambda: make_engine(llama(), config_of(named)))
+    nothing = config_of({**fields, "modules": ["q_porj", "lm_head"]})
+    log["names nothing"] = [
+        attempt(lambda given=given: make_engine(with_adapters(build(llama, nothing, zero_init=given)), nothing))
+        for given in (False, True)
+    ]
     kept = same(before, codes(model))
     model = with_adapters(build(llama, config, zero_init=True))
     engine = make_engine(model, config, lr=0.0)

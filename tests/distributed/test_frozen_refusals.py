@@ -45,6 +45,11 @@ def test_engines_that_do_not_fit_are_refused():
         assert "this engine asks for none" in log["no format"]
         assert "rests as codes of the frozen store, which stock DeepSpeed would take for numbers" in log["stock"]
         assert 'v_proj.weight is to be trained, and "frozen.modules" names it' in log["trained by name"]
+        for message in log["names nothing"]:
+            assert message.startswith(
+                'ConfigError: "zeropp_fp8.frozen.modules": no weight of the model that may be stored'
+            )
+            assert '["q_porj", "lm_head"]; correct them or "frozen.skip_modules", or set it to "all-lin' in message
         assert log["after all"] == (True, True, True)
         assert log["stored of a trained model"] == (0, 1) and log["stored of a skipped model"] == 0
         assert log["stored for evaluation"] == 14

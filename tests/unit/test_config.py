@@ -39,10 +39,29 @@ def test_an_empty_section_is_lossless(config):
     assert resolve(config) == resolved({"recipe": "lossless"}).model_copy(update={"recipe": None})
 
 
-@pytest.mark.parametrize("section", ["zeropp", True, ["zeropp"], 3])
-def test_section_must_be_an_object(section):
-    message = refusal(section)
-    assert f'"{SECTION}" must be an object' in message and '{"recipe": "zeropp"}' in message
+@pytest.mark.parametrize(
+    "section, got", [("zeropp", '"zeropp"'), (True, "true"), (["zeropp"], '["zeropp"]'), (3, "3"), (None, "null")]
+)
+@pytest.mark.parametrize("zero", [None, {"zero_quantized_weights": True}, {"stage": 1}])
+def test_section_must_be_an_object(section, got, zero):
+    message = refusal(zero=zero, **{SECTION: section})
+    assert message.startswith(f'"{SECTION}" must be an object such as {{"recipe": "zeropp"}}, or {{"enabled": false}} ')
+    assert message.endswith(f"got {got}")
+
+
+@pytest.mark.parametrize("name", ["zeropp-fp8", "zeropp_fp_8", "zeropp", "ZeroPP_FP8", "zero_pp_fp8", "_zeropp_fp8"])
+@pytest.mark.parametrize("more", [{}, {SECTION: {"recipe": "zeropp"}}, {"zero_optimization": {"stage": 1}}])
+def test_a_section_whose_name_is_misspelt(name, more):
+    message = refusal(**{name: {"recipe": "zeropp"}, **more})
+    assert message.startswith(f'"{name}" means nothing in a ds_config (did you mean "{SECTION}"?); rename or remove it')
+
+
+def test_no_key_of_deepspeed_is_taken_for_it():
+    from deepspeed.runtime import constants
+
+    keys = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
+    assert {"train_batch_size", "fp16", "bf16", "gradient_clipping"} <= keys
+    assert resolve(ds_config(**{key: {} for key in keys})) is None
 
 
 def test_config_error_is_public():

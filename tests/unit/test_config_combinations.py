@@ -85,6 +85,7 @@ def test_format_that_is_there(field, name):
             {"frozen": {"format": "fp8_e4m3", "scales": "tensor", "double_quantize": True}},
             ['"zeropp_fp8.frozen.double_quantize" belongs to scales of blocks', "remove it"],
         ),
+        ({"frozen": {"modules": ["q_proj"]}}, ['"zeropp_fp8.frozen.modules" names', '"int4", or remove the names']),
         ({"frozen": {"double_quantize": True}}, ['"zeropp_fp8.frozen.double_quantize"', "there are no scales"]),
         (
             {"frozen": {"format": "mxfp4", "double_quantize": True}},

@@ -38,10 +38,18 @@ def test_what_a_ds_config_says_of_itself_wins(monkeypatch, section, keys):
     assert dumped(config) == dumped(without) and config.recipe_variable is None
 
 
-@pytest.mark.parametrize("section", [{"enabled": False}, {"enabled": False, "recipe": "zeropp"}, None])
+@pytest.mark.parametrize("section", [{"enabled": False}, {"enabled": False, "recipe": "zeropp"}])
 def test_a_section_that_switches_the_plugin_off_wins(monkeypatch, section):
     monkeypatch.setenv(RECIPE_VARIABLE, "zeropp")
     assert resolve({"zero_optimization": {"stage": 3}, SECTION: section}) is None
+
+
+@pytest.mark.parametrize(
+    "section, says", [({SECTION: None}, "must be an object"), ({"zeropp-fp8": {}}, "did you mean")]
+)
+def test_it_does_not_stand_in_for_a_section_that_says_nothing(monkeypatch, section, says):
+    monkeypatch.setenv(RECIPE_VARIABLE, "zeropp")
+    assert says in refusal(**section)
 
 
 @pytest.mark.parametrize(

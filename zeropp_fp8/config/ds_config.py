@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,4 +62,18 @@ def asks_for_plugin(ds_config: Mapping[str, Any]) -> bool:
     if isinstance(section, Mapping) and section.get("enabled") is False:
         return False
     asked = any(value != IN_TREE_KEYS[key] for key, value in in_tree_keys(ds_config).items())
-    return section is not None or asked
+    return SECTION in ds_config or asked
+
+
+def check_names(ds_config: Mapping[str, Any]) -> None:
+    """Refuse a key that is almost the section's name: DeepSpeed passes over what it does not know.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for key in ds_config:
+        if key != SECTION and difflib.get_close_matches(str(key).lower(), [SECTION]):
+            raise ConfigError(
+                f'"{key}" means nothing in a ds_config (did you mean "{SECTION}"?); rename or remove it. A section '
+                'with "enabled": false is stock DeepSpeed'
+            )

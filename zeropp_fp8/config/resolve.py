@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from zeropp_fp8.config.compute import completed_compute
-from zeropp_fp8.config.ds_config import asks_for_plugin, in_tree_keys
+from zeropp_fp8.config.ds_config import asks_for_plugin, check_names, in_tree_keys
 from zeropp_fp8.config.environment import RECIPE_VARIABLE, recipe_from_environment
 from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.rules import check_fields, check_host, check_in_tree_keys, check_in_tree_types
@@ -22,8 +23,9 @@ def resolve(ds_config: Mapping[str, Any], *, hybrid_engine: bool = False) -> Plu
     A stage-3 ds_config that says nothing about the plugin gets the recipe of ZEROPP_FP8_RECIPE, if that is set.
 
     Raises:
-        ConfigError: wrong type, unknown key, or a combination that cannot be honoured.
+        ConfigError: wrong type, unknown key, misspelt name of the section, or a combination that cannot be honoured.
     """
+    check_names(ds_config)
     recipe = recipe_from_environment(ds_config)
     if recipe is None:
         return _resolve(ds_config, hybrid_engine) if asks_for_plugin(ds_config) else None
@@ -38,7 +40,10 @@ def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> PluginConfig:
     """The configuration out of a ds_config that asks for the plugin."""
     section = ds_config.get(SECTION, {})
     if not isinstance(section, Mapping):
-        raise ConfigError(f'"{SECTION}" must be an object such as {{"recipe": "zeropp"}}, got {section!r}')
+        raise ConfigError(
+            f'"{SECTION}" must be an object such as {{"recipe": "zeropp"}}, or {{"enabled": false}} for stock '
+            f"DeepSpeed; got {json.dumps(section, default=repr)}"
+        )
     keys = in_tree_keys(ds_config)
     check_in_tree_types(keys)
     config = _completed(_parse(_merge(section, keys)))

@@ -104,6 +104,11 @@ def _check_usable(frozen: FrozenConfig) -> None:
             f'"{SECTION}.frozen.double_quantize": true does not go with "format": "{frozen.format}" ({why}); set it to '
             "false, or use int4, int8, nf4 or fp8_e4m3"
         )
+    if isinstance(frozen.modules, list) and frozen.format == "none":
+        raise ConfigError(
+            f'"{SECTION}.frozen.modules" names what is stored, and "frozen.format" is "none": set a format such as '
+            '"int4", or remove the names'
+        )
     if frozen.scales == "tensor":
         _check_tensor_scales(frozen)
     if frozen.block_size % 2:

@@ -9,6 +9,7 @@ when the model is: what was stored wrongly (a name list may speak of "layers.0")
 from __future__ import annotations
 
 import contextlib
+import json
 import weakref
 from collections.abc import Iterator
 
@@ -149,8 +150,8 @@ def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool) -> None:
         trains: whether the engine has an optimizer. Without, everything is frozen.
 
     Raises:
-        ConfigError: a weight that is to be trained was stored while the model was made, or "modules" names it; or one
-            was stored in another format.
+        ConfigError: a weight that is to be trained was stored while the model was made, or "modules" names it; one was
+            stored in another format; or "modules" names none.
     """
     wire_format = store_format(frozen)
     names = dict(_names_of(model))
@@ -175,6 +176,11 @@ def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool) -> None:
     if wire_format is not None:
         embedded = _embedded(model)
         chosen = [p for n, p in _candidates(model, frozen) if id(p) not in embedded and is_chosen(n, frozen)]
+        if not chosen and isinstance(frozen.modules, list):
+            raise ConfigError(
+                f'"{SECTION}.frozen.modules": no weight of the model that may be stored has one of the names '
+                f'{json.dumps(frozen.modules)}; correct them or "frozen.skip_modules", or set it to "all-linear"'
+            )
         for param in chosen:
             if param.requires_grad and trains and isinstance(frozen.modules, list):
                 raise ConfigError(
