@@ -3,6 +3,7 @@
 import ast
 import itertools
 import json
+import math
 import runpy
 import subprocess
 import sys
@@ -383,7 +384,7 @@ def test_checkpointing_saves_activations_and_costs_time():
         (lambda: replace(NONE_KEPT, kept_parameters=-1), "kept_parameters must be 0 or more"),
         (lambda: Hardware(0, 4300, 400), "intra_gbs must be above 0"),
         (lambda: replace(H200, link_efficiency=1.2), "link_efficiency is a share"),
-        (lambda: replace(H200, host_per_block_ms=-1), "host_per_block_ms must not be below 0"),
+        (lambda: replace(H200, host_per_block_ms=-1), "host_per_block_ms must be 0 or more"),
         (lambda: method_named("zeropp-4bits"), 'did you mean "zeropp-4bit"'),
         (
             lambda: estimate(METHODS["stock"], Job(Model(100, 1, 1, 2), Cluster(64, 8, 10), 1), H200),
@@ -452,6 +453,13 @@ def test_command_line_checks_and_fits(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--nodes", "0"], "nodes must be a whole number"),
+        (["--hidden", "0"], "hidden must be a whole number, at least 1, got 0"),
+        (["--layers", "-1"], "layers must be a whole number, at least 1, got -1"),
+        (["--params", "inf"], "parameters must be above 0 and finite, got inf"),
+        (["--gbit", "inf"], "inter_gbit (Gbit/s a node) must be above 0 and finite, got inf"),
+        (["--kept", "nan"], "kept_parameters must be 0 or more and finite, got nan"),
+        (["--overlap", "nan"], "overlap must be 0 or more and finite, got nan"),
+        (["--tokens", "9" * 400], "int too large"),
         (["--methods", "zerop"], "there is no method 'zerop'"),
         (["--check", "nowhere.json"], "there is no file or folder nowhere.json"),
         (["--fit", "overlap"], "--fit needs --check"),
@@ -461,7 +469,32 @@ def test_command_line_errors(arguments, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    *usage, said = capsys.readouterr().err.splitlines()
+    assert message in said and (not usage or usage[0].startswith("usage: "))
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "no step times measured on GPUs"),
+        ({"rows": []}, "no step times measured on GPUs"),
+        ({"gbit": 25, "rows": [ROW | {"run": "magic"}]}, "no step times measured on GPUs, only of ['magic']"),
+        ({"gbit": 25, "rows": [ROW | {"step_ms": "fast"}]}, "result.json: not as benchmarks/two_nodes.py writes it"),
+        ({"gbit": 25, "rows": [ROW | {"step_ms": math.nan}]}, "step_s must be above 0 and finite, got nan"),
+        ({"gbit": 25, "rows": [ROW | {"tokens": "many"}]}, "result.json: not as benchmarks/two_nodes.py writes it"),
+        ({"gbit": {}, "rows": [ROW]}, "result.json: not as benchmarks/two_nodes.py writes it"),
+        ({"rows": 5}, "result.json: not as benchmarks/two_nodes.py writes it"),
+        ({"rates": [5]}, "result.json: not as benchmarks/two_nodes.py writes it"),
+        ({"hardware": [], "rows": [ROW]}, "result.json: not as benchmarks/two_nodes.py writes it"),
+    ],
+)
+def test_results_that_are_none(tmp_path, result, message, capsys):
+    if result is not None:
+        (tmp_path / "result.json").write_text(json.dumps(result))
+    with pytest.raises(SystemExit) as stopped:
+        main(["--check", str(tmp_path)])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and said.startswith("plan: ") and message in said
 
 
 def test_scaling_plot(tmp_path, capsys):

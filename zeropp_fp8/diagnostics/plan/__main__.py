@@ -135,6 +135,9 @@ def run_check(arguments: argparse.Namespace) -> str:
     points = [point for path in arguments.check for point in load_points(path)] if arguments.check else list(PEERS)
     unknown = sorted({point.run for point in points if point.run not in METHODS})
     points = [point for point in points if point.run in METHODS]
+    if not points:
+        where = ", ".join(arguments.check)
+        raise PlanError(f"{where}: no step times measured on GPUs{f', only of {unknown}' if unknown else ''}")
     hardware = hardware_of(arguments, EMULATED_H200)
     lines = [f"no model for: {', '.join(unknown)}"] if unknown else []
     if arguments.fit:
@@ -166,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     try:
         print(run_plan(arguments) if arguments.check is None else run_check(arguments))
-    except PlanError as error:
+    except (PlanError, OverflowError) as error:  # the latter of whole numbers beyond all floats
         print(f"plan: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

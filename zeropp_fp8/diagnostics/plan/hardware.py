@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zeropp_fp8.diagnostics.plan.job import PlanError, require_positive
+from zeropp_fp8.diagnostics.plan.job import PlanError, require_at_least_zero, require_positive
 
 MICRO = 1e-6
 SHARES = ("link_efficiency", "codec_efficiency", "overlap")  # fields that are at most 1
@@ -57,9 +57,7 @@ class Hardware:
         for share in SHARES:
             if getattr(self, share) > 1:
                 raise PlanError(f"{share} is a share of a rate and must not exceed 1, got {getattr(self, share)!r}")
-        for name, value in vars(self).items():
-            if value < 0:
-                raise PlanError(f"{name} must not be below 0, got {value!r}")
+        require_at_least_zero(**vars(self))
 
 
 # 4 H200 of one host: NCCL over NVLink within a pair and the copy bandwidth were measured. host_per_block_ms and

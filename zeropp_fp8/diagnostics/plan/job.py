@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 BYTES_16BIT = 2
@@ -13,10 +14,17 @@ class PlanError(ValueError):
 
 
 def require_positive(**values: float) -> None:
-    """Raise PlanError for the first value that is not above 0."""
+    """Raise PlanError for the first value that is not above 0, or infinite."""
     for name, value in values.items():
-        if not value > 0:
-            raise PlanError(f"{name} must be above 0, got {value!r}")
+        if not 0 < value < math.inf:
+            raise PlanError(f"{name} must be above 0 and finite, got {value!r}")
+
+
+def require_at_least_zero(**values: float) -> None:
+    """Raise PlanError for the first value that is below 0, or infinite."""
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise PlanError(f"{name} must be 0 or more and finite, got {value!r}")
 
 
 def require_whole(**values: float) -> None:
@@ -68,6 +76,7 @@ class Model:
             PlanError: no shape with this vocabulary has so few parameters.
         """
         require_positive(parameters=parameters)
+        require_whole(**{name: size for name, size in (("hidden", hidden), ("layers", layers)) if size is not None})
         if hidden is None:
             rough = (parameters / (12 * layers)) ** 0.5 if layers else (parameters * 128 / 12) ** (1 / 3)
             hidden = max(128, round(rough / 128) * 128)
@@ -124,9 +133,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         require_whole(nodes=self.nodes, ranks_per_node=self.ranks_per_node)
-        if self.nodes > 1 and not self.inter_gbit > 0:
+        if self.nodes > 1 and not 0 < self.inter_gbit < math.inf:
             raise PlanError(
-                f"{self.nodes} nodes need a link between them: inter_gbit (Gbit/s a node) must be above 0, "
+                f"{self.nodes} nodes need a link between them: inter_gbit (Gbit/s a node) must be above 0 and finite, "
                 f"got {self.inter_gbit!r}"
             )
 
@@ -162,8 +171,7 @@ class Job:
             require_whole(sequence=self.sequence)
             if self.tokens % self.sequence:
                 raise PlanError(f"tokens ({self.tokens}) must be a multiple of sequence ({self.sequence})")
-        if self.kept_parameters < 0:
-            raise PlanError(f"kept_parameters must be 0 or more, got {self.kept_parameters!r}")
+        require_at_least_zero(kept_parameters=self.kept_parameters)
 
     @property
     def sequence_length(self) -> int:

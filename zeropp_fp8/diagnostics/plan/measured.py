@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeropp_fp8.diagnostics.plan.job import Cluster, Job, Model, PlanError
+from zeropp_fp8.diagnostics.plan.job import Cluster, Job, Model, PlanError, require_positive
 
 # The models of benchmarks/two_nodes.py.
 MODELS = {
@@ -30,6 +30,9 @@ class MeasuredPoint:
     step_s: float
     source: str = ""
     peak_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(step_s=self.step_s)
 
     @property
     def label(self) -> str:
@@ -148,17 +151,24 @@ def load_points(path: str | Path) -> list[MeasuredPoint]:
     (a run that failed), files without rows and runs on a CPU are left out.
 
     Raises:
-        PlanError: no such file, no JSON, a model that is not known, a row that does not say its rate.
+        PlanError: no such file, no JSON, a model that is not known, a row that does not say its rate, or something
+            else where numbers and lists belong.
     """
-    points = []
-    for file in _files(Path(path)):
-        try:
-            result = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise PlanError(f"{file}: not JSON ({error})") from None
-        if not isinstance(result, dict) or not {"rows", "rates"} & set(result):
-            continue
+    return [point for file in _files(Path(path)) for point in _points_of(file)]
+
+
+def _points_of(file: Path) -> list[MeasuredPoint]:
+    try:
+        result = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{file}: not JSON ({error})") from None
+    if not isinstance(result, dict) or not {"rows", "rates"} & set(result):
+        return []
+    try:
         if not _ran_on_gpu(result):
-            continue
-        points += [_point(row, file.name) for row in _rows(result) if row.get("step_ms") and "run" in row]
-    return points
+            return []
+        return [_point(row, file.name) for row in _rows(result) if row.get("step_ms") and "run" in row]
+    except PlanError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:  # anything may stand where a number or list belongs
+        raise PlanError(f"{file}: not as benchmarks/two_nodes.py writes it ({error})") from None
