@@ -7,6 +7,7 @@ script starts by `multiprocessing` have the plugin on too.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -28,13 +29,18 @@ def main(argv: list[str] | None = None) -> None:
         print(__doc__ + "\n" + USAGE)
         raise SystemExit(0 if arguments else 2)
     target, rest = arguments[0], arguments[1:]
+    if is_module:
+        sys.path.insert(0, os.getcwd())
+    # Of a module only the outermost package is looked for: looking further would import it without the plugin.
+    if not (importlib.util.find_spec(target.partition(".")[0]) if is_module else os.path.exists(target)):
+        print(f"zeropp_fp8.run: there is no {'module' if is_module else 'script'} {target}", file=sys.stderr)
+        raise SystemExit(2)
 
     from zeropp_fp8.children import enable_with_children
 
     enable_with_children()
     sys.argv = [target, *leading, *rest]
     if is_module:
-        sys.path.insert(0, os.getcwd())
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
