@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+import torch
 from config_cases import DEFAULTS, ZEROPP, ds_config, refusal, resolved, values
 from pydantic import ValidationError
 
@@ -225,7 +226,7 @@ def test_every_mistake_is_reported_at_once():
     ("path", "wrong"),
     [
         ("enabled", [0, 1, "true", None]),
-        ("seed", [-1, 1.0, "0", True]),
+        ("seed", [-1, 1.0, "0", True, 2**63]),
         ("topology", [4, "detect", None]),
         ("topology.ranks_per_node", ["two", 0, -1, 2.0, True, None]),
         ("weights", ["int8", None]),
@@ -245,11 +246,11 @@ def test_every_mistake_is_reported_at_once():
         ("gradients.store_format", [8]),
         ("gradients.scale_policy", ["post-scale", 2]),
         ("gradients.scales", ["row", 1, None]),
-        ("gradients.amax_history", [0, 1.5, "16"]),
+        ("gradients.amax_history", [0, 1.5, "16", 10**13]),
         ("gradients.reduction", ["ring", 2]),
         ("compute.format", [8, None]),
         ("compute.scaling", ["tensor"]),
-        ("compute.amax_history", [0, 1.5]),
+        ("compute.amax_history", [0, 1.5, 10**13]),
         ("compute.skip_modules", ["lm_head", [1]]),
         ("optimizer.master_format", [16]),
         ("optimizer.scales", ["row"]),
@@ -304,3 +305,45 @@ def test_ds_config_as_base64_and_with_comments(tmp_path):
     assert load_ds_config(str(path)) == load_ds_config(text)
     with pytest.raises(ConfigError, match="neither a file nor base64"):
         load_ds_config("no/such/file.json")
+
+
+TWICE = '{"bf16": {"enabled": true, "enabled": false}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"bf16": ', "Expecting"),
+        ("[]", "holds a list; it must be an object"),
+        ("[[1, 2]]", "holds a list; it must be an object"),
+        (TWICE, 'duplicate keys "enabled"; leave one of each'),
+        ('{"a": 1, "b": 2, "b": 3, "a": 4}', 'duplicate keys "a", "b"; leave one of each'),
+    ],
+)
+def test_ds_config_that_is_broken(tmp_path, text, said):
+    """Wherever it comes from; of a file its name is said."""
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    for source in (str(path), path, base64.urlsafe_b64encode(text.encode()).decode()):
+        with pytest.raises(ConfigError, match=re.escape(said)) as raised:
+            load_ds_config(source)
+        assert ("ds.json" in str(raised.value)) == (str(source) == str(path)) and "\n" not in str(raised.value)
+
+
+def test_ds_config_that_is_no_file_and_no_object(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape("an object or the path of a file with one, got [3]")):
+        load_ds_config([3])
+    with pytest.raises(ConfigError, match=f"{tmp_path}.* cannot be read"):
+        load_ds_config(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"binary.* cannot be read"):
+        load_ds_config(tmp_path / "binary")
+
+
+@pytest.mark.parametrize("field", ["seed", "compute.amax_history"])
+def test_the_largest_numbers_are_taken(field):
+    """A rank's generators are seeded by a million times the seed."""
+    group, _, name = field.rpartition(".")
+    largest = {"seed": 2**43 - 1, "amax_history": 1 << 20}[name]
+    resolve(ds_config({group: {name: largest}} if group else {name: largest}))
+    torch.Generator().manual_seed((2**43 - 1) * 1000003 + 1_000_000)

@@ -87,6 +87,29 @@ def test_run_passes_arguments_through(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "__main__ ['--local_rank=1', '--a', 'b'] True\n"
 
 
+@pytest.mark.parametrize("argument", ["config_dict_or_path", "config"])
+def test_zero_init_refuses_duplicate_keys(argument, tmp_path):
+    """As `initialize` does."""
+    path = tmp_path / "twice.json"
+    path.write_text('{"zero_optimization": {"stage": 1, "stage": 3}}')
+    made = plugin._init_without_in_tree_keys(lambda self, config_dict_or_path=None, config=None: None)
+    with pytest.raises(zeropp_fp8.ConfigError, match=r'twice\.json.*duplicate keys "stage"'):
+        made(None, **{argument: str(path)})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["nope.py"], "there is no script nope.py"), (["-m", "nope.train"], "there is no module nope.train")],
+)
+def test_run_of_what_is_not_there(words, said, capsys, monkeypatch):
+    from zeropp_fp8 import run
+
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    with pytest.raises(SystemExit) as stop:
+        run.main([*words, "--a"])
+    assert stop.value.code == 2 and capsys.readouterr().err == f"zeropp_fp8.run: {said}\n"
+
+
 def test_run_without_a_script_says_how(capsys):
     from zeropp_fp8 import run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import difflib
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,18 +29,41 @@ def load_ds_config(ds_config: Any) -> dict[str, Any]:
     """A ds_config in any form DeepSpeed takes (a dict, a path, base64 of JSON), or as JSON text, as a new dict.
 
     Raises:
-        ConfigError: a string that is neither.
+        ConfigError: neither of these, no JSON, no object, or an object with a key twice.
     """
     if isinstance(ds_config, Mapping):
         return copy.deepcopy(dict(ds_config))
+    if not isinstance(ds_config, (str, os.PathLike)):
+        raise ConfigError(f"a ds_config is an object or the path of a file with one, got {ds_config!r}")
+    name = f"the ds_config {os.fspath(ds_config)!r}"
     if os.path.exists(ds_config):
-        return hjson.loads(Path(ds_config).read_text(), object_pairs_hook=dict)  # DeepSpeed reads Hjson too
-    if ds_config.lstrip().startswith("{"):
-        return hjson.loads(ds_config, object_pairs_hook=dict)
+        try:
+            text = Path(ds_config).read_text()
+        except (OSError, ValueError) as error:  # a folder, or not UTF-8
+            raise ConfigError(f"{name} cannot be read: {error}") from None
+    elif str(ds_config).lstrip().startswith("{"):
+        name, text = "the ds_config given as text", str(ds_config)
+    else:
+        try:
+            text = base64.urlsafe_b64decode(str(ds_config)).decode()
+        except ValueError:
+            raise ConfigError(f"{name} is neither a file nor base64 of JSON") from None
     try:
-        return hjson.loads(base64.urlsafe_b64decode(ds_config).decode(), object_pairs_hook=dict)
-    except (ValueError, hjson.HjsonDecodeError):
-        raise ConfigError(f"the ds_config {ds_config!r} is neither a file nor base64 of JSON") from None
+        loaded = hjson.loads(text, object_pairs_hook=_without_duplicates)  # DeepSpeed reads Hjson too
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{name} holds a {type(loaded).__name__}; it must be an object, {{...}}")
+    return loaded
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. DeepSpeed refuses a key that stands twice; taking the last one would hide a mistake."""
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ValueError(f"duplicate keys {', '.join(map(json.dumps, twice))}; leave one of each")
+    return dict(pairs)
 
 
 def in_tree_keys(ds_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,8 @@ ScaleMode = Literal["rceil", "floor"]
 BlockSize = Annotated[int, Strict(), Field(ge=2, le=1 << 20)]
 Flag = Annotated[bool, Strict()]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
+History = Annotated[int, Strict(), Field(ge=1, le=1 << 20)]  # numbers that are kept for each tensor
+Seed = Annotated[int, Strict(), Field(ge=0, lt=1 << 43)]  # times a million, and more, it seeds generators of 64 bits
 
 
 class _Section(BaseModel):
@@ -81,7 +83,7 @@ class GradientsConfig(_Section):
     error_feedback: Flag = False
     scales: Literal["block", "tensor"] = "block"
     scale_policy: Literal["auto", "pre", "post"] = "auto"
-    amax_history: PositiveInt = 16  # steps
+    amax_history: History = 16  # steps
     store_format: str = "none"
     reduction: Literal["two_hop", "nccl"] = "two_hop"
 
@@ -97,7 +99,7 @@ class ComputeConfig(_Section):
 
     format: str | dict[str, str] = "none"
     scaling: Literal["delayed", "current", "per_channel", "block", "mx"] = "delayed"
-    amax_history: PositiveInt = 16  # steps
+    amax_history: History = 16  # steps
     amax_reduction: Literal["max", "most_recent"] = "max"
     scale_mode: ScaleMode = "rceil"
     rounding: Rounding = "nearest"
@@ -160,7 +162,7 @@ class PluginConfig(_Section):
 
     enabled: Flag = True
     recipe: str | None = None
-    seed: Annotated[int, Strict(), Field(ge=0)] = 0
+    seed: Seed = 0
     topology: TopologyConfig = TopologyConfig()
     weights: WeightsConfig = WeightsConfig()
     secondary: SecondaryConfig = SecondaryConfig()
