@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,19 +79,29 @@ def documents_of_dataset(dataset) -> list[str]:
     return list(dataset["text" if "text" in strings else strings[0]])
 
 
-def read_documents(sources: Iterable[str]) -> list[bytes]:
+def check_places(sources: Sequence[str]) -> None:
+    """Refuse paths in --data with nothing there; a name of Hugging Face may stand for a data set.
+
+    Raises:
+        FileNotFoundError: names the path.
+    """
+    for source in sources:
+        if find_files(source) is None and source.startswith((".", "/", "~")):
+            raise FileNotFoundError(f"--data {source}: no such file or folder")
+
+
+def read_documents(sources: Sequence[str]) -> list[bytes]:
     """The texts of all --data arguments, UTF-8 encoded, one entry a file or a row.
 
     A Hugging Face data set is NAME or NAME:CONFIGURATION; its split "train" is read.
     """
+    check_places(sources)
     documents: list[bytes] = []
     for source in sources:
         files = find_files(source)
         if files is not None:
             documents += [path.read_bytes() for path in files]
             continue
-        if source.startswith((".", "/", "~")):
-            raise FileNotFoundError(f"--data {source}: no such file or folder")
         from datasets import load_dataset
 
         name, _, configuration = source.partition(":")

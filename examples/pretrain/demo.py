@@ -16,11 +16,15 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from data import check_places
+from models import is_small
+
 import zeropp_fp8
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # examples/
 
 from launching import computes_in_bf16, device, hardware, launch
+from options import Parser, generator_seed, model_config, new_folder, number, refusals, whole
 
 HERE = Path(__file__).resolve().parent
 DS_CONFIGS = HERE.parent.parent / "ds_configs"
@@ -32,16 +36,18 @@ COLORS = {"stock": "#555555", "zeropp": "#0072b2", "zeropp-4bit": "#d55e00"}
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-small", help="see train.py")
     parser.add_argument("--data", nargs="+", default=["stdlib"], help="see train.py")
-    parser.add_argument("--steps", type=int, default=80, help="optimizer steps of each run")
-    parser.add_argument("--micro-batch", type=int, default=8, help="sequences a rank takes in a step")
-    parser.add_argument("--sequence-length", type=int, default=128, help="tokens in a sequence")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--seed", type=int, default=0, help="initial weights and order of the data")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the results")
-    return parser.parse_args()
+    parser.add_argument("--steps", type=whole(1), default=80, help="optimizer steps of each run")
+    parser.add_argument("--micro-batch", type=whole(1), default=8, help="sequences a rank takes in a step")
+    parser.add_argument("--sequence-length", type=whole(2), default=128, help="tokens in a sequence")
+    parser.add_argument("--lr", type=number(least=0), default=1e-3, help="learning rate")
+    parser.add_argument("--seed", type=generator_seed, default=0, help="initial weights and order of the data")
+    parser.add_argument("--out", type=new_folder, default="runs/demo", help="folder for the results")
+    arguments = parser.parse_args()
+    arguments.out = Path(arguments.out)
+    return arguments
 
 
 def ds_config_of(run: str, arguments: argparse.Namespace, accelerator: str, ranks: int) -> dict:
@@ -167,6 +173,10 @@ def draw(results: dict[str, dict], runs: dict[str, dict], title: str, path: Path
 
 def main() -> None:
     arguments = parse_arguments()
+    with refusals():
+        if not is_small(arguments.model):
+            model_config("--model", arguments.model)
+        check_places(arguments.data)
     arguments.out.mkdir(parents=True, exist_ok=True)
     accelerator, ranks = device(multiple_of=NODES)
     dtype = "bf16" if computes_in_bf16(accelerator) else "fp32"

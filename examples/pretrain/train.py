@@ -28,6 +28,7 @@ from models import SMALL_LLAMAS, is_small, make_model
 from tqdm import tqdm
 
 import zeropp_fp8
+from zeropp_fp8.config import load_ds_config, resolve
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # examples/
 
@@ -43,6 +44,7 @@ from basics import (
     seed_everything,
     shut_down,
 )
+from options import Parser, generator_seed, model_config, new_file, new_folder, number, refusals, whole
 
 MEGA = 1e6
 END_STEPS = 10  # loss_end is the mean over so many steps
@@ -51,7 +53,7 @@ FIGURES = ("loss_start", "loss_end", "held_out_loss", "step_s")
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model",
         default="llama-small",
@@ -65,24 +67,36 @@ def parse_arguments() -> argparse.Namespace:
         "(NAME or NAME:CONFIGURATION)",
     )
     parser.add_argument("--deepspeed_config", required=True, help="path of the DeepSpeed JSON")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps in all, those before --resume included")
-    parser.add_argument("--sequence-length", type=int, default=128, help="tokens in a sequence")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate after the warm-up")
-    parser.add_argument("--warmup", type=int, default=10, help="steps over which the learning rate rises")
+    parser.add_argument(
+        "--steps", type=whole(1), default=100, help="optimizer steps in all, those before --resume included"
+    )
+    parser.add_argument("--sequence-length", type=whole(2), default=128, help="tokens in a sequence")
+    parser.add_argument("--lr", type=number(least=0), default=1e-3, help="learning rate after the warm-up")
+    parser.add_argument("--warmup", type=whole(0), default=10, help="steps over which the learning rate rises")
     parser.add_argument("--schedule", choices=("constant", "cosine"), default="constant", help="after the warm-up")
-    parser.add_argument("--weight-decay", type=float, default=0.1, help="for matrices; vectors have none")
-    parser.add_argument("--seed", type=int, default=0, help="initial weights and order of the data")
-    parser.add_argument("--eval-every", type=int, default=0, help="steps between held-out losses; 0: only at the end")
-    parser.add_argument("--eval-batches", type=int, default=8, help="batches on each rank for a held-out loss; 0: none")
-    parser.add_argument("--save", metavar="DIR", help="write a checkpoint here at the end")
-    parser.add_argument("--save-every", type=int, default=0, help="and every so many steps; 0: only at the end")
+    parser.add_argument("--weight-decay", type=number(least=0), default=0.1, help="for matrices; vectors have none")
+    parser.add_argument("--seed", type=generator_seed, default=0, help="initial weights and order of the data")
+    parser.add_argument(
+        "--eval-every", type=whole(0), default=0, help="steps between held-out losses; 0: only at the end"
+    )
+    parser.add_argument(
+        "--eval-batches", type=whole(0), default=8, help="batches on each rank for a held-out loss; 0: none"
+    )
+    parser.add_argument("--save", type=new_folder, metavar="DIR", help="write a checkpoint here at the end")
+    parser.add_argument("--save-every", type=whole(0), default=0, help="and every so many steps; 0: only at the end")
     parser.add_argument("--resume", metavar="DIR", help="continue from the latest checkpoint there")
-    parser.add_argument("--loss-log", metavar="FILE", help="JSON lines: loss, learning rate and seconds of each step")
-    parser.add_argument("--summary", metavar="FILE", help="JSON: losses, step time and bytes of the whole run")
+    parser.add_argument(
+        "--loss-log", type=new_file, metavar="FILE", help="JSON lines: loss, learning rate and seconds of each step"
+    )
+    parser.add_argument(
+        "--summary", type=new_file, metavar="FILE", help="JSON: losses, step time and bytes of the whole run"
+    )
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher gives it
     arguments = parser.parse_args()
     if arguments.save_every and not arguments.save:
         parser.error("--save-every needs --save DIR")
+    if arguments.resume and not Path(arguments.resume, "latest").is_file():
+        parser.error(f"--resume {arguments.resume}: no checkpoint there")
     return arguments
 
 
@@ -170,11 +184,16 @@ def resume(engine, directory: str, fixed: dict) -> int:
 
 
 def load_data(arguments: argparse.Namespace) -> tuple[Sequences, Sequences]:
-    """(training data, held-out data)."""
+    """(training data, held-out data).
+
+    Raises:
+        ValueError, OSError: a model or text that is not there, or too little text.
+    """
     encode = byte_tokens
     if not is_small(arguments.model):
         from transformers import AutoTokenizer
 
+        model_config("--model", arguments.model)
         encode = tokenizer_tokens(AutoTokenizer.from_pretrained(arguments.model))
     training, held_out = split_tokens(read_documents(arguments.data), encode)
     return (
@@ -239,12 +258,13 @@ def train(
 
 def main() -> None:
     arguments = parse_arguments()
+    with refusals():
+        ds_config = load_ds_config(arguments.deepspeed_config)
+        resolve(ds_config)
+        training, held_out = load_data(arguments)
     zeropp_fp8.enable()  # the one line that this project adds; it acts where the ds_config asks for it
     join_the_other_ranks()
     seed_everything(arguments.seed)
-    ds_config = json.loads(Path(arguments.deepspeed_config).read_text())
-
-    training, held_out = load_data(arguments)
     engine = make_engine(arguments, ds_config)
     seed_everything(arguments.seed + 1 + dist.get_rank())  # same initial weights, other dropout on each rank
     fixed = what_must_not_change(arguments, engine, training)

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig
 
 import zeropp_fp8
 
@@ -42,28 +41,29 @@ from common.samples import Samples
 from common.state import Checkpoints
 from common.supervised import fit, load_items, steps_of
 from common.tokens import encode_preference
+from options import model_config, refusals
 
 
 def main() -> None:
     arguments = parse(DPOArguments, __doc__)
-    check_preferences(arguments)
-    ds_config = read_ds_config(arguments)
+    with refusals():
+        check_preferences(arguments)
+        ds_config, start = read_ds_config(arguments), find_start(arguments.model)
+        check_sequences(arguments, model_config("--model", start.base))
+        tokenizer, lora = load_tokenizer(arguments.model), lora_config(arguments, ds_config, start)
     zeropp_fp8.enable()  # acts where the ds_config asks for it
     join_the_other_ranks()
     seed_everything(arguments.seed)
-
-    start, tokenizer = find_start(arguments.model), load_tokenizer(arguments.model)
-    lora, pad = lora_config(arguments, ds_config, start), tokenizer.pad_token_id
-    check_sequences(arguments, AutoConfig.from_pretrained(start.base))
-    parts = {
-        name: load_items(arguments, sources, "preference", encode_preference, tokenizer) if sources else []
-        for name, sources in (("train", arguments.data), ("eval", arguments.eval_data))
-    }
-    keys = {}
-    if not arguments.reference_free:
-        keys = {name: key_of(pairs, start, ds_config, lora is not None) for name, pairs in parts.items() if pairs}
-    fixed = {"the number of rows": len(parts["train"]), "the hash of rows and model": keys.get("train")}
-    checkpoints = Checkpoints(arguments, ds_config, fixed)
+    keys, pad = {}, tokenizer.pad_token_id
+    with refusals():
+        parts = {
+            name: load_items(arguments, sources, "preference", encode_preference, tokenizer) if sources else []
+            for name, sources in (("train", arguments.data), ("eval", arguments.eval_data))
+        }
+        if not arguments.reference_free:
+            keys = {name: key_of(pairs, start, ds_config, lora is not None) for name, pairs in parts.items() if pairs}
+        fixed = {"the number of rows": len(parts["train"]), "the hash of rows and model": keys.get("train")}
+        checkpoints = Checkpoints(arguments, ds_config, fixed)
 
     model = load_policy(start, ds_config, lora)
     without_dropout(model)  # the log-ratios would hold its noise

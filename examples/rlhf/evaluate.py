@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from transformers import AutoConfig
 
 import zeropp_fp8
 
@@ -28,6 +27,7 @@ from common.models import POLICY, find_start, load_policy, load_tokenizer, lora_
 from common.prompts import load_prompts
 from common.rewards import Rewards, columns_for, load_functions
 from common.roles import Role
+from options import model_config, refusals
 
 
 def names_of(models: list[str]) -> list[str]:
@@ -42,14 +42,25 @@ def names_of(models: list[str]) -> list[str]:
     return names
 
 
+def check_model(arguments: RolloutArguments, ds_config: dict) -> None:
+    """Refuse a model that is not there or could not answer, before any model does.
+
+    Raises:
+        ValueError, OSError: names what is wrong.
+    """
+    start = find_start(arguments.model)
+    tokens, config = arguments.max_prompt_tokens + arguments.max_new_tokens, model_config("--models", start.base)
+    check_length(tokens, config, "--max_prompt_tokens and --max_new_tokens")
+    load_tokenizer(arguments.model)
+    lora_config(arguments, ds_config, start)
+
+
 def answers_of(arguments: RolloutArguments, ds_config: dict) -> tuple[dict[str, float], list[dict]]:
     """(means by function, one dict a prompt in their order); on every rank together."""
     start, tokenizer = find_start(arguments.model), load_tokenizer(arguments.model)
-    lora = lora_config(arguments, ds_config, start)
-    tokens = arguments.max_prompt_tokens + arguments.max_new_tokens
-    check_length(tokens, AutoConfig.from_pretrained(start.base), "--max_prompt_tokens and --max_new_tokens")
-    functions = load_functions(arguments)
-    prompts = load_prompts(arguments, arguments.data, tokenizer, columns_for(functions))
+    lora, functions = lora_config(arguments, ds_config, start), load_functions(arguments)
+    with refusals():
+        prompts = load_prompts(arguments, arguments.data, tokenizer, columns_for(functions))
     # Weights are stored as the codes that training would send: the same numbers. An adapter is merged before that.
     stored = frozen_ds_config(ds_config, None)
     merges = lora is None and start.adapter is not None
@@ -68,7 +79,11 @@ def answers_of(arguments: RolloutArguments, ds_config: dict) -> tuple[dict[str, 
 
 def main() -> None:
     arguments = parse(EvaluationArguments, __doc__)
-    names, ds_config = names_of(arguments.models), read_ds_config(arguments)
+    with refusals():
+        names, ds_config = names_of(arguments.models), read_ds_config(arguments)
+        load_functions(arguments)
+        for model in arguments.models:
+            check_model(arguments.of(model), ds_config)
     zeropp_fp8.enable()  # acts where the ds_config asks for it
     join_the_other_ranks()
     seed_everything(0)

@@ -29,7 +29,7 @@ from common.arguments import GRPOArguments, check_groups, check_rollout, parse, 
 from common.batch import Tokens
 from common.figures import Clock, means, rollout_figures
 from common.losses import grpo_loss, token_entropy, token_logprobs, tokens_a_micro_batch
-from common.models import save_model
+from common.models import find_start, save_model
 from common.monitor import mean_over_ranks
 from common.roles import (
     Role,
@@ -40,6 +40,7 @@ from common.roles import (
 )
 from common.rollout import Rollout, seed_of
 from common.rollout_stage import RolloutStage
+from options import model_config, refusals
 
 SHOWN = ("reward", "zero_spread", "kl", "entropy", "clip_fraction", "policy_loss", "response_tokens", "tokens_s")
 
@@ -147,7 +148,8 @@ def train_on(arguments: GRPOArguments, policy: Role, experience: Experience, ite
 
 def train(arguments: GRPOArguments, ds_config: dict) -> None:
     """The whole run."""
-    stage = RolloutStage(arguments, ds_config, arguments.grpo_epochs)
+    with refusals():
+        stage = RolloutStage(arguments, ds_config, arguments.grpo_epochs)
     policy, reference = load_policy_and_reference(arguments, ds_config, stage.steps, with_reference=arguments.beta > 0)
     reward_model = load_reward(arguments, ds_config, stage.tokenizer)
     first = stage.checkpoints.begin({"policy": policy.engine})
@@ -175,9 +177,11 @@ def train(arguments: GRPOArguments, ds_config: dict) -> None:
 
 def main() -> None:
     arguments = parse(GRPOArguments, __doc__)
-    ds_config = read_ds_config(arguments)
-    check_rollout(arguments, ds_config)
-    check_groups(arguments)
+    with refusals():
+        ds_config = read_ds_config(arguments)
+        check_rollout(arguments, ds_config)
+        check_groups(arguments)
+        model_config("--model", find_start(arguments.model).base)
     zeropp_fp8.enable()  # acts where the ds_config asks for it
     join_the_other_ranks()
     seed_everything(arguments.seed)

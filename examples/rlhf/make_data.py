@@ -27,6 +27,7 @@ import torch
 from common.rows import conversational
 from common.tasks import KINDS, Difficulty, make_tasks, preference_rows, prompt_rows, sft_rows
 from common.tokenizer import make_byte_tokenizer
+from options import Parser, generator_seed, new_folder, number, refusals, whole
 from pretrain.data import standard_library_files
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -52,24 +53,26 @@ SIZES = {
 }
 
 
-def parse_arguments() -> argparse.Namespace:
+def command_line() -> Parser:
     """The command line."""
     usual = Difficulty()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/data"), help="folder for the files")
-    parser.add_argument("--seed", type=int, default=0, help="of the tasks, the wrong answers and the weights")
-    parser.add_argument("--train", type=int, default=20_000, help="training tasks")
-    parser.add_argument("--test", type=int, default=1_000, help="held-out tasks, at least 500 for an evaluation")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=new_folder, default="runs/data", help="folder for the files")
+    parser.add_argument("--seed", type=generator_seed, default=0, help="of tasks, wrong answers and weights")
+    parser.add_argument("--train", type=whole(1), default=20_000, help="training tasks")
+    parser.add_argument("--test", type=whole(1), default=1_000, help="held-out tasks, at least 500 for an evaluation")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), help="kinds of tasks")
-    parser.add_argument("--below", type=int, default=usual.below, help="numbers are smaller than this")
-    parser.add_argument("--shortest", type=int, default=usual.shortest, help="letters in a word, at least")
-    parser.add_argument("--longest", type=int, default=usual.longest, help="letters in a word, at most")
-    parser.add_argument("--letters", type=int, default=usual.letters, help="different letters in all words")
-    parser.add_argument("--sft-wrong", type=float, default=0.0, help="share of wrong completions in sft.jsonl")
-    parser.add_argument("--text-characters", type=int, default=4_000_000, help="characters in text.jsonl, about")
+    parser.add_argument("--below", type=whole(2), default=usual.below, help="numbers are smaller than this")
+    parser.add_argument("--shortest", type=whole(1), default=usual.shortest, help="letters in a word, at least")
+    parser.add_argument("--longest", type=whole(2), default=usual.longest, help="letters in a word, at most")
+    parser.add_argument("--letters", type=whole(2, 26), default=usual.letters, help="different letters in all words")
+    parser.add_argument(
+        "--sft-wrong", type=number(least=0, most=1), default=0.0, help="share of wrong completions in sft.jsonl"
+    )
+    parser.add_argument("--text-characters", type=whole(0), default=4_000_000, help="characters in text.jsonl, about")
     parser.add_argument("--chat", action="store_true", help="prompts and answers as turns of a conversation")
     parser.add_argument("--model", choices=list(SIZES), help="also write a random Llama of this size to OUT/MODEL")
-    return parser.parse_args()
+    return parser
 
 
 def write_rows(path: Path, rows: Iterable[dict]) -> int:
@@ -124,12 +127,10 @@ def make_model(size: Size, tokenizer, seed: int) -> PreTrainedModel:
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    try:
+    arguments = command_line().parse_args()
+    with refusals():
         difficulty = Difficulty(arguments.below, arguments.shortest, arguments.longest, arguments.letters)
         training, held_out = make_tasks(arguments.train, arguments.test, arguments.seed, arguments.kinds, difficulty)
-    except ValueError as error:
-        raise SystemExit(f"make_data: {error}") from error
     files = {
         "tasks_train.jsonl": ("prompt", prompt_rows(training)),
         "tasks_test.jsonl": ("prompt", prompt_rows(held_out)),
@@ -137,16 +138,17 @@ def main() -> None:
         "preferences.jsonl": ("preference", preference_rows(training, arguments.seed)),
         "text.jsonl": ("text", documents(standard_library_files(), arguments.text_characters)),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    out = Path(arguments.out)
+    out.mkdir(parents=True, exist_ok=True)
     for name, (kind, rows) in files.items():
         if arguments.chat:
             rows = [conversational(row, kind) for row in rows]
         if arguments.chat and kind == "sft":
             rows = [{"messages": row["prompt"] + row["completion"]} for row in rows]
-        count = write_rows(arguments.out / name, rows)
-        print(f"{arguments.out / name}: {count} rows")
+        count = write_rows(out / name, rows)
+        print(f"{out / name}: {count} rows")
     if arguments.model:
-        folder, tokenizer = arguments.out / arguments.model, make_byte_tokenizer()
+        folder, tokenizer = out / arguments.model, make_byte_tokenizer()
         model = make_model(SIZES[arguments.model], tokenizer, arguments.seed)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

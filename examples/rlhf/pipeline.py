@@ -24,16 +24,16 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 
-from transformers import HfArgumentParser
-
 import zeropp_fp8
-from zeropp_fp8.config import resolve
+from zeropp_fp8.config import load_ds_config
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # examples/
 
+import make_data
 from common.arguments import (
     DPOArguments,
     EvaluationArguments,
+    FieldParser,
     GRPOArguments,
     PipelineArguments,
     PPOArguments,
@@ -45,9 +45,11 @@ from common.arguments import (
     checked_ds_config,
     parse,
 )
+from common.models import find_start
 from common.summary import draw, lines, summarize
 from common.verifiers import reward_function
 from launching import computes_in_bf16, device, hardware, launch
+from options import model_config, refusals
 
 HERE = Path(__file__).resolve().parent
 DS_CONFIGS = HERE.parent.parent / "ds_configs"
@@ -167,14 +169,13 @@ def ds_config_of(stage: str, arguments: PipelineArguments, settings: dict, accel
     if not path.is_file():
         known = sorted(each.stem for each in DS_CONFIGS.glob("*.json"))
         raise ValueError(f"--recipe {arguments.recipe}: neither a file nor one of {', '.join(known)}")
-    config = json.loads(path.read_text())
+    config = load_ds_config(path)
     if not computes_in_bf16(accelerator):
         config = merged(config, {"bf16": {"enabled": False}})
     if "zeropp_fp8" in config:
         here = {"topology": {"ranks_per_node": ranks // arguments.nodes}, "report": {"every": 0}}
         config = merged(config, {"zeropp_fp8": here})
     config = merged(merged(config, settings.get("ds_config", {})), settings.get(stage, {}).get("ds_config", {}))
-    resolve(config)
     return checked_ds_config(config, f"the ds_config of {stage}")
 
 
@@ -239,7 +240,7 @@ def plan(arguments: PipelineArguments, settings: dict, accelerator: str, ranks: 
     for name in names:
         options |= {key: value for key, value in settings.get(name, {}).items() if key in AS_TRAINED}
     stages.append(launched("evaluate", options, trained))
-    for stage in stages[len(made) :]:
+    for stage in stages:
         check(stage, arguments.data)
     return stages
 
@@ -281,9 +282,13 @@ def check(stage: Stage, data: str | None) -> None:
     def refuse(message: str) -> None:
         raise ValueError(f"settings of {stage.name}: {message}")
 
-    parser = HfArgumentParser(KINDS[stage.name])
+    parser = make_data.command_line() if stage.ds_config is None else FieldParser(KINDS[stage.name])
     parser.error = refuse
-    words = [*command_line(stage.options), "--deepspeed-config", "written later"]
+    words = command_line(stage.options)
+    if stage.ds_config is None:
+        parser.parse_args(words)
+        return
+    words += ["--deepspeed-config", "written later"]
     (arguments,) = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
     if stage.name in ROLLOUTS:
         check_rollout(arguments, stage.ds_config)
@@ -400,11 +405,13 @@ def check_folder(arguments: PipelineArguments, stages: list[Stage]) -> None:
 
 def main() -> None:
     began, arguments = time.monotonic(), parse(PipelineArguments, __doc__)
-    accelerator, ranks = device(max(1, arguments.nodes), arguments.ranks)
-    if arguments.nodes < 1 or ranks % arguments.nodes:
-        raise SystemExit(f"pipeline: {ranks} ranks do not make {arguments.nodes} nodes of as many each; give --ranks")
+    accelerator, ranks = device(arguments.nodes, arguments.ranks)
     out, records = Path(arguments.out), {}
-    try:
+    with refusals():
+        if ranks % arguments.nodes:
+            raise ValueError(f"{ranks} ranks do not make {arguments.nodes} nodes of as many each; give --ranks")
+        if arguments.model is not None:
+            model_config("--model", find_start(arguments.model).base)
         settings = read_settings(arguments.settings, arguments.changes)
         stages = plan(arguments, settings, accelerator, ranks)
         check_folder(arguments, stages)
@@ -416,8 +423,6 @@ def main() -> None:
         for stage in stages:
             ended = {name: record["ended"] for name, record in records.items()}
             records[stage.name] = run(stage, out, accelerator, ranks, ended)
-    except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(f"pipeline: {error}") from error
     summary = summarize(out, stages[-1].options["models"], arguments.metric, arguments.stages) | {
         "seconds": {name: record["seconds"] for name, record in records.items()},
         "this_call_seconds": round(time.monotonic() - began, 1),

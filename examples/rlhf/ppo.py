@@ -45,7 +45,7 @@ from common.losses import (
     token_logprobs,
     tokens_a_micro_batch,
 )
-from common.models import save_model
+from common.models import find_start, save_model
 from common.monitor import mean_over_ranks
 from common.order import Order
 from common.roles import (
@@ -60,6 +60,7 @@ from common.rollout import Rollout, seed_of
 from common.rollout_stage import RolloutStage
 from common.rows import read_rows
 from common.tokens import collate, pack_text
+from options import model_config, refusals
 
 SHOWN = ("reward", "kl", "entropy", "clip_fraction", "policy_loss", "value_loss", "response_tokens", "tokens_s")
 
@@ -194,8 +195,9 @@ def train_on(
 
 def train(arguments: PPOArguments, ds_config: dict) -> None:
     """The whole run."""
-    stage = RolloutStage(arguments, ds_config, arguments.ppo_epochs)
-    text = PretrainingText(arguments, stage.tokenizer) if arguments.pretraining_coefficient else None
+    with refusals():
+        stage = RolloutStage(arguments, ds_config, arguments.ppo_epochs)
+        text = PretrainingText(arguments, stage.tokenizer) if arguments.pretraining_coefficient else None
     actor, reference = load_policy_and_reference(arguments, ds_config, stage.steps)
     critic, reward_model = load_critic_and_reward(arguments, ds_config, stage.tokenizer, stage.steps)
     controller, average = FixedKL(arguments.kl_coefficient), None
@@ -234,8 +236,10 @@ def train(arguments: PPOArguments, ds_config: dict) -> None:
 
 def main() -> None:
     arguments = parse(PPOArguments, __doc__)
-    ds_config = read_ds_config(arguments)
-    check_rollout(arguments, ds_config)
+    with refusals():
+        ds_config = read_ds_config(arguments)
+        check_rollout(arguments, ds_config)
+        model_config("--model", find_start(arguments.model).base)
     zeropp_fp8.enable()  # acts where the ds_config asks for it
     join_the_other_ranks()
     seed_everything(arguments.seed)

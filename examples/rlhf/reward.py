@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig
 
 import zeropp_fp8
 
@@ -39,23 +38,24 @@ from common.roles import Role, scores_of
 from common.state import Checkpoints
 from common.supervised import fit, load_items, steps_of
 from common.tokens import collate_pairs, encode_preference
+from options import model_config, refusals
 
 
 def main() -> None:
     arguments = parse(RewardModelArguments, __doc__)
-    ds_config = read_ds_config(arguments)
+    with refusals():
+        ds_config, start = read_ds_config(arguments), find_start(arguments.model)
+        check_length(arguments.max_tokens, model_config("--model", start.base), "--max_tokens")
+        tokenizer, lora = load_tokenizer(arguments.model), lora_config(arguments, ds_config, start)
     zeropp_fp8.enable()  # acts where the ds_config asks for it
     join_the_other_ranks()
     seed_everything(arguments.seed)
-
-    start, tokenizer = find_start(arguments.model), load_tokenizer(arguments.model)
-    lora = lora_config(arguments, ds_config, start)
-    check_length(arguments.max_tokens, AutoConfig.from_pretrained(start.base), "--max_tokens")
-    items = load_items(arguments, arguments.data, "preference", encode_preference, tokenizer)
-    held_out = arguments.eval_data and load_items(
-        arguments, arguments.eval_data, "preference", encode_preference, tokenizer
-    )
-    checkpoints = Checkpoints(arguments, ds_config, {"the number of rows": len(items)})
+    with refusals():
+        items, held_out = (
+            load_items(arguments, sources, "preference", encode_preference, tokenizer) if sources else []
+            for sources in (arguments.data, arguments.eval_data)
+        )
+        checkpoints = Checkpoints(arguments, ds_config, {"the number of rows": len(items)})
 
     model = load_scorer(start, ds_config, lora, trained=REWARD)
     if arguments.gradient_checkpointing:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig
 
 import zeropp_fp8
 
@@ -38,21 +37,24 @@ from common.samples import Samples
 from common.state import Checkpoints
 from common.supervised import fit, load_items, steps_of
 from common.tokens import collate, encode_sft
+from options import model_config, refusals
 
 
 def main() -> None:
     arguments = parse(SFTArguments, __doc__)
-    ds_config = read_ds_config(arguments)
+    with refusals():
+        ds_config, start = read_ds_config(arguments), find_start(arguments.model)
+        check_sequences(arguments, model_config("--model", start.base))
+        tokenizer, lora = load_tokenizer(arguments.model), lora_config(arguments, ds_config, start)
     zeropp_fp8.enable()  # acts where the ds_config asks for it
     join_the_other_ranks()
     seed_everything(arguments.seed)
-
-    start, tokenizer = find_start(arguments.model), load_tokenizer(arguments.model)
-    lora = lora_config(arguments, ds_config, start)
-    check_sequences(arguments, AutoConfig.from_pretrained(start.base))
-    items = load_items(arguments, arguments.data, "sft", encode_sft, tokenizer)
-    held_out = load_items(arguments, arguments.eval_data, "sft", encode_sft, tokenizer) if arguments.eval_data else []
-    checkpoints = Checkpoints(arguments, ds_config, {"the number of rows": len(items)})
+    with refusals():
+        items, held_out = (
+            load_items(arguments, sources, "sft", encode_sft, tokenizer) if sources else []
+            for sources in (arguments.data, arguments.eval_data)
+        )
+        checkpoints = Checkpoints(arguments, ds_config, {"the number of rows": len(items)})
 
     model = load_policy(start, ds_config, lora)
     if arguments.gradient_checkpointing:

@@ -39,12 +39,16 @@ def arguments_of(kind, folder, config, **given):
 
 
 def attempt(call):
-    """The message of what a call raises."""
+    """The message of what a call raises; of what a script refuses, the reason."""
     try:
         call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
+    except SystemExit as refused:
+        error = refused.__context__
+    except Exception as raised:
+        error = raised
+    else:
+        return "nothing raised"
+    return f"{type(error).__name__}: {error}"
 
 
 def script(name, config, folder, argvs):
@@ -57,6 +61,7 @@ def script(name, config, folder, argvs):
     if dist.get_rank() == 0:
         path.write_text(json.dumps(config))
     dist.barrier()
+    importlib.import_module("options").PATIENCE = 0  # every rank has a reason of its own
     for argv in argvs:
         sys.argv = [name, "--deepspeed_config", str(path), "--out", str(folder), *argv]
         said = attempt(importlib.import_module(name).main)

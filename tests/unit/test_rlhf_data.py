@@ -389,13 +389,17 @@ def test_rows_as_conversations(tmp_path, monkeypatch):
 
 
 def test_errors_of_make_data(tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit, match=r"make_data: kind add has no more than 9 different prompts"):
-        run(monkeypatch, tmp_path / "a", "--kinds", "add", "--below", "3", "--test", "10")
-    with pytest.raises(SystemExit, match=r"make_data: words of 2 to 1 letters"):
-        run(monkeypatch, tmp_path / "a", "--longest", "1")
-    with pytest.raises(SystemExit):
-        run(monkeypatch, tmp_path / "a", "--model", "huge")
-    assert "invalid choice: 'huge'" in capsys.readouterr().err
+    refused = {
+        "make_data: kind add has no more than 9 different prompts": ["--kinds", "add", "--below", "3", "--test", "10"],
+        "make_data: words of 5 to 4 letters": ["--shortest", "5"],
+        "make_data: argument --longest: 1: give a whole number of at least 2": ["--longest", "1"],
+        "make_data: argument --model: invalid choice: 'huge'": ["--model", "huge"],
+    }
+    for said, argv in refused.items():
+        with pytest.raises(SystemExit) as stopped:
+            run(monkeypatch, tmp_path / "a", *argv)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert stopped.value.code == 2 and line.startswith(said)
     assert not (tmp_path / "a").exists()
 
 

@@ -628,14 +628,13 @@ def test_command_line(monkeypatch):
             ["--reward_model", "r", "--rollout_batch", "12"],
             "--rollout_batch 12 .* of 4 .* x 2 .*: give a multiple of 8",
         ),
-        (["--reward_model", "r", "--rollout_batch", "0"], "--rollout_batch 0 does not divide"),
         ([], "nothing gives rewards: name --reward_model, --reward_functions, or both"),
         (
             ["--reward_functions", "gsm8k", "format", "--reward_weights", "1"],
             "--reward_weights has 1 numbers for 2 --rewar",
         ),
         (["--reward_functions", "exact"], "reward function 'exact': give one of exact_match"),
-        (["--reward_model", "r", "--temperature", "0"], "--temperature 0.0: give a number above 0"),
+        (["--reward_model", "r", "--pretraining_coefficient", "1"], "name them with --pretraining_data"),
     ],
 )
 def test_rollouts_that_cannot_be_run_are_refused(monkeypatch, more, said):
@@ -669,6 +668,10 @@ def test_ds_configs_that_do_not_fit(tmp_path):
             read(ds_config)
     with pytest.raises(ValueError, match="\"gradient_accumulation_steps\" is 'auto'; give a number"):
         read({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"})
+    with pytest.raises(ValueError, match='"gradient_accumulation_steps" is 0; give a number of at least 1'):
+        read({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 0})
+    with pytest.raises(ValueError, match="there is no recipe 'zerop'"):
+        read({"zero_optimization": {"stage": 3}, "zeropp_fp8": {"recipe": "zerop"}})
 
 
 def test_what_a_resumed_run_must_share(monkeypatch):

@@ -12,12 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import HfArgumentParser
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
 
 import pipeline
-from common.arguments import PipelineArguments, PPOArguments
+from common.arguments import FieldParser, PipelineArguments, PPOArguments
 from common.tasks import KINDS as TASKS
 from launching import device
 from pipeline import Stage, check_folder, command_line, merged, plan, read_settings, run
@@ -155,7 +154,7 @@ def test_options_on_a_command_line_are_read_as_they_were():
     words = command_line(options)
     assert words[:4] == ["--model", "m", "--out", "o o"] and "--eval-data" not in words
     assert all(isinstance(word, str) for word in words)
-    (read,) = HfArgumentParser(PPOArguments).parse_args_into_dataclasses(words)
+    (read,) = FieldParser(PPOArguments).parse_args_into_dataclasses(words)
     assert read == PPOArguments(**options)
 
 
@@ -329,13 +328,28 @@ def test_the_settings_of_the_demo():
         ("--model a/ppo: policies are told apart by their last names", {}, {"model": "a/ppo", "stages": ["ppo"]}),
         ("--recipe zerop: neither a file nor one of fp8-lm, fp8-lm-o1, fp8-lm-o2, lossless,", {}, {"recipe": "zerop"}),
         ("--data nowhere has no sft.jsonl; name the files as make_data.py does, or give", {}, {"data": "nowhere"}),
-        ("settings of sft: argument --steps: invalid int value: 'ten'", {"sft": {"steps": "ten"}}, {}),
+        ("settings of sft: argument --steps: ten: give a whole number of at least 0", {"sft": {"steps": "ten"}}, {}),
+        ("settings of data: argument --train: -1: give a whole number of", {"make_data": {"train": -1}}, {}),
+        ("settings of data: argument --kinds: invalid choice: 'x'", {"make_data": {"kinds": ["x"]}}, {}),
         ("settings of sft: argument --schedule: invalid choice: 'up'", {"sft": {"schedule": "up"}}, {}),
         ("--rollout_batch 6 does not divide into minibatches of 4", {"ppo": {"rollout_batch": 6}}, {}),
         ("--reward_weights has 3 numbers for 1 --rew", {"ppo": {"reward_weights": [1.0, 2.0, 3.0]}}, {}),
         ("reward function 'f1'", {}, {"metric": "f1", "stages": ["sft"]}),
-        ("--group_size 1: an advantage compares", {"grpo": {"group_size": 1}}, {"stages": ["sft", "grpo"]}),
-        ("--beta -1.0: give a number above 0", {"dpo": {"beta": -1.0}}, {"stages": ["sft", "dpo"]}),
+        (
+            "settings of grpo: argument --group_size/--group-size: 1: give a whole number of at least 2",
+            {"grpo": {"group_size": 1}},
+            {"stages": ["sft", "grpo"]},
+        ),
+        (
+            "settings of dpo: argument --beta: -1.0: give a finite number above 0",
+            {"dpo": {"beta": -1.0}},
+            {"stages": ["sft", "dpo"]},
+        ),
+        (
+            "settings of ppo: argument --reward_weights/--reward-weights: nan: give a finite number",
+            {"ppo": {"reward_weights": [float("nan")]}},
+            {},
+        ),
         (
             'the ds_config of sft: set "zero_optimization.stage" to 3',
             {"ds_config": {"zero_optimization": {"stage": 2}}},
@@ -529,7 +543,7 @@ def test_what_was_made_from_another_run_is_made_again(stand_in, tmp_path, capfd)
 
 
 @pytest.fixture
-def pretended(tmp_path, monkeypatch):
+def pretended(tmp_path, monkeypatch, capfd):
     """pipeline.main(*argv) with stages that write made logs and answers; returns (stages that ran, what was said)."""
     ran = []
 
@@ -555,7 +569,7 @@ def pretended(tmp_path, monkeypatch):
         try:
             pipeline.main()
         except SystemExit as error:
-            said = str(error.code)
+            said = capfd.readouterr().err.strip() if error.code == 2 else error.code
         return list(ran), said
 
     return main
@@ -615,7 +629,9 @@ def test_a_stage_that_fails_ends_the_run(pretended, tmp_path):
     "argv, said",
     [
         (["--nodes", "3"], "pipeline: 4 ranks do not make 3 nodes of as many each; give --ranks"),
-        (["--nodes", "0"], "pipeline: 4 ranks do not make 0 nodes of as many each; give --ranks"),
+        (["--nodes", "0"], "pipeline: argument --nodes: 0: give a whole number of at least 1"),
+        (["--ranks", "-1"], "pipeline: argument --ranks: -1: give a whole number of at least 0"),
+        (["--seed", "-1"], "pipeline: argument --seed: -1: give a whole number from 0 to 4294967295"),
         (["--settings", "nowhere.json"], "pipeline: [Errno 2] No such file or directory: 'nowhere.json'"),
         (["--metric", "no_such_module:f", "--stages", "sft"], "pipeline: No module named 'no_such_module'"),
         (["--set", "sft.steps"], "pipeline: --set sft.steps: write STAGE.OPTION=VALUE"),

@@ -8,7 +8,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from transformers import HfArgumentParser
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
 
@@ -63,7 +62,7 @@ def test_every_command_is_read(words):
     if script.endswith("make_data.py"):
         assert {word[2:] for word in given if word.startswith("--")} <= MAKE_DATA
         return
-    (read,) = HfArgumentParser(SCRIPTS[Path(script).name]).parse_args_into_dataclasses(given)
+    (read,) = arguments.FieldParser(SCRIPTS[Path(script).name]).parse_args_into_dataclasses(given)
     if script.endswith("pipeline.py"):
         assert pipeline.read_settings(read.settings, read.changes)
         assert (ROOT / "ds_configs" / f"{read.recipe}.json").is_file()

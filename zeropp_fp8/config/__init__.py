@@ -17,6 +17,7 @@ from zeropp_fp8.config.environment import RECIPE_VARIABLE
 from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.resolve import resolve
 from zeropp_fp8.config.sections import (
+    FROZEN_FORMATS,
     MX_FORMATS,
     SECTION,
     WIRE_FORMATS,
@@ -31,6 +32,7 @@ from zeropp_fp8.config.sections import (
 from zeropp_fp8.config.topology import Place, check_topology, find_ranks_per_node, place_of, secondary_ranks
 
 __all__ = [
+    "FROZEN_FORMATS",
     "IN_TREE_KEYS",
     "MX_FORMATS",
     "RECIPES",

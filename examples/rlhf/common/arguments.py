@@ -8,19 +8,20 @@ checked by the functions at the end, before anything is loaded.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
+from options import Parser, generator_seed, kept, new_folder, number, refusals, whole
 from transformers import HfArgumentParser
 
 from common.verifiers import reward_function
+from zeropp_fp8.config import FROZEN_FORMATS, load_ds_config, resolve
 
 STAGES = ("sft", "reward", "dpo", "ppo", "grpo")
 
 
 def about(help: str, **more) -> dict:
-    """The metadata of a field: its help text; `more` goes to argparse."""
+    """The metadata of a field: its help text; `more` goes to argparse, "check" as the type of what is given."""
     return {"help": help, **more}
 
 
@@ -29,9 +30,9 @@ def option(default, help: str, **more):
     return field(default=default, metadata=about(help, **more))
 
 
-def required(help: str):
+def required(help: str, **more):
     """A field that must be given."""
-    return field(metadata=about(help))
+    return field(metadata=about(help, **more))
 
 
 @dataclass(kw_only=True)
@@ -39,17 +40,17 @@ class RunArguments:
     """What every stage has."""
 
     model: str = required("where the stage starts: a folder that an earlier stage wrote, a model's folder or name")
-    out: str = required("folder for the log, the checkpoints and the trained model")
+    out: str = required("folder for the log, the checkpoints and the trained model", check=new_folder)
     deepspeed_config: str = required("path of the DeepSpeed JSON; recipes differ in nothing else")
-    seed: int = option(0, "of new weights, the order of the rows and sampling")
-    lr: float = option(1e-5, "learning rate after the warm-up")
-    weight_decay: float = option(0.0, "for matrices; vectors have none")
-    warmup: int = option(0, "optimizer steps over which the learning rate rises")
+    seed: int = option(0, "of new weights, the order of the rows and sampling", check=generator_seed)
+    lr: float = option(1e-5, "learning rate after the warm-up", check=number(least=0))
+    weight_decay: float = option(0.0, "for matrices; vectors have none", check=number(least=0))
+    warmup: int = option(0, "optimizer steps over which the learning rate rises", check=whole(0))
     schedule: str = option("constant", "of the learning rate, after the warm-up", choices=["constant", "cosine"])
     gradient_checkpointing: bool = option(False, "compute activations again in backward instead of keeping them")
-    log_every: int = option(1, "steps from one line of the log to the next")
-    save_every: int = option(0, "steps from one checkpoint to the next; 0: none")
-    keep_checkpoints: int = option(2, "how many checkpoints stay")
+    log_every: int = option(1, "steps from one line of the log to the next", check=whole(1))
+    save_every: int = option(0, "steps from one checkpoint to the next; 0: none", check=whole(0))
+    keep_checkpoints: int = option(2, "how many checkpoints stay, the latest ones; all or -1: all of them", check=kept)
     resume: bool = option(False, "continue from the latest checkpoint in --out")
     local_rank: int = option(-1, "given by the deepspeed launcher")
 
@@ -62,9 +63,12 @@ class AdapterArguments:
         None,
         "rank of new LoRA adapters; 0: all weights are trained; not given: 16 where the ds_config stores frozen "
         "weights, else 0",
+        check=whole(0),
     )
-    lora_alpha: float | None = option(None, "LoRA's alpha; not given: twice the rank")
-    lora_dropout: float = option(0.0, "dropout before new adapters, in SFT and reward model")
+    lora_alpha: float | None = option(None, "LoRA's alpha; not given: twice the rank", check=number(above=0))
+    lora_dropout: float = option(
+        0.0, "dropout before new adapters, in SFT and reward model", check=number(least=0, below=1)
+    )
 
 
 @dataclass(kw_only=True)
@@ -75,7 +79,7 @@ class RowArguments:
         metadata=about("JSONL or parquet files, folders of them, or Hugging Face data sets, NAME[:CONFIG][@SPLIT]")
     )
     eval_data: list[str] = field(default_factory=list, metadata=about("held-out rows of the same kind"))
-    eval_every: int = option(0, "steps from one evaluation to the next; 0: only at the end")
+    eval_every: int = option(0, "steps from one evaluation to the next; 0: only at the end", check=whole(0))
     chat: bool = option(False, "put texts into the tokenizer's chat template, prompts as the user's turn")
     bad_rows: str = option("skip", "malformed rows: leave out, or stop at start", choices=["skip", "refuse"])
 
@@ -84,39 +88,47 @@ class RowArguments:
 class SampleArguments:
     """Looking at what a policy says while it learns from rows."""
 
-    sample_every: int = option(0, "steps from one look at generated texts to the next; 0: none")
-    sample_tokens: int = option(64, "the longest such text")
+    sample_every: int = option(0, "steps from one look at generated texts to the next; 0: none", check=whole(0))
+    sample_tokens: int = option(64, "the longest such text", check=whole(1))
 
 
 @dataclass(kw_only=True)
 class SFTArguments(RunArguments, AdapterArguments, RowArguments, SampleArguments):
     """Supervised fine-tuning."""
 
-    steps: int = option(0, "optimizer steps; 0: --epochs")
-    epochs: float = option(1.0, "passes over the rows")
-    max_tokens: int = option(1024, "longer rows are left out")
+    steps: int = option(0, "optimizer steps; 0: --epochs", check=whole(0))
+    epochs: float = option(1.0, "passes over the rows", check=number(above=0))
+    max_tokens: int = option(1024, "longer rows are left out", check=whole(1))
 
 
 @dataclass(kw_only=True)
 class RewardModelArguments(RunArguments, AdapterArguments, RowArguments):
     """Training a reward model on preferences."""
 
-    steps: int = option(0, "optimizer steps; 0: --epochs")
-    epochs: float = option(1.0, "passes over the rows")
-    max_tokens: int = option(1024, "of prompt and response; longer rows are left out")
-    centering: float = option(0.0, "coefficient of the squared sum of a pair's scores, which keeps them around 0")
+    steps: int = option(0, "optimizer steps; 0: --epochs", check=whole(0))
+    epochs: float = option(1.0, "passes over the rows", check=number(above=0))
+    max_tokens: int = option(1024, "of prompt and response; longer rows are left out", check=whole(1))
+    centering: float = option(
+        0.0, "coefficient of the squared sum of a pair's scores, which keeps them around 0", check=number(least=0)
+    )
 
 
 @dataclass(kw_only=True)
 class DPOArguments(RunArguments, AdapterArguments, RowArguments, SampleArguments):
     """Direct preference optimization."""
 
-    steps: int = option(0, "optimizer steps; 0: --epochs")
-    epochs: float = option(1.0, "passes over the rows")
-    max_tokens: int = option(1024, "of prompt and response; longer rows are left out")
+    steps: int = option(0, "optimizer steps; 0: --epochs", check=whole(0))
+    epochs: float = option(1.0, "passes over the rows", check=number(above=0))
+    max_tokens: int = option(1024, "of prompt and response; longer rows are left out", check=whole(1))
     loss: str = option("sigmoid", "of a pair; see dpo_loss in common/losses.py", choices=["sigmoid", "hinge", "ipo"])
-    beta: float = option(0.1, "of the implicit rewards: the larger, the closer the policy stays to where it starts")
-    label_smoothing: float = option(0.0, "chance that a row's preference is wrong, below 0.5; with loss sigmoid")
+    beta: float = option(
+        0.1,
+        "of the implicit rewards: the larger, the closer the policy stays to where it starts",
+        check=number(above=0),
+    )
+    label_smoothing: float = option(
+        0.0, "chance that a row's preference is wrong, below 0.5; with loss sigmoid", check=number(least=0, below=0.5)
+    )
     reference_free: bool = option(False, "no reference: its log-ratios are 0")
     reference_cache: str | None = option(
         None, "folder for the reference's log-probabilities, which several runs may share; not given: --out"
@@ -127,55 +139,66 @@ class DPOArguments(RunArguments, AdapterArguments, RowArguments, SampleArguments
 class RolloutArguments(RunArguments, AdapterArguments, RowArguments):
     """What PPO and GRPO share: generating, and scoring what was generated."""
 
-    iterations: int = option(100, "rollouts, each with the training on it; those before --resume included")
-    rollout_batch: int = option(16, "responses that a rank generates in an iteration")
-    generation_batch: int = option(0, "of these, how many at a time; 0: all")
-    max_prompt_tokens: int = option(256, "longer prompts are left out")
-    max_new_tokens: int = option(256, "of a response")
-    temperature: float = option(1.0, "of sampling, and of the log-probabilities")
-    top_p: float = option(1.0, "nucleus of sampling")
-    top_k: int = option(0, "the most probable tokens to sample from; 0: all")
+    iterations: int = option(
+        100, "rollouts, each with the training on it; those before --resume included", check=whole(1)
+    )
+    rollout_batch: int = option(16, "responses that a rank generates in an iteration", check=whole(1))
+    generation_batch: int = option(0, "of these, how many at a time; 0: all", check=whole(0))
+    max_prompt_tokens: int = option(256, "longer prompts are left out", check=whole(1))
+    max_new_tokens: int = option(256, "of a response", check=whole(1))
+    temperature: float = option(1.0, "of sampling, and of the log-probabilities", check=number(above=0))
+    top_p: float = option(1.0, "nucleus of sampling", check=number(above=0, most=1))
+    top_k: int = option(0, "the most probable tokens to sample from; 0: all", check=whole(0))
     reward_model: str | None = option(None, "folder that reward.py wrote")
-    reward_model_weight: float = option(1.0, "of the reward model in the score")
+    reward_model_weight: float = option(1.0, "of the reward model in the score", check=number())
     reward_functions: list[str] = field(
         default_factory=list,
         metadata=about("by name, as module:function or as file.py:function; see common/verifiers.py"),
     )
     reward_weights: list[float] = field(
-        default_factory=list, metadata=about("one a reward function; not given: 1 each")
+        default_factory=list, metadata=about("one a reward function; not given: 1 each", check=number())
     )
-    missing_eos_penalty: float = option(0.0, "taken from the score of a response that did not end")
+    missing_eos_penalty: float = option(
+        0.0, "taken from the score of a response that did not end", check=number(least=0)
+    )
     frozen_format: str | None = option(
         None,
         "what the weights of frozen models (reference, reward) are stored in when all weights are trained; not given: "
         "the format in which the ds_config multiplies (FP8) or sends weights; none: 16 bits",
+        choices=FROZEN_FORMATS,
     )
-    sample_every: int = option(10, "iterations from one look at generated texts to the next; 0: none")
-    eval_batch: int = option(32, "held-out prompts that a rank answers at a time, greedily")
+    sample_every: int = option(10, "iterations from one look at generated texts to the next; 0: none", check=whole(0))
+    eval_batch: int = option(32, "held-out prompts that a rank answers at a time, greedily", check=whole(1))
 
 
 @dataclass(kw_only=True)
 class PPOArguments(RolloutArguments):
     """PPO."""
 
-    critic_lr: float | None = option(None, "learning rate of the critic; not given: --lr")
-    ppo_epochs: int = option(1, "passes over a rollout")
-    clip: float = option(0.2, "range of the policy's probability ratio")
-    value_clip: float = option(0.2, "range around the old values; 0: no clipping")
-    gamma: float = option(1.0, "discount")
-    lam: float = option(0.95, "lambda of GAE")
+    critic_lr: float | None = option(None, "learning rate of the critic; not given: --lr", check=number(least=0))
+    ppo_epochs: int = option(1, "passes over a rollout", check=whole(1))
+    clip: float = option(0.2, "range of the policy's probability ratio", check=number(above=0))
+    value_clip: float = option(0.2, "range around the old values; 0: no clipping", check=number(least=0))
+    gamma: float = option(1.0, "discount", check=number(least=0, most=1))
+    lam: float = option(0.95, "lambda of GAE", check=number(least=0, most=1))
     kl_kind: str = option("k1", "estimator of the KL penalty; see common/advantage.py", choices=["k1", "k2", "k3"])
-    kl_coefficient: float = option(0.1, "of the KL penalty in the rewards of tokens")
-    kl_target: float | None = option(None, "adapt the coefficient until a response's KL is this, in nats")
-    kl_horizon: int = option(10_000, "responses over which the coefficient adapts")
-    reward_clip: float = option(5.0, "scores are cut to this range around 0; 0: not cut")
+    kl_coefficient: float = option(0.1, "of the KL penalty in the rewards of tokens", check=number(least=0))
+    kl_target: float | None = option(
+        None, "adapt the coefficient until a response's KL is this, in nats", check=number(above=0)
+    )
+    kl_horizon: int = option(10_000, "responses over which the coefficient adapts", check=whole(1))
+    reward_clip: float = option(5.0, "scores are cut to this range around 0; 0: not cut", check=number(least=0))
     whiten_rewards: bool = option(False, "divide the rewards of tokens by their standard deviation over all ranks")
     whiten_advantages: bool = option(True, "advantages with mean 0 and variance 1 over all ranks")
-    entropy_coefficient: float = option(0.0, "of the bonus for entropy")
+    entropy_coefficient: float = option(0.0, "of the bonus for entropy", check=number(least=0))
     pretraining_data: list[str] = field(default_factory=list, metadata=about("text rows for --pretraining_coefficient"))
-    pretraining_coefficient: float = option(0.0, "of a language modelling loss on text, beside the policy's; 0: none")
-    pretraining_tokens: int = option(256, "that a row of text is cut to")
-    ema_decay: float = option(0.0, "keep a moving average of the actor's weights; 0: none")
+    pretraining_coefficient: float = option(
+        0.0, "of a language modelling loss on text, beside the policy's; 0: none", check=number(least=0)
+    )
+    pretraining_tokens: int = option(256, "that a row of text is cut to", check=whole(2))
+    ema_decay: float = option(
+        0.0, "keep a moving average of the actor's weights; 0: none", check=number(least=0, below=1)
+    )
     ema_dtype: str = option("fp32", "of that average", choices=["fp32", "bf16"])
     ema_device: str = option(
         "model", "where it is kept: beside the model, or in the host's memory", choices=["model", "cpu"]
@@ -186,8 +209,8 @@ class PPOArguments(RolloutArguments):
 class GRPOArguments(RolloutArguments):
     """GRPO."""
 
-    group_size: int = option(8, "responses to a prompt, all of them on one rank")
-    grpo_epochs: int = option(1, "passes over a rollout")
+    group_size: int = option(8, "responses to a prompt, all of them on one rank", check=whole(2))
+    grpo_epochs: int = option(1, "passes over a rollout", check=whole(1))
     scale: str = option(
         "group",
         "what an advantage is divided by: the standard deviation of its group, that of all rewards, or nothing",
@@ -198,11 +221,17 @@ class GRPOArguments(RolloutArguments):
         "how tokens are averaged; see grpo_loss in common/losses.py",
         choices=["grpo", "bnpo", "dapo", "dr_grpo"],
     )
-    clip_low: float = option(0.2, "how far the policy's probability ratio may fall below 1")
-    clip_high: float = option(0.2, "how far it may rise above 1")
+    clip_low: float = option(
+        0.2, "how far the policy's probability ratio may fall below 1", check=number(least=0, most=1)
+    )
+    clip_high: float = option(0.2, "how far it may rise above 1", check=number(least=0))
     importance: str = option("token", "ratios of tokens, or of whole responses (GSPO)", choices=["token", "sequence"])
-    ratio_limit: float | None = option(None, "the largest ratio where none is clipped; above 1 + --clip_high")
-    beta: float = option(0.0, "of the KL divergence from the reference in the loss; 0: no reference is loaded")
+    ratio_limit: float | None = option(
+        None, "the largest ratio where none is clipped; above 1 + --clip_high", check=number(above=1)
+    )
+    beta: float = option(
+        0.0, "of the KL divergence from the reference in the loss; 0: no reference is loaded", check=number(least=0)
+    )
 
 
 @dataclass(kw_only=True)
@@ -212,18 +241,19 @@ class EvaluationArguments:
     models: list[str] = field(
         metadata=about("folders that stages wrote, or models; their last names name the files in --out")
     )
-    out: str = required("folder for the answers")
+    out: str = required("folder for the answers", check=new_folder)
     deepspeed_config: str = required("path of the DeepSpeed JSON")
     data: list[str] = field(metadata=about("prompts, with the columns that the reward functions need"))
     reward_functions: list[str] = field(metadata=about("by name, as module:function or as file.py:function"))
-    max_prompt_tokens: int = option(256, "longer prompts are left out")
-    max_new_tokens: int = option(256, "of a response")
-    eval_batch: int = option(32, "prompts that a rank answers at a time")
+    max_prompt_tokens: int = option(256, "longer prompts are left out", check=whole(1))
+    max_new_tokens: int = option(256, "of a response", check=whole(1))
+    eval_batch: int = option(32, "prompts that a rank answers at a time", check=whole(1))
     chat: bool = option(False, "put texts into the tokenizer's chat template, prompts as the user's turn")
     bad_rows: str = option("skip", "malformed rows: leave out, or stop at start", choices=["skip", "refuse"])
     lora_rank: int | None = option(
         None,
         "as in training; 0: adapters are merged; not given: they are not where the ds_config stores frozen weights",
+        check=whole(0),
     )
     local_rank: int = option(-1, "given by the deepspeed launcher")
 
@@ -237,7 +267,7 @@ class EvaluationArguments:
 class PipelineArguments:
     """What is run, on what, with which settings."""
 
-    out: str = required("folder for everything")
+    out: str = required("folder for everything", check=new_folder)
     stages: list[str] = field(
         default_factory=lambda: ["sft", "reward", "ppo"],
         metadata=about("in this order, each once", choices=list(STAGES)),
@@ -254,10 +284,12 @@ class PipelineArguments:
     )
     metric: str = option("exact_match", "reward function of 0 and 1 that answers to held-out prompts are judged by")
     ranks: int = option(
-        0, "processes, on as many GPUs, or on the CPU where there are fewer; 0: up to 4 GPUs, or 4 on the CPU"
+        0,
+        "processes, on as many GPUs, or on the CPU where there are fewer; 0: up to 4 GPUs, or 4 on the CPU",
+        check=whole(0),
     )
-    nodes: int = option(1, "this machine's ranks are treated as so many nodes")
-    seed: int = option(0, "of data, model and all stages")
+    nodes: int = option(1, "this machine's ranks are treated as so many nodes", check=whole(1))
+    seed: int = option(0, "of data, model and all stages", check=generator_seed)
     resume: bool = option(False, "go on with an earlier run in --out: finished stages are left as they are")
     replace: bool = option(False, "remove what an earlier run of these stages left in --out first")
 
@@ -270,16 +302,25 @@ MAY_CHANGE = {
 LENGTHS = {"iterations", "steps", "epochs"}  # so may these, unless the learning rate depends on them
 
 
+class FieldParser(Parser, HfArgumentParser):
+    """A parser of a dataclass's fields. HfArgumentParser's type of an option is the field's; its "check" goes first."""
+
+    def add_argument(self, *names: str, check: Callable[[str], object] | None = None, **more):
+        """As argparse's."""
+        return super().add_argument(*names, **(more | ({"type": check} if check else {})))
+
+
 def parse(kind: type, description: str):
-    """The command line as an object of `kind`."""
-    (arguments,) = HfArgumentParser(kind, description=description).parse_args_into_dataclasses()
+    """The command line as an object of `kind`; what cannot be is refused."""
+    with refusals():
+        (arguments,) = FieldParser(kind, description=description).parse_args_into_dataclasses()
     return arguments
 
 
 def read_ds_config(arguments: RunArguments) -> dict:
     """The ds_config, see `checked_ds_config`."""
-    path = Path(arguments.deepspeed_config)
-    return checked_ds_config(json.loads(path.read_text()), f"--deepspeed_config {path}")
+    path = arguments.deepspeed_config
+    return checked_ds_config(load_ds_config(path), f"--deepspeed_config {path}")
 
 
 def checked_ds_config(ds_config: dict, name: str) -> dict:
@@ -289,14 +330,15 @@ def checked_ds_config(ds_config: dict, name: str) -> dict:
         name: what an error calls it.
 
     Raises:
-        ValueError: it is not for ZeRO stage 3, or a size is no number.
+        ValueError: it is not for ZeRO stage 3, a size is no number, or the plugin cannot honour it.
     """
+    resolve(ds_config)
     if ds_config.get("zero_optimization", {}).get("stage") != 3:
         raise ValueError(f'{name}: set "zero_optimization.stage" to 3; these scripts are for ZeRO-3')
     sizes = {key: ds_config.get(key, 1) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
     for key, value in sizes.items():
-        if not isinstance(value, int):
-            raise ValueError(f'{name}: "{key}" is {value!r}; give a number')
+        if type(value) is not int or value < 1:
+            raise ValueError(f'{name}: "{key}" is {value!r}; give a number of at least 1')
     return ds_config | sizes
 
 
@@ -315,7 +357,7 @@ def check_rollout(arguments: RolloutArguments, ds_config: dict) -> None:
         FileNotFoundError, ModuleNotFoundError: a reward function's file or module is not there.
     """
     micro, accumulation = ds_config["train_micro_batch_size_per_gpu"], ds_config["gradient_accumulation_steps"]
-    if arguments.rollout_batch < 1 or arguments.rollout_batch % (micro * accumulation):
+    if arguments.rollout_batch % (micro * accumulation):
         raise ValueError(
             f"--rollout_batch {arguments.rollout_batch} does not divide into minibatches of {micro} (the ds_config's "
             f'"train_micro_batch_size_per_gpu") x {accumulation} ("gradient_accumulation_steps"): give a multiple of '
@@ -330,20 +372,16 @@ def check_rollout(arguments: RolloutArguments, ds_config: dict) -> None:
             f"--reward_weights has {len(arguments.reward_weights)} numbers for {len(arguments.reward_functions)} "
             "--reward_functions; give one each"
         )
-    if arguments.temperature <= 0:
-        raise ValueError(f"--temperature {arguments.temperature}: give a number above 0; evaluation is greedy anyway")
+    if getattr(arguments, "pretraining_coefficient", 0) and not arguments.pretraining_data:
+        raise ValueError("--pretraining_coefficient mixes in text rows: name them with --pretraining_data")
 
 
 def check_preferences(arguments: DPOArguments) -> None:
-    """Refuse losses that do not exist, before anything is loaded.
+    """Refuse a loss that does not exist, before anything is loaded.
 
     Raises:
         ValueError: names the argument and the remedy.
     """
-    if arguments.beta <= 0:
-        raise ValueError(f"--beta {arguments.beta}: give a number above 0")
-    if not 0 <= arguments.label_smoothing < 0.5:
-        raise ValueError(f"--label_smoothing {arguments.label_smoothing}: give a number from 0 to less than 0.5")
     if arguments.label_smoothing and arguments.loss != "sigmoid":
         raise ValueError(
             f"--label_smoothing {arguments.label_smoothing} has no meaning with --loss {arguments.loss}: leave it out, "
@@ -358,25 +396,16 @@ def check_groups(arguments: GRPOArguments) -> None:
         ValueError: names the argument and the remedy.
     """
     size = arguments.group_size
-    if size < 2:
-        raise ValueError(f"--group_size {size}: an advantage compares a response with others; give at least 2")
     if arguments.rollout_batch % size:
         raise ValueError(
             f"--rollout_batch {arguments.rollout_batch} is not made of groups of --group_size {size}, which lie on one "
             f"rank each: give a multiple of {size}"
-        )
-    if not 0 <= arguments.clip_low <= 1 or arguments.clip_high < 0:
-        raise ValueError(
-            f"--clip_low {arguments.clip_low} and --clip_high {arguments.clip_high}: give the first from 0 to 1, the "
-            "second from 0"
         )
     if arguments.ratio_limit is not None and arguments.ratio_limit <= 1 + arguments.clip_high:
         raise ValueError(
             f"--ratio_limit {arguments.ratio_limit} is not above 1 + --clip_high {arguments.clip_high}: give more, or "
             "leave it out"
         )
-    if arguments.beta < 0:
-        raise ValueError(f"--beta {arguments.beta}: give 0 or more")
 
 
 def check_length(tokens: int, config, because: str) -> None:

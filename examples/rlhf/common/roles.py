@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import deepspeed
 import torch
+from options import model_config
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from common.batch import Tokens
 from common.engines import frozen_ds_config, make_engine, make_frozen_engine
@@ -85,7 +85,7 @@ def find_reward_model(arguments, tokenizer) -> Start | None:
     if name is None:
         return None
     start = find_start(name)
-    architectures = AutoConfig.from_pretrained(start.base).architectures or [""]
+    architectures = model_config("--reward_model", start.base).architectures or [""]
     if not start.scores and not architectures[0].endswith("ForSequenceClassification"):
         raise ValueError(f"--reward_model {name} is a {architectures[0]}, which has no score; train it with reward.py")
     if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import deepspeed
 import torch.distributed as dist
+from options import model_config
 from torch import Tensor
-from transformers import AutoConfig
 
 from common.arguments import RolloutArguments, check_length
 from common.evaluation import report
@@ -41,8 +41,8 @@ class RolloutStage:
         self._micro_batch = ds_config["train_micro_batch_size_per_gpu"]
         minibatches = arguments.rollout_batch // (self._micro_batch * ds_config["gradient_accumulation_steps"])
         self.steps = arguments.iterations * epochs * minibatches
+        config = model_config("--model", find_start(arguments.model).base)
         self.tokenizer = load_tokenizer(arguments.model)
-        config = AutoConfig.from_pretrained(find_start(arguments.model).base)
         asked = arguments.max_prompt_tokens + arguments.max_new_tokens
         check_length(asked, config, "--max_prompt_tokens and --max_new_tokens")
         find_reward_model(arguments, self.tokenizer)

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from basics import failing_together, random_state, restore_random_state
+from options import ALL
 
 from common.arguments import settings
 
@@ -108,7 +109,8 @@ class Checkpoints:
     def _remove_old(self, step: int) -> None:
         """Keep the latest ones, and nothing of a run that was stopped while it saved."""
         found = {int(path.name.removeprefix("step")): path for path in self._folder.glob("step*")}
-        kept = sorted(number for number in found if number <= step)[-self._keep :]
+        kept = sorted(number for number in found if number <= step)
+        kept = kept if self._keep == ALL else kept[-self._keep :]
         for number, path in found.items():
             if number not in kept:
                 shutil.rmtree(path)
