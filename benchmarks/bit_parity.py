@@ -46,8 +46,10 @@ from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 from environment import describe, forget_memory
+from options import finite, new_file, whole
 
 CONTROL_TIMEOUT = 60  # seconds in which all ranks must end a case once one has
 GROUP_TIMEOUT = 120
@@ -550,7 +552,7 @@ def judge(case: Case, record: dict, records: dict) -> str:
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of every case")
+    parser.add_argument("--steps", type=whole(1), default=12, help="optimizer steps of every case")
     parser.add_argument("--parts", default="parity,features")
     parser.add_argument("--cases", help="only those whose name holds one of these words, separated by semicolons")
     parser.add_argument(
@@ -558,8 +560,8 @@ def parse(argv=None):
         action="store_true",
         help="let torch fill new memory with NaN, which finds what reads it before it is written",
     )
-    parser.add_argument("--case-timeout", type=float, default=GROUP_TIMEOUT, help="seconds for one case")
-    parser.add_argument("--out", default="bit_parity.json")
+    parser.add_argument("--case-timeout", type=finite(above=0), default=GROUP_TIMEOUT, help="seconds for one case")
+    parser.add_argument("--out", type=new_file, default="bit_parity.json")
     args = parser.parse_args(argv)
     if "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) % 2:
         parser.error("start it with torchrun on an even number of ranks: torchrun --nproc_per_node 4 ...")

@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
 import torch.nn.functional as F
 from environment import describe
+from options import new_file, several, whole
 from timing import milliseconds
 
 from zeropp_fp8.compute import casts
@@ -188,10 +190,16 @@ def sweep(shape: tuple[int, int], device: torch.device, repeats: int) -> list[di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--shapes", nargs="+", default=SHAPES if on_gpu else ("512x256",), help="ROWSxCOLUMNS")
-    parser.add_argument("--repeats", type=int, default=30 if on_gpu else 3)
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=several(whole(1), "x"),
+        default=SHAPES if on_gpu else ("512x256",),
+        help="ROWSxCOLUMNS",
+    )
+    parser.add_argument("--repeats", type=whole(1), default=30 if on_gpu else 3)
     parser.add_argument("--sweep", action="store_true", help="instead, try tiles and warps on the first shape")
-    parser.add_argument("--out", help="JSON file")
+    parser.add_argument("--out", type=new_file, help="JSON file")
     args = parser.parse_args()
     shapes = [tuple(int(side) for side in shape.split("x")) for shape in args.shapes]
     device = torch.device("cuda" if on_gpu else "cpu")

@@ -37,12 +37,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "pretrain"))
 
 import torch
 from data import Sequences, byte_tokens, read_documents, split_tokens
 from environment import describe
 from llama import Llama, Size
+from options import finite, new_file, several, whole
 
 from zeropp_fp8.compute import convert_linear_layers
 
@@ -365,19 +367,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = [BF16, *COMPUTE, *(BF16 + THEN + run for run in (BF16, "current", "mxfp8"))]
     parser.add_argument("--runs", default=",".join(default), help="default: %(default)s")
-    parser.add_argument("--seeds", default="0", help="of initial weights and the order of the data")
+    parser.add_argument(
+        "--seeds", type=several(whole(0)), default="0", help="of initial weights and the order of the data"
+    )
     parser.add_argument("--size", choices=SIZES, default="100m" if on_gpu else "tiny")
-    parser.add_argument("--steps", type=int, default=1000 if on_gpu else 20)
-    parser.add_argument("--batch", type=int, default=32 if on_gpu else 2, help="sequences in a step")
-    parser.add_argument("--sequence", type=int, default=1024 if on_gpu else 64, help="tokens in a sequence")
-    parser.add_argument("--lr", type=float, default=6e-4, help="after the warm-up")
-    parser.add_argument("--warmup", type=int, help="steps; default: a tenth of all")
+    parser.add_argument("--steps", type=whole(1), default=1000 if on_gpu else 20)
+    parser.add_argument("--batch", type=whole(1), default=32 if on_gpu else 2, help="sequences in a step")
+    parser.add_argument("--sequence", type=whole(1), default=1024 if on_gpu else 64, help="tokens in a sequence")
+    parser.add_argument("--lr", type=finite(above=0), default=6e-4, help="after the warm-up")
+    parser.add_argument("--warmup", type=whole(0), help="steps; default: a tenth of all")
     parser.add_argument("--data", nargs="+", default=["stdlib"], help="as examples/pretrain/train.py takes it")
-    parser.add_argument("--eval-every", type=int, help="steps between held-out losses; default: a tenth of all")
-    parser.add_argument("--eval-sequences", type=int, default=512 if on_gpu else 4, help="for a held-out loss")
+    parser.add_argument("--eval-every", type=whole(1), help="steps between held-out losses; default: a tenth of all")
+    parser.add_argument("--eval-sequences", type=whole(1), default=512 if on_gpu else 4, help="for a held-out loss")
     parser.add_argument("--merge", nargs="+", metavar="JSON", help="train nothing: compare these results")
-    parser.add_argument("--plot", help="PNG file")
-    parser.add_argument("--out", help="JSON file, written after every run")
+    parser.add_argument("--plot", type=new_file, help="PNG file")
+    parser.add_argument("--out", type=new_file, help="JSON file, written after every run")
     args = parser.parse_args(argv)
     args.runs = args.runs.split(",")
     args.seeds = [int(seed) for seed in args.seeds.split(",")]

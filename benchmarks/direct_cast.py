@@ -22,12 +22,14 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "pretrain"))
 
 import torch
 from data import Sequences, byte_tokens, read_documents, split_tokens, tokenizer_tokens
 from environment import describe
 from models import SMALL_LLAMAS, make_model
+from options import finite, generator_seed, new_file, new_folder, whole
 from torch import nn
 from tqdm import tqdm
 
@@ -54,17 +56,17 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--model", default="llama-small", choices=SMALL_LLAMAS, help="which one to train")
     parser.add_argument("--checkpoint", help="instead: a folder of save_pretrained(), or a name at Hugging Face")
     parser.add_argument("--data", nargs="+", default=["stdlib"], help="as for examples/pretrain/train.py")
-    parser.add_argument("--steps", type=int, default=400, help="of training")
-    parser.add_argument("--batch", type=int, default=16, help="sequences in a batch, of training and evaluation")
-    parser.add_argument("--sequence-length", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=None, help="3e-3, for llama-base 6e-4, unless told")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--calibration-batches", type=int, default=8)
-    parser.add_argument("--eval-batches", type=int, default=16)
+    parser.add_argument("--steps", type=whole(1), default=400, help="of training")
+    parser.add_argument("--batch", type=whole(1), default=16, help="sequences in a batch, of training and evaluation")
+    parser.add_argument("--sequence-length", type=whole(1), default=128)
+    parser.add_argument("--lr", type=finite(above=0), default=None, help="3e-3, for llama-base 6e-4, unless told")
+    parser.add_argument("--seed", type=generator_seed, default=0)
+    parser.add_argument("--calibration-batches", type=whole(1), default=8)
+    parser.add_argument("--eval-batches", type=whole(1), default=16)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="NAME")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all other numbers")
-    parser.add_argument("--save", metavar="DIR", help="save_pretrained() the trained model there")
-    parser.add_argument("--out", default="direct_cast.json")
+    parser.add_argument("--save", type=new_folder, metavar="DIR", help="save_pretrained() the trained model there")
+    parser.add_argument("--out", type=new_file, default="direct_cast.json")
     arguments = parser.parse_args(argv)
     if arguments.lr is None:
         arguments.lr = 6e-4 if arguments.model == "llama-base" else 3e-3

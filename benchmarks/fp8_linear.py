@@ -37,10 +37,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
 from environment import describe
 from llama import Llama, Size
+from options import new_file, several, whole
 from profile_step import busy_ms, host_profile, kind_of, top
 from torch import Tensor, nn
 
@@ -523,18 +525,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", help=f"some of {','.join(RUNS)} (default: all; of the stack {','.join(IN_STACK)})")
     parser.add_argument("--modes", default="eager,compile" if on_gpu else "eager", help="eager, compile or both")
     parser.add_argument("--size", choices=SIZES, default="8b" if on_gpu else "tiny")
-    parser.add_argument("--tokens", type=int, default=8192 if on_gpu else 256, help="of one layer")
-    parser.add_argument("--shapes", help='of one layer, in x out, e.g. "4096x14336,4096x4096"')
-    parser.add_argument("--rounds", type=int, default=8 if on_gpu else 1, help="in which the runs take turns")
-    parser.add_argument("--repeats", type=int, default=5 if on_gpu else 2, help="of a run in a round")
+    parser.add_argument("--tokens", type=whole(1), default=8192 if on_gpu else 256, help="of one layer")
+    parser.add_argument(
+        "--shapes", type=several(several(whole(1), "x")), help='of one layer, in x out, e.g. "4096x14336,4096x4096"'
+    )
+    parser.add_argument("--rounds", type=whole(1), default=8 if on_gpu else 1, help="in which the runs take turns")
+    parser.add_argument("--repeats", type=whole(1), default=5 if on_gpu else 2, help="of a run in a round")
     parser.add_argument("--model", choices=("plain", "transformers"), default="plain", help="of the stack")
-    parser.add_argument("--layers", type=int, help="of the stack")
-    parser.add_argument("--batch", type=int, default=1, help="sequences in a step of the stack")
-    parser.add_argument("--sequence", type=int, default=8192 if on_gpu else 128, help="tokens in a sequence")
-    parser.add_argument("--warmup", type=int, default=4 if on_gpu else 1, help="steps of the stack before timing")
-    parser.add_argument("--steps", type=int, default=15 if on_gpu else 2, help="timed steps of the stack")
-    parser.add_argument("--profile", type=int, default=0, metavar="N", help="print N kernels and Python functions")
-    parser.add_argument("--out", help="JSON file")
+    parser.add_argument("--layers", type=whole(1), help="of the stack")
+    parser.add_argument("--batch", type=whole(1), default=1, help="sequences in a step of the stack")
+    parser.add_argument("--sequence", type=whole(1), default=8192 if on_gpu else 128, help="tokens in a sequence")
+    parser.add_argument("--warmup", type=whole(0), default=4 if on_gpu else 1, help="steps of the stack before timing")
+    parser.add_argument("--steps", type=whole(1), default=15 if on_gpu else 2, help="timed steps of the stack")
+    parser.add_argument("--profile", type=whole(0), default=0, metavar="N", help="print N kernels and Python functions")
+    parser.add_argument("--out", type=new_file, help="JSON file")
     args = parser.parse_args(argv)
     args.shapes = [tuple(map(int, shape.split("x"))) for shape in (args.shapes or SHAPES[args.size]).split(",")]
     args.size = SIZES[args.size]

@@ -41,6 +41,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import fp8_lm_exchange
 import fp8_lm_profile
@@ -58,6 +59,7 @@ from fp8_lm_runs import (
 from fp8_lm_tables import compared, short_line, show
 from jobs import Job, announce, begin_result, choose_gpus, end_result, run_jobs
 from measuring import limit_memory, live_bytes, random_tokens, timed_steps
+from options import finite, new_file, whole
 from zero3 import without_refused
 
 # -- measuring, in every rank ----------------------------------------------------------------------------------------
@@ -242,32 +244,46 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("part", choices=("memory", "throughput", "exchange", "limits", "profile", "show"))
     parser.add_argument("--runs", help=f"some of {','.join(SECTIONS)} (default: all that this version has)")
     parser.add_argument("--size", choices=SIZES, help="default: 4b (memory, limits) or 1.3b; on a CPU tiny")
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=whole(1), default=1)
     parser.add_argument(
-        "--gbit", type=float, help="two emulated nodes with so much between them (0: not shaped); else one node"
+        "--gbit",
+        type=finite(least=0),
+        help="two emulated nodes with so much between them (0: not shaped); else one node",
     )
-    parser.add_argument("--micro-batch", type=int, help="sequences of a rank (default 1; 8 for the speed of one GPU)")
-    parser.add_argument("--sequence", type=int, help=f"tokens (default {1024 if on_gpu else 64})")
+    parser.add_argument(
+        "--micro-batch", type=whole(1), help="sequences of a rank (default 1; 8 for the speed of one GPU)"
+    )
+    parser.add_argument("--sequence", type=whole(1), help=f"tokens (default {1024 if on_gpu else 64})")
     parser.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
         help="keep of every layer nothing but its input (default: in memory and limits)",
     )
-    parser.add_argument("--rounds", type=int, default=2, help="of throughput and exchange")
-    parser.add_argument("--steps", type=int, help="timed steps of a run in a round (default 8; limits 2)")
-    parser.add_argument("--warmup", type=int, help="steps before them (default 4; limits 1)")
-    parser.add_argument("--profile", type=int, metavar="N", help="N kernels with most time (default 15 in profile)")
-    parser.add_argument("--axis", choices=("batch", "sequence"), default="batch", help="what limits makes larger")
-    parser.add_argument("--start", type=int, help="first size on that axis (default 1 sequence, or --sequence tokens)")
-    parser.add_argument("--stop", type=int, help="last size (default 1024 sequences, or 2^20 tokens)")
-    parser.add_argument("--refine", type=int, default=1, help="times that limits halves the interval")
-    parser.add_argument("--gib", type=float, help="memory that a process may have")
+    parser.add_argument("--rounds", type=whole(1), default=2, help="of throughput and exchange")
+    parser.add_argument("--steps", type=whole(1), help="timed steps of a run in a round (default 8; limits 2)")
+    parser.add_argument("--warmup", type=whole(0), help="steps before them (default 4; limits 1)")
     parser.add_argument(
-        "--side-by-side", type=int, help="groups of ranks at a time, in memory and limits (default: as there are GPUs)"
+        "--profile", type=whole(0), metavar="N", help="N kernels with most time (default 15 in profile)"
     )
-    parser.add_argument("--peak-tflops", type=float, default=PEAK_FLOPS / 1e12, help="default: %(default)g, an H200")
-    parser.add_argument("--timeout", type=float, default=570, help="seconds for everything (default: %(default)g)")
-    parser.add_argument("--out", help="JSON file; default fp8_lm_PART.json")
+    parser.add_argument("--axis", choices=("batch", "sequence"), default="batch", help="what limits makes larger")
+    parser.add_argument(
+        "--start", type=whole(1), help="first size on that axis (default 1 sequence, or --sequence tokens)"
+    )
+    parser.add_argument("--stop", type=whole(1), help="last size (default 1024 sequences, or 2^20 tokens)")
+    parser.add_argument("--refine", type=whole(0), default=1, help="times that limits halves the interval")
+    parser.add_argument("--gib", type=finite(above=0), help="memory that a process may have")
+    parser.add_argument(
+        "--side-by-side",
+        type=whole(1),
+        help="groups of ranks at a time, in memory and limits (default: as there are GPUs)",
+    )
+    parser.add_argument(
+        "--peak-tflops", type=finite(above=0), default=PEAK_FLOPS / 1e12, help="default: %(default)g, an H200"
+    )
+    parser.add_argument(
+        "--timeout", type=finite(above=0), default=570, help="seconds for everything (default: %(default)g)"
+    )
+    parser.add_argument("--out", type=new_file, help="JSON file; default fp8_lm_PART.json")
     parser.add_argument("--read", nargs="+", metavar="JSON", help="with show: results to print")
     args = parser.parse_args(argv)
     if args.part == "show":

@@ -34,6 +34,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import convergence
 import torch
@@ -42,6 +43,7 @@ from environment import append_to, describe, dumped, join, read_result
 from fp8_lm_runs import EngineRun
 from jobs import Job, announce, begin_result, choose_gpus, end_result, run_jobs
 from llama import Size
+from options import finite, new_file, several, whole
 from torch import Tensor, nn
 from zero3 import without_refused
 
@@ -318,23 +320,27 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", default="levels", help=f"some of {','.join(SECTIONS)}; {','.join(SEVERAL)}")
-    parser.add_argument("--seeds", default="0", help="of initial weights and the order of the data")
+    parser.add_argument(
+        "--seeds", type=several(whole(0)), default="0", help="of initial weights and the order of the data"
+    )
     parser.add_argument("--size", choices=SIZES, default="100m" if on_gpu else "tiny")
-    parser.add_argument("--ranks", type=int, default=1, help="that share a batch, in one node")
-    parser.add_argument("--steps", type=int, default=1000 if on_gpu else 20)
-    parser.add_argument("--batch", type=int, default=32 if on_gpu else 4, help="sequences in a step, of all ranks")
-    parser.add_argument("--sequence", type=int, default=1024 if on_gpu else 64, help="tokens in a sequence")
-    parser.add_argument("--lr", type=float, default=6e-4, help="after the warm-up")
-    parser.add_argument("--warmup", type=int, help="steps; default: a tenth of all")
+    parser.add_argument("--ranks", type=whole(1), default=1, help="that share a batch, in one node")
+    parser.add_argument("--steps", type=whole(1), default=1000 if on_gpu else 20)
+    parser.add_argument("--batch", type=whole(1), default=32 if on_gpu else 4, help="sequences in a step, of all ranks")
+    parser.add_argument("--sequence", type=whole(1), default=1024 if on_gpu else 64, help="tokens in a sequence")
+    parser.add_argument("--lr", type=finite(above=0), default=6e-4, help="after the warm-up")
+    parser.add_argument("--warmup", type=whole(0), help="steps; default: a tenth of all")
     parser.add_argument("--data", nargs="+", default=["stdlib"], help="as examples/pretrain/train.py takes it")
-    parser.add_argument("--eval-every", type=int, help="steps between held-out losses; default: a tenth of all")
-    parser.add_argument("--eval-sequences", type=int, default=512 if on_gpu else 4, help="for a held-out loss")
-    parser.add_argument("--side-by-side", type=int, help="groups of ranks at a time; default: as there are GPUs")
-    parser.add_argument("--timeout", type=float, default=570, help="seconds for everything (default: %(default)g)")
+    parser.add_argument("--eval-every", type=whole(1), help="steps between held-out losses; default: a tenth of all")
+    parser.add_argument("--eval-sequences", type=whole(1), default=512 if on_gpu else 4, help="for a held-out loss")
+    parser.add_argument("--side-by-side", type=whole(1), help="groups of ranks at a time; default: as there are GPUs")
+    parser.add_argument(
+        "--timeout", type=finite(above=0), default=570, help="seconds for everything (default: %(default)g)"
+    )
     parser.add_argument("--merge", nargs="+", metavar="JSON", help="train nothing: compare these results")
-    parser.add_argument("--plot", help="PNG file: held-out losses")
-    parser.add_argument("--trace-plot", help="PNG file: mu, overflow and underflow of every step")
-    parser.add_argument("--out", help="JSON file; default fp8_lm_convergence.json (with --merge: none)")
+    parser.add_argument("--plot", type=new_file, help="PNG file: held-out losses")
+    parser.add_argument("--trace-plot", type=new_file, help="PNG file: mu, overflow and underflow of every step")
+    parser.add_argument("--out", type=new_file, help="JSON file; default fp8_lm_convergence.json (with --merge: none)")
     args = parser.parse_args(argv)
     args.seeds = [int(seed) for seed in args.seeds.split(",")]
     args.nodes = 1

@@ -22,12 +22,14 @@ from collections import deque
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
 from convergence import SIZES, load_data
 from environment import append_to, describe, read_result
 from jobs import begin_result, end_result
 from llama import Llama
+from options import finite, new_file, several, whole
 from torch import Tensor
 
 from zeropp_fp8.zero.gradient_scales import GROWTH, TOLERATED_SHARE
@@ -224,18 +226,24 @@ def plot(rows: list[dict], path: str) -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="8,64,256" if on_gpu else "4,32", help="numbers of emulated ranks")
-    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument(
+        "--ranks", type=several(whole(1)), default="8,64,256" if on_gpu else "4,32", help="numbers of emulated ranks"
+    )
+    parser.add_argument("--ranks-per-node", type=whole(1), default=8)
     parser.add_argument("--size", choices=SIZES, default="100m" if on_gpu else "tiny")
-    parser.add_argument("--steps", type=int, default=20 if on_gpu else 12)
-    parser.add_argument("--batch", type=int, default=1, help="sequences of a rank")
-    parser.add_argument("--sequence", type=int, default=512 if on_gpu else 64, help="tokens in a sequence")
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--steps", type=whole(1), default=20 if on_gpu else 12)
+    parser.add_argument("--batch", type=whole(1), default=1, help="sequences of a rank")
+    parser.add_argument("--sequence", type=whole(1), default=512 if on_gpu else 64, help="tokens in a sequence")
+    parser.add_argument("--lr", type=finite(above=0), default=3e-4)
     parser.add_argument("--data", nargs="+", default=["stdlib"], help="as examples/pretrain/train.py takes it")
-    parser.add_argument("--timeout", type=float, default=570, help="seconds, after which no further step begins")
-    parser.add_argument("--plot", help="PNG file")
+    parser.add_argument(
+        "--timeout", type=finite(above=0), default=570, help="seconds, after which no further step begins"
+    )
+    parser.add_argument("--plot", type=new_file, help="PNG file")
     parser.add_argument("--read", metavar="JSON", help="measure nothing: show this result")
-    parser.add_argument("--out", default="fp8_lm_policies.json", help="JSON file, written after every number of ranks")
+    parser.add_argument(
+        "--out", type=new_file, default="fp8_lm_policies.json", help="JSON file, written after every number of ranks"
+    )
     args = parser.parse_args(argv)
     args.ranks = [int(number) for number in args.ranks.split(",")]
     return args

@@ -37,6 +37,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import frozen_dequantize
 import limits
@@ -56,6 +57,7 @@ from frozen_runs import (
 from frozen_tables import compared, short_line, show
 from jobs import Job, announce, begin_result, choose_gpus, end_result, run_jobs
 from measuring import limit_memory, random_tokens, timed_steps
+from options import finite, new_file, whole
 from torch import Tensor
 from zero3 import without_refused
 
@@ -216,32 +218,46 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("part", choices=("memory", "throughput", "limits", "dequantize", "show"))
     parser.add_argument("--runs", help=f"some of {','.join(SECTIONS)} (default: all that there are)")
     parser.add_argument("--size", choices=SIZES, default="8b" if on_gpu else "tiny", help="default: %(default)s")
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=whole(1), default=1)
     parser.add_argument(
-        "--gbit", type=float, help="two emulated nodes with so much between them (0: not shaped); else one node"
+        "--gbit",
+        type=finite(least=0),
+        help="two emulated nodes with so much between them (0: not shaped); else one node",
     )
-    parser.add_argument("--micro-batch", type=int, default=1, help="sequences of a rank")
-    parser.add_argument("--sequence", type=int, default=1024 if on_gpu else 64, help="tokens (default %(default)s)")
+    parser.add_argument("--micro-batch", type=whole(1), default=1, help="sequences of a rank")
+    parser.add_argument(
+        "--sequence", type=whole(1), default=1024 if on_gpu else 64, help="tokens (default %(default)s)"
+    )
     parser.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
         help="keep of every layer nothing but its input (default: in memory and limits)",
     )
-    parser.add_argument("--rounds", type=int, default=1, help="of throughput")
-    parser.add_argument("--steps", type=int, help="timed steps of a run in a round (default 4; memory and limits 2)")
-    parser.add_argument("--warmup", type=int, help="steps before them (default 2; limits 1)")
-    parser.add_argument("--axis", choices=("batch", "sequence"), default="batch", help="what limits makes larger")
-    parser.add_argument("--start", type=int, help="first size on that axis (default 1 sequence, or --sequence tokens)")
-    parser.add_argument("--stop", type=int, help="last size (default 1024 sequences, or 2^20 tokens)")
-    parser.add_argument("--refine", type=int, default=1, help="times that limits halves the interval")
-    parser.add_argument("--gib", type=float, help="memory that a process may have")
+    parser.add_argument("--rounds", type=whole(1), default=1, help="of throughput")
     parser.add_argument(
-        "--side-by-side", type=int, help="groups of ranks at a time; more than fit the GPUs share them (memory only)"
+        "--steps", type=whole(1), help="timed steps of a run in a round (default 4; memory and limits 2)"
     )
-    parser.add_argument("--parts", type=int, default=4, help="ranks that a decoded payload comes from, in dequantize")
-    parser.add_argument("--repeats", type=int, default=30 if on_gpu else 3, help="of dequantize")
-    parser.add_argument("--timeout", type=float, default=570, help="seconds for everything (default: %(default)g)")
-    parser.add_argument("--out", help="JSON file; default frozen_PART.json")
+    parser.add_argument("--warmup", type=whole(0), help="steps before them (default 2; limits 1)")
+    parser.add_argument("--axis", choices=("batch", "sequence"), default="batch", help="what limits makes larger")
+    parser.add_argument(
+        "--start", type=whole(1), help="first size on that axis (default 1 sequence, or --sequence tokens)"
+    )
+    parser.add_argument("--stop", type=whole(1), help="last size (default 1024 sequences, or 2^20 tokens)")
+    parser.add_argument("--refine", type=whole(0), default=1, help="times that limits halves the interval")
+    parser.add_argument("--gib", type=finite(above=0), help="memory that a process may have")
+    parser.add_argument(
+        "--side-by-side",
+        type=whole(1),
+        help="groups of ranks at a time; more than fit the GPUs share them (memory only)",
+    )
+    parser.add_argument(
+        "--parts", type=whole(1), default=4, help="ranks that a decoded payload comes from, in dequantize"
+    )
+    parser.add_argument("--repeats", type=whole(1), default=30 if on_gpu else 3, help="of dequantize")
+    parser.add_argument(
+        "--timeout", type=finite(above=0), default=570, help="seconds for everything (default: %(default)g)"
+    )
+    parser.add_argument("--out", type=new_file, help="JSON file; default frozen_PART.json")
     parser.add_argument("--read", nargs="+", metavar="JSON", help="with show: results to print")
     args = parser.parse_args(argv)
     if args.part == "show":

@@ -34,6 +34,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "pretrain"))
 
 import convergence
@@ -43,6 +44,7 @@ from data import standard_library_files
 from environment import append_to, describe, dumped, join, read_result
 from frozen_runs import LoraRun, stored
 from jobs import Job, announce, begin_result, choose_gpus, end_result, run_jobs
+from options import finite, new_file, several, whole
 from torch import Tensor, nn
 from zero3 import ds_config, without_refused
 
@@ -309,25 +311,32 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", default=",".join(RUNS), help="default: %(default)s")
-    parser.add_argument("--seeds", default="0,1,2" if on_gpu else "0", help="of adapters and the order of the data")
+    parser.add_argument(
+        "--seeds",
+        type=several(whole(0)),
+        default="0,1,2" if on_gpu else "0",
+        help="of adapters and the order of the data",
+    )
     parser.add_argument("--size", choices=SIZES, default="base" if on_gpu else "tiny", help="default: %(default)s")
     parser.add_argument("--base", metavar="DIR", help="the pre-trained model; made where it is not there")
-    parser.add_argument("--pretrain-steps", type=int, help="default: as --size has it, like all that follow")
-    parser.add_argument("--pretrain-batch", type=int, help="sequences in a step")
-    parser.add_argument("--pretrain-lr", type=float)
-    parser.add_argument("--steps", type=int, help="of a fine-tuning")
-    parser.add_argument("--batch", type=int, help="sequences in a step of it")
-    parser.add_argument("--lr", type=float, help="of adapters, after a warm-up over a tenth of the steps")
-    parser.add_argument("--sequence", type=int, help="tokens in a sequence")
-    parser.add_argument("--eval-every", type=int, help="steps between held-out losses; default: a quarter of all")
-    parser.add_argument("--eval-sequences", type=int, help="for a held-out loss")
+    parser.add_argument("--pretrain-steps", type=whole(1), help="default: as --size has it, like all that follow")
+    parser.add_argument("--pretrain-batch", type=whole(1), help="sequences in a step")
+    parser.add_argument("--pretrain-lr", type=finite(above=0))
+    parser.add_argument("--steps", type=whole(1), help="of a fine-tuning")
+    parser.add_argument("--batch", type=whole(1), help="sequences in a step of it")
+    parser.add_argument("--lr", type=finite(above=0), help="of adapters, after a warm-up over a tenth of the steps")
+    parser.add_argument("--sequence", type=whole(1), help="tokens in a sequence")
+    parser.add_argument("--eval-every", type=whole(1), help="steps between held-out losses; default: a quarter of all")
+    parser.add_argument("--eval-sequences", type=whole(1), help="for a held-out loss")
     parser.add_argument(
-        "--side-by-side", type=int, default=6 if on_gpu else 2, help="processes at a time (default %(default)s)"
+        "--side-by-side", type=whole(1), default=6 if on_gpu else 2, help="processes at a time (default %(default)s)"
     )
-    parser.add_argument("--timeout", type=float, default=570, help="seconds for everything (default: %(default)g)")
+    parser.add_argument(
+        "--timeout", type=finite(above=0), default=570, help="seconds for everything (default: %(default)g)"
+    )
     parser.add_argument("--merge", nargs="+", metavar="JSON", help="train nothing: compare these results")
-    parser.add_argument("--plot", help="PNG file: held-out losses")
-    parser.add_argument("--out", help="JSON file; default frozen_quality.json (with --merge: none)")
+    parser.add_argument("--plot", type=new_file, help="PNG file: held-out losses")
+    parser.add_argument("--out", type=new_file, help="JSON file; default frozen_quality.json (with --merge: none)")
     args = parser.parse_args(argv)
     if args.merge:
         return args

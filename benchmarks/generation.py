@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
 from emulated_nodes import cut_into_nodes, sent_bytes, set_rate_everywhere, two_nodes
@@ -39,6 +40,7 @@ from frozen_runs import SIZES as FROZEN_SIZES
 from frozen_runs import Meter, adamw, llama_config, sharded_llama, with_adapters
 from jobs import Job, announce, begin_result, choose_gpus, end_result, run_jobs
 from measuring import random_tokens, synchronize
+from options import finite, new_file, whole
 from torch import Tensor, nn
 from zero3 import ds_config
 
@@ -231,16 +233,24 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", help=f"some of {','.join(RUNS)} (default: all that the ranks allow)")
     parser.add_argument("--size", choices=SIZES, default="1.3b" if on_gpu else "tiny", help="default: %(default)s")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--gbit", type=float, help="two emulated nodes with so much between them (0: not shaped)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a rank (default %(default)s)")
-    parser.add_argument("--prompt", type=int, default=256 if on_gpu else 16, help="tokens (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=64 if on_gpu else 8, help="new tokens (default %(default)s)")
-    parser.add_argument("--slow-tokens", type=int, default=8 if on_gpu else 4, help="of runs that gather for each one")
-    parser.add_argument("--rounds", type=int, default=1, help="every other one backwards; the table has the fastest")
+    parser.add_argument("--ranks", type=whole(1), default=1)
+    parser.add_argument(
+        "--gbit", type=finite(least=0), help="two emulated nodes with so much between them (0: not shaped)"
+    )
+    parser.add_argument("--batch", type=whole(1), default=8, help="sequences of a rank (default %(default)s)")
+    parser.add_argument("--prompt", type=whole(1), default=256 if on_gpu else 16, help="tokens (default %(default)s)")
+    parser.add_argument("--tokens", type=whole(1), default=64 if on_gpu else 8, help="new tokens (default %(default)s)")
+    parser.add_argument(
+        "--slow-tokens", type=whole(1), default=8 if on_gpu else 4, help="of runs that gather for each one"
+    )
+    parser.add_argument(
+        "--rounds", type=whole(1), default=1, help="every other one backwards; the table has the fastest"
+    )
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=on_gpu)
-    parser.add_argument("--timeout", type=float, default=570, help="seconds for everything (default: %(default)g)")
-    parser.add_argument("--out", default="generation.json", help="JSON file (default %(default)s)")
+    parser.add_argument(
+        "--timeout", type=finite(above=0), default=570, help="seconds for everything (default: %(default)g)"
+    )
+    parser.add_argument("--out", type=new_file, default="generation.json", help="JSON file (default %(default)s)")
     args = parser.parse_args(argv)
     cut_into_nodes(args, parser)
     allowed = [run for run in RUNS if run != "stock-hpz" or (args.nodes == 2 and args.ranks > 2)]

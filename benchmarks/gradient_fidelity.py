@@ -24,9 +24,11 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 from emulated_nodes import launch
 from environment import NO_IN_TREE, build_in_tree_op, describe, join
+from options import finite, new_file, whole
 
 RANKS, PER_NODE = 4, 2
 IN_TREE = "in-tree qgZ"
@@ -45,9 +47,9 @@ def parse(argv=None):
     parser.add_argument(
         "--shape", default="1024x1024", help="of the gradient; in-tree qgZ needs whole groups, so a power of two"
     )
-    parser.add_argument("--block-size", type=int, default=128, help="elements that share a scale")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for everything")
-    parser.add_argument("--out", default="gradient_fidelity.json")
+    parser.add_argument("--block-size", type=whole(1), default=128, help="elements that share a scale")
+    parser.add_argument("--timeout", type=finite(above=0), default=300, help="seconds for everything")
+    parser.add_argument("--out", type=new_file, default="gradient_fidelity.json")
     return parser.parse_args(argv)
 
 

@@ -16,9 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
 from environment import describe
+from options import new_file, whole
 from timing import milliseconds
 
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
@@ -153,9 +155,9 @@ def line(row: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--elements", type=int, default=1 << 28 if on_gpu else 1 << 24)
-    parser.add_argument("--repeats", type=int, default=30 if on_gpu else 3)
-    parser.add_argument("--out", help="JSON file")
+    parser.add_argument("--elements", type=whole(1), default=1 << 28 if on_gpu else 1 << 24)
+    parser.add_argument("--repeats", type=whole(1), default=30 if on_gpu else 3)
+    parser.add_argument("--out", type=new_file, help="JSON file")
     args = parser.parse_args()
     device = torch.device("cuda" if on_gpu else "cpu")
     if not on_gpu:

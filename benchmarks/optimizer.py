@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
 from environment import describe, forget_memory
+from options import new_file, whole
 from timing import milliseconds
 
 from zeropp_fp8.formats.noise import Seed
@@ -193,9 +195,9 @@ def line(row: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--millions", type=int, nargs="+", default=[64, 256, 1024] if on_gpu else [1])
-    parser.add_argument("--repeats", type=int, default=30 if on_gpu else 2)
-    parser.add_argument("--out", help="JSON file")
+    parser.add_argument("--millions", type=whole(1), nargs="+", default=[64, 256, 1024] if on_gpu else [1])
+    parser.add_argument("--repeats", type=whole(1), default=30 if on_gpu else 2)
+    parser.add_argument("--out", type=new_file, help="JSON file")
     args = parser.parse_args()
     device = torch.device("cuda" if on_gpu else "cpu")
     if not on_gpu:

@@ -16,6 +16,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from options import finite, whole
 
 from zeropp_fp8.diagnostics.plan import (
     EMULATED_H200,
@@ -53,8 +56,8 @@ PUBLISHED = (
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=float, default=18e9, help="parameters of the model")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of one GPU in a step")
+    parser.add_argument("--params", type=finite(above=0), default=18e9, help="parameters of the model")
+    parser.add_argument("--tokens", type=whole(1), default=1024, help="tokens of one GPU in a step")
     parser.add_argument("--gpu", choices=PRESETS, default="h200")
     parser.add_argument("--results", type=Path, default=RESULTS, help="measured points: JSON of two_nodes.py")
     parser.add_argument("--out", type=Path, default=Path("plan_scaling"), help="without suffix")

@@ -23,10 +23,12 @@ from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import two_nodes as bench
 from emulated_nodes import launch, two_nodes
 from environment import describe, forget_memory, join
+from options import finite, new_file, whole
 
 # (kind, parts of a kernel's name), the first that fits
 KINDS = (
@@ -187,13 +189,13 @@ def main() -> None:
     parser.add_argument("--runs", default="stock,zeropp,fsdp2")
     parser.add_argument("--gbit", default=bench.ONE_NODE, help=f'"{bench.ONE_NODE}": one node; else Gbit/s between two')
     parser.add_argument("--model", choices=bench.MODELS)
-    parser.add_argument("--micro-batch", type=int, default=1)
-    parser.add_argument("--tokens", type=int)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--micro-batch", type=whole(1), default=1)
+    parser.add_argument("--tokens", type=whole(1))
+    parser.add_argument("--steps", type=whole(1), default=6)
+    parser.add_argument("--warmup", type=whole(0), default=4)
     parser.add_argument("--fsdp-reduce-dtype", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--timeout", type=float, default=600)
-    parser.add_argument("--out", default="profile.json")
+    parser.add_argument("--timeout", type=finite(above=0), default=600)
+    parser.add_argument("--out", type=new_file, default="profile.json")
     args = parser.parse_args()
     args.quantized_gbit = None
     bench._complete(args, parser)

@@ -35,6 +35,7 @@ from common.monitor import LOG, read_log
 from environment import append_to, describe, dumped, read_result
 from jobs import begin_result, end_result
 from launching import computes_in_bf16, device
+from options import finite, generator_seed, new_file, whole
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 METRIC, BF16 = "exact_match", "stock"
@@ -253,16 +254,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     accelerator, _ = device()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", default=f"{BF16},fp8-lm", help="files of ds_configs/ (default %(default)s)")
-    parser.add_argument("--seeds", type=int, default=5, help="default %(default)s")
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--seeds", type=whole(1), default=5, help="default %(default)s")
+    parser.add_argument("--first-seed", type=generator_seed, default=0)
     parser.add_argument("--size", choices=SETTINGS, default="base" if accelerator == "cuda" else "tiny")
-    parser.add_argument("--ranks", type=int, default=1 if accelerator == "cuda" else 2, help="of a run")
-    parser.add_argument("--iterations", type=int, default=40, help="of PPO, and of GRPO (default %(default)s)")
-    parser.add_argument("--side-by-side", type=int, default=1, help="runs at a time (default %(default)s)")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds for everything (default %(default)g)")
+    parser.add_argument("--ranks", type=whole(1), default=1 if accelerator == "cuda" else 2, help="of a run")
+    parser.add_argument("--iterations", type=whole(1), default=40, help="of PPO, and of GRPO (default %(default)s)")
+    parser.add_argument("--side-by-side", type=whole(1), default=1, help="runs at a time (default %(default)s)")
+    parser.add_argument(
+        "--timeout", type=finite(above=0), default=3600, help="seconds for everything (default %(default)g)"
+    )
     parser.add_argument("--merge", nargs="+", metavar="JSON", help="results of several calls: compare all their rows")
-    parser.add_argument("--plot", help="PNG file of the curves")
-    parser.add_argument("--out", default="rlhf_quality.json", help="JSON file (default %(default)s)")
+    parser.add_argument("--plot", type=new_file, help="PNG file of the curves")
+    parser.add_argument("--out", type=new_file, default="rlhf_quality.json", help="JSON file (default %(default)s)")
     args = parser.parse_args(argv)
     args.recipes = args.recipes.split(",")
     args.bf16 = computes_in_bf16(accelerator)

@@ -28,6 +28,7 @@ from environment import append_to, describe
 from jobs import begin_result, end_result
 from launching import computes_in_bf16, device, launch
 from make_data import SIZES, Size, make_model
+from options import new_file, whole
 from pretrain.data import standard_library_files
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -94,13 +95,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--model", choices=MODELS, default="7b-layers" if on_gpu else "tiny", help="default %(default)s"
     )
-    parser.add_argument("--batch", type=int, default=8 if on_gpu else 2, help="rows of a rank in a step (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=1024 if on_gpu else 128, help="of a row (%(default)s)")
-    parser.add_argument("--warmup", type=int, default=20 if on_gpu else 1, help="steps not counted (%(default)s)")
-    parser.add_argument("--steps", type=int, default=10 if on_gpu else 2, help="steps that count (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=1, help="default %(default)s")
+    parser.add_argument(
+        "--batch", type=whole(1), default=8 if on_gpu else 2, help="rows of a rank in a step (%(default)s)"
+    )
+    parser.add_argument("--tokens", type=whole(1), default=1024 if on_gpu else 128, help="of a row (%(default)s)")
+    parser.add_argument("--warmup", type=whole(0), default=20 if on_gpu else 1, help="steps not counted (%(default)s)")
+    parser.add_argument("--steps", type=whole(1), default=10 if on_gpu else 2, help="steps that count (%(default)s)")
+    parser.add_argument("--ranks", type=whole(1), default=1, help="default %(default)s")
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--out", default="rlhf_sft.json", help="JSON file (default %(default)s)")
+    parser.add_argument("--out", type=new_file, default="rlhf_sft.json", help="JSON file (default %(default)s)")
     args = parser.parse_args(argv)
     args.accelerator, args.ranks = device(ranks=args.ranks)
     args.bf16 = computes_in_bf16(args.accelerator)

@@ -51,6 +51,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import limits
 import torch
@@ -60,6 +61,7 @@ from frozen_runs import Meter
 from generation import SIZES, timed
 from jobs import Job, announce, begin_result, choose_gpus, end_result, run_jobs
 from measuring import limit_memory
+from options import finite, new_file, whole
 from zero3 import ds_config
 
 SMALL = 1024  # hidden size of a model whose tensors are all below ZeRO-3's usual limits
@@ -277,26 +279,37 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", help=f"some of {','.join(RUNS)} (default: all)")
     parser.add_argument("--size", choices=SIZES, default="1.3b" if on_gpu else "tiny", help="default: %(default)s")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--gbit", type=float, help="two emulated nodes with so much between them (0: not shaped)")
-    parser.add_argument("--batch", type=int, default=8 if on_gpu else 2, help="sequences of a rank")
-    parser.add_argument("--prompt", type=int, default=256 if on_gpu else 16, help="tokens (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=256 if on_gpu else 16, help="of a response (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="timed iterations (default %(default)s)")
-    parser.add_argument("--warmup", type=int, default=2, help="iterations before them (default %(default)s)")
+    parser.add_argument("--ranks", type=whole(1), default=1)
+    parser.add_argument(
+        "--gbit", type=finite(least=0), help="two emulated nodes with so much between them (0: not shaped)"
+    )
+    parser.add_argument("--batch", type=whole(1), default=8 if on_gpu else 2, help="sequences of a rank")
+    parser.add_argument("--prompt", type=whole(1), default=256 if on_gpu else 16, help="tokens (default %(default)s)")
+    parser.add_argument(
+        "--tokens", type=whole(1), default=256 if on_gpu else 16, help="of a response (default %(default)s)"
+    )
+    parser.add_argument("--steps", type=whole(1), default=3, help="timed iterations (default %(default)s)")
+    parser.add_argument(
+        "--warmup",
+        type=whole(1),
+        default=2,
+        help="before them, where moments are made and kernels compiled (default %(default)s)",
+    )
     parser.add_argument("--leaf", action=argparse.BooleanOptionalAction, default=True, help="z3 leaf modules for stock")
     parser.add_argument("--limit", action="store_true", help="find the largest batch that fits instead")
-    parser.add_argument("--start", type=int, default=1, help="first batch of --limit (default %(default)s)")
-    parser.add_argument("--stop", type=int, default=1024, help="its last batch (default %(default)s)")
-    parser.add_argument("--refine", type=int, default=1, help="times that it halves the interval")
-    parser.add_argument("--gib", type=float, help="memory that a process may have")
-    parser.add_argument("--rounds", type=int, default=1, help="every other one backwards; the table has the fastest")
-    parser.add_argument("--timeout", type=float, default=570, help="seconds for everything (default: %(default)g)")
-    parser.add_argument("--out", default="rlhf_step.json", help="JSON file (default %(default)s)")
+    parser.add_argument("--start", type=whole(1), default=1, help="first batch of --limit (default %(default)s)")
+    parser.add_argument("--stop", type=whole(1), default=1024, help="its last batch (default %(default)s)")
+    parser.add_argument("--refine", type=whole(0), default=1, help="times that it halves the interval")
+    parser.add_argument("--gib", type=finite(above=0), help="memory that a process may have")
+    parser.add_argument(
+        "--rounds", type=whole(1), default=1, help="every other one backwards; the table has the fastest"
+    )
+    parser.add_argument(
+        "--timeout", type=finite(above=0), default=570, help="seconds for everything (default: %(default)g)"
+    )
+    parser.add_argument("--out", type=new_file, default="rlhf_step.json", help="JSON file (default %(default)s)")
     args = parser.parse_args(argv)
     cut_into_nodes(args, parser)
-    if args.steps < 1 or args.warmup < 1:
-        parser.error("--steps and --warmup: at least 1; the first iteration makes the moments and compiles kernels")
     if args.limit and args.gbit is not None:
         parser.error("--limit has no link between nodes: leave --gbit out")
     args.runs = args.runs.split(",") if args.runs else list(RUNS)

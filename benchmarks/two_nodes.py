@@ -28,9 +28,11 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 from emulated_nodes import GBIT, MAX_GBIT, launch, sent_bytes, set_rate_everywhere, two_nodes
 from environment import NO_IN_TREE, build_in_tree_op, describe, forget_memory, join
+from options import finite, new_file, whole
 
 RANKS = 4
 QUANTIZED = ("zeropp", "zeropp-4bit")
@@ -64,25 +66,27 @@ def parse(argv=None):
     )
     parser.add_argument("--runs", help=f"some of {','.join(RUNS)} (default: all that run here)")
     parser.add_argument("--model", choices=MODELS, help=f"default {on_gpu.format('1.3b', 'small')}")
-    parser.add_argument("--micro-batch", type=int, default=1, help="sequences per rank and step")
-    parser.add_argument("--tokens", type=int, help=f"tokens in a sequence (default {on_gpu.format(1024, 128)})")
-    parser.add_argument("--steps", type=int, default=6, help="timed steps at each rate")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before the first rate; one step before each other")
+    parser.add_argument("--micro-batch", type=whole(1), default=1, help="sequences per rank and step")
+    parser.add_argument("--tokens", type=whole(1), help=f"tokens in a sequence (default {on_gpu.format(1024, 128)})")
+    parser.add_argument("--steps", type=whole(1), default=6, help="timed steps at each rate")
+    parser.add_argument(
+        "--warmup", type=whole(0), default=3, help="steps before the first rate; one step before each other"
+    )
     parser.add_argument(
         "--fsdp-reduce-dtype", choices=("bf16", "fp32"), default="bf16", help="gradients of fsdp2, hsdp"
     )
     parser.add_argument(
         "--equivalence",
-        type=float,
+        type=finite(least=0),
         nargs="?",
         const=math.inf,
         metavar="GBIT",
         help="the lowest rate at which each other run is as fast as stock at this rate, interpolated (default: the "
         "highest rate measured)",
     )
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds for everything")
-    parser.add_argument("--out", help="default two_nodes.json; with --read: none")
-    parser.add_argument("--plot", help="step time against rate, as a PNG file")
+    parser.add_argument("--timeout", type=finite(above=0), default=3600, help="seconds for everything")
+    parser.add_argument("--out", type=new_file, help="default two_nodes.json; with --read: none")
+    parser.add_argument("--plot", type=new_file, help="step time against rate, as a PNG file")
     parser.add_argument("--read", nargs="+", metavar="JSON", help="measure nothing: show (and merge) earlier results")
     args = parser.parse_args(argv)
     if not args.read:

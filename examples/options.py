@@ -31,15 +31,15 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            raise ArgumentTypeError(f"{text}: give {wanted}") from None
-        if value < least or (most is not None and value > most):
+            value = None
+        if value is None or value < least or (most is not None and value > most):
             raise ArgumentTypeError(f"{text}: give {wanted}")
         return value
 
     return read
 
 
-def number(
+def finite(
     least: float = -math.inf, most: float = math.inf, above: float = -math.inf, below: float = math.inf
 ) -> Callable[[str], float]:
     """A finite number within all of these limits."""

@@ -24,7 +24,7 @@ import zeropp_fp8
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # examples/
 
 from launching import computes_in_bf16, device, hardware, launch
-from options import Parser, generator_seed, model_config, new_folder, number, refusals, whole
+from options import Parser, finite, generator_seed, model_config, new_folder, refusals, whole
 
 HERE = Path(__file__).resolve().parent
 DS_CONFIGS = HERE.parent.parent / "ds_configs"
@@ -42,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=whole(1), default=80, help="optimizer steps of each run")
     parser.add_argument("--micro-batch", type=whole(1), default=8, help="sequences a rank takes in a step")
     parser.add_argument("--sequence-length", type=whole(2), default=128, help="tokens in a sequence")
-    parser.add_argument("--lr", type=number(least=0), default=1e-3, help="learning rate")
+    parser.add_argument("--lr", type=finite(least=0), default=1e-3, help="learning rate")
     parser.add_argument("--seed", type=generator_seed, default=0, help="initial weights and order of the data")
     parser.add_argument("--out", type=new_folder, default="runs/demo", help="folder for the results")
     arguments = parser.parse_args()

@@ -44,7 +44,7 @@ from basics import (
     seed_everything,
     shut_down,
 )
-from options import Parser, generator_seed, model_config, new_file, new_folder, number, refusals, whole
+from options import Parser, finite, generator_seed, model_config, new_file, new_folder, refusals, whole
 
 MEGA = 1e6
 END_STEPS = 10  # loss_end is the mean over so many steps
@@ -71,10 +71,10 @@ def parse_arguments() -> argparse.Namespace:
         "--steps", type=whole(1), default=100, help="optimizer steps in all, those before --resume included"
     )
     parser.add_argument("--sequence-length", type=whole(2), default=128, help="tokens in a sequence")
-    parser.add_argument("--lr", type=number(least=0), default=1e-3, help="learning rate after the warm-up")
+    parser.add_argument("--lr", type=finite(least=0), default=1e-3, help="learning rate after the warm-up")
     parser.add_argument("--warmup", type=whole(0), default=10, help="steps over which the learning rate rises")
     parser.add_argument("--schedule", choices=("constant", "cosine"), default="constant", help="after the warm-up")
-    parser.add_argument("--weight-decay", type=number(least=0), default=0.1, help="for matrices; vectors have none")
+    parser.add_argument("--weight-decay", type=finite(least=0), default=0.1, help="for matrices; vectors have none")
     parser.add_argument("--seed", type=generator_seed, default=0, help="initial weights and order of the data")
     parser.add_argument(
         "--eval-every", type=whole(0), default=0, help="steps between held-out losses; 0: only at the end"

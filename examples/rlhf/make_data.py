@@ -27,7 +27,7 @@ import torch
 from common.rows import conversational
 from common.tasks import KINDS, Difficulty, make_tasks, preference_rows, prompt_rows, sft_rows
 from common.tokenizer import make_byte_tokenizer
-from options import Parser, generator_seed, new_folder, number, refusals, whole
+from options import Parser, finite, generator_seed, new_folder, refusals, whole
 from pretrain.data import standard_library_files
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -67,7 +67,7 @@ def command_line() -> Parser:
     parser.add_argument("--longest", type=whole(2), default=usual.longest, help="letters in a word, at most")
     parser.add_argument("--letters", type=whole(2, 26), default=usual.letters, help="different letters in all words")
     parser.add_argument(
-        "--sft-wrong", type=number(least=0, most=1), default=0.0, help="share of wrong completions in sft.jsonl"
+        "--sft-wrong", type=finite(least=0, most=1), default=0.0, help="share of wrong completions in sft.jsonl"
     )
     parser.add_argument("--text-characters", type=whole(0), default=4_000_000, help="characters in text.jsonl, about")
     parser.add_argument("--chat", action="store_true", help="prompts and answers as turns of a conversation")

@@ -165,8 +165,8 @@ def test_all_runs_by_default():
         (["--runs", "stock-lora,stock"], "unknown run stock; runs are stock-lora"),
         (["--gbit", "35"], "--gbit: from 0 (not shaped) to 34"),
         (["--gbit", "25"], "1 ranks cannot be cut into 2 nodes"),
-        (["--steps", "0"], "--steps and --warmup: at least 1"),
-        (["--warmup", "0"], "--steps and --warmup: at least 1"),
+        (["--steps", "0"], "--steps: 0: give a whole number of at least 1"),
+        (["--warmup", "0"], "--warmup: 0: give a whole number of at least 1"),
     ],
 )
 def test_command_line_errors(given, message, capsys):

@@ -1,5 +1,6 @@
 """Options of the examples: what is refused, by which line, before anything is loaded or started."""
 
+import ast
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ import sft
 from common import arguments
 from common.arguments import FieldParser, PipelineArguments, PPOArguments
 from common.state import Checkpoints
-from options import kept, new_file, new_folder, number, whole
+from options import finite, kept, new_file, new_folder, whole
 
 ROOT = Path(__file__).parents[2]
 KINDS = [kind for kind in vars(arguments).values() if is_dataclass(kind)]
@@ -39,9 +40,9 @@ KINDS = [kind for kind in vars(arguments).values() if is_dataclass(kind)]
         (whole(0), "0", 0),
         (whole(-1), "-1", -1),
         (whole(2, 26), "26", 26),
-        (number(), "-1e-3", -1e-3),
-        (number(least=0, most=1), "1", 1.0),
-        (number(above=0), "1e-9", 1e-9),
+        (finite(), "-1e-3", -1e-3),
+        (finite(least=0, most=1), "1", 1.0),
+        (finite(above=0), "1e-9", 1e-9),
         (kept, "3", 3),
         (kept, "-1", options.ALL),
         (kept, "all", options.ALL),
@@ -59,12 +60,12 @@ def test_taken(read, text, value):
         (whole(0), "1.5", "1.5: give a whole number of at least 0"),
         (whole(0), "nan", "nan: give a whole number of at least 0"),
         (whole(2, 26), "27", "27: give a whole number from 2 to 26"),
-        (number(), "inf", "inf: give a finite number"),
-        (number(), "x", "x: give a finite number"),
-        (number(above=0), "0", "0: give a finite number above 0"),
-        (number(least=0), "nan", "nan: give a finite number of at least 0"),
-        (number(least=0, most=1), "1.1", "1.1: give a finite number of at least 0 and of at most 1"),
-        (number(least=0, below=0.5), "0.5", "0.5: give a finite number of at least 0 and below 0.5"),
+        (finite(), "inf", "inf: give a finite number"),
+        (finite(), "x", "x: give a finite number"),
+        (finite(above=0), "0", "0: give a finite number above 0"),
+        (finite(least=0), "nan", "nan: give a finite number of at least 0"),
+        (finite(least=0, most=1), "1.1", "1.1: give a finite number of at least 0 and of at most 1"),
+        (finite(least=0, below=0.5), "0.5", "0.5: give a finite number of at least 0 and below 0.5"),
         (kept, "0", "0: give a whole number of at least 1, or all (or -1)"),
         (kept, "-2", "-2: give a whole number of at least 1, or all (or -1)"),
         (options.generator_seed, str(2**32), "4294967296: give a whole number from 0 to 4294967295"),
@@ -335,6 +336,42 @@ def test_options_of_pretraining(script):
     assert len(refused) == len(words)
     for (status, line), (_, said) in zip(refused, PRETRAIN[script]):
         assert status == 2 and line.startswith(f"{script}: ") and said in line and line.count("\n") == 1
+
+
+COMMANDS = [
+    path
+    for folder in ("examples", "benchmarks", "tests/upstream")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if ".add_argument(" in path.read_text()
+]
+
+
+def unchecked(source):
+    """The options of a script whose numbers may be anything."""
+    return [
+        call.args[0].value
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"
+        for given in call.keywords
+        if given.arg == "type" and getattr(given.value, "id", "") in ("int", "float")
+    ]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=[path.name for path in COMMANDS])
+def test_no_script_takes_just_any_number(path):
+    assert set(unchecked(path.read_text())) <= {"--local_rank"}
+
+
+def test_the_check_finds_such_an_option():
+    source = "p.add_argument('--a', type=int)\np.add_argument('--b', type=whole(1))\np.add_argument('--c', type=float)"
+    assert unchecked(source) == ["--a", "--c"] and len(COMMANDS) > 20
+
+
+def test_several_values_in_a_word():
+    assert options.several(options.several(whole(1), "x"))("4x8,2x2") == "4x8,2x2"
+    for text, said in (("4x8,", ": give a whole"), ("4x0", "0: give a whole"), ("4xa", "a: give a whole")):
+        with pytest.raises(options.ArgumentTypeError, match=said):
+            options.several(options.several(whole(1), "x"))(text)
 
 
 def test_options_of_the_pipeline_are_numbers_of_it():

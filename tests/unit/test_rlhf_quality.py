@@ -72,6 +72,10 @@ def test_refusals(capsys):
     with pytest.raises(SystemExit):
         quality.parse(["--recipes", "stock,nonsense"])
     assert "there is no ds_configs/nonsense.json" in capsys.readouterr().err
+    for name in ("--iterations", "--seeds", "--ranks", "--side-by-side", "--timeout"):
+        with pytest.raises(SystemExit) as stopped:
+            quality.parse([name, "0"])
+        assert stopped.value.code == 2 and f"argument {name}: 0: give a " in capsys.readouterr().err
 
 
 def test_curves_of_logs_and_plots(tmp_path):

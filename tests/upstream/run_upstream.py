@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,10 @@ from table import NOT_RUN, judge, known_differences, markdown
 from workers import Run
 
 from zeropp_fp8.config import RECIPES
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
+from options import finite, whole
 
 FOLDERS = ("unit/v1/zero", "unit/runtime/zero", "unit/checkpoint")
 
@@ -32,9 +37,11 @@ def main() -> None:
         "--recipes", nargs="*", default=["lossless", "zeropp"], choices=sorted(RECIPES), metavar="RECIPE"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/upstream"))
-    parser.add_argument("--workers", type=int, default=2, help="processes with tests, each with the ranks of one test")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds a test may take")
-    parser.add_argument("--minutes", type=float, default=600, help="for all; what is not run by then is told")
+    parser.add_argument(
+        "--workers", type=whole(1), default=2, help="processes with tests, each with the ranks of one test"
+    )
+    parser.add_argument("--timeout", type=finite(above=0), default=300, help="seconds a test may take")
+    parser.add_argument("--minutes", type=finite(above=0), default=600, help="for all; what is not run by then is told")
     parser.add_argument("--stock-last", action="store_true", help="let stock run only what a recipe fails")
     parser.add_argument("tests", nargs="*", help=f"ids, files or folders; else of {', '.join(FOLDERS)} what is there")
     arguments = parser.parse_args()

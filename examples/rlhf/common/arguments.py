@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
-from options import Parser, generator_seed, kept, new_folder, number, refusals, whole
+from options import Parser, finite, generator_seed, kept, new_folder, refusals, whole
 from transformers import HfArgumentParser
 
 from common.verifiers import reward_function
@@ -43,8 +43,8 @@ class RunArguments:
     out: str = required("folder for the log, the checkpoints and the trained model", check=new_folder)
     deepspeed_config: str = required("path of the DeepSpeed JSON; recipes differ in nothing else")
     seed: int = option(0, "of new weights, the order of the rows and sampling", check=generator_seed)
-    lr: float = option(1e-5, "learning rate after the warm-up", check=number(least=0))
-    weight_decay: float = option(0.0, "for matrices; vectors have none", check=number(least=0))
+    lr: float = option(1e-5, "learning rate after the warm-up", check=finite(least=0))
+    weight_decay: float = option(0.0, "for matrices; vectors have none", check=finite(least=0))
     warmup: int = option(0, "optimizer steps over which the learning rate rises", check=whole(0))
     schedule: str = option("constant", "of the learning rate, after the warm-up", choices=["constant", "cosine"])
     gradient_checkpointing: bool = option(False, "compute activations again in backward instead of keeping them")
@@ -65,9 +65,9 @@ class AdapterArguments:
         "weights, else 0",
         check=whole(0),
     )
-    lora_alpha: float | None = option(None, "LoRA's alpha; not given: twice the rank", check=number(above=0))
+    lora_alpha: float | None = option(None, "LoRA's alpha; not given: twice the rank", check=finite(above=0))
     lora_dropout: float = option(
-        0.0, "dropout before new adapters, in SFT and reward model", check=number(least=0, below=1)
+        0.0, "dropout before new adapters, in SFT and reward model", check=finite(least=0, below=1)
     )
 
 
@@ -97,7 +97,7 @@ class SFTArguments(RunArguments, AdapterArguments, RowArguments, SampleArguments
     """Supervised fine-tuning."""
 
     steps: int = option(0, "optimizer steps; 0: --epochs", check=whole(0))
-    epochs: float = option(1.0, "passes over the rows", check=number(above=0))
+    epochs: float = option(1.0, "passes over the rows", check=finite(above=0))
     max_tokens: int = option(1024, "longer rows are left out", check=whole(1))
 
 
@@ -106,10 +106,10 @@ class RewardModelArguments(RunArguments, AdapterArguments, RowArguments):
     """Training a reward model on preferences."""
 
     steps: int = option(0, "optimizer steps; 0: --epochs", check=whole(0))
-    epochs: float = option(1.0, "passes over the rows", check=number(above=0))
+    epochs: float = option(1.0, "passes over the rows", check=finite(above=0))
     max_tokens: int = option(1024, "of prompt and response; longer rows are left out", check=whole(1))
     centering: float = option(
-        0.0, "coefficient of the squared sum of a pair's scores, which keeps them around 0", check=number(least=0)
+        0.0, "coefficient of the squared sum of a pair's scores, which keeps them around 0", check=finite(least=0)
     )
 
 
@@ -118,16 +118,16 @@ class DPOArguments(RunArguments, AdapterArguments, RowArguments, SampleArguments
     """Direct preference optimization."""
 
     steps: int = option(0, "optimizer steps; 0: --epochs", check=whole(0))
-    epochs: float = option(1.0, "passes over the rows", check=number(above=0))
+    epochs: float = option(1.0, "passes over the rows", check=finite(above=0))
     max_tokens: int = option(1024, "of prompt and response; longer rows are left out", check=whole(1))
     loss: str = option("sigmoid", "of a pair; see dpo_loss in common/losses.py", choices=["sigmoid", "hinge", "ipo"])
     beta: float = option(
         0.1,
         "of the implicit rewards: the larger, the closer the policy stays to where it starts",
-        check=number(above=0),
+        check=finite(above=0),
     )
     label_smoothing: float = option(
-        0.0, "chance that a row's preference is wrong, below 0.5; with loss sigmoid", check=number(least=0, below=0.5)
+        0.0, "chance that a row's preference is wrong, below 0.5; with loss sigmoid", check=finite(least=0, below=0.5)
     )
     reference_free: bool = option(False, "no reference: its log-ratios are 0")
     reference_cache: str | None = option(
@@ -146,20 +146,20 @@ class RolloutArguments(RunArguments, AdapterArguments, RowArguments):
     generation_batch: int = option(0, "of these, how many at a time; 0: all", check=whole(0))
     max_prompt_tokens: int = option(256, "longer prompts are left out", check=whole(1))
     max_new_tokens: int = option(256, "of a response", check=whole(1))
-    temperature: float = option(1.0, "of sampling, and of the log-probabilities", check=number(above=0))
-    top_p: float = option(1.0, "nucleus of sampling", check=number(above=0, most=1))
+    temperature: float = option(1.0, "of sampling, and of the log-probabilities", check=finite(above=0))
+    top_p: float = option(1.0, "nucleus of sampling", check=finite(above=0, most=1))
     top_k: int = option(0, "the most probable tokens to sample from; 0: all", check=whole(0))
     reward_model: str | None = option(None, "folder that reward.py wrote")
-    reward_model_weight: float = option(1.0, "of the reward model in the score", check=number())
+    reward_model_weight: float = option(1.0, "of the reward model in the score", check=finite())
     reward_functions: list[str] = field(
         default_factory=list,
         metadata=about("by name, as module:function or as file.py:function; see common/verifiers.py"),
     )
     reward_weights: list[float] = field(
-        default_factory=list, metadata=about("one a reward function; not given: 1 each", check=number())
+        default_factory=list, metadata=about("one a reward function; not given: 1 each", check=finite())
     )
     missing_eos_penalty: float = option(
-        0.0, "taken from the score of a response that did not end", check=number(least=0)
+        0.0, "taken from the score of a response that did not end", check=finite(least=0)
     )
     frozen_format: str | None = option(
         None,
@@ -175,29 +175,29 @@ class RolloutArguments(RunArguments, AdapterArguments, RowArguments):
 class PPOArguments(RolloutArguments):
     """PPO."""
 
-    critic_lr: float | None = option(None, "learning rate of the critic; not given: --lr", check=number(least=0))
+    critic_lr: float | None = option(None, "learning rate of the critic; not given: --lr", check=finite(least=0))
     ppo_epochs: int = option(1, "passes over a rollout", check=whole(1))
-    clip: float = option(0.2, "range of the policy's probability ratio", check=number(above=0))
-    value_clip: float = option(0.2, "range around the old values; 0: no clipping", check=number(least=0))
-    gamma: float = option(1.0, "discount", check=number(least=0, most=1))
-    lam: float = option(0.95, "lambda of GAE", check=number(least=0, most=1))
+    clip: float = option(0.2, "range of the policy's probability ratio", check=finite(above=0))
+    value_clip: float = option(0.2, "range around the old values; 0: no clipping", check=finite(least=0))
+    gamma: float = option(1.0, "discount", check=finite(least=0, most=1))
+    lam: float = option(0.95, "lambda of GAE", check=finite(least=0, most=1))
     kl_kind: str = option("k1", "estimator of the KL penalty; see common/advantage.py", choices=["k1", "k2", "k3"])
-    kl_coefficient: float = option(0.1, "of the KL penalty in the rewards of tokens", check=number(least=0))
+    kl_coefficient: float = option(0.1, "of the KL penalty in the rewards of tokens", check=finite(least=0))
     kl_target: float | None = option(
-        None, "adapt the coefficient until a response's KL is this, in nats", check=number(above=0)
+        None, "adapt the coefficient until a response's KL is this, in nats", check=finite(above=0)
     )
     kl_horizon: int = option(10_000, "responses over which the coefficient adapts", check=whole(1))
-    reward_clip: float = option(5.0, "scores are cut to this range around 0; 0: not cut", check=number(least=0))
+    reward_clip: float = option(5.0, "scores are cut to this range around 0; 0: not cut", check=finite(least=0))
     whiten_rewards: bool = option(False, "divide the rewards of tokens by their standard deviation over all ranks")
     whiten_advantages: bool = option(True, "advantages with mean 0 and variance 1 over all ranks")
-    entropy_coefficient: float = option(0.0, "of the bonus for entropy", check=number(least=0))
+    entropy_coefficient: float = option(0.0, "of the bonus for entropy", check=finite(least=0))
     pretraining_data: list[str] = field(default_factory=list, metadata=about("text rows for --pretraining_coefficient"))
     pretraining_coefficient: float = option(
-        0.0, "of a language modelling loss on text, beside the policy's; 0: none", check=number(least=0)
+        0.0, "of a language modelling loss on text, beside the policy's; 0: none", check=finite(least=0)
     )
     pretraining_tokens: int = option(256, "that a row of text is cut to", check=whole(2))
     ema_decay: float = option(
-        0.0, "keep a moving average of the actor's weights; 0: none", check=number(least=0, below=1)
+        0.0, "keep a moving average of the actor's weights; 0: none", check=finite(least=0, below=1)
     )
     ema_dtype: str = option("fp32", "of that average", choices=["fp32", "bf16"])
     ema_device: str = option(
@@ -222,15 +222,15 @@ class GRPOArguments(RolloutArguments):
         choices=["grpo", "bnpo", "dapo", "dr_grpo"],
     )
     clip_low: float = option(
-        0.2, "how far the policy's probability ratio may fall below 1", check=number(least=0, most=1)
+        0.2, "how far the policy's probability ratio may fall below 1", check=finite(least=0, most=1)
     )
-    clip_high: float = option(0.2, "how far it may rise above 1", check=number(least=0))
+    clip_high: float = option(0.2, "how far it may rise above 1", check=finite(least=0))
     importance: str = option("token", "ratios of tokens, or of whole responses (GSPO)", choices=["token", "sequence"])
     ratio_limit: float | None = option(
-        None, "the largest ratio where none is clipped; above 1 + --clip_high", check=number(above=1)
+        None, "the largest ratio where none is clipped; above 1 + --clip_high", check=finite(above=1)
     )
     beta: float = option(
-        0.0, "of the KL divergence from the reference in the loss; 0: no reference is loaded", check=number(least=0)
+        0.0, "of the KL divergence from the reference in the loss; 0: no reference is loaded", check=finite(least=0)
     )
 
 
