@@ -56,6 +56,7 @@ DEFAULTS = {
     "frozen.skip_modules": ["lm_head", "*embed*", "score", "classifier", "v_head"],
     "activations.wire_format": "none",
     "gather_granularity": "block",
+    "checkpoint.verify": True,
     "report.every": 100,
 }
 # What recipe "zeropp" sets.

@@ -93,14 +93,16 @@ class RankError(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
-def run_ranks(function, world=4, ranks_per_node=2, timeout=HANG, env=None, **arguments):
+def run_ranks(function, world=4, ranks_per_node=2, timeout=HANG, env=None, dying=(), **arguments):
     """Run module-level `function(**arguments)` on `world` ranks; returns their results in rank order.
+
+    Ranks that are `dying` must end by a signal, whose number is their result.
 
     Raises RankError with the traceback as soon as one rank raises, or when time is up; the others are ended then.
     """
     for last_try in (False, False, True):
         try:
-            return _run_once(function, arguments, world, ranks_per_node, timeout, env)
+            return _run_once(function, arguments, world, ranks_per_node, timeout, env, dying)
         except RankError as error:
             # gloo's rendezvous failed 3 times in 120 starts of 6 ranks on a loaded machine, and once twice in a row,
             # before any code under test ran.
@@ -110,7 +112,7 @@ def run_ranks(function, world=4, ranks_per_node=2, timeout=HANG, env=None, **arg
     raise AssertionError("unreachable")
 
 
-def _run_once(function, arguments, world, ranks_per_node, timeout, env):
+def _run_once(function, arguments, world, ranks_per_node, timeout, env, dying):
     with tempfile.TemporaryDirectory() as folder:
         context = _forkserver()
         processes = [
@@ -130,6 +132,8 @@ def _run_once(function, arguments, world, ranks_per_node, timeout, env):
                         if kind == "error":
                             raise RankError(f"rank {rank} of {world}:\n{value}\n{_tail(folder, rank)}")
                         results[rank] = value
+                    if rank in dying and (processes[rank].exitcode or 0) < 0:
+                        results[rank] = -processes[rank].exitcode
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(world)) - set(results))
                     raise RankError(f"ranks {missing} did not finish in {timeout} s\n{_tail(folder, missing[0])}")

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zeropp_fp8.zero.checkpoint_manifest import MANIFEST, damage, describe_file, read_manifest, write_manifest
 from zeropp_fp8.zero.fragment import QuantizedFragment
 from zeropp_fp8.zero.saved_ranks import FRAGMENTS, SavedParameter, SavedRanks, read_states, slice_of
 
@@ -47,11 +48,12 @@ def export_checkpoint(checkpoint: str | Path, out: str | Path, tag: str | None =
     Raises:
         FileNotFoundError: there is no such checkpoint, or a rank's file of model or optimizer states is missing.
         FileExistsError: `out` is not empty.
-        ValueError: no weight of the checkpoint was saved as codes, `out` lies inside the checkpoint, or a file asks for
-            what may run code.
+        ValueError: no weight of the checkpoint was saved as codes, `out` lies inside the checkpoint, a file is not what
+            was saved, or asks for what may run code.
     """
     checkpoint, out = Path(checkpoint), Path(out)
     folder = checkpoint / (tag or _latest_tag(checkpoint))
+    manifest = _checked_manifest(folder)
     files = _model_states(folder, trust)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} is there and not empty; name a new folder")
@@ -70,6 +72,10 @@ def export_checkpoint(checkpoint: str | Path, out: str | Path, tag: str | None =
         for mp, of in files.items():
             for rank, path in of.items():
                 _write_decoded(saved[mp], rank, path, new_folder / path.name, trust)
+        if manifest is not None:
+            ranks = {name: written["rank"] for name, written in manifest["files"].items()}
+            written = {name: describe_file(new_folder / name, rank) for name, rank in ranks.items()}
+            write_manifest(new_folder, written, manifest["global_steps"])
         for path in checkpoint.iterdir():
             if path.is_file() and path.name not in LATEST:
                 shutil.copy2(path, spare)
@@ -90,10 +96,19 @@ def _latest_tag(checkpoint: Path) -> str:
     )
 
 
-def _model_states(folder: Path, trust: bool) -> dict[int, dict[int, Path]]:
-    """Files of model states by tensor-parallel rank and rank, checked to be complete, as are optimizer states."""
+def _checked_manifest(folder: Path) -> dict | None:
+    """The manifest of a checkpoint whose files are what it says; None where there is none."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder")
+    manifest = read_manifest(folder)
+    damages = (damage(folder / name, saved) for name, saved in (manifest["files"] if manifest else {}).items())
+    for found in filter(None, damages):
+        raise ValueError(f"{found}; to export the checkpoint as it is, remove {folder / MANIFEST}")
+    return manifest
+
+
+def _model_states(folder: Path, trust: bool) -> dict[int, dict[int, Path]]:
+    """Files of model states by tensor-parallel rank and rank, checked to be complete, as are optimizer states."""
     found = sorted(folder.glob("zero_pp_rank_*_mp_rank_*_model_states.pt"))
     if not found:
         raise FileNotFoundError(f"{folder} holds no model states of ZeRO-3 (zero_pp_rank_*_model_states.pt)")

@@ -17,7 +17,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from zeropp_fp8.config import (
@@ -48,6 +48,15 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (_ENGINE, "DeepSpeedEngine.destroy", ()),
     (_ENGINE, "DeepSpeedEngine.__del__", ()),
     (_ENGINE, "DeepSpeedEngine._get_param_fragment_func", ("param",)),
+    (
+        _ENGINE,
+        "DeepSpeedEngine.save_checkpoint",
+        ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
+    ),
+    (_ENGINE, "DeepSpeedEngine._save_checkpoint", ("save_dir", "tag")),
+    (_ENGINE, "DeepSpeedEngine._save_zero_checkpoint", ("save_path", "tag")),
+    (_ENGINE, "DeepSpeedEngine.use_node_local_storage", ()),
+    ("deepspeed.runtime.checkpoint_engine", "TorchCheckpointEngine.save", ("state_dict", "path")),
     (_ENGINE, "DeepSpeedEngine.load_module_state_dict", ("checkpoint", "strict", "custom_load_fn", "fetch_z3_params")),
     (_ENGINE, "DeepSpeedEngine._load_checkpoint", ("load_dir", "tag", "load_optimizer_states", "load_module_only")),
     (_ENGINE, "DeepSpeedEngine._get_ckpt_name", ("checkpoints_path", "tag", "pp_placeholder")),
@@ -439,15 +448,40 @@ def _engine_class(stock_class):
             fragment = super()._get_param_fragment_func(param)
             return fragment if stage is None else stage.slice_of_owned(param, fragment)
 
+        def save_checkpoint(
+            self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False
+        ):
+            options = {"client_state": client_state or {}, "exclude_frozen_parameters": exclude_frozen_parameters}
+            stock = functools.partial(super().save_checkpoint, **options)
+            if self.zeropp_fp8_session is None:
+                return stock(save_dir, tag, save_latest=save_latest)
+            from zeropp_fp8.zero.checkpoint_commit import save_in_two_phases
+
+            return save_in_two_phases(self, stock, save_dir, tag, save_latest)
+
+        def _save_checkpoint(self, *args, **kwargs):
+            with self._zeropp_fp8_keeping_error():
+                super()._save_checkpoint(*args, **kwargs)
+
+        def _save_zero_checkpoint(self, *args, **kwargs):
+            with self._zeropp_fp8_keeping_error():
+                super()._save_zero_checkpoint(*args, **kwargs)
+
+        def _zeropp_fp8_keeping_error(self):
+            """While a checkpoint is saved in two phases; otherwise errors go their way."""
+            return getattr(self.checkpoint_engine, "keeping_error", nullcontext)()
+
         def _load_checkpoint(self, load_dir, tag, *args, **kwargs):
             stock = functools.partial(super()._load_checkpoint, load_dir, tag, *args, **kwargs)
             if self.zeropp_fp8_session is None:
                 return stock()
-            from zeropp_fp8.zero.checkpoint_ranks import check_ranks
+            from zeropp_fp8.zero.checkpoint_check import check_files, check_ranks
             from zeropp_fp8.zero.fragment import fragments_stand_in
             from zeropp_fp8.zero.frozen_checkpoint import FrozenLoad
 
             if not self.load_universal_checkpoint():
+                if self._zeropp_fp8_config.checkpoint.verify:
+                    check_files(load_dir, tag)
                 with_states = kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False)
                 check_ranks(self.zeropp_fp8_session, self._get_ckpt_name(load_dir, tag), with_states)
             self._zeropp_fp8_frozen_load = FrozenLoad(self, load_dir, tag)

@@ -56,14 +56,15 @@ def load(folder, recipe, fields):
 
 
 def load_a_part(folder, recipe, fields):
-    """What is said where a file cannot be read, and where one is missing."""
+    """What is said where a file cannot be read, and where one is missing, of a checkpoint without a manifest."""
     import os
+    from pathlib import Path
 
     said = []
+    if dist.get_rank() == 0:
+        next(Path(folder).glob("*/zeropp_fp8_manifest.json")).unlink()
     for damage in (lambda path: path.write_bytes(b"no checkpoint"), lambda path: path.unlink()):
         if dist.get_rank() == 1:
-            from pathlib import Path
-
             damage(next(Path(folder).glob("*/zero_pp_rank_1_*_model_states.pt")))
         dist.barrier()
         try:

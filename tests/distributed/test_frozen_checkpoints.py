@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from pathlib import Path
 
 import frozen_checkpoint_jobs as jobs
 import numpy
@@ -11,6 +12,7 @@ from frozen_jobs import frozen
 from ranks import run_ranks
 
 from zeropp_fp8.export import export_checkpoint, main
+from zeropp_fp8.zero.checkpoint_manifest import damage, read_manifest
 from zeropp_fp8.zero.fragment import QuantizedFragment
 
 NF4 = frozen("nf4", block_size=16, double_quantize=True)
@@ -201,6 +203,14 @@ def exported(saved, tmp_path_factory):
         main([saved[0], str(out), "--tag", "two"])
     assert said.getvalue() == f"zeropp_fp8.export: {out} has 14 weights as numbers that {saved[0]} has as codes\n"
     return str(out)
+
+
+def test_the_exported_copy_has_a_manifest_of_its_own(saved, exported):
+    old, new = (read_manifest(Path(folder, "two")) for folder in (saved[0], exported))
+    assert new["global_steps"] == old["global_steps"] and set(new["files"]) == set(old["files"])
+    assert not any(damage(Path(exported, "two", name), file) for name, file in new["files"].items())
+    changed = {name for name in new["files"] if new["files"][name] != old["files"][name]}
+    assert changed == {name for name in new["files"] if "model_states" in name}
 
 
 def test_zero_to_fp32_reads_the_exported_copy(saved, exported):

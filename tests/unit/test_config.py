@@ -152,6 +152,7 @@ def test_a_field_set_by_hand_overrides_its_recipe_and_nothing_else(recipe):
         ({"gradients": {"hadamard": False, "block_size": 34}}, "gradients.block_size", 34),
         ({"gradients": {"error_feedback": True}}, "gradients.error_feedback", True),
         ({"topology": {"ranks_per_node": 4}}, "topology.ranks_per_node", 4),
+        ({"checkpoint": {"verify": False}}, "checkpoint.verify", False),
         ({"report": {"every": 0}}, "report.every", 0),
         ({"seed": 7}, "seed", 7),
     ],
@@ -264,6 +265,7 @@ def test_every_mistake_is_reported_at_once():
         ("frozen.double_quantize", [1]),
         ("activations.wire_format", [8, "int8", None]),
         ("gather_granularity", ["layer"]),
+        ("checkpoint.verify", [0, "no", None]),
         ("report.every", [-1, 1.5, "100"]),
     ],
 )

@@ -14,6 +14,7 @@ from torch import nn
 
 from zeropp_fp8.export import export_checkpoint, main
 from zeropp_fp8.formats import make_format
+from zeropp_fp8.zero.checkpoint_manifest import MANIFEST, describe_file, write_manifest
 from zeropp_fp8.zero.fragment import QuantizedFragment, format_fields
 from zeropp_fp8.zero.saved_ranks import FRAGMENTS
 
@@ -158,6 +159,23 @@ def test_a_file_that_is_missing_is_named(rank, kind, prefix, tmp_path):
     with pytest.raises(FileNotFoundError, match=f"^{re.escape(str(missing))} is missing; 3 ranks saved the checkpoint"):
         export_checkpoint(folder, tmp_path / "to")
     assert not (tmp_path / "to").exists()
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    """Without its manifest it is exported as it is."""
+    folder = write_checkpoint(tmp_path / "from", tensors_of(), 2)
+    files = {path.name: describe_file(path, 0) for path in (folder / "step7").iterdir()}
+    write_manifest(folder / "step7", files, 7)
+    path = folder / "step7" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    path.write_bytes(b"optimiser")
+    remedy = f"to export the checkpoint as it is, remove {folder / 'step7' / MANIFEST}"
+    with pytest.raises(ValueError, match=re.escape(f"{path} is not what was saved") + ".*" + re.escape(remedy)):
+        export_checkpoint(folder, tmp_path / "to")
+    write_manifest(folder / "step7", None, 7)
+    with pytest.raises(ValueError, match="ended before all ranks had written their files"):
+        export_checkpoint(folder, tmp_path / "to")
+    (folder / "step7" / MANIFEST).unlink()
+    assert export_checkpoint(folder, tmp_path / "to") == 3
 
 
 def test_files_of_another_checkpoint_are_named(tmp_path):

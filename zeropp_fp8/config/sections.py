@@ -157,6 +157,12 @@ class ReportConfig(_Section):
     every: Annotated[int, Strict(), Field(ge=0)] = 100
 
 
+class CheckpointConfig(_Section):
+    """`verify`: whether the files of a checkpoint are compared with its manifest when it is loaded."""
+
+    verify: Flag = True
+
+
 class PluginConfig(_Section):
     """A complete, checked configuration. `resolve()` makes it; nothing else should."""
 
@@ -174,6 +180,7 @@ class PluginConfig(_Section):
     frozen: FrozenConfig = FrozenConfig()
     activations: ActivationsConfig = ActivationsConfig()
     gather_granularity: Literal["block", "module", "parameter"] = "block"
+    checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
     _recipe_variable: str | None = PrivateAttr(default=None)
 
