@@ -2,6 +2,7 @@
 
     deepspeed.DeepSpeedEngine        -> a subclass that builds the plugin's ZeRO-3 where the ds_config asks for it
     deepspeed.DeepSpeedHybridEngine  -> a subclass that refuses such a ds_config
+    deepspeed.DeepSpeedConfig        -> says which file it is that cannot be read
     deepspeed.zero.Init.__init__     -> hides the four ZeRO++ keys and checks the configuration early
     deepspeed.zero.Init              -> stores frozen weights as codes while a model is made; gathers and partitions
                                         each parameter by the engine that it belongs to
@@ -16,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -43,6 +45,7 @@ _MANGLED = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("deepspeed", "DeepSpeedEngine", ()),
     ("deepspeed", "DeepSpeedHybridEngine", ()),
+    ("deepspeed", "DeepSpeedConfig.__init__", ("config",)),
     ("deepspeed", "ops.__compatible_ops__", ()),
     (_ENGINE, "DeepSpeedEngine._configure_zero_optimizer", ("optimizer",)),
     (_ENGINE, "DeepSpeedEngine.destroy", ()),
@@ -298,6 +301,7 @@ def enable() -> None:
 
     _replace(deepspeed, "DeepSpeedEngine", _engine_class(deepspeed.DeepSpeedEngine))
     _replace(deepspeed, "DeepSpeedHybridEngine", _refusing_hybrid_engine(deepspeed.DeepSpeedHybridEngine))
+    _replace(deepspeed.DeepSpeedConfig, "__init__", _init_naming_file(deepspeed.DeepSpeedConfig.__init__))
     _replace(Init, "__init__", _init_without_in_tree_keys(Init.__init__))
     _replace(Init, "_post_init_method", storing_post_init(Init._post_init_method))
     _replace(Init, "__exit__", storing_exit(Init.__exit__))
@@ -323,6 +327,18 @@ def disable() -> None:
             owner[name] = value
         else:
             setattr(owner, name, value)
+
+
+def _init_naming_file(stock_init):
+    """DeepSpeedConfig.__init__, which reads a ds_config before any engine is made, with errors that name the file."""
+
+    @functools.wraps(stock_init)
+    def __init__(self, config, *args, **kwargs):
+        if isinstance(config, (str, os.PathLike)):
+            load_ds_config(config)
+        stock_init(self, config, *args, **kwargs)
+
+    return __init__
 
 
 def _init_without_in_tree_keys(stock_init):

@@ -33,7 +33,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.path.insert(0, os.getcwd())
     # Of a module only the outermost package is looked for: looking further would import it without the plugin.
     if not (importlib.util.find_spec(target.partition(".")[0]) if is_module else os.path.exists(target)):
-        print(f"zeropp_fp8.run: there is no {'module' if is_module else 'script'} {target}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # under a launcher, which ends the other ranks
+            print(f"zeropp_fp8.run: there is no {'module' if is_module else 'script'} {target}", file=sys.stderr)
         raise SystemExit(2)
 
     from zeropp_fp8.children import enable_with_children

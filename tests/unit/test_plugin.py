@@ -98,6 +98,28 @@ def test_zero_init_refuses_duplicate_keys(argument, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"bf16": {', "Expecting"),
+        ('["zeropp_fp8"]', "must be an object"),
+        ('{"fp16": {}, "fp16": {}}', "duplicate keys"),
+    ],
+)
+def test_initialize_names_a_broken_file(text, said, tmp_path):
+    """DeepSpeed reads the file before there is an engine."""
+    import deepspeed
+
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    zeropp_fp8.enable()
+    try:
+        with pytest.raises(zeropp_fp8.ConfigError, match=rf"broken\.json'.*{said}"):
+            deepspeed.DeepSpeedConfig(str(path))
+    finally:
+        zeropp_fp8.disable()
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [(["nope.py"], "there is no script nope.py"), (["-m", "nope.train"], "there is no module nope.train")],
 )
@@ -108,6 +130,10 @@ def test_run_of_what_is_not_there(words, said, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         run.main([*words, "--a"])
     assert stop.value.code == 2 and capsys.readouterr().err == f"zeropp_fp8.run: {said}\n"
+    monkeypatch.setenv("RANK", "1")  # one line from one rank
+    with pytest.raises(SystemExit):
+        run.main([*words, "--a"])
+    assert not capsys.readouterr().err
 
 
 def test_run_without_a_script_says_how(capsys):

@@ -151,7 +151,7 @@ def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool) -> None:
 
     Raises:
         ConfigError: a weight that is to be trained was stored while the model was made, or "modules" names it; one was
-            stored in another format; or "modules" names none.
+            stored in another format; "modules" names none; or there is nothing to store.
     """
     wire_format = store_format(frozen)
     names = dict(_names_of(model))
@@ -191,6 +191,13 @@ def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool) -> None:
             if stored_weight(param) is None and not (param.requires_grad and trains):  # two layers may share one
                 param.requires_grad_(False)
                 store(param, wire_format)
+        if frozen.modules != "frozen" and not any(stored_weight(param) for param in names):
+            raise ConfigError(
+                f'"{SECTION}.frozen.format": the model has no weight to store: no linear weight is frozen, or '
+                '"frozen.skip_modules" names all of them; freeze the base model before the engine is made (PEFT does), '
+                'or set "frozen.format" to "none", or "frozen.modules" to "frozen": to store what is frozen, if '
+                "anything is"
+            )
     name_stored((name, param) for param, name in names.items())
     _find_adapters(model)
 
