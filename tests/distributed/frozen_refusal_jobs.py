@@ -94,5 +94,10 @@ def refused_engines(fields, other):
     log["stored of a trained model"] = len(codes(trained)), len(train(engine, 1))
     trained = build(llama, config_of({**fields, "skip_modules": ["*"]}), zero_init=True)
     log["stored of a skipped model"] = len(codes(trained))
+    skipping = config_of({**fields, "skip_modules": ["*"]})
+    log["nothing to store"] = [
+        attempt(lambda: make_engine(llama(), config)),
+        attempt(lambda: make_engine(with_adapters(llama()), skipping)),
+    ]
     log["stored for evaluation"] = len(codes(make_engine(llama(), config, optimizer=None).module))
     return log

@@ -52,4 +52,7 @@ def test_engines_that_do_not_fit_are_refused():
             assert '["q_porj", "lm_head"]; correct them or "frozen.skip_modules", or set it to "all-lin' in message
         assert log["after all"] == (True, True, True)
         assert log["stored of a trained model"] == (0, 1) and log["stored of a skipped model"] == 0
+        for message in log["nothing to store"]:
+            assert message.startswith('ConfigError: "zeropp_fp8.frozen.format": the model has no weight to store')
+            assert 'freeze the base model before the engine is made (PEFT does), or set "frozen.format" to' in message
         assert log["stored for evaluation"] == 14
