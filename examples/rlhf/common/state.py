@@ -79,7 +79,9 @@ class Checkpoints:
             path, _ = engine.load_checkpoint(str(self._found), tag=name, load_module_strict=False)
             if path is None:
                 raise FileNotFoundError(f"--resume: {self._found} has no checkpoint of {name}")
-        own = torch.load(self._found / f"rank{dist.get_rank()}.pt", weights_only=True, map_location="cpu")
+        path = self._found / f"rank{dist.get_rank()}.pt"
+        with failing_together(f"reading {path}"):
+            own = torch.load(path, weights_only=True, map_location="cpu")
         restore_random_state(own["random"])
         for name, other in self._others.items():
             other.load_state_dict(own[name])
