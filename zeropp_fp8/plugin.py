@@ -8,6 +8,7 @@
                                         each parameter by the engine that it belongs to
     zero3_linear_wrap                -> the same linear function at half the host cost
     deepspeed.sequence               -> exchanges that travel in FP8 where an engine asks for it
+    groups._clone_world_group        -> the data-parallel group has the time limit of the world
 
 Every name relied on is looked up in `enable()`. The facts are those of DeepSpeed 0.18 and 0.19.
 """
@@ -38,6 +39,7 @@ _PARTITION = "deepspeed.runtime.zero.partition_parameters"
 _SEQUENCE = "deepspeed.sequence.layer"
 _FPDT = "deepspeed.sequence.fpdt_layer"
 _ENGINE = "deepspeed.runtime.engine"
+_GROUPS = "deepspeed.utils.groups"
 FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkpoint
 _MANGLED = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
@@ -109,8 +111,10 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (_FPDT, "_FPDTGPUAttentionImpl_.backward", ("ctx",)),
     (_FPDT, "_FPDTGPUOffloadingAttentionImpl_.backward", ("ctx",)),
     ("deepspeed.runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF", ()),
-    ("deepspeed.utils.groups", "_get_sequence_parallel_group", ()),
-    ("deepspeed.utils.groups", "_get_sequence_parallel_world_size", ()),
+    (_GROUPS, "_WORLD_GROUP", ()),
+    (_GROUPS, "_clone_world_group", ()),
+    (_GROUPS, "_get_sequence_parallel_group", ()),
+    (_GROUPS, "_get_sequence_parallel_world_size", ()),
     # Gradients and states in low precision.
     (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer", ()),
     (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions", ()),
@@ -293,6 +297,7 @@ def enable() -> None:
     from deepspeed.runtime.zero import partition_parameters
     from deepspeed.runtime.zero import utils as zero_utils
     from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.utils import groups
 
     from zeropp_fp8.optim import FP8AdamW
     from zeropp_fp8.zero.activations import replace_exchanges
@@ -312,6 +317,7 @@ def enable() -> None:
     if torch.nn.functional.linear is stock_linear:  # an earlier engine has put it there
         _replace(torch.nn.functional, "linear", partition_parameters.zero3_linear_wrap)
     replace_exchanges(_replace)
+    _replace(groups, "_clone_world_group", _world_group_with_time_limit)
     # DeepSpeed asks this list for permission.
     _replace(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", [*zero_utils.ZERO_SUPPORTED_OPTIMIZERS, FP8AdamW])
     if get_accelerator().device_name() == "cpu":
@@ -339,6 +345,18 @@ def _init_naming_file(stock_init):
         stock_init(self, config, *args, **kwargs)
 
     return __init__
+
+
+def _world_group_with_time_limit():
+    """DeepSpeed's copy of the world, over which ZeRO-3 works; its own has torch's limit, whatever the script asked."""
+    import torch.distributed as dist
+    from deepspeed.utils import groups
+
+    from zeropp_fp8.comm import time_limit
+
+    if groups._WORLD_GROUP is None:
+        groups._WORLD_GROUP = dist.new_group(ranks=range(dist.get_world_size()), timeout=time_limit())
+    return groups._WORLD_GROUP
 
 
 def _init_without_in_tree_keys(stock_init):

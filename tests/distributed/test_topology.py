@@ -52,3 +52,9 @@ def test_one_group_of_two_that_forms_no_nodes():
 def test_ranks_that_are_configured_differently():
     for message in run_ranks(jobs.refusal_of_configurations, timeout=120):
         assert "is 1 on rank 0 and 2 on rank 1; give all ranks the same ds_config" in message
+
+
+def test_groups_have_the_time_limit_of_the_world():
+    """Torch gives new groups, of which DeepSpeed's data-parallel one is the first, 30 minutes."""
+    for limits in run_ranks(jobs.time_limits, seconds=77):
+        assert set(limits) == {77} and len(limits) >= 5

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from models import Mlp, ds_config, llama, make_engine, section, train
 from parity_jobs import switch
@@ -52,7 +54,6 @@ class TensorParallel:
 
 def tensor_parallel_engine(config):
     import deepspeed
-    import torch
 
     model = llama()  # the same on both ranks of a pair, which is enough to see where bytes go
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -98,3 +99,16 @@ def refusal_of_configurations():
     """Ranks that are configured differently."""
     switch(True)
     return attempt(lambda: make_engine(Mlp(64), detecting(ranks_per_node=1 + dist.get_rank() % 2)))
+
+
+def time_limits(seconds):
+    """How long each group of an engine waits, in seconds, where the world waits `seconds`."""
+    switch(True)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+    engine = make_engine(Mlp(64), detecting("zeropp", 2, secondary={"scope": "rank"}))
+    session = engine.zeropp_fp8_session
+    levels = [level for hops in session.gather_levels for level in hops]
+    levels += [session.topology.between, session.topology.within]
+    groups = [session.topology.group, engine.optimizer.dp_process_group, *(level.group for level in levels)]
+    gloo = torch.device("cpu")
+    return [group._get_backend(gloo).options._timeout.total_seconds() for group in groups]

@@ -13,7 +13,7 @@ from zeropp_fp8.comm.all_gather import PendingGather, quantized_all_gather, star
 from zeropp_fp8.comm.error_feedback import ErrorFeedback
 from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.comm.reduce_scatter import quantized_reduce_scatter
-from zeropp_fp8.comm.topology import Level, Topology, make_topology
+from zeropp_fp8.comm.topology import Level, Topology, make_topology, time_limit
 
 __all__ = [
     "ActivationExchange",
@@ -27,4 +27,5 @@ __all__ = [
     "quantized_all_gather",
     "quantized_reduce_scatter",
     "start_gather",
+    "time_limit",
 ]

@@ -7,6 +7,7 @@ local index. All numbers here are ranks *of the data-parallel group*, not of the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +30,18 @@ class Level:
         return dist.get_rank(self.group)
 
 
+def time_limit() -> timedelta | None:
+    """How long a collective of the world may take, as `init_process_group` was told; None if no backend says it.
+
+    A new group has torch's own limit (30 minutes, with NCCL 10) unless it is given one, and the ranks that wait in it
+    for one that is stuck would wait so long.
+    """
+    world = dist.group.WORLD
+    backends = (world._get_backend(device) for device in world._device_types)
+    limits = [backend.options._timeout for backend in backends if backend.name() in ("gloo", "nccl")]
+    return max(limits, default=None)
+
+
 # Process groups are communicators: memory on NCCL, and a rendezvous to create. Engines over the same parent group
 # (the four models of RLHF) share them. Keyed by the parent group object, so a new world never meets old groups.
 _group_cache: dict[Any, dict[tuple[tuple[int, ...], ...], Any]] = {}
@@ -45,10 +58,11 @@ def _make_groups(parent: Any, members: list[list[int]]) -> Any:
     if key not in cache:
         to_global = [dist.get_global_rank(parent, r) for r in range(size)]
         if size == dist.get_world_size():
-            groups = [dist.new_group([to_global[r] for r in ranks]) for ranks in members]
+            groups = [dist.new_group([to_global[r] for r in ranks], timeout=time_limit()) for ranks in members]
             cache[key] = groups[members.index(mine)]
         else:  # ranks outside the parent do not take part
-            cache[key] = dist.new_group([to_global[r] for r in mine], use_local_synchronization=True)
+            ranks = [to_global[r] for r in mine]
+            cache[key] = dist.new_group(ranks, timeout=time_limit(), use_local_synchronization=True)
     return cache[key]
 
 
