@@ -22,7 +22,8 @@ from hang_guard import HANG
 _context = None
 
 
-def _forkserver():
+def forkserver_context():
+    """multiprocessing's, whose server has imported everything."""
     global _context
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
@@ -114,7 +115,7 @@ def run_ranks(function, world=4, ranks_per_node=2, timeout=HANG, env=None, dying
 
 def _run_once(function, arguments, world, ranks_per_node, timeout, env, dying):
     with tempfile.TemporaryDirectory() as folder:
-        context = _forkserver()
+        context = forkserver_context()
         processes = [
             context.Process(target=_main, args=(function, arguments, r, world, ranks_per_node, folder, env or {}))
             for r in range(world)
