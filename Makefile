@@ -13,7 +13,7 @@ UPSTREAM_ARGS ?=
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo rlhf-demo test test-upstream bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence bench-frozen bench-generation bench-rlhf check format clean
+.PHONY: help demo rlhf-demo test test-upstream bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence bench-frozen bench-generation bench-rlhf faults soak check format clean
 help:
 	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
 	@echo "make rlhf-demo  SFT, reward model and PPO of a tiny model on tasks with exact answers; results in runs/rlhf-demo"
@@ -28,6 +28,8 @@ help:
 	@echo "make bench-frozen      memory, speed and losses of LoRA over INT4, INT8 and NF4 weights; results in runs/frozen_*"
 	@echo "make bench-generation  milliseconds a token inside a ZeRO-3 engine; results in runs/generation.json"
 	@echo "make bench-rlhf     PPO's training phase and memory, and what PPO and GRPO reach beside bf16; runs/rlhf_*"
+	@echo "make faults   one rank struck at every place of a job, for every recipe; results in runs/faults.json"
+	@echo "make soak     thousands of steps of every recipe, and whether anything grows (nightly); in runs/soak.json"
 	@echo "make check    ruff: lint and format"
 	@echo "make format   let ruff reformat"
 	@echo "make clean    remove .venv and caches"
@@ -105,6 +107,14 @@ bench-rlhf: $(VENV)/.run
 	$(BIN)/python benchmarks/rlhf_step.py --out runs/rlhf_step.json $(BENCH_ARGS)
 	$(BIN)/python benchmarks/rlhf_sft.py --out runs/rlhf_sft.json
 	$(BIN)/python benchmarks/rlhf_quality.py --side-by-side 5 --out runs/rlhf_quality.json --plot runs/rlhf_quality.png
+
+# On the CPU half an hour: `stop` waits for the process group. On two GPUs: BENCH_ARGS="--device cuda --margin 60".
+faults: $(VENV)/.run
+	$(BIN)/python benchmarks/faults.py --side-by-side 4 --out runs/faults.json $(BENCH_ARGS)
+
+# On the CPU, hours.
+soak: $(VENV)/.run
+	$(BIN)/python benchmarks/soak.py --out runs/soak.json $(BENCH_ARGS)
 
 check: $(VENV)/.lint
 	$(BIN)/ruff check .
