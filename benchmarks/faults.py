@@ -9,7 +9,8 @@ that run's second step in which the last rank is struck when it first comes to t
 without a fault. A case is well when
 
     every other rank has ended at most --timeout (the process group's) + --margin seconds after the fault, with a status
-    that is not 0 and an error that names the cause; so has a rank that was stopped, which goes on when they have ended;
+    that is not 0 and an error that names the cause; so has, in its own time, a rank that was stopped, which goes on
+    when the others have ended;
     NaN, which ends no rank: all ranks have skipped the same steps, or the next loss of all is NaN;
     the next start loads `latest`, and its losses, evaluations and generated tokens are, bit for bit, those of the run
     without a fault.
@@ -253,7 +254,8 @@ def run(args, way: str, start: Path, folder: Path, fault: str | None = None, pla
             struck_at = float((start / "struck").read_text())
             deadline, stopped = struck_at + args.timeout + args.margin, fault == "stop"
         if stopped and len(ends) == args.ranks - 1:
-            stopped, deadline = False, now + args.timeout + args.margin
+            # Where it meets nobody any more while it makes a process group, gloo was seen to try for five time limits.
+            stopped, deadline = False, now + 6 * args.timeout + args.margin
             os.kill(processes[-1].pid, signal.SIGCONT)
         if now > deadline and not hung:
             hung = [r for r in all_ranks if r not in ends]
