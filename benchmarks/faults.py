@@ -5,8 +5,8 @@
 
 The job builds an engine over a tiny Llama, loads the checkpoint that is there, and then trains a step, evaluates,
 generates and saves, again and again. One run of a recipe without a fault says what is right. A case is a start from
-that run's second step in which the last rank is struck when it first comes to the place; then comes the next start,
-without a fault. A case is well when
+that run's second step in which the rank --struck (the last one) is struck when it first comes to the place; then comes
+the next start, without a fault. A case is well when
 
     every other rank has ended at most --timeout (the process group's) + --margin seconds after the fault, with a status
     that is not 0 and an error that names the cause; so has, in its own time, a rank that was stopped, which goes on
@@ -64,7 +64,7 @@ VOCABULARY = 64
 STARTING = 600  # seconds in which a start must come to its fault, or end
 # What an error holds that names the cause: a peer that is gone, one that does not come, or what another rank raised.
 CAUSE = re.compile(
-    r"closed by peer|reset by peer|remote process exited|Broken pipe|Connection refused|"
+    r"closed by peer|reset by peer|remote process|Broken pipe|Connection refused|"
     r"[Tt]imed out|[Tt]imeout|rank \d+: "
 )
 
@@ -217,7 +217,7 @@ def live(args, way: str, fault: str | None, place: str | None, rank: int, start:
     os.dup2(log, 1)
     os.dup2(log, 2)
     told = {"steps": {}}
-    strike = Strike(fault if rank == args.ranks - 1 else None, place, start / "struck")
+    strike = Strike(fault if rank == args.struck else None, place, start / "struck")
     try:
         device = join(args, rank, start / "store")
         job(args, way, strike, fault != "nan", rank, folder, device, told)
@@ -256,7 +256,7 @@ def run(args, way: str, start: Path, folder: Path, fault: str | None = None, pla
         if stopped and len(ends) == args.ranks - 1:
             # Where it meets nobody any more while it makes a process group, gloo was seen to try for five time limits.
             stopped, deadline = False, now + 6 * args.timeout + args.margin
-            os.kill(processes[-1].pid, signal.SIGCONT)
+            os.kill(processes[args.struck].pid, signal.SIGCONT)
         if now > deadline and not hung:
             hung = [r for r in all_ranks if r not in ends]
             for r in hung:
@@ -290,12 +290,13 @@ def wrong_in(args, fault: str, ranks: list[dict], start: Path) -> str | None:
             return f"ranks skipped {[told['skipped'] for told in ranks]} steps"
         finite_losses = {math.isfinite(told["steps"][str(LAST)][0]) for told in ranks}
         return None if finite_losses == {bool(ranks[0]["skipped"])} else "a later loss is NaN on some ranks, or on none"
-    must_tell = ranks if fault == "stop" else ranks[:-1]
-    for r, told in enumerate(must_tell):
+    for r, told in enumerate(ranks):
+        if r == args.struck and fault != "stop":
+            continue
         if told["status"] == 0:
             return f"rank {r} ended with status 0"
         # A rank that NCCL's watchdog ends has raised nothing; it has printed why.
-        if not CAUSE.search(told.get("error") or tail(start, r)):
+        if not CAUSE.search(told.get("error") or (start / f"log{r}").read_text(errors="replace")):
             return f"rank {r} does not name the cause: {told.get('error')}\n{tail(start, r)}"
     return None
 
@@ -321,7 +322,7 @@ def one(args, case: tuple[str, str, str], right: list[dict], saved: Path) -> dic
         wrong = wrong_in(args, fault, struck, first)
         after = run(args, way, next_, folder)
         wrong = wrong or wrong_after(after, right, next_)
-    others = struck if fault == "nan" else struck[:-1]
+    others = [told for r, told in enumerate(struck) if r != args.struck]
     row = {"recipe": way, "fault": fault, "place": place, "well": wrong is None}
     row |= {"seconds": max((told["seconds"] for told in others if told["seconds"] is not None), default=None)}
     row["ranks"] = [{key: told.get(key) for key in ("status", "seconds", "error", "skipped")} for told in struck]
@@ -353,6 +354,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=whole(2), default=2)
+    parser.add_argument("--struck", type=whole(0), metavar="RANK", help="default: the last")
     parser.add_argument("--recipes", nargs="+", choices=WAYS, default=list(WAYS), metavar="RECIPE")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
@@ -360,7 +362,11 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--margin", type=finite(above=0), default=30, help="seconds that ranks may take beyond it")
     parser.add_argument("--side-by-side", type=whole(1), default=1, help="cases at a time")
     parser.add_argument("--out", type=new_file, default="runs/faults.json")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.struck = args.ranks - 1 if args.struck is None else args.struck
+    if args.struck >= args.ranks:
+        parser.error(f"--struck {args.struck}: there are {args.ranks} ranks")
+    return args
 
 
 def main() -> None:

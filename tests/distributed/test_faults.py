@@ -65,7 +65,7 @@ def nan_rank(loss, skipped=0):
 def test_judging_the_start_with_the_fault(tmp_path, fault, ranks, said):
     for rank in range(2):
         (tmp_path / f"log{rank}").write_text("printed")
-    wrong = faults.wrong_in(argparse.Namespace(ranks=2), fault, ranks, tmp_path)
+    wrong = faults.wrong_in(argparse.Namespace(struck=1), fault, ranks, tmp_path)
     assert wrong is None if said is None else said in wrong
 
 
