@@ -371,23 +371,17 @@ def parse(argv=None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    result = {
-        **describe("benchmarks/faults.py", sys.argv[1:]),
-        "ranks": args.ranks,
-        "timeout": args.timeout,
-        "rows": [],
-    }
-    rows, out = result["rows"], Path(args.out)
+    rows, out, head = [], Path(args.out), describe("benchmarks/faults.py", sys.argv[1:])
+    result = {**head, "ranks": args.ranks, "struck": args.struck, "timeout": args.timeout, "rows": rows}
     out.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.side_by_side) as pool, tempfile.TemporaryDirectory() as name:
         for way in args.recipes:
             folder, saved = Path(name, way), Path(name, f"{way} saved")
-            right = run(args, way, Path(name, f"{way} start"), folder)
+            start = Path(name, f"{way} start")
+            right = run(args, way, start, folder)
             for r, told in enumerate(right):
                 if told["status"]:
-                    raise SystemExit(
-                        f"{way} without a fault: {told.get('error')}\n{tail(Path(name, f'{way} start'), r)}"
-                    )
+                    raise SystemExit(f"{way} without a fault: {told.get('error')}\n{tail(start, r)}")
             shutil.copytree(folder / f"global_step{SAVED}", saved / f"global_step{SAVED}")
             (saved / "latest").write_text(f"global_step{SAVED}")
             cases = [(way, fault, place) for fault in args.faults for place in args.places if place in FAULTS[fault]]
