@@ -41,6 +41,7 @@ _FPDT = "deepspeed.sequence.fpdt_layer"
 _ENGINE = "deepspeed.runtime.engine"
 _GROUPS = "deepspeed.utils.groups"
 FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkpoint
+_ALONE = "_zeropp_fp8_alone"  # on a model whose engine has ended: what lets it run
 _MANGLED = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
 # (module, dotted name, parameters it must take)
@@ -148,6 +149,7 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 # (module, class, attributes that the class's own methods must mention): objects that exist only inside an engine.
 RELIED_ON_ATTRIBUTES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (_ENGINE, "DeepSpeedEngine", ("module_forward_pre_hook", "module_forward_post_hook")),
     (
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3",
@@ -175,6 +177,7 @@ RELIED_ON_ATTRIBUTES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "grad_partitions_flat_buffer",
             "grad_position",
             "sub_group_to_group_id",
+            "_z3_optimizer",
         ),
     ),
     (
@@ -417,6 +420,8 @@ def _engine_class(stock_class):
                     object.__setattr__(self, "_zeropp_fp8_conversion", _converted(model, plugin_config.compute))
             else:
                 _refuse_left_over(model)
+            for handle in model.__dict__.pop(_ALONE, ()):
+                handle.remove()
             try:
                 super().__init__(args, model, *positional, config=config, config_class=config_class, **kwargs)
             except BaseException:
@@ -453,6 +458,13 @@ def _engine_class(stock_class):
                 super().destroy()
             finally:
                 self._zeropp_fp8_let_go()
+            if self.zeropp_fp8_session is not None:
+                from zeropp_fp8.zero.offload import run_alone
+
+                # They would hold the engine for as long as the model lives.
+                self.module_forward_pre_hook.remove()
+                self.module_forward_post_hook.remove()
+                setattr(self.module, _ALONE, run_alone(self.module))
 
         def _zeropp_fp8_let_go(self):
             """Take off the model what is not DeepSpeed's to take off."""

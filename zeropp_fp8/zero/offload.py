@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROOrderedDict
 from deepspeed.utils import z3_leaf_module
 from torch import nn
 from torch.utils.checkpoint import _recomputation_hook
+from torch.utils.hooks import RemovableHandle
 
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.blocks import find_blocks
@@ -100,6 +101,32 @@ def _only_saves() -> bool:
         return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__qualname__.startswith(_recomputation_hook.__qualname__)
+
+
+def _gathers_what_is_read(model: nn.Module, yes: bool) -> None:
+    """Whether DeepSpeed gathers a parameter that is read by its name and is not there."""
+    for module in model.modules():
+        if isinstance(module._parameters, ZeROOrderedDict):  # not of what was attached to the model later
+            module._parameters._in_forward = yes
+
+
+def _begin_alone(module: nn.Module, args) -> None:
+    parameter_offload.FWD_MODULE_STACK.append(module)
+    _gathers_what_is_read(module, True)
+
+
+def _end_alone(module: nn.Module, args, output) -> None:
+    _gathers_what_is_read(module, False)
+    parameter_offload.FWD_MODULE_STACK.pop()
+
+
+def run_alone(model: nn.Module) -> list[RemovableHandle]:
+    """Let a model whose engine has ended run as DeepSpeed's engine lets it: what is read is gathered, and stays.
+
+    Nothing here refers to that engine.
+    """
+    after = model.register_forward_hook(_end_alone, always_call=True)
+    return [model.register_forward_pre_hook(_begin_alone), after]
 
 
 class ZeroppOffload(DeepSpeedZeRoOffload):
@@ -206,8 +233,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
                 check_usable(param)
                 check_untouched(param)
         except RuntimeError:
-            for module in self.module.modules():
-                module._parameters._in_forward = False  # DeepSpeedEngine.forward has set it: names would gather
+            _gathers_what_is_read(self.module, False)  # DeepSpeedEngine.forward has set it: names would gather
             raise
 
     def post_sub_module_forward_function(self, sub_module) -> None:
@@ -241,7 +267,11 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def destroy(self) -> None:
         """Take the hooks off, and give the parameters DeepSpeed's own gathers back."""
+        self._leave_unfinished()
         super().destroy()
+        # DeepSpeed's constructor has put it there for good: no model would ever be freed.
+        parameter_offload.FWD_MODULE_STACK.remove(self.module)
+        _gathers_what_is_read(self.module, False)  # an exception may have left it on
         for module in self.module.modules():
             # A later engine over the model makes its own; these would call this one.
             for name in ("pre_bwd_fn", "post_bwd_fn"):

@@ -8,6 +8,7 @@ weights and optimizer state. Everything else, the optimizer and the checkpoint l
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 
 import torch
@@ -55,6 +56,20 @@ class ZeroppStage3(LowPrecisionStage3):
         if self._reducer is None:
             self._reducer = GradientReducer(self.session, self.reduce_and_partition_stream)
         return self._reducer
+
+    def destroy(self) -> None:
+        """Give the model back, and the memory of all that is not DeepSpeed's: an engine may be kept after its end."""
+        super().destroy()
+        for param in self.module.parameters():
+            if getattr(param, "_z3_optimizer", None) is self:  # else a later engine has the model
+                param._z3_optimizer = weakref.proxy(self)  # safe_get_full_fp32_param asks it, while the engine is kept
+        self._reducer = _Freed() if self.reducer.error_feedback else None
+        if self.store is not None:
+            getattr(self, GRAD_PARTITIONS).clear()
+            self.averaged_gradients.clear()
+            self.store = _Freed()
+        if self.states is not None:
+            self.states = _Freed()
 
     # -- gathers ---------------------------------------------------------------------------------------------------
 
@@ -381,6 +396,16 @@ class ZeroppStage3(LowPrecisionStage3):
 
 
 setattr(ZeroppStage3, AVG_SCATTER_GRADS, ZeroppStage3._avg_scatter_grads)
+
+
+class _Freed:
+    """Stands for what an engine had."""
+
+    def __getattr__(self, name: str):
+        raise RuntimeError(
+            "zeropp_fp8: engine.destroy() has freed the gradients and optimizer states that were in low precision, and "
+            "the residuals of error feedback; look at them, and save checkpoints, before it"
+        )
 
 
 class _NoWait:
