@@ -9,6 +9,7 @@ says of it, and the prompt's columns. Policies compute as they do in training, w
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -90,6 +91,7 @@ def main() -> None:
     folder = Path(arguments.out)
     for name, model in zip(names, arguments.models):
         means, rows = answers_of(arguments.of(model), ds_config)
+        gc.collect()  # an engine is full of circles, and the next model is loaded before Python looks for them
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
