@@ -4,13 +4,13 @@
 
 Ranks on the CPU, over gloo. Every --every steps they evaluate, generate, save a checkpoint (the last two are kept) and
 load it again; then each notes its resident memory, open file descriptors, threads, the bytes of all tensors that Python
-can reach, and the seconds of a step since the last time. In the end the last quarter of these notes is compared with
-the first one (its first note left out: by then not all has been made that is made once):
+can reach, and the seconds of a step since the last time. In the end the median of the last quarter of these notes is
+compared with that of the first one (its first note left out: by then not all has been made that is made once):
 
-    descriptors, threads, tensors   the largest of the last quarter may not exceed that of the first at all
-    memory                          the median may have grown by 1 KiB a step between the quarters, 1/8 of the input
-                                    of one layer, and by 8 MiB: while the allocator's lists fill, it was seen to rise
-                                    by 2 to 4 MiB in 300 steps, and then to stay
+    descriptors, threads, tensors   may not have grown at all (single notes find more tensors, or fewer descriptors)
+    memory                          may have grown by 1 KiB a step between the quarters, 1/8 of the input of one layer,
+                                    and by 8 MiB: while the allocator's lists fill, it was seen to rise by 2 to 4 MiB in
+                                    300 steps, and then to stay
 
 The exit status is 1 if anything grew.
 """
@@ -80,8 +80,8 @@ def growth(notes: list[dict]) -> dict:
     """By how much each quantity of one rank grew from the first to the last quarter, and which it may not."""
     quarter = max(1, len(notes) // 4)
     first, last = notes[1 : quarter + 1], notes[-quarter:]
-    grown = {name: max(n[name] for n in last) - max(n[name] for n in first) for name in EXACT}
-    grown["rss"] = round(statistics.median(n["rss"] for n in last) - statistics.median(n["rss"] for n in first))
+    medians = [{name: statistics.median(n[name] for n in part) for name in (*EXACT, "rss")} for part in (first, last)]
+    grown = {name: round(medians[1][name] - medians[0][name]) for name in medians[0]}
     bound = dict.fromkeys(EXACT, 0) | {"rss": FREE_LISTS + A_STEP * (last[0]["step"] - first[0]["step"])}
     return {"grown": grown, "bound": bound, "too_much": [name for name in grown if grown[name] > bound[name]]}
 
