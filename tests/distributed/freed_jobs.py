@@ -160,3 +160,12 @@ def evaluated(folder, config, models, rows):
     argv += ["--max_prompt_tokens", "9", "--max_new_tokens", "4"]
     raised, *_ = rlhf_jobs.script("evaluate", config, folder, [argv])
     return raised, there
+
+
+def destroyed_twice(kind):
+    """As DeepSpeed allows: its engine destroys its optimizer too. What is left of the model's entry on the stack."""
+    switch(True)
+    engine = engine_of(kind)
+    engine.optimizer.destroy()
+    engine.destroy()
+    return parameter_offload.FWD_MODULE_STACK.count(engine.module)

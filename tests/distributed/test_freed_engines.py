@@ -59,6 +59,11 @@ def test_a_model_runs_without_the_engine_that_it_had():
         assert not still_alone
 
 
+@pytest.mark.parametrize("kind", ["zeropp-4bit", "fp8-lm", jobs.QLORA, jobs.FROZEN])
+def test_an_optimizer_is_destroyed_before_its_engine(kind):
+    assert run_ranks(jobs.destroyed_twice, world=2, kind=kind) == [0, 0]
+
+
 def test_what_is_freed_says_so():
     for said in run_ranks(jobs.said_by_what_is_freed):
         assert len(said) == 2 and all("engine.destroy() has freed" in line for line in said)

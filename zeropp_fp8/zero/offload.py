@@ -142,6 +142,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self._made_leaf = [block for block in self.blocks if not z3_leaf_module(block)]
         for block in self._made_leaf:
             block._z3_leaf = True  # DeepSpeed then fetches and releases the block as one unit
+        self.destroyed = False
         self._evaluating = False
         self.generating = False  # inside zeropp_fp8.generation (generation.py)
         self.announced: str | None = None  # where weights stayed in the last one
@@ -266,7 +267,10 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self.param_coordinator.release_sub_module(sub_module, forward=False)
 
     def destroy(self) -> None:
-        """Take the hooks off, and give the parameters DeepSpeed's own gathers back."""
+        """Take the hooks off, and give the parameters DeepSpeed's own gathers back. The second time it does nothing."""
+        if self.destroyed:
+            return
+        self.destroyed = True
         self._leave_unfinished()
         super().destroy()
         # DeepSpeed's constructor has put it there for good: no model would ever be freed.

@@ -59,6 +59,8 @@ class ZeroppStage3(LowPrecisionStage3):
 
     def destroy(self) -> None:
         """Give the model back, and the memory of all that is not DeepSpeed's: an engine may be kept after its end."""
+        if self.parameter_offload.destroyed:
+            return
         super().destroy()
         for param in self.module.parameters():
             if getattr(param, "_z3_optimizer", None) is self:  # else a later engine has the model
