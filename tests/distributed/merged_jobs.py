@@ -89,6 +89,8 @@ def merged_model(folder, fields, kind="lora", dtype="fp32", merged=False, size="
     import deepspeed
 
     switch(True)
+    if kind == "none":  # all is trained
+        fields = {**fields, "modules": "frozen"}
     lora, config = all_kinds_of_adapters(kind), ds_config(section("lossless", frozen=fields), dtype)
 
     def make():
@@ -138,7 +140,7 @@ def beside_peft(folder, ordinary, weights):
 
 def saving_again(folder, fields):
     """One model with other file sizes, and of a model without an engine; then files of the first save are gone."""
-    engine = engine_of(fields, lora=lambda model: model)
+    engine = engine_of({**fields, "modules": "frozen"}, lora=lambda model: model)
     files = []
     for size in ("100KB", "1GB", 200_000):
         zeropp_fp8.save_merged_16bit(engine.module, folder, max_shard_size=size)

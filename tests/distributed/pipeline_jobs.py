@@ -174,7 +174,7 @@ def evaluated_in_inference_mode(recipe, fields=None):
 
 def frozen_between_forwards():
     """Losses around the freezing of some matrices: of an engine that gathered them before, and of one that did not."""
-    fields = {"weights": {"format": "int8", "block_size": 128}, "frozen": {"format": "int4"}}
+    fields = {"weights": {"format": "int8", "block_size": 128}, "frozen": {"format": "int4", "modules": "frozen"}}
     tokens = some_batches(1)[0]
 
     def loss(gathered_before):
