@@ -82,7 +82,12 @@ def test_left_over_partial_files_do_not_matter_beside_a_manifest(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1]", "null", '{"complete": true}', '{"complete": true, "global_steps": 1, "files": {"a": {}}}']
+    "text",
+    [
+        *("", "{", "[1]", "null", '{"complete": true}', '{"complete": true, "global_steps": 1, "files": {"a": {}}}'),
+        '{"complete": true, "global_steps": "1", "files": {}}',
+        '{"complete": true, "global_steps": 1, "files": {"a": {"bytes": 1, "crc32": "0", "rank": "0"}}}',
+    ],
 )
 def test_a_damaged_manifest(tmp_path, text):
     (tmp_path / manifest.MANIFEST).write_text(text)

@@ -59,9 +59,9 @@ def save_in_two_phases(engine, stock: Callable, save_dir: str, tag: str | None, 
     with _on_all_ranks(folder):
         if is_first:
             folder.mkdir(parents=True, exist_ok=True)
+    with writing.in_place_of_writer(engine):
+        stock(save_dir, tag, save_latest=False)  # collective: what it raises beside `error` goes its way
     with _on_all_ranks(folder, writing.remove):
-        with writing.in_place_of_writer(engine):
-            stock(save_dir, tag, save_latest=False)
         if writing.error is not None:
             raise writing.error
     with _on_all_ranks(folder):
