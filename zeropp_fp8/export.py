@@ -101,9 +101,9 @@ def _checked_manifest(folder: Path) -> dict | None:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder")
     manifest = read_manifest(folder)
-    damages = (damage(folder / name, saved) for name, saved in (manifest["files"] if manifest else {}).items())
-    for found in filter(None, damages):
-        raise ValueError(f"{found}; to export the checkpoint as it is, remove {folder / MANIFEST}")
+    for name, saved in manifest["files"].items() if manifest else ():
+        if found := damage(folder / name, saved):
+            raise ValueError(f"{found}; to export the checkpoint as it is, remove {folder / MANIFEST}")
     return manifest
 
 
