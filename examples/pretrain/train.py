@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from data import Sequences, byte_tokens, read_documents, split_tokens, tokenizer_tokens
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
 from models import SMALL_LLAMAS, is_small, make_model
 from tqdm import tqdm
 
@@ -48,6 +49,7 @@ from options import Parser, finite, generator_seed, model_config, new_file, new_
 
 MEGA = 1e6
 END_STEPS = 10  # loss_end is the mean over so many steps
+SETTINGS = "run.json"  # beside the checkpoints of a run
 FIGURES = ("loss_start", "loss_end", "held_out_loss", "step_s")
 
 
@@ -149,36 +151,41 @@ def held_out_loss(engine, held_out: Sequences, batches: int) -> float:
     return mean_over_ranks(torch.stack(losses).mean())
 
 
-def what_must_not_change(arguments: argparse.Namespace, engine, training: Sequences) -> dict:
+def what_must_not_change(arguments: argparse.Namespace, ds_config: dict, training: Sequences) -> dict:
     """Everything that a resumed run must share with the run it continues."""
     names = ["seed", "sequence_length", "lr", "warmup", "schedule", "weight_decay"]
     if arguments.schedule == "cosine":
         names.append("steps")
     fixed = {"--" + name.replace("_", "-"): getattr(arguments, name) for name in names}
-    fixed["the number of sequences in a step"] = engine.train_batch_size()
+    fixed["the number of sequences in a step"] = DeepSpeedConfig(copy.deepcopy(ds_config)).train_batch_size
     fixed["the number of tokens to train on"] = len(training.tokens)
     return fixed
 
 
-def save(engine, directory: str, step: int, fixed: dict) -> None:
-    """Write a checkpoint. Every rank keeps its own generator states; the order of the data follows from the step."""
-    state = {"step": step, "fixed": fixed, "random": random_state()}
-    engine.save_checkpoint(directory, tag=f"step{step}", client_state=state)
-
-
-def resume(engine, directory: str, fixed: dict) -> int:
-    """Load the latest checkpoint; returns the number of steps done.
+def compare(directory: str, fixed: dict) -> None:
+    """Refuse to go on with a run that had other settings.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it belongs to a run with other settings.
+        ValueError: it had.
+        OSError: there is no file that says what it had.
     """
-    path, state = engine.load_checkpoint(directory)
-    if path is None:
-        raise FileNotFoundError(f"--resume {directory}: no checkpoint there")
+    before = json.loads(Path(directory, SETTINGS).read_text())
     for name, value in fixed.items():
-        if state["fixed"].get(name) != value:
-            raise ValueError(f"--resume {directory}: {name} was {state['fixed'].get(name)}, is {value} now")
+        if before.get(name) != value:
+            raise ValueError(f"--resume {directory}: {name} was {before.get(name)}, is {value} now")
+
+
+def save(engine, directory: str, step: int, fixed: dict) -> None:
+    """Write a checkpoint. Every rank keeps its own generator states; the order of the data follows from the step."""
+    if dist.get_rank() == 0:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        Path(directory, SETTINGS).write_text(json.dumps(fixed, indent=1))
+    engine.save_checkpoint(directory, tag=f"step{step}", client_state={"step": step, "random": random_state()})
+
+
+def resume(engine, directory: str) -> int:
+    """Load the latest checkpoint; returns the number of steps done."""
+    _, state = engine.load_checkpoint(directory)
     restore_random_state(state["random"])
     return state["step"]
 
@@ -265,10 +272,13 @@ def main() -> None:
     zeropp_fp8.enable()  # the one line that this project adds; it acts where the ds_config asks for it
     join_the_other_ranks()
     seed_everything(arguments.seed)
+    with refusals():
+        fixed = what_must_not_change(arguments, ds_config, training)
+        if arguments.resume:
+            compare(arguments.resume, fixed)
     engine = make_engine(arguments, ds_config)
     seed_everything(arguments.seed + 1 + dist.get_rank())  # same initial weights, other dropout on each rank
-    fixed = what_must_not_change(arguments, engine, training)
-    start = resume(engine, arguments.resume, fixed) if arguments.resume else 0
+    start = resume(engine, arguments.resume) if arguments.resume else 0
     if dist.get_rank() == 0:
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
         print(

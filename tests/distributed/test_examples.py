@@ -209,7 +209,10 @@ def test_one_process_saves_and_refuses_to_resume_another_run(tmp_path, train_com
     command = train_command(tmp_path, "alone", "zeropp", 2, "--save", checkpoint, "--save-every", 1)
     other_seed = [*command, "--resume", str(checkpoint), "--seed", "3"]
     status, output = run([sys.executable, *several_runs(tmp_path, {"first": command, "resumed": other_seed})])
-    assert status != 0 and "run 1 failed" in output and "--seed was 0, is 3 now" in output
+    assert status != 0 and "run 1 failed" in output
+    refused = (tmp_path / "resumed.0").read_text().splitlines()
+    assert f"train: --resume {checkpoint}: --seed was 0, is 3 now" in refused
+    assert not any("one rank: nothing is sent" in line for line in refused)  # no engine was made
     assert "one rank: nothing is sent" in (tmp_path / "first.0").read_text()
     assert sorted(p.name for p in checkpoint.iterdir() if p.is_dir()) == ["step1", "step2"]
     assert json.loads((tmp_path / "alone.json").read_text())["world_size"] == 1
