@@ -147,8 +147,8 @@ def line(row: dict) -> str:
 
 def launches() -> Iterator[tuple[str, str, object, str, object]]:
     """(cast, description, module, name of its Launch, Launch) of all that are worth trying."""
-    from zeropp_fp8.kernels import cast_blocks, cast_rows, cast_tensor, fused_casts
-    from zeropp_fp8.kernels.matrices import BLOCK, Launch
+    from zeropp_fp8.kernels.casts import cast_blocks, cast_rows, cast_tensor, fused_casts
+    from zeropp_fp8.kernels.casts.matrices import BLOCK, Launch
 
     tiles = [(128, 64, 4), (128, 64, 8), (64, 64, 2), (64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 128, 8)]
     tiles += [(128, 128, 16), (128, 32, 4), (32, 128, 4), (256, 64, 8), (256, 32, 8)]

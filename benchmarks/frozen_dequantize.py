@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.config import FrozenConfig
-from zeropp_fp8.zero.frozen_store import part_numel_of, store_format
+from zeropp_fp8.zero.frozen.store import part_numel_of, store_format
 
 FORMATS = {
     "int8": stored("int8"),

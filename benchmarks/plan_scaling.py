@@ -2,7 +2,7 @@
 
     python benchmarks/plan_scaling.py --out plan_scaling
 
-Writes plan_scaling.png and plan_scaling.json. Every figure says what it is: "modelled" (zeropp_fp8.diagnostics.plan),
+Writes plan_scaling.png and plan_scaling.json. Every figure says what it is: "modelled" (zeropp_fp8.plan),
 "published" (by others, on their machines) or "measured" (4 H200, benchmarks/results and the peers). Needs no GPU.
 """
 
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 from options import finite, whole
 
-from zeropp_fp8.diagnostics.plan import (
+from zeropp_fp8.plan import (
     EMULATED_H200,
     METHODS,
     PRESETS,

@@ -33,8 +33,8 @@ from timing import milliseconds
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.compute import casts
 from zeropp_fp8.formats import make_format
-from zeropp_fp8.kernels.quantized_to_fp8 import quantized_to_fp8
-from zeropp_fp8.kernels.quantized_weight import QuantizedWeight, largest_magnitude
+from zeropp_fp8.kernels.linear.quantized_to_fp8 import quantized_to_fp8
+from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight, largest_magnitude
 
 SHAPES = ("4096x14336", "14336x4096", "4096x4096", "1024x4096")  # outputs x inputs: of Llama 3 8B
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -133,7 +133,7 @@ def copy_bandwidth(device: torch.device, repeats: int) -> float:
 
 def measure(shapes: list[tuple[int, int]], counts: Sequence[int], device: torch.device, repeats: int) -> dict:
     """Rows of results, and the bandwidth they are compared with."""
-    from zeropp_fp8.kernels.quantized_linear import quantized_linear
+    from zeropp_fp8.kernels.linear.quantized_linear import quantized_linear
 
     copy = copy_bandwidth(device, repeats)
     print(f"copy {copy:.1f} GB/s")
@@ -207,7 +207,7 @@ MORE_ROWS += [(8, 8, 1, 255), (16, 2, 1, 128), (16, 4, 1, 128)]
 
 def launches(count: int) -> Iterator[object]:
     """All launches that are worth trying for so many rows of x; each is compiled, which takes two seconds and more."""
-    from zeropp_fp8.kernels.quantized_linear import Launch
+    from zeropp_fp8.kernels.linear.quantized_linear import Launch
 
     groups = 1 if count <= 8 else (2 if count <= 16 else 4)
     for warps, row_groups, times, registers in FEW_ROWS if groups == 1 else MORE_ROWS:
@@ -216,7 +216,7 @@ def launches(count: int) -> Iterator[object]:
 
 def sweep(shape: tuple[int, int], counts: Sequence[int], names: Sequence[str], device: torch.device, repeats: int):
     """Time of each product with each way to launch it, the fastest first."""
-    from zeropp_fp8.kernels import quantized_linear as module
+    from zeropp_fp8.kernels.linear import quantized_linear as module
 
     rows = []
     usual = module.launch_of

@@ -161,7 +161,7 @@ def check_fused(rows, columns, matrix_dtype, dtype, device, exact, plain=True, t
 
 def check_transpose(rows, columns, length, device):
     """kernels.transpose of every byte value into rows of `length`: zeros beyond `rows`, nothing beyond the last row."""
-    from zeropp_fp8.kernels.transpose import transpose
+    from zeropp_fp8.kernels.casts.transpose import transpose
 
     generator = torch.Generator().manual_seed(rows + columns)
     codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=generator)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from zeropp_fp8.zero.units import GatherUnit
+from zeropp_fp8.zero.gather.units import GatherUnit
 
 
 def fake_parameters(numels, vectors=()):

@@ -8,9 +8,9 @@ import torch
 
 from zeropp_fp8.config import resolve
 from zeropp_fp8.formats import SharedScaleFormat
-from zeropp_fp8.zero import gradient_scales
-from zeropp_fp8.zero.gradient_store import GradientStore
-from zeropp_fp8.zero.state_groups import make_state_groups
+from zeropp_fp8.zero.reduce import scales as gradient_scales
+from zeropp_fp8.zero.states.gradient_store import GradientStore
+from zeropp_fp8.zero.states.groups import make_state_groups
 
 CPU = torch.device("cpu")
 SHAPES = ((70, 30), (33,), (1, 5), (64, 64), (7,), (0, 4))

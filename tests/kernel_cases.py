@@ -174,7 +174,7 @@ def check_reduce(first, then, dtype, numels, nodes, ranks, device, outputs, valu
 
 def check_round_trip(mx_format, dtype, shape, device, axes=((True, False), (False, True), (True, True))):
     """kernels.round_trip against MXFormat.round_trip bit for bit, along each (rows, columns) of `axes`."""
-    from zeropp_fp8.kernels.round_trip import round_trip
+    from zeropp_fp8.kernels.casts.round_trip import round_trip
 
     matrix = awkward([shape[0] * shape[1]], dtype)[0].view(shape)
     matrix.view(-1)[5::97] = -0.3

@@ -7,11 +7,11 @@ from numerics import UNIT_ROUNDOFF
 
 from zeropp_fp8.compute import casts
 from zeropp_fp8.formats import make_format
-from zeropp_fp8.kernels import quantized_linear as linear_module
-from zeropp_fp8.kernels import quantized_to_fp8 as fp8_module
-from zeropp_fp8.kernels.quantized_linear import quantized_linear
-from zeropp_fp8.kernels.quantized_to_fp8 import quantized_to_fp8
-from zeropp_fp8.kernels.quantized_weight import QuantizedWeight, largest_magnitude
+from zeropp_fp8.kernels.linear import quantized_linear as linear_module
+from zeropp_fp8.kernels.linear import quantized_to_fp8 as fp8_module
+from zeropp_fp8.kernels.linear.quantized_linear import quantized_linear
+from zeropp_fp8.kernels.linear.quantized_to_fp8 import quantized_to_fp8
+from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight, largest_magnitude
 
 CPU = torch.device("cpu")
 # Blocks of one, two, three and more pieces of 16 bytes, and of parts of one; every kind of scale.

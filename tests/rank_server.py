@@ -14,9 +14,9 @@ NEEDED = (
     "models",
     "zeropp_fp8.compute",
     "zeropp_fp8.plugin",
-    "zeropp_fp8.zero.activations",
-    "zeropp_fp8.zero.frozen_init",
-    "zeropp_fp8.zero.linear",
+    "zeropp_fp8.zero.ulysses",
+    "zeropp_fp8.zero.frozen.init",
+    "zeropp_fp8.zero.linear_function",
     "zeropp_fp8.zero.stage3",
 )
 # Not every version of DeepSpeed has these.

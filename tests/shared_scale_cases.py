@@ -6,8 +6,8 @@ import torch
 from kernel_cases import CPU, awkward, same
 
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
-from zeropp_fp8.comm.shared_scales import SharedScales
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat
+from zeropp_fp8.formats.shared_scale import SharedScales
 
 TILE = 1024
 
@@ -98,7 +98,7 @@ def check_sums(name, numels, nodes, ranks, device, outputs):
 
 
 def check_squares(name, tiles, device):
-    from zeropp_fp8.kernels.squares import squares_of_tiles
+    from zeropp_fp8.kernels.optimizer.squares import squares_of_tiles
 
     generator = torch.Generator().manual_seed(tiles)
     codes = torch.randint(0, 256, (tiles * TILE,), generator=generator, dtype=torch.uint8)

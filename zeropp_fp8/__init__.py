@@ -77,7 +77,7 @@ def save_merged_16bit(engine_or_model, folder, max_shard_size="5GB") -> None:
         ValueError: another `max_shard_size`, or an adapter that PEFT cannot merge.
         RuntimeError: rank 0 could not merge or write; on every rank, with its message.
     """
-    from zeropp_fp8.zero.merged import save_merged_16bit as save
+    from zeropp_fp8.zero.export.merged import save_merged_16bit as save
 
     save(engine_or_model, folder, max_shard_size)
 
@@ -112,6 +112,6 @@ def generation(engine, weights: str = "auto", merge_adapters: bool = True):
             gradients; gathering parameters inside it.
         MemoryError: no memory on some rank for what is to stay; on every rank.
     """
-    from zeropp_fp8.zero.generation import generation as generate_with
+    from zeropp_fp8.zero.generation.context import generation as generate_with
 
     return generate_with(engine, weights, merge_adapters)

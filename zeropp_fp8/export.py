@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeropp_fp8.zero.checkpoint_manifest import MANIFEST, damage, describe_file, read_manifest, write_manifest
+from zeropp_fp8.zero.checkpoint.manifest import MANIFEST, damage, describe_file, read_manifest, write_manifest
 from zeropp_fp8.zero.fragment import QuantizedFragment
-from zeropp_fp8.zero.saved_ranks import FRAGMENTS, SavedParameter, SavedRanks, read_states, slice_of
+from zeropp_fp8.zero.frozen.saved_ranks import FRAGMENTS, SavedParameter, SavedRanks, read_states, slice_of
 
 LATEST = ("latest", "latest_universal")
 _MODEL_STATES = "zero_pp_rank_{}_mp_rank_{:02d}_model_states.pt"

@@ -138,7 +138,7 @@ def counted(per_node, size):
 
 
 class Replaced:
-    """What plugin._replace does, with a way back."""
+    """What plugin/install.py does, with a way back."""
 
     def __init__(self):
         self.before = []
@@ -191,7 +191,7 @@ def deepspeed_layouts():
     # Without hooks, with hooks taken off and with DeepSpeed's names restored it is as it was, bit for bit.
     from deepspeed.sequence import layer
 
-    from zeropp_fp8.zero.activations import ActivationHooks, replace_exchanges
+    from zeropp_fp8.zero.ulysses import ActivationHooks, replace_exchanges
 
     mpu, rank = sequence_parallel(4), dist.get_rank()
     replaced, out = Replaced(), {}
@@ -227,7 +227,7 @@ def overlapped():
     """DeepSpeed's asynchronous exchange of dq: the handle waits, the function after it brings it into order."""
     from deepspeed.sequence import layer
 
-    from zeropp_fp8.zero.activations import ActivationHooks, replace_exchanges
+    from zeropp_fp8.zero.ulysses import ActivationHooks, replace_exchanges
 
     mpu = sequence_parallel(4)
     group, rank = mpu.get_sequence_parallel_group(), dist.get_rank()
@@ -422,7 +422,7 @@ def compiled():
     from deepspeed.runtime.sequence_parallel import ulysses_sp
     from deepspeed.sequence.layer import register_all_to_all_group
 
-    from zeropp_fp8.zero.activations import ActivationHooks, replace_exchanges
+    from zeropp_fp8.zero.ulysses import ActivationHooks, replace_exchanges
 
     replace_exchanges(Replaced())
     group, rank = sequence_groups(), dist.get_rank()

@@ -16,7 +16,7 @@ from random_cases import ROUNDED, Case, parsed, tolerance, weight_error
 from random_models import VOCABULARY, RandomModel
 
 import zeropp_fp8
-from zeropp_fp8.zero.blocks import find_blocks
+from zeropp_fp8.zero.gather.blocks import find_blocks
 
 SEQUENCES, LENGTH = 2, 6
 

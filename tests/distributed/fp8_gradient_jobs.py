@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from zeropp_fp8.config import resolve
-from zeropp_fp8.zero.gradient_scales import GradientScales
-from zeropp_fp8.zero.gradient_store import GradientStore
-from zeropp_fp8.zero.gradients import GradientReducer
+from zeropp_fp8.zero.reduce.reducer import GradientReducer
+from zeropp_fp8.zero.reduce.scales import GradientScales
 from zeropp_fp8.zero.session import Session
-from zeropp_fp8.zero.state_groups import make_state_groups
+from zeropp_fp8.zero.states.gradient_store import GradientStore
+from zeropp_fp8.zero.states.groups import make_state_groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

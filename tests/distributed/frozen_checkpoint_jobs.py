@@ -12,7 +12,7 @@ from models import batches, build, ds_config, full_fp32_weights, full_weights, l
 from parity_jobs import switch
 
 from zeropp_fp8.zero.fragment import QuantizedFragment
-from zeropp_fp8.zero.frozen_store import stored_weight
+from zeropp_fp8.zero.frozen.store import stored_weight
 
 STATES = ("exp_avg", "exp_avg_sq")
 

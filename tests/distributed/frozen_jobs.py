@@ -10,7 +10,7 @@ from models import KEPT, build, ds_config, full_fp32_weights, full_weights, llam
 from parity_jobs import switch
 
 import zeropp_fp8
-from zeropp_fp8.zero.frozen_store import stored_weight
+from zeropp_fp8.zero.frozen.store import stored_weight
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -32,7 +32,7 @@ def with_lora(model, rank=4, targets=TARGETS):
 
 def wire_format_of(fields):
     from zeropp_fp8.config import FrozenConfig
-    from zeropp_fp8.zero.frozen_store import store_format
+    from zeropp_fp8.zero.frozen.store import store_format
 
     return store_format(FrozenConfig(**fields))
 

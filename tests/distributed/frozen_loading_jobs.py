@@ -26,7 +26,7 @@ from frozen_models import (
 from models import batches, build, llama, make_engine, train
 from parity_jobs import switch
 
-from zeropp_fp8.zero.frozen_store import stored_weight
+from zeropp_fp8.zero.frozen.store import stored_weight
 
 # -- loading ---------------------------------------------------------------------------------------------------------
 

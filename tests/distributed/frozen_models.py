@@ -10,7 +10,7 @@ from frozen_jobs import TARGETS, wire_format_of
 from models import batches, ds_config, section
 from parity_jobs import allow_fp16_on_cpu
 
-from zeropp_fp8.zero.frozen_store import stored_weight
+from zeropp_fp8.zero.frozen.store import stored_weight
 
 # The weights of models.llama() that are stored where nothing is named.
 LINEAR = [f"model.layers.{i}.self_attn.{n}_proj.weight" for i in (0, 1) for n in "qkvo"] + [

@@ -17,7 +17,7 @@ from pipeline_jobs import with_limits
 from ranks import printed
 
 from zeropp_fp8.compute.linear import GATHERED_OPERAND
-from zeropp_fp8.zero import weights
+from zeropp_fp8.zero.gather import gatherer as weights
 
 BUFFERS_FOR = {
     "as chosen": contextlib.nullcontext,

@@ -168,7 +168,7 @@ def merging_that_fails(folder, fields):
             file.write("in the way")
     dist.barrier()
     attempt("a file is in the way", engine, f"{folder}/file")
-    from zeropp_fp8.zero import shard_writer
+    from zeropp_fp8.zero.export import shard_writer
 
     real, written = shard_writer.save_file, []
 

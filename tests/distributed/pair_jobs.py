@@ -9,7 +9,7 @@ from frozen_jobs import with_lora
 from models import batches, ds_config, llama, make_engine, section
 from parity_jobs import switch
 
-from zeropp_fp8.zero.frozen_store import stored_weight
+from zeropp_fp8.zero.frozen.store import stored_weight
 
 # What each part adds to a section. Whole tensors need gradients that the plugin reduces.
 PARTS = {

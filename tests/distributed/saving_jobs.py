@@ -13,7 +13,8 @@ import torch.distributed as dist
 from models import ds_config, llama, make_engine, section, train
 from parity_jobs import switch
 
-from zeropp_fp8.zero import checkpoint_commit, checkpoint_manifest
+from zeropp_fp8.zero.checkpoint import commit as checkpoint_commit
+from zeropp_fp8.zero.checkpoint import manifest as checkpoint_manifest
 
 
 def engine_of(recipe="zeropp", verify=True, seed=0):

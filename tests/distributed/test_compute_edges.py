@@ -11,7 +11,7 @@ from ranks import RankError, run_ranks
 from torch import nn
 
 from zeropp_fp8.compute import convert_linear_layers
-from zeropp_fp8.zero.operands import GemmWeights
+from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
 from zeropp_fp8.zero.placement import Slices
 
 # -- who reads the values of a weight

@@ -12,7 +12,7 @@ from frozen_jobs import frozen
 from ranks import run_ranks
 
 from zeropp_fp8.export import export_checkpoint, main
-from zeropp_fp8.zero.checkpoint_manifest import damage, read_manifest
+from zeropp_fp8.zero.checkpoint.manifest import damage, read_manifest
 from zeropp_fp8.zero.fragment import QuantizedFragment
 
 NF4 = frozen("nf4", block_size=16, double_quantize=True)

@@ -9,7 +9,7 @@ import pytest
 import saving_jobs as jobs
 from ranks import run_ranks
 
-from zeropp_fp8.zero.checkpoint_manifest import MANIFEST
+from zeropp_fp8.zero.checkpoint.manifest import MANIFEST
 
 # (what the rank is about to do, the rank, which checkpoint is the latest then)
 KILLS = [

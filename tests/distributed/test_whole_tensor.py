@@ -155,10 +155,10 @@ def test_an_older_deepspeed_is_refused(monkeypatch):
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     from zeropp_fp8.config import ConfigError, resolve
-    from zeropp_fp8.plugin import _check_owners
+    from zeropp_fp8.plugin.engine import check_owners
 
     config = resolve({"zero_optimization": {"stage": 3}, "zeropp_fp8": {"recipe": "fp8-lm"}})
-    _check_owners(config)
+    check_owners(config)
     monkeypatch.delattr(DeepSpeedZeroOptimizer_Stage3, "_get_param_partition_rank")
     with pytest.raises(ConfigError, match=r'partition": "whole_tensor" needs DeepSpeed 0.19.3 or later'):
-        _check_owners(config)
+        check_owners(config)

@@ -261,7 +261,7 @@ def sub_groups():
 
 def peak_of_initialization():
     """Largest sum of parameter elements that this rank has ever held while an engine with owners was made."""
-    from zeropp_fp8.zero import whole_weights
+    from zeropp_fp8.zero.owners import gatherer as whole_weights
 
     switch(True)
     config = ds_config(section("lossless", **fields("balance")))

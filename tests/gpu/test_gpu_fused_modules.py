@@ -95,7 +95,7 @@ def test_evaluation_and_generation(casts_made):
 
 
 def test_swiglu_gradients():
-    from zeropp_fp8.kernels.swiglu import swiglu_backward
+    from zeropp_fp8.kernels.casts.swiglu import swiglu_backward
 
     for dtype in (torch.bfloat16, torch.float16):
         gate, up, grad = ((torch.randn(1001, 517, device="cuda") * 4).to(dtype) for _ in range(3))

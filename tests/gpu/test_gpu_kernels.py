@@ -187,7 +187,7 @@ def test_round_trip_of_one_row_or_column():
 def test_round_trip_of_more_than_two_to_the_31_elements():
     if torch.cuda.mem_get_info()[0] < 20e9:
         pytest.skip("needs 20 GB of free GPU memory")
-    from zeropp_fp8.kernels.round_trip import round_trip
+    from zeropp_fp8.kernels.casts.round_trip import round_trip
 
     matrix = torch.zeros(1 << 17, (1 << 14) + 64, dtype=torch.bfloat16, device=CUDA)
     assert matrix.numel() > 1 << 31

@@ -24,9 +24,9 @@ from quantized_cases import (
 )
 
 from zeropp_fp8.formats import make_format
-from zeropp_fp8.kernels import quantized_linear as module
-from zeropp_fp8.kernels.quantized_linear import Launch, quantized_linear
-from zeropp_fp8.kernels.quantized_weight import QuantizedWeight
+from zeropp_fp8.kernels.linear import quantized_linear as module
+from zeropp_fp8.kernels.linear.quantized_linear import Launch, quantized_linear
+from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -6,8 +6,8 @@ from kernel_cases import CPU, DTYPES
 from shared_scale_cases import TILE, check_encode, check_mixed_layout, check_squares, check_sums
 
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
-from zeropp_fp8.comm.shared_scales import SharedScales
 from zeropp_fp8.formats import SharedScaleFormat
+from zeropp_fp8.formats.shared_scale import SharedScales
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -6,8 +6,8 @@ from numerics import error_bound, float8_value, payload_size
 from triton_process import run
 
 from zeropp_fp8.comm import ActivationExchange, WireLedger, fp8_all_to_all
-from zeropp_fp8.zero import activations
-from zeropp_fp8.zero.activations import ActivationHooks
+from zeropp_fp8.zero import ulysses as activations
+from zeropp_fp8.zero.ulysses import ActivationHooks
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -339,8 +339,11 @@ import triton
 from ptxas import said_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from zeropp_fp8.kernels import cast_blocks, cast_rows, cast_tensor, fused_casts
-from zeropp_fp8.kernels.matrices import Launch
+from zeropp_fp8.kernels.casts import cast_blocks
+from zeropp_fp8.kernels.casts import cast_rows
+from zeropp_fp8.kernels.casts import cast_tensor
+from zeropp_fp8.kernels.casts import fused_casts
+from zeropp_fp8.kernels.casts.matrices import Launch
 
 POINTERS = {"plain_ptr": "*u8", "transposed_ptr": "*u8", **dict.fromkeys(
     ("scale_ptr", "scale_t_ptr", "partials_ptr", "amax_ptr", "row_amax_ptr", "column_amax_ptr", "inverse_rms_ptr"),

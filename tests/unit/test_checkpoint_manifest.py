@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeropp_fp8.zero import checkpoint_manifest as manifest
+from zeropp_fp8.zero.checkpoint import manifest
 
 
 def checkpoint(folder, steps=1, contents=None):

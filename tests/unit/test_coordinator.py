@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zeropp_fp8.comm.ledger import OUTSIDE, WireLedger
-from zeropp_fp8.zero.coordinator import UnitCoordinator
-from zeropp_fp8.zero.trace import FetchTrace
+from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
+from zeropp_fp8.zero.gather.trace import FetchTrace
 
 CPU = torch.device("cpu")
 PLENTY = 10**9

@@ -14,9 +14,9 @@ from torch import nn
 
 from zeropp_fp8.export import export_checkpoint, main
 from zeropp_fp8.formats import make_format
-from zeropp_fp8.zero.checkpoint_manifest import MANIFEST, describe_file, write_manifest
+from zeropp_fp8.zero.checkpoint.manifest import MANIFEST, describe_file, write_manifest
 from zeropp_fp8.zero.fragment import QuantizedFragment, format_fields
-from zeropp_fp8.zero.saved_ranks import FRAGMENTS
+from zeropp_fp8.zero.frozen.saved_ranks import FRAGMENTS
 
 FORMAT = make_format("nf4", block_size=4, double_quantize=True)
 

@@ -17,7 +17,7 @@ from torch import nn
 from zeropp_fp8.formats import DOUBLE_QUANTIZED_NAMES, MX_NAMES, make_format
 from zeropp_fp8.formats.recut import cut_again
 from zeropp_fp8.zero.fragment import QuantizedFragment, RawCodesError, format_fields, fragments_stand_in
-from zeropp_fp8.zero.saved_ranks import slice_of
+from zeropp_fp8.zero.frozen.saved_ranks import slice_of
 
 FORMATS = [
     *(make_format(name, block_size=16) for name in ("int4", "int8", "nf4", "fp8_e4m3")),

@@ -135,8 +135,8 @@ from kernel_cases import make
 from ptxas import said_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from zeropp_fp8.kernels.dequantize import dequantize_kernel as kernel
-from zeropp_fp8.kernels.tables import KernelFormat
+from zeropp_fp8.kernels.wire.dequantize import dequantize_kernel as kernel
+from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
 
 CAPABILITY = {capability}
 POINTERS = {{"base_ptr": "*bf16", "payload_ptr": "*u8", "slices_ptr": "*i32", "tensors_ptr": "*i64",

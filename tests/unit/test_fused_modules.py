@@ -160,7 +160,7 @@ def test_backward_in_the_interpreter():
     script = """
 import torch
 import torch.nn.functional as F
-from zeropp_fp8.kernels.swiglu import swiglu_backward
+from zeropp_fp8.kernels.casts.swiglu import swiglu_backward
 
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -89,7 +89,7 @@ def test_what_round_trip_refuses():
     script = """
 import pytest, torch
 from kernel_cases import make
-from zeropp_fp8.kernels.round_trip import round_trip
+from zeropp_fp8.kernels.casts.round_trip import round_trip
 
 for wrong in (torch.ones(4), torch.ones(2, 2, 2), torch.ones(4, 6).t()):
     with pytest.raises(ValueError, match="contiguous matrix"):
@@ -141,11 +141,11 @@ from ptxas import said_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from zeropp_fp8.formats.e8m0 import SCALE_MODES
-from zeropp_fp8.kernels.dequantize import dequantize_kernel
-from zeropp_fp8.kernels.quantize import quantize_kernel
-from zeropp_fp8.kernels.reduce import reduce_to_payload_kernel, reduce_to_tensors_kernel
-from zeropp_fp8.kernels.round_trip import round_trip_kernel
-from zeropp_fp8.kernels.tables import KernelFormat
+from zeropp_fp8.kernels.wire.dequantize import dequantize_kernel
+from zeropp_fp8.kernels.wire.quantize import quantize_kernel
+from zeropp_fp8.kernels.wire.reduce import reduce_to_payload_kernel, reduce_to_tensors_kernel
+from zeropp_fp8.kernels.casts.round_trip import round_trip_kernel
+from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
 
 CAPABILITY = {capability}
 POINTERS = {{"payload_ptr": "*u8", "received_ptr": "*u8", "slices_ptr": "*i32", "tensors_ptr": "*i64",

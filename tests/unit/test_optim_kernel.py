@@ -105,7 +105,7 @@ import triton
 from ptxas import said_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from zeropp_fp8.kernels.adamw import NUM_WARPS, adamw_kernel
+from zeropp_fp8.kernels.optimizer.adamw import NUM_WARPS, adamw_kernel
 
 CODES = {"fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16", "fp8_e4m3": "*u8", "fp8_e5m2": "*u8"}
 USUAL = {"GRAD": "tensors", "GRAD_BLOCK": 0, "WEIGHTS": True, "MASTER": "fp16", "EXP_AVG": "fp8_e4m3",

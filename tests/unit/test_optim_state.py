@@ -11,7 +11,7 @@ from optim_cases import CPU, GRIDS, SCALED, heavy_tailed, rounded, scale_of, spa
 
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.optim import FP8Gradients, Segments, StateBuffer, StateFormats, make_state_buffers
-from zeropp_fp8.optim.formats import TILE
+from zeropp_fp8.optim.state_formats import TILE
 
 STORAGES = list(GRIDS)
 FLOAT8 = ("fp8_e4m3", "fp8_e5m2")

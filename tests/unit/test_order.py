@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeropp_fp8.zero.order import FixedOrder, is_still_to_come
+from zeropp_fp8.zero.reduce.order import FixedOrder, is_still_to_come
 
 
 def at_end(x, run):

@@ -13,7 +13,7 @@ from hang_guard import HANG
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zeropp_fp8.zero.whole_tensor import (
+from zeropp_fp8.zero.owners.plan import (
     Part,
     TensorStates,
     _ranks_with_most_left,
@@ -486,7 +486,7 @@ def test_names_of_blocks_do_not_matter(split):
 
 def test_planning_needs_no_torch():
     code = (
-        "import sys, zeropp_fp8.zero.whole_tensor;"
+        "import sys, zeropp_fp8.zero.owners.plan;"
         "print(sorted({'torch', 'deepspeed', 'numpy', 'transformers'} & set(sys.modules)))"
     )
     root = Path(__file__).parent.parent.parent

@@ -14,7 +14,7 @@ import pytest
 from hang_guard import HANG
 
 from zeropp_fp8.config import RECIPES
-from zeropp_fp8.diagnostics.plan import (
+from zeropp_fp8.plan import (
     EMULATED_H200,
     H200,
     METHODS,
@@ -32,9 +32,9 @@ from zeropp_fp8.diagnostics.plan import (
     memory_per_gpu,
     method_named,
 )
-from zeropp_fp8.diagnostics.plan.__main__ import main
-from zeropp_fp8.diagnostics.plan.measured import MODELS, emulated_job
-from zeropp_fp8.diagnostics.plan.step_time import overlapped
+from zeropp_fp8.plan.__main__ import main
+from zeropp_fp8.plan.measured import MODELS, emulated_job
+from zeropp_fp8.plan.step_time import overlapped
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks/results/2026-11-21_4xH200"
@@ -418,7 +418,7 @@ def test_a_usual_shape_for_a_size(parameters):
 
 
 def test_command_line_prints_every_method():
-    command = [sys.executable, "-m", "zeropp_fp8.diagnostics.plan", "--params", "7e9", "--nodes", "8"]
+    command = [sys.executable, "-m", "zeropp_fp8.plan", "--params", "7e9", "--nodes", "8"]
     command += ["--ranks-per-node", "8", "--gbit", "100", "--tokens", "2048"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=True)
     lines = done.stdout.splitlines()

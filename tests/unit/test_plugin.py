@@ -6,6 +6,7 @@ from deepspeed.runtime.zero import parameter_offload, partition_parameters, stag
 
 import zeropp_fp8
 from zeropp_fp8 import plugin
+from zeropp_fp8.plugin import install, relied_on
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +93,7 @@ def test_zero_init_refuses_duplicate_keys(argument, tmp_path):
     """As `initialize` does."""
     path = tmp_path / "twice.json"
     path.write_text('{"zero_optimization": {"stage": 1, "stage": 3}}')
-    made = plugin._init_without_in_tree_keys(lambda self, config_dict_or_path=None, config=None: None)
+    made = install._init_without_in_tree_keys(lambda self, config_dict_or_path=None, config=None: None)
     with pytest.raises(zeropp_fp8.ConfigError, match=r'twice\.json.*duplicate keys "stage"'):
         made(None, **{argument: str(path)})
 

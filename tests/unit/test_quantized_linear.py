@@ -29,10 +29,10 @@ from quantized_cases import (
 
 from zeropp_fp8.formats import make_format
 from zeropp_fp8.formats.nf4 import NF4_LEVELS
-from zeropp_fp8.kernels import code_words
-from zeropp_fp8.kernels.quantized_linear import Launch, launch_of, quantized_linear
-from zeropp_fp8.kernels.quantized_to_fp8 import quantized_to_fp8
-from zeropp_fp8.kernels.quantized_weight import QuantizedWeight, can_multiply, largest_magnitude
+from zeropp_fp8.kernels.linear import code_words
+from zeropp_fp8.kernels.linear.quantized_linear import Launch, launch_of, quantized_linear
+from zeropp_fp8.kernels.linear.quantized_to_fp8 import quantized_to_fp8
+from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight, can_multiply, largest_magnitude
 
 # -- kernels in the interpreter --------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ def test_extreme_numbers_in_the_interpreter():
     script = """
 import torch
 from quantized_cases import check_bounds, check_each_number, check_product, check_spoiled, make, normal, weight_of
-from zeropp_fp8.kernels.quantized_linear import quantized_linear
+from zeropp_fp8.kernels.linear.quantized_linear import quantized_linear
 
 for name in mine(("int4", "int8-3")):
     check_bounds(make(name))
@@ -211,10 +211,10 @@ import triton.language as tl
 from quantized_cases import make
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from zeropp_fp8.kernels.code_words import pairing
-from zeropp_fp8.kernels.quantized_linear import launch_of, quantized_linear_kernel
-from zeropp_fp8.kernels.quantized_to_fp8 import quantized_to_fp8_kernel
-from zeropp_fp8.kernels.tables import KernelFormat
+from zeropp_fp8.kernels.linear.code_words import pairing
+from zeropp_fp8.kernels.linear.quantized_linear import launch_of, quantized_linear_kernel
+from zeropp_fp8.kernels.linear.quantized_to_fp8 import quantized_to_fp8_kernel
+from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
 
 CAPABILITY = {capability}
 POINTERS = {{"payload_ptr": "*u8", "rows_ptr": "*i32", "lookup_ptr": "*fp32", "multiplier_ptr": "*fp32",

@@ -247,9 +247,9 @@ from ptxas import said_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from zeropp_fp8.formats import SharedScaleFormat
-from zeropp_fp8.kernels.shared_scale import encode_kernel, sum_to_payload_kernel, sum_to_tensors_kernel
-from zeropp_fp8.kernels.squares import squares_kernel
-from zeropp_fp8.kernels.tables import KernelFormat
+from zeropp_fp8.kernels.wire.shared_scale import encode_kernel, sum_to_payload_kernel, sum_to_tensors_kernel
+from zeropp_fp8.kernels.optimizer.squares import squares_kernel
+from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
 
 CAPABILITY = {capability}
 POINTERS = {{

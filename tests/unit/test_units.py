@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zeropp_fp8.zero.order import reduction_units
-from zeropp_fp8.zero.units import GatherUnit, build_units
-from zeropp_fp8.zero.weights import outsized_units
+from zeropp_fp8.zero.gather.gatherer import outsized_units
+from zeropp_fp8.zero.gather.units import GatherUnit, build_units
+from zeropp_fp8.zero.reduce.order import reduction_units
 
 CPU = torch.device("cpu")
 PLENTY = 10**9

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeropp_fp8.comm.shared_scales import OF_GRADIENTS, OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
 from zeropp_fp8.formats import BlockScaledFormat, SharedScaleFormat, WireFormat
 from zeropp_fp8.formats.noise import Seed, draw_seed
+from zeropp_fp8.formats.shared_scale import OF_GRADIENTS, OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
 
 
 class SliceOrder:
@@ -165,7 +165,7 @@ class PayloadLayout:
         scales = shared.of(group.members, group.index)
         amax, counts = scales.amax, scales.counts[OF_GRADIENTS]
         if group.segments is not None:
-            from zeropp_fp8.kernels.shared_scale import encode_shared
+            from zeropp_fp8.kernels.wire.shared_scale import encode_shared
 
             table = self._table(index, "source", members, group.segments)
             encode_shared(members[0], table, group.segments, order.on_device, payload, scales.encode, amax, counts)
@@ -233,7 +233,7 @@ class PayloadLayout:
             if isinstance(group.wire_format, SharedScaleFormat):
                 counts = shared.counts[OF_PARTIAL_SUMS]
                 if group.segments is not None:
-                    from zeropp_fp8.kernels.shared_scale import sum_to_payload
+                    from zeropp_fp8.kernels.wire.shared_scale import sum_to_payload
 
                     sum_to_payload(received, group.segments, next_group.segments, payload, counts)
                     continue
@@ -299,7 +299,7 @@ class PayloadLayout:
         if accumulate and any(tensor.dtype == torch.uint8 for tensor in members):
             raise ValueError("codes with a shared scale cannot be added to codes; accumulate in 16 or 32 bits")
         if group.segments is not None:
-            from zeropp_fp8.kernels.shared_scale import sum_to_tensors
+            from zeropp_fp8.kernels.wire.shared_scale import sum_to_tensors
 
             table = self._table(index, "result", members, group.segments)
             sum_to_tensors(received, group.segments, members[0], table, scales.decode, counts, accumulate)

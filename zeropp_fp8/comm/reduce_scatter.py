@@ -26,11 +26,10 @@ from zeropp_fp8.comm.error_feedback import ErrorFeedback
 from zeropp_fp8.comm.lanes import BufferRing, Lane
 from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder, slices_of
-from zeropp_fp8.comm.shared_scales import OF_PARTIAL_SUMS, SharedScales
 from zeropp_fp8.comm.topology import Level, Topology
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.noise import Seed
-from zeropp_fp8.formats.shared_scale import LARGEST_CODE
+from zeropp_fp8.formats.shared_scale import LARGEST_CODE, OF_PARTIAL_SUMS, SharedScales
 
 
 def slice_numel(numel: int, world_size: int) -> int:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.comm.reduce_scatter import ReducePlan, formats_of_hops
-from zeropp_fp8.comm.shared_scales import SharedScales
 from zeropp_fp8.comm.topology import Topology
 from zeropp_fp8.formats import WireFormat
+from zeropp_fp8.formats.shared_scale import SharedScales
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def amax_of(matrix: Tensor, use_kernels: bool | None = None) -> Tensor:
     """fp32 [1]: the largest finite magnitude of a matrix, 0 where there is none."""
     matrix = _checked(matrix)
     if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.cast_tensor import partial_amax
+        from zeropp_fp8.kernels.casts.cast_tensor import partial_amax
 
         return partial_amax(matrix).amax(dim=0, keepdim=True)
     return _finite_magnitudes(matrix).amax().view(1)
@@ -78,7 +78,7 @@ def cast_per_tensor(
     _check_scalar("scale", scale, matrix)
     _check_scalar("amax_out", amax_out, matrix)
     if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.cast_tensor import cast_tensor, partial_amax
+        from zeropp_fp8.kernels.casts.cast_tensor import cast_tensor, partial_amax
 
         if not plain and not transposed:
             if amax_out is not None:
@@ -114,7 +114,7 @@ def cast_per_row(
     """
     matrix = _checked(matrix, dtype)
     if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.cast_rows import cast_rows
+        from zeropp_fp8.kernels.casts.cast_rows import cast_rows
 
         codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
         scale = _empty_scale(matrix, (matrix.shape[0], 1)) if plain else None
@@ -142,7 +142,7 @@ def cast_blocks(
     """
     matrix = _checked(matrix, dtype)
     if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.cast_blocks import cast_blocks as cast_blocks_with_kernel
+        from zeropp_fp8.kernels.casts.cast_blocks import cast_blocks as cast_blocks_with_kernel
 
         rows, columns = matrix.shape
         codes, codes_t = _empty_codes(matrix, dtype, BLOCK, plain, transposed)
@@ -172,7 +172,7 @@ def cast_tiles(
     matrix = _checked(matrix, dtype)
     tiles = (_blocks(matrix.shape[0]), _blocks(matrix.shape[1]))
     if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.cast_blocks import cast_tiles as cast_tiles_with_kernel
+        from zeropp_fp8.kernels.casts.cast_blocks import cast_tiles as cast_tiles_with_kernel
 
         codes, codes_t = _empty_codes(matrix, dtype, BLOCK, plain, transposed)
         scale = _empty_scale(matrix, tiles, TILE_SCALES) if plain else None
@@ -224,7 +224,7 @@ def swiglu_cast(
         raise ValueError(f"gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}")
     if not (_with_kernels(gate, use_kernels) and (plain or transposed)):
         return _cast_values(F.silu(gate) * up, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
-    from zeropp_fp8.kernels import fused_casts
+    from zeropp_fp8.kernels.casts import fused_casts
 
     _check_scalar("scale", scale, gate)
     _check_scalar("amax_out", amax_out, gate)
@@ -265,7 +265,7 @@ def rms_norm_cast(
         normalized = values * torch.rsqrt(values.pow(2).mean(dim=1, keepdim=True) + eps)
         values = weight * normalized.to(matrix.dtype)
         return _cast_values(values, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
-    from zeropp_fp8.kernels import fused_casts
+    from zeropp_fp8.kernels.casts import fused_casts
 
     _check_scalar("scale", scale, matrix)
     _check_scalar("amax_out", amax_out, matrix)

@@ -66,7 +66,7 @@ class Float8Operand:
         padded = rows + -rows % (BLOCK if self.granularity == "tile" else ALIGNMENT)
         codes = self.codes.view(torch.uint8)
         if codes.device.type == "cuda" and codes.shape[1] == summed:
-            from zeropp_fp8.kernels.transpose import transpose
+            from zeropp_fp8.kernels.casts.transpose import transpose
 
             codes_t = torch.empty(summed, padded, dtype=torch.uint8, device=codes.device)
             transpose(codes, codes_t)

@@ -23,7 +23,7 @@ def rounded_operands(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(matrix [R, C] with blocks along C, its transpose [C, R] with blocks along R), each only if asked for."""
     if matrix.device.type == "cuda":
-        from zeropp_fp8.kernels.round_trip import round_trip
+        from zeropp_fp8.kernels.casts.round_trip import round_trip
 
         return round_trip(matrix.contiguous(), mx, plain, transposed, seed)
     return (

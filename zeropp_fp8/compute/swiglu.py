@@ -40,7 +40,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        from zeropp_fp8.kernels.swiglu import swiglu_backward
+        from zeropp_fp8.kernels.casts.swiglu import swiglu_backward
 
         gate, up = (tensor.contiguous() for tensor in ctx.saved_tensors)
         return *swiglu_backward(grad.contiguous(), gate, up), None, None

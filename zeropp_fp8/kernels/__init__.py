@@ -1,13 +1,15 @@
 """Triton kernels, one operation a file, under the contract of formats/ and compute/: the same bytes, only faster.
 
-Between tensors and what travels; each launch handles all tensors of a unit (a transformer block) that share a format:
+wire/, between tensors and what travels; each launch handles all tensors of a unit (a transformer block) that share a
+format:
 
-    quantize.py     tensors -> payload rows: slice reorder, Hadamard rotation, rounding, packing in one pass
-    dequantize.py   payload rows -> tensors, NF4 and double-quantized scales included
-    reduce.py       payloads of several ranks -> their fp32 mean -> tensors, or a payload for the next hop
+    quantize.py       tensors -> payload rows: slice reorder, Hadamard rotation, rounding, packing in one pass
+    dequantize.py     payload rows -> tensors, NF4 and double-quantized scales included
+    reduce.py         payloads of several ranks -> their fp32 mean -> tensors, or a payload for the next hop
+    shared_scale.py   FP8 codes with scales that all ranks share
+    launch_tables.py  the description of a launch
 
-`elements.py`, `mx_elements.py` and `nf4_levels.py` hold what they share, `tables.py` the description of a launch. For
-computing, from a matrix to the operands of its products, as it is and transposed, in one read:
+casts/, for computing:
 
     cast_tensor.py  FP8 with one scale, given or the matrix' own
     cast_rows.py    FP8 with a scale a row
@@ -16,24 +18,29 @@ computing, from a matrix to the operands of its products, as it is and transpose
     swiglu.py       the gradients of SwiGLU's two inputs
     round_trip.py   MX, rounded in the matrix' own dtype
     transpose.py    FP8 codes that are there already
+    matrices.py     what the casts share
 
-With weights that lie as codes (`quantized_weight.py`; `code_words.py` decodes them in registers):
+linear/, with weights that lie as codes:
 
     quantized_linear.py  x @ W^T for few rows of x
     quantized_to_fp8.py  their codes in FP8, without the 16-bit weight in between
+    quantized_weight.py  which bytes hold which elements
+    code_words.py        decoding words of codes in registers
 
-For optim/:
+optimizer/:
 
-    adamw.py        a step of AdamW on master weights and moments in any format
+    adamw.py    a step of AdamW on master weights and moments in any format
+    squares.py  sums of squares of FP8 codes
 
-`matrices.py` holds what the casts share. What computing calls is imported from these files, whose names are often those
-of their functions. Kernels are compiled by Triton when first used: no nvcc, no build step.
+`elements.py`, `mx_elements.py` and `nf4_levels.py` hold what all share. What computing calls is imported from these
+files, whose names are often those of their functions. Kernels are compiled by Triton when first used: no nvcc, no
+build step.
 """
 
-from zeropp_fp8.kernels.dequantize import dequantize
-from zeropp_fp8.kernels.quantize import quantize
-from zeropp_fp8.kernels.reduce import can_chain, reduce_to_payload, reduce_to_tensors
-from zeropp_fp8.kernels.tables import KernelFormat, SegmentTable, TensorTable, decodes, supports, table_key
+from zeropp_fp8.kernels.wire.dequantize import dequantize
+from zeropp_fp8.kernels.wire.launch_tables import KernelFormat, SegmentTable, TensorTable, decodes, supports, table_key
+from zeropp_fp8.kernels.wire.quantize import quantize
+from zeropp_fp8.kernels.wire.reduce import can_chain, reduce_to_payload, reduce_to_tensors
 
 __all__ = [
     "KernelFormat",

@@ -2,21 +2,21 @@
 
     optimizer = FP8AdamW(model.parameters(), lr=1e-3)     # master FP16 2 B, gradient FP8 1 B, moments FP8 1 B, FP16 2 B
 
-formats.py        the choice of formats, and what they are
+state_formats.py  the choice of formats, and what they are
 segments.py       where tensors lie in a flat buffer
 state_buffer.py   one quantity of all of them in one format
 gradients.py      FP8 gradients laid out the same way
-adamw.py          one step on such buffers: the torch reference of kernels/adamw.py
+adamw.py          one step on such buffers: the torch reference of kernels/optimizer/adamw.py
 launch.py         the same step in one launch of the kernel
 fp8_adamw.py      the optimizer
 """
 
 from zeropp_fp8.optim.adamw import Hyper, adamw_step
-from zeropp_fp8.optim.formats import GRADIENT_NAMES, STORAGE_NAMES, StateFormats
 from zeropp_fp8.optim.fp8_adamw import FP8AdamW
 from zeropp_fp8.optim.gradients import FP8Gradients
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer, make_state_buffers
+from zeropp_fp8.optim.state_formats import GRADIENT_NAMES, STORAGE_NAMES, StateFormats
 
 __all__ = [
     "GRADIENT_NAMES",

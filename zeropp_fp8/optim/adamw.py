@@ -9,7 +9,7 @@ The update uses this step's moments as they are before they are rounded. Then m,
 and stored, and the model's weights are written from the rounded p, so that a resumed run goes on from the same numbers.
 
 Decoupled weight decay: AdamW (arXiv 1711.05101), as torch.optim.AdamW computes it. The torch code here runs on any
-device and is the reference that kernels/adamw.py must match bit for bit.
+device and is the reference that kernels/optimizer/adamw.py must match bit for bit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from zeropp_fp8.formats.noise import Seed
-from zeropp_fp8.optim.formats import STORAGES, Storage
 from zeropp_fp8.optim.gradients import FP8Gradients
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer
+from zeropp_fp8.optim.state_formats import STORAGES, Storage
 
 _GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

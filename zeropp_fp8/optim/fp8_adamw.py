@@ -17,10 +17,10 @@ from torch import Tensor
 
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.optim.adamw import Hyper, adamw_step
-from zeropp_fp8.optim.formats import GRADIENT_NAMES, STORAGES, StateFormats
 from zeropp_fp8.optim.gradients import FP8Gradients
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer, make_state_buffers
+from zeropp_fp8.optim.state_formats import GRADIENT_NAMES, STORAGES, StateFormats
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _QUANTITIES = ("master", "exp_avg", "exp_avg_sq")

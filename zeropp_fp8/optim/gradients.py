@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from zeropp_fp8.formats.e8m0 import E8M0Scale
-from zeropp_fp8.optim.formats import check_scales, storage_of
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer
+from zeropp_fp8.optim.state_formats import check_scales, storage_of
 
 _ANY_SCALE = E8M0Scale(448.0, "rceil", spoiled_by_special=True)
 

@@ -1,4 +1,4 @@
-"""adamw_step in one launch of kernels/adamw.py (two with scales per tensor)."""
+"""adamw_step in one launch of kernels/optimizer/adamw.py (two with scales per tensor)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from zeropp_fp8.formats.noise import Seed
-from zeropp_fp8.kernels.adamw import TILE as KERNEL_TILE
-from zeropp_fp8.kernels.adamw import Places, Quantity, adamw, first_of
-from zeropp_fp8.kernels.tables import interpreted
-from zeropp_fp8.optim.formats import TILE
+from zeropp_fp8.kernels.optimizer.adamw import TILE as KERNEL_TILE
+from zeropp_fp8.kernels.optimizer.adamw import Places, Quantity, adamw, first_of
+from zeropp_fp8.kernels.wire.launch_tables import interpreted
 from zeropp_fp8.optim.gradients import FP8Gradients
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer
+from zeropp_fp8.optim.state_formats import TILE
 
 assert TILE == KERNEL_TILE
 # Sets of tensors whose places a layout remembers. Gradients that are allocated anew every step mostly come to lie where

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropp_fp8.optim.formats import TILE
+from zeropp_fp8.optim.state_formats import TILE
 
 
 class Segments:
@@ -29,7 +29,7 @@ class Segments:
         num_tiles: padded_numel / TILE.
         tile_segments: int32 [num_tiles], the segment of each tile.
         table: int64 [segments, 3]: start, numel, id.
-        pointer_tables: for kernels/adamw.py, which keeps there what it has worked out for a set of tensors.
+        pointer_tables: for kernels/optimizer/adamw.py, which keeps there what it has worked out for a set of tensors.
     """
 
     def __init__(self, numels: Sequence[int], device: torch.device | str, ids: Sequence[int] | None = None) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.e8m0 import E8M0Scale, power_of_two
 from zeropp_fp8.formats.noise import Seed, uniform
-from zeropp_fp8.optim.formats import EXPONENT_ONE, StateFormats, check_scales, storage_of
 from zeropp_fp8.optim.segments import Segments
+from zeropp_fp8.optim.state_formats import EXPONENT_ONE, StateFormats, check_scales, storage_of
 
 _INFINITY_BITS = 0x7F800000
 _SMALLEST_NORMAL_BITS = 0x00800000

@@ -14,15 +14,15 @@ from torch.utils.checkpoint import _recomputation_hook
 from torch.utils.hooks import RemovableHandle
 
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.zero.blocks import find_blocks
-from zeropp_fp8.zero.coordinator import UnitCoordinator
-from zeropp_fp8.zero.frozen_selection import store_frozen
-from zeropp_fp8.zero.frozen_store import check_untouched, check_usable, stored_weight
+from zeropp_fp8.zero.frozen.selection import store_frozen
+from zeropp_fp8.zero.frozen.store import check_untouched, check_usable, stored_weight
+from zeropp_fp8.zero.gather.blocks import find_blocks
+from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
+from zeropp_fp8.zero.gather.gatherer import WeightGatherer
+from zeropp_fp8.zero.gather.units import build_units
+from zeropp_fp8.zero.owners.gatherer import WholeTensorGatherer, plan_owners, take_from_earlier_owners
 from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
-from zeropp_fp8.zero.units import build_units
-from zeropp_fp8.zero.weights import WeightGatherer
-from zeropp_fp8.zero.whole_weights import WholeTensorGatherer, plan_owners, take_from_earlier_owners
 
 
 class _CallTensors:
@@ -144,7 +144,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             block._z3_leaf = True  # DeepSpeed then fetches and releases the block as one unit
         self.destroyed = False
         self._evaluating = False
-        self.generating = False  # inside zeropp_fp8.generation (generation.py)
+        self.generating = False  # inside zeropp_fp8.generation (generation/context.py)
         self.announced: str | None = None  # where weights stayed in the last one
         self.before_backward: Callable[[], None] | None = None  # told that a module's backward begins
         self.after_backward_of: Callable[[nn.Module], None] | None = None  # told of each module whose backward is over

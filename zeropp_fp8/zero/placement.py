@@ -1,17 +1,12 @@
-"""Which elements of which parameter lie on which rank: DeepSpeed's equal slices, or whole tensors on one owner each."""
+"""Which elements of which parameter lie on which rank: DeepSpeed's equal slices. (owners/placement.py: owners.)"""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.reduce_scatter import slice_numel
-from zeropp_fp8.zero.whole_tensor import Balance, TensorStates, balance_of, plan_parts
 
 Range = tuple[int, int]  # (first element, number of elements) in the flat tensor
 
@@ -44,66 +39,3 @@ class Slices:
         if not pieces:
             return full.reshape(-1)[:0]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-@dataclass(frozen=True)
-class OwnedRange:
-    """Contiguous elements (whole rows) of a parameter on one rank."""
-
-    owner: int
-    start: int
-    numel: int
-
-
-class WholeTensors(Slices):
-    """Every parameter on one owner, or cut by rows between a few (whole_tensor.py)."""
-
-    def __init__(self, rank: int, world_size: int, parts: dict[int, list[OwnedRange]], balance: Balance) -> None:
-        super().__init__(rank, world_size)
-        self._parts = parts  # by ds_id, in ascending order of elements
-        self.balance = balance
-
-    @classmethod
-    def plan(
-        cls,
-        units: Sequence[Sequence[Parameter]],
-        rank: int,
-        world_size: int,
-        ranks_per_node: int,
-        state_bytes: float,
-        wire_bytes: Sequence[Sequence[float]],
-        split: Literal["balance", "large", "none"],
-    ) -> WholeTensors:
-        """Assign the parameters of all gather units.
-
-        Args:
-            units: parameters that are gathered together.
-            state_bytes: bytes an element of gradient, master weight and moments, for those that are trained.
-            wire_bytes: bytes an element of each parameter when it is gathered.
-            split: see `plan_parts`.
-        """
-        params = [p for unit in units for p in unit]
-        tensors = [
-            TensorStates(
-                name=str(p.ds_id),
-                shape=tuple(p.ds_shape),
-                bytes_per_element=p.ds_tensor.element_size() + (state_bytes if p.requires_grad else 0.0),
-                block=index if len(unit) > 1 else None,
-                wire_bytes_per_element=wire,
-            )
-            for index, (unit, wires) in enumerate(zip(units, wire_bytes))
-            for p, wire in zip(unit, wires)
-        ]
-        planned = plan_parts(tensors, world_size, ranks_per_node, split)
-        parts: dict[int, list[OwnedRange]] = {p.ds_id: [] for p in params}
-        for part in planned:
-            first, end = part.element_range(tensors[part.tensor])
-            parts[params[part.tensor].ds_id].append(OwnedRange(part.owner, first, end - first))
-        return cls(rank, world_size, parts, balance_of(tensors, planned, world_size, ranks_per_node))
-
-    def parts(self, param: Parameter) -> list[OwnedRange]:
-        """All ranks' parts of a parameter, in ascending order of elements."""
-        return self._parts[param.ds_id]
-
-    def ranges(self, param: Parameter) -> list[Range]:
-        return [(part.start, part.numel) for part in self.parts(param) if part.owner == self.rank and part.numel]

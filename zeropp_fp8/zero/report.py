@@ -12,13 +12,13 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.gemm import execution
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
-from zeropp_fp8.zero.frozen_store import stored_weight
-from zeropp_fp8.zero.placement import WholeTensors
+from zeropp_fp8.zero.frozen.store import stored_weight
+from zeropp_fp8.zero.owners.placement import WholeTensors
 from zeropp_fp8.zero.session import Session
 
 if TYPE_CHECKING:
-    from zeropp_fp8.zero.gradient_scales import GradientScales
-    from zeropp_fp8.zero.weights import WeightGatherer
+    from zeropp_fp8.zero.gather.gatherer import WeightGatherer
+    from zeropp_fp8.zero.reduce.scales import GradientScales
 
 MEGA = 1e6
 

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.zero.compressed_states import chosen_formats
-from zeropp_fp8.zero.fused_update import use_fused_update
-from zeropp_fp8.zero.gradients import GradientReducer
-from zeropp_fp8.zero.low_precision import GRAD_PARTITIONS, LowPrecisionStage3
 from zeropp_fp8.zero.offload import ZeroppOffload
-from zeropp_fp8.zero.order import FixedOrder, reduction_units
+from zeropp_fp8.zero.reduce.order import FixedOrder, reduction_units
+from zeropp_fp8.zero.reduce.reducer import GradientReducer
 from zeropp_fp8.zero.report import print_progress_line
 from zeropp_fp8.zero.session import Session
+from zeropp_fp8.zero.states.compressed import chosen_formats
+from zeropp_fp8.zero.states.fused_update import use_fused_update
+from zeropp_fp8.zero.states.stage3 import GRAD_PARTITIONS, LowPrecisionStage3
 
 CHECKPOINT_ENTRY = "zeropp_fp8"
 _LEAF = "ds_z3_leaf_module"

@@ -1,1 +1,0 @@
-"""Looking at a job from outside: what it will cost (`plan`). Imports nothing of the rest of the package."""

@@ -1,0 +1,178 @@
+"""A matrix to FP8 with a scale per 1 x 128 block or per 128 x 128 tile, plain and transposed, in one read.
+
+    blocks:  codes[r, c] = FP8(x[r, c] / scale[r, c // 128]),          amax along a row
+             codes_t[c, r] = FP8(x[r, c] / scale_t[c, r // 128]),      amax along a column
+    tiles:   codes[r, c] = codes_t[c, r] = FP8(x[r, c] / scale[r // 128, c // 128])
+
+A program has a whole 128 x 128 tile, hence all groups of both copies that touch it: nothing is read twice.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zeropp_fp8.kernels.casts.cast_tensor import cast_tile
+from zeropp_fp8.kernels.casts.matrices import (
+    BLOCK,
+    Launch,
+    amax_of,
+    code_bytes,
+    codes_of,
+    form_of,
+    load_tile,
+    numbers_of,
+    reciprocal,
+    scale_of_amax,
+    store_tile,
+    tile_of_program,
+    tiles,
+)
+
+# A thread holds 64 values. Left alone, the compiler takes 153 registers a thread for blocks in both copies, and one
+# program would run on a multiprocessor at a time; with 128 (and 3 registers spilled) it is two.
+CAST = Launch(tile_rows=BLOCK, tile_columns=BLOCK, num_warps=8, max_registers=128)
+TILE_SCALE_ALIGNMENT = tl.constexpr(4)  # the rows of scales per tile are padded to a multiple of this; see operand.py
+
+
+@triton.jit
+def cast_blocks_kernel(
+    matrix_ptr,
+    plain_ptr,
+    transposed_ptr,
+    scale_ptr,
+    scale_t_ptr,
+    rows,
+    columns,
+    plain_length,
+    transposed_length,
+    PLAIN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One program: one tile of SIZE x SIZE; scales are fp32 [blocks, rows] and, transposed, [blocks, columns]."""
+    first_row, first_column = tile_of_program(columns, SIZE, SIZE)
+    values = load_tile(matrix_ptr, first_row, first_column, rows, columns, SIZE, SIZE)
+    if PLAIN:
+        x = numbers_of(values)
+        scale = scale_of_amax(amax_of(x, 1), LARGEST)
+        row = first_row + tl.arange(0, SIZE)
+        tl.store(scale_ptr + (first_column // SIZE).to(tl.int64) * rows + row, scale, mask=row < rows)
+        codes = codes_of(x, reciprocal(scale)[:, None], LARGEST, NATIVE_FP8)
+        store_tile(plain_ptr, codes, first_row, first_column, rows, plain_length, SIZE, SIZE)
+    if TRANSPOSED:
+        scale = scale_of_amax(amax_of(numbers_of(values), 0), LARGEST)
+        column = first_column + tl.arange(0, SIZE)
+        pointers = scale_t_ptr + (first_row // SIZE).to(tl.int64) * columns + column
+        tl.store(pointers, scale, mask=column < columns)
+        # Read back what this program wrote: Triton then moves the tile to the other layout before it is encoded, in 16
+        # bits (see cast_tensor.py `cast_tile`), which it does not where the scale comes out of a reduction.
+        tl.debug_barrier()
+        scale = tl.load(pointers, mask=column < columns, other=1.0)
+        codes = codes_of(numbers_of(tl.trans(values)), reciprocal(scale)[:, None], LARGEST, NATIVE_FP8)
+        store_tile(transposed_ptr, codes, first_column, first_row, columns, transposed_length, SIZE, SIZE)
+
+
+@triton.jit
+def store_tile_scale(scale_ptr, scale, tile_row, tile_column, columns, scale_length, SIZE: tl.constexpr):
+    """scale[tile_row, tile_column] of fp32 [tile rows, scale_length]; the last one of a row writes 1 to the padding."""
+    place = tl.arange(0, TILE_SCALE_ALIGNMENT)
+    count = tl.where((tile_column + 1) * SIZE >= columns, scale_length - tile_column, 1)
+    pointers = scale_ptr + tile_row.to(tl.int64) * scale_length + tile_column + place
+    tl.store(pointers, tl.where(place == 0, scale, 1.0), mask=place < count)
+
+
+@triton.jit
+def cast_tiles_kernel(
+    matrix_ptr,
+    plain_ptr,
+    transposed_ptr,
+    scale_ptr,
+    scale_t_ptr,
+    rows,
+    columns,
+    plain_length,
+    transposed_length,
+    scale_length,
+    scale_t_length,
+    PLAIN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One program: one tile of SIZE x SIZE; scales are fp32 [tile rows, scale_length] and, transposed, the like."""
+    first_row, first_column = tile_of_program(columns, SIZE, SIZE)
+    values = load_tile(matrix_ptr, first_row, first_column, rows, columns, SIZE, SIZE)
+    scale = scale_of_amax(amax_of(tl.max(tl.abs(numbers_of(values)), axis=1), 0), LARGEST)
+    tile_row, tile_column = first_row // SIZE, first_column // SIZE
+    if PLAIN:
+        store_tile_scale(scale_ptr, scale, tile_row, tile_column, columns, scale_length, SIZE)
+    if TRANSPOSED:
+        store_tile_scale(scale_t_ptr, scale, tile_column, tile_row, rows, scale_t_length, SIZE)
+    cast_tile(
+        values, reciprocal(scale), plain_ptr, transposed_ptr, first_row, first_column, rows, columns, plain_length,
+        transposed_length, PLAIN, TRANSPOSED, LARGEST, NATIVE_FP8, SIZE, SIZE,
+    )  # fmt: skip
+
+
+def cast_blocks(
+    matrix: Tensor, codes: Tensor | None, codes_t: Tensor | None, scale: Tensor | None, scale_t: Tensor | None
+) -> None:
+    """Cast a matrix with a scale per 1 x 128 elements along each copy's rows.
+
+    Args:
+        matrix: bf16, fp16 or fp32 [R, C], contiguous.
+        codes, codes_t: float8 [R, C rounded up to a multiple of 128] and [C, R rounded up], contiguous, or None.
+        scale, scale_t: fp32 [R, ceil(C / 128)] and [C, ceil(R / 128)], the first axis contiguous, or None.
+    """
+    _launch(cast_blocks_kernel, matrix, codes, codes_t, scale, scale_t)
+
+
+def cast_tiles(
+    matrix: Tensor, codes: Tensor | None, codes_t: Tensor | None, scale: Tensor | None, scale_t: Tensor | None
+) -> None:
+    """Cast a matrix with a scale per 128 x 128 elements.
+
+    Args:
+        matrix, codes, codes_t: see `cast_blocks`.
+        scale, scale_t: fp32 [ceil(R / 128), ceil(C / 128)] and its transpose, or None; rows may be padded.
+    """
+    lengths = [0 if tensor is None else tensor.stride(0) for tensor in (scale, scale_t)]
+    _launch(cast_tiles_kernel, matrix, codes, codes_t, scale, scale_t, *lengths)
+
+
+def _launch(
+    kernel: triton.JITFunction,
+    matrix: Tensor,
+    codes: Tensor | None,
+    codes_t: Tensor | None,
+    scale: Tensor | None,
+    scale_t: Tensor | None,
+    *scale_lengths: int,
+) -> None:
+    if codes is None and codes_t is None:
+        return
+    rows, columns = matrix.shape
+    plain, plain_length = code_bytes(codes, matrix)
+    transposed, transposed_length = code_bytes(codes_t, matrix)
+    with torch.cuda.device_of(matrix):
+        kernel[(tiles(rows, columns, BLOCK, BLOCK),)](
+            matrix,
+            plain,
+            transposed,
+            matrix if scale is None else scale,
+            matrix if scale_t is None else scale_t,
+            rows,
+            columns,
+            plain_length,
+            transposed_length,
+            *scale_lengths,
+            SIZE=BLOCK,
+            **form_of(codes, codes_t),
+            **CAST.options(),
+        )

@@ -1,0 +1,260 @@
+"""A matrix to FP8 with a scale a row, plain, and a scale a column, transposed.
+
+    codes[r, c] = FP8(x[r, c] / scale[r]),    codes_t[c, r] = FP8(x[r, c] / scale_t[c])
+
+The amax of a column is known only after the whole matrix was read. So a first pass leaves the amaxes of the rows and
+columns of each tile, a small kernel makes scales of them, and a second pass casts. The plain copy alone takes one pass:
+a program holds whole rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zeropp_fp8.kernels.casts.matrices import (
+    Launch,
+    amax_of,
+    code_bytes,
+    codes_of,
+    form_of,
+    load_tile,
+    numbers_of,
+    reciprocal,
+    scale_of_amax,
+    store_tile,
+    tile_of_program,
+    tiles,
+)
+
+CAST = Launch(tile_rows=128, tile_columns=64, num_warps=4)
+# The amax pass writes 4 bytes for each row and column of its tiles, 1/32 of the bf16 elements it reads.
+_AMAX_TILE = 128
+_AMAX_WARPS = 8
+# Rows and columns a program makes scales for, and partial amaxes that it reads at a time.
+_SCALES = 128
+_PARTIALS = 16
+# Elements a program holds where it has whole rows: up to 32 a thread.
+_ROWS_NUMEL = 4096
+_LARGEST_ROW = 16384
+
+
+@triton.jit
+def tile_amax_kernel(
+    matrix_ptr,
+    row_amax_ptr,
+    column_amax_ptr,
+    rows,
+    columns,
+    PLAIN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program: one tile's amaxes, into fp32 [tiles in a row, rows] and [tiles in a column, columns]."""
+    first_row, first_column = tile_of_program(columns, TILE, TILE)
+    x = numbers_of(load_tile(matrix_ptr, first_row, first_column, rows, columns, TILE, TILE))
+    if PLAIN:
+        row = first_row + tl.arange(0, TILE)
+        pointers = row_amax_ptr + (first_column // TILE).to(tl.int64) * rows + row
+        tl.store(pointers, amax_of(x, 1), mask=row < rows)
+    if TRANSPOSED:
+        column = first_column + tl.arange(0, TILE)
+        pointers = column_amax_ptr + (first_row // TILE).to(tl.int64) * columns + column
+        tl.store(pointers, amax_of(x, 0), mask=column < columns)
+
+
+@triton.jit
+def scales_of_partials(
+    amax_ptr, scale_ptr, first, count, num_partials, LARGEST: tl.constexpr, SCALES: tl.constexpr, PARTIALS: tl.constexpr
+):
+    """scale[i] for SCALES indices i from `first`, of the maxima over p of fp32 amax [num_partials, count]."""
+    index = first + tl.arange(0, SCALES)
+    amax = tl.zeros((SCALES,), tl.float32)
+    for start in range(0, num_partials, PARTIALS):
+        partial = start + tl.arange(0, PARTIALS)
+        pointers = amax_ptr + partial.to(tl.int64)[:, None] * count + index[None, :]
+        some = tl.load(pointers, mask=(partial < num_partials)[:, None] & (index < count)[None, :], other=0.0)
+        amax = tl.maximum(amax, tl.max(some, axis=0))
+    tl.store(scale_ptr + index, scale_of_amax(amax, LARGEST), mask=index < count)
+
+
+@triton.jit
+def scales_kernel(
+    row_amax_ptr,
+    column_amax_ptr,
+    scale_ptr,
+    scale_t_ptr,
+    rows,
+    columns,
+    TILE: tl.constexpr,
+    PLAIN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SCALES: tl.constexpr,
+    PARTIALS: tl.constexpr,
+):
+    """The first programs make scales of rows, the others scales of columns."""
+    program = tl.program_id(0)
+    row_programs = 0
+    if PLAIN:
+        row_programs = (rows + SCALES - 1) // SCALES
+        if program < row_programs:
+            num_partials = (columns + TILE - 1) // TILE
+            scales_of_partials(row_amax_ptr, scale_ptr, program * SCALES, rows, num_partials, LARGEST, SCALES, PARTIALS)
+    if TRANSPOSED:  # noqa: SIM102 (a branch at compile time, and one of the program)
+        if program >= row_programs:
+            first = (program - row_programs) * SCALES
+            num_partials = (rows + TILE - 1) // TILE
+            scales_of_partials(column_amax_ptr, scale_t_ptr, first, columns, num_partials, LARGEST, SCALES, PARTIALS)
+
+
+@triton.jit
+def cast_rows_kernel(
+    matrix_ptr,
+    plain_ptr,
+    transposed_ptr,
+    scale_ptr,
+    scale_t_ptr,
+    rows,
+    columns,
+    plain_length,
+    transposed_length,
+    PLAIN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """One program: one tile, with known scales fp32 [rows] and [columns]."""
+    first_row, first_column = tile_of_program(columns, TILE_ROWS, TILE_COLUMNS)
+    values = load_tile(matrix_ptr, first_row, first_column, rows, columns, TILE_ROWS, TILE_COLUMNS)
+    if PLAIN:
+        row = first_row + tl.arange(0, TILE_ROWS)
+        inverse = reciprocal(tl.load(scale_ptr + row, mask=row < rows, other=1.0))
+        codes = codes_of(numbers_of(values), inverse[:, None], LARGEST, NATIVE_FP8)
+        store_tile(plain_ptr, codes, first_row, first_column, rows, plain_length, TILE_ROWS, TILE_COLUMNS)
+    if TRANSPOSED:
+        column = first_column + tl.arange(0, TILE_COLUMNS)
+        inverse = reciprocal(tl.load(scale_t_ptr + column, mask=column < columns, other=1.0))
+        codes = codes_of(numbers_of(tl.trans(values)), inverse[:, None], LARGEST, NATIVE_FP8)
+        store_tile(transposed_ptr, codes, first_column, first_row, columns, transposed_length, TILE_COLUMNS, TILE_ROWS)
+
+
+@triton.jit
+def cast_whole_rows_kernel(
+    matrix_ptr,
+    plain_ptr,
+    scale_ptr,
+    rows,
+    columns,
+    plain_length,
+    LARGEST: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """One program: TILE_ROWS whole rows of up to TILE_COLUMNS elements."""
+    first_row = tl.program_id(0) * TILE_ROWS
+    x = numbers_of(load_tile(matrix_ptr, first_row, 0, rows, columns, TILE_ROWS, TILE_COLUMNS))
+    scale = scale_of_amax(amax_of(x, 1), LARGEST)
+    row = first_row + tl.arange(0, TILE_ROWS)
+    tl.store(scale_ptr + row, scale, mask=row < rows)
+    codes = codes_of(x, reciprocal(scale)[:, None], LARGEST, NATIVE_FP8)
+    store_tile(plain_ptr, codes, first_row, 0, rows, plain_length, TILE_ROWS, TILE_COLUMNS)
+
+
+def cast_rows(
+    matrix: Tensor, codes: Tensor | None, codes_t: Tensor | None, scale: Tensor | None, scale_t: Tensor | None
+) -> None:
+    """Cast a matrix with a scale a row of each copy.
+
+    Args:
+        matrix: bf16, fp16 or fp32 [R, C], contiguous.
+        codes, codes_t: float8 [R, C rounded up to a multiple of 16] and [C, R rounded up], contiguous, or None.
+        scale, scale_t: fp32 [R, 1] and [C, 1], contiguous, or None; written.
+    """
+    if codes is None and codes_t is None:
+        return
+    rows, columns = matrix.shape
+    if codes_t is None and columns <= _LARGEST_ROW:
+        _cast_whole_rows(matrix, codes, scale)
+        return
+    form = form_of(codes, codes_t)
+    copies = {"PLAIN": form["PLAIN"], "TRANSPOSED": form["TRANSPOSED"]}
+    # A copy that is not wanted gets the matrix instead of buffers of its own; nothing touches it.
+    row_amax = column_amax = matrix
+    scale_programs = 0
+    if codes is not None:
+        row_amax = _empty(matrix, triton.cdiv(columns, _AMAX_TILE), rows)
+        scale_programs += triton.cdiv(rows, _SCALES)
+    if codes_t is not None:
+        column_amax = _empty(matrix, triton.cdiv(rows, _AMAX_TILE), columns)
+        scale_programs += triton.cdiv(columns, _SCALES)
+    scale = matrix if scale is None else scale
+    scale_t = matrix if scale_t is None else scale_t
+    plain, plain_length = code_bytes(codes, matrix)
+    transposed, transposed_length = code_bytes(codes_t, matrix)
+    with torch.cuda.device_of(matrix):
+        tile_amax_kernel[(tiles(rows, columns, _AMAX_TILE, _AMAX_TILE),)](
+            matrix, row_amax, column_amax, rows, columns, TILE=_AMAX_TILE, num_warps=_AMAX_WARPS, **copies
+        )
+        scales_kernel[(scale_programs,)](
+            row_amax,
+            column_amax,
+            scale,
+            scale_t,
+            rows,
+            columns,
+            TILE=_AMAX_TILE,
+            LARGEST=form["LARGEST"],
+            SCALES=_SCALES,
+            PARTIALS=_PARTIALS,
+            num_warps=4,
+            enable_fp_fusion=False,
+            **copies,
+        )
+        cast_rows_kernel[(tiles(rows, columns, CAST.tile_rows, CAST.tile_columns),)](
+            matrix,
+            plain,
+            transposed,
+            scale,
+            scale_t,
+            rows,
+            columns,
+            plain_length,
+            transposed_length,
+            TILE_ROWS=CAST.tile_rows,
+            TILE_COLUMNS=CAST.tile_columns,
+            **form,
+            **CAST.options(),
+        )
+
+
+def _cast_whole_rows(matrix: Tensor, codes: Tensor, scale: Tensor) -> None:
+    rows, columns = matrix.shape
+    # A row of the padded copy must fit, too: its length is at most the next power of two from 16 on.
+    width = max(16, triton.next_power_of_2(columns))
+    tile_rows = max(1, _ROWS_NUMEL // width)
+    form = form_of(codes, None)
+    with torch.cuda.device_of(matrix):
+        cast_whole_rows_kernel[(tiles(rows, 1, tile_rows, 1),)](
+            matrix,
+            codes.view(torch.uint8),
+            scale,
+            rows,
+            columns,
+            codes.shape[1],
+            LARGEST=form["LARGEST"],
+            NATIVE_FP8=form["NATIVE_FP8"],
+            TILE_ROWS=tile_rows,
+            TILE_COLUMNS=width,
+            num_warps=max(4, tile_rows * width // 1024),
+            enable_fp_fusion=False,
+        )
+
+
+def _empty(matrix: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=matrix.device)

@@ -1,0 +1,256 @@
+"""SwiGLU and RMSNorm whose result goes to FP8 at once, with a given scale: the 16-bit result need not reach memory.
+
+    SwiGLU:   y = silu(gate) * up,                                 silu(g) = g / (1 + exp(-g))
+    RMSNorm:  y = weight * (x / sqrt(mean of x^2 of a row + eps))
+    codes[r, c] = codes_t[c, r] = FP8(clamp(y[r, c] / scale))
+
+Both round where the unfused modules do (torch's silu and product; LlamaRMSNorm of transformers): to the matrix' dtype
+after silu and after its product, and after the normalization and after the weight. So the bytes are those of the
+unfused way, but for the mean of RMSNorm, whose sum has another order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from zeropp_fp8.kernels.casts.cast_tensor import cast_tile, record_amax
+from zeropp_fp8.kernels.casts.matrices import (
+    Launch,
+    code_bytes,
+    form_of,
+    load_tile,
+    numbers_of,
+    reciprocal,
+    store_tile,
+    tile_of_program,
+    tiles,
+)
+from zeropp_fp8.kernels.elements import narrowed
+from zeropp_fp8.kernels.wire.launch_tables import interpreted
+
+SWIGLU = Launch(tile_rows=128, tile_columns=64, num_warps=8)
+RMS_NORM = Launch(tile_rows=128, tile_columns=64, num_warps=8)
+_STATISTICS_WARPS = 4
+_LARGEST_PIECE = 4096  # elements of a row that a program holds: 32 a thread
+
+
+@triton.jit
+def finish(
+    y,
+    values_ptr,
+    plain_ptr,
+    transposed_ptr,
+    scale_ptr,
+    amax_ptr,
+    first_row,
+    first_column,
+    rows,
+    columns,
+    plain_length,
+    transposed_length,
+    KEEP: tl.constexpr,
+    RECORD: tl.constexpr,
+    PLAIN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """What both have in common: keep y, a tile in the matrix' dtype, if asked for; record its amax; cast it."""
+    if KEEP:
+        store_tile(values_ptr, y, first_row, first_column, rows, columns, TILE_ROWS, TILE_COLUMNS)
+    if RECORD:
+        record_amax(amax_ptr, numbers_of(y))
+    cast_tile(
+        y, reciprocal(tl.load(scale_ptr)), plain_ptr, transposed_ptr, first_row, first_column, rows, columns,
+        plain_length, transposed_length, PLAIN, TRANSPOSED, LARGEST, NATIVE_FP8, TILE_ROWS, TILE_COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
+def swiglu_cast_kernel(
+    gate_ptr,
+    up_ptr,
+    values_ptr,
+    plain_ptr,
+    transposed_ptr,
+    scale_ptr,
+    amax_ptr,
+    rows,
+    columns,
+    plain_length,
+    transposed_length,
+    KEEP: tl.constexpr,
+    RECORD: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PLAIN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """One program: one tile."""
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    first_row, first_column = tile_of_program(columns, TILE_ROWS, TILE_COLUMNS)
+    gate = load_tile(gate_ptr, first_row, first_column, rows, columns, TILE_ROWS, TILE_COLUMNS).to(tl.float32)
+    up = load_tile(up_ptr, first_row, first_column, rows, columns, TILE_ROWS, TILE_COLUMNS).to(tl.float32)
+    if INTERPRETED:
+        exponential = tl.exp(-gate)
+    else:
+        # CUDA's expf, which torch calls; tl.exp is an approximation that rounds some results to another bf16 number.
+        exponential = libdevice.exp(-gate)
+    silu = narrowed(tl.div_rn(gate, 1.0 + exponential), dtype, INTERPRETED).to(tl.float32)
+    y = narrowed(silu * up, dtype, INTERPRETED)
+    finish(
+        y, values_ptr, plain_ptr, transposed_ptr, scale_ptr, amax_ptr, first_row, first_column, rows, columns,
+        plain_length, transposed_length, KEEP, RECORD, PLAIN, TRANSPOSED, LARGEST, NATIVE_FP8, TILE_ROWS, TILE_COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["eps"])
+def row_statistics_kernel(matrix_ptr, inverse_rms_ptr, columns, eps, PIECE: tl.constexpr):
+    """One program: 1 / sqrt(mean of squares + eps) of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PIECE)
+    total = tl.zeros((PIECE,), tl.float32)
+    for start in range(0, columns, PIECE):
+        x = tl.load(matrix_ptr + row * columns + start + place, mask=start + place < columns, other=0).to(tl.float32)
+        total += x * x
+    tl.store(inverse_rms_ptr + row, tl.rsqrt(tl.sum(total, axis=0) / columns + eps))
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
+def rms_norm_cast_kernel(
+    matrix_ptr,
+    weight_ptr,
+    inverse_rms_ptr,
+    values_ptr,
+    plain_ptr,
+    transposed_ptr,
+    scale_ptr,
+    amax_ptr,
+    rows,
+    columns,
+    plain_length,
+    transposed_length,
+    KEEP: tl.constexpr,
+    RECORD: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PLAIN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """One program: one tile, with the rows' statistics known."""
+    dtype: tl.constexpr = matrix_ptr.dtype.element_ty
+    first_row, first_column = tile_of_program(columns, TILE_ROWS, TILE_COLUMNS)
+    x = load_tile(matrix_ptr, first_row, first_column, rows, columns, TILE_ROWS, TILE_COLUMNS).to(tl.float32)
+    row = first_row + tl.arange(0, TILE_ROWS)
+    column = first_column + tl.arange(0, TILE_COLUMNS)
+    inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < rows, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=column < columns, other=0).to(tl.float32)
+    normalized = narrowed(x * inverse_rms[:, None], dtype, INTERPRETED).to(tl.float32)
+    y = narrowed(weight[None, :] * normalized, dtype, INTERPRETED)
+    finish(
+        y, values_ptr, plain_ptr, transposed_ptr, scale_ptr, amax_ptr, first_row, first_column, rows, columns,
+        plain_length, transposed_length, KEEP, RECORD, PLAIN, TRANSPOSED, LARGEST, NATIVE_FP8, TILE_ROWS, TILE_COLUMNS,
+    )  # fmt: skip
+
+
+def swiglu_cast(
+    gate: Tensor,
+    up: Tensor,
+    codes: Tensor | None,
+    codes_t: Tensor | None,
+    scale: Tensor,
+    amax_out: Tensor | None = None,
+    values: Tensor | None = None,
+) -> None:
+    """Cast silu(gate) * up with a given scale, in one pass.
+
+    Args:
+        gate, up: bf16, fp16 or fp32 [R, C], contiguous, of one dtype.
+        codes: float8 [R, C rounded up to a multiple of 16], contiguous, or None.
+        codes_t: float8 [C, R rounded up to a multiple of 16], contiguous, or None.
+        scale: fp32 [1].
+        amax_out: fp32 [1], becomes the maximum of itself and the result's largest finite magnitude; or None.
+        values: like `gate`, the result before the cast; or None.
+    """
+    _launch(swiglu_cast_kernel, SWIGLU, (gate, up), gate, codes, codes_t, scale, amax_out, values)
+
+
+def rms_norm_cast(
+    matrix: Tensor,
+    weight: Tensor,
+    eps: float,
+    codes: Tensor | None,
+    codes_t: Tensor | None,
+    scale: Tensor,
+    amax_out: Tensor | None = None,
+    values: Tensor | None = None,
+) -> None:
+    """Cast the RMSNorm of a matrix' rows with a given scale; a pass before reads the matrix for its statistics.
+
+    Args:
+        matrix: bf16, fp16 or fp32 [R, C], contiguous.
+        weight: [C], of the matrix' dtype, contiguous.
+        codes, codes_t, scale, amax_out, values: see `swiglu_cast`.
+    """
+    rows, columns = matrix.shape
+    inverse_rms = torch.empty(rows, dtype=torch.float32, device=matrix.device)
+    with torch.cuda.device_of(matrix):
+        row_statistics_kernel[(rows,)](
+            matrix,
+            inverse_rms,
+            columns,
+            eps,
+            PIECE=min(_LARGEST_PIECE, triton.next_power_of_2(columns)),
+            num_warps=_STATISTICS_WARPS,
+        )
+    _launch(
+        rms_norm_cast_kernel, RMS_NORM, (matrix, weight, inverse_rms), matrix, codes, codes_t, scale, amax_out, values
+    )
+
+
+def _launch(
+    kernel: triton.JITFunction,
+    launch: Launch,
+    inputs: tuple[Tensor, ...],
+    like: Tensor,
+    codes: Tensor | None,
+    codes_t: Tensor | None,
+    scale: Tensor,
+    amax_out: Tensor | None,
+    values: Tensor | None,
+) -> None:
+    rows, columns = like.shape
+    plain, plain_length = code_bytes(codes, like)
+    transposed, transposed_length = code_bytes(codes_t, like)
+    with torch.cuda.device_of(like):
+        kernel[(tiles(rows, columns, launch.tile_rows, launch.tile_columns),)](
+            *inputs,
+            like if values is None else values,
+            plain,
+            transposed,
+            scale,
+            scale if amax_out is None else amax_out,
+            rows,
+            columns,
+            plain_length,
+            transposed_length,
+            KEEP=values is not None,
+            RECORD=amax_out is not None,
+            INTERPRETED=interpreted(),
+            TILE_ROWS=launch.tile_rows,
+            TILE_COLUMNS=launch.tile_columns,
+            **form_of(codes, codes_t),
+            **launch.options(),
+        )

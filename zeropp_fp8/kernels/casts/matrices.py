@@ -1,0 +1,166 @@
+"""What the casts of matrices share: tiles of a matrix, scales, codes, and both copies of a tile.
+
+Formulas and their order are those of compute/casts.py. Kernels must be launched with `enable_fp_fusion=False`.
+
+A program reads a tile once and writes its codes twice, plain and transposed (through shared memory); on both sides 16
+bytes at a time. Masks do not hinder that: with `columns` a multiple of 16, which Triton knows of an argument, 16
+neighbours are masked alike, and the copies' rows are padded to a multiple of 16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zeropp_fp8.kernels.elements import SMALLEST_SCALE, float8_from_fp32
+from zeropp_fp8.kernels.wire.launch_tables import native_float8
+
+BLOCK = 128
+LARGEST_SIDE = 2**31 - BLOCK  # indices of rows and columns are int32
+LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+NAN_CODE = tl.constexpr(0x7F)
+
+
+# -- in a kernel ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def numbers_of(values):
+    """fp32 of a tile as it is stored, NaN where NaN or Inf: x * 0 is one of 0 and NaN."""
+    x = values.to(tl.float32)
+    return tl.fma(x, 0.0, x)
+
+
+@triton.jit
+def larger(number, other):
+    """max(number, other), or number where other is NaN (tl.maximum differs between a GPU and Triton's interpreter)."""
+    return tl.where(other > number, other, number)
+
+
+@triton.jit
+def amax_of(x, AXIS: tl.constexpr):
+    """The largest magnitude along an axis of `numbers_of` a tile, NaN left out; 0 where nothing else is there."""
+    # tl.max of numbers and NaN is the largest number.
+    return larger(0.0, tl.max(tl.abs(x), axis=AXIS))
+
+
+@triton.jit
+def scale_of_amax(amax, LARGEST: tl.constexpr):
+    """The multiplier of decoding for fp32 `amax`, a scalar or a tile: compute/casts.py `scale_of_amax`."""
+    scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)), SMALLEST_SCALE)
+    return tl.where(amax == 0.0, 1.0, scale)
+
+
+@triton.jit
+def reciprocal(scale):
+    """1 / scale, correctly rounded."""
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def codes_of(x, inverse, LARGEST: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """uint8 codes of fp32 x * inverse, saturating; NAN_CODE where the product is NaN."""
+    scaled = x * inverse
+    if NATIVE_FP8:
+        # The instruction saturates, and turns every NaN into NAN_CODE.
+        if LARGEST == 448.0:
+            codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            codes = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        mantissa: tl.constexpr = 3 if LARGEST == 448.0 else 2
+        bias: tl.constexpr = 7 if LARGEST == 448.0 else 15
+        is_nan = scaled != scaled
+        scaled = tl.minimum(tl.maximum(tl.where(is_nan, 0.0, scaled), -LARGEST), LARGEST)
+        codes = tl.where(is_nan, NAN_CODE, float8_from_fp32(scaled, mantissa, bias)).to(tl.uint8)
+    return codes
+
+
+@triton.jit
+def tile_of_program(columns, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
+    """(first row, first column) of a program; neighbours in the grid are neighbours along a row."""
+    tiles_in_row = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
+    tile = tl.program_id(0)
+    return (tile // tiles_in_row) * TILE_ROWS, (tile % tiles_in_row) * TILE_COLUMNS
+
+
+@triton.jit
+def load_tile(matrix_ptr, first_row, first_column, rows, columns, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
+    """A tile of a contiguous matrix [rows, columns] as it is stored, zeros beyond its end."""
+    row = first_row + tl.arange(0, TILE_ROWS)
+    column = first_column + tl.arange(0, TILE_COLUMNS)
+    pointers = matrix_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
+    return tl.load(pointers, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0)
+
+
+@triton.jit
+def store_tile(
+    out_ptr,
+    values,
+    first_row,
+    first_column,
+    rows,
+    columns,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """Write a tile of a contiguous matrix [rows, columns]; what lies beyond its end is dropped."""
+    row = first_row + tl.arange(0, TILE_ROWS)
+    column = first_column + tl.arange(0, TILE_COLUMNS)
+    pointers = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(pointers, values, mask=(row < rows)[:, None] & (column < columns)[None, :])
+
+
+# -- launching ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is cut into programs: the sides of a program's tile, its warps, a thread's registers (None: any)."""
+
+    tile_rows: int
+    tile_columns: int
+    num_warps: int
+    max_registers: int | None = None
+
+    def options(self) -> dict:
+        """The keyword arguments of a launch."""
+        options = {"num_warps": self.num_warps, "enable_fp_fusion": False}
+        if self.max_registers is not None and torch.version.hip is None:
+            options["maxnreg"] = self.max_registers
+        return options
+
+
+def tiles(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:
+    """Programs of a launch with a tile each.
+
+    Raises:
+        ValueError: a side that does not fit 32 bits.
+    """
+    if max(rows, columns) > LARGEST_SIDE:
+        raise ValueError(f"the kernels take matrices with sides up to {LARGEST_SIDE}, not {rows} x {columns}")
+    return triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns)
+
+
+def code_bytes(codes: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
+    """(codes as uint8, length of a row) for a launch; `other`, any tensor, stands in for a copy that is not wanted.
+
+    Triton before 3.7 has no pointers to float8 on devices without the type, and its interpreter has none at all.
+    """
+    return (other, 0) if codes is None else (codes.view(torch.uint8), codes.shape[1])
+
+
+def form_of(codes: Tensor | None, codes_t: Tensor | None) -> dict:
+    """The compile-time constants of a launch that makes these copies, at least one."""
+    copy = codes_t if codes is None else codes
+    return {
+        "PLAIN": codes is not None,
+        "TRANSPOSED": codes_t is not None,
+        "LARGEST": LARGEST_CODE[copy.dtype],
+        "NATIVE_FP8": native_float8(copy.device),
+    }

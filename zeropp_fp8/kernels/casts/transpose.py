@@ -1,0 +1,63 @@
+"""Codes [R, C] -> codes [C, R], a byte each: one read, one write.
+
+torch copies a transposed matrix element by element; here a tile goes through shared memory, and both sides are accessed
+16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zeropp_fp8.kernels.casts.matrices import Launch, load_tile, store_tile, tile_of_program, tiles
+
+TRANSPOSE = Launch(tile_rows=128, tile_columns=128, num_warps=8)
+
+
+@triton.jit
+def transpose_kernel(
+    codes_ptr,
+    transposed_ptr,
+    rows,
+    columns,
+    transposed_length,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """One program: one tile. Beyond `rows` the transposed copy's rows are filled with zeros."""
+    first_row, first_column = tile_of_program(columns, TILE_ROWS, TILE_COLUMNS)
+    codes = load_tile(codes_ptr, first_row, first_column, rows, columns, TILE_ROWS, TILE_COLUMNS)
+    store_tile(
+        transposed_ptr,
+        tl.trans(codes),
+        first_column,
+        first_row,
+        columns,
+        transposed_length,
+        TILE_COLUMNS,
+        TILE_ROWS,
+    )
+
+
+def transpose(codes: Tensor, transposed: Tensor) -> None:
+    """Transpose bytes.
+
+    Args:
+        codes: uint8 [R, C], contiguous.
+        transposed: uint8 [C, L] with R <= L <= R rounded up to 128, contiguous; zeros beyond R.
+    """
+    rows, columns = codes.shape
+    form = TRANSPOSE
+    with torch.cuda.device_of(codes):
+        transpose_kernel[(tiles(rows, columns, form.tile_rows, form.tile_columns),)](
+            codes,
+            transposed,
+            rows,
+            columns,
+            transposed.shape[1],
+            TILE_ROWS=form.tile_rows,
+            TILE_COLUMNS=form.tile_columns,
+            **form.options(),
+        )

@@ -1,0 +1,635 @@
+"""y = x @ W^T + bias with W as codes: a weight is read once, in 4 or 8 bits, and never stored in 16.
+
+    y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n],        w = decode(codes) rounded to the weight's dtype
+
+Sums are fp32, over the same 16-bit numbers as those of `dequantize` and a matrix product, in another order. For few
+rows of x, as generation has them, the time is that of reading the weight.
+
+A program makes 8 * ROW_GROUPS outputs for all rows of x. Its warps share the sum over k: in each step, a warp takes
+the next 4 spans of 16 or 32 bytes of codes of each of its weight rows, a thread one span a row. Numbers are decoded in
+the registers into which their codes were loaded, which are those that tensor cores read: the order of k in a product is
+free, so x is loaded in the order in which codes lie. There is no shared memory and no barrier but for the sum over
+warps at the end, in a fixed order: the same bits on every run. The codes of the next step are on their way while those
+of this one are multiplied.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zeropp_fp8.formats.base import align_up
+from zeropp_fp8.kernels.elements import narrowed
+from zeropp_fp8.kernels.linear.code_words import (
+    SAFE_SCALE,
+    halves_of,
+    numbers_of_codes,
+    pair_of_words,
+    pairing,
+    repeated,
+    words_of_pairs_with_ptx,
+)
+from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight, can_multiply
+from zeropp_fp8.kernels.wire.dequantize import LARGEST_FP32, NF4_LEVELS, SCALE_GROUP, ZERO_CODE
+from zeropp_fp8.kernels.wire.launch_tables import interpreted, lookup_table
+
+# -- codes and scales -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_scale_parts(payload_ptrs, block, group_start, offset_start, mask, SCALE: tl.constexpr):
+    """What `scales_of` needs of some blocks, as it lies in their slices' payloads: three tensors of block's shape."""
+    if SCALE == "bf16":
+        scale = tl.load((payload_ptrs + 2 * block).to(tl.pointer_type(tl.int16)), mask=mask, other=0)
+        return scale, scale, scale
+    elif SCALE == "fp32":
+        scale = tl.load((payload_ptrs + 4 * block).to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
+        return scale, scale, scale
+    else:
+        code = tl.load(payload_ptrs + block, mask=mask, other=0)
+        group_ptrs = (payload_ptrs + (group_start + 4 * (block // SCALE_GROUP))).to(tl.pointer_type(tl.int32))
+        offset_ptrs = (payload_ptrs + offset_start).to(tl.pointer_type(tl.float32))
+        return code, tl.load(group_ptrs, mask=mask, other=0), tl.load(offset_ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def scales_of(first, second, third, lookup_ptr, SCALE: tl.constexpr):
+    """Scales, in bf16 where the format has them so, else fp32; the formula is that of formats/double_quantized.py.
+
+    `lookup_ptr`: fp32, the levels of NF4, then those of the dynamic type.
+    """
+    if SCALE == "bf16":
+        return first.to(tl.bfloat16, bitcast=True)
+    elif SCALE == "fp32":
+        return first
+    else:
+        code = first.to(tl.int32)
+        group_scale = (second & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+        scale = tl.load(lookup_ptr + NF4_LEVELS + code) * group_scale + third
+        scale = tl.minimum(tl.maximum(scale, 0.0), LARGEST_FP32)
+        return tl.where((second < 0) & (code == ZERO_CODE), float("nan"), scale)
+
+
+@triton.jit
+def in_fp32(scales):
+    """Scales in fp32, from bf16 by their bits: Triton's interpreter does not cast bf16 right."""
+    if scales.dtype == tl.bfloat16:
+        return (scales.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return scales
+
+
+@triton.jit
+def row_of(rows_ptr, slice_index, ORDERED: tl.constexpr):
+    """int64: the payload row that holds a slice."""
+    if ORDERED:
+        return tl.load(rows_ptr + slice_index).to(tl.int64)
+    else:
+        return slice_index.to(tl.int64)
+
+
+@triton.jit
+def load_spans(
+    first_ptrs,
+    second_ptrs,
+    start,
+    span,
+    spans,
+    slice_spans,
+    codes_start,
+    group_start,
+    offset_start,
+    TIMES: tl.constexpr,
+    BLOCK_SPANS: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """Span number `span` of each of R rows: (words int32 [TIMES * R, 4], three parts of scales [R]); zeros at the end.
+
+    Args:
+        first_ptrs, second_ptrs: [R] the payloads of the slice in which a row starts, and of the next one.
+        start: int32 [R], the row's first span in its slice.
+    """
+    inside = span < spans
+    place = start + span
+    in_second = place >= slice_spans
+    place = tl.where(in_second, place - slice_spans, place)
+    payload_ptrs = tl.where(in_second, second_ptrs, first_ptrs)
+    a, b, c = load_scale_parts(payload_ptrs, place // BLOCK_SPANS, group_start, offset_start, inside, SCALE)
+    codes_ptrs = repeated(payload_ptrs + tl.multiple_of(codes_start + 16 * TIMES * place, 16), TIMES)
+    sixteenth = tl.arange(0, codes_ptrs.shape[0]) // span.shape[0]
+    words_ptrs = tl.multiple_of(codes_ptrs + (16 * sixteenth)[:, None], (16, 16)).to(tl.pointer_type(tl.int32))
+    words = tl.load(words_ptrs + tl.arange(0, 4)[None, :], mask=repeated(inside, TIMES), other=0)
+    return words, a, b, c
+
+
+@triton.jit
+def load_byte(
+    payload_ptr,
+    rows_ptr,
+    n,
+    byte,
+    row_bytes,
+    slice_bytes,
+    row_stride,
+    codes_start,
+    group_start,
+    offset_start,
+    lookup_ptr,
+    BLOCK_BYTES: tl.constexpr,
+    SCALE: tl.constexpr,
+    ORDERED: tl.constexpr,
+):
+    """Byte `byte` of the codes of row n, wherever it lies: (the byte as int32, its block's scale in fp32)."""
+    inside = byte < row_bytes
+    place = n.to(tl.int64) * row_bytes + byte
+    slice_index = tl.where(inside, place // slice_bytes, 0)
+    place -= slice_index * slice_bytes
+    payload_ptrs = payload_ptr + row_of(rows_ptr, slice_index, ORDERED) * row_stride
+    a, b, c = load_scale_parts(payload_ptrs, place // BLOCK_BYTES, group_start, offset_start, inside, SCALE)
+    code = tl.load(payload_ptrs + codes_start + place, mask=inside, other=0).to(tl.int32)
+    return code, in_fp32(scales_of(a, b, c, lookup_ptr, SCALE))
+
+
+# -- operands of the products ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def settled(numbers, SETTLE: tl.constexpr):
+    """The same numbers of 16 bits, and nothing is done.
+
+    Triton looks for the narrowest load behind an operand of a dot, through all that is pure, and has each thread hold
+    its numbers accordingly; it depends on its version. It does not look through this: they are held as 16-bit ones.
+    """
+    if SETTLE:
+        numbers = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], numbers.dtype, is_pure=False, pack=2)
+    return numbers
+
+
+@triton.jit
+def as_left(numbers, WARPS: tl.constexpr, ROW_GROUPS: tl.constexpr, TIMES: tl.constexpr):
+    """A pair of words, [(sixteenth, row group, warp, 8 rows, 4 spans), 4 words, 2] or 8 numbers -> [warp, rows, k].
+
+    Of 8 neighbours in a row of k a thread has two: it is what tensor cores read, so nothing moves.
+    """
+    numbers = tl.reshape(numbers, (TIMES, ROW_GROUPS, WARPS, 8, 4, 4, 2))
+    return tl.reshape(tl.permute(numbers, (2, 1, 3, 0, 5, 4, 6)), (WARPS, ROW_GROUPS * 8, TIMES * 32))
+
+
+@triton.jit
+def as_right(numbers, WARPS: tl.constexpr, GROUPS: tl.constexpr, TIMES: tl.constexpr, PAIRS: tl.constexpr):
+    """The same pair of x, [(sixteenth, part, group, warp, 8 rows, 4 spans), 4 / PAIRS words, 2] -> [warp, k, rows]."""
+    numbers = tl.reshape(numbers, (TIMES, PAIRS, GROUPS, WARPS, 8, 4, 4 // PAIRS, 2))
+    return tl.reshape(tl.permute(numbers, (3, 0, 1, 6, 5, 7, 2, 4)), (WARPS, TIMES * 32, GROUPS * 8))
+
+
+@triton.jit
+def pair_of_x(words, PAIR: tl.constexpr, PAIRS: tl.constexpr, PAIRING: tl.constexpr, DTYPE: tl.constexpr):
+    """Pair number PAIR of x, DTYPE [R, 4 / PAIRS, 2] or [R, 8 / PAIRS], from words of two 16-bit numbers int32 [R, 4].
+
+    There are PAIRS words of x to a word of codes.
+    """
+    rows: tl.constexpr = words.shape[0]
+    if PAIRS == 2:
+        return (words >> (16 * PAIR)).to(tl.int16).to(DTYPE, bitcast=True)
+    else:
+        even, odd = tl.split(tl.reshape(words, (rows, 2, 2)))
+        if PAIRING == "halves":
+            return ((odd if PAIR >= 2 else even) >> (16 * (PAIR % 2))).to(tl.int16).to(DTYPE, bitcast=True)
+        else:
+            first, second = tl.split(odd if PAIR % 2 else even)
+            return halves_of(second if PAIR >= 2 else first, DTYPE)
+
+
+@triton.jit
+def product(left, right, sums, INTERPRETED: tl.constexpr):
+    """sums + left @ right in fp32. Triton's interpreter multiplies the bits of bf16 numbers."""
+    if INTERPRETED and left.dtype == tl.bfloat16:
+        left = (left.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        right = (right.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif INTERPRETED:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, sums, input_precision="ieee")
+
+
+# -- sums -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sums_of_spans(
+    x_ptr,
+    payload_ptr,
+    rows_ptr,
+    lookup_ptr,
+    count,
+    outputs,
+    columns,
+    slice_numel,
+    row_stride,
+    codes_start,
+    group_start,
+    offset_start,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRING: tl.constexpr,
+    BLOCK_SPANS: tl.constexpr,
+    TIMES: tl.constexpr,
+    ORDERED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    WORDS: tl.constexpr,
+    PTX: tl.constexpr,
+    CLAMP: tl.constexpr,
+    SETTLE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    WARPS: tl.constexpr,
+    ROW_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """A program's sums by warp, fp32 [WARPS, 8 * ROW_GROUPS, 8 * GROUPS], and the bits of the largest scale it met."""
+    span_numbers: tl.constexpr = TIMES * 8 * PAIRS
+    spans = columns // span_numbers
+    slice_spans = slice_numel // span_numbers
+    place = tl.arange(0, ROW_GROUPS * WARPS * 32)
+    own_span = place // 32 % WARPS * 4 + place % 4
+    n = tl.program_id(0) * (8 * ROW_GROUPS) + place // (32 * WARPS) * 8 + place // 4 % 8
+    # Rows beyond the last one repeat it and are not stored.
+    start = tl.minimum(n, outputs - 1) * spans
+    slice_index = start // slice_spans
+    start -= slice_index * slice_spans
+    first_ptrs = payload_ptr + row_of(rows_ptr, slice_index, ORDERED) * row_stride
+    next_slice = tl.minimum(slice_index + 1, (outputs * spans - 1) // slice_spans)
+    second_ptrs = payload_ptr + row_of(rows_ptr, next_slice, ORDERED) * row_stride
+
+    x_place = tl.arange(0, TIMES * PAIRS * GROUPS * WARPS * 32)
+    m = tl.program_id(1) * (8 * GROUPS) + x_place // (32 * WARPS) % GROUPS * 8 + x_place // 4 % 8
+    x_span = x_place // 32 % WARPS * 4 + x_place % 4
+    part = x_place // (32 * WARPS * GROUPS)  # of the PAIRS * TIMES parts of 16 bytes, if x has 16 bits, behind a span
+    # 64 bits: rows times columns may not fit 32.
+    if WORDS:
+        x_ptrs = x_ptr.to(tl.pointer_type(tl.int32)) + (m.to(tl.int64) * (columns // 2) + 4 * part)
+        x_ptrs = tl.multiple_of(x_ptrs, 16)[:, None] + tl.arange(0, 4)[None, :]
+    else:
+        x_ptrs = x_ptr + (m.to(tl.int64) * columns + 8 * part)
+        # The two numbers of pair 0 in the words of codes that the part is about.
+        i = tl.arange(0, 8 // PAIRS)
+        x_ptrs = x_ptrs[:, None] + (i // 2 * (2 * PAIRS) + i % 2 * (PAIRS if PAIRING == "halves" else 1))[None, :]
+
+    sums = tl.zeros((WARPS, 8 * ROW_GROUPS, 8 * GROUPS), tl.float32)
+    largest = tl.zeros((ROW_GROUPS * WARPS * 32,), tl.int32)
+    words, a, b, c = load_spans(
+        first_ptrs, second_ptrs, start, own_span, spans, slice_spans, codes_start, group_start, offset_start,
+        TIMES, BLOCK_SPANS, SCALE,
+    )  # fmt: skip
+    for first in tl.range(0, spans, 4 * WARPS, num_stages=1):
+        next_words, next_a, next_b, next_c = load_spans(
+            first_ptrs, second_ptrs, start, own_span + (first + 4 * WARPS), spans, slice_spans, codes_start,
+            group_start, offset_start, TIMES, BLOCK_SPANS, SCALE,
+        )  # fmt: skip
+        scales = scales_of(a, b, c, lookup_ptr, SCALE)
+        x_mask = ((m < count) & (x_span + first < spans))[:, None]
+        x_offset = ((x_span + first) * span_numbers)[:, None]
+        if WORDS:
+            x_words = tl.load(x_ptrs + x_offset // 2, mask=x_mask, other=0)
+        if PTX:
+            p0, p1, p2, p3 = words_of_pairs_with_ptx(words, scales, TIMES, ELEMENT, CLAMP)
+            largest = tl.maximum(largest, in_fp32(scales).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        for pair in tl.static_range(PAIRS):
+            if PTX:
+                left = halves_of(p0 if pair == 0 else (p1 if pair == 1 else (p2 if pair == 2 else p3)), DTYPE)
+            else:
+                times_scales = repeated(in_fp32(scales), TIMES)
+                left = pair_of_words(words, times_scales, lookup_ptr, pair, PAIRING, ELEMENT, DTYPE, LIMIT, INTERPRETED)
+            if WORDS:
+                right = pair_of_x(x_words, pair, PAIRS, PAIRING, DTYPE)
+            else:
+                x_pair = x_offset + (pair if PAIRING == "halves" else 2 * pair)
+                right = tl.load(x_ptrs + x_pair, mask=x_mask, other=0.0)
+            sums = product(
+                as_left(settled(left, SETTLE), WARPS, ROW_GROUPS, TIMES),
+                as_right(settled(right, SETTLE), WARPS, GROUPS, TIMES, PAIRS),
+                sums,
+                INTERPRETED,
+            )
+        words, a, b, c = next_words, next_a, next_b, next_c
+    return sums, largest
+
+
+@triton.jit
+def sums_of_bytes(
+    x_ptr,
+    payload_ptr,
+    rows_ptr,
+    lookup_ptr,
+    count,
+    outputs,
+    columns,
+    slice_numel,
+    row_stride,
+    codes_start,
+    group_start,
+    offset_start,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    ORDERED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    WARPS: tl.constexpr,
+    ROW_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """`sums_of_spans` for any block size and slices shorter than a row: each byte finds its slice and its scale."""
+    byte_numbers: tl.constexpr = PAIRS // 2
+    row_bytes = columns // byte_numbers
+    slice_bytes = slice_numel // byte_numbers
+    place = tl.arange(0, ROW_GROUPS * WARPS * 32)
+    byte = (place // 32 % WARPS * 4 + place % 4) * 16
+    byte = byte[:, None] + 2 * tl.arange(0, 8)[None, :]
+    n = tl.program_id(0) * (8 * ROW_GROUPS) + place // (32 * WARPS) * 8 + place // 4 % 8
+    n = tl.minimum(n, outputs - 1)[:, None]
+
+    x_place = tl.arange(0, PAIRS * GROUPS * WARPS * 32)
+    m = (tl.program_id(1) * (8 * GROUPS) + x_place // (32 * WARPS) % GROUPS * 8 + x_place // 4 % 8)[:, None]
+    x_byte = (x_place // 32 % WARPS * 4 + x_place % 4) * 16 + x_place // (32 * WARPS * GROUPS) * (16 // PAIRS)
+    x_byte = x_byte[:, None] + 2 * tl.arange(0, 8 // PAIRS)[None, :]
+    x_ptrs = x_ptr + m.to(tl.int64) * columns
+
+    sums = tl.zeros((WARPS, 8 * ROW_GROUPS, 8 * GROUPS), tl.float32)
+    for first in tl.range(0, row_bytes, 64 * WARPS, num_stages=1):
+        for odd in tl.static_range(2):
+            codes, scales = load_byte(
+                payload_ptr, rows_ptr, n, byte + (first + odd), row_bytes, slice_bytes, row_stride, codes_start,
+                group_start, offset_start, lookup_ptr, BLOCK_BYTES, SCALE, ORDERED,
+            )  # fmt: skip
+            for nibble in tl.static_range(byte_numbers):
+                left = numbers_of_codes(codes >> (4 * nibble), scales, lookup_ptr, ELEMENT, DTYPE, LIMIT, INTERPRETED)
+                k = (x_byte + (first + odd)) * byte_numbers + nibble
+                right = tl.load(x_ptrs + k, mask=(m < count) & (k < columns), other=0.0)
+                sums = product(
+                    as_left(left, WARPS, ROW_GROUPS, 1), as_right(right, WARPS, GROUPS, 1, PAIRS), sums, INTERPRETED
+                )
+    return sums
+
+
+# Compiled once a format and launch, not once a shape: what Triton would find out from sizes is said in the kernel.
+@triton.jit(
+    do_not_specialize=[
+        "count",
+        "outputs",
+        "columns",
+        "slice_numel",
+        "row_stride",
+        "codes_start",
+        "group_start",
+        "offset_start",
+    ]
+)
+def quantized_linear_kernel(
+    x_ptr,
+    payload_ptr,
+    rows_ptr,
+    lookup_ptr,
+    bias_ptr,
+    out_ptr,
+    count,
+    outputs,
+    columns,
+    slice_numel,
+    row_stride,
+    codes_start,
+    group_start,
+    offset_start,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TIMES: tl.constexpr,
+    ORDERED: tl.constexpr,
+    BIASED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    WORDS: tl.constexpr,
+    PTX: tl.constexpr,
+    SETTLE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    WARPS: tl.constexpr,
+    ROW_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """One program: 8 * ROW_GROUPS outputs of 8 * GROUPS rows of x. TIMES 0: byte by byte; BLOCK: bytes or spans."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    if TIMES == 0:
+        sums = sums_of_bytes(
+            x_ptr, payload_ptr, rows_ptr, lookup_ptr, count, outputs, columns, slice_numel, row_stride, codes_start,
+            group_start, offset_start, ELEMENT, SCALE, PAIRS, BLOCK, ORDERED, dtype, LIMIT, INTERPRETED, WARPS,
+            ROW_GROUPS, GROUPS,
+        )  # fmt: skip
+    else:
+        sums, largest = sums_of_spans(
+            x_ptr, payload_ptr, rows_ptr, lookup_ptr, count, outputs, columns, slice_numel, row_stride, codes_start,
+            group_start, offset_start, ELEMENT, SCALE, PAIRS, PAIRING, BLOCK, TIMES, ORDERED, dtype, LIMIT, WORDS, PTX,
+            False, SETTLE, INTERPRETED, WARPS, ROW_GROUPS, GROUPS,
+        )  # fmt: skip
+        if PTX:
+            overflow = tl.max(largest, axis=0) > SAFE_SCALE
+            # A clamp would take an instruction a code, of three. Instead the sums are made again, with it, where a
+            # scale is above 2^120 or NaN.
+            if overflow:
+                sums, largest = sums_of_spans(
+                    x_ptr, payload_ptr, rows_ptr, lookup_ptr, count, outputs, columns, slice_numel, row_stride,
+                    codes_start, group_start, offset_start, ELEMENT, SCALE, PAIRS, PAIRING, BLOCK, TIMES, ORDERED,
+                    dtype, LIMIT, WORDS, PTX, True, SETTLE, INTERPRETED, WARPS, ROW_GROUPS, GROUPS,
+                )  # fmt: skip
+    y = tl.sum(sums, axis=0)
+    n = tl.program_id(0) * (8 * ROW_GROUPS) + tl.arange(0, 8 * ROW_GROUPS)
+    m = tl.program_id(1) * (8 * GROUPS) + tl.arange(0, 8 * GROUPS)
+    if BIASED:
+        y += in_fp32(tl.load(bias_ptr + n, mask=n < outputs, other=0.0))[:, None].to(tl.float32)
+    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * outputs + n[:, None]
+    tl.store(out_ptrs, narrowed(y, dtype, INTERPRETED), mask=(n < outputs)[:, None] & (m < count)[None, :])
+
+
+# Up to so many rows the kernel reads a weight once and is faster than decoding it for a matrix product: on an H200 with
+# 16 rows and 4096 x 14336 weights 28 to 38 us against 75 to 91.
+FEW_ROWS = 32
+
+# -- launching ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the kernel is cut into programs.
+
+    Attributes:
+        warps: of a program; they share the sum over k.
+        row_groups: weight rows of a program, in groups of 8; at least 2, for a tensor core takes 16.
+        groups: rows of x of a program, in groups of 8.
+        times: 16-byte loads of a thread's span of codes, where blocks are long enough: 1 or 2.
+        max_registers: of a thread.
+    """
+
+    warps: int
+    row_groups: int
+    groups: int
+    times: int
+    max_registers: int
+
+
+def launch_of(count: int, outputs: int) -> Launch:
+    """The launch for `count` rows of x and a weight of `outputs` rows.
+
+    Up to 8 rows of x, what matters is that enough loads are under way: 16 rows a program make 256 programs of the 4096
+    outputs of a model's smaller matrices, two for each of an H200's 132 multiprocessors, which hold two programs of 256
+    threads with 128 registers. Fewer outputs take more warps each. With more rows of x, decoded numbers must be used
+    more often than they are loaded: 32 weight rows for 16 or 32 rows of x, at a third of the threads.
+    """
+    if count <= 8:
+        return Launch(warps=16 if outputs <= 2048 else 8, row_groups=2, groups=1, times=2, max_registers=128)
+    return Launch(warps=8, row_groups=4, groups=2 if count <= 16 else 4, times=1, max_registers=255)
+
+
+# Byte by byte, and where fp32 numbers are multiplied without tensor cores, all is in registers several times over.
+_SMALL = Launch(warps=8, row_groups=2, groups=1, times=1, max_registers=128)
+
+
+@functools.cache
+def _has_ptx(device: torch.device) -> bool:
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and not interpreted() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _loads_of(block_bytes: int, times: int) -> int:
+    """The most loads of 16 bytes, up to `times`, that blocks can be cut into; 0 if not even one."""
+    return next((t for t in range(times, 0, -1) if block_bytes % (16 * t) == 0), 0)
+
+
+def _check(input: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
+    outputs, columns = weight.shape
+    wire_format = weight.wire_format
+    if not can_multiply(wire_format):
+        raise ValueError(f"a product with weights in the format {wire_format} is not there; dequantize it")
+    if columns % wire_format.block_size:
+        raise ValueError(
+            f"a product needs rows of whole blocks: {columns} inputs are no multiple of blocks of "
+            f"{wire_format.block_size}"
+        )
+    if input.dtype != weight.dtype:
+        raise TypeError(f"the input is {input.dtype}, the weight stands for {weight.dtype}")
+    if input.dim() == 0 or input.shape[-1] != columns:
+        raise ValueError(
+            f"the input's last side must be {columns}, as the weight's {list(weight.shape)}, not {list(input.shape)}"
+        )
+    if input.device != weight.device:
+        raise ValueError(f"the input is on {input.device}, the weight on {weight.device}")
+    if bias is not None and (bias.shape != (outputs,) or bias.dtype != input.dtype or bias.device != input.device):
+        raise ValueError(
+            f"the bias must be {input.dtype} [{outputs}] on {input.device}, not {bias.dtype} {list(bias.shape)} on "
+            f"{bias.device}"
+        )
+    if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
+        raise ValueError("quantized_linear has no gradient: call it under torch.no_grad()")
+
+
+def quantized_linear(
+    input: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, use_kernel: bool | None = None
+) -> Tensor:
+    """A linear layer whose weight lies as codes.
+
+    Made for up to 64 rows; more of them have the weight read and decoded again every 32 rows.
+
+    Args:
+        input: [..., K] in the weight's dtype.
+        weight: [N, K] in int4, int8 or nf4, also with double-quantized scales, in any blocks that divide K. Blocks of a
+            multiple of 16 bytes of codes, in slices of at least K elements, are fast; others are read byte by byte.
+        bias: [N] in the same dtype, or None.
+        use_kernel: the Triton kernel instead of torch operations, which decode the whole weight; None: on a GPU.
+
+    Returns:
+        [..., N] in the same dtype: x @ W^T + bias, summed in fp32 and rounded once (by torch operations: as
+        torch.nn.functional.linear does). By the kernel, the same bits on every run.
+
+    Raises:
+        TypeError: the input has another dtype than the weight.
+        ValueError: shapes or devices that do not fit, blocks that do not divide K, another format, or a gradient that
+            would be asked for.
+    """
+    _check(input, weight, bias)
+    outputs, columns = weight.shape
+    if columns == 0 or not (input.device.type == "cuda" if use_kernel is None else use_kernel):
+        with torch.no_grad():
+            return F.linear(input, weight.dequantize(), bias)
+    rows = input.detach().reshape(-1, columns).contiguous()
+    out = rows.new_empty(rows.shape[0], outputs)
+    if out.numel():
+        if rows.data_ptr() % 16:
+            rows = rows.clone()  # words of two numbers are loaded four at a time
+        _launch(rows, weight, None if bias is None else bias.contiguous(), out)
+    return out.view(*input.shape[:-1], outputs)
+
+
+def _launch(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
+    count, outputs = out.shape
+    columns = rows.shape[1]
+    wire_format = weight.wire_format
+    bits = wire_format.element.bits
+    block_bytes = wire_format.block_size * bits // 8
+    by_bytes = weight.slice_numel < columns or not _loads_of(block_bytes, 1)
+    launch = _SMALL if by_bytes or rows.dtype == torch.float32 else launch_of(count, outputs)
+    times = 0 if by_bytes else _loads_of(block_bytes, launch.times)
+    blocks = weight.slice_numel // wire_format.block_size
+    group_start = align_up(blocks)
+    slice_bytes = wire_format.payload_bytes(weight.slice_numel)
+    if max(slice_bytes, outputs * (columns * bits // 8) // 16) >= 2**31:
+        raise ValueError(
+            f"the kernel takes slices below 2^31 bytes and weights below 2^35, not {list(weight.shape)} in {bits} bits "
+            f"in slices of {slice_bytes} bytes"
+        )
+    scale = wire_format.scale.name
+    order = weight.row_of_slice
+    has_ptx = _has_ptx(rows.device)
+    options = {"num_warps": launch.warps, "enable_fp_fusion": False}
+    if torch.version.hip is None:
+        options["maxnreg"] = launch.max_registers
+    with torch.cuda.device_of(rows):
+        quantized_linear_kernel[(triton.cdiv(outputs, 8 * launch.row_groups), triton.cdiv(count, 8 * launch.groups))](
+            rows,
+            weight.payload[:, weight.offset :],
+            weight.payload if order is None else order,
+            lookup_table(rows.device),
+            rows if bias is None else bias,
+            out,
+            count,
+            outputs,
+            columns,
+            weight.slice_numel,
+            weight.payload.stride(0),
+            weight.codes_start,
+            group_start,
+            group_start + 4 * triton.cdiv(blocks, SCALE_GROUP.value),
+            ELEMENT=wire_format.name,
+            SCALE=scale,
+            PAIRS=16 // bits,
+            PAIRING=pairing(wire_format.name, scale),
+            BLOCK=block_bytes if times == 0 else block_bytes // (16 * times),
+            TIMES=times,
+            ORDERED=order is not None,
+            BIASED=bias is not None,
+            LIMIT=torch.finfo(rows.dtype).max,
+            WORDS=rows.element_size() == 2,
+            PTX=has_ptx and rows.dtype == torch.bfloat16,
+            SETTLE=has_ptx and rows.element_size() == 2,
+            INTERPRETED=interpreted(),
+            WARPS=launch.warps,
+            ROW_GROUPS=launch.row_groups,
+            GROUPS=launch.groups,
+            **options,
+        )

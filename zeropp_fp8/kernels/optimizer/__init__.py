@@ -1,0 +1,1 @@
+"""AdamW on master weights and moments in any format, and norms of codes."""

@@ -1,0 +1,711 @@
+"""AdamW on quantities in any format: decode, update, encode, write the weights, in one pass over 13 bytes an element.
+
+    g = gradient * grad_scale (+ l2 * p)
+    m = m + (g - m) rest1,   v = v beta2 + g g rest2
+    p = p keep - m / (sqrt(v) root_factor + eps) * step_size
+    m, v, p -> codes and scales,   weight = decoded p
+
+(gradient FP8 1 + master FP16 2 + 2 + first moment FP8 1 + 1 + second moment FP16 2 + 2 + weight bf16 2 = 13 bytes.)
+
+State and FP8 gradients are flat buffers in which a segment (a tensor) starts at a multiple of TILE elements. Program i
+works on tile i: what lies in flat buffers it reads without asking which segment that is, and without masks, for the
+padding is there too. Gradients and weights that are tensors of their own are found in a table of places.
+
+With scales per block one launch does it all. A scale per tensor is known only when the whole tensor has been updated: a
+first launch works out the largest magnitudes, the second repeats the update and encodes.
+
+The reference is optim/adamw.py; scales and codes are the same, bit for bit, except where the range of FP8 moments is
+expanded: powers differ in the last bits between devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, float8_from_fp32, narrowed, numbers_of, uniform
+from zeropp_fp8.kernels.mx_elements import NAN_SCALE, SMALLEST_NORMAL, mx_scale_values, power_of_two
+from zeropp_fp8.kernels.wire.launch_tables import interpreted, native_float8
+
+TILE = 1024
+# 8 elements a thread: 16 bytes of 16-bit numbers and 8 of FP8 codes, so that all accesses are shared out alike and
+# nothing has to be exchanged between threads.
+NUM_WARPS = 4
+MISSING = -(1 << 62)  # the place of a gradient that is not there: the segment stays as it is
+_INFINITY_BITS = 0x7F800000
+# The root of the second moment is taken of a number within these bounds; 2^-50 adds no more to an eps of 1e-8 than its
+# last bit.
+SMALLEST_SQUARE = 2.0**-100
+LARGEST_SQUARE = (2 - 2.0**-23) * 2.0**127
+# Columns of the table of a segment's magnitudes: the largest of each quantity, then the smallest of the moments.
+_AMAX_COLUMNS = 5
+
+TILE_ = tl.constexpr(TILE)
+MISSING_ = tl.constexpr(MISSING)
+SMALLEST_SQUARE = tl.constexpr(SMALLEST_SQUARE)
+LARGEST_SQUARE = tl.constexpr(LARGEST_SQUARE)
+AMAX_COLUMNS = tl.constexpr(_AMAX_COLUMNS)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One quantity of all segments, as optim/state_buffer.py keeps it: see `StateBuffer`.
+
+    `storage` is "fp32", "bf16", "fp16", "fp8_e4m3" or "fp8_e5m2".
+    """
+
+    storage: str
+    codes: Tensor
+    scales: Tensor | None = None
+    exponents: Tensor | None = None
+
+
+@triton.jit
+def row_scales(scales_ptr, tile, segment, PER_BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """int32 [ROWS]: the bytes of a tile's rows, one a block, or the segment's."""
+    if PER_BLOCK:
+        out = tl.load(scales_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int32)
+    else:
+        out = tl.load(scales_ptr + segment + tl.zeros((ROWS,), tl.int32)).to(tl.int32)
+    return out
+
+
+@triton.jit
+def load_quantity(
+    codes_ptr,
+    scales_ptr,
+    exponents_ptr,
+    tile,
+    segment,
+    local,
+    STORAGE: tl.constexpr,
+    EXPAND: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """fp32 [ROWS, WIDTH] of a tile."""
+    codes = tl.load(codes_ptr + tile * TILE_ + local)
+    if STORAGE == "fp8_e4m3" or STORAGE == "fp8_e5m2":
+        numbers = numbers_of(codes, STORAGE, NATIVE_FP8, ROWS, WIDTH)
+    else:
+        numbers = codes.to(tl.float32)
+    if STORAGE != "fp32" and STORAGE != "bf16":
+        if EXPAND:
+            # |x| = 2 X (|code| / largest)^(1 / k)
+            largest: tl.constexpr = 448.0 if STORAGE == "fp8_e4m3" else 57344.0
+            exponents = row_scales(exponents_ptr, tile, segment, PER_BLOCK, ROWS).to(tl.float32)
+            inverse = tl.div_rn(tl.full((ROWS,), 16.0, tl.float32), exponents)[:, None]
+            magnitudes = tl.exp2(tl.log2(tl.abs(numbers) * (1 / largest)) * inverse) * 2.0
+            numbers = with_sign_of(magnitudes, numbers)
+        scales = row_scales(scales_ptr, tile, segment, PER_BLOCK, ROWS)
+        numbers = numbers * mx_scale_values(scales)[:, None]
+    return numbers
+
+
+@triton.jit
+def with_sign_of(magnitudes, x):
+    """`magnitudes` >= 0 with the signs of `x`, also of -0."""
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    return (magnitudes.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_stochastically(x, noise, STORAGE: tl.constexpr):
+    """optim/state_formats.py `round_stochastically`: fp32 numbers on the grid of codes."""
+    bits = x.to(tl.int32, bitcast=True)
+    if STORAGE == "fp32":
+        rounded = x
+    elif STORAGE == "bf16":
+        up = ((bits + (noise * 65536.0).to(tl.int32)) & -0x10000).to(tl.float32, bitcast=True)
+        rounded = tl.where((bits & 0x7FFFFFFF) < EXPONENT_OF_INF, up, x)
+    else:
+        mantissa: tl.constexpr = 10 if STORAGE == "fp16" else 3 if STORAGE == "fp8_e4m3" else 2
+        min_exponent: tl.constexpr = -6 if STORAGE == "fp8_e4m3" else -14
+        exponents = tl.maximum(((bits >> 23) & 0xFF) - 127, min_exponent) - mantissa
+        steps = tl.abs(x) * ((127 - exponents) << 23).to(tl.float32, bitcast=True)
+        whole = tl.floor(steps)
+        whole += tl.where(noise < steps - whole, 1.0, 0.0)
+        rounded = with_sign_of(whole * ((127 + exponents) << 23).to(tl.float32, bitcast=True), x)
+    return rounded
+
+
+@triton.jit
+def square_root(v, FAST: tl.constexpr):
+    """sqrt of v kept within [2^-100, largest fp32], correctly rounded; NaN stays NaN.
+
+    `sqrt.rn` has a branch an element for numbers beyond these bounds. FAST: its other side alone.
+    """
+    x = tl.maximum(v, SMALLEST_SQUARE, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, LARGEST_SQUARE, propagate_nan=tl.PropagateNan.ALL)
+    if FAST:
+        r = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        root = x * r
+        # Times -1, which becomes a sign of the fused operation: Triton negates as 0 - x.
+        root = tl.fma(tl.fma(root * -1.0, root, x), r * 0.5, root)
+    else:
+        root = tl.sqrt_rn(x)
+    return root
+
+
+@triton.jit
+def quotient(m, denominator, FAST: tl.constexpr):
+    """m / denominator, correctly rounded, NaN where m is Inf; the denominator within [2^-50, 2^80] or NaN.
+
+    `div.rn` checks each pair and has a branch for those at the ends of the range. FAST: without; quotients that are
+    fp32 subnormals may then be one bit off.
+    """
+    if FAST:
+        r = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], tl.float32, is_pure=True, pack=1
+        )
+        minus = denominator * -1.0
+        r = tl.fma(tl.fma(minus, r, 1.0), r, r)
+        q = m * r
+        q = tl.fma(tl.fma(minus, q, m), r, q)
+        q = tl.fma(tl.fma(minus, q, m), r, q)
+    else:
+        q = tl.div_rn(m, denominator)
+        q = tl.where(tl.abs(m) < float("inf"), q, float("nan"))
+    return q
+
+
+@triton.jit
+def largest_bits(x):
+    """int32 [ROWS]: the bits of each row's largest magnitude; as integers NaN > Inf > every finite number."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+
+
+@triton.jit
+def smallest_bits(x):
+    """int32 [ROWS]: the bits of each row's smallest normal magnitude, those of Inf where there is none."""
+    magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.min(tl.where(magnitudes < SMALLEST_NORMAL, EXPONENT_OF_INF, magnitudes), axis=1)
+
+
+@triton.jit
+def store_quantity(
+    x,
+    noise,
+    codes_ptr,
+    scales_ptr,
+    exponents_ptr,
+    amax_ptr,
+    tile,
+    segment,
+    before,
+    local,
+    COLUMN: tl.constexpr,
+    STORAGE: tl.constexpr,
+    EXPAND: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Encode fp32 [ROWS, WIDTH] of a tile; returns the numbers that its codes stand for.
+
+    `before`: elements of the segment in earlier tiles; where there are none, a scale per tensor is written.
+    """
+    if STORAGE == "fp32" or STORAGE == "bf16":
+        rounded = x
+        if STOCHASTIC:
+            rounded = round_stochastically(x, noise, STORAGE)
+        dtype: tl.constexpr = tl.float32 if STORAGE == "fp32" else tl.bfloat16
+        if STORAGE == "bf16":
+            stored = narrowed(rounded, dtype, INTERPRETED)
+        else:
+            stored = rounded
+        tl.store(codes_ptr + tile * TILE_ + local, stored)
+        out = stored.to(tl.float32)
+    else:
+        if PER_BLOCK:
+            amax = largest_bits(x)
+        else:
+            zeros = tl.zeros((ROWS,), tl.int32)
+            amax = tl.load(amax_ptr + segment * AMAX_COLUMNS + COLUMN + zeros)
+        bad = amax >= EXPONENT_OF_INF
+        if EXPAND:
+            # optim/state_formats.py `expansion`
+            if PER_BLOCK:
+                smallest = smallest_bits(x)
+            else:
+                smallest = tl.load(amax_ptr + segment * AMAX_COLUMNS + COLUMN + 2 + zeros)
+            octaves: tl.constexpr = 17.80735492205760 if STORAGE == "fp8_e4m3" else 31.80735492205760
+            scales = tl.minimum(amax >> 23, 254)
+            span = tl.maximum(((scales + 1) << 23) - smallest, 1).to(tl.float32) * (2.0**-23)
+            sixteenths = tl.div_rn(tl.full((ROWS,), 16.0 * octaves, tl.float32), span)
+            exponents = tl.minimum(tl.maximum(sixteenths, 16.0), 255.0).to(tl.int32)
+            exponents = tl.where(bad | (smallest >= EXPONENT_OF_INF), 16, exponents)
+            # code = largest * (|x| / (2 X))^k
+            largest: tl.constexpr = 448.0 if STORAGE == "fp8_e4m3" else 57344.0
+            powers = (exponents.to(tl.float32) * (1 / 16.0))[:, None]
+            shares = tl.abs(x) * power_of_two(254 - scales)[:, None] * 0.5
+            scaled = with_sign_of(tl.minimum(tl.exp2(tl.log2(shares) * powers) * largest, largest), x)
+        else:
+            emax: tl.constexpr = 8 if STORAGE == "fp8_e4m3" else 15
+            # What carries into the exponent where the mantissa is above that of the largest number, 65504 or 1.75 * 2^e
+            carry: tl.constexpr = 0x1FFF if STORAGE == "fp16" else 0x1FFFFF
+            scales = tl.minimum(tl.maximum(((amax + carry) >> 23) - emax, 0), 254)
+            scaled = x * power_of_two(254 - scales)[:, None]
+        # What the codes of a NaN scale are does not matter.
+        scales = tl.where(bad, NAN_SCALE, scales)
+        if STOCHASTIC:
+            scaled = round_stochastically(scaled, noise, STORAGE)
+        if STORAGE == "fp16":
+            codes = scaled.to(tl.float16)
+            out = codes.to(tl.float32)
+        else:
+            # Nothing has to be clamped: amax <= X * largest.
+            # Master weights by integer operations, both ways: Triton 3.6 makes wrong code of the instruction where its
+            # result is stored and decoded too (weights came out as 0 and NaN on an H200; the stored codes were right).
+            native: tl.constexpr = NATIVE_FP8 and COLUMN != 0
+            if not native:
+                codes = float8_from_fp32(scaled, 3 if STORAGE == "fp8_e4m3" else 2, 7 if STORAGE == "fp8_e4m3" else 15)
+                codes = codes.to(tl.uint8)
+            elif STORAGE == "fp8_e4m3":
+                codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            else:
+                codes = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+            out = scaled
+            if COLUMN == 0:  # of the moments only the codes are needed
+                out = numbers_of(codes, STORAGE, False, ROWS, WIDTH)
+        tl.store(codes_ptr + tile * TILE_ + local, codes)
+        rows = tl.arange(0, ROWS)
+        if PER_BLOCK:
+            tl.store(scales_ptr + tile * ROWS + rows, scales.to(tl.uint8))
+            if EXPAND:
+                tl.store(exponents_ptr + tile * ROWS + rows, exponents.to(tl.uint8))
+        else:
+            tl.store(scales_ptr + segment + rows, scales.to(tl.uint8), mask=rows + before == 0)
+            if EXPAND:
+                tl.store(exponents_ptr + segment + rows, exponents.to(tl.uint8), mask=rows + before == 0)
+        if COLUMN == 0:
+            out = out * mx_scale_values(scales)[:, None]
+    return out
+
+
+@triton.jit
+def record_magnitudes(x, amax_ptr, segment, COLUMN: tl.constexpr, STORAGE: tl.constexpr, EXPAND: tl.constexpr):
+    """Raise a segment's largest magnitude to the tile's, and lower its smallest; in any order of programs the same."""
+    if STORAGE != "fp32" and STORAGE != "bf16":
+        place = amax_ptr + segment * AMAX_COLUMNS + COLUMN
+        bits = tl.max(largest_bits(x), axis=0)
+        # Few tiles raise what is already there. The others need no atomic operation, for which all would queue up.
+        tl.atomic_max(place, bits, mask=bits > tl.load(place), sem="relaxed")
+        if EXPAND:
+            bits = tl.min(smallest_bits(x), axis=0)
+            tl.atomic_min(place + 2, bits, mask=bits < tl.load(place + 2), sem="relaxed")
+
+
+@triton.jit
+def step_tile(
+    grads_ptr,
+    grad_scales_ptr,
+    weights_ptr,
+    master_ptr,
+    master_in_ptr,
+    master_out_ptr,
+    exp_avg_ptr,
+    exp_avg_in_ptr,
+    exp_avg_out_ptr,
+    exp_avg_exponents_in_ptr,
+    exp_avg_exponents_out_ptr,
+    exp_avg_sq_ptr,
+    exp_avg_sq_in_ptr,
+    exp_avg_sq_out_ptr,
+    exp_avg_sq_exponents_in_ptr,
+    exp_avg_sq_exponents_out_ptr,
+    amax_ptr,
+    grad_scale_ptr,
+    tile,
+    segment,
+    start,
+    left,
+    number,
+    keep,
+    l2,
+    rest1,
+    beta2,
+    rest2,
+    step_size,
+    root_factor,
+    eps,
+    seed_low,
+    seed_high,
+    GRAD: tl.constexpr,
+    GRAD_BLOCK: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    MASTER: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
+    EXPAND_EXP_AVG: tl.constexpr,
+    EXPAND_EXP_AVG_SQ: tl.constexpr,
+    MASTER_IN_WEIGHTS: tl.constexpr,
+    PASS: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    GRAD_SCALE: tl.constexpr,
+    L2: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    FAST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Pass "only" or "second": update and store; "first": update and record the magnitudes.
+
+    Gradients and weights are given at the tile's first element.
+    """
+    local = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = local < left
+    if GRAD == "tensors":
+        if WHOLE:
+            g = tl.load(grads_ptr + local).to(tl.float32)
+        else:
+            g = tl.load(grads_ptr + local, mask=inside, other=0.0).to(tl.float32)
+    else:
+        codes = tl.load(grads_ptr + local)
+        g = numbers_of(codes, GRAD, NATIVE_FP8, ROWS, WIDTH)
+        if GRAD_BLOCK == 0:
+            g = g * tl.load(grad_scales_ptr + segment)
+        elif GRAD_BLOCK == WIDTH:
+            scales = tl.load(grad_scales_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int32)
+            g = g * mx_scale_values(scales)[:, None]
+        else:
+            blocks = tl.load(grad_scales_ptr + tile * (TILE_ // GRAD_BLOCK) + local // GRAD_BLOCK).to(tl.int32)
+            g = g * mx_scale_values(blocks)
+    if MASTER_IN_WEIGHTS:
+        if WHOLE:
+            p = tl.load(weights_ptr + local).to(tl.float32)
+        else:
+            p = tl.load(weights_ptr + local, mask=inside, other=0.0).to(tl.float32)
+    else:
+        p = load_quantity(
+            master_ptr, master_in_ptr, master_in_ptr, tile, segment, local,
+            MASTER, False, PER_BLOCK, NATIVE_FP8, ROWS, WIDTH,
+        )  # fmt: skip
+    m = load_quantity(
+        exp_avg_ptr, exp_avg_in_ptr, exp_avg_exponents_in_ptr, tile, segment, local,
+        EXP_AVG, EXPAND_EXP_AVG, PER_BLOCK, NATIVE_FP8, ROWS, WIDTH,
+    )  # fmt: skip
+    v = load_quantity(
+        exp_avg_sq_ptr, exp_avg_sq_in_ptr, exp_avg_sq_exponents_in_ptr, tile, segment, local,
+        EXP_AVG_SQ, EXPAND_EXP_AVG_SQ, PER_BLOCK, NATIVE_FP8, ROWS, WIDTH,
+    )  # fmt: skip
+
+    if GRAD_SCALE:
+        g = g * tl.load(grad_scale_ptr)
+    if L2:
+        g = g + p * l2
+    m = m + (g - m) * rest1
+    v = v * beta2 + (g * g) * rest2
+    denominator = square_root(v, FAST) * root_factor + eps
+    p = p * keep - quotient(m, denominator, FAST) * step_size
+    if not WHOLE:
+        # The padding must not reach the magnitudes: with eps = 0 it is 0 / 0, and what FP8 gradients hold there is
+        # anything.
+        p = tl.where(inside, p, 0.0)
+        m = tl.where(inside, m, 0.0)
+        v = tl.where(inside, v, 0.0)
+
+    if PASS == "first":
+        if not MASTER_IN_WEIGHTS:
+            record_magnitudes(p, amax_ptr, segment, 0, MASTER, False)
+        record_magnitudes(m, amax_ptr, segment, 1, EXP_AVG, EXPAND_EXP_AVG)
+        record_magnitudes(v, amax_ptr, segment, 2, EXP_AVG_SQ, EXPAND_EXP_AVG_SQ)
+    else:
+        before = tile * TILE_ - start
+        store_quantity(
+            m, m, exp_avg_ptr, exp_avg_out_ptr, exp_avg_exponents_out_ptr, amax_ptr, tile, segment, before, local,
+            1, EXP_AVG, EXPAND_EXP_AVG, PER_BLOCK, False, NATIVE_FP8, INTERPRETED, ROWS, WIDTH,
+        )  # fmt: skip
+        store_quantity(
+            v, v, exp_avg_sq_ptr, exp_avg_sq_out_ptr, exp_avg_sq_exponents_out_ptr, amax_ptr, tile, segment, before,
+            local, 2, EXP_AVG_SQ, EXPAND_EXP_AVG_SQ, PER_BLOCK, False, NATIVE_FP8, INTERPRETED, ROWS, WIDTH,
+        )  # fmt: skip
+        noise = p
+        if STOCHASTIC:
+            low = (seed_low.to(tl.int64) + number) & 0x7FFFFFFF
+            noise = uniform(low, seed_high, tile * 0, before.to(tl.int32) + local)
+        if MASTER_IN_WEIGHTS:
+            rounded = p
+            if STOCHASTIC:
+                rounded = round_stochastically(p, noise, MASTER)
+        else:
+            rounded = store_quantity(
+                p, noise, master_ptr, master_out_ptr, master_out_ptr, amax_ptr, tile, segment, before, local,
+                0, MASTER, False, PER_BLOCK, STOCHASTIC, NATIVE_FP8, INTERPRETED, ROWS, WIDTH,
+            )  # fmt: skip
+        if WEIGHTS:
+            dtype: tl.constexpr = weights_ptr.dtype.element_ty
+            if dtype == tl.float32:
+                stored = rounded
+            else:
+                stored = narrowed(rounded, dtype, INTERPRETED)
+            if WHOLE:
+                tl.store(weights_ptr + local, stored)
+            else:
+                tl.store(weights_ptr + local, stored, mask=inside)
+
+
+# Seeds are random: specializing on "divisible by 16" would compile the kernel twice.
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+def adamw_kernel(
+    grads_ptr,
+    grad_scales_ptr,
+    weights_ptr,
+    master_ptr,
+    master_in_ptr,
+    master_out_ptr,
+    exp_avg_ptr,
+    exp_avg_in_ptr,
+    exp_avg_out_ptr,
+    exp_avg_exponents_in_ptr,
+    exp_avg_exponents_out_ptr,
+    exp_avg_sq_ptr,
+    exp_avg_sq_in_ptr,
+    exp_avg_sq_out_ptr,
+    exp_avg_sq_exponents_in_ptr,
+    exp_avg_sq_exponents_out_ptr,
+    tile_segments_ptr,
+    table_ptr,
+    places_ptr,
+    amax_ptr,
+    grad_scale_ptr,
+    keep,
+    l2,
+    rest1,
+    beta2,
+    rest2,
+    step_size,
+    root_factor,
+    eps,
+    seed_low,
+    seed_high,
+    GRAD: tl.constexpr,
+    GRAD_BLOCK: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    MASTER: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
+    EXPAND_EXP_AVG: tl.constexpr,
+    EXPAND_EXP_AVG_SQ: tl.constexpr,
+    MASTER_IN_WEIGHTS: tl.constexpr,
+    SOME_MISSING: tl.constexpr,
+    ALIGNED_GRADS: tl.constexpr,
+    ALIGNED_WEIGHTS: tl.constexpr,
+    PASS: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    GRAD_SCALE: tl.constexpr,
+    L2: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    FAST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """One program: one tile."""
+    tile = tl.program_id(0).to(tl.int64)
+    segment = tl.load(tile_segments_ptr + tile).to(tl.int64)
+    start = tl.multiple_of(tl.load(table_ptr + 3 * segment), TILE_)
+    numel = tl.load(table_ptr + 3 * segment + 1)
+    number = tl.load(table_ptr + 3 * segment + 2)
+    offset = tile * TILE_ - start
+    left = tl.minimum(numel - offset, TILE_).to(tl.int32)
+    if GRAD == "tensors":
+        grad_place = tl.load(places_ptr + 2 * segment)
+        if SOME_MISSING and grad_place == MISSING_:
+            return
+        if ALIGNED_GRADS:
+            grad_place = tl.multiple_of(grad_place, 16 // (grads_ptr.dtype.element_ty.primitive_bitwidth // 8))
+        grads_ptr += grad_place + offset
+    else:
+        grads_ptr += tile * TILE_
+    if WEIGHTS:
+        weight_place = tl.load(places_ptr + 2 * segment + 1)
+        if ALIGNED_WEIGHTS:
+            weight_place = tl.multiple_of(weight_place, 16 // (weights_ptr.dtype.element_ty.primitive_bitwidth // 8))
+        weights_ptr += weight_place + offset
+    # The body is compiled twice, so that a whole tile has no masks.
+    if left >= TILE_:
+        step_tile(
+            grads_ptr, grad_scales_ptr, weights_ptr, master_ptr, master_in_ptr, master_out_ptr, exp_avg_ptr,
+            exp_avg_in_ptr, exp_avg_out_ptr, exp_avg_exponents_in_ptr, exp_avg_exponents_out_ptr, exp_avg_sq_ptr,
+            exp_avg_sq_in_ptr, exp_avg_sq_out_ptr, exp_avg_sq_exponents_in_ptr, exp_avg_sq_exponents_out_ptr, amax_ptr,
+            grad_scale_ptr, tile, segment, start, left, number, keep, l2, rest1, beta2, rest2, step_size, root_factor,
+            eps, seed_low, seed_high, GRAD, GRAD_BLOCK, WEIGHTS, MASTER, EXP_AVG, EXP_AVG_SQ, EXPAND_EXP_AVG,
+            EXPAND_EXP_AVG_SQ, MASTER_IN_WEIGHTS, PASS, PER_BLOCK, GRAD_SCALE, L2, STOCHASTIC, NATIVE_FP8, FAST,
+            INTERPRETED, ROWS, WIDTH, True,
+        )  # fmt: skip
+    else:
+        step_tile(
+            grads_ptr, grad_scales_ptr, weights_ptr, master_ptr, master_in_ptr, master_out_ptr, exp_avg_ptr,
+            exp_avg_in_ptr, exp_avg_out_ptr, exp_avg_exponents_in_ptr, exp_avg_exponents_out_ptr, exp_avg_sq_ptr,
+            exp_avg_sq_in_ptr, exp_avg_sq_out_ptr, exp_avg_sq_exponents_in_ptr, exp_avg_sq_exponents_out_ptr, amax_ptr,
+            grad_scale_ptr, tile, segment, start, left, number, keep, l2, rest1, beta2, rest2, step_size, root_factor,
+            eps, seed_low, seed_high, GRAD, GRAD_BLOCK, WEIGHTS, MASTER, EXP_AVG, EXP_AVG_SQ, EXPAND_EXP_AVG,
+            EXPAND_EXP_AVG_SQ, MASTER_IN_WEIGHTS, PASS, PER_BLOCK, GRAD_SCALE, L2, STOCHASTIC, NATIVE_FP8, FAST,
+            INTERPRETED, ROWS, WIDTH, False,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where gradients and weights of their own lie: element offsets from the first of them.
+
+    Attributes:
+        entries: int64 [segments, 2] on the device: gradient (MISSING: none), weight.
+        some_missing: whether a gradient is.
+        aligned_grads, aligned_weights: whether all start at multiples of 16 bytes.
+    """
+
+    entries: Tensor
+    some_missing: bool
+    aligned_grads: bool
+    aligned_weights: bool
+
+    @classmethod
+    def of(cls, grads: list[Tensor | None] | None, weights: list[Tensor] | None, count: int, device) -> Places:
+        """The places of `count` segments; they hold as long as the tensors lie where they do."""
+        columns, aligned = [], []
+        for tensors in (grads, weights):
+            base = first_of(tensors)
+            if base is None:
+                columns.append([MISSING] * count)
+                aligned.append(True)
+                continue
+            size = base.element_size()
+            columns.append([MISSING if t is None else (t.data_ptr() - base.data_ptr()) // size for t in tensors])
+            aligned.append(all(t is None or t.numel() == 0 or t.data_ptr() % 16 == 0 for t in tensors))
+        entries = torch.tensor(columns, dtype=torch.int64).t().contiguous()
+        if torch.device(device).type == "cuda":
+            # From pinned memory the copy does not wait for the device; torch keeps the memory until it is done.
+            entries = entries.pin_memory().to(device, non_blocking=True)
+        return cls(entries, grads is not None and any(g is None for g in grads), *aligned)
+
+
+def first_of(tensors: list[Tensor | None] | None) -> Tensor | None:
+    """The first tensor that has elements."""
+    return next((t for t in tensors or () if t is not None and t.numel()), None)
+
+
+def adamw(
+    tile_segments: Tensor,
+    table: Tensor,
+    places: Places,
+    master: Quantity | None,
+    exp_avg: Quantity,
+    exp_avg_sq: Quantity,
+    grads: Tensor,
+    weights: Tensor | None,
+    constants: dict[str, float],
+    *,
+    block_size: int | None,
+    grad_element: str | None = None,
+    grad_scales: Tensor | None = None,
+    grad_block: int = 0,
+    grad_scale: Tensor | None = None,
+    seed: tuple[int, int] | None = None,
+) -> None:
+    """One step on all segments.
+
+    Args:
+        tile_segments: int32 [tiles], the segment of each tile.
+        table: int64 [segments, 3]: start, numel, number in the noise.
+        places: of gradients and weights.
+        master: None: the weights are the master weights, in their own dtype.
+        grads: the first gradient, fp32, bf16 or fp16; or with `grad_element` all codes, uint8 [padded].
+        weights: the first of the weights, or None.
+        constants: keep, l2, rest1, beta2, rest2, step_size, root_factor, eps.
+        block_size: elements that share a scale; None: one scale a segment.
+        grad_element: "fp8_e4m3" or "fp8_e5m2".
+        grad_scales: with `grad_element`: fp32 [segments], or uint8 E8M0 bytes, one for `grad_block` elements.
+        grad_scale: fp32 [1], multiplies every gradient.
+        seed: (low, high) of stochastic rounding; None: to nearest.
+    """
+    dtypes = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    own = Quantity(dtypes[weights.dtype], weights) if master is None else master
+    quantities = (own, exp_avg, exp_avg_sq)
+    per_tensor = block_size is None and any(q.scales is not None for q in quantities)
+    before = [(q.scales, q.exponents) for q in quantities]
+    amax = exp_avg.codes
+    if per_tensor:
+        # A segment's first tile writes the new scale while other tiles still read the old one.
+        before = [tuple(None if t is None else t.clone() for t in pair) for pair in before]
+        amax = torch.zeros(table.shape[0], _AMAX_COLUMNS, dtype=torch.int32, device=table.device)
+        amax[:, 3:] = _INFINITY_BITS
+    unused = tile_segments  # a pointer that is not followed
+
+    def given(tensor: Tensor | None) -> Tensor:
+        return unused if tensor is None else tensor
+
+    (p_in, _), (m_in, m_exponents), (v_in, v_exponents) = before
+    width = block_size or TILE
+    for name in ("first", "second") if per_tensor else ("only",):
+        with torch.cuda.device_of(table):
+            adamw_kernel[(tile_segments.numel(),)](
+                grads,
+                given(grad_scales),
+                given(weights),
+                own.codes,
+                given(p_in),
+                given(own.scales),
+                exp_avg.codes,
+                given(m_in),
+                given(exp_avg.scales),
+                given(m_exponents),
+                given(exp_avg.exponents),
+                exp_avg_sq.codes,
+                given(v_in),
+                given(exp_avg_sq.scales),
+                given(v_exponents),
+                given(exp_avg_sq.exponents),
+                tile_segments,
+                table,
+                places.entries,
+                amax,
+                given(grad_scale),
+                constants["keep"],
+                constants["l2"],
+                constants["rest1"],
+                constants["beta2"],
+                constants["rest2"],
+                constants["step_size"],
+                constants["root_factor"],
+                constants["eps"],
+                *(seed or (0, 0)),
+                GRAD=grad_element or "tensors",
+                GRAD_BLOCK=grad_block,
+                WEIGHTS=weights is not None,
+                MASTER=own.storage,
+                EXP_AVG=exp_avg.storage,
+                EXP_AVG_SQ=exp_avg_sq.storage,
+                EXPAND_EXP_AVG=exp_avg.exponents is not None,
+                EXPAND_EXP_AVG_SQ=exp_avg_sq.exponents is not None,
+                MASTER_IN_WEIGHTS=master is None,
+                SOME_MISSING=places.some_missing,
+                ALIGNED_GRADS=places.aligned_grads,
+                ALIGNED_WEIGHTS=places.aligned_weights,
+                PASS=name,
+                PER_BLOCK=block_size is not None,
+                GRAD_SCALE=grad_scale is not None,
+                L2=constants["l2"] != 0,
+                STOCHASTIC=seed is not None,
+                NATIVE_FP8=native_float8(table.device),
+                FAST=table.device.type == "cuda" and torch.version.hip is None and not interpreted(),
+                INTERPRETED=interpreted(),
+                ROWS=TILE // width,
+                WIDTH=width,
+                num_warps=NUM_WARPS,
+                enable_fp_fusion=False,
+            )

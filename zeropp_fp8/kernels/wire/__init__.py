@@ -1,0 +1,1 @@
+"""Tensors and what travels: payload rows, means of them, codes with shared scales."""

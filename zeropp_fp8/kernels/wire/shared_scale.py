@@ -1,0 +1,354 @@
+"""FP8 codes with a scale a tensor that all ranks know: encode, add as codes, decode; one pass each.
+
+    encode   row[r] of a tensor = FP8(clamp(slice[slices[r]] * multiplier)), and the tensor's amax on the way
+    sum      row = FP8(clamp(number(code of rank 0) + number(code of rank 1) + ...))       added in this order, in fp32
+    decode   tensor = sum * factor, or tensor += it, or (for tensors of bytes) the code of the sum
+
+The formulas are those of formats/shared_scale.py. Codes at the largest magnitude and numbers that became zero are
+counted: two integer atomics a program, so the counts do not depend on the order of programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, codes_of, load_some, numbers_of, store_some
+from zeropp_fp8.kernels.wire.dequantize import write_tile
+from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable, interpreted, native_float8
+from zeropp_fp8.kernels.wire.quantize import load_tile, segment_of_program
+
+
+@triton.jit
+def shared_codes(
+    values,
+    multiplier,
+    counts_ptr,
+    ELEMENT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """uint8 codes of fp32 values, counted."""
+    bad = (values.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= EXPONENT_OF_INF
+    scaled = tl.where(bad, 0.0, values * multiplier)
+    codes = codes_of(scaled, scaled, ELEMENT, "nearest", NATIVE_FP8, BLOCKS, WIDTH)
+    codes = tl.where(bad, 0x7F, codes).to(tl.uint8)
+    magnitudes = codes & 0x7F
+    top: tl.constexpr = 0x7E if ELEMENT == "fp8_e4m3" else 0x7B
+    saturated = tl.sum(tl.sum((magnitudes == top).to(tl.int32), axis=1), axis=0)
+    vanished = tl.sum(tl.sum(((magnitudes == 0) & (values != 0.0)).to(tl.int32), axis=1), axis=0)
+    if saturated > 0:
+        tl.atomic_add(counts_ptr, saturated.to(tl.int64))
+    if vanished > 0:
+        tl.atomic_add(counts_ptr + 1, vanished.to(tl.int64))
+    return codes
+
+
+@triton.jit
+def store_codes(codes, destination_ptr, tile, end, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+    """Store a tile's codes [BLOCKS, WIDTH] where it lies before `end` (elements)."""
+    local = tl.arange(0, BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    start = tile * (BLOCKS * WIDTH)
+    left = tl.minimum(end - start, BLOCKS * WIDTH).to(tl.int32)
+    store_some(destination_ptr + start + local, codes, local, left, True, WHOLE, False)
+
+
+@triton.jit
+def encode_kernel(
+    base_ptr,
+    payload_ptr,
+    slices_ptr,
+    tensors_ptr,
+    segments_ptr,
+    multipliers_ptr,
+    amax_ptr,
+    counts_ptr,
+    row_bytes,
+    ELEMENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    """One program: one tile (axis 0) of one tensor's slice (axis 2) in one row (axis 1)."""
+    tile = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    segment = tl.program_id(2).to(tl.int64)
+    offset, slice_numel, _, _, total_bytes = segment_of_program(segments_ptr, segment, ELEMENT)
+    if tile * (TILE_BLOCKS * WIDTH) >= slice_numel:
+        return
+    slice_index = tl.load(slices_ptr + row).to(tl.int64)
+    numel = tl.load(tensors_ptr + 2 * segment + 1)
+    start = tl.load(tensors_ptr + 2 * segment) + slice_index * slice_numel
+    if ALIGNED:
+        start = tl.multiple_of(start, 16 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    payload_ptr += tl.multiple_of(row * row_bytes, 16) + offset
+    multiplier = tl.load(multipliers_ptr + segment)
+    end = tl.minimum(slice_numel, numel - slice_index * slice_numel)
+    # The body is compiled twice, so that a whole tile has neither masks nor branches.
+    if end - tile * (TILE_BLOCKS * WIDTH) >= TILE_BLOCKS * WIDTH:
+        x = load_tile(base_ptr + start, numel, slice_numel, slice_index, tile, WIDTH, WIDTH, TILE_BLOCKS, True)
+        x = x.to(tl.float32)
+        codes = shared_codes(x, multiplier, counts_ptr, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+        store_codes(codes, payload_ptr, tile, slice_numel, TILE_BLOCKS, WIDTH, True)
+    else:
+        x = load_tile(base_ptr + start, numel, slice_numel, slice_index, tile, WIDTH, WIDTH, TILE_BLOCKS, False)
+        x = x.to(tl.float32)
+        codes = shared_codes(x, multiplier, counts_ptr, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+        store_codes(codes, payload_ptr, tile, slice_numel, TILE_BLOCKS, WIDTH, False)
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    finite = tl.where(bits < EXPONENT_OF_INF, bits, 0)
+    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)) + segment, tl.max(tl.max(finite, axis=1), axis=0))
+    if tile == 0:  # zeros after the codes
+        pad = tl.arange(0, 16)
+        tl.store(
+            payload_ptr + slice_numel + pad,
+            tl.zeros((16,), tl.uint8),
+            mask=pad < (total_bytes - slice_numel).to(tl.int32),
+        )
+
+
+@triton.jit
+def sum_of_codes(
+    received_ptr,
+    rank_bytes,
+    tile,
+    numel,
+    RANKS: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """fp32 sum over ranks of the numbers of the same tile; `received_ptr` is at rank 0's."""
+    local = tl.arange(0, TILE_BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    start = tile * (TILE_BLOCKS * WIDTH)
+    left = tl.minimum(numel - start, TILE_BLOCKS * WIDTH).to(tl.int32)
+    total = tl.zeros((TILE_BLOCKS, WIDTH), tl.float32)
+    if RANKS <= 16:
+        for rank in tl.static_range(RANKS):  # unrolled, so that all loads are under way before the first sum
+            pointers = received_ptr + tl.multiple_of(rank_bytes * rank, 16) + start + local
+            codes = load_some(pointers, local, left, True, WHOLE, False)
+            total += numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+    else:
+        for rank in range(RANKS):
+            pointers = received_ptr + tl.multiple_of(rank_bytes * rank, 16) + start + local
+            codes = load_some(pointers, local, left, True, WHOLE, False)
+            total += numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+    return total
+
+
+@triton.jit
+def sum_to_payload_kernel(
+    received_ptr,
+    payload_ptr,
+    segments_in_ptr,
+    segments_out_ptr,
+    counts_ptr,
+    rank_bytes,
+    row_bytes_in,
+    row_bytes_out,
+    RANKS: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    """One program: one tile (axis 0) of one tensor's slice (axis 2) in one row (axis 1)."""
+    tile = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    segment = tl.program_id(2).to(tl.int64)
+    offset, numel, _, _, _ = segment_of_program(segments_in_ptr, segment, ELEMENT)
+    if tile * (TILE_BLOCKS * WIDTH) >= numel:
+        return
+    received_ptr += tl.multiple_of(row * row_bytes_in, 16) + offset
+    offset, _, _, _, total_bytes = segment_of_program(segments_out_ptr, segment, ELEMENT)
+    payload_ptr += tl.multiple_of(row * row_bytes_out, 16) + offset
+    if numel - tile * (TILE_BLOCKS * WIDTH) >= TILE_BLOCKS * WIDTH:
+        total = sum_of_codes(
+            received_ptr, rank_bytes, tile, numel, RANKS, ELEMENT, WIDTH, TILE_BLOCKS, NATIVE_FP8, True
+        )
+        codes = shared_codes(total, 1.0, counts_ptr, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+        store_codes(codes, payload_ptr, tile, numel, TILE_BLOCKS, WIDTH, True)
+    else:
+        total = sum_of_codes(
+            received_ptr, rank_bytes, tile, numel, RANKS, ELEMENT, WIDTH, TILE_BLOCKS, NATIVE_FP8, False
+        )
+        codes = shared_codes(total, 1.0, counts_ptr, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+        store_codes(codes, payload_ptr, tile, numel, TILE_BLOCKS, WIDTH, False)
+    if tile == 0:  # zeros after the codes
+        pad = tl.arange(0, 16)
+        tl.store(payload_ptr + numel + pad, tl.zeros((16,), tl.uint8), mask=pad < (total_bytes - numel).to(tl.int32))
+
+
+@triton.jit
+def sum_to_tensors_kernel(
+    received_ptr,
+    base_ptr,
+    tensors_ptr,
+    segments_ptr,
+    factors_ptr,
+    counts_ptr,
+    rank_bytes,
+    RANKS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    KEEP_CODES: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program: one tile (axis 0) of one tensor's slice (axis 2)."""
+    tile = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(2).to(tl.int64)
+    offset, numel, _, _, _ = segment_of_program(segments_ptr, segment, ELEMENT)
+    if tile * (TILE_BLOCKS * WIDTH) >= numel:
+        return
+    start = tl.load(tensors_ptr + 2 * segment)
+    if ALIGNED:
+        start = tl.multiple_of(start, 16 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    end = tl.minimum(numel, tl.load(tensors_ptr + 2 * segment + 1))
+    received_ptr += offset
+    factor = tl.load(factors_ptr + segment)
+    if end - tile * (TILE_BLOCKS * WIDTH) >= TILE_BLOCKS * WIDTH:
+        total = sum_of_codes(
+            received_ptr, rank_bytes, tile, numel, RANKS, ELEMENT, WIDTH, TILE_BLOCKS, NATIVE_FP8, True
+        )
+        if KEEP_CODES:
+            codes = shared_codes(total, 1.0, counts_ptr, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+            store_codes(codes, base_ptr + start, tile, end, TILE_BLOCKS, WIDTH, True)
+        else:
+            write_tile(
+                total * factor, base_ptr + start, end, tile, ACCUMULATE, WIDTH, WIDTH, TILE_BLOCKS, INTERPRETED, True
+            )
+    else:
+        total = sum_of_codes(
+            received_ptr, rank_bytes, tile, numel, RANKS, ELEMENT, WIDTH, TILE_BLOCKS, NATIVE_FP8, False
+        )
+        if KEEP_CODES:
+            # What lies beyond the end is padding: zeros, which are not counted.
+            codes = shared_codes(total, 1.0, counts_ptr, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+            store_codes(codes, base_ptr + start, tile, end, TILE_BLOCKS, WIDTH, False)
+        else:
+            write_tile(
+                total * factor, base_ptr + start, end, tile, ACCUMULATE, WIDTH, WIDTH, TILE_BLOCKS, INTERPRETED, False
+            )
+
+
+def encode_shared(
+    base: Tensor,
+    tensors: TensorTable,
+    segments: SegmentTable,
+    slices: Tensor,
+    payload: Tensor,
+    multipliers: Tensor,
+    amax: Tensor,
+    counts: Tensor,
+) -> None:
+    """Encode slices of tensors into payload rows.
+
+    Args:
+        base: the first of the source tensors, fp32, bf16 or fp16.
+        tensors: the places of all of them.
+        slices: int32 [rows], which slice each row holds.
+        payload: uint8 [rows, row bytes], contiguous; only the bytes of these tensors are written.
+        multipliers: fp32 [tensors], contiguous.
+        amax: fp32 [tensors], contiguous; becomes the larger of itself and the tensor's largest finite magnitude.
+        counts: int64 [2].
+    """
+    rows, row_bytes = payload.shape
+    form = segments.format
+    with torch.cuda.device_of(payload):
+        encode_kernel[segments.grid(rows, form.tile_blocks)](
+            base,
+            payload,
+            slices,
+            tensors.entries,
+            segments.segments,
+            multipliers,
+            amax,
+            counts,
+            row_bytes,
+            ELEMENT=form.element,
+            WIDTH=form.width,
+            TILE_BLOCKS=form.tile_blocks,
+            ALIGNED=tensors.aligned,
+            NATIVE_FP8=native_float8(payload.device),
+            num_warps=form.num_warps,
+            enable_fp_fusion=False,
+        )
+
+
+def sum_to_payload(
+    received: Tensor, segments_in: SegmentTable, segments_out: SegmentTable, payload: Tensor, counts: Tensor
+) -> None:
+    """Encode the sum over ranks of uint8 `received` [ranks, rows, bytes in] into `payload` [rows, bytes out]."""
+    ranks, rows, row_bytes_in = received.shape
+    form = segments_out.format
+    with torch.cuda.device_of(payload):
+        sum_to_payload_kernel[segments_in.grid(rows, form.sum_blocks)](
+            received,
+            payload,
+            segments_in.segments,
+            segments_out.segments,
+            counts,
+            rows * row_bytes_in,
+            row_bytes_in,
+            payload.shape[1],
+            RANKS=ranks,
+            ELEMENT=form.element,
+            WIDTH=form.width,
+            TILE_BLOCKS=form.sum_blocks,
+            NATIVE_FP8=native_float8(payload.device),
+            num_warps=form.sum_warps,
+            enable_fp_fusion=False,
+        )
+
+
+def sum_to_tensors(
+    received: Tensor,
+    segments: SegmentTable,
+    base: Tensor,
+    tensors: TensorTable,
+    factors: Tensor,
+    counts: Tensor,
+    accumulate: bool = False,
+) -> None:
+    """Write the sum over ranks of the single row to tensors, or add it to them.
+
+    Args:
+        received: uint8 [ranks, row bytes], contiguous.
+        base: the first of the destination tensors: fp32, bf16 or fp16 get sum * factor, uint8 the code of the sum.
+        tensors: the places of all of them, each with at most its slice's elements.
+        factors: fp32 [tensors], contiguous.
+        counts: int64 [2], of codes that are made here.
+    """
+    ranks, row_bytes = received.shape
+    form = segments.format
+    with torch.cuda.device_of(received):
+        sum_to_tensors_kernel[segments.grid(1, form.sum_blocks)](
+            received,
+            base,
+            tensors.entries,
+            segments.segments,
+            factors,
+            counts,
+            row_bytes,
+            RANKS=ranks,
+            ACCUMULATE=accumulate,
+            KEEP_CODES=base.dtype == torch.uint8,
+            ELEMENT=form.element,
+            WIDTH=form.width,
+            TILE_BLOCKS=form.sum_blocks,
+            ALIGNED=tensors.aligned,
+            NATIVE_FP8=native_float8(received.device),
+            INTERPRETED=interpreted(),
+            num_warps=form.sum_warps,
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,51 @@
+"""What a step will cost, before it is run: time, bytes on the wire and memory of each method, by formula.
+
+    python -m zeropp_fp8.plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 2048
+
+A step is two passes over the model's blocks and the optimizer; in a pass the wire works beside the GPU and the Python
+host. `step_time.py` has the formulas. Everything here is plain arithmetic: no torch, no GPU, no communication.
+
+    job.py        the model, the cluster and the job
+    hardware.py   rates of the machine: data sheets, and what had to be measured
+    traffic.py    bytes that a collective puts on the links
+    methods.py    the methods that are compared: which collective carries what, in which format
+    step_time.py  from bytes to seconds
+    memory.py     bytes held by a GPU
+    measured.py   measured points: peers, and the JSON of benchmarks/two_nodes.py
+    calibrate.py  model against measurement, and fitting the rates no data sheet gives
+"""
+
+from zeropp_fp8.plan.calibrate import Residual, calibrate, calibrate_machine, check
+from zeropp_fp8.plan.hardware import EMULATED_H200, H200, PRESETS, V100, Hardware
+from zeropp_fp8.plan.job import Cluster, Job, Model, PlanError
+from zeropp_fp8.plan.measured import PEERS, MeasuredPoint, load_points
+from zeropp_fp8.plan.memory import MemoryEstimate, memory_per_gpu
+from zeropp_fp8.plan.methods import METHODS, TABLE_METHODS, Method, method_named
+from zeropp_fp8.plan.step_time import StepEstimate, estimate
+
+__all__ = [
+    "EMULATED_H200",
+    "H200",
+    "METHODS",
+    "PEERS",
+    "PRESETS",
+    "TABLE_METHODS",
+    "V100",
+    "Cluster",
+    "Hardware",
+    "Job",
+    "MeasuredPoint",
+    "MemoryEstimate",
+    "Method",
+    "Model",
+    "PlanError",
+    "Residual",
+    "StepEstimate",
+    "calibrate",
+    "calibrate_machine",
+    "check",
+    "estimate",
+    "load_points",
+    "memory_per_gpu",
+    "method_named",
+]

@@ -1,0 +1,178 @@
+"""A table of all methods for one job, or the model beside measured points.
+
+python -m zeropp_fp8.plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 2048
+python -m zeropp_fp8.plan --check benchmarks/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from zeropp_fp8.plan.calibrate import Residual, calibrate, calibrate_machine, check
+from zeropp_fp8.plan.hardware import EMULATED_H200, PRESETS, Hardware
+from zeropp_fp8.plan.job import Cluster, Job, Model, PlanError
+from zeropp_fp8.plan.measured import PEERS, load_points
+from zeropp_fp8.plan.methods import METHODS, TABLE_METHODS, method_named
+from zeropp_fp8.plan.step_time import StepEstimate, estimate
+
+GIGA, GIB = 1e9, 2**30
+# Option -> field of Hardware that it overrides.
+OVERRIDES = {
+    "tflops": "achieved_tflops",
+    "intra_gbs": "intra_gbs",
+    "memory_gbs": "memory_gbs",
+    "link_efficiency": "link_efficiency",
+    "codec_efficiency": "codec_efficiency",
+    "overlap": "overlap",
+}
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zeropp_fp8.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    job = parser.add_argument_group("the job")
+    job.add_argument("--params", type=float, default=7e9, help="parameters of the model")
+    job.add_argument("--hidden", type=int, help="hidden size; without it a usual shape for the size")
+    job.add_argument("--layers", type=int)
+    job.add_argument("--vocabulary", type=int, default=32000)
+    job.add_argument("--nodes", type=int, default=8)
+    job.add_argument("--ranks-per-node", type=int, default=8)
+    job.add_argument("--gbit", type=float, default=100.0, help="what one node can send, Gbit/s")
+    job.add_argument("--tokens", type=int, default=2048, help="tokens of one GPU in a micro-batch")
+    job.add_argument("--sequence", type=int, help="tokens of a sequence; default: all of --tokens")
+    job.add_argument("--micro-batches", type=int, default=1, help="gradient accumulation steps")
+    job.add_argument("--kept", type=float, default=2e8, help="parameters ZeRO-3 keeps gathered (max_live_parameters)")
+    job.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
+    machine = parser.add_argument_group("the machine (a preset, and what differs from it)")
+    machine.add_argument("--gpu", choices=PRESETS, default="h200")
+    machine.add_argument("--tflops", type=float, help="TFLOP/s a GPU achieves in training")
+    machine.add_argument("--intra-gbs", type=float, help="GB/s a GPU sends within its node")
+    machine.add_argument("--memory-gbs", type=float, help="copy bandwidth of a GPU, GB/s")
+    machine.add_argument("--link-efficiency", type=float, help="share of --gbit that the payload gets")
+    machine.add_argument("--codec-efficiency", type=float, help="share of --memory-gbs that quantizing reaches")
+    machine.add_argument("--overlap", type=float, help="1: wire and GPU work side by side; 0: one after the other")
+    output = parser.add_argument_group("output")
+    output.add_argument("--methods", default=",".join(TABLE_METHODS), help=f"out of {', '.join(METHODS)}")
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument(
+        "--check", nargs="*", metavar="PATH", help="results at PATH against the model; without PATH the peers known"
+    )
+    output.add_argument(
+        "--fit", default="", help='with --check: up to three fields of Hardware to fit first, with commas, or "machine"'
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.fit and arguments.check is None:
+        parser.error("--fit needs --check: it fits to measured points")
+    return arguments
+
+
+def hardware_of(arguments: argparse.Namespace, preset: Hardware) -> Hardware:
+    """The preset with what the command line changes."""
+    given = {field: getattr(arguments, option) for option, field in OVERRIDES.items()}
+    return replace(preset, **{field: value for field, value in given.items() if value is not None})
+
+
+def job_of(arguments: argparse.Namespace) -> Job:
+    """The job of the command line."""
+    return Job(
+        Model.from_parameters(arguments.params, arguments.hidden, arguments.layers, arguments.vocabulary),
+        Cluster(arguments.nodes, arguments.ranks_per_node, arguments.gbit),
+        arguments.tokens,
+        arguments.sequence,
+        arguments.micro_batches,
+        arguments.kept,
+        arguments.checkpointing,
+    )
+
+
+def table(estimates: Sequence[StepEstimate], job: Job) -> str:
+    """One line a method; the speed-up is over the first."""
+    model, cluster = job.model, job.cluster
+    link = f"{cluster.inter_gbit:g} Gbit/s between nodes" if cluster.nodes > 1 else "one node"
+    lines = [
+        f"{model.parameters / GIGA:.3g} B parameters ({model.layers} layers, hidden {model.hidden}), {cluster.nodes} x "
+        f"{cluster.ranks_per_node} GPUs, {link}, {job.micro_batches} x {job.tokens} tokens a GPU (modelled)",
+        f"{'method':<14}{'step':>10}{'speed-up':>10}{'tokens/s':>10}{'between nodes':>15}{'in the node':>13}"
+        f"{'memory':>9}  bound by",
+        f"{'':<14}{'ms':>10}{'':>10}{'a GPU':>10}{'GB a node':>15}{'GB a GPU':>13}{'GiB':>9}",
+    ]
+    for one in estimates:
+        lines.append(
+            f"{one.method:<14}{1e3 * one.step_s:>10.1f}{estimates[0].step_s / one.step_s:>8.2f} x"
+            f"{one.tokens_per_s:>10.0f}{one.inter_bytes / GIGA:>15.3f}{one.intra_bytes / GIGA:>13.3f}"
+            f"{one.memory.peak / GIB:>9.2f}  {one.bound}"
+        )
+    return "\n".join(lines)
+
+
+def check_table(residuals: Sequence[Residual]) -> str:
+    """Measured and modelled step times."""
+    lines = [f"{'run':<46}{'source':<24}{'measured':>10}{'modelled':>10}{'error':>9}   (ms)"]
+    for residual in residuals:
+        point = residual.point
+        lines.append(
+            f"{point.label:<46}{point.source:<24}{1e3 * point.step_s:>10.0f}{1e3 * residual.modelled_s:>10.0f}"
+            f"{100 * residual.error:>+8.1f}%"
+        )
+    worst = max(abs(residual.error) for residual in residuals)
+    return "\n".join([*lines, f"largest error {100 * worst:.1f}% of {len(residuals)} points"])
+
+
+def run_check(arguments: argparse.Namespace) -> str:
+    """`--check`: files (or the peers known), after fitting what `--fit` names.
+
+    Peers and files are not mixed: the host's share of a step is the machine's, and was twice as long on one day as on
+    another.
+    """
+    points = [point for path in arguments.check for point in load_points(path)] if arguments.check else list(PEERS)
+    unknown = sorted({point.run for point in points if point.run not in METHODS})
+    points = [point for point in points if point.run in METHODS]
+    if not points:
+        where = ", ".join(arguments.check)
+        raise PlanError(f"{where}: no step times measured on GPUs{f', only of {unknown}' if unknown else ''}")
+    hardware = hardware_of(arguments, EMULATED_H200)
+    lines = [f"no model for: {', '.join(unknown)}"] if unknown else []
+    if arguments.fit:
+        fields = arguments.fit.split(",")
+        if fields == ["machine"]:
+            fields = ["host_per_block_ms", "achieved_tflops", "host_per_tensor_ms", "host_per_gather_ms"]
+            hardware = calibrate_machine(points, hardware)
+        else:
+            hardware = calibrate(points, hardware, fields)
+        lines += [f"fitted {field} = {getattr(hardware, field):.4g}" for field in fields]
+    return "\n".join([*lines, check_table(check(points, hardware))])
+
+
+def run_plan(arguments: argparse.Namespace) -> str:
+    """The table, or the same as JSON."""
+    job, hardware = job_of(arguments), hardware_of(arguments, PRESETS[arguments.gpu])
+    estimates = [estimate(method_named(name), job, hardware) for name in arguments.methods.split(",")]
+    if not arguments.json:
+        return table(estimates, job)
+    methods = [
+        {**asdict(one), "step_s": one.step_s, "peak_bytes": one.memory.peak, "held_bytes": one.memory.held}
+        for one in estimates
+    ]
+    return json.dumps({"job": asdict(job), "hardware": asdict(hardware), "methods": methods}, indent=1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the plan; a job that cannot be ends with its reason and exit status 2."""
+    arguments = parse(argv)
+    try:
+        print(run_plan(arguments) if arguments.check is None else run_check(arguments))
+    except (PlanError, OverflowError) as error:  # the latter of whole numbers beyond all floats
+        print(f"plan: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Rates of the machine: data sheet figures, and constants that only a measurement gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zeropp_fp8.plan.job import PlanError, require_at_least_zero, require_positive
+
+MICRO = 1e-6
+SHARES = ("link_efficiency", "codec_efficiency", "overlap")  # fields that are at most 1
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One GPU, its host process and its links.
+
+    From data sheets or copy benchmarks:
+        intra_gbs: what a GPU sends within its node in a collective, GB/s, one way.
+        memory_gbs: copy bandwidth of the GPU, GB/s, bytes read + bytes written.
+        net_latency_us, node_latency_us: one hop of a ring between and within nodes. Defaults: NCCL's own tuning table
+            (src/graph/tuning.cc, hwLat, ring, Simple protocol: network 14.0, NVLink 3.4).
+        optimizer_bytes: memory traffic of the update, bytes a parameter: fp32 AdamW reads gradient, master weight and
+            two moments, writes three and the 16-bit weight, 30 in all.
+
+    Measured, or fitted with `calibrate`:
+        achieved_tflops: TFLOP/s of a GPU in forward and backward passes, 16 bits.
+        link_efficiency: share of a link's rate that the payload gets.
+        host_per_block_ms: Python and kernel launches for one block, forward and backward, in eager mode.
+        host_per_tensor_ms: what DeepSpeed's ZeRO-3 adds a step for each tensor it manages.
+        host_per_gather_ms: what it adds a step for each unit it gathers, releases and reduces (hooks, handles).
+        codec_efficiency: share of memory_gbs that quantizing and dequantizing reach, counted on the bytes that one
+            fused pass must move.
+        overlap: how much of what can be hidden behind the slower of wire and GPU is hidden: 1 all of it, 0 nothing.
+    """
+
+    intra_gbs: float
+    memory_gbs: float
+    achieved_tflops: float
+    link_efficiency: float = 0.9
+    host_per_block_ms: float = 3.94
+    host_per_tensor_ms: float = 0.43
+    host_per_gather_ms: float = 0.78
+    codec_efficiency: float = 0.8
+    overlap: float = 1.0
+    net_latency_us: float = 14.0
+    node_latency_us: float = 3.4
+    optimizer_bytes: float = 30.0
+
+    def __post_init__(self) -> None:
+        require_positive(
+            intra_gbs=self.intra_gbs,
+            memory_gbs=self.memory_gbs,
+            achieved_tflops=self.achieved_tflops,
+            link_efficiency=self.link_efficiency,
+            codec_efficiency=self.codec_efficiency,
+        )
+        for share in SHARES:
+            if getattr(self, share) > 1:
+                raise PlanError(f"{share} is a share of a rate and must not exceed 1, got {getattr(self, share)!r}")
+        require_at_least_zero(**vars(self))
+
+
+# 4 H200 of one host: NCCL over NVLink within a pair and the copy bandwidth were measured. host_per_block_ms and
+# achieved_tflops are fitted to FSDP2 in one node, then host_per_tensor_ms, host_per_gather_ms and link_efficiency to
+# the other peers in measured.py (`calibrate`). codec_efficiency is what benchmarks/kernels.py measured there, 0.6 to
+# 0.9 by kernel. link_efficiency of a network that is not this one is an assumption.
+EMULATED_H200 = Hardware(intra_gbs=200, memory_gbs=4300, achieved_tflops=362, link_efficiency=0.995)
+H200 = replace(EMULATED_H200, link_efficiency=0.9)
+# Data sheet: NVLink 150 GB/s one way, memory 900 GB/s, 125 TFLOP/s; what training reaches of them is assumed.
+V100 = Hardware(intra_gbs=120, memory_gbs=800, achieved_tflops=60)
+PRESETS = {"h200": H200, "emulated-h200": EMULATED_H200, "v100": V100}

@@ -1,0 +1,174 @@
+"""Measured step times: peers, and what benchmarks/two_nodes.py writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeropp_fp8.plan.job import Cluster, Job, Model, PlanError, require_positive
+
+# The models of benchmarks/two_nodes.py.
+MODELS = {
+    "1.3b": Model(parameters=1345423360, hidden=2048, layers=24, vocabulary=32000),
+    "small": Model(parameters=5795072, hidden=256, layers=6, vocabulary=2048),
+    "tiny": Model(parameters=922752, hidden=128, layers=4, vocabulary=512),
+}
+NODES, RANKS_PER_NODE = 2, 2  # of benchmarks/two_nodes.py
+ONE_NODE = (None, "nvlink")  # values of "gbit" that mean: all ranks in one node
+UNSHAPED_GBIT = 72.0  # "gbit" 0: the link is there but not shaped; NCCL over its TCP moves about 9 GB/s
+ALIASES = {"intree": "in-tree", "zero++": "in-tree", "intree-leaf": "in-tree-leaf", "zero++-leaf": "in-tree-leaf"}
+
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """The median step time of one run."""
+
+    run: str
+    job: Job
+    step_s: float
+    source: str = ""
+    peak_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(step_s=self.step_s)
+
+    @property
+    def label(self) -> str:
+        cluster = self.job.cluster
+        link = f"{cluster.inter_gbit:g} Gbit/s" if cluster.nodes > 1 else "one node"
+        return f"{self.run} @ {link}, {self.job.tokens} tokens"
+
+
+def emulated_job(
+    gbit: float | str | None,
+    model: Model = MODELS["1.3b"],
+    tokens: int = 1024,
+    sequence: int | None = None,
+    nodes: int = NODES,
+    ranks_per_node: int = RANKS_PER_NODE,
+) -> Job:
+    """The job of benchmarks/two_nodes.py: `gbit` Gbit/s, 0 for its link as it is, "nvlink" for one node of all ranks.
+
+    Raises:
+        PlanError: a rate that is none of these.
+    """
+    if gbit in ONE_NODE:
+        return Job(model, Cluster(1, nodes * ranks_per_node), tokens, sequence)
+    try:
+        rate = float(gbit)
+    except ValueError:
+        raise PlanError(f'gbit must be a rate in Gbit/s, 0 (not shaped) or "nvlink" (one node); got {gbit!r}') from None
+    return Job(model, Cluster(nodes, ranks_per_node, rate or UNSHAPED_GBIT), tokens, sequence)
+
+
+def _peers() -> tuple[MeasuredPoint, ...]:
+    """4 H200 as 2 emulated nodes x 2 (veth pair shaped to the rate, NCCL over TCP), 1.35 B Llama, bf16, micro-batch 1,
+    sequence 1024, DeepSpeed 0.19.8, torch 2.11; "nvlink" is the same GPUs as one node. Medians, 2026-11-20."""
+    step_ms = {
+        ("stock", 25): 1839,
+        ("stock", 10): 4569,
+        ("in-tree-qwz", 25): 1252,
+        ("in-tree-hpz", 25): 1307,
+        ("in-tree-qgz", 25): 1309,
+        ("in-tree", 25): 575,
+        ("in-tree-leaf", 25): 535,
+        ("in-tree", 10): 1096,
+        ("fsdp2", 25): 1853,
+        ("hsdp", 25): 902,
+        ("hsdp", 10): 2190,
+        ("stock", "nvlink"): 292,
+        ("stock-leaf", "nvlink"): 184,  # 178 to 190
+        ("fsdp2", "nvlink"): 98,
+    }
+    points = [
+        MeasuredPoint(run, emulated_job(gbit), milliseconds / 1e3, "peers")
+        for (run, gbit), milliseconds in step_ms.items()
+    ]
+    # Four sequences of 2048 tokens a GPU; FSDP2 with torch.compile.
+    large = emulated_job("nvlink", tokens=8192, sequence=2048)
+    points += [MeasuredPoint("stock", large, 0.309, "peers"), MeasuredPoint("fsdp2", large, 0.191, "peers")]
+    return tuple(points)
+
+
+PEERS = _peers()
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.rglob("*.json"))
+    if not path.exists():
+        raise PlanError(f"there is no file or folder {path}")
+    return [path]
+
+
+def _rows(result: dict) -> Iterator[dict]:
+    """Each row with what it inherits: {"gbit": .., "rows": [..]}, {"rates": [{"gbit": .., "rows": [..]}]}, and rows
+    that carry "gbit", "model" or "tokens" themselves."""
+    inherited = {key: value for key, value in result.items() if key not in ("rows", "rates")}
+    for rate in result.get("rates", []):
+        yield from _rows({**inherited, **rate})
+    for row in result.get("rows", []):
+        if isinstance(row, dict):
+            yield {**inherited, **row}
+
+
+def _ran_on_gpu(result: dict) -> bool:
+    """By "hardware", or "device" in older files; a file that says neither did."""
+    if "hardware" in result:
+        return bool(result["hardware"].get("gpus"))
+    return "NVIDIA" in str(result.get("device", "NVIDIA"))
+
+
+def _run_name(row: dict) -> str:
+    name = str(row["run"]).lower().replace("_", "-")
+    # The model reduces FSDP's gradients in 16 bits.
+    return ALIASES.get(name, name) + ("-fp32-gradients" if row.get("reduce_dtype") == "fp32" else "")
+
+
+def _point(row: dict, source: str) -> MeasuredPoint:
+    name = row.get("model", "1.3b")
+    if name not in MODELS:
+        raise PlanError(f"{source}: model {name!r} is not known; models are {', '.join(MODELS)}")
+    if isinstance(row.get("gbit"), (list, tuple)):
+        raise PlanError(f'{source}: row {row["run"]!r} must say which of the rates {row["gbit"]} it ran at in "gbit"')
+    sequence = row.get("tokens", 1024)
+    job = emulated_job(
+        row.get("gbit"),
+        MODELS[name],
+        row.get("micro_batch", 1) * sequence,
+        sequence,
+        row.get("nodes", NODES),
+        row.get("ranks_per_node", RANKS_PER_NODE),
+    )
+    peak = row.get("peak_gib")
+    return MeasuredPoint(_run_name(row), job, row["step_ms"] / 1e3, source, peak * 2**30 if peak else None)
+
+
+def load_points(path: str | Path) -> list[MeasuredPoint]:
+    """Points of a result of benchmarks/two_nodes.py, or of every *.json below a folder. Rows without a step time
+    (a run that failed), files without rows and runs on a CPU are left out.
+
+    Raises:
+        PlanError: no such file, no JSON, a model that is not known, a row that does not say its rate, or something
+            else where numbers and lists belong.
+    """
+    return [point for file in _files(Path(path)) for point in _points_of(file)]
+
+
+def _points_of(file: Path) -> list[MeasuredPoint]:
+    try:
+        result = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{file}: not JSON ({error})") from None
+    if not isinstance(result, dict) or not {"rows", "rates"} & set(result):
+        return []
+    try:
+        if not _ran_on_gpu(result):
+            return []
+        return [_point(row, file.name) for row in _rows(result) if row.get("step_ms") and "run" in row]
+    except PlanError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:  # anything may stand where a number or list belongs
+        raise PlanError(f"{file}: not as benchmarks/two_nodes.py writes it ({error})") from None

@@ -1,0 +1,212 @@
+"""From bytes to seconds.
+
+A pass (forward or backward) takes every block through two stages: the wire (gather it; when going backward also reduce
+the gradients of the block before) and the GPU with its host (compute it). For n equal blocks the two-stage pipeline
+takes one block on the wire, n - 1 times the slower stage, and one block on the GPU:
+
+    pass = max(wire, busy) + min(wire, busy) / n       and wire + busy where nothing overlaps (`overlap` 0)
+
+So a step that the wire bounds costs the wire's time and the last block's computing; one that the GPU bounds costs its
+time and the first block's gather or the last block's reduction. Forward and backward do not overlap, and the optimizer
+waits for the last gradient:
+
+    step = forward + backward + optimizer
+    busy = max(computing + quantizing, host)           one third of the host's time is the forward pass
+    wire = bytes a node sends / link rate  and  bytes a GPU sends / rate within the node, at once (ring) or in turn
+           + hops a collective * latency of a hop * collectives
+
+Not modelled: contention of NCCL kernels with computing, stragglers, network congestion, data loading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeropp_fp8.plan.hardware import MICRO, Hardware
+from zeropp_fp8.plan.job import BYTES_16BIT, GBIT, Job, PlanError
+from zeropp_fp8.plan.memory import MemoryEstimate, memory_per_gpu
+from zeropp_fp8.plan.methods import Method
+from zeropp_fp8.plan.traffic import Traffic
+
+FORWARD_SHARE = 1 / 3  # of computing and of the host's work: the backward pass does twice as much
+WIRE_INTER, WIRE_INTRA, LATENCY = "wire between nodes", "wire in the node", "latency"
+COMPUTE, QUANTIZING, HOST = "compute", "quantizing", "host"
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """One pass over the model, in seconds; `parts` are the times of its resources alone."""
+
+    seconds: float
+    parts: dict[str, float]
+    bound: str
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """One optimizer step of one method.
+
+    Attributes:
+        forward_s, backward_s: all micro-batches of the step.
+        inter_bytes: sent by a node to other nodes; intra_bytes: sent by a GPU within its node.
+        bound: the resource that sets most of the step's time.
+    """
+
+    method: str
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    tokens_per_s: float
+    inter_bytes: float
+    intra_bytes: float
+    bound: str
+    memory: MemoryEstimate
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+
+def overlapped(wire: float, busy: float, blocks: int, overlap: float = 1.0) -> float:
+    """Seconds of a two-stage pipeline over `blocks` equal blocks; see the top of this file."""
+    hidden = overlap * (1 - 1 / blocks)
+    return max(wire, busy) + (1 - hidden) * min(wire, busy)
+
+
+def wire_parts(traffic: Traffic, collectives: int, job: Job, hardware: Hardware) -> dict[str, float]:
+    """Seconds each link needs for `traffic`, cut into `collectives` messages."""
+    inter_rate = job.cluster.inter_gbit * GBIT * hardware.link_efficiency
+    hops = traffic.net_hops * hardware.net_latency_us + traffic.node_hops * hardware.node_latency_us
+    return {
+        WIRE_INTER: traffic.inter / inter_rate if traffic.inter else 0.0,
+        WIRE_INTRA: traffic.intra / (hardware.intra_gbs * 1e9),
+        LATENCY: hops * MICRO * collectives,
+    }
+
+
+def _wire_seconds(traffic: Traffic, parts: dict[str, float]) -> float:
+    links = (parts[WIRE_INTER], parts[WIRE_INTRA])
+    return (max(links) if traffic.at_once else sum(links)) + parts[LATENCY]
+
+
+def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
+    """Memory traffic of quantizing and dequantizing on one GPU, (forward, backward), bytes, in fused passes.
+
+    Weights: read the 16-bit shard, write its codes; read all codes, write all weights in 16 bits, once a pass.
+    Gradients: read 16 bits, write codes; read the node's contributions, write their mean as codes; read the nodes'
+    contributions, write the fp32 mean.
+    """
+    total, world, per_node = job.model.parameters, job.cluster.world_size, job.cluster.ranks_per_node
+    forward = backward = 0.0
+    if world == 1:
+        return forward, backward
+    if method.quantizes_weights:
+        one = method.weight_bytes + BYTES_16BIT
+        forward += one * total / world + one * total
+        backward += one * (total - method.kept_parameters(job))
+    if method.quantizes_gradients:
+        intra, inter = method.gradient_intra, method.gradient_inter
+        backward += (BYTES_16BIT + intra) * total
+        backward += intra * total + inter * total / per_node
+        backward += inter * total / per_node + FP32_BYTES * total / world
+    return forward, backward
+
+
+def host_seconds(method: Method, job: Job, hardware: Hardware) -> float:
+    """Python and launches of one micro-batch, forward and backward."""
+    milliseconds = job.model.layers * hardware.host_per_block_ms
+    if method.host_by_tensor:
+        milliseconds += job.model.tensors * hardware.host_per_tensor_ms
+        milliseconds += method.gathers(job) * hardware.host_per_gather_ms
+    return milliseconds / 1e3
+
+
+def _pass_time(wire: float, parts: dict[str, float], blocks: int, overlap: float) -> PassTime:
+    gpu = parts[COMPUTE] + parts[QUANTIZING]
+    busy = max(gpu, parts[HOST])
+    if wire > busy:
+        candidates = (WIRE_INTER, WIRE_INTRA, LATENCY)
+    else:
+        candidates = (COMPUTE, QUANTIZING) if gpu > parts[HOST] else (HOST,)
+    return PassTime(overlapped(wire, busy, blocks, overlap), parts, max(candidates, key=parts.__getitem__))
+
+
+def _forward(method: Method, job: Job, hardware: Hardware, first: bool) -> PassTime:
+    traffic = method.forward_traffic(job, first)
+    parts = wire_parts(traffic, method.gathers(job), job, hardware)
+    wire = _wire_seconds(traffic, parts)
+    parts[COMPUTE] = job.model.forward_flop(job.tokens, job.sequence_length) / (hardware.achieved_tflops * 1e12)
+    parts[QUANTIZING] = codec_bytes(method, job)[0] / (hardware.memory_gbs * 1e9 * hardware.codec_efficiency)
+    parts[HOST] = host_seconds(method, job, hardware) * FORWARD_SHARE
+    return _pass_time(wire, parts, job.model.units, hardware.overlap)
+
+
+def _backward(method: Method, job: Job, hardware: Hardware) -> PassTime:
+    weights, gradients = method.backward_traffic(job), method.gradient_traffic(job)
+    gather = wire_parts(weights, method.gathers(job), job, hardware)
+    reduce = wire_parts(gradients, job.model.units, job, hardware)
+    wire = _wire_seconds(weights, gather) + _wire_seconds(gradients, reduce)
+    parts = {name: gather[name] + reduce[name] for name in gather}
+    computing = (3 if job.checkpointing else 2) * job.model.forward_flop(job.tokens, job.sequence_length)
+    parts[COMPUTE] = computing / (hardware.achieved_tflops * 1e12)
+    parts[QUANTIZING] = codec_bytes(method, job)[1] / (hardware.memory_gbs * 1e9 * hardware.codec_efficiency)
+    parts[HOST] = host_seconds(method, job, hardware) * (1 - FORWARD_SHARE)
+    return _pass_time(wire, parts, job.model.units, hardware.overlap)
+
+
+def state_ranks(method: Method, job: Job) -> int:
+    """Ranks over which one copy of weights and optimizer states is spread."""
+    return job.cluster.ranks_per_node if method.states_sharded_over == "node" else job.cluster.world_size
+
+
+def optimizer_seconds(method: Method, job: Job, hardware: Hardware) -> float:
+    """The update is bound by memory: bytes a parameter of the shard over the copy bandwidth."""
+    shard = job.model.parameters / state_ranks(method, job)
+    return shard * hardware.optimizer_bytes / (hardware.memory_gbs * 1e9)
+
+
+def _check_shapes(method: Method, job: Job) -> None:
+    if job.model.parameters < job.cluster.world_size:
+        raise PlanError(
+            f"{method.name}: {job.cluster.world_size} ranks cannot share {job.model.parameters:g} parameters; "
+            f"give at least one parameter a rank"
+        )
+
+
+def estimate(method: Method, job: Job, hardware: Hardware) -> StepEstimate:
+    """Time, bytes and memory of one optimizer step.
+
+    Raises:
+        PlanError: fewer parameters than ranks.
+    """
+    _check_shapes(method, job)
+    first = _forward(method, job, hardware, first=True)
+    later = _forward(method, job, hardware, first=False)
+    backward = _backward(method, job, hardware)
+    optimizer = optimizer_seconds(method, job, hardware)
+    repeats = job.micro_batches
+    forward_s, backward_s = first.seconds + (repeats - 1) * later.seconds, repeats * backward.seconds
+
+    time_bound_by: dict[str, float] = {"optimizer": optimizer}
+    for one, times in ((first, 1), (later, repeats - 1), (backward, repeats)):
+        time_bound_by[one.bound] = time_bound_by.get(one.bound, 0.0) + times * one.seconds
+
+    forwards = (method.forward_traffic(job), method.forward_traffic(job, first=False))
+    others = (method.backward_traffic(job), method.gradient_traffic(job))
+
+    def moved(link: str) -> float:
+        one, further = (getattr(traffic, link) for traffic in forwards)
+        return one + (repeats - 1) * further + repeats * sum(getattr(traffic, link) for traffic in others)
+
+    return StepEstimate(
+        method=method.name,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        optimizer_s=optimizer,
+        tokens_per_s=repeats * job.tokens / (forward_s + backward_s + optimizer),
+        inter_bytes=moved("inter"),
+        intra_bytes=moved("intra"),
+        bound=max(time_bound_by, key=time_bound_by.__getitem__),
+        memory=memory_per_gpu(method, job),
+    )

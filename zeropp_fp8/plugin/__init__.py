@@ -1,0 +1,10 @@
+"""The plugin inside DeepSpeed. The only folder that changes anything of DeepSpeed's.
+
+install.py    what is replaced, and how it is put back
+relied_on.py  the names of DeepSpeed that this project relies on, and their check
+engine.py     the engine: where the plugin's ZeRO-3 is built, checkpoints are saved and loaded
+"""
+
+from zeropp_fp8.plugin.install import disable, enable, is_enabled
+
+__all__ = ["disable", "enable", "is_enabled"]

@@ -1,0 +1,278 @@
+"""DeepSpeedEngine that builds the plugin's ZeRO-3 where the ds_config asks for it, and is stock otherwise."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from zeropp_fp8.config import (
+    IN_TREE_KEYS,
+    RECIPE_VARIABLE,
+    SECTION,
+    ConfigError,
+    load_ds_config,
+    resolve,
+    without_in_tree_keys,
+)
+
+FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkpoint
+_ALONE = "_zeropp_fp8_alone"  # on a model whose engine has ended: what lets it run
+
+
+def engine_class(stock_class):
+    class ZeroppEngine(stock_class):
+        """DeepSpeedEngine that builds the plugin's ZeRO-3 when the ds_config asks for it, and is stock otherwise."""
+
+        zeropp_fp8_session = None
+        _zeropp_fp8_conversion = None
+        _zeropp_fp8_activations = None
+        _zeropp_fp8_frozen_load = None
+        _zeropp_fp8_destroyed = False
+
+        def __init__(self, args, model, *positional, config=None, config_class=None, **kwargs):
+            config = load_ds_config(config) if config is not None else None
+            plugin_config = resolve(config) if config is not None else None
+            # nn.Module.__setattr__ is not usable before Module.__init__ for modules only; a plain object is fine.
+            object.__setattr__(self, "_zeropp_fp8_config", plugin_config)
+            if plugin_config is not None:
+                config = without_in_tree_keys(config)
+                for key, off in IN_TREE_KEYS.items():
+                    setattr(config_class.zero_config, key, off)
+                if plugin_config.computes_in_low_precision:
+                    # Before ZeRO-3 puts its hooks on modules, which would keep calling the class that they saw.
+                    object.__setattr__(self, "_zeropp_fp8_conversion", _converted(model, plugin_config.compute))
+            else:
+                _refuse_left_over(model)
+            for handle in model.__dict__.pop(_ALONE, ()):
+                handle.remove()
+            try:
+                super().__init__(args, model, *positional, config=config, config_class=config_class, **kwargs)
+            except BaseException:
+                self._zeropp_fp8_let_go()
+                raise
+            if plugin_config is None and self.global_rank == 0:
+                print(
+                    f'zeropp_fp8: stock DeepSpeed; the ds_config has no "{SECTION}" section and no ZeRO++ key '
+                    f"(or switches the section off), and {RECIPE_VARIABLE} names no recipe for it",
+                    flush=True,
+                )
+
+        def _configure_zero_optimizer(self, optimizer):
+            if self._zeropp_fp8_config is None:
+                return super()._configure_zero_optimizer(optimizer)
+            from zeropp_fp8.zero.session import Session
+            from zeropp_fp8.zero.ulysses import exchange_in_fp8
+
+            check_owners(self._zeropp_fp8_config)
+            group = _partition_group(self.module, self.mpu)
+            session = Session(self._zeropp_fp8_config, group, self._zeropp_fp8_conversion, _model_parallel(self.mpu))
+            object.__setattr__(self, "zeropp_fp8_session", session)
+            object.__setattr__(self, "_zeropp_fp8_activations", exchange_in_fp8(self.module, session))
+            with _zero_classes_of(session):
+                return super()._configure_zero_optimizer(optimizer)
+
+        def destroy(self):
+            if self._zeropp_fp8_destroyed:
+                # DeepSpeed calls it again when the engine is collected. A later engine may have the model by then
+                # (Trainer.train() called twice), and its layers and hooks are not this one's to take off.
+                return
+            object.__setattr__(self, "_zeropp_fp8_destroyed", True)
+            try:
+                super().destroy()
+            finally:
+                self._zeropp_fp8_let_go()
+            if self.zeropp_fp8_session is not None:
+                from zeropp_fp8.zero.offload import run_alone
+
+                # They would hold the engine for as long as the model lives.
+                self.module_forward_pre_hook.remove()
+                self.module_forward_post_hook.remove()
+                setattr(self.module, _ALONE, run_alone(self.module))
+
+        def _zeropp_fp8_let_go(self):
+            """Take off the model what is not DeepSpeed's to take off."""
+            if self._zeropp_fp8_conversion is not None:
+                self._zeropp_fp8_conversion.restore()
+            if self._zeropp_fp8_activations is not None:
+                self._zeropp_fp8_activations.remove()
+
+        def __del__(self):
+            if self.zeropp_fp8_session is not None:
+                # Engines are collected at moments of each rank's own: what destroy() does together with other ranks
+                # must be left out.
+                self.zeropp_fp8_session.collected = True
+            super().__del__()
+
+        def _zeropp_fp8_owners(self):
+            """The stage whose parameters have owners, if there is one."""
+            stage = self.optimizer
+            return stage if getattr(stage, "has_owners", False) else None
+
+        def _get_param_fragment_func(self, param):
+            from zeropp_fp8.zero.frozen.checkpoint import fragment_of
+
+            stage, codes = self._zeropp_fp8_owners(), fragment_of(self.param_names[param], param)
+            if codes is not None:
+                return codes
+            fragment = super()._get_param_fragment_func(param)
+            return fragment if stage is None else stage.slice_of_owned(param, fragment)
+
+        def save_checkpoint(
+            self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False
+        ):
+            options = {"client_state": client_state or {}, "exclude_frozen_parameters": exclude_frozen_parameters}
+            stock = functools.partial(super().save_checkpoint, **options)
+            if self.zeropp_fp8_session is None:
+                return stock(save_dir, tag, save_latest=save_latest)
+            from zeropp_fp8.zero.checkpoint.commit import save_in_two_phases
+
+            return save_in_two_phases(self, stock, save_dir, tag, save_latest)
+
+        def _save_checkpoint(self, *args, **kwargs):
+            with self._zeropp_fp8_keeping_error():
+                super()._save_checkpoint(*args, **kwargs)
+
+        def _save_zero_checkpoint(self, *args, **kwargs):
+            with self._zeropp_fp8_keeping_error():
+                super()._save_zero_checkpoint(*args, **kwargs)
+
+        def _zeropp_fp8_keeping_error(self):
+            """While a checkpoint is saved in two phases; otherwise errors go their way."""
+            return getattr(self.checkpoint_engine, "keeping_error", nullcontext)()
+
+        def _load_checkpoint(self, load_dir, tag, *args, **kwargs):
+            stock = functools.partial(super()._load_checkpoint, load_dir, tag, *args, **kwargs)
+            if self.zeropp_fp8_session is None:
+                return stock()
+            from zeropp_fp8.zero.checkpoint.check import check_files, check_ranks
+            from zeropp_fp8.zero.fragment import fragments_stand_in
+            from zeropp_fp8.zero.frozen.checkpoint import FrozenLoad
+
+            if not self.load_universal_checkpoint():
+                if self._zeropp_fp8_config.checkpoint.verify:
+                    check_files(load_dir, tag)
+                with_states = kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False)
+                check_ranks(self.zeropp_fp8_session, self._get_ckpt_name(load_dir, tag), with_states)
+            self._zeropp_fp8_frozen_load = FrozenLoad(self, load_dir, tag)
+            try:
+                with fragments_stand_in():
+                    universal = self.load_universal_checkpoint()
+                    return self._zeropp_fp8_frozen_load.load_universal(stock) if universal else stock()
+            finally:
+                self._zeropp_fp8_frozen_load = None
+                # Weights are written straight into the shards: nothing derived from the old ones may survive.
+                getattr(self.optimizer, "parameter_offload", self.optimizer).gatherer.weights_changed()
+
+        def load_module_state_dict(self, checkpoint, *args, **kwargs):
+            if self.zeropp_fp8_session is not None:
+                from zeropp_fp8.zero.frozen.checkpoint import FrozenLoad
+
+                load = self._zeropp_fp8_frozen_load or FrozenLoad(self)
+                if load.concerns(checkpoint):
+                    return load.load_module(super().load_module_state_dict, checkpoint, *args, **kwargs)
+            stage, frozen = self._zeropp_fp8_owners(), checkpoint.get(FROZEN_PARAM_FRAGMENTS)
+            if stage is not None and frozen is not None:
+                params = {self.param_names[p]: p for p in self.module.parameters() if self.param_names.get(p) in frozen}
+                owned = {name: stage.owned_of_slice(param, frozen[name]) for name, param in params.items()}
+                checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: owned}
+            return super().load_module_state_dict(checkpoint, *args, **kwargs)
+
+    ZeroppEngine.__name__ = ZeroppEngine.__qualname__ = stock_class.__name__
+    return ZeroppEngine
+
+
+def check_owners(config) -> None:
+    """Owners of whole tensors need a DeepSpeed that asks where in a parameter a rank's part begins."""
+    import deepspeed
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    if config.partition == "whole_tensor" and not hasattr(DeepSpeedZeroOptimizer_Stage3, "_get_param_partition_rank"):
+        raise ConfigError(
+            f'"{SECTION}.partition": "whole_tensor" needs DeepSpeed 0.19.3 or later, this is {deepspeed.__version__}; '
+            'update it, or set partition to "slice"'
+        )
+
+
+def _refuse_left_over(model) -> None:
+    """Refuse a model that an engine of the plugin still holds: DeepSpeed alone would not know what it meets."""
+    from zeropp_fp8.compute.linear import LinearPrecision
+
+    layer = next(
+        (n for n, m in model.named_modules() if isinstance(getattr(m, "precision", None), LinearPrecision)), None
+    )
+    param = next((n for n, p in model.named_parameters() if hasattr(p, "zeropp_fp8_wire")), None)
+    stored = next((n for n, p in model.named_parameters() if hasattr(p, "zeropp_fp8_stored")), None)
+    if stored is not None and param is None:
+        raise ConfigError(
+            f"{stored} rests as codes of the frozen store, which stock DeepSpeed would take for numbers; add the "
+            f'"{SECTION}" section with which the model was made to this ds_config, or make the model without '
+            '"frozen.format"'
+        )
+    if layer is not None or param is not None:
+        raise ConfigError(
+            f'the ds_config has no "{SECTION}" section, but an engine that had one still holds the model: '
+            + (f"the layer {layer} computes in low precision" if layer is not None else f"{param} is gathered by it")
+            + "; call destroy() on that engine before the next one is made"
+        )
+
+
+def _converted(model, compute):
+    """Let the model's linear layers compute in low precision; refuse a model in which there is none that can."""
+    from zeropp_fp8.compute import convert_linear_layers
+
+    try:
+        report = convert_linear_layers(model, compute)
+    except ValueError as error:
+        raise ConfigError(
+            f'"{SECTION}.compute.format": {error}; if another engine over the same model did it, call destroy() on '
+            "that engine before the next one is made"
+        ) from None
+    if not report.converted:
+        raise ConfigError(
+            f'"{SECTION}.compute.format": no linear layer of the model can compute in it ({report}); set it to "none", '
+            'or change "compute.skip_modules", "compute.min_features" or "compute.scaling"'
+        )
+    return report
+
+
+def _partition_group(module, mpu):
+    """The process group that the model's parameters are, or are about to be, partitioned over."""
+    import torch.distributed as dist
+
+    found = {id(p.ds_process_group): p.ds_process_group for p in module.parameters() if hasattr(p, "ds_process_group")}
+    if len(found) > 1:
+        raise ConfigError(
+            f'"{SECTION}": the model\'s parameters are partitioned over {len(found)} different process groups (expert '
+            "parallelism); the plugin needs one: remove the section or the expert parallelism"
+        )
+    if found:
+        return next(iter(found.values()))
+    if mpu is not None and hasattr(mpu, "get_data_parallel_group"):
+        return mpu.get_data_parallel_group()
+    return dist.group.WORLD
+
+
+def _model_parallel(mpu):
+    """The process group of the ranks that hold one copy of the model together; None where each rank does."""
+    return mpu.get_model_parallel_group() if hasattr(mpu, "get_model_parallel_group") else None
+
+
+@contextmanager
+def _zero_classes_of(session) -> Iterator[None]:
+    """While DeepSpeed builds its ZeRO-3 objects, the names it looks up give the plugin's classes for `session`."""
+    # SuperOffload's class must exist before the swap, or it would inherit from the plugin's.
+    import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
+    from deepspeed.runtime import engine as engine_module
+    from deepspeed.runtime.zero import stage3 as stage3_module
+
+    from zeropp_fp8.zero.offload import ZeroppOffload
+    from zeropp_fp8.zero.stage3 import ZeroppStage3
+
+    stock = stage3_module.DeepSpeedZeroOptimizer_Stage3, engine_module.DeepSpeedZeRoOffload
+    stage3_module.DeepSpeedZeroOptimizer_Stage3 = functools.partial(ZeroppStage3, session=session)
+    engine_module.DeepSpeedZeRoOffload = functools.partial(ZeroppOffload, session=session)
+    try:
+        yield
+    finally:
+        stage3_module.DeepSpeedZeroOptimizer_Stage3, engine_module.DeepSpeedZeRoOffload = stock

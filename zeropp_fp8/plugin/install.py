@@ -1,0 +1,150 @@
+"""Installing the plugin: what of DeepSpeed is replaced, by what, and how it is put back.
+
+    deepspeed.DeepSpeedEngine        -> a subclass that builds the plugin's ZeRO-3 where the ds_config asks for it
+    deepspeed.DeepSpeedHybridEngine  -> a subclass that refuses such a ds_config
+    deepspeed.DeepSpeedConfig        -> says which file it is that cannot be read
+    deepspeed.zero.Init.__init__     -> hides the four ZeRO++ keys and checks the configuration early
+    deepspeed.zero.Init              -> stores frozen weights as codes while a model is made; gathers and partitions
+                                        each parameter by the engine that it belongs to
+    zero3_linear_wrap                -> the same linear function at half the host cost
+    deepspeed.sequence               -> exchanges that travel in FP8 where an engine asks for it
+    groups._clone_world_group        -> the data-parallel group has the time limit of the world
+
+Every name relied on is looked up in `enable()`: see relied_on.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from typing import Any
+
+from zeropp_fp8.config import IN_TREE_KEYS, load_ds_config, resolve, without_in_tree_keys
+from zeropp_fp8.plugin.engine import engine_class
+from zeropp_fp8.plugin.relied_on import verify
+
+_restore: list[tuple[Any, Any, Any]] = []  # (object or dict, name or key, what was there)
+
+
+def _replace(owner: Any, name: Any, value: Any) -> None:
+    if isinstance(owner, dict):
+        _restore.append((owner, name, owner.get(name)))
+        owner[name] = value
+    else:
+        _restore.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+
+def is_enabled() -> bool:
+    """Whether the plugin is installed now."""
+    return bool(_restore)
+
+
+def enable() -> None:
+    """See zeropp_fp8.enable."""
+    if is_enabled():
+        return
+    # zero.Init replaces torch.Tensor.__new__; importing torch._dynamo under that dies in torch 2.13, so import first.
+    import deepspeed
+    import torch._dynamo
+
+    verify()
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.runtime.zero import utils as zero_utils
+    from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.utils import groups
+
+    from zeropp_fp8.optim import FP8AdamW
+    from zeropp_fp8.zero.frozen.init import gathering, partitioning, storing_exit, storing_post_init
+    from zeropp_fp8.zero.linear_function import lean_linear
+    from zeropp_fp8.zero.ulysses import replace_exchanges
+
+    _replace(deepspeed, "DeepSpeedEngine", engine_class(deepspeed.DeepSpeedEngine))
+    _replace(deepspeed, "DeepSpeedHybridEngine", _refusing_hybrid_engine(deepspeed.DeepSpeedHybridEngine))
+    _replace(deepspeed.DeepSpeedConfig, "__init__", _init_naming_file(deepspeed.DeepSpeedConfig.__init__))
+    _replace(Init, "__init__", _init_without_in_tree_keys(Init.__init__))
+    _replace(Init, "_post_init_method", storing_post_init(Init._post_init_method))
+    _replace(Init, "__exit__", storing_exit(Init.__exit__))
+    _replace(Init, "_all_gather", gathering(Init._all_gather))
+    _replace(Init, "_partition", partitioning(Init._partition))
+    stock_linear = partition_parameters.zero3_linear_wrap
+    _replace(partition_parameters, "zero3_linear_wrap", lean_linear(stock_linear))
+    if torch.nn.functional.linear is stock_linear:  # an earlier engine has put it there
+        _replace(torch.nn.functional, "linear", partition_parameters.zero3_linear_wrap)
+    replace_exchanges(_replace)
+    _replace(groups, "_clone_world_group", _world_group_with_time_limit)
+    # DeepSpeed asks this list for permission.
+    _replace(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", [*zero_utils.ZERO_SUPPORTED_OPTIMIZERS, FP8AdamW])
+    if get_accelerator().device_name() == "cpu":
+        # init_distributed() would compile a shared-memory op with gcc (30 s) that nothing here uses.
+        _replace(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
+
+
+def disable() -> None:
+    """See zeropp_fp8.disable."""
+    while _restore:
+        owner, name, value = _restore.pop()
+        if isinstance(owner, dict):
+            owner[name] = value
+        else:
+            setattr(owner, name, value)
+
+
+def _init_naming_file(stock_init):
+    """DeepSpeedConfig.__init__, which reads a ds_config before any engine is made, with errors that name the file."""
+
+    @functools.wraps(stock_init)
+    def __init__(self, config, *args, **kwargs):
+        if isinstance(config, (str, os.PathLike)):
+            load_ds_config(config)
+        stock_init(self, config, *args, **kwargs)
+
+    return __init__
+
+
+def _world_group_with_time_limit():
+    """DeepSpeed's copy of the world, over which ZeRO-3 works; its own has torch's limit, whatever the script asked."""
+    import torch.distributed as dist
+    from deepspeed.utils import groups
+
+    from zeropp_fp8.comm import time_limit
+
+    if groups._WORLD_GROUP is None:
+        groups._WORLD_GROUP = dist.new_group(ranks=range(dist.get_world_size()), timeout=time_limit())
+    return groups._WORLD_GROUP
+
+
+def _init_without_in_tree_keys(stock_init):
+    """zero.Init.__init__ that checks the configuration and does not see the ZeRO++ keys."""
+    from zeropp_fp8.zero.frozen.init import stream_into_store
+
+    @functools.wraps(stock_init)
+    def __init__(self, *args, **kwargs):
+        bound = inspect.signature(stock_init).bind(self, *args, **kwargs)
+        for name in ("config_dict_or_path", "config"):
+            given = bound.arguments.get(name)
+            if given is not None:
+                ds_config = load_ds_config(given)
+                plugin_config = resolve(ds_config)
+                if plugin_config is not None:
+                    stream_into_store(self, plugin_config)
+                    bound.arguments[name] = without_in_tree_keys(ds_config)
+                    for key in IN_TREE_KEYS:  # some of them are arguments of Init too
+                        if key in bound.arguments:
+                            bound.arguments[key] = IN_TREE_KEYS[key]
+        stock_init(*bound.args, **bound.kwargs)
+
+    return __init__
+
+
+def _refusing_hybrid_engine(stock_class):
+    class HybridEngine(stock_class):
+        """DeepSpeedHybridEngine, which has ZeRO-3 code of its own, refuses a ds_config that asks for the plugin."""
+
+        def __init__(self, *args, config=None, **kwargs):
+            resolve(load_ds_config(config), hybrid_engine=True)
+            super().__init__(*args, config=config, **kwargs)
+
+    return HybridEngine

@@ -1,0 +1,10 @@
+"""Frozen weights that rest as codes: in their shards, on the wire and between uses.
+
+store.py        a stored parameter: to codes and back, gathering, writing, errors
+selection.py    which weights are stored, while a model is made and when an engine is
+init.py         deepspeed.zero.Init that stores, and gathers each parameter through its engine
+operands.py     FP8 operands straight from codes
+checkpoint.py   saving and loading codes
+saved_ranks.py  reading what other ranks have saved
+(../fragment.py  what a checkpoint holds of a stored parameter; pickles name that module)
+"""

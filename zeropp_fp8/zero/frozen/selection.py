@@ -1,0 +1,225 @@
+"""Which weights are stored as codes, found by module: while a model is made, and when an engine is.
+
+Under zero.Init weights are stored while the model is still being made, because no rank may ever hold it in 16 bits. A
+module does not know its name then, only those of what it contains. A weight is therefore judged by its name inside the
+module two levels up ("self_attn.q_proj" in a decoder layer), which is complete early enough, and again by its full name
+when the model is: what was stored wrongly (a name list may speak of "layers.0") gets its 16 or 32 bits back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import weakref
+from collections.abc import Iterator
+
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from torch import nn
+from torch.nn import Parameter
+
+from zeropp_fp8.config import SECTION, ConfigError, FrozenConfig
+from zeropp_fp8.config.patterns import matches
+from zeropp_fp8.zero.frozen.store import name_stored, note_version, store, store_format, stored_weight, unstore
+
+# Where PEFT keeps the layer that it wraps: with adapters around it, or beside a copy that is trained (modules_to_save).
+# Only that belongs to the base model; what PEFT adds keeps its precision, frozen or not.
+_WRAPPED_BASES = ("base_layer", "original_module")
+_LEVELS_ABOVE = 2  # modules that a weight's own must be in before it is judged while the model is being made
+
+
+def _linear_classes() -> tuple[type, ...]:
+    from transformers.pytorch_utils import Conv1D
+
+    return nn.Linear, Conv1D
+
+
+def _weights_of(module: nn.Module, frozen: FrozenConfig) -> list[Parameter]:
+    """The parameters of a module itself that may be stored."""
+    if isinstance(frozen.modules, list):  # named by hand: whatever its class, as with the experts of a mixture
+        found = module.parameters(recurse=False)
+        return [] if isinstance(module, nn.Embedding) else [p for p in found if len(_shape(p)) >= 2]
+    return [module.weight] if isinstance(module, _linear_classes()) and isinstance(module.weight, Parameter) else []
+
+
+def _shape(param: Parameter) -> tuple[int, ...]:
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def is_chosen(name: str, frozen: FrozenConfig) -> bool:
+    """Whether the weights of a linear layer of this name belong in the store."""
+    if matches(name, frozen.skip_modules):
+        return False
+    return not isinstance(frozen.modules, list) or matches(name, frozen.modules)
+
+
+def _candidates(root: nn.Module, frozen: FrozenConfig) -> Iterator[tuple[str, Parameter]]:
+    """(name of its module, parameter) of what may be stored in `root`, adapters left out."""
+    wrapped: list[str] = []
+    for name, module in root.named_modules():
+        if any(base in module._modules for base in _WRAPPED_BASES):
+            wrapped.append(name + "." if name else "")
+        around = [prefix for prefix in wrapped if name.startswith(prefix)]
+        if around and not name[len(around[-1]) :].startswith(_WRAPPED_BASES):
+            continue
+        for param in _weights_of(module, frozen):
+            yield name, param
+
+
+def _embedded(root: nn.Module) -> set[int]:
+    """id of the weights of embeddings: a head that shares one leaves it as it is."""
+    return {id(module.weight) for module in root.modules() if isinstance(module, nn.Embedding)}
+
+
+@contextlib.contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Inside zero.Init: new tensors have the dtype that they are asked for, not the model's."""
+    context = partition_parameters.top_level_context
+    if context is None or not context.tensor_overrides:
+        yield
+        return
+    context._remove_tensor_creation_wrappers()
+    try:
+        yield
+    finally:
+        context._add_tensor_creation_wrappers()
+
+
+class StreamingStore:
+    """Stores weights while a model is made under one zero.Init.
+
+    With `frozen.modules` "frozen" only what needs no gradient by then is stored.
+    """
+
+    def __init__(self, frozen: FrozenConfig) -> None:
+        self._frozen = frozen
+        self._format = store_format(frozen)
+        self._tops: dict[int, nn.Module] = {}  # finished modules that no finished module contains
+        self._judged: set[int] = set()
+
+    def module_finished(self, module: nn.Module) -> None:
+        """A module's __init__ is over, and its parameters are partitioned. Collective."""
+        for child in module.modules():
+            self._tops.pop(id(child), None)
+        self._tops[id(module)] = module
+        embedded = _embedded(module)
+        with _plain_tensors():
+            for name, param in _candidates(module, self._frozen):
+                if name.count(".") >= _LEVELS_ABOVE - 1 and id(param) not in self._judged:
+                    self._judged.add(id(param))
+                    if id(param) not in embedded and is_chosen(name, self._frozen):
+                        self._store(param)
+
+    def model_finished(self) -> int:
+        """Names are complete. Collective. Returns how many weights got 16 or 32 bits back from codes."""
+        taken_back = 0
+        for top in self._models():
+            for param in top.parameters():
+                note_version(param)  # writes so far were to empty tensors
+            embedded = _embedded(top)
+            for name, param in _candidates(top, self._frozen):
+                if id(param) not in embedded and is_chosen(name, self._frozen):
+                    self._store(param)
+                elif stored_weight(param) is not None:
+                    unstore(param)
+                    taken_back += 1
+            name_stored(top.named_parameters())
+        self._tops.clear()
+        self._judged.clear()
+        return taken_back
+
+    def _models(self) -> list[nn.Module]:
+        """The finished modules that no other contains now.
+
+        A class whose __init__ is that of a mixin counts as finished before its layers are made (transformers'
+        GenericForSequenceClassification).
+        """
+        inside = {id(child) for top in self._tops.values() for child in top.modules() if child is not top}
+        return [top for key, top in self._tops.items() if key not in inside]
+
+    def _store(self, param: Parameter) -> None:
+        trained = self._frozen.modules == "frozen" and param.requires_grad
+        if is_zero_param(param) and stored_weight(param) is None and not trained:
+            store(param, self._format)
+
+
+def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool) -> None:
+    """Store the frozen linear weights of a model whose engine is being made, as far as they are not. Collective.
+
+    Args:
+        trains: whether the engine has an optimizer. Without, everything is frozen.
+
+    Raises:
+        ConfigError: a weight that is to be trained was stored while the model was made, or "modules" names it; one was
+            stored in another format; "modules" names none; or there is nothing to store.
+    """
+    wire_format = store_format(frozen)
+    names = dict(_names_of(model))
+    for param, name in names.items():
+        stored = stored_weight(param)
+        if stored is None:
+            continue
+        if not trains:
+            param.requires_grad_(False)
+        if param.requires_grad:
+            raise ConfigError(
+                f'"{SECTION}.frozen": {name} is to be trained, but was stored as {stored.wire_format!r} codes while '
+                'the model was made; freeze it (PEFT does), add its name to "frozen.skip_modules", or set '
+                '"frozen.modules" to "frozen", so that only what is frozen is stored'
+            )
+        if wire_format is None or repr(stored.wire_format) != repr(wire_format):
+            raise ConfigError(
+                f'"{SECTION}.frozen": {name} was stored as {stored.wire_format!r} codes while the model was made, and '
+                f"this engine asks for {'none' if wire_format is None else repr(wire_format)}; give both the same "
+                "ds_config"
+            )
+    if wire_format is not None:
+        embedded = _embedded(model)
+        chosen = [p for n, p in _candidates(model, frozen) if id(p) not in embedded and is_chosen(n, frozen)]
+        if not chosen and isinstance(frozen.modules, list):
+            raise ConfigError(
+                f'"{SECTION}.frozen.modules": no weight of the model that may be stored has one of the names '
+                f'{json.dumps(frozen.modules)}; correct them or "frozen.skip_modules", or set it to "all-linear"'
+            )
+        for param in chosen:
+            if param.requires_grad and trains and isinstance(frozen.modules, list):
+                raise ConfigError(
+                    f'"{SECTION}.frozen": {names[param]} is to be trained, and "frozen.modules" names it; freeze it, '
+                    'or add its name to "frozen.skip_modules"'
+                )
+        for param in chosen:
+            if stored_weight(param) is None and not (param.requires_grad and trains):  # two layers may share one
+                param.requires_grad_(False)
+                store(param, wire_format)
+        if frozen.modules != "frozen" and not any(stored_weight(param) for param in names):
+            raise ConfigError(
+                f'"{SECTION}.frozen.format": the model has no weight to store: no linear weight is frozen, or '
+                '"frozen.skip_modules" names all of them; freeze the base model before the engine is made (PEFT does), '
+                'or set "frozen.format" to "none", or "frozen.modules" to "frozen": to store what is frozen, if '
+                "anything is"
+            )
+    name_stored((name, param) for param, name in names.items())
+    _find_adapters(model)
+
+
+def _names_of(model: nn.Module) -> Iterator[tuple[Parameter, str]]:
+    for name, param in model.named_parameters():
+        yield param, name
+
+
+def _find_adapters(model: nn.Module) -> None:
+    """Tell stored weights which PEFT layer is around them."""
+    for holder in model.modules():
+        for name, layer in holder.named_children():
+            base = layer._modules.get("base_layer")
+            if base is None or not hasattr(layer, "merged"):
+                continue
+            while "base_layer" in base._modules:  # a layer inside a layer
+                base = base._modules["base_layer"]
+            for param in base.parameters(recurse=False):
+                stored = stored_weight(param)
+                if stored is None:
+                    continue
+                if stored.adapter is None or stored.adapter() is not layer:
+                    stored.before_merge, stored.holds_merged = None, layer.merged
+                stored.adapter, stored.holder = weakref.ref(layer), (weakref.ref(holder), name)

@@ -1,0 +1,344 @@
+"""Frozen weights that rest as codes: quantized once, kept in ZeRO-3 shards, moved as they are, never stored in 16 bits.
+
+A stored parameter's `ds_tensor` is the payload (formats/) of this rank's part of the weight, uint8. Parts are equal and
+cut at multiples of the format's granule, and codes and scales are those of the whole tensor: they do not depend on how
+many ranks there are, so a checkpoint resumes bit for bit on another number of ranks. What any code sees as the
+parameter's values are its codes decoded; writing to it under `GatheredParameters(modifier_rank=...)` encodes what was
+written.
+
+DeepSpeed's own gathers and partitions would take the codes for numbers, so `gather_stored` and `partition_stored` take
+their place for stored parameters, from the moment a weight is stored: while a model is made under zero.Init, while its
+checkpoint is loaded, and in engines of the plugin. (zero/gather/gatherer.py gathers for computing, in two levels.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from zeropp_fp8.comm.reduce_scatter import slice_numel
+from zeropp_fp8.config import MX_FORMATS, SECTION, FrozenConfig
+from zeropp_fp8.formats import WireFormat, make_format
+
+STORED = "zeropp_fp8_stored"
+
+
+@dataclass(eq=False)
+class StoredWeight:
+    """What is known of a stored parameter besides its payload.
+
+    Attributes:
+        wire_format: of the codes.
+        dtype: of the values that they are decoded to.
+        part_numel: elements of each rank's part, a multiple of the format's granule; the last reach beyond the end.
+        version: the parameter's version counter when the plugin last gathered or dropped its values.
+        holds_merged: the codes hold an adapter that was merged into the weight.
+        before_merge: this rank's payload from before that; None while none is, or where it never had codes before.
+        adapter: the PEFT layer around the weight.
+        holder: (the module that contains that layer, its name there): PEFT puts the bare layer there when it unloads.
+    """
+
+    wire_format: WireFormat
+    dtype: torch.dtype
+    part_numel: int
+    version: int = 0
+    holds_merged: bool = False
+    before_merge: Tensor | None = None
+    adapter: weakref.ref[nn.Module] | None = None
+    holder: tuple[weakref.ref[nn.Module], str] | None = None
+
+    def _adapter_in_place(self) -> nn.Module | None:
+        """The PEFT layer around the weight, if it still is; it may outlive that by as long as nothing collects it."""
+        layer = self.adapter() if self.adapter is not None else None
+        module = self.holder[0]() if self.holder is not None else None
+        return layer if module is not None and module._modules.get(self.holder[1]) is layer else None
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether an adapter of the layer around the weight counts as merged into it."""
+        layer = self._adapter_in_place()
+        return layer is not None and layer.merged
+
+    @property
+    def is_unmerged(self) -> bool:
+        """Whether there is such a layer and none counts as merged."""
+        layer = self._adapter_in_place()
+        return layer is not None and not layer.merged
+
+
+def stored_weight(param: Parameter) -> StoredWeight | None:
+    """What is known of a stored parameter; None of others."""
+    return param.__dict__.get(STORED)
+
+
+def value_dtype(param: Parameter) -> torch.dtype:
+    """The dtype of a ZeRO-3 parameter's values, where its shard may hold codes."""
+    stored = stored_weight(param)
+    return param.ds_tensor.dtype if stored is None else stored.dtype
+
+
+def store_format(frozen: FrozenConfig) -> WireFormat | None:
+    """The format of a "frozen" section; None for "none"."""
+    if frozen.format == "none":
+        return None
+    if frozen.format in MX_FORMATS:
+        return make_format(frozen.format, scale_mode=frozen.scale_mode)
+    if frozen.scales == "tensor":
+        return make_format(frozen.format, scales="tensor")
+    return make_format(frozen.format, block_size=frozen.block_size, double_quantize=frozen.double_quantize)
+
+
+def part_numel_of(numel: int, ranks: int, granule: int) -> int:
+    """Elements of a rank's part: whole granules, as few as make `ranks` parts cover `numel` elements."""
+    return -(-numel // (ranks * granule)) * granule
+
+
+def ranks_of(param: Parameter) -> int:
+    """How many ranks a ZeRO-3 parameter is cut over."""
+    return dist.get_world_size(param.ds_process_group)
+
+
+def rank_in(param: Parameter) -> int:
+    """This rank's number among them."""
+    return dist.get_rank(param.ds_process_group)
+
+
+# -- to codes and back -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def store(param: Parameter, wire_format: WireFormat) -> None:
+    """Replace a ZeRO-3 parameter's 16- or 32-bit shard by codes. Collective: the weight is gathered for it."""
+    param.all_gather()
+    part_numel = part_numel_of(param.ds_numel, ranks_of(param), wire_format.granule)
+    stored = StoredWeight(wire_format, param.ds_tensor.dtype, part_numel)
+    shard = param.ds_tensor
+    payload = torch.empty(wire_format.payload_bytes(part_numel), dtype=torch.uint8, device=shard.device)
+    _encode_own_part(param, stored, payload)
+    setattr(param, STORED, stored)
+    param.ds_persist = False  # DeepSpeed would keep small ones gathered, in 16 bits
+    _replace_shard(param, payload.pin_memory() if shard.is_pinned() else payload, part_numel)
+    _drop_values(param)
+
+
+@torch.no_grad()
+def unstore(param: Parameter) -> None:
+    """Give a stored parameter a shard of its own dtype again, with the decoded values. Collective."""
+    stored = stored_weight(param)
+    gather_stored([param])
+    world, rank = ranks_of(param), rank_in(param)
+    size = slice_numel(param.ds_numel, world)
+    own = torch.zeros(size, dtype=stored.dtype, device=param.ds_tensor.device)
+    mine = param.data.reshape(-1)[rank * size : (rank + 1) * size]
+    own[: mine.numel()] = mine
+    delattr(param, STORED)
+    _replace_shard(param, own, size)
+    _drop_values(param)
+
+
+def _encode_own_part(param: Parameter, stored: StoredWeight, out: Tensor) -> None:
+    """Write the payload of this rank's part of a gathered parameter to `out`, on any device."""
+    first = rank_in(param) * stored.part_numel
+    payload = out if out.device == param.data.device else torch.empty_like(out, device=param.data.device)
+    stored.wire_format.encode_part(param.data.reshape(-1), first, stored.part_numel, payload)
+    if payload is not out:
+        out.copy_(payload)
+
+
+def _replace_shard(param: Parameter, shard: Tensor, numel: int) -> None:
+    """Let `shard` be a parameter's ds_tensor, with DeepSpeed's notes of the one before; `numel` counts elements."""
+    before = param.ds_tensor
+    shard.requires_grad = False
+    shard.ds_numel, shard.status, shard.final_location = numel, before.status, before.final_location
+    param.ds_tensor = shard
+
+
+def _drop_values(param: Parameter) -> None:
+    free_param(param)
+    param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    note_version(param)
+
+
+# -- DeepSpeed's gather and partition, for stored parameters ---------------------------------------------------------
+
+
+@torch.no_grad()
+def gather_stored(params: Sequence[Parameter]) -> None:
+    """Decode stored parameters into their full shapes, complete on the current stream. Collective, one message."""
+    for param in params:
+        check_untouched(param)
+    for members in _by_group(param for param in params if param.ds_status != ZeroParamStatus.AVAILABLE):
+        device = members[0].device
+        own = torch.cat([param.ds_tensor.to(device) for param in members])
+        gathered = own.new_empty(ranks_of(members[0]) * own.numel())
+        dist.all_gather_into_tensor(gathered, own, group=members[0].ds_process_group)
+        rows = gathered.view(-1, own.numel())
+        offset = 0
+        for param in members:
+            size = param.ds_tensor.numel()
+            decode_rows_into(param, rows[:, offset : offset + size])
+            offset += size
+
+
+def _by_group(params: Iterable[Parameter]) -> Iterable[list[Parameter]]:
+    """Parameters by the process group that they are partitioned over."""
+    by_group: dict[int, list[Parameter]] = defaultdict(list)
+    for param in params:
+        by_group[id(param.ds_process_group)].append(param)
+    return by_group.values()
+
+
+def decode_rows_into(param: Parameter, rows: Tensor) -> None:
+    """Make a stored parameter available: `rows` is uint8 [ranks, payload bytes], in the order of the ranks."""
+    stored = stored_weight(param)
+    flat = stored.wire_format.decode_rows(rows, stored.part_numel, stored.dtype).view(-1)
+    param.data = flat[: param.ds_numel].view(param.ds_shape)
+    param.ds_status = ZeroParamStatus.AVAILABLE
+    note_version(param)
+
+
+@torch.no_grad()
+def partition_stored(
+    params: Sequence[Parameter], has_been_updated: bool = False, free_data: bool = True
+) -> list[Parameter]:
+    """Drop stored parameters' values; what was written to them is encoded if `has_been_updated`. Collective then.
+
+    Returns those whose codes have changed, the same on every rank.
+
+    Codes stay as they are where decoding them gives the values that are there: gathering for writing and writing
+    nothing changes nothing. An adapter that PEFT merges is taken out again bit for bit: the codes from before the merge
+    are kept until its layer counts as unmerged.
+
+    Raises:
+        RuntimeError: a parameter was written in place, and `has_been_updated` is not set; or an adapter counts as
+            merged on some ranks only. The values are dropped and the codes stay as they were.
+    """
+    available = [param for param in params if param.ds_status == ZeroParamStatus.AVAILABLE]
+    try:
+        if has_been_updated:
+            return [param for members in _by_group(available) for param in _take_over(members)]
+        for param in available:
+            check_untouched(param)
+        return []
+    finally:
+        for param in params:
+            if free_data and param.ds_status == ZeroParamStatus.AVAILABLE:
+                free_param(param)
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            note_version(param)
+
+
+def _take_over(params: Sequence[Parameter]) -> list[Parameter]:
+    """Encode gathered parameters of one process group whose values were written, and return them. Collective.
+
+    Every rank encodes its part as soon as any of them saw another value in its own: scales may depend on the whole
+    tensor, and codes must not depend on how it is cut.
+    """
+    flags = [(not _decodes_to_own_part(p), stored_weight(p).is_merged, not stored_weight(p).is_merged) for p in params]
+    on_any_rank = torch.tensor(flags, dtype=torch.int32, device=params[0].device)
+    dist.all_reduce(on_any_rank, op=dist.ReduceOp.MAX, group=params[0].ds_process_group)
+    found = on_any_rank.tolist()
+    for param, (_, merged, unmerged) in zip(params, found):
+        if merged and unmerged:
+            raise RuntimeError(
+                f"an adapter is merged into {_name_of(param)} on some ranks only; call merge_adapter() and "
+                "unmerge_adapter() on every rank"
+            )
+    written = []
+    for param, (changed, merged, _) in zip(params, found):
+        stored, shard = stored_weight(param), param.ds_tensor
+        held, stored.holds_merged = stored.holds_merged, bool(merged)
+        if stored.before_merge is not None and stored.is_unmerged:
+            shard.data.copy_(stored.before_merge)
+            stored.before_merge = None
+            written.append(param)
+            continue
+        if not merged:
+            stored.before_merge = None  # the layer around the weight is gone: what it merged stays
+        elif not held:
+            stored.before_merge = shard.data.clone()
+        if changed:
+            _encode_own_part(param, stored, shard.data)
+            written.append(param)
+    return written
+
+
+def _decodes_to_own_part(param: Parameter) -> bool:
+    """Whether this rank's codes decode to what a gathered parameter holds in its part."""
+    stored = stored_weight(param)
+    first = rank_in(param) * stored.part_numel
+    now = param.data.reshape(-1)[first : first + stored.part_numel]
+    row = param.ds_tensor.data.to(param.data.device).view(1, -1)
+    decoded = stored.wire_format.decode_rows(row, stored.part_numel, stored.dtype).view(-1)[: now.numel()]
+    return now.dtype == decoded.dtype and torch.equal(now, decoded)
+
+
+# -- writes that would be lost ---------------------------------------------------------------------------------------
+
+
+def note_version(param: Parameter) -> None:
+    """Remember how often a stored parameter has been written by now."""
+    stored_weight_ = param.__dict__.get(STORED)
+    if stored_weight_ is not None:
+        stored_weight_.version = param._version
+
+
+def check_untouched(param: Parameter) -> None:
+    """Raise RuntimeError where a stored parameter was written in place since the plugin last had it in its hands.
+
+    What was written is dropped: a kept unit would compute with it until its next gather. While a model is made nothing
+    is checked: it may initialize what is partitioned by then, that is, empty tensors, as with stock.
+    """
+    stored = stored_weight(param)
+    if param._version != stored.version and partition_parameters.top_level_context is None:
+        param.data = param.data.new_empty(0)
+        param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        stored.version = param._version
+        raise RuntimeError(
+            f"{_name_of(param)} rests as {stored.wire_format!r} codes and was written in place, which would be lost: "
+            "write to it inside deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
+        )
+
+
+def check_usable(param: Parameter) -> None:
+    """Raise RuntimeError where a stored parameter may not be computed with.
+
+    It was told to require gradients, or its codes and the PEFT layer around it disagree on whether an adapter is
+    merged: merging inside GatheredParameters without modifier_rank does not reach the codes.
+    """
+    stored = stored_weight(param)
+    if param.requires_grad:
+        raise RuntimeError(
+            f"{_name_of(param)} rests as {stored.wire_format!r} codes and cannot be trained; set "
+            f'requires_grad to False again, or leave it out of the store with "{SECTION}.frozen.skip_modules"'
+        )
+    if stored.holds_merged and stored.is_unmerged:
+        raise RuntimeError(
+            f"the codes of {_name_of(param)} still hold an adapter that counts as unmerged; unmerge inside "
+            "deepspeed.zero.GatheredParameters(..., modifier_rank=0), or enter it afterwards, which takes it out too"
+        )
+    if stored.is_merged and not stored.holds_merged:
+        raise RuntimeError(
+            f"an adapter counts as merged into {_name_of(param)}, but its codes do not hold it; merge inside "
+            "deepspeed.zero.GatheredParameters(..., modifier_rank=0), or unmerge before the context without it ends"
+        )
+
+
+def _name_of(param: Parameter) -> str:
+    return getattr(param, "zeropp_fp8_name", f"the parameter of shape {tuple(param.ds_shape)}")
+
+
+def name_stored(named_params: Iterable[tuple[str, Parameter]]) -> None:
+    """Let errors name stored parameters."""
+    for name, param in named_params:
+        if stored_weight(param) is not None:
+            param.zeropp_fp8_name = name

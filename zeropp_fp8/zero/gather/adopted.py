@@ -1,0 +1,63 @@
+"""What an engine keeps on a ZeRO-3 parameter that it has adopted, and lists that hold parameters of several engines.
+
+`GatheredParameters` hands all of its parameters to the closures of the first. They may belong to several engines (a
+policy and the reference model that follows it, a model and its moving average), to DeepSpeed's own engines, or to none
+yet. Each knows its own wire format, owners and copies only, so every list is cut by engine first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from zeropp_fp8.zero.gather.gatherer import WeightGatherer
+    from zeropp_fp8.zero.gather.units import GatherUnit
+
+STATE = "zeropp_fp8_wire"
+
+
+@dataclass
+class ParameterWire:
+    """The plugin's state of one parameter."""
+
+    stock_all_gather: Callable
+    stock_all_gather_coalesced: Callable
+    stock_partition: Callable
+    unit: GatherUnit
+    owner: WeightGatherer
+    lossy: bool = False  # param.data came through a quantized format
+
+
+def by_engine(params: Iterable[Parameter]) -> list[tuple[WeightGatherer | None, list[Parameter]]]:
+    """(gatherer of the engine that has adopted them, parameters), in the order of their first; None: of no engine here.
+
+    Ranks that pass the same list take the parts in the same order.
+    """
+    parts: dict[int, tuple[WeightGatherer | None, list[Parameter]]] = {}
+    for param in params:
+        state: ParameterWire | None = getattr(param, STATE, None)
+        gatherer = None if state is None else state.owner
+        parts.setdefault(id(gatherer), (gatherer, []))[1].append(param)
+    return list(parts.values())
+
+
+def gather_by_engine(params: Iterable[Parameter]) -> None:
+    """Gather parameters of any engines with every bit, complete on the current stream. Collective."""
+    for gatherer, mine in by_engine(params):
+        if gatherer is None:
+            mine[0].all_gather(param_list=mine)
+        else:
+            gatherer.gather_exactly(mine)
+
+
+def partition_by_engine(params: Iterable[Parameter], has_been_updated: bool = False, free_data: bool = True) -> None:
+    """Drop the values of parameters of any engines; `has_been_updated`: take over what was written. Collective then."""
+    for gatherer, mine in by_engine(params):
+        if gatherer is None:
+            mine[0].partition(param_list=mine, has_been_updated=has_been_updated, free_data=free_data)
+        else:
+            gatherer.partition(mine, has_been_updated, free_data)

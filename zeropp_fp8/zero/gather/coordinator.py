@@ -1,0 +1,237 @@
+"""When units are fetched, fetched ahead and released: what DeepSpeed's PartitionedParameterCoordinator does, by unit.
+
+The rules and their keys are DeepSpeed's: `stage3_prefetch_bucket_size` bounds how many elements are fetched ahead (at
+least the next unit is, unless it is 0), `stage3_max_live_parameters` how many are live, and what is needed again within
+`stage3_max_reuse_distance` elements stays. With a secondary shard the hop between nodes goes further: a forward starts
+it for all units at once, in their order, and the network is busy from the first to the last of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import torch
+from deepspeed.utils import z3_leaf_module
+from torch import nn
+from torch.nn import Parameter
+
+from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.zero.gather.gatherer import WeightGatherer
+from zeropp_fp8.zero.gather.trace import FetchTrace
+from zeropp_fp8.zero.gather.units import GatherUnit
+
+# Of one submodule in a pass that another module began: a loss in chunks calls a head that often, generation more.
+_MOST_CALLS = 16
+
+
+class UnitCoordinator:
+    """The interface that DeepSpeed's hooks call, over the units of a WeightGatherer.
+
+    Args:
+        prefetch_numel, max_live_numel, max_reuse_numel: in elements of full parameters.
+    """
+
+    def __init__(
+        self, gatherer: WeightGatherer, prefetch_numel: int, max_live_numel: int, max_reuse_numel: int
+    ) -> None:
+        self.gatherer = gatherer
+        self.prefetch_numel = prefetch_numel
+        self.max_live_numel = max_live_numel
+        self.max_reuse_numel = max_reuse_numel
+        self.hierarchy = 0  # DeepSpeed sets it; hops are chosen by the gatherer
+        self._trace = FetchTrace()
+        self._prefetched_until = 0
+        self._first_called: nn.Module | None = None  # the submodule that began this pass
+        self._calls: dict[nn.Module, int] = {}  # of submodules by themselves, in this pass
+        self._in_backward: dict[nn.Module, int] = {}  # and how many calls of it are
+        self._of_module: dict[int, tuple[int, list[Parameter], tuple[GatherUnit, ...]]] = {}
+        # Autograd may run the hooks of a module with several outputs in several threads.
+        self._lock = threading.RLock()
+
+    # -- what DeepSpeed asks about its own trace; this one needs no modes ------------------------------------------
+
+    def trace_prologue(self, sub_module: nn.Module) -> None:
+        """Nothing to do: every pass is compared with the known order as it goes."""
+
+    def is_record_trace(self) -> bool:
+        """Always recording, but not through record_module."""
+        return False
+
+    def is_invalid_trace(self) -> bool:
+        """False, so that DeepSpeed calls `_invalidate_trace` when hooks are registered anew."""
+        return False
+
+    def _invalidate_trace(self) -> None:
+        self._trace.forget()
+        self._of_module.clear()
+
+    def reset_step(self) -> None:
+        """A forward of the whole model begins."""
+        if torch._C._current_graph_task_id() == -1:  # else a backward runs it again
+            self.release_backward_leftovers()
+        with self._lock:
+            self._trace.start_pass()
+            self._prefetched_until = 0
+            self._first_called = None
+            self._calls.clear()
+
+    def submodule_called(self, module: nn.Module) -> None:
+        """A forward begins of a part of the model by itself: the model without its head, or one part after the other.
+
+        What began the pass begins the next one too, and so does what is called so often that it must be a loop of its
+        own. Then passes have an end, and their order is learned, where the whole model is never called.
+        """
+        with self._lock:
+            calls = self._calls.get(module, 0) + 1
+            if self._trace.position == 0 or module is self._first_called or calls > _MOST_CALLS:
+                self.reset_step()
+                self._first_called, calls = module, 1
+            self._calls[module] = calls
+
+    def _start_all_first_hops(self) -> None:
+        """Fill the secondary shards, unit by unit in the order in which this forward will need them."""
+        for unit in self._trace.first_order():
+            if not unit.live:
+                self.gatherer.start_first_hops(unit)
+
+    # -- fetch and release -----------------------------------------------------------------------------------------
+
+    def _members(self, module: nn.Module) -> tuple[list[Parameter], tuple[GatherUnit, ...]]:
+        """(parameters that `module` uses itself, their units); external parameters may be added while it runs."""
+        external = module._external_params
+        held = self._of_module.get(id(module))
+        if held is None or held[0] != len(external):
+            own = module.parameters(recurse=z3_leaf_module(module))
+            params = list({id(p): p for p in (*own, *external.values())}.values())
+            held = self._of_module[id(module)] = (len(external), params, self.gatherer.units_of(params))
+        return held[1], held[2]
+
+    def fetch_sub_module(self, current_submodule: nn.Module, forward: bool) -> None:
+        """Make the parameters of a module available, and start fetching what comes after it.
+
+        Not `forward`: they stay until the module's backward is over, or at the latest the whole backward.
+        """
+        with self._lock:
+            if not forward:
+                self._in_backward.setdefault(current_submodule, 0)
+            params, units = self._members(current_submodule)
+            if not params:
+                return
+            gatherer = self.gatherer
+            for param in params:
+                param.ds_active_sub_modules.add(current_submodule.ds_id)
+            fetched = tuple(unit for unit in units if not unit.persistent)
+            if fetched and self._trace.position == 0 and self.gatherer.session.secondary_ranks is not None:
+                self._start_all_first_hops()
+            if fetched:
+                self._trace.fetched(fetched, gatherer.session.ledger.kind)
+            for unit in units:
+                unit.active_modules.add(current_submodule.ds_id)
+                if not unit.live:
+                    gatherer.start(unit)
+            if gatherer.device.type == "cpu":  # there finish() blocks, so what comes next must be on its way before
+                self._prefetch(units)
+            for unit in units:
+                gatherer.finish(unit)
+            if gatherer.device.type != "cpu":
+                self._prefetch()
+
+    def _prefetch(self, needed_now: tuple[GatherUnit, ...] = ()) -> None:
+        """Start gathering the next units of the known order, as far as the limits allow."""
+        if self.prefetch_numel == 0:
+            return
+        gatherer = self.gatherer
+        start = max(self._prefetched_until, self._trace.position)
+        ahead = sum(unit.numel for unit in gatherer.units if unit.in_flight and unit not in needed_now)
+        for position, unit, kind in self._trace.coming(start):
+            self._prefetched_until = position
+            if unit.live:
+                if not self._stays(unit):
+                    return  # it will be released and must then be fetched again: wait for that
+            elif not unit.in_flight:
+                if ahead > 0 and ahead + unit.numel > self.prefetch_numel:
+                    return
+                if ahead > 0 and gatherer.live_numel + ahead + unit.numel > self.max_live_numel:
+                    return
+                # Fetched ahead from the forward into the backward, its bytes still are the backward's. An evaluation
+                # follows the order of a training step, and counts as what it is.
+                ledger = gatherer.session.ledger
+                with ledger.counting(ledger.kind if ledger.kind == OUTSIDE else kind):
+                    gatherer.start(unit, ahead=True)
+                ahead += unit.numel
+
+    def _stays(self, unit: GatherUnit) -> bool:
+        """Whether a live unit is to be kept until it is needed again."""
+        distance = self._trace.numel_until(unit)
+        near = distance is not None and distance < self.max_reuse_numel
+        return near and self.gatherer.live_numel <= self.max_live_numel
+
+    def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
+        """A module has been run: drop its parameters unless they are needed soon, by its backward or another module."""
+        with self._lock:
+            if not forward:
+                self._in_backward.pop(submodule, None)
+            elif submodule in self._in_backward:
+                return
+            self._leave(submodule)
+            for unit in self._members(submodule)[1]:
+                if not unit.active_modules and not unit.persistent and not self._stays(unit):
+                    self._release(unit)
+
+    def backward_begins(self, module: nn.Module) -> None:
+        """Of a call of a module, whose parameters have been fetched for it."""
+        with self._lock:
+            self._in_backward[module] = self._in_backward.get(module, 0) + 1
+
+    def backward_ends(self, module: nn.Module) -> bool:
+        """Of a call of a module; whether no other one is in its backward, such as the call that this one came from."""
+        with self._lock:
+            calls = self._in_backward.get(module, 0) - 1
+            if calls > 0:
+                self._in_backward[module] = calls
+            return calls <= 0
+
+    def _leave(self, module: nn.Module) -> None:
+        params, units = self._members(module)
+        for param in params:
+            param.ds_active_sub_modules.discard(module.ds_id)
+        for unit in units:
+            unit.active_modules.discard(module.ds_id)
+
+    def _release(self, unit: GatherUnit) -> None:
+        if not any(param.is_external_param for param in unit.params):
+            self.gatherer.release(unit)
+
+    def release_backward_leftovers(self) -> None:
+        """Release modules whose hook after backward never came.
+
+        No input of theirs needs a gradient, they were run again after their backward, or an exception ended it.
+        """
+        with self._lock:
+            while self._in_backward:
+                module, _ = self._in_backward.popitem()
+                self._leave(module)
+                for unit in self._members(module)[1]:
+                    if not unit.active_modules and not unit.persistent:
+                        self._release(unit)
+
+    def release_and_reset_all(self, module: nn.Module) -> None:
+        """Release everything, parameters kept between steps too."""
+        with self._lock:
+            self._in_backward.clear()
+            for unit in self.gatherer.units:
+                if unit.in_flight:
+                    self.gatherer.cancel(unit)
+                unit.active_modules.clear()
+                for param in unit.params:
+                    param.ds_active_sub_modules.clear()
+                self.gatherer.release(unit)
+            _check_released(self.gatherer.units)
+
+
+def _check_released(units: Iterable[GatherUnit]) -> None:
+    for unit in units:
+        for param in unit.params:
+            if param.data.numel() and param.ds_numel:
+                raise RuntimeError(f"expected to be released: {param.ds_summary()}")

@@ -1,0 +1,244 @@
+"""Generation with the model of a ZeRO-3 engine, in the middle of training.
+
+For as long as the context lasts, weights stay on the ranks (resident.py), DeepSpeed's hooks around modules are laid
+aside, LoRA adapters are merged into the values that stay, and the model evaluates with its KV cache on. Afterwards all
+is as it was: shards and stored codes are never written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.zero.generation.resident import ResidentCodes, ResidentValues, linear_layers
+from zeropp_fp8.zero.offload import ZeroppOffload
+
+WEIGHTS = ("auto", "values", "codes", "sharded")
+SHARE = 0.5  # of the free memory that "auto" gives to weights; the rest is for the KV cache and activations
+
+
+@contextlib.contextmanager
+def generation(engine, weights: str = "auto", merge_adapters: bool = True) -> Iterator[nn.Module]:
+    """See zeropp_fp8.generation."""
+    if weights not in WEIGHTS:
+        raise ValueError(f"generation: weights is one of {', '.join(WEIGHTS)}, not {weights!r}")
+    offload = _offload_of(engine)
+    _check_idle(offload)
+    gatherer, module = offload.gatherer, engine.module
+    layers = _layers_to_merge(module) if merge_adapters else []
+    written = [param for layer in layers for param in layer.get_base_layer().parameters(recurse=False)]
+    values, codes = ResidentValues(gatherer, written), ResidentCodes(gatherer, module)
+    chosen = {"values": values, "codes": codes, "sharded": None}[_choose(weights, offload, values, codes)]
+    world = offload.session.topology.world_size
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_evaluating(module))
+        stack.enter_context(_generating(module, synced_gpus=chosen is None and world > 1))
+        offload.generating = True
+        stack.callback(setattr, offload, "generating", False)
+        if chosen is not None:
+            gatherer.resident = True
+            stack.callback(setattr, gatherer, "resident", False)
+            stack.callback(chosen.release)
+            with torch.inference_mode(False), torch.no_grad(), offload.session.ledger.counting(OUTSIDE):
+                chosen.gather()
+            stack.enter_context(_hooks_aside(offload))
+            if chosen is values:
+                stack.enter_context(_adapters_merged(layers))
+            stack.enter_context(_direct_linear_layers(module, chosen))
+            stack.enter_context(_refusing_gradients(module))
+        yield module
+
+
+def _offload_of(engine) -> ZeroppOffload:
+    optimizer = getattr(engine, "optimizer", None)
+    offload = getattr(optimizer, "parameter_offload", optimizer)
+    if not isinstance(offload, ZeroppOffload):
+        raise ValueError(
+            "generation: this engine does not run with the plugin; call zeropp_fp8.enable() before "
+            'deepspeed.initialize and put a "zeropp_fp8" section into the ds_config'
+        )
+    return offload
+
+
+def _check_idle(offload: ZeroppOffload) -> None:
+    """Nothing of a pass is under way, and no other generation."""
+    if offload.generating:
+        raise RuntimeError("generation: the engine is inside zeropp_fp8.generation already")
+    if any(unit.active_modules for unit in offload.gatherer.units):
+        raise RuntimeError(
+            "generation: a forward or backward pass of the engine is under way, or has ended with an error; enter it "
+            "between steps"
+        )
+
+
+# -- where weights stay ----------------------------------------------------------------------------------------------
+
+
+def _choose(weights: str, offload: ZeroppOffload, values: ResidentValues, codes: ResidentCodes) -> str:
+    """What there is memory for on every rank. Collective.
+
+    Raises:
+        MemoryError: weights are to stay in a form for which a rank has no memory; on every rank.
+    """
+    if weights == "sharded":
+        return weights
+    needed = {"values": values.num_bytes(), "codes": codes.num_bytes()}
+    session = offload.session
+    free = torch.tensor([_free_bytes(session.device, session.topology.ranks_per_node)], dtype=torch.int64)
+    free = free.to(session.device)
+    dist.all_reduce(free, op=dist.ReduceOp.MIN, group=session.topology.group)
+    least = int(free.item())
+    if weights == "auto":
+        weights = next((name for name, size in needed.items() if size <= SHARE * least), "sharded")
+    elif needed[weights] > least:
+        raise MemoryError(
+            f'generation: weights="{weights}" takes {needed[weights] / 1e9:.2f} GB on each rank, and a rank has '
+            f'{least / 1e9:.2f} GB; use "codes" or "sharded", or "auto"'
+        )
+    if session.topology.rank == 0 and offload.announced != weights:
+        what = {
+            "values": f"all weights stay on each rank while it generates, {needed['values'] / 1e9:.2f} GB",
+            "codes": f"codes of weights stay on each rank while it generates, {needed['codes'] / 1e9:.2f} GB in all",
+            "sharded": "no memory for the weights on each rank: they are gathered for every token",
+        }
+        print(f"zeropp_fp8: generation: {what[weights]}", flush=True)
+    offload.announced = weights
+    return weights
+
+
+def _free_bytes(device: torch.device, ranks_here: int) -> int:
+    """Memory that this rank can still have: of its GPU, or its share of the host's."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return psutil.virtual_memory().available // ranks_here
+
+
+# -- what is different while it lasts ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """No dropout, no activation checkpointing, which would turn the KV cache off."""
+    training = [m for m in module.modules() if m.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+@contextlib.contextmanager
+def _generating(module: nn.Module, synced_gpus: bool) -> Iterator[None]:
+    """`module.generate` with the KV cache on, and in step with the other ranks only where they gather together."""
+    generate = getattr(module, "generate", None)
+    if generate is None:
+        yield
+        return
+
+    @functools.wraps(generate)
+    def with_defaults(*args, **kwargs):
+        return generate(*args, **{"use_cache": True, "synced_gpus": synced_gpus, **kwargs})
+
+    module.generate = with_defaults
+    try:
+        yield
+    finally:
+        del module.generate
+
+
+@contextlib.contextmanager
+def _hooks_aside(offload: ZeroppOffload) -> Iterator[None]:
+    """Without DeepSpeed's hooks around modules. Others stay, those that are added meanwhile too."""
+    for module in offload.module.modules():
+        module._parameters._in_forward = False  # else reading a parameter that is not there would gather it
+    before = {}
+    for handle in (*offload.forward_hooks, *offload.backward_hooks):
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            before.setdefault(id(hooks), (hooks, dict(hooks)))
+            del hooks[handle.id]
+    remaining = {key: set(hooks) for key, (hooks, _) in before.items()}
+    try:
+        yield
+    finally:
+        for key, (hooks, held) in before.items():
+            # What was taken off meanwhile stays off; what was added comes last, as it would have.
+            gone = remaining[key] - hooks.keys()
+            added = {number: hook for number, hook in hooks.items() if number not in held}
+            hooks.clear()
+            hooks.update((number, hook) for number, hook in held.items() if number not in gone)
+            hooks.update(added)
+
+
+@contextlib.contextmanager
+def _refusing_gradients(module: nn.Module) -> Iterator[None]:
+    def refuse(*_) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "inside zeropp_fp8.generation the model has no gradients: put the pass under torch.no_grad(), or "
+                "train after the context has ended"
+            )
+
+    handle = module.register_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _direct_linear_layers(module: nn.Module, resident: ResidentValues | ResidentCodes) -> Iterator[None]:
+    """Linear layers multiply with what is resident, and not through DeepSpeed's function or in FP8."""
+    layers = list(linear_layers(module))
+    try:
+        for layer in layers:
+            layer.forward = resident.linear(layer)
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def _layers_to_merge(module: nn.Module) -> list[nn.Module]:
+    """PEFT layers with adapters that are in use."""
+    layers = [m for m in module.modules() if hasattr(m, "get_base_layer") and hasattr(m, "merged_adapters")]
+    return [m for m in layers if not m.merged and not m.disable_adapters]
+
+
+@contextlib.contextmanager
+def _adapters_merged(layers: list[nn.Module]) -> Iterator[None]:
+    """Active adapters merged by PEFT into the values that are resident, which are dropped afterwards.
+
+    A layer without an adapter multiplies once where one with LoRA multiplies three times.
+    """
+    kept: list[tuple[Parameter, Tensor]] = []
+    try:
+        for layer in layers:
+            base = layer.get_base_layer()
+            for param in base.parameters(recurse=False):
+                _let_own_values(param, kept)
+            layer.merge()
+        yield
+    finally:
+        for layer in layers:
+            layer.merged_adapters.clear()
+        for param, values in kept:
+            param.data = values
+
+
+def _let_own_values(param: Parameter, kept: list[tuple[Parameter, Tensor]]) -> None:
+    """A copy to merge into, where the values are the shard itself (one rank) or stay when generation ends (biases)."""
+    is_shard = param.data.data_ptr() == param.ds_tensor.data.data_ptr()
+    if is_shard or param.ds_persist:
+        kept.append((param, param.data))
+        param.data = param.data.clone()

@@ -1,0 +1,185 @@
+"""Weights that stay on a rank while a model generates: their values, or their codes.
+
+A forward pass of ZeRO-3 gathers and drops every block. Generation runs one for each token, so what a rank can hold it
+keeps for the whole rollout: the values of all weights, or, in a half to a quarter of that memory, the codes of linear
+layers' weights as they came over the wire. Both are what the training forward computes with, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from zeropp_fp8.compute.linear import READ_AS_NUMBERS, LowPrecisionLinear
+from zeropp_fp8.zero.frozen.store import note_version, value_dtype
+from zeropp_fp8.zero.gather.gatherer import WeightGatherer
+from zeropp_fp8.zero.gather.units import GatherUnit
+
+_DECODED_UNITS = 2  # a block may consist of two units with codes: stored weights, and others that travel quantized
+
+
+class _Resident:
+    """What is kept of an engine's weights between `gather` and `release`."""
+
+    def __init__(self, gatherer: WeightGatherer) -> None:
+        self.gatherer = gatherer
+        self._marked: list[Parameter] = []
+
+    def gather(self) -> None:
+        """Keep what is to be kept. Collective."""
+        for param in self.gatherer.adopted.values():
+            if READ_AS_NUMBERS not in param.__dict__:  # those that travel as operands of FP8 products come as numbers
+                setattr(param, READ_AS_NUMBERS, True)
+                self._marked.append(param)
+        waiting = [unit for unit in self.gatherer.units if not unit.live]
+        for unit, coming in zip(waiting, [*waiting[1:], None]):
+            self.gatherer.start(unit)
+            if coming is not None and self.gatherer.device.type == "cuda":
+                self.gatherer.start(coming, ahead=True)  # its bytes are on their way while this one is decoded
+            self._keep(unit)
+
+    def _keep(self, unit: GatherUnit) -> None:
+        """Take what the gather of a unit brings."""
+        self.gatherer.finish(unit)
+
+    def release(self) -> None:
+        """Drop what was kept. No communication."""
+        for param in self._marked:
+            param.__dict__.pop(READ_AS_NUMBERS, None)
+        self._marked.clear()
+        for unit in self.gatherer.units:
+            for param in unit.params:
+                note_version(param)  # an adapter may have been merged into the values: they are dropped with it
+            if unit.in_flight:
+                self.gatherer.cancel(unit)
+            if not unit.persistent:
+                self.gatherer.release(unit)
+
+    def linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+        """The forward of a linear layer whose weight is there: without DeepSpeed's autograd function around it."""
+        weight, bias = module.weight.data, None if module.bias is None else module.bias.data
+        return lambda input: torch.ops.aten.linear(input, weight, bias)
+
+
+class ResidentValues(_Resident):
+    """All parameters of an engine, gathered once."""
+
+    def __init__(self, gatherer: WeightGatherer, written: Iterable[Parameter] = ()) -> None:
+        """`written`: parameters that somebody will write to, of which shards must not be lent."""
+        super().__init__(gatherer)
+        self._written = {id(param) for param in written}
+
+    def num_bytes(self) -> int:
+        """Bytes that a rank needs besides what it has."""
+        needed = 0
+        for unit in self.gatherer.units:
+            lent = self.gatherer.lends_shards(unit)
+            params = unit.params if not (unit.live or lent) else (p for p in unit.params if id(p) in self._written)
+            needed += sum(p.ds_numel * value_dtype(p).itemsize for p in params)
+        return needed
+
+
+class ResidentCodes(_Resident):
+    """The codes of linear layers' weights, and the values of everything else.
+
+    A few rows (a token of each sequence) are multiplied with the codes as they lie, where there is a kernel for it; for
+    more, the weights of a block are decoded when its first layer needs them and dropped when another block does.
+    """
+
+    def __init__(self, gatherer: WeightGatherer, module: nn.Module) -> None:
+        super().__init__(gatherer)
+        weights = multipliable_weights(module)
+        self._codes_of: dict[int, Tensor] = {}  # id of a unit: its payloads
+        self._unit_of: dict[int, GatherUnit] = {}  # id of a parameter whose codes are kept
+        self._decoded: OrderedDict[int, dict[int, Tensor]] = OrderedDict()
+        for unit in (unit for unit in gatherer.units if not unit.live):
+            for param in gatherer.params_in_codes(unit):
+                if id(param) in weights:
+                    self._unit_of[id(param)] = unit
+
+    def num_bytes(self) -> int:
+        """Bytes that a rank needs besides what it has."""
+        with_codes, total = {id(unit): unit for unit in self._unit_of.values()}, 0
+        for unit in self.gatherer.units:
+            if unit.live or self.gatherer.lends_shards(unit):
+                continue
+            if id(unit) in with_codes and not self.gatherer.holds_all_codes(unit):
+                total += sum(self.gatherer.bytes_of(p) for p in unit.params) * self.gatherer.session.topology.world_size
+            params = (p for p in unit.params if id(p) not in self._unit_of)
+            total += sum(p.ds_numel * value_dtype(p).itemsize for p in params)
+        decoded = [sum(p.ds_numel * value_dtype(p).itemsize for p in unit.params) for unit in with_codes.values()]
+        return int(total) + sum(sorted(decoded)[-_DECODED_UNITS:])
+
+    def _keep(self, unit: GatherUnit) -> None:
+        if not any(id(param) in self._unit_of for param in unit.params):
+            self.gatherer.finish(unit)
+            return
+        codes = self._codes_of[id(unit)] = self.gatherer.take_codes(unit)
+        values = self.gatherer.decode_codes(unit, codes)
+        for param in unit.params:
+            if id(param) not in self._unit_of:
+                # A copy: the values of a unit lie in one buffer, most of which is to be dropped.
+                self.gatherer.let_hold(unit, param, values[id(param)].clone())
+
+    def release(self) -> None:
+        self._codes_of.clear()
+        self._decoded.clear()
+        super().release()
+
+    def linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+        """The forward of a linear layer."""
+        param = dict.__getitem__(module._parameters, "weight")
+        if id(param) not in self._unit_of:
+            return super().linear(module)
+        bias = None if module.bias is None else module.bias.data
+        unit, few_rows, multiply = self._unit_of[id(param)], 0, None
+        if self.gatherer.device.type == "cuda":
+            from zeropp_fp8.kernels.linear.quantized_linear import FEW_ROWS, quantized_linear
+
+            weight = self.gatherer.quantized_weight(unit, param, self._codes_of[id(unit)])
+            few_rows, multiply = (0, None) if weight is None else (FEW_ROWS, quantized_linear)
+
+        def forward(input: Tensor) -> Tensor:
+            if input.numel() <= few_rows * input.shape[-1] and input.dtype == weight.dtype:
+                return multiply(input, weight, bias)
+            return torch.ops.aten.linear(input, self._values_of(unit)[id(param)], bias)
+
+        return forward
+
+    def _values_of(self, unit: GatherUnit) -> dict[int, Tensor]:
+        values = self._decoded.get(id(unit))
+        if values is None:
+            while len(self._decoded) >= _DECODED_UNITS:
+                self._decoded.popitem(last=False)
+            values = self._decoded[id(unit)] = self.gatherer.decode_codes(unit, self._codes_of[id(unit)])
+        return values
+
+
+def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:
+    """Layers whose forward is that of a linear layer, and nothing else."""
+    for layer in module.modules():
+        plain = type(layer).forward in (nn.Linear.forward, LowPrecisionLinear.forward)
+        if plain and "forward" not in layer.__dict__ and "weight" in layer._parameters:
+            yield layer
+
+
+def multipliable_weights(module: nn.Module) -> set[int]:
+    """id of each weight that is read by the forward of one linear layer only.
+
+    A PEFT layer reads its adapters' weights. The weight of the layer within it, plain LoRA leaves to that layer; DoRA
+    and other adapters read it.
+    """
+    users = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
+    read = set()
+    for layer in module.modules():
+        if hasattr(layer, "get_base_layer"):
+            base = layer.get_base_layer()
+            is_lora = hasattr(layer, "lora_A") and not getattr(layer, "lora_variant", None)
+            read |= {id(m) for m in layer.modules() if m is not base or not is_lora}
+    layers = [layer for layer in linear_layers(module) if type(layer) is nn.Linear and id(layer) not in read]
+    weights = {id(dict.__getitem__(layer._parameters, "weight")) for layer in layers}
+    return {weight for weight in weights if users[weight] == 1}

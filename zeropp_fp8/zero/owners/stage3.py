@@ -1,0 +1,177 @@
+"""ZeRO-3 whose parameters have owners: what DeepSpeed's optimizer assumes about equal slices, put right.
+
+FP8-LM (arXiv 2310.18313), section 2.3. A rank's part of a parameter may be all of it, some rows, or nothing.
+Checkpoints are stock's all the same: they hold equal slices, so zero_to_fp32, the universal checkpoint and a run
+without the plugin can read them, and every load gives the numbers to their owners again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.comm.reduce_scatter import slice_numel
+from zeropp_fp8.zero.owners.placement import WholeTensors
+from zeropp_fp8.zero.session import Session
+
+# The keys of DeepSpeed's checkpoints.
+FP32_FLAT_GROUPS = "fp32_flat_groups"
+OPTIMIZER_STATE_DICT = "optimizer_state_dict"
+
+
+class WholeTensorStage3(DeepSpeedZeroOptimizer_Stage3):
+    """DeepSpeedZeroOptimizer_Stage3 for parameters with owners; with slices it is stock."""
+
+    session: Session
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether parameters have owners."""
+        return isinstance(self.session.placement, WholeTensors)
+
+    def _get_param_partition_rank(self, param: Parameter) -> int:
+        # What a rank has of a parameter begins where its shard begins; DeepSpeed would skip what lies beyond the end.
+        return 0 if self.has_owners else super()._get_param_partition_rank(param)
+
+    def _create_fp16_sub_groups(self, params_group: list[Parameter]) -> list[list[Parameter]]:
+        """Cut by what the parameters have on average: every rank must cut at the same places."""
+        if not self.has_owners:
+            return super()._create_fp16_sub_groups(params_group)
+        world = self.session.topology.world_size
+        sub_groups, numel = [[]], 0
+        for param in params_group:
+            if self.sub_group_size is not None and numel >= self.sub_group_size:
+                sub_groups.append([])
+                numel = 0
+            sub_groups[-1].append(param)
+            numel += slice_numel(param.ds_numel, world)
+        return sub_groups
+
+    # -- full tensors from parts, and parts from full tensors --------------------------------------------------------
+
+    def _fp32_state_allgather(self, param: Parameter, fp32_state_partition: Tensor) -> Tensor:
+        if not self.has_owners:
+            return super()._fp32_state_allgather(param, fp32_state_partition)
+        return self.gatherer.gather_owned(param, fp32_state_partition.data).view(param.ds_shape)
+
+    def set_full_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
+        if not self.has_owners:
+            super().set_full_hp_param(value, param, optim_state_key)
+        elif param.requires_grad:
+            own, _ = self._get_fp32_opt_state_partition(param, False, optim_state_key)
+            own.data.copy_(self.session.placement.own_part(param, value))
+
+    def set_fp32_grad_for_param(self, value: Tensor, param: Parameter) -> None:
+        if not self.has_owners:
+            super().set_fp32_grad_for_param(value, param)
+        elif param.requires_grad:
+            own, _ = self._get_fp32_grad_state_partition(param, False)
+            own.data.copy_(self.session.placement.own_part(param, value))
+
+    def update_fp32_grad_for_param_vectorized(self, update_func, param_list) -> None:
+        if not self.has_owners:
+            super().update_fp32_grad_for_param_vectorized(update_func, param_list)
+            return
+        for param in param_list:
+            if param.requires_grad:
+                self.set_fp32_grad_for_param(update_func(self.get_fp32_grad_for_param(param), param), param)
+
+    # -- checkpoints: equal slices -----------------------------------------------------------------------------------
+
+    def slice_of_owned(self, param: Parameter, own: Tensor) -> Tensor:
+        """DeepSpeed's slice, padded, on the tensor's device, of what each rank has for its part. Collective."""
+        topology = self.session.topology
+        full = self.gatherer.gather_owned(param, own)
+        size = slice_numel(param.ds_numel, topology.world_size)
+        mine = full[topology.rank * size : (topology.rank + 1) * size]
+        return torch.nn.functional.pad(mine, (0, size - mine.numel())).to(own.device)
+
+    def owned_of_slice(self, param: Parameter, one_slice: Tensor) -> Tensor:
+        """The inverse of `slice_of_owned`. Collective."""
+        topology, device = self.session.topology, self.session.device
+        mine = one_slice.to(device).contiguous()
+        slices = [torch.empty_like(mine) for _ in range(topology.world_size)]
+        dist.all_gather(slices, mine, group=topology.group)
+        full = torch.cat(slices)[: param.ds_numel]
+        return self.session.placement.own_part(param, full).to(one_slice.device)
+
+    def _flat_of(self, sub_group: int, flat: Tensor, convert, numel_of) -> Tensor:
+        """A sub-group's flat tensor with every parameter's piece converted."""
+        pieces, offset = [], 0
+        for param in self.fp16_groups[sub_group]:
+            pieces.append(convert(param, flat.detach()[offset : offset + numel_of(param)]))
+            offset += numel_of(param)
+        return torch.cat(pieces)
+
+    def _converted(self, state_dict: dict, to_slices: bool) -> dict:
+        """A rigid state dict with all flat tensors as slices, or as owners' parts."""
+        world = self.session.topology.world_size
+
+        def own_numel(param: Parameter) -> int:
+            return self.session.own_numel(param)
+
+        def sliced_numel(param: Parameter) -> int:
+            return slice_numel(param.ds_numel, world)
+
+        convert, numel_of = (self.slice_of_owned, own_numel) if to_slices else (self.owned_of_slice, sliced_numel)
+        flats = state_dict[FP32_FLAT_GROUPS]
+        optimizer_state = state_dict[OPTIMIZER_STATE_DICT]
+        order = self._sub_groups_of_states(optimizer_state)
+        states: dict[Any, dict] = {}
+        for key, values in optimizer_state["state"].items():
+            sub_group = order[key]
+            numel = sum(numel_of(p) for p in self.fp16_groups[sub_group])
+            states[key] = {
+                name: self._flat_of(sub_group, value, convert, numel_of)
+                # Counters of steps are scalars; everything that is as long as the weights is theirs.
+                if torch.is_tensor(value) and value.dim() == 1 and value.numel() == numel
+                else value
+                for name, value in values.items()
+            }
+        return {
+            **state_dict,
+            FP32_FLAT_GROUPS: [self._flat_of(i, flat, convert, numel_of) for i, flat in enumerate(flats)],
+            OPTIMIZER_STATE_DICT: {**optimizer_state, "state": states},
+        }
+
+    def _sub_groups_of_states(self, optimizer_state: dict) -> dict[Any, int]:
+        """Which sub-group each entry of an optimizer's state belongs to: group by group, as they were appended."""
+        by_group: dict[int, list[int]] = {}
+        for sub_group in range(len(self.fp16_groups)):
+            by_group.setdefault(self.sub_group_to_group_id[sub_group], []).append(sub_group)
+        order = [sub_group for group in sorted(by_group) for sub_group in by_group[group]]
+        keys = [key for group in optimizer_state["param_groups"] for key in group["params"]]
+        return dict(zip(keys, order, strict=True))
+
+    def _rigid_state_dict(self) -> dict:
+        state_dict = super()._rigid_state_dict()
+        return self._converted(state_dict, to_slices=True) if self.has_owners else state_dict
+
+    def _rigid_load_state_dict(self, state_dict: dict, load_optimizer_states: bool = True) -> None:
+        if self.has_owners:
+            state_dict = self._converted(state_dict, to_slices=False)
+        super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+
+    def load_hp_checkpoint_state(self, folder, key, param: Parameter | None = None) -> Tensor:
+        if param is None:  # as DeepSpeed before 0.19.3 calls it, which has no owners
+            return super().load_hp_checkpoint_state(folder, key)
+        one_slice = super().load_hp_checkpoint_state(folder, key, param)
+        return self.owned_of_slice(param, one_slice) if self.has_owners else one_slice
+
+    def offload_states(self, *args, **kwargs) -> None:
+        """Not with owners: DeepSpeed maps its buffers by equal slices.
+
+        Raises:
+            RuntimeError: parameters have owners.
+        """
+        if self.has_owners:
+            raise RuntimeError(
+                'zeropp_fp8: offload_states does not know "partition": "whole_tensor"; leave the call out, or set '
+                'partition to "slice"'
+            )
+        super().offload_states(*args, **kwargs)

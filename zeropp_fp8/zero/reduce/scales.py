@@ -1,0 +1,210 @@
+"""Scales that all ranks share for FP8 gradients, and the factor mu that keeps their sums in range (FP8-LM).
+
+FP8-LM (arXiv 2310.18313), section 2.1. Rank i's gradient g_i travels as FP8(g_i * e) with the same e on every rank, so
+codes are added as they are. With s = largest code / amax of the tensor over all ranks, and N ranks:
+
+    scale_policy    e         mean gradient =     risk
+    pre             s / N     sum / s             what is small becomes zero before the sum
+    post            s         sum / (s N)         the sum is cut off at the largest code
+    auto            s mu      sum / (s mu N)      neither: mu adapts
+
+mu is halved after a step in which more than 0.001 % of the FP8 numbers lie at the largest code, and otherwise grows by
+2 over 1,000 steps. (The paper says that mu "is set to 1/2 in the next step". It is read as halved: a mu of 1/2 could
+not follow sums that need 1/8, and would jump up from 1/8.) The share counts all tensors and ranks together, but takes
+the ranks' gradients, the partial sums between the hops and the stored results apart, and the largest share decides.
+
+amax comes from earlier steps, because with the step's own amax mu would cancel and some value of each tensor would
+always lie at the largest code. It is reduced over ranks once a step for all tensors; a tensor that has none yet takes
+its current one, in one collective more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.formats import SharedScaleFormat
+from zeropp_fp8.formats.amax_history import AmaxHistory
+from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.zero.session import Session
+
+TOLERATED_SHARE = 1e-5  # 0.001 %
+GROWTH = 2.0 ** (1 / 1000)
+# Below it nothing but zeros would be left: overflows that persist are not of mu's making. Beyond its inverse, steps in
+# which all gradients are zero would bring mu to infinity.
+SMALLEST_MU = 2.0**-24
+LARGEST_MU = 2.0**24
+
+
+class GradientScales:
+    """The scales of one engine's gradients.
+
+    Args:
+        params: all that are trained, in the order of their reduction. Those with fewer than two dimensions travel
+            exactly; they have a place, so that the scales of parameters that are reduced together are neighbours.
+        names: of `params`, for checkpoints: another gather unit or other groups give another order.
+    """
+
+    def __init__(self, session: Session, params: Sequence[Parameter], names: Sequence[str]) -> None:
+        gradients = session.config.gradients
+        self.session = session
+        self.names = list(names)
+        self.policy = gradients.scale_policy
+        self._format: SharedScaleFormat = session.intra_format
+        self._index = {p.ds_id: index for index, p in enumerate(params)}
+        device = session.device
+        self.history = AmaxHistory(gradients.amax_history, len(params), device)
+        self.mu = torch.ones(1, device=device)
+        self._ones = torch.ones(1, device=device)
+        self._encode = torch.ones(len(params), device=device)  # fp32 [tensors]
+        self._decode = torch.ones(len(params), device=device)
+        self._counts = torch.zeros(3, 2, dtype=torch.int64, device=device)  # see SharedScales
+        self._elements = 0  # of all tensors that this step has reduced; the same on every rank
+        # Copies of an element, by stage: every rank's gradient, every node's sum, the owner's result.
+        copies = (session.topology.world_size, session.topology.nodes, 1)
+        self._copies = torch.tensor(copies, dtype=torch.float64).view(3, 1).to(device)
+        self._shares = torch.zeros(2, dtype=torch.float64, device=device)  # of the last step: saturated, vanished
+        self._quantized = frozenset(index for index, p in enumerate(params) if len(p.ds_shape) >= 2)
+        self._without_history = set(self._quantized)
+        self._places: dict[tuple[int, ...], Tensor] = {}
+
+    # -- for the reduction -------------------------------------------------------------------------------------------
+
+    def runs(self, params: Sequence[Parameter]) -> list[list[int]]:
+        """Indices of `params` cut into runs whose scales are neighbours, each of which can be reduced at once."""
+        found: list[list[int]] = []
+        for i, param in enumerate(params):
+            follows = found and self._index[params[found[-1][-1]].ds_id] + 1 == self._index[param.ds_id]
+            if follows:
+                found[-1].append(i)
+            else:
+                found.append([i])
+        return found
+
+    @torch.no_grad()
+    def of(self, params: Sequence[Parameter], grads: Sequence[Tensor]) -> SharedScales:
+        """The scales of one reduction of neighbours, views of the tables.
+
+        Collective (one all-reduce of a number a tensor) while one of them has no history.
+
+        Raises:
+            ValueError: they are no neighbours.
+        """
+        first = self._index[params[0].ds_id]
+        places = range(first, first + len(params))
+        if any(self._index[p.ds_id] != place for p, place in zip(params, places)):
+            raise ValueError("gradients that are reduced together must be neighbours in the order of reduction")
+        self._elements += sum(p.ds_numel for p in params if self._index[p.ds_id] in self._quantized)
+        if not self._without_history.isdisjoint(places):
+            self._take_current_amax(list(zip(places, grads)))
+        whole = slice(places.start, places.stop)
+        return SharedScales(self._encode[whole], self._decode[whole], self.history.current[whole], self._counts)
+
+    def _take_current_amax(self, places: Sequence[tuple[int, Tensor]]) -> None:
+        """Scales of tensors that no step has shown yet, from this step's gradients."""
+        new = [(index, grad) for index, grad in places if index in self._without_history]
+        norms = torch._foreach_norm([grad.reshape(-1) for _, grad in new], torch.inf)
+        # A tensor that is not finite on some rank is scaled by the others' amax; the step will be skipped.
+        amax = torch.stack([norm.float() for norm in norms]).nan_to_num(0.0, 0.0, 0.0)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.session.topology.group)
+        self.session.ledger.sent_around_ring(amax.numel() * amax.element_size(), rounds=2)
+        index = torch.tensor([index for index, _ in new], device=self.session.device)
+        self._encode[index], self._decode[index] = self._multipliers(amax)
+
+    def _multipliers(self, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """fp32 (encode, decode) of tensors with these amax; 0 means that nothing is known."""
+        scale = self._format.scale_of_amax(amax)
+        ranks = float(self.session.topology.world_size)
+        ones = torch.ones_like(scale)
+        if self.policy == "pre":
+            return ones / (scale * ranks), scale
+        mu = self.mu if self.policy == "auto" else self._ones
+        return mu / scale, scale / (mu * ranks)
+
+    def decode_of(self, params: Sequence[Parameter]) -> Tensor:
+        """fp32 [params]: mean gradient = sum of codes * this, until `end_step`."""
+        places = tuple(self._index[p.ds_id] for p in params)
+        if places not in self._places:  # parameters of an optimizer's group; a copy to the device would wait
+            self._places[places] = torch.tensor(places, device=self.session.device)
+        return self._decode[self._places[places]]
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def end_step(self, overflow: bool, loss_scale_change: float = 1.0) -> None:
+        """Take over what the step has shown, in two small collectives; mu moves. Nothing waits for the device.
+
+        Args:
+            overflow: the step was skipped: its gradients say nothing about the next one's.
+            loss_scale_change: the new loss scale over that of the step.
+        """
+        topology, history = self.session.topology, self.history
+        if topology.world_size > 1:
+            dist.all_reduce(history.current, op=dist.ReduceOp.MAX, group=topology.group)
+            dist.all_reduce(self._counts, op=dist.ReduceOp.SUM, group=topology.group)
+            for table in (history.current, self._counts):
+                self.session.ledger.sent_around_ring(table.numel() * table.element_size(), rounds=2)
+        if overflow:
+            history.current.zero_()
+        else:
+            self._shares = (self._counts.double() / (self._copies * max(1, self._elements))).amax(dim=0)
+            if self.policy == "auto":
+                moved = torch.where(self._shares[0] > TOLERATED_SHARE, self.mu * 0.5, self.mu * GROWTH)
+                self.mu = moved.clamp_(SMALLEST_MU, LARGEST_MU)
+        history.end_step()
+        if loss_scale_change != 1.0:  # gradients grow and shrink with it
+            history.table *= loss_scale_change
+        self._counts.zero_()
+        self._elements = 0
+        largest = history.largest()
+        if self._without_history:
+            # Looking waits for the device; tensors are new in the first step, and seldom later.
+            has_history = largest.gt(0).tolist()
+            self._without_history = {index for index in self._without_history if not has_history[index]}
+        self._encode, self._decode = self._multipliers(largest)
+
+    def report(self) -> dict[str, float]:
+        """mu, and the shares of the last step's FP8 numbers that lay at the largest code and that became zero.
+
+        Of gradients, partial sums and results, the stage with the largest share.
+        """
+        saturated, vanished = self._shares.tolist()
+        return {"mu": self.mu.item(), "saturated": saturated, "vanished": vanished}
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        """What the next step's scales depend on; the same on every rank, whatever their number."""
+        return {
+            "mu": self.mu.cpu(),
+            "names": self.names,
+            "amax_history": self.history.oldest_first(),
+            "without_history": [self.names[index] for index in sorted(self._without_history)],
+        }
+
+    def load_state_dict(self, state: dict | None) -> None:
+        """Continue from `state_dict`'s result; None or an empty one starts afresh.
+
+        Raises:
+            ValueError: it is of other parameters, or of a version that did not save their names.
+        """
+        amax_history = torch.zeros(0, len(self.names))
+        self._without_history = set(self._quantized)
+        if state:
+            if "names" not in state:
+                raise ValueError("the checkpoint's gradient scales do not say of which tensors they are")
+            if set(state["names"]) != set(self.names):
+                other = min(set(state["names"]) ^ set(self.names))
+                raise ValueError(f"the checkpoint's gradient scales are of other tensors than this model's: {other}")
+            place = {name: index for index, name in enumerate(state["names"])}
+            amax_history = state["amax_history"][:, [place[name] for name in self.names]]
+            self._without_history = {self.names.index(name) for name in state["without_history"]}
+        self.mu.copy_(state["mu"] if state else self._ones)
+        self.history.load(amax_history)
+        self._counts.zero_()
+        self._elements = 0
+        self._encode, self._decode = self._multipliers(self.history.largest())

@@ -1,0 +1,205 @@
+"""Master weights and moments of ZeRO-3's sub-groups in low precision: 5 bytes a parameter instead of 12.
+
+FP8-LM (arXiv 2310.18313), section 2.2. The states of a sub-group lie in flat buffers, a segment for this rank's part of
+each tensor, and one fused step (optim/adamw.py) decodes, updates and encodes them and writes the model's weights from
+the rounded master weights. With a scale a tensor, "tensor" means this rank's part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.config import SECTION, ConfigError, OptimizerConfig, PluginConfig
+from zeropp_fp8.formats.noise import Seed
+from zeropp_fp8.optim import FP8AdamW, FP8Gradients, Hyper, StateBuffer, StateFormats, adamw_step, make_state_buffers
+from zeropp_fp8.zero.states.groups import StateGroup
+
+KEYS = {None: "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # DeepSpeed's name -> ours
+_ADAMS = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "FP8AdamW"})  # classes with an update of Adam's
+
+
+def formats_of(section: OptimizerConfig) -> StateFormats:
+    """The formats that a section asks for."""
+    return StateFormats(
+        master=section.master_format,
+        exp_avg=section.exp_avg_format,
+        exp_avg_sq=section.exp_avg_sq_format,
+        scales=section.scales,
+        block_size=section.block_size,
+        rounding=section.rounding,
+        expand_range=section.expand_range,
+    )
+
+
+def chosen_formats(config: PluginConfig, optimizer: torch.optim.Optimizer) -> StateFormats | None:
+    """The formats of states inside ZeRO-3: the section's, else those of an FP8AdamW; None: DeepSpeed keeps fp32.
+
+    Raises:
+        ConfigError: the optimizer's update is not Adam's, or an FP8AdamW has several choices of formats.
+    """
+    if config.stores_states_in_low_precision:
+        check_is_adam(optimizer)
+        return formats_of(config.optimizer)
+    if not isinstance(optimizer, FP8AdamW):
+        return None
+    check_is_adam(optimizer)
+    choices = [{name: group[name] for name in OptimizerConfig.model_fields} for group in optimizer.param_groups]
+    if any(choice != choices[0] for choice in choices):
+        raise ConfigError(
+            f'"{SECTION}.optimizer": the param groups of FP8AdamW differ in their formats, which inside ZeRO-3 are the '
+            "same for all; give them one choice, or name the formats in the section"
+        )
+    return formats_of(OptimizerConfig(**choices[0]))
+
+
+def check_is_adam(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose update is not Adam's.
+
+    Raises:
+        ConfigError: it is another one, or one with an option that has no place in 6 bytes a parameter.
+    """
+    updating = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))  # not what only inherits its update
+    if updating.__name__ not in _ADAMS:
+        raise ConfigError(
+            f'"{SECTION}.optimizer": states in low precision are those of Adam and AdamW, but the optimizer is '
+            f'{type(optimizer).__name__}; use torch.optim.AdamW (or "torch_adam": true), or set the formats to fp32'
+        )
+    for group in optimizer.param_groups:
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise ConfigError(
+                    f'"{SECTION}.optimizer": states in low precision do not support {option}; leave it out, or set '
+                    "the formats to fp32"
+                )
+
+
+def decouples_weight_decay(optimizer: torch.optim.Optimizer, group: dict) -> bool:
+    """Whether weight decay is AdamW's, not an L2 penalty."""
+    if hasattr(optimizer, "adam_w_mode"):  # DeepSpeed's FusedAdam and DeepSpeedCPUAdam
+        return bool(optimizer.adam_w_mode)
+    if {"AdamW", "FP8AdamW"} & {cls.__name__ for cls in type(optimizer).__mro__}:
+        return True
+    return bool(group.get("decoupled_weight_decay", False))
+
+
+class CompressedStates:
+    """States of one engine.
+
+    Args:
+        groups: the layout.
+        formats: of the three quantities.
+    """
+
+    def __init__(self, groups: Sequence[StateGroup], formats: StateFormats) -> None:
+        self.groups = list(groups)
+        self.formats = formats
+        self._buffers: dict[int, dict[str, StateBuffer]] = {}
+        for group in self.groups:
+            buffers = make_state_buffers(group.segments, formats)
+            self._buffers[id(group)] = dict(zip(("master", "exp_avg", "exp_avg_sq"), buffers))
+        self._place = {p.ds_id: (g, k) for g in self.groups for k, p in enumerate(g.params)}
+        self.steps = dict.fromkeys((group.sub_group for group in self.groups), 0)  # updates of each sub-group
+        self.take_weights()
+
+    @staticmethod
+    def _weights(group: StateGroup) -> list[Tensor]:
+        """This rank's part of each weight, without padding: what the model computes with."""
+        parts = zip(group.params, group.segments.numels)
+        return [param.ds_tensor.data.view(-1)[:numel] for param, numel in parts]
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """The master weights become the model's weights, for example because only these were loaded.
+
+        The model's weights become the rounded master weights: a run that is resumed goes on from these.
+        """
+        for group in self.groups:
+            self._buffers[id(group)]["master"].encode_all_(self._weights(group))
+        self.write_weights()
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """The model's weights become the rounded master weights."""
+        for group in self.groups:
+            for weight, master in zip(self._weights(group), self._buffers[id(group)]["master"].decode_all()):
+                weight.copy_(master)
+
+    @torch.no_grad()
+    def update(
+        self,
+        sub_group: int,
+        grads_of,
+        hyper: dict,
+        grad_scale: Tensor,
+        generator: torch.Generator | None,
+    ) -> None:
+        """One optimizer step of a sub-group, weights of the model included.
+
+        Args:
+            grads_of: gives a StateGroup's gradients: FP8Gradients, or a tensor a parameter.
+            hyper: keywords of `Hyper`, without the step.
+            grad_scale: fp32 [1] on the device, multiplies the gradients.
+            generator: source of seeds for stochastic rounding.
+        """
+        self.steps[sub_group] += 1
+        chosen = Hyper(step=self.steps[sub_group], **hyper)
+        for group in self.groups:
+            if group.sub_group != sub_group:
+                continue
+            seed = None
+            if self.formats.rounding == "stochastic":
+                seed = Seed(*torch.randint(0, 1 << 31, (2,), generator=generator).tolist())
+            grads: FP8Gradients | list[Tensor] = grads_of(group)
+            adamw_step(
+                group.segments,
+                **self._buffers[id(group)],
+                grads=grads,
+                weights_out=self._weights(group),
+                hyper=chosen,
+                grad_scale=grad_scale,
+                seed=seed,
+            )
+
+    # -- looking and changing ------------------------------------------------------------------------------------------
+
+    def _buffer(self, param: Parameter, key: str | None) -> tuple[StateBuffer, int]:
+        if key not in KEYS:
+            raise KeyError(f"optimizer states are {', '.join(k for k in KEYS if k)}, got {key!r}")
+        group, segment = self._place[param.ds_id]
+        return self._buffers[id(group)][KEYS[key]], segment
+
+    def read(self, param: Parameter, key: str | None = None) -> Tensor:
+        """fp32 [this rank's elements]: the master weight (None), "exp_avg" or "exp_avg_sq"."""
+        buffer, segment = self._buffer(param, key)
+        return buffer.decode(segment)
+
+    def write(self, param: Parameter, values: Tensor, key: str | None = None) -> None:
+        """Replace what `read` gives, rounded to its format."""
+        buffer, segment = self._buffer(param, key)
+        buffer.encode_(segment, values.to(device=buffer.codes.device, dtype=torch.float32))
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def raw(self) -> list[dict]:
+        """The stored bytes of all groups, on the CPU."""
+        return [
+            {
+                name: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in buffer.state_dict().items()}
+                for name, buffer in self._buffers[id(group)].items()
+            }
+            for group in self.groups
+        ]
+
+    def load_raw(self, raw: list[dict]) -> None:
+        """Take over what `raw` gave for the same parameters, ranks and formats."""
+        for group, state in zip(self.groups, raw, strict=True):
+            for name, buffer in self._buffers[id(group)].items():
+                buffer.load_state_dict(state[name])
+
+    def num_bytes(self) -> int:
+        """Bytes of codes and scales, padding included."""
+        return sum(b.num_bytes() for buffers in self._buffers.values() for b in buffers.values())

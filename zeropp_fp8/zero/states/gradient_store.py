@@ -1,0 +1,212 @@
+"""Reduced gradients in FP8 until the step: 1 byte an element, with the scales that all ranks share.
+
+FP8-LM (arXiv 2310.18313), section 2.1. The last hop of a reduction writes codes at once. With gradient accumulation
+each micro-batch is reduced in FP8, this rank's part adds up in 16 or 32 bits, and becomes FP8 when the step begins: the
+1 byte an element is all there is only without accumulation. What has added up is scaled by its own amax, which no
+other rank has to know: the sum over micro-batches is larger than what the shared scale is made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.formats import SharedScaleFormat
+from zeropp_fp8.optim import FP8Gradients
+from zeropp_fp8.optim.state_formats import TILE
+from zeropp_fp8.zero.reduce.scales import GradientScales
+from zeropp_fp8.zero.states.groups import StateGroup
+
+
+class GradientStore:
+    """This rank's parts of the mean gradients.
+
+    Args:
+        wire_format: what codes are; its element is that of the store.
+        scales: the scales of all matrices.
+        groups: the layout.
+        dtype: of sums over micro-batches and of vectors.
+    """
+
+    def __init__(
+        self, wire_format: SharedScaleFormat, scales: GradientScales, groups: Sequence[StateGroup], dtype: torch.dtype
+    ) -> None:
+        self.format = wire_format
+        self.scales = scales
+        self.groups = list(groups)
+        self.dtype = dtype
+        self._place = {p.ds_id: (g, k) for g in self.groups for k, p in enumerate(g.params)}
+        self._codes: dict[int, Tensor] = {}  # by id(group): uint8 [padded_numel] of matrices
+        self._sums: dict[int, Tensor] = {}  # by id(group): `dtype` [padded_numel]; of matrices made when needed
+        self._summed: set[int] = set()  # ds_id of matrices whose gradient is in a sum
+        # By id(group): fp32 [params], gradient = code * this; from `close` until the next gradient comes.
+        self._multipliers: dict[int, Tensor] = {}
+        self._tables: dict[tuple, tuple] = {}  # by group and members: indices, and what the kernel needs
+        for group in self.groups:
+            if group.matrices:
+                self._codes[id(group)] = self._zeros(group, torch.uint8)
+            else:
+                self._sums[id(group)] = self._zeros(group, dtype)
+
+    @staticmethod
+    def _zeros(group: StateGroup, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(group.segments.padded_numel, dtype=dtype, device=group.segments.device)
+
+    def _view(self, buffers: dict[int, Tensor], param: Parameter) -> Tensor:
+        group, segment = self._place[param.ds_id]
+        if id(group) not in buffers:
+            buffers[id(group)] = self._zeros(group, self.dtype)
+        return group.segments.view(buffers[id(group)], segment)
+
+    def view(self, param: Parameter) -> Tensor:
+        """Where the step will find this rank's part: FP8 codes (uint8) of a matrix, numbers of a vector."""
+        return self._view(self._codes if self._place[param.ds_id][0].matrices else self._sums, param)
+
+    def destination(self, param: Parameter, last_micro_batch: bool, again: bool) -> Tensor:
+        """Where a reduction writes this rank's part, or (`again`) adds to.
+
+        Args:
+            last_micro_batch: the step follows this backward.
+            again: a gradient is there already, of an earlier micro-batch or of this backward. All reductions must have
+                arrived then.
+        """
+        if not self._place[param.ds_id][0].matrices:
+            return self._view(self._sums, param)
+        if not again:
+            self._multipliers.clear()
+            self._summed.discard(param.ds_id)
+            if last_micro_batch:
+                return self._view(self._codes, param)
+            self._summed.add(param.ds_id)
+        elif param.ds_id not in self._summed:
+            self._view(self._sums, param).copy_(self.read(param))
+            self._summed.add(param.ds_id)
+        return self._view(self._sums, param)
+
+    def arrived(self, params: Sequence[Parameter]) -> None:
+        """A reduction has written what `destination` gave for these; called where it is issued. Codes need no more."""
+
+    def _multipliers_of(self, group: StateGroup) -> Tensor:
+        """fp32 [params] of a group of matrices: what their codes are multiplied with."""
+        if id(group) in self._multipliers:
+            return self._multipliers[id(group)]
+        return self.scales.decode_of(group.params)
+
+    @torch.no_grad()
+    def read(self, param: Parameter) -> Tensor:
+        """fp32 [this rank's elements], a copy."""
+        group, segment = self._place[param.ds_id]
+        if not group.matrices or param.ds_id in self._summed:
+            return self._view(self._sums, param).to(torch.float32, copy=True)
+        codes = self._view(self._codes, param)
+        numbers = self.format.decode_rows(codes.view(1, -1), codes.numel(), torch.float32).view(-1)
+        return numbers * self._multipliers_of(group)[segment]
+
+    @torch.no_grad()
+    def write(self, param: Parameter, values: Tensor) -> None:
+        """Replace this rank's part, [its elements]."""
+        if self._place[param.ds_id][0].matrices:
+            self._summed.add(param.ds_id)
+        self._view(self._sums, param).copy_(values)
+
+    @torch.no_grad()
+    def drop_sum(self, param: Parameter) -> None:
+        """Let what several micro-batches have added up for a parameter be zeros."""
+        if param.ds_id in self._summed or not self._place[param.ds_id][0].matrices:
+            self._view(self._sums, param).zero_()
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """The step begins: what has added up becomes FP8, and every code keeps its scale until the next gradients."""
+        for group in self.groups:
+            if not group.matrices:
+                continue
+            # A copy in any case: the shared scales move on with the step.
+            multipliers = self._multipliers[id(group)] = self._multipliers_of(group)
+            numels = group.segments.numels
+            members = [k for k, p in enumerate(group.params) if p.ds_id in self._summed and numels[k]]
+            if members:
+                self._encode(group, members, multipliers)
+        self._summed.clear()
+
+    def _encode(self, group: StateGroup, members: list[int], multipliers: Tensor) -> None:
+        segments, codes = group.segments, self._codes[id(group)]
+        sums = [segments.view(self._sums[id(group)], k) for k in members]
+        # Where it is not finite the step will be skipped; NaN and Inf become NaN whatever the scale.
+        amax = torch.stack([n.float() for n in torch._foreach_norm(sums, torch.inf)]).nan_to_num(0.0, 0.0, 0.0)
+        scales = self.format.scale_of_amax(amax)
+        encode = torch.ones_like(scales) / scales
+        index, table = self._table(group, members)
+        multipliers[index] = scales
+        if segments.device.type == "cuda":
+            from zeropp_fp8 import kernels
+            from zeropp_fp8.kernels.wire.shared_scale import encode_shared
+
+            places = kernels.TensorTable(sums, table, segments.device)
+            whole = torch.zeros(1, dtype=torch.int32, device=segments.device)
+            counts = torch.zeros(2, dtype=torch.int64, device=segments.device)
+            encode_shared(sums[0], places, table, whole, codes.view(1, -1), encode, amax, counts)
+            return
+        for i, (k, values) in enumerate(zip(members, sums)):
+            self.format.encode_scaled(values.view(1, -1), encode[i : i + 1], segments.view(codes, k).view(1, -1))
+
+    def _table(self, group: StateGroup, members: list[int]) -> tuple[Tensor, object]:
+        """(int64 indices, the kernel's SegmentTable; None on a CPU) of some matrices of a group."""
+        key = (id(group), *members)
+        if key not in self._tables:
+            segments, table = group.segments, None
+            if segments.device.type == "cuda":
+                from zeropp_fp8 import kernels
+
+                numels, starts = [segments.numels[k] for k in members], [segments.starts[k] for k in members]
+                table = kernels.SegmentTable(self.format, numels, starts, segments.device)
+            self._tables[key] = torch.tensor(members, device=segments.device), table
+        return self._tables[key]
+
+    # -- for the step, after `close` ---------------------------------------------------------------------------------
+
+    def of(self, group: StateGroup) -> FP8Gradients | list[Tensor]:
+        """A group's gradients as the optimizer takes them."""
+        if group.matrices:
+            return FP8Gradients(self._codes[id(group)], self.format.name, self._multipliers_of(group))
+        return [group.segments.view(self._sums[id(group)], k) for k in range(len(group.params))]
+
+    @torch.no_grad()
+    def square_sum(self, sub_group: int, counted: Callable[[Parameter], bool] | None = None) -> Tensor:
+        """fp64 scalar: the sum of squares of this rank's gradients of a sub-group; not finite where one of them is.
+
+        `counted`: which parameters count; None: all.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.groups[0].segments.device)
+        for group in self.groups:
+            if group.sub_group == sub_group:
+                members = [k for k, p in enumerate(group.params) if counted is None or counted(p)]
+                total += self._codes_squared(group, members) if group.matrices else self._sums_squared(group, members)
+        return total
+
+    def _sums_squared(self, group: StateGroup, members: list[int]) -> Tensor:
+        vectors = [group.segments.view(self._sums[id(group)], k) for k in members]
+        norms = torch._foreach_norm(vectors, 2, dtype=torch.float64) if vectors else []
+        return sum((norm.square() for norm in norms), start=0.0)
+
+    def _codes_squared(self, group: StateGroup, members: list[int]) -> Tensor:
+        codes, factors = self._codes[id(group)], self._multipliers_of(group).double().square()
+        if len(members) < len(group.params):
+            index, _ = self._table(group, members)
+            factors = torch.zeros_like(factors).index_copy_(0, index, factors[index])
+        if codes.device.type == "cuda":
+            from zeropp_fp8.kernels.optimizer.squares import squares_of_tiles
+
+            partial = squares_of_tiles(codes, self.format.name, TILE)
+        else:
+            rows = codes.view(-1, TILE)
+            partial = self.format.decode_rows(rows, TILE, torch.float32).square_().sum(dim=1)
+        return (partial.double() * factors[group.segments.tile_segments]).sum()
+
+    def num_bytes(self) -> int:
+        """Bytes of codes, vectors and sums."""
+        buffers = (*self._codes.values(), *self._sums.values())
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
