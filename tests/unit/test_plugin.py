@@ -68,7 +68,7 @@ def test_a_changed_signature_is_named(monkeypatch):
 
 def test_a_missing_attribute_is_named(monkeypatch):
     monkeypatch.setattr(
-        plugin,
+        relied_on,
         "RELIED_ON_ATTRIBUTES",
         (("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", ("no_such_thing",)),),
     )
