@@ -365,8 +365,9 @@ class Run:
 
             gatherer = self.engine.optimizer.gatherer
             _ensure(len(gatherer.gemm_weights) > 0, "no weight travels as the codes of its GEMM")
-            of_session = gatherer.format_of
-            gatherer.format_of = lambda p: of_session(p) if p in gatherer.gemm_weights else UnquantizedFormat(p.dtype)
+            route = gatherer.route
+            of_session = route.format_of
+            route.format_of = lambda p: of_session(p) if p in route.gemm_weights else UnquantizedFormat(p.dtype)
 
     def _tokens(self, step: int, micro: int):
         """[1, tokens] int64; the same in every case, different ones on every rank, and in every step of `parity`."""

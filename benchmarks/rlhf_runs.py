@@ -213,4 +213,4 @@ def _secondary_shards(engine) -> Iterable[Tensor]:
     if session is None or session.secondary_ranks is None:
         return []
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
-    return [unit.held for unit in offload.gatherer.units if unit.held is not None]
+    return [unit.secondary for unit in offload.gatherer.units if unit.secondary is not None]

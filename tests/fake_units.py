@@ -1,9 +1,13 @@
 """Parameters, blocks and units with just what DeepSpeed puts on them, for tests in one process."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
-from zeropp_fp8.zero.gather.units import GatherUnit
+from zeropp_fp8.zero.gather.sliced import Sliced, SlicedUnit
+
+SLICED = Sliced(SimpleNamespace())  # with a route that leads nowhere
 
 
 def fake_parameters(numels, vectors=()):
@@ -27,4 +31,4 @@ def fake_unit(numel):
     param = nn.Parameter(torch.empty(0))
     param.ds_numel, param.ds_active_sub_modules, param.is_external_param = numel, set(), False
     param.ds_summary = lambda: {"numel": numel}
-    return GatherUnit([param])
+    return SlicedUnit([param], SLICED)

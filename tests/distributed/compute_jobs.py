@@ -39,9 +39,9 @@ def losses(steps=6, accumulation=1, only_gemm_weights=False, **kwargs):
     """Losses, final weights and what was printed; `only_gemm_weights`: all other weights travel as they are."""
     engine = engine_of(gradient_accumulation_steps=accumulation, **kwargs)
     if only_gemm_weights:
-        gatherer = engine.optimizer.gatherer
-        of_session = gatherer.format_of
-        gatherer.format_of = lambda p: of_session(p) if p in gatherer.gemm_weights else UnquantizedFormat(p.dtype)
+        route = engine.optimizer.gatherer.route
+        of_session = route.format_of
+        route.format_of = lambda p: of_session(p) if p in route.gemm_weights else UnquantizedFormat(p.dtype)
     return train(engine, steps, accumulation), full_weights(engine.module), printed()
 
 
@@ -56,7 +56,7 @@ def operands_are_the_payload(compute, node_size, fields=None):
 
     def watched(a, b, *args, **kwargs):
         buffers = [buffer for unit in gatherer.units for _, buffer in unit.lent]
-        buffers += [unit.held for unit in gatherer.units if unit.held is not None]
+        buffers += [unit.secondary for unit in gatherer.units if unit.secondary is not None]
         storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}
         seen.append(b.codes.untyped_storage().data_ptr() in storages)
         return real(a, b, *args, **kwargs)

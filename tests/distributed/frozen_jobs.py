@@ -11,6 +11,7 @@ from parity_jobs import switch
 
 import zeropp_fp8
 from zeropp_fp8.zero.frozen.store import stored_weight
+from zeropp_fp8.zero.frozen.unit import Stored, StoredUnit
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -59,6 +60,10 @@ def round_linear_weights(model, fields, dtype=torch.float32):
     return names
 
 
+def stored_kinds(engine):
+    return [kind for kind in engine.optimizer.gatherer.kinds if isinstance(kind, Stored)]
+
+
 def run(fields=None, dtype="fp32", zero_init=False, steps=4, round_as=None, plugin=True, lora=with_lora, **overrides):
     """Train LoRA on a Llama; `fields` of the section, `round_as` a frozen section that rounds plain weights."""
     switch(plugin)
@@ -76,7 +81,7 @@ def run(fields=None, dtype="fp32", zero_init=False, steps=4, round_as=None, plug
         "weights": full_weights(engine.module),
         "fp32": full_fp32_weights(engine.module),
         "report": zeropp_fp8.wire_report(engine) if plugin else None,
-        "operands": len(engine.optimizer.gatherer.frozen_operands) if plugin else 0,
+        "operands": sum(len(kind.operands) for kind in stored_kinds(engine)) if plugin else 0,
         "bytes": {n: p.ds_tensor.numel() for n, p in engine.module.named_parameters() if stored_weight(p)},
     }
 
@@ -106,13 +111,13 @@ def traffic(scope, name, world_steps=3):
         )
     stored = [p for p in engine.module.parameters() if stored_weight(p)]
     gatherer = engine.optimizer.gatherer
-    units = [unit for unit in gatherer.units if unit.is_stored]
+    units = [unit for unit in gatherer.units if isinstance(unit, StoredUnit)]
     return {
         "steps": log,
         "at rest": sum(p.ds_tensor.numel() for p in stored),
         "numel": sum(p.ds_numel for p in stored),
         "all frozen": sum(gatherer.bytes_of(p) for p in engine.module.parameters() if not p.requires_grad),
-        "held": sum(unit.held.numel() for unit in units if unit.held is not None and unit.held_is_current),
+        "held": sum(unit.secondary.numel() for unit in units if unit.secondary_is_current),
         "one storage a unit": all(
             len({p.ds_tensor.untyped_storage().data_ptr() for p in unit.params}) == 1 for unit in units
         ),

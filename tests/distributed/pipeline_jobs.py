@@ -260,7 +260,7 @@ def writes_are_seen(recipe, limits, fields=None):
     results = {}
 
     def under_way():
-        return sum(unit.in_flight or bool(unit.first_work) for unit in gatherer.units)
+        return sum(unit.flight is not None for unit in gatherer.units)
 
     def check(name, write):
         before = evaluate(engine, tokens)
@@ -375,7 +375,7 @@ def most_under_way(limits):
 
     def watched(module, forward):
         fetch(module, forward)
-        seen.append(sum(unit.numel for unit in gatherer.units if unit.held is not None))
+        seen.append(sum(unit.numel for unit in gatherer.units if unit.flight is not None))
 
     coordinator.fetch_sub_module = watched
     for tokens in some_batches(3):

@@ -261,20 +261,20 @@ def sub_groups():
 
 def peak_of_initialization():
     """Largest sum of parameter elements that this rank has ever held while an engine with owners was made."""
-    from zeropp_fp8.zero.owners import gatherer as whole_weights
+    from zeropp_fp8.zero.owners import unit
 
     switch(True)
     config = ds_config(section("lossless", **fields("balance")))
     model = build(lambda: llama(hidden=128, layers=4), config, zero_init=True)
     total = sum(p.ds_numel for p in model.parameters())
     held = []
-    replace = whole_weights._replace_shard
+    replace = unit._replace_shard
 
     def watching(param, own, padding):
         held.append(sum(p.data.numel() + p.ds_tensor.numel() for p in model.parameters()))
         replace(param, own, padding)
 
-    whole_weights._replace_shard = watching
+    unit._replace_shard = watching
     make_engine(model, config)
     return total, max(held)
 

@@ -13,6 +13,7 @@ from torch import nn
 from zeropp_fp8.comm.ledger import OUTSIDE, WireLedger
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
 from zeropp_fp8.zero.gather.trace import FetchTrace
+from zeropp_fp8.zero.gather.units import Flight
 
 CPU = torch.device("cpu")
 PLENTY = 10**9
@@ -153,14 +154,14 @@ class FakeGatherer:
             in_flight = sum(u.numel for u in self.units if u.in_flight)
             self.ahead.append((unit, in_flight, self.live_numel, self.session.ledger.kind))
         self.calls.append(("ahead" if ahead else "start", unit))
-        unit.gathered = torch.empty(0, dtype=torch.uint8)
+        unit.flight = Flight(asked_for=True)
 
     def finish(self, unit):
         if unit.live:
             return
         assert unit.in_flight
         self.calls.append(("finish", unit))
-        unit.gathered = None
+        unit.flight = None
         unit.live = True
         self.live_numel += unit.numel
         for param in unit.params:
@@ -177,7 +178,7 @@ class FakeGatherer:
 
     def cancel(self, unit):
         self.calls.append(("cancel", unit))
-        unit.gathered = None
+        unit.flight = None
 
 
 _ids = itertools.count()

@@ -1,6 +1,7 @@
 """Imports between the package's folders point downwards only, and only plugin/ changes DeepSpeed."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,33 @@ MAY_IMPORT = {
     "plan": set(),
 }
 PARTS = set(MAY_IMPORT) - {""}
+
+
+# The same inside zero/, by folder or file. A feature stands above what it extends.
+ROOMS = {
+    "": set(),
+    "session": {"placement"},
+    "placement": set(),
+    "fragment": set(),
+    "ulysses": {"session"},
+    "linear_function": set(),
+    "fused_update": set(),
+    "gather": {"session"},
+    "reduce": {"session"},
+    "report": {"session", "gather", "reduce"},
+    "offload": {"session", "gather", "kinds", "report", "frozen"},  # the store only where there is one
+    "stage3_base": {"session"},
+    "stage3": {"session", "stage3_base", "offload", "reduce", "report", "fused_update"},
+    "states": {"stage3_base", "reduce"},
+    "owners": {"stage3_base", "placement", "gather"},
+    "frozen": {"session", "gather", "fragment"},
+    "kinds": {"gather", "frozen", "owners"},
+    "compose": {"session", "stage3", "states", "owners"},
+    "checkpoint": {"session", "frozen"},
+    "generation": {"offload", "gather"},
+    "export": {"frozen"},
+}
+OPTIONAL = ("states", "owners", "frozen", "generation", "export", "checkpoint")
 
 
 def part_of(module):
@@ -118,6 +146,54 @@ def test_imports_point_downwards():
         for module, path in FILES.items()
         for line in upward_imports(path.read_text(), module, path.name == "__init__.py")
     ] == []
+
+
+def room_of(module):
+    """The folder or file inside zero/ of a dotted module name of it; "" for zero/ itself."""
+    return module.split(".")[2] if module.count(".") > 1 else ""
+
+
+def test_features_stand_above_what_they_extend():
+    inside = {module: path for module, path in FILES.items() if part_of(module) == "zero"}
+    assert {room_of(module) for module in inside} == set(ROOMS)
+    wrong = []
+    for module, path in inside.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and part_of(node.module or "") == "zero":
+                names = (
+                    [f"{node.module}.{a.name}" for a in node.names] if node.module.count(".") == 1 else [node.module]
+                )
+                own = room_of(module)
+                wrong += [(module, name) for name in names if room_of(name) != own and room_of(name) not in ROOMS[own]]
+    assert wrong == []
+
+
+def test_rooms_have_no_circle():
+    left = dict(ROOMS)
+    while left:
+        free = [room for room, needs in left.items() if not needs & set(left)]
+        assert free, f"a circle in {sorted(left)}"
+        for room in free:
+            del left[room]
+
+
+def test_the_ordinary_way_imports_no_option():
+    names = ("offload", "stage3", "kinds", "compose", "report")
+    imports = ", ".join(f"zeropp_fp8.zero.{name}" for name in names)
+    code = f"import sys, {imports}; print(*(m for m in sys.modules if m.startswith('zeropp_fp8.zero.')))"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=True,
+        env=environment,
+    )
+    loaded = done.stdout.split()
+    assert "zeropp_fp8.zero.gather.gatherer" in loaded
+    assert [module for module in loaded if room_of(module) in OPTIONAL] == []
 
 
 def test_only_the_plugin_changes_deepspeed():

@@ -4,13 +4,15 @@ import math
 from types import SimpleNamespace
 
 import torch
-from fake_units import as_block, fake_parameters
+from fake_units import SLICED, as_block, fake_parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from zeropp_fp8.zero.gather.buffers import Places, Regions
 from zeropp_fp8.zero.gather.gatherer import outsized_units
-from zeropp_fp8.zero.gather.units import GatherUnit, build_units
+from zeropp_fp8.zero.gather.sliced import Sliced, SlicedUnit
+from zeropp_fp8.zero.gather.units import build_units
 from zeropp_fp8.zero.reduce.order import reduction_units
 
 CPU = torch.device("cpu")
@@ -60,7 +62,7 @@ def of_block(index):
 
 def test_units_of_blocks():
     net = zero3_net()
-    units = build_units(net, list(net.blocks), "block")
+    units = build_units(net, list(net.blocks), "block", [SLICED])
     tied_to_the_first = [["scale"], ["embed.weight"], of_block(0), of_block(1)]
     assert named_units(net, units) == [*tied_to_the_first, ["norm.weight", "norm.bias"], ["head.bias"]]
     assert [unit.numel for unit in units] == [1, 24, 28, 28, 8, 6]
@@ -71,53 +73,78 @@ def test_units_of_modules_and_of_parameters():
     net = zero3_net()
     modules = [name for index in range(2) for name in (of_block(index)[:2], of_block(index)[2:])]
     outside = [["scale"], ["embed.weight"]], [["norm.weight", "norm.bias"], ["head.bias"]]
-    assert named_units(net, build_units(net, [], "module")) == [*outside[0], *modules, *outside[1]]
+    assert named_units(net, build_units(net, [], "module", [SLICED])) == [*outside[0], *modules, *outside[1]]
     each = [[name] for name, _ in net.named_parameters()]
-    assert named_units(net, build_units(net, [], "parameter")) == each
+    assert named_units(net, build_units(net, [], "parameter", [SLICED])) == each
+
+
+class Narrow(Sliced):
+    """A kind for vectors."""
+
+    def takes(self, param):
+        return param.dim() < 2
+
+
+def test_parameters_of_two_kinds_never_share_a_unit():
+    """Frozen and trained ones neither, whatever their kind; the first kind that takes a parameter has it."""
+    net, narrow = zero3_net(), Narrow(SimpleNamespace())
+    net.blocks[1].fc.weight.requires_grad_(False)
+    net.blocks[1].norm.bias.requires_grad_(False)
+    units = build_units(net, list(net.blocks), "block", [narrow, SLICED])
+    first, second = of_block(0), of_block(1)
+    assert named_units(net, units) == [
+        ["scale"],
+        ["embed.weight"],
+        first[1:],
+        first[:1],
+        [second[3]],
+        [second[1], second[2]],
+        [second[0]],
+        ["norm.weight", "norm.bias"],
+        ["head.bias"],
+    ]
+    assert [unit.kind is narrow for unit in units] == [True, False, True, False, True, True, False, True, True]
+    each = build_units(net, [], "parameter", [narrow, SLICED])
+    assert all((unit.kind is narrow) == (unit.params[0].dim() < 2) for unit in each)
 
 
 def test_persistent_parameters_are_one_unit():
     small = [name for name, p in Net().named_parameters() if p.dim() < 2]
     net = zero3_net(persistent=small)
-    first, *others = build_units(net, list(net.blocks), "block")
+    first, *others = build_units(net, list(net.blocks), "block", [SLICED])
     assert first.persistent and named_units(net, [first]) == [small]
     assert not any(unit.persistent for unit in others)
     assert named_units(net, others) == [["embed.weight"], ["blocks.0.fc.weight"], ["blocks.1.fc.weight"]]
     net = zero3_net(persistent=[name for name, _ in net.named_parameters()])
-    assert len(build_units(net, [], "parameter")) == 1
+    assert len(build_units(net, [], "parameter", [SLICED])) == 1
 
 
 def test_a_leaf_module_is_one_unit():
     net = zero3_net()
     net.blocks[1]._z3_leaf = True
-    assert named_units(net, build_units(net, [], "module"))[-3:] == [
+    assert named_units(net, build_units(net, [], "module", [SLICED]))[-3:] == [
         of_block(1),
         ["norm.weight", "norm.bias"],
         ["head.bias"],
     ]
     net._z3_leaf = True
-    assert named_units(net, build_units(net, [], "module")) == [[name for name, _ in net.named_parameters()]]
+    assert named_units(net, build_units(net, [], "module", [SLICED])) == [[name for name, _ in net.named_parameters()]]
 
 
 def test_a_block_that_shares_a_parameter_leaves_it_to_the_first():
     net = zero3_net()
     net.blocks[1].fc.weight = net.blocks[0].fc.weight
-    units = named_units(net, build_units(net, list(net.blocks), "block"))
+    units = named_units(net, build_units(net, list(net.blocks), "block", [SLICED]))
     assert units[2] == of_block(0) and units[3] == of_block(1)[1:]
 
 
-def test_parameters_of_a_unit_lie_in_one_aligned_buffer():
+def test_decoded_parameters_lie_in_one_aligned_buffer():
     shapes = [(5,), (3, 3), (0,), (4, 2, 2), (3, 1)]
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
-    shards = [SimpleNamespace(dtype=dtype) for dtype in dtypes]
-    params = [SimpleNamespace(ds_numel=math.prod(s), ds_shape=s, ds_tensor=t) for s, t in zip(shapes, shards)]
-    unit = GatherUnit(params)
-    layout = SimpleNamespace(row_bytes=48)
-    for _ in range(2):  # laid out again: the same places
-        unit.lay_out(layout, params, {}, ("its signature",))
-        tensors = unit.empty_parameters(CPU)
-        assert (unit.layout, unit.signature, unit.numel) == (layout, ("its signature",), 33)
-        assert (unit.regions, unit.rank_bytes) == ([(0, 48)], 48)
+    params = [SimpleNamespace(ds_numel=math.prod(shape), ds_shape=shape) for shape in shapes]
+    places = Places(params, dtypes)
+    for _ in range(2):
+        tensors = places.empty(CPU)
         assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == list(zip(shapes, dtypes))
         for dtype in set(dtypes):
             of_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
@@ -129,6 +156,12 @@ def test_parameters_of_a_unit_lie_in_one_aligned_buffer():
             assert ends[-1] <= of_dtype[0].untyped_storage().nbytes() <= ends[-1] + 15
 
 
+def test_what_is_left_out_has_no_place():
+    params = [SimpleNamespace(ds_numel=3, ds_shape=(3,)) for _ in range(3)]
+    first, second, third = Places(params, [torch.float32] * 3, left_out=[1]).empty(CPU)
+    assert second is None and third.storage_offset() == 4 and first.untyped_storage().nbytes() == 32
+
+
 class Anything:
     """A parameter that can be a key."""
 
@@ -136,15 +169,12 @@ class Anything:
         self.ds_numel = numel
 
 
-def test_regions_of_a_unit_hold_each_operand_in_one_piece():
-    unit = GatherUnit([Anything(5), Anything(7), Anything(9)])
-    first, second, third = unit.params
-    unit.lay_out(SimpleNamespace(row_bytes=0), [], {first: 5, second: 32, third: 3}, ())
-    assert unit.regions == [(0, 0), (0, 5), (16, 32), (48, 3)] and unit.rank_bytes == 64
+def test_regions_hold_each_operand_in_one_piece():
+    regions = Regions([0, 5, 32, 3])
+    assert regions.places == [(0, 0), (0, 5), (16, 32), (48, 3)] and regions.rank_bytes == 64
     ranks = 3
-    buffer = torch.arange(ranks * unit.rank_bytes, dtype=torch.uint8)
-    for index, (start, size) in enumerate(unit.regions):
-        region = unit.region(buffer, index, ranks)
+    buffer = torch.arange(ranks * regions.rank_bytes, dtype=torch.uint8)
+    for (start, size), region in zip(regions.places, regions.all_of(buffer, ranks), strict=True):
         assert region.shape == (ranks, size) and region.is_contiguous()
         if size:
             assert region[0, 0] == start * ranks and region.view(-1)[-1] == (start + size) * ranks - 1
@@ -161,7 +191,7 @@ def outsized(sizes, persistent=(), blocks=()):
         params = [Anything(size - rest), Anything(rest - rest // 2), Anything(rest // 2)]
         for param, dims in zip(params, (2, 1, 2 if index in blocks else 1)):
             param.ds_shape = (1,) * dims
-        units.append(GatherUnit(params, persistent=index in persistent))
+        units.append(SlicedUnit(params, SLICED, persistent=index in persistent))
     return {units.index(unit) for unit in outsized_units(units, lambda param: param.ds_numel)}
 
 

@@ -14,13 +14,13 @@ from torch.utils.checkpoint import _recomputation_hook
 from torch.utils.hooks import RemovableHandle
 
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.zero.frozen.selection import store_frozen
-from zeropp_fp8.zero.frozen.store import check_untouched, check_usable, stored_weight
+from zeropp_fp8.zero.gather.adopted import STATE, is_stored
 from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
-from zeropp_fp8.zero.gather.gatherer import WeightGatherer
+from zeropp_fp8.zero.gather.gatherer import Gatherer
+from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import build_units
-from zeropp_fp8.zero.owners.gatherer import WholeTensorGatherer, plan_owners, take_from_earlier_owners
+from zeropp_fp8.zero.kinds import kinds_of
 from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
 
@@ -135,8 +135,6 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
     def __init__(self, module, *args, session: Session, trains: bool = False, **kwargs) -> None:
         self.session = session
         self._trains = trains
-        has_owners = session.config.partition == "whole_tensor"
-        self.gatherer = WholeTensorGatherer(session) if has_owners else WeightGatherer(session)
         granularity = session.config.gather_granularity
         self.blocks = find_blocks(module) if granularity == "block" else []
         self._made_leaf = [block for block in self.blocks if not z3_leaf_module(block)]
@@ -151,13 +149,17 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         # Of the call whose hooks run now: DeepSpeed's hooks hand tensors over one by one, with nothing in between.
         self.inputs, self.outputs = _CallTensors(), _CallTensors()
         super().__init__(module, *args, **kwargs)
-        units = build_units(module, self.blocks, granularity)
-        take_from_earlier_owners(units)
-        if has_owners:
-            session.placement = plan_owners(session, self.gatherer, units)
-            self.gatherer.give_to_owners(units, session.placement)
+        route = Route(session)
+        kinds = kinds_of(route)
+        units = build_units(module, self.blocks, granularity, kinds)
+        self.gatherer = Gatherer(route, kinds)
+        for param in (param for unit in units for param in unit.params):
+            state = getattr(param, STATE, None)
+            if state is not None:
+                state.unit.kind.leave(state.owner, param)
+        for kind in kinds:
+            kind.place([unit for unit in units if unit.kind is kind])
         self.gatherer.adopt(units)
-        self._stored = [param for unit in units for param in unit.params if stored_weight(param) is not None]
         self.param_coordinator = UnitCoordinator(
             self.gatherer,
             prefetch_numel=self._prefetch_bucket_sz,
@@ -173,15 +175,19 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         super()._register_deepspeed_module(module, *args, **kwargs)
 
     def _convert_to_zero_parameters(self, ds_config, module, mpu) -> None:
-        """Afterwards, what is frozen goes into the store."""
+        """Afterwards, what is frozen goes into the store, if there is one."""
         super()._convert_to_zero_parameters(ds_config, module, mpu)
-        store_frozen(module, self.session.config.frozen, self._trains)
+        frozen = self.session.config.frozen
+        if frozen.format != "none" or any(is_stored(param) for param in module.parameters()):
+            from zeropp_fp8.zero.frozen.selection import store_frozen
+
+            store_frozen(module, frozen, self._trains)
 
     def mark_persistent_parameters(self, param_threshold: int, model_threshold: int) -> list[nn.Parameter]:
         """DeepSpeed's choice without stored parameters, which would be kept in 16 bits."""
         chosen = super().mark_persistent_parameters(param_threshold, model_threshold)
         for param in chosen:
-            param.ds_persist = stored_weight(param) is None
+            param.ds_persist = not is_stored(param)
         return [param for param in chosen if param.ds_persist]
 
     def get_param_coordinator(self, *args, **kwargs) -> UnitCoordinator:
@@ -203,7 +209,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         if sub_module is self.module:
             self._leave_unfinished()
         if self.gatherer.module_depth == 0 and torch._C._current_graph_task_id() == -1:
-            self._check_stored()
+            self._check_usable()
             self._evaluating = not torch.is_grad_enabled()
             if sub_module is not self.module:  # of which DeepSpeed's own hook tells the coordinator
                 self.param_coordinator.submodule_called(sub_module)
@@ -224,15 +230,14 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self._leave_unfinished()
         self.param_coordinator.release_backward_leftovers()
 
-    def _check_stored(self) -> None:
-        """Refuse stored parameters that may not be computed with, while no module is active yet.
+    def _check_usable(self) -> None:
+        """Refuse parameters that may not be computed with, while no module is active yet.
 
         An error leaves the engine as it was then; and units that are still gathered are never gathered again.
         """
         try:
-            for param in self._stored:
-                check_usable(param)
-                check_untouched(param)
+            for unit in self.gatherer.units:
+                unit.check_usable(unit.params)
         except RuntimeError:
             _gathers_what_is_read(self.module, False)  # DeepSpeedEngine.forward has set it: names would gather
             raise

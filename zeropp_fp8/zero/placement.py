@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.comm.reduce_scatter import slice_numel
+from zeropp_fp8.comm.reduce_scatter import ReducePlan, ReduceScatterPlan, slice_numel
 
 Range = tuple[int, int]  # (first element, number of elements) in the flat tensor
 
@@ -32,6 +34,10 @@ class Slices:
     def own_numel(self, param: Parameter) -> int:
         """Elements that this rank has of a parameter, without padding."""
         return sum(numel for _, numel in self.ranges(param))
+
+    def reduce_plan(self, params: Sequence[Parameter], *args, add_codes: bool) -> ReducePlan:
+        """How gradients of parameters get to the ranks that keep them; `args` are those of `ReduceScatterPlan`."""
+        return ReduceScatterPlan(*args, add_codes=add_codes)
 
     def own_part(self, param: Parameter, full: Tensor) -> Tensor:
         """Flat: this rank's elements of a full tensor; a view where they are in one piece."""

@@ -7,17 +7,14 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.nn import Parameter
 
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.gemm import execution
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
-from zeropp_fp8.zero.frozen.store import stored_weight
-from zeropp_fp8.zero.owners.placement import WholeTensors
 from zeropp_fp8.zero.session import Session
 
 if TYPE_CHECKING:
-    from zeropp_fp8.zero.gather.gatherer import WeightGatherer
+    from zeropp_fp8.zero.gather.gatherer import Gatherer
     from zeropp_fp8.zero.reduce.scales import GradientScales
 
 MEGA = 1e6
@@ -32,28 +29,19 @@ def _without_kernel(session: Session, wire_format: WireFormat | None) -> str:
     return "" if kernels.supports(wire_format) else "no kernel for blocks this long: torch code, slower"
 
 
-def _without_decoding_kernel(session: Session, wire_format: WireFormat) -> str:
-    """A remark where a GPU has no kernel to decode a format."""
-    if session.device.type != "cuda":
-        return ""
-    from zeropp_fp8 import kernels
-
-    return "" if kernels.decodes(wire_format) else "no kernel for blocks this long: torch code, slower"
-
-
-def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: list[nn.Module]) -> list[tuple]:
+def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> list[tuple]:
     """(what, format, parameters, remark) for each line of the table."""
     config, topology = session.config, session.topology
     params = list(gatherer.adopted.values())
     by_format: dict[str, list] = defaultdict(list)
     for param in params:
-        wire_format = gatherer.format_of(param)
-        if gatherer.travels_as_operand(param):
-            sorted_first = "" if gatherer.in_rank_order else " after one copy that sorts slices"
+        unit, wire_format = gatherer.unit_of(param), gatherer.format_of(param)
+        if unit.kind.sends_what_rests:
+            continue
+        if unit.travels_as_operand(param):
+            sorted_first = "" if gatherer.route.in_rank_order else " after one copy that sorts slices"
             what = f"{wire_format.name}, a scale a {gatherer.gemm_weights.granularity}"
             by_format[(what, f"GEMM operands as they come{sorted_first}")].append(param)
-            continue
-        if stored_weight(param) is not None:
             continue
         exact = isinstance(wire_format, UnquantizedFormat)
         if topology.world_size == 1:
@@ -71,7 +59,8 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
         rows.append(
             ("weights", name, sum(p.ds_numel for p in members), f"{len(members)} tensors; {reason}".rstrip("; "))
         )
-    rows += _stored_rows(session, gatherer, params)
+    for kind in gatherer.kinds:
+        rows += kind.report_rows([unit for unit in gatherer.units if unit.kind is kind])
     if session.conversion is not None:
         rows += _compute_rows(session)
     trainable = sum(p.ds_numel for p in params if p.requires_grad)
@@ -127,29 +116,8 @@ def _rows(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: 
     return rows
 
 
-def _stored_rows(session: Session, gatherer: WeightGatherer, params: list[Parameter]) -> list[tuple]:
-    """What rests, and travels, as codes; and where that comes from."""
-    by_format: dict[str, list[Parameter]] = defaultdict(list)
-    for param in params:
-        if stored_weight(param) is not None:
-            by_format[repr(stored_weight(param).wire_format)].append(param)
-    rows = []
-    for name, members in by_format.items():
-        numel = sum(p.ds_numel for p in members)
-        at_rest = sum(p.ds_tensor.numel() for p in members) * session.topology.world_size / numel
-        remark = f"{len(members)} tensors, as they rest: {at_rest:.3f} bytes a parameter on all ranks together"
-        operands = sum(gatherer.frozen_operands.rests_as_operand(p) for p in members)
-        multiplied = f"{operands} are GEMM operands as they rest" if operands else ""
-        decoded = operands < len(members)
-        slow = _without_decoding_kernel(session, stored_weight(members[0]).wire_format) if decoded else ""
-        rows.append(("frozen store", name, numel, "; ".join(filter(None, (remark, multiplied, slow)))))
-    if session.config.frozen.format != "none" and not rows:
-        rows.append(("frozen store", "empty", 0, "no linear weight is frozen, or all are named in frozen.skip_modules"))
-    return rows
-
-
 def _state_rows(session: Session) -> list[tuple]:
-    """What rests on the ranks: reduced gradients, master weights and moments; and who owns what."""
+    """What rests on the ranks: reduced gradients, master weights and moments."""
     config = session.config
     rows = []
     stored = config.gradients.store_format
@@ -160,8 +128,6 @@ def _state_rows(session: Session) -> list[tuple]:
         names = f"{formats.master}, {formats.exp_avg}, {formats.exp_avg_sq}"
         remark = f"master weights, first and second moments; a scale a {formats.scales}, {formats.rounding} rounding"
         rows.append(("optimizer states", names, 0, remark))
-    if isinstance(session.placement, WholeTensors):
-        rows.append(("partition", "whole tensors", 0, str(session.placement.balance)))
     return rows
 
 
@@ -190,7 +156,7 @@ def _compute_rows(session: Session) -> list[tuple]:
     return rows
 
 
-def predicted_bytes(session: Session, gatherer: WeightGatherer) -> dict[str, dict[str, float]]:
+def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str, float]]:
     """Bytes one rank sends in a step, not the first, that gathers each parameter once forward and once backward."""
     topology, world = session.topology, session.topology.world_size
     before, after = session.gather_levels
@@ -199,7 +165,7 @@ def predicted_bytes(session: Session, gatherer: WeightGatherer) -> dict[str, dic
     for param in gatherer.adopted.values():
         held = gatherer.bytes_of(param)
         # Copies of frozen weights stay valid from step to step: after the first one they are there.
-        is_kept = session.secondary_ranks is not None and gatherer.is_frozen(param)
+        is_kept = session.secondary_ranks is not None and gatherer.unit_of(param).is_frozen
         for level, kept in [(level, session.secondary_ranks is not None) for level in before] + [
             (a, False) for a in after
         ]:
@@ -221,7 +187,7 @@ def predicted_bytes(session: Session, gatherer: WeightGatherer) -> dict[str, dic
     return {"weights forward": weights["forward"], "weights backward": weights["backward"], "gradients": gradients}
 
 
-def start_table(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: list[nn.Module]) -> str:
+def start_table(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> str:
     """The table as text."""
     config, topology = session.config, session.topology
     recipe = config.recipe or "none (lossless plus the ZeRO++ keys)"
@@ -240,7 +206,7 @@ def start_table(session: Session, gatherer: WeightGatherer, model: nn.Module, bl
     return "\n".join(lines)
 
 
-def print_start_table(session: Session, gatherer: WeightGatherer, model: nn.Module, blocks: list[nn.Module]) -> None:
+def print_start_table(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> None:
     """Print the table on rank 0."""
     if session.topology.rank == 0:
         print(start_table(session, gatherer, model, blocks), flush=True)

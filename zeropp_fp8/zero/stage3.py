@@ -7,7 +7,6 @@ weights and optimizer state. Everything else, the optimizer and the checkpoint l
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 
@@ -18,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.offload import ZeroppOffload
 from zeropp_fp8.zero.reduce.order import FixedOrder, reduction_units
 from zeropp_fp8.zero.reduce.reducer import GradientReducer
+from zeropp_fp8.zero.reduce.scales import GradientScales
 from zeropp_fp8.zero.report import print_progress_line
 from zeropp_fp8.zero.session import Session
-from zeropp_fp8.zero.states.compressed import chosen_formats
-from zeropp_fp8.zero.states.fused_update import use_fused_update
-from zeropp_fp8.zero.states.stage3 import GRAD_PARTITIONS, LowPrecisionStage3
+from zeropp_fp8.zero.stage3_base import Freed, Stage3Base
 
 CHECKPOINT_ENTRY = "zeropp_fp8"
 _LEAF = "ds_z3_leaf_module"
@@ -33,7 +32,7 @@ _LEAF = "ds_z3_leaf_module"
 AVG_SCATTER_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
 
-class ZeroppStage3(LowPrecisionStage3):
+class ZeroppStage3(Stage3Base):
     """ZeRO stage 3 with quantized collectives."""
 
     def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
@@ -45,7 +44,7 @@ class ZeroppStage3(LowPrecisionStage3):
             kwargs["reduce_scatter"] = True
             kwargs["contiguous_gradients"] = False  # DeepSpeed's bucket, a gigabyte by default, would not be used
         config = session.config
-        keeps_optimizer = chosen_formats(config, init_optimizer) is None
+        keeps_optimizer = session.state_formats is None
         if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
             print("zeropp_fp8: the optimizer leaves the choice to torch: its fused update is used", flush=True)
         super().__init__(module, init_optimizer, param_names, *args, session=session, **kwargs)
@@ -65,13 +64,7 @@ class ZeroppStage3(LowPrecisionStage3):
         for param in self.module.parameters():
             if getattr(param, "_z3_optimizer", None) is self:  # else a later engine has the model
                 param._z3_optimizer = weakref.proxy(self)  # safe_get_full_fp32_param asks it, while the engine is kept
-        self._reducer = _Freed() if self.reducer.error_feedback else None
-        if self.store is not None:
-            getattr(self, GRAD_PARTITIONS).clear()
-            self.averaged_gradients.clear()
-            self.store = _Freed()
-        if self.states is not None:
-            self.states = _Freed()
+        self._reducer = Freed() if self.reducer.error_feedback else None
 
     # -- gathers ---------------------------------------------------------------------------------------------------
 
@@ -123,8 +116,11 @@ class ZeroppStage3(LowPrecisionStage3):
                 self._reduce_unit if quantized else self._put_into_bucket,
             )
             if quantized:
-                self._make_gradient_scales([param for unit in self._order.units for param in unit])
-                self.reducer.scales = self.scales
+                params = [param for unit in self._order.units for param in unit]
+                if self.session.config.gradients.scales == "tensor":
+                    names = [self.param_names[p] for p in params]
+                    self.scales = self.reducer.scales = GradientScales(self.session, params, names)
+                self._order_is_known(params)
             self._users = Counter(id(p) for module in self.module.modules() for p in module.parameters(recurse=False))
             self._used_by_only: dict[int, list[Parameter]] = {}
             self.parameter_offload.after_backward_of = self._module_ended
@@ -184,16 +180,7 @@ class ZeroppStage3(LowPrecisionStage3):
             with _Replaced(self, "micro_step_id", max(self.micro_step_id, int(again))):  # DeepSpeed adds from 1 on
                 super().partition_grads(params, slices)
             return
-        if self.store is not None:
-            if twice:
-                self.reducer.drain()  # what a second gradient is added to must be there
-            boundary = self.is_gradient_accumulation_boundary  # in DeepSpeed 0.18.0 no method yet
-            last = boundary() if callable(boundary) else boundary
-            results = [self.store.destination(p, last, again) for p in params]
-        else:
-            partitions = getattr(self, GRAD_PARTITIONS)
-            results = [partitions[p.ds_id].view(-1)[: self.session.own_numel(p)] for p in params]
-        arrived = None if self.store is None else functools.partial(self.store.arrived, params)
+        results, arrived = self._gradient_results(params, again, twice)
         self.reducer.start(params, grads, names, results, again, arrived)
         for param in params:
             # Encoding was the last use, on this stream: the memory may be used again at once.
@@ -335,6 +322,8 @@ class ZeroppStage3(LowPrecisionStage3):
     def _rigid_state_dict(self) -> dict:
         state = super()._rigid_state_dict()
         extra = self._own_states()
+        if self.scales is not None:
+            extra["gradient_scales"] = self.scales.state_dict()
         if self.reducer.error_feedback is not None:
             extra["error_feedback"] = self.reducer.error_feedback.state_dict()
         if self.session.rounds_stochastically:
@@ -348,7 +337,7 @@ class ZeroppStage3(LowPrecisionStage3):
 
     def _rigid_load_state_dict(self, state_dict: dict, load_optimizer_states: bool = True) -> None:
         super()._rigid_load_state_dict(state_dict, load_optimizer_states)
-        if self.session.config.quantizes and self.states is None:
+        if self.session.config.quantizes and self.session.state_formats is None:
             use_fused_update(self.optimizer, self.fp32_partitioned_groups_flat)
         self._load_own_entry(state_dict.get(CHECKPOINT_ENTRY))
 
@@ -358,7 +347,12 @@ class ZeroppStage3(LowPrecisionStage3):
         A checkpoint without them, or (histories and scales apart) of another world, resets them.
         """
         if self.session.conversion is not None:
-            self._load_amax_history((extra or {}).get("compute", {}))
+            scaling = self.session.conversion.scaling
+            _load_or_start_afresh(scaling, (extra or {}).get("compute", {}), {}, "delayed scaling starts afresh")
+        if self.scales is not None:
+            _load_or_start_afresh(
+                self.scales, (extra or {}).get("gradient_scales"), None, "gradient scales start afresh"
+            )
         self._load_own_states(extra or {})
         topology = self.session.topology
         if self.reducer.error_feedback is not None:
@@ -376,15 +370,6 @@ class ZeroppStage3(LowPrecisionStage3):
         for name, generator_state in extra.get("generators", {}).items():
             self.session.generators[name].set_state(generator_state)
 
-    def _load_amax_history(self, state: dict) -> None:
-        scaling = self.session.conversion.scaling
-        try:
-            scaling.load_state_dict(state)
-        except ValueError as error:
-            scaling.load_state_dict({})
-            if ds_comm.get_rank() == 0:
-                logger.warning(f"zeropp_fp8: {error}; delayed scaling starts afresh")
-
     def _restore_from_bit16_weights(self) -> None:
         super()._restore_from_bit16_weights()
         self.gatherer.weights_changed()  # master weights in low precision have rounded them
@@ -400,14 +385,14 @@ class ZeroppStage3(LowPrecisionStage3):
 setattr(ZeroppStage3, AVG_SCATTER_GRADS, ZeroppStage3._avg_scatter_grads)
 
 
-class _Freed:
-    """Stands for what an engine had."""
-
-    def __getattr__(self, name: str):
-        raise RuntimeError(
-            "zeropp_fp8: engine.destroy() has freed the gradients and optimizer states that were in low precision, and "
-            "the residuals of error feedback; look at them, and save checkpoints, before it"
-        )
+def _load_or_start_afresh(what, state, nothing, consequence: str) -> None:
+    """Give `what` a saved state; one that does not fit this run is told of, and `nothing` takes its place."""
+    try:
+        what.load_state_dict(state)
+    except ValueError as error:
+        what.load_state_dict(nothing)
+        if ds_comm.get_rank() == 0:
+            logger.warning(f"zeropp_fp8: {error}; {consequence}")
 
 
 class _NoWait:

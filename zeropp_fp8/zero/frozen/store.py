@@ -28,8 +28,7 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.config import MX_FORMATS, SECTION, FrozenConfig
 from zeropp_fp8.formats import WireFormat, make_format
-
-STORED = "zeropp_fp8_stored"
+from zeropp_fp8.zero.gather.adopted import STORED
 
 
 @dataclass(eq=False)

@@ -1,10 +1,14 @@
 """A weight's way from the ranks' shards to the layer that computes with it, and out of memory again.
 
 blocks.py        finding the transformer blocks of a model
-units.py         parameters that travel together, and how
+route.py         the hops, and in which order what they bring lies
+units.py         parameters that travel together: what a unit answers, and cutting a model into units
+kinds.py         what is done with parameters of one kind at once: exact gathers, writing back
+sliced.py        the ordinary kind: slices of numbers, encoded for the wire
+buffers.py       where things lie in a unit's buffers
+gemm_weights.py  weights whose gathered bytes are the operand of a GEMM
+gatherer.py      starts, finishes, cancels and forgets gathers; never asks a unit's kind
 trace.py         in which order a step fetches units
 coordinator.py   when they are fetched, fetched ahead and released: what DeepSpeed's hooks ask
-gatherer.py      hops, buffers, secondary shards; exact gathers for looking and changing
-gemm_weights.py  weights whose gathered bytes are the operand of a GEMM
 adopted.py       what an engine keeps on a parameter, and lists that hold parameters of several engines
 """

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 from torch.nn import Parameter
 
 if TYPE_CHECKING:
-    from zeropp_fp8.zero.gather.gatherer import WeightGatherer
-    from zeropp_fp8.zero.gather.units import GatherUnit
+    from zeropp_fp8.zero.gather.gatherer import Gatherer
+    from zeropp_fp8.zero.gather.units import Unit
 
 STATE = "zeropp_fp8_wire"
+STORED = "zeropp_fp8_stored"  # on a parameter that rests as codes: frozen/store.py
 
 
 @dataclass
@@ -27,17 +28,22 @@ class ParameterWire:
     stock_all_gather: Callable
     stock_all_gather_coalesced: Callable
     stock_partition: Callable
-    unit: GatherUnit
-    owner: WeightGatherer
+    unit: Unit
+    owner: Gatherer
     lossy: bool = False  # param.data came through a quantized format
 
 
-def by_engine(params: Iterable[Parameter]) -> list[tuple[WeightGatherer | None, list[Parameter]]]:
+def is_stored(param: Parameter) -> bool:
+    """Whether a parameter rests as codes, in whosever engine."""
+    return STORED in param.__dict__
+
+
+def by_engine(params: Iterable[Parameter]) -> list[tuple[Gatherer | None, list[Parameter]]]:
     """(gatherer of the engine that has adopted them, parameters), in the order of their first; None: of no engine here.
 
     Ranks that pass the same list take the parts in the same order.
     """
-    parts: dict[int, tuple[WeightGatherer | None, list[Parameter]]] = {}
+    parts: dict[int, tuple[Gatherer | None, list[Parameter]]] = {}
     for param in params:
         state: ParameterWire | None = getattr(param, STATE, None)
         gatherer = None if state is None else state.owner

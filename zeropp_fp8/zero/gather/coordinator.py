@@ -17,24 +17,22 @@ from torch import nn
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.zero.gather.gatherer import WeightGatherer
+from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.trace import FetchTrace
-from zeropp_fp8.zero.gather.units import GatherUnit
+from zeropp_fp8.zero.gather.units import Unit
 
 # Of one submodule in a pass that another module began: a loss in chunks calls a head that often, generation more.
 _MOST_CALLS = 16
 
 
 class UnitCoordinator:
-    """The interface that DeepSpeed's hooks call, over the units of a WeightGatherer.
+    """The interface that DeepSpeed's hooks call, over the units of a Gatherer.
 
     Args:
         prefetch_numel, max_live_numel, max_reuse_numel: in elements of full parameters.
     """
 
-    def __init__(
-        self, gatherer: WeightGatherer, prefetch_numel: int, max_live_numel: int, max_reuse_numel: int
-    ) -> None:
+    def __init__(self, gatherer: Gatherer, prefetch_numel: int, max_live_numel: int, max_reuse_numel: int) -> None:
         self.gatherer = gatherer
         self.prefetch_numel = prefetch_numel
         self.max_live_numel = max_live_numel
@@ -45,7 +43,7 @@ class UnitCoordinator:
         self._first_called: nn.Module | None = None  # the submodule that began this pass
         self._calls: dict[nn.Module, int] = {}  # of submodules by themselves, in this pass
         self._in_backward: dict[nn.Module, int] = {}  # and how many calls of it are
-        self._of_module: dict[int, tuple[int, list[Parameter], tuple[GatherUnit, ...]]] = {}
+        self._of_module: dict[int, tuple[int, list[Parameter], tuple[Unit, ...]]] = {}
         # Autograd may run the hooks of a module with several outputs in several threads.
         self._lock = threading.RLock()
 
@@ -97,7 +95,7 @@ class UnitCoordinator:
 
     # -- fetch and release -----------------------------------------------------------------------------------------
 
-    def _members(self, module: nn.Module) -> tuple[list[Parameter], tuple[GatherUnit, ...]]:
+    def _members(self, module: nn.Module) -> tuple[list[Parameter], tuple[Unit, ...]]:
         """(parameters that `module` uses itself, their units); external parameters may be added while it runs."""
         external = module._external_params
         held = self._of_module.get(id(module))
@@ -137,7 +135,7 @@ class UnitCoordinator:
             if gatherer.device.type != "cpu":
                 self._prefetch()
 
-    def _prefetch(self, needed_now: tuple[GatherUnit, ...] = ()) -> None:
+    def _prefetch(self, needed_now: tuple[Unit, ...] = ()) -> None:
         """Start gathering the next units of the known order, as far as the limits allow."""
         if self.prefetch_numel == 0:
             return
@@ -161,7 +159,7 @@ class UnitCoordinator:
                     gatherer.start(unit, ahead=True)
                 ahead += unit.numel
 
-    def _stays(self, unit: GatherUnit) -> bool:
+    def _stays(self, unit: Unit) -> bool:
         """Whether a live unit is to be kept until it is needed again."""
         distance = self._trace.numel_until(unit)
         near = distance is not None and distance < self.max_reuse_numel
@@ -199,7 +197,7 @@ class UnitCoordinator:
         for unit in units:
             unit.active_modules.discard(module.ds_id)
 
-    def _release(self, unit: GatherUnit) -> None:
+    def _release(self, unit: Unit) -> None:
         if not any(param.is_external_param for param in unit.params):
             self.gatherer.release(unit)
 
@@ -230,7 +228,7 @@ class UnitCoordinator:
             _check_released(self.gatherer.units)
 
 
-def _check_released(units: Iterable[GatherUnit]) -> None:
+def _check_released(units: Iterable[Unit]) -> None:
     for unit in units:
         for param in unit.params:
             if param.data.numel() and param.ds_numel:

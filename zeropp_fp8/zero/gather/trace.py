@@ -9,9 +9,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from zeropp_fp8.zero.gather.units import GatherUnit
+from zeropp_fp8.zero.gather.units import Unit
 
-Fetch = tuple[tuple[GatherUnit, ...], str]
+Fetch = tuple[tuple[Unit, ...], str]
 
 
 class FetchTrace:
@@ -44,7 +44,7 @@ class FetchTrace:
         """Start from nothing, for example because the model's hooks changed."""
         self.__init__()
 
-    def fetched(self, units: tuple[GatherUnit, ...], kind: str) -> None:
+    def fetched(self, units: tuple[Unit, ...], kind: str) -> None:
         """The next fetch of this pass; `kind` is what the ledger calls its bytes."""
         position = len(self._now)
         self._now.append((units, kind))
@@ -57,7 +57,7 @@ class FetchTrace:
         """How many fetches this pass has seen."""
         return len(self._now)
 
-    def coming(self, start: int) -> Iterator[tuple[int, GatherUnit, str]]:
+    def coming(self, start: int) -> Iterator[tuple[int, Unit, str]]:
         """(position, unit, kind) of the fetches expected from position `start` on; none when the order is not known."""
         if self._follows_known:
             for position in range(start, len(self._known)):
@@ -65,11 +65,11 @@ class FetchTrace:
                 for unit in units:
                     yield position, unit, kind
 
-    def first_order(self) -> Sequence[GatherUnit]:
+    def first_order(self) -> Sequence[Unit]:
         """Every unit of the known order once, by its first fetch."""
         return list({id(unit): unit for units, _ in self._known for unit in units}.values())
 
-    def numel_until(self, unit: GatherUnit) -> int | None:
+    def numel_until(self, unit: Unit) -> int | None:
         """Elements fetched before `unit` is needed again in this pass; None when it is not, or not known to be."""
         if not self._follows_known:
             return None

@@ -2,12 +2,17 @@
 
 Stock ZeRO-3 pays Python for every parameter and every module; a 1.33B Llama then takes three times as long on NVLink as
 the same model under FSDP2. A unit pays it once for a whole transformer block.
+
+A unit knows how its parameters travel; who gathers it (gatherer.py) never asks. How it rests on the ranks is its kind:
+slices of numbers (sliced.py), codes (frozen/unit.py), whole tensors on owners (owners/unit.py).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,120 +21,194 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.lanes import BufferRing
-from zeropp_fp8.comm.payload import PayloadLayout
-from zeropp_fp8.formats.base import align_up
-from zeropp_fp8.zero.frozen.store import stored_weight, value_dtype
+from zeropp_fp8.compute.operand import Float8Operand
+from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.zero.gather.route import Route
 
-_PARAMETER_ALIGNMENT = 16  # bytes; kernels then read and write 16 at once
+if TYPE_CHECKING:
+    from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight  # needs Triton, which is loaded on first use
+    from zeropp_fp8.zero.gather.kinds import Kind
 
 
 @dataclass(eq=False)
-class GatherUnit:
-    """Parameters that are gathered together, and how far their gather is.
+class Flight:
+    """Buffers and work of one gather under way.
 
-    idle -> (first hops started ahead of need) -> in flight: asked for -> live: the parameters hold their values.
+    Attributes:
+        held, first_work: what the first hops bring, flat uint8; the hops.
+        gathered, last_work: the last hop's result, or the buffer that it is being written to; the hop.
+        asked_for: values are wanted. Otherwise only the secondary shard is being filled.
+        taken: buffers for this gather alone, and the rings that they are from (None: memory of their own).
     """
 
-    params: list[Parameter]
-    persistent: bool = False  # kept gathered between steps
-    layout: PayloadLayout | None = None  # of `packed`; made on first use: parameters must be partitioned by then
-    signature: tuple = ()  # what the layout was made for
-    packed: list[Parameter] = field(default_factory=list)  # those that are decoded from one payload a rank
-    operands: list[Parameter] = field(default_factory=list)  # those whose gathered bytes are a GEMM operand
-    regions: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (start, size) in a rank's bytes, of the payload first
-    encoded_numels: list[int] = field(default_factory=list)  # of each packed shard, without padding
-
-    first_work: list[dist.Work] = field(default_factory=list)  # hops before the secondary shard, under way
-    held: Tensor | None = None  # their result, flat uint8 [ranks reached * row bytes] ...
-    held_is_current: bool = False  # ... of the weights as they are now
-    # This rank's encoded shards, uint8 [row bytes]: kept without a secondary shard, and where parameters rest as codes.
-    payload: Tensor | None = None
-
-    asked_for: bool = False  # its gather has been started; on a CPU perhaps only the first hops
-    gathered: Tensor | None = None  # the last hop's result, or the buffer it is being written to
+    held: Tensor | None = None
+    first_work: list[dist.Work] = field(default_factory=list)
+    gathered: Tensor | None = None
     last_work: list[dist.Work] = field(default_factory=list)
+    asked_for: bool = False
+    taken: list[tuple[BufferRing | None, Tensor]] = field(default_factory=list)
 
-    lent: list[tuple[BufferRing, Tensor]] = field(default_factory=list)  # buffers in which operands lie
 
-    live: bool = False
-    active_modules: set[int] = field(default_factory=set)  # modules that are using the parameters now
+class Arrived(NamedTuple):
+    """What a gather has brought.
 
-    numel: int = 0  # elements of all its parameters
-    is_stored: bool = False  # they rest as codes; all do or none does
-    _places: list[tuple[torch.dtype, int, int, torch.Size] | None] = field(default_factory=list)
-    _buffer_numels: dict[torch.dtype, int] = field(default_factory=dict)
+    Attributes:
+        values: (parameter, its values, whether these are all there is of it).
+        operands: (parameter, the operand of its product).
+        lent: whether operands lie in the gathered bytes themselves.
+    """
 
-    def __post_init__(self) -> None:
-        self.numel = sum(p.ds_numel for p in self.params)
-        self.is_stored = any(stored_weight(p) is not None for p in self.params)
+    values: list[tuple[Parameter, Tensor, bool]]
+    operands: list[tuple[Parameter, Float8Operand]]
+    lent: bool
+
+
+class Unit(ABC):
+    """Parameters that are gathered together.
+
+    idle -> (first hops started ahead of need) -> in flight: asked for -> live: the parameters hold their values.
+
+    Attributes:
+        persistent: kept gathered between steps.
+        numel: elements of all its parameters.
+        flight: its gather under way.
+        secondary, secondary_is_current: the secondary shard, flat uint8, and whether it is of the weights as they are.
+        lent: buffers in which operands of live parameters lie.
+        live: the parameters hold their values.
+        active_modules: those that are using the parameters now.
+    """
+
+    def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
+        self.params, self.kind, self.persistent = params, kind, persistent
+        self.numel = sum(p.ds_numel for p in params)
+        self.flight: Flight | None = None
+        self.secondary: Tensor | None = None
+        self.secondary_is_current = False
+        self.lent: list[tuple[BufferRing, Tensor]] = []
+        self.live = False
+        self.active_modules: set[int] = set()
+
+    @property
+    def route(self) -> Route:
+        """The hops."""
+        return self.kind.route
 
     @property
     def in_flight(self) -> bool:
-        """Whether its gather is under way."""
-        return self.asked_for or self.gathered is not None
+        """Whether its values are on their way."""
+        return self.flight is not None and self.flight.asked_for
 
     @property
-    def rank_bytes(self) -> int:
-        """Bytes that each rank sends of this unit."""
-        start, size = self.regions[-1]
-        return align_up(start + size)
+    def is_frozen(self) -> bool:
+        """Whether nothing of it is trained, so that copies survive optimizer steps."""
+        return not any(p.requires_grad for p in self.params)
 
-    def region(self, buffer: Tensor, index: int, ranks: int) -> Tensor:
-        """uint8 [ranks, size]: region `index` of every rank in flat uint8 `buffer` [ranks * rank_bytes].
+    # -- what its parameters are on the wire ------------------------------------------------------------------------
 
-        Regions lie one after the other, each with all its ranks, so that the codes of a weight are one matrix.
-        """
-        start, size = self.regions[index]
-        return buffer[start * ranks : (start + size) * ranks].view(ranks, size)
+    def format_of(self, param: Parameter) -> WireFormat:
+        """The wire format of a parameter."""
+        return self.route.format_of(param)
 
-    def lay_out(
-        self,
-        layout: PayloadLayout,
-        packed: list[Parameter],
-        operands: dict[Parameter, int],
-        signature: tuple,
-        not_decoded: Sequence[int] = (),
-    ) -> None:
-        """Take over a payload layout of `packed`, and place these in a buffer a dtype, each aligned to 16 bytes.
+    def dtype_of(self, param: Parameter) -> torch.dtype:
+        """The dtype of a parameter's values."""
+        return param.ds_tensor.dtype
 
-        `operands`: the other parameters, and the bytes of a rank's slice of each. `not_decoded`: which of `packed` need
-        no place.
-        """
-        self.layout, self.signature = layout, signature
-        self.packed, self.operands = packed, list(operands)
-        self.regions = [(0, layout.row_bytes)]
-        for size in operands.values():
-            self.regions.append((self.rank_bytes, size))
-        self._places, self._buffer_numels = [], {}
-        for index, param in enumerate(packed):
-            if index in not_decoded:
-                self._places.append(None)
-                continue
-            dtype = value_dtype(param)
-            start = self._buffer_numels.get(dtype, 0)
-            step = _PARAMETER_ALIGNMENT // dtype.itemsize
-            self._buffer_numels[dtype] = start + -(-param.ds_numel // step) * step
-            self._places.append((dtype, start, start + param.ds_numel, param.ds_shape))
+    def is_exact(self, param: Parameter) -> bool:
+        """Whether what arrives is all there is of a parameter."""
+        return isinstance(self.format_of(param), UnquantizedFormat)
 
-    def empty_parameters(self, device: torch.device) -> list[Tensor | None]:
-        """An uninitialized tensor in its shape for each packed parameter, all of a dtype in one buffer.
+    def travels_as_operand(self, param: Parameter) -> bool:
+        """Whether the gathered bytes of a parameter are a GEMM operand."""
+        route = self.route
+        format_agrees = self.format_of(param) is route.session.weight_format
+        return param in route.gemm_weights and format_agrees and not self.persistent
 
-        None for those that are not decoded.
-        """
-        buffers = {d: torch.empty(numel, dtype=d, device=device) for d, numel in self._buffer_numels.items()}
-        return [place and buffers[place[0]][place[1] : place[2]].view(place[3]) for place in self._places]
+    @abstractmethod
+    def bytes_of(self, param: Parameter) -> float:
+        """Bytes that a rank sends of a parameter, on average."""
+
+    # -- a gather, in the order of these -----------------------------------------------------------------------------
+
+    @property
+    def shards_are_values(self) -> bool:
+        """Whether there is nothing to gather: one rank, nothing rounded, nothing offloaded."""
+        return self.route.world_size == 1 and not any(p.ds_tensor.device != self.route.device for p in self.params)
+
+    @abstractmethod
+    def lay_out(self) -> None:
+        """Know where everything lies; made again when parameters were cast."""
+
+    def prepare(self) -> bool:
+        """What is to be done on the stream of the weights before a gather; whether shards were written."""
+        return False
+
+    def at_rest(self) -> Tensor | None:
+        """What rests and is what the first hops would bring; None where they have something to do."""
+        return None
+
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Bytes that the first hops bring."""
+
+    @property
+    @abstractmethod
+    def gathered_bytes(self) -> int:
+        """Bytes that the last hop brings."""
+
+    @abstractmethod
+    def first_hops(self, held: Tensor) -> list[dist.Work]:
+        """Encode this rank's shards and start the hops up to the secondary shard, whose result is `held`."""
+
+    @abstractmethod
+    def last_hop(self, held: Tensor, gathered: Tensor) -> list[dist.Work]:
+        """Start the last hop."""
+
+    @abstractmethod
+    def decode(self, gathered: Tensor) -> Arrived:
+        """Values and operands, out of what the last hop brought."""
+
+    def changed(self) -> None:
+        """The weights were written: what was derived from them is stale."""
+        self.secondary_is_current = False
+
+    # -- parameters that somebody else may have written to -----------------------------------------------------------
+
+    def check_usable(self, params: Iterable[Parameter]) -> None:
+        """Raise RuntimeError where a parameter may not be computed with."""
+
+    def check_untouched(self, param: Parameter) -> None:
+        """Raise RuntimeError where a parameter was written, which would be lost."""
+
+    def note(self, param: Parameter) -> None:
+        """A parameter's values were put there, or dropped, by the plugin."""
+
+    # -- codes, for who keeps them and multiplies with them (generation/) ---------------------------------------------
+
+    def params_in_codes(self) -> list[Parameter]:
+        """Parameters whose values all come out of codes that can be kept."""
+        return []
+
+    def codes_in(self, gathered: Tensor) -> Tensor:
+        """uint8 [ranks, row bytes]: the payloads of all ranks."""
+        raise NotImplementedError(f"{type(self).__name__} has no codes")
+
+    def decode_codes(self, codes: Tensor) -> dict[int, Tensor]:
+        """The values of its parameters, by id(parameter), out of `codes_in`."""
+        raise NotImplementedError(f"{type(self).__name__} has no codes")
+
+    def quantized_weight(self, param: Parameter, codes: Tensor) -> QuantizedWeight | None:
+        """What `quantized_linear` multiplies with, of a parameter in `codes`; None where it cannot."""
+        raise NotImplementedError(f"{type(self).__name__} has no codes")
 
 
-def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str) -> list[GatherUnit]:
-    """Cut all ZeRO-3 parameters of `model` into units.
+def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str, kinds: Sequence[Kind]) -> list[Unit]:
+    """Cut all ZeRO-3 parameters of `model` into units, each of the first of `kinds` that takes it.
 
-    Frozen parameters never share a unit with trained ones: copies of them stay valid when an optimizer steps. What
-    rests as codes has units of its own, whose payload is what rests. Parameters that stay gathered between steps
-    form one unit. Of the others each block (and each z3 leaf module) is one; what lies outside blocks is cut by
-    module, and everything is at granularity "module"; at "parameter" each is its own. A parameter that several
-    modules share belongs to the first.
+    Frozen parameters never share a unit with trained ones: copies of them stay valid when an optimizer steps. Neither
+    do parameters of two kinds. Parameters that stay gathered between steps form one unit. Of the others each block (and
+    each z3 leaf module) is one; what lies outside blocks is cut by module, and everything is at granularity "module";
+    at "parameter" each is its own. A parameter that several modules share belongs to the first.
     """
     taken: set[int] = set()
 
@@ -141,16 +220,22 @@ def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str)
                 mine.append(param)
         return mine
 
+    def kind_of(param: Parameter) -> Kind:
+        return next(kind for kind in kinds if kind.takes(param))
+
     persistent = untaken(p for p in model.parameters() if p.ds_persist)
-    units = [GatherUnit(persistent, persistent=True)] if persistent else []
+    units = [kind_of(persistent[0]).unit(persistent, persistent=True)] if persistent else []
 
     def add(params: list[Parameter]) -> None:
-        stored = [p for p in params if stored_weight(p) is not None]
-        frozen = [p for p in params if not p.requires_grad and stored_weight(p) is None]
-        trained = [p for p in params if p.requires_grad]
-        for members in [[p] for p in params] if granularity == "parameter" else [stored, frozen, trained]:
-            if members:
-                units.append(GatherUnit(members))
+        if granularity == "parameter":
+            units.extend(kind_of(param).unit([param]) for param in params)
+            return
+        for kind in kinds:
+            mine = [param for param in params if kind_of(param) is kind]
+            for trained in (False, True):
+                members = [param for param in mine if param.requires_grad is trained]
+                if members:
+                    units.append(kind.unit(members))
 
     whole = {id(block) for block in blocks}
 

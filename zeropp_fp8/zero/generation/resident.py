@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8.compute.linear import READ_AS_NUMBERS, LowPrecisionLinear
-from zeropp_fp8.zero.frozen.store import note_version, value_dtype
-from zeropp_fp8.zero.gather.gatherer import WeightGatherer
-from zeropp_fp8.zero.gather.units import GatherUnit
+from zeropp_fp8.zero.gather.gatherer import Gatherer
+from zeropp_fp8.zero.gather.units import Unit
 
 _DECODED_UNITS = 2  # a block may consist of two units with codes: stored weights, and others that travel quantized
 
@@ -25,7 +24,7 @@ _DECODED_UNITS = 2  # a block may consist of two units with codes: stored weight
 class _Resident:
     """What is kept of an engine's weights between `gather` and `release`."""
 
-    def __init__(self, gatherer: WeightGatherer) -> None:
+    def __init__(self, gatherer: Gatherer) -> None:
         self.gatherer = gatherer
         self._marked: list[Parameter] = []
 
@@ -42,7 +41,7 @@ class _Resident:
                 self.gatherer.start(coming, ahead=True)  # its bytes are on their way while this one is decoded
             self._keep(unit)
 
-    def _keep(self, unit: GatherUnit) -> None:
+    def _keep(self, unit: Unit) -> None:
         """Take what the gather of a unit brings."""
         self.gatherer.finish(unit)
 
@@ -53,7 +52,7 @@ class _Resident:
         self._marked.clear()
         for unit in self.gatherer.units:
             for param in unit.params:
-                note_version(param)  # an adapter may have been merged into the values: they are dropped with it
+                unit.note(param)  # an adapter may have been merged into the values: they are dropped with it
             if unit.in_flight:
                 self.gatherer.cancel(unit)
             if not unit.persistent:
@@ -68,7 +67,7 @@ class _Resident:
 class ResidentValues(_Resident):
     """All parameters of an engine, gathered once."""
 
-    def __init__(self, gatherer: WeightGatherer, written: Iterable[Parameter] = ()) -> None:
+    def __init__(self, gatherer: Gatherer, written: Iterable[Parameter] = ()) -> None:
         """`written`: parameters that somebody will write to, of which shards must not be lent."""
         super().__init__(gatherer)
         self._written = {id(param) for param in written}
@@ -77,9 +76,9 @@ class ResidentValues(_Resident):
         """Bytes that a rank needs besides what it has."""
         needed = 0
         for unit in self.gatherer.units:
-            lent = self.gatherer.lends_shards(unit)
+            lent = unit.shards_are_values
             params = unit.params if not (unit.live or lent) else (p for p in unit.params if id(p) in self._written)
-            needed += sum(p.ds_numel * value_dtype(p).itemsize for p in params)
+            needed += sum(p.ds_numel * unit.dtype_of(p).itemsize for p in params)
         return needed
 
 
@@ -90,14 +89,14 @@ class ResidentCodes(_Resident):
     more, the weights of a block are decoded when its first layer needs them and dropped when another block does.
     """
 
-    def __init__(self, gatherer: WeightGatherer, module: nn.Module) -> None:
+    def __init__(self, gatherer: Gatherer, module: nn.Module) -> None:
         super().__init__(gatherer)
         weights = multipliable_weights(module)
         self._codes_of: dict[int, Tensor] = {}  # id of a unit: its payloads
-        self._unit_of: dict[int, GatherUnit] = {}  # id of a parameter whose codes are kept
+        self._unit_of: dict[int, Unit] = {}  # id of a parameter whose codes are kept
         self._decoded: OrderedDict[int, dict[int, Tensor]] = OrderedDict()
         for unit in (unit for unit in gatherer.units if not unit.live):
-            for param in gatherer.params_in_codes(unit):
+            for param in unit.params_in_codes():
                 if id(param) in weights:
                     self._unit_of[id(param)] = unit
 
@@ -105,21 +104,21 @@ class ResidentCodes(_Resident):
         """Bytes that a rank needs besides what it has."""
         with_codes, total = {id(unit): unit for unit in self._unit_of.values()}, 0
         for unit in self.gatherer.units:
-            if unit.live or self.gatherer.lends_shards(unit):
+            if unit.live or unit.shards_are_values:
                 continue
-            if id(unit) in with_codes and not self.gatherer.holds_all_codes(unit):
-                total += sum(self.gatherer.bytes_of(p) for p in unit.params) * self.gatherer.session.topology.world_size
+            if id(unit) in with_codes and not self.gatherer.holds_all_codes:
+                total += sum(self.gatherer.bytes_of(p) for p in unit.params) * self.gatherer.route.world_size
             params = (p for p in unit.params if id(p) not in self._unit_of)
-            total += sum(p.ds_numel * value_dtype(p).itemsize for p in params)
-        decoded = [sum(p.ds_numel * value_dtype(p).itemsize for p in unit.params) for unit in with_codes.values()]
+            total += sum(p.ds_numel * unit.dtype_of(p).itemsize for p in params)
+        decoded = [sum(p.ds_numel * unit.dtype_of(p).itemsize for p in unit.params) for unit in with_codes.values()]
         return int(total) + sum(sorted(decoded)[-_DECODED_UNITS:])
 
-    def _keep(self, unit: GatherUnit) -> None:
+    def _keep(self, unit: Unit) -> None:
         if not any(id(param) in self._unit_of for param in unit.params):
             self.gatherer.finish(unit)
             return
         codes = self._codes_of[id(unit)] = self.gatherer.take_codes(unit)
-        values = self.gatherer.decode_codes(unit, codes)
+        values = unit.decode_codes(codes)
         for param in unit.params:
             if id(param) not in self._unit_of:
                 # A copy: the values of a unit lie in one buffer, most of which is to be dropped.
@@ -140,7 +139,7 @@ class ResidentCodes(_Resident):
         if self.gatherer.device.type == "cuda":
             from zeropp_fp8.kernels.linear.quantized_linear import FEW_ROWS, quantized_linear
 
-            weight = self.gatherer.quantized_weight(unit, param, self._codes_of[id(unit)])
+            weight = unit.quantized_weight(param, self._codes_of[id(unit)])
             few_rows, multiply = (0, None) if weight is None else (FEW_ROWS, quantized_linear)
 
         def forward(input: Tensor) -> Tensor:
@@ -150,12 +149,12 @@ class ResidentCodes(_Resident):
 
         return forward
 
-    def _values_of(self, unit: GatherUnit) -> dict[int, Tensor]:
+    def _values_of(self, unit: Unit) -> dict[int, Tensor]:
         values = self._decoded.get(id(unit))
         if values is None:
             while len(self._decoded) >= _DECODED_UNITS:
                 self._decoded.popitem(last=False)
-            values = self._decoded[id(unit)] = self.gatherer.decode_codes(unit, self._codes_of[id(unit)])
+            values = self._decoded[id(unit)] = unit.decode_codes(self._codes_of[id(unit)])
         return values
 
 

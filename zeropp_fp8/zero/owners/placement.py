@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch.nn import Parameter
 
+from zeropp_fp8.comm.reduce_to_owners import OwnedPart, OwnerReducePlan
 from zeropp_fp8.zero.owners.plan import Balance, TensorStates, balance_of, plan_parts
 from zeropp_fp8.zero.placement import Range, Slices
 
@@ -21,7 +22,7 @@ class OwnedRange:
     numel: int
 
 
-class WholeTensors(Slices):
+class Owners(Slices):
     """Every parameter on one owner, or cut by rows between a few (plan.py)."""
 
     def __init__(self, rank: int, world_size: int, parts: dict[int, list[OwnedRange]], balance: Balance) -> None:
@@ -39,7 +40,7 @@ class WholeTensors(Slices):
         state_bytes: float,
         wire_bytes: Sequence[Sequence[float]],
         split: Literal["balance", "large", "none"],
-    ) -> WholeTensors:
+    ) -> Owners:
         """Assign the parameters of all gather units.
 
         Args:
@@ -73,3 +74,7 @@ class WholeTensors(Slices):
 
     def ranges(self, param: Parameter) -> list[Range]:
         return [(part.start, part.numel) for part in self.parts(param) if part.owner == self.rank and part.numel]
+
+    def reduce_plan(self, params: Sequence[Parameter], *args, add_codes: bool) -> OwnerReducePlan:
+        owned = [(index, part) for index, param in enumerate(params) for part in self.parts(param)]
+        return OwnerReducePlan([OwnedPart(i, part.owner, part.start, part.numel) for i, part in owned], *args)

@@ -11,37 +11,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.reduce_scatter import slice_numel
-from zeropp_fp8.zero.owners.placement import WholeTensors
-from zeropp_fp8.zero.session import Session
+from zeropp_fp8.zero.owners.unit import gather_parts
+from zeropp_fp8.zero.stage3_base import Stage3Base
 
 # The keys of DeepSpeed's checkpoints.
 FP32_FLAT_GROUPS = "fp32_flat_groups"
 OPTIMIZER_STATE_DICT = "optimizer_state_dict"
 
 
-class WholeTensorStage3(DeepSpeedZeroOptimizer_Stage3):
-    """DeepSpeedZeroOptimizer_Stage3 for parameters with owners; with slices it is stock."""
+class OwnersStage3(Stage3Base):
+    """The part of a stage whose parameters have owners."""
 
-    session: Session
-
-    @property
-    def has_owners(self) -> bool:
-        """Whether parameters have owners."""
-        return isinstance(self.session.placement, WholeTensors)
+    has_owners = True
 
     def _get_param_partition_rank(self, param: Parameter) -> int:
         # What a rank has of a parameter begins where its shard begins; DeepSpeed would skip what lies beyond the end.
-        return 0 if self.has_owners else super()._get_param_partition_rank(param)
+        return 0
 
     def _create_fp16_sub_groups(self, params_group: list[Parameter]) -> list[list[Parameter]]:
         """Cut by what the parameters have on average: every rank must cut at the same places."""
-        if not self.has_owners:
-            return super()._create_fp16_sub_groups(params_group)
         world = self.session.topology.world_size
         sub_groups, numel = [[]], 0
         for param in params_group:
@@ -55,28 +47,19 @@ class WholeTensorStage3(DeepSpeedZeroOptimizer_Stage3):
     # -- full tensors from parts, and parts from full tensors --------------------------------------------------------
 
     def _fp32_state_allgather(self, param: Parameter, fp32_state_partition: Tensor) -> Tensor:
-        if not self.has_owners:
-            return super()._fp32_state_allgather(param, fp32_state_partition)
-        return self.gatherer.gather_owned(param, fp32_state_partition.data).view(param.ds_shape)
+        return gather_parts(self.session, param, fp32_state_partition.data).view(param.ds_shape)
 
     def set_full_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
-        if not self.has_owners:
-            super().set_full_hp_param(value, param, optim_state_key)
-        elif param.requires_grad:
+        if param.requires_grad:
             own, _ = self._get_fp32_opt_state_partition(param, False, optim_state_key)
             own.data.copy_(self.session.placement.own_part(param, value))
 
     def set_fp32_grad_for_param(self, value: Tensor, param: Parameter) -> None:
-        if not self.has_owners:
-            super().set_fp32_grad_for_param(value, param)
-        elif param.requires_grad:
+        if param.requires_grad:
             own, _ = self._get_fp32_grad_state_partition(param, False)
             own.data.copy_(self.session.placement.own_part(param, value))
 
     def update_fp32_grad_for_param_vectorized(self, update_func, param_list) -> None:
-        if not self.has_owners:
-            super().update_fp32_grad_for_param_vectorized(update_func, param_list)
-            return
         for param in param_list:
             if param.requires_grad:
                 self.set_fp32_grad_for_param(update_func(self.get_fp32_grad_for_param(param), param), param)
@@ -86,7 +69,7 @@ class WholeTensorStage3(DeepSpeedZeroOptimizer_Stage3):
     def slice_of_owned(self, param: Parameter, own: Tensor) -> Tensor:
         """DeepSpeed's slice, padded, on the tensor's device, of what each rank has for its part. Collective."""
         topology = self.session.topology
-        full = self.gatherer.gather_owned(param, own)
+        full = gather_parts(self.session, param, own)
         size = slice_numel(param.ds_numel, topology.world_size)
         mine = full[topology.rank * size : (topology.rank + 1) * size]
         return torch.nn.functional.pad(mine, (0, size - mine.numel())).to(own.device)
@@ -149,29 +132,21 @@ class WholeTensorStage3(DeepSpeedZeroOptimizer_Stage3):
         return dict(zip(keys, order, strict=True))
 
     def _rigid_state_dict(self) -> dict:
-        state_dict = super()._rigid_state_dict()
-        return self._converted(state_dict, to_slices=True) if self.has_owners else state_dict
+        return self._converted(super()._rigid_state_dict(), to_slices=True)
 
     def _rigid_load_state_dict(self, state_dict: dict, load_optimizer_states: bool = True) -> None:
-        if self.has_owners:
-            state_dict = self._converted(state_dict, to_slices=False)
-        super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+        super()._rigid_load_state_dict(self._converted(state_dict, to_slices=False), load_optimizer_states)
 
-    def load_hp_checkpoint_state(self, folder, key, param: Parameter | None = None) -> Tensor:
-        if param is None:  # as DeepSpeed before 0.19.3 calls it, which has no owners
-            return super().load_hp_checkpoint_state(folder, key)
-        one_slice = super().load_hp_checkpoint_state(folder, key, param)
-        return self.owned_of_slice(param, one_slice) if self.has_owners else one_slice
+    def load_hp_checkpoint_state(self, folder, key, param: Parameter) -> Tensor:
+        return self.owned_of_slice(param, super().load_hp_checkpoint_state(folder, key, param))
 
     def offload_states(self, *args, **kwargs) -> None:
         """Not with owners: DeepSpeed maps its buffers by equal slices.
 
         Raises:
-            RuntimeError: parameters have owners.
+            RuntimeError: always.
         """
-        if self.has_owners:
-            raise RuntimeError(
-                'zeropp_fp8: offload_states does not know "partition": "whole_tensor"; leave the call out, or set '
-                'partition to "slice"'
-            )
-        super().offload_states(*args, **kwargs)
+        raise RuntimeError(
+            'zeropp_fp8: offload_states does not know "partition": "whole_tensor"; leave the call out, or set '
+            'partition to "slice"'
+        )

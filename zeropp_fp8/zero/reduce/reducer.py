@@ -11,9 +11,7 @@ from torch.nn import Parameter
 
 from zeropp_fp8.comm import ErrorFeedback
 from zeropp_fp8.comm.lanes import Lane
-from zeropp_fp8.comm.reduce_scatter import ReduceLanes, ReducePlan, ReduceScatterPlan, Rings, slice_numel
-from zeropp_fp8.comm.reduce_to_owners import OwnedPart, OwnerReducePlan
-from zeropp_fp8.zero.owners.placement import WholeTensors
+from zeropp_fp8.comm.reduce_scatter import ReduceLanes, ReducePlan, Rings, slice_numel
 from zeropp_fp8.zero.reduce.scales import GradientScales
 from zeropp_fp8.zero.session import Session
 
@@ -47,13 +45,8 @@ class GradientReducer:
                 session.inter_format,
                 session.device,
             )
-            if isinstance(session.placement, WholeTensors):
-                owned = [(i, part) for i, p in enumerate(params) for part in session.placement.parts(p)]
-                parts = [OwnedPart(i, part.owner, part.start, part.numel) for i, part in owned]
-                plan = OwnerReducePlan(parts, *args)
-            else:
-                plan = ReduceScatterPlan(*args, add_codes=session.config.gradients.reduction == "nccl")
-            self._plans[key] = plan
+            add_codes = session.config.gradients.reduction == "nccl"
+            plan = self._plans[key] = session.placement.reduce_plan(params, *args, add_codes=add_codes)
         return plan
 
     def start(

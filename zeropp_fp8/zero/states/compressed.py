@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from zeropp_fp8.config import SECTION, ConfigError, OptimizerConfig, PluginConfig
 from zeropp_fp8.formats.noise import Seed
-from zeropp_fp8.optim import FP8AdamW, FP8Gradients, Hyper, StateBuffer, StateFormats, adamw_step, make_state_buffers
+from zeropp_fp8.optim import FP8Gradients, Hyper, StateBuffer, StateFormats, adamw_step, make_state_buffers
 from zeropp_fp8.zero.states.groups import StateGroup
 
 KEYS = {None: "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # DeepSpeed's name -> ours
@@ -35,18 +35,15 @@ def formats_of(section: OptimizerConfig) -> StateFormats:
     )
 
 
-def chosen_formats(config: PluginConfig, optimizer: torch.optim.Optimizer) -> StateFormats | None:
-    """The formats of states inside ZeRO-3: the section's, else those of an FP8AdamW; None: DeepSpeed keeps fp32.
+def chosen_formats(config: PluginConfig, optimizer: torch.optim.Optimizer) -> StateFormats:
+    """The formats of states inside ZeRO-3: the section's, else those of an FP8AdamW.
 
     Raises:
         ConfigError: the optimizer's update is not Adam's, or an FP8AdamW has several choices of formats.
     """
-    if config.stores_states_in_low_precision:
-        check_is_adam(optimizer)
-        return formats_of(config.optimizer)
-    if not isinstance(optimizer, FP8AdamW):
-        return None
     check_is_adam(optimizer)
+    if config.stores_states_in_low_precision:
+        return formats_of(config.optimizer)
     choices = [{name: group[name] for name in OptimizerConfig.model_fields} for group in optimizer.param_groups]
     if any(choice != choices[0] for choice in choices):
         raise ConfigError(

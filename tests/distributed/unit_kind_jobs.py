@@ -1,0 +1,112 @@
+"""A kind of unit of the tests' own: what the gatherer is to know of a unit is what this one says."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import torch
+from models import batches, ds_config, full_weights, llama, make_engine, section
+from parity_jobs import switch, train
+from torch import Tensor
+
+from zeropp_fp8.comm.all_gather import start_level
+from zeropp_fp8.zero import offload
+from zeropp_fp8.zero.gather.sliced import Sliced
+from zeropp_fp8.zero.gather.units import Arrived, Unit
+
+MASK = 0x5A
+
+
+class Masked(Sliced):
+    """Matrices whose bytes travel with some of their bits turned over. They rest as slices: the rest is inherited."""
+
+    def __init__(self, route):
+        super().__init__(route)
+        self.calls = []
+
+    def takes(self, param):
+        return len(param.ds_shape) >= 2
+
+    def unit(self, params, persistent=False):
+        return MaskedUnit(params, self, persistent)
+
+
+class MaskedUnit(Unit):
+    """Slices one after the other, a row a rank."""
+
+    def bytes_of(self, param):
+        return param.ds_tensor.numel() * param.ds_tensor.element_size()
+
+    def lay_out(self):
+        self.kind.calls.append("lay_out")
+
+    @property
+    def _row_bytes(self) -> int:
+        return sum(self.bytes_of(p) for p in self.params)
+
+    @property
+    def held_bytes(self):
+        return self.route.reached * self._row_bytes
+
+    @property
+    def gathered_bytes(self):
+        return self.route.world_size * self._row_bytes
+
+    def first_hops(self, held):
+        self.kind.calls.append("first_hops")
+        row = torch.cat([p.ds_tensor.data.view(torch.uint8) for p in self.params]) ^ MASK
+        levels = [level for level in self.route.before if level.size > 1]
+        for level in levels:
+            result = held if level is levels[-1] else row.new_empty(level.size * row.numel())
+            work = start_level(result, row, level, self.route.session.ledger)
+            if level is levels[-1]:
+                return [work]
+            work.wait()
+            row = result
+        held.copy_(row)
+        return []
+
+    def last_hop(self, held, gathered):
+        self.kind.calls.append("last_hop")
+        return [start_level(gathered, held, self.route.last, self.route.session.ledger)]
+
+    def decode(self, gathered: Tensor) -> Arrived:
+        rows = gathered.view(self.route.world_size, -1)[self.route.rows_in_rank_order] ^ MASK
+        values, start = [], 0
+        for param in self.params:
+            size = self.bytes_of(param)
+            flat = rows[:, start : start + size].reshape(-1).view(param.ds_tensor.dtype)
+            values.append((param, flat[: math.prod(param.ds_shape)].view(param.ds_shape), True))
+            start += size
+        return Arrived(values, [], False)
+
+    def changed(self):
+        super().changed()
+        self.kind.calls.append("changed")
+
+
+def trained(node_size, secondary, granularity, own_kind):
+    """(losses with an evaluation, weights, bytes sent, what was called) of training with or without the kind."""
+    switch(True)
+    made = []
+
+    def kinds_of(route):
+        made.extend([Masked(route), Sliced(route)])
+        return made
+
+    fields = {"secondary": {"scope": "node"}} if secondary else {}
+    config = ds_config(
+        section("lossless", ranks_per_node=node_size, gather_granularity=granularity, **fields),
+        gradient_accumulation_steps=2,
+    )
+    with mock.patch.object(offload, "kinds_of", kinds_of if own_kind else offload.kinds_of):
+        engine = make_engine(llama(), config)
+    losses = train(engine, 3, 2)
+    with torch.no_grad():
+        losses.append(engine(input_ids=next(batches(1, 0)), labels=next(batches(1, 0))).loss.item())
+    sent = engine.zeropp_fp8_session.ledger.report()["per_step"]
+    weights = full_weights(engine.module)
+    calls = set(made[0].calls) if made else set()
+    engine.destroy()
+    return losses, weights, sent, calls

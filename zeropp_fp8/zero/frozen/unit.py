@@ -1,0 +1,162 @@
+"""Stored weights in flight: what rests is what travels, and what it decodes to is all there is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.compute.linear import GATHERED_OPERAND
+from zeropp_fp8.compute.operand import Float8Operand
+from zeropp_fp8.formats import WireFormat
+from zeropp_fp8.zero.frozen.operands import FrozenOperands
+from zeropp_fp8.zero.frozen.store import (
+    check_untouched,
+    check_usable,
+    decode_rows_into,
+    note_version,
+    partition_stored,
+    stored_weight,
+)
+from zeropp_fp8.zero.gather.adopted import STATE
+from zeropp_fp8.zero.gather.kinds import Kind
+from zeropp_fp8.zero.gather.route import Route
+from zeropp_fp8.zero.gather.sliced import SlicedUnit, gather_rows
+from zeropp_fp8.zero.gather.units import Unit
+
+
+class Stored(Kind):
+    """Parameters that rest as codes.
+
+    Attributes:
+        operands: those whose codes go to an FP8 product directly.
+    """
+
+    sends_what_rests = True
+
+    def __init__(self, route: Route) -> None:
+        super().__init__(route)
+        self.operands = FrozenOperands(route.session)  # empty until parameters are adopted
+
+    def takes(self, param: Parameter) -> bool:
+        return stored_weight(param) is not None
+
+    def unit(self, params: list[Parameter], persistent: bool = False) -> StoredUnit:
+        return StoredUnit(params, self, persistent)
+
+    def adopt(self, params: Sequence[Parameter]) -> None:
+        self.operands.adopt(params)
+
+    def changed(self, params: Sequence[Parameter] | None) -> None:
+        self.operands.changed(params)
+
+    def gather_exactly(self, params: Sequence[Parameter]) -> None:
+        for param in params:
+            check_untouched(param)
+        rows = gather_rows(self.route, [param.ds_tensor.data.to(self.route.device) for param in params])
+        for param, payloads in zip(params, rows):
+            decode_rows_into(param, payloads)
+
+    def take_back(
+        self, params: Sequence[Parameter], has_been_updated: bool, free_data: bool, written: list[Parameter]
+    ) -> None:
+        for param in params:
+            param.__dict__.pop(GATHERED_OPERAND, None)
+            getattr(param, STATE).lossy = False
+        written += partition_stored(params, has_been_updated, free_data)
+
+    def report_rows(self, units: Sequence[Unit]) -> list[tuple]:
+        """What rests, and travels, as codes."""
+        by_format: dict[str, list[Parameter]] = defaultdict(list)
+        for param in (param for unit in units for param in unit.params):
+            by_format[repr(stored_weight(param).wire_format)].append(param)
+        rows = []
+        for name, members in by_format.items():
+            numel = sum(p.ds_numel for p in members)
+            at_rest = sum(p.ds_tensor.numel() for p in members) * self.route.world_size / numel
+            remarks = [f"{len(members)} tensors, as they rest: {at_rest:.3f} bytes a parameter on all ranks together"]
+            operands = sum(self.operands.rests_as_operand(p) for p in members)
+            if operands:
+                remarks.append(f"{operands} are GEMM operands as they rest")
+            if operands < len(members) and not self._has_kernel(stored_weight(members[0]).wire_format):
+                remarks.append("no kernel for blocks this long: torch code, slower")
+            rows.append(("frozen store", name, numel, "; ".join(remarks)))
+        if not rows:
+            rows.append(
+                ("frozen store", "empty", 0, "no linear weight is frozen, or all are named in frozen.skip_modules")
+            )
+        return rows
+
+    def _has_kernel(self, wire_format: WireFormat) -> bool:
+        """Whether a format is decoded as fast as can be here: on a GPU, by a kernel."""
+        if self.route.device.type != "cuda":
+            return True
+        from zeropp_fp8 import kernels
+
+        return kernels.decodes(wire_format)
+
+
+class StoredUnit(SlicedUnit):
+    """A unit of stored parameters. Their codes rest in one buffer, `payload`."""
+
+    kind: Stored
+
+    def format_of(self, param: Parameter) -> WireFormat:
+        return stored_weight(param).wire_format
+
+    def dtype_of(self, param: Parameter) -> torch.dtype:
+        return stored_weight(param).dtype
+
+    def is_exact(self, param: Parameter) -> bool:
+        return True
+
+    @property
+    def shards_are_values(self) -> bool:
+        return False
+
+    def _not_decoded(self) -> list[int]:
+        return [index for index, param in enumerate(self.packed) if param in self.kind.operands]
+
+    def _unpadded_numels(self) -> list[int]:
+        return []  # nothing is encoded
+
+    def prepare(self) -> bool:
+        """Let the codes rest in one buffer."""
+        if self.payload is not None:
+            return False
+        shards = [param.ds_tensor.data for param in self.packed]
+        payload = torch.cat(shards)
+        self.payload = payload.pin_memory() if shards[0].is_pinned() else payload
+        for param, part in zip(self.packed, self.payload.split(self.layout.sizes)):
+            param.ds_tensor.data = part
+        return True
+
+    def at_rest(self) -> Tensor | None:
+        return self.payload if self.route.reached == 1 and self.payload.device == self.route.device else None
+
+    def _operands_in(self, gathered: Tensor) -> list[tuple[Parameter, Float8Operand]]:
+        payloads = self.codes_in(gathered)
+        return [(self.packed[index], self._operand(index, payloads)) for index in self._not_decoded()]
+
+    def _operand(self, index: int, payloads: Tensor) -> Float8Operand:
+        """The FP8 operand of a parameter, from all ranks' payloads [ranks, row bytes]."""
+        param, layout, operands = self.packed[index], self.layout, self.kind.operands
+        if not operands.rests_as_operand(param):
+            return operands.operand(param, self._weight_in(index, payloads))
+        rows = payloads[:, layout.offsets[index] : layout.offsets[index] + layout.sizes[index]]
+        order = None if self.route.in_rank_order else self.route.rows_in_rank_order
+        return operands.operand_at_rest(param, rows, layout.slice_numels[index], order)
+
+    def check_usable(self, params: Iterable[Parameter]) -> None:
+        for param in params:
+            check_usable(param)
+            check_untouched(param)
+
+    def check_untouched(self, param: Parameter) -> None:
+        check_untouched(param)
+
+    def note(self, param: Parameter) -> None:
+        note_version(param)

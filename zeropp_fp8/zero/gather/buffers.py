@@ -1,0 +1,67 @@
+"""Where things lie in a unit's buffers: bytes of the ranks in what hops bring, values of decoded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.formats.base import align_up
+
+_PARAMETER_ALIGNMENT = 16  # bytes; kernels then read and write 16 at once
+
+
+class Regions:
+    """Regions of a flat uint8 buffer, each with the bytes of all ranks, so that the codes of a weight are one matrix.
+
+    Args:
+        sizes: of each region, bytes a rank.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.places: list[tuple[int, int]] = []  # (start, size) in a rank's bytes
+        self.rank_bytes = 0  # that each rank sends
+        for size in sizes:
+            self.places.append((self.rank_bytes, size))
+            self.rank_bytes = align_up(self.rank_bytes + size)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def of(self, buffer: Tensor, index: int, ranks: int) -> Tensor:
+        """uint8 [ranks, size]: region `index` of flat uint8 `buffer` [ranks * rank_bytes]."""
+        start, size = self.places[index]
+        return buffer[start * ranks : (start + size) * ranks].view(ranks, size)
+
+    def all_of(self, buffer: Tensor, ranks: int) -> list[Tensor]:
+        """Every region of a buffer."""
+        return [self.of(buffer, index, ranks) for index in range(len(self.places))]
+
+
+class Places:
+    """Where the values of parameters lie: in one buffer a dtype, each aligned to 16 bytes.
+
+    Args:
+        left_out: indices of those that need no place.
+    """
+
+    def __init__(
+        self, params: Sequence[Parameter], dtypes: Sequence[torch.dtype], left_out: Collection[int] = ()
+    ) -> None:
+        self._places: list[tuple[torch.dtype, int, int, torch.Size] | None] = []
+        self._numels: dict[torch.dtype, int] = {}
+        for index, (param, dtype) in enumerate(zip(params, dtypes)):
+            if index in left_out:
+                self._places.append(None)
+                continue
+            start = self._numels.get(dtype, 0)
+            step = _PARAMETER_ALIGNMENT // dtype.itemsize
+            self._numels[dtype] = start + -(-param.ds_numel // step) * step
+            self._places.append((dtype, start, start + param.ds_numel, param.ds_shape))
+
+    def empty(self, device: torch.device) -> list[Tensor | None]:
+        """An uninitialized tensor in its shape for each parameter; None for those without a place."""
+        buffers = {dtype: torch.empty(numel, dtype=dtype, device=device) for dtype, numel in self._numels.items()}
+        return [place and buffers[place[0]][place[1] : place[2]].view(place[3]) for place in self._places]

@@ -1,0 +1,124 @@
+"""A kind of unit: what its parameters are at rest on the ranks, and what is done with several of them at once.
+
+What is here holds for shards of numbers, whoever has which of them. One object a kind and engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.compute.linear import GATHERED_OPERAND
+from zeropp_fp8.zero.gather.adopted import STATE
+from zeropp_fp8.zero.gather.route import Route
+from zeropp_fp8.zero.gather.units import Unit
+
+if TYPE_CHECKING:
+    from zeropp_fp8.zero.gather.gatherer import Gatherer
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
+
+
+class Kind(ABC):
+    """How parameters of one kind rest.
+
+    Attributes:
+        sends_what_rests: shards are the payload. Otherwise they are numbers, which are encoded for the wire.
+    """
+
+    sends_what_rests = False
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    @abstractmethod
+    def takes(self, param: Parameter) -> bool:
+        """Whether a parameter is of this kind."""
+
+    @abstractmethod
+    def unit(self, params: list[Parameter], persistent: bool = False) -> Unit:
+        """A unit of such parameters."""
+
+    def place(self, units: Sequence[Unit]) -> None:
+        """Bring parameters to where they rest. Collective, before units are adopted."""
+
+    def adopt(self, params: Sequence[Parameter]) -> None:
+        """Parameters of this kind belong to the engine from now on."""
+        self.route.gemm_weights.adopt(params)
+
+    def changed(self, params: Sequence[Parameter] | None) -> None:
+        """Weights (None: all) were written."""
+        self.route.gemm_weights.changed(params)
+
+    def leave(self, gatherer: Gatherer, param: Parameter) -> None:
+        """The engine has ended and has left a parameter; another engine is about to take it over. Collective."""
+
+    def give_back(self, gatherer: Gatherer, params: Sequence[Parameter]) -> bool:
+        """The engine ends. Returns whether its parameters can be given back to DeepSpeed. Collective."""
+        return True
+
+    def report_rows(self, units: Sequence[Unit]) -> list[tuple]:
+        """Lines of the start table: (what, format, parameters, remark)."""
+        return []
+
+    @abstractmethod
+    def gather_exactly(self, params: Sequence[Parameter]) -> None:
+        """Every bit of parameters that are not there, complete on the current stream. Collective."""
+
+    # -- writing back -----------------------------------------------------------------------------------------------
+
+    def take_back(
+        self, params: Sequence[Parameter], has_been_updated: bool, free_data: bool, written: list[Parameter]
+    ) -> None:
+        """Drop values; with `has_been_updated`, what was written to them goes into the shards first. Collective then.
+
+        `written` gets those that have changed, the same on every rank, also where an exception says that some cannot
+        be dropped.
+        """
+        changed = self._written(params) if has_been_updated else []
+        written += changed
+        for param in changed:
+            own = self.route.session.placement.own_part(param, param.data)
+            param.ds_tensor.data.view(-1)[: own.numel()].copy_(own)
+        for param in params:
+            if free_data and param.ds_status == ZeroParamStatus.AVAILABLE:
+                free_param(param)  # refuses, by an exception, while a module uses the parameter
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            param.__dict__.pop(GATHERED_OPERAND, None)
+            getattr(param, STATE).lossy = False
+
+    def _written(self, params: Sequence[Parameter]) -> list[Parameter]:
+        """Those gathered parameters of which some rank holds other bits than its shard. Collective, one message."""
+        gathered = [p for p in params if p.ds_status == ZeroParamStatus.AVAILABLE]
+        if not gathered:
+            return []
+        differs = torch.stack([self._own_part_differs(param) for param in gathered])
+        dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=self.route.session.topology.group)
+        return [param for param, changed in zip(gathered, differs.tolist()) if changed]
+
+    def _own_part_differs(self, param: Parameter) -> Tensor:
+        """uint8 []: whether this rank's part of a gathered parameter has other bits than its shard."""
+        own = self.route.session.placement.own_part(param, param.data)
+        shard = param.ds_tensor.data.view(-1)[: own.numel()].to(own.device)
+        if own.dtype != shard.dtype:
+            return torch.ones((), dtype=torch.uint8, device=self.route.device)
+        bits = _BITS[own.dtype.itemsize]
+        return (own.view(bits) != shard.view(bits)).any().to(self.route.device, torch.uint8)
+
+
+def by_kind(params: Iterable[Parameter]) -> list[tuple[Kind, list[Parameter]]]:
+    """(kind, parameters) of adopted parameters, in the order of their first; kinds that send what rests come last.
+
+    Those may refuse what was written to a parameter, when the others are done.
+    """
+    parts: dict[Kind, list[Parameter]] = {}
+    for param in params:
+        parts.setdefault(getattr(param, STATE).unit.kind, []).append(param)
+    return sorted(parts.items(), key=lambda part: part[0].sends_what_rests)

@@ -1,0 +1,52 @@
+"""What all units of an engine share on their way: the hops, and in which order what they bring lies."""
+
+from __future__ import annotations
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
+from torch.nn import Parameter
+
+from zeropp_fp8.comm.all_gather import rank_of_rows
+from zeropp_fp8.comm.payload import SliceOrder
+from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
+from zeropp_fp8.zero.session import Session
+
+
+class Route:
+    """The hops of an engine's gathers.
+
+    Attributes:
+        before, last: levels of the hops up to the secondary shard, and of the one after it.
+        reached, own_row: how many ranks' rows the hops before it bring, and which of them is this rank's.
+        rank_order: of the rows that the last hop brings.
+        rows_in_rank_order, row_of_slice: int64 and int32 [ranks], which row holds the slice of rank r.
+        gemm_weights: those that travel as the operand of a product.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.device = session, session.device
+        self.before, (self.last,) = session.gather_levels
+        self.levels = [*self.before, self.last]
+        self.world_size = session.topology.world_size
+        self.reached, self.own_row = 1, 0
+        for level in self.before:
+            self.own_row += level.rank * self.reached
+            self.reached *= level.size
+        self.one_row = SliceOrder([0], self.device)
+        self.rank_order = SliceOrder(rank_of_rows([level.size for level in self.levels]), self.device)
+        rows = self.rank_order.slices
+        self.rows_in_rank_order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=self.device)
+        self.row_of_slice = self.rows_in_rank_order.to(torch.int32)
+        self.gemm_weights = GemmWeights(session)  # empty until parameters are adopted
+
+    @property
+    def in_rank_order(self) -> bool:
+        """Whether the last hop brings the slices in the order of the ranks."""
+        return self.rank_order.is_natural
+
+    def format_of(self, param: Parameter) -> WireFormat:
+        """What the numbers of a shard travel in: matrices as configured, vectors in full."""
+        if len(param.ds_shape) >= 2 and self.session.weight_format is not None:
+            return self.session.weight_format
+        return UnquantizedFormat(get_allgather_dtype(param, param.ds_tensor))

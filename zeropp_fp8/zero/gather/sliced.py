@@ -1,0 +1,233 @@
+"""Slices of numbers: DeepSpeed's equal shards, encoded for the wire, all ranks' rows of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.comm.all_gather import gather_through, start_gather, start_regions
+from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.comm.payload import PayloadLayout
+from zeropp_fp8.compute.operand import Float8Operand
+from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.formats.base import align_up
+from zeropp_fp8.zero.gather.buffers import Places, Regions
+from zeropp_fp8.zero.gather.kinds import Kind
+from zeropp_fp8.zero.gather.route import Route
+from zeropp_fp8.zero.gather.units import Arrived, Unit
+
+if TYPE_CHECKING:
+    from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
+
+
+class Sliced(Kind):
+    """Parameters in DeepSpeed's slices."""
+
+    def takes(self, param: Parameter) -> bool:
+        return True
+
+    def unit(self, params: list[Parameter], persistent: bool = False) -> SlicedUnit:
+        return SlicedUnit(params, self, persistent)
+
+    def gather_exactly(self, params: Sequence[Parameter]) -> None:
+        shards = [param.ds_tensor.data.to(self.route.device) for param in params]
+        formats = [UnquantizedFormat(shard.dtype) for shard in shards]
+        rows = gather_rows(self.route, [f.encode(shard) for f, shard in zip(formats, shards)])
+        for param, wire_format, payloads in zip(params, formats, rows):
+            flat = wire_format.decode_rows(payloads, param.ds_tensor.ds_numel, param.ds_tensor.dtype).view(-1)
+            param.data = flat[: param.ds_numel].view(param.ds_shape)
+            param.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def gather_rows(route: Route, payloads: Sequence[Tensor]) -> list[Tensor]:
+    """uint8 [ranks, size] in the order of the ranks, for each of this rank's payloads. Collective, a message a hop."""
+    session = route.session
+    payload, levels = torch.cat(list(payloads)), session.topology.gather_levels()
+    with session.ledger.counting(OUTSIDE):
+        held = gather_through(payload, levels[0], session.ledger)
+        gathered = start_gather(held, *levels, payload.numel(), session.ledger).wait()
+    rows, offset = [], 0
+    for size in (one.numel() for one in payloads):
+        rows.append(gathered[..., offset : offset + size].reshape(route.world_size, size))
+        offset += size
+    return rows
+
+
+class SlicedUnit(Unit):
+    """A unit in which every rank sends as many bytes: a payload with most parameters, and operands' codes beside it.
+
+    Attributes:
+        packed: parameters in the payload; `operands`: the others.
+        payload: this rank's encoded shards, uint8 [row bytes]: kept where there is no secondary shard, so that forward,
+            backward, every micro-batch and evaluation see the same bits, also with stochastic rounding.
+    """
+
+    def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
+        super().__init__(params, kind, persistent)
+        self.layout: PayloadLayout | None = None
+        self.packed: list[Parameter] = []
+        self.operands: list[Parameter] = []
+        self.payload: Tensor | None = None
+        self._made_for: tuple = ()
+
+    def bytes_of(self, param: Parameter) -> int:
+        if self.travels_as_operand(param):
+            return align_up(self.route.gemm_weights.slice_bytes(param))
+        return self.format_of(param).payload_bytes(param.ds_tensor.ds_numel)
+
+    # -- layout ------------------------------------------------------------------------------------------------------
+
+    def lay_out(self) -> None:
+        made_for = tuple((self.dtype_of(p), p.ds_tensor.ds_numel) for p in self.params)
+        if self.layout is not None and self._made_for == made_for:
+            return
+        route, self._made_for = self.route, made_for
+        self.operands = [p for p in self.params if self.travels_as_operand(p)]
+        self.packed = [p for p in self.params if not self.travels_as_operand(p)]
+        numels, dtypes = [p.ds_tensor.ds_numel for p in self.packed], [self.dtype_of(p) for p in self.packed]
+        left_out = self._not_decoded()
+        formats: list[WireFormat] = [self.format_of(p) for p in self.packed]
+        self.layout = PayloadLayout(numels, formats, dtypes, route.device, left_out=left_out)
+        operand_bytes = [route.gemm_weights.slice_bytes(p) for p in self.operands]
+        self._regions = Regions([self.layout.row_bytes, *operand_bytes])
+        self._places = Places(self.packed, dtypes, left_out)
+        self._encoded_numels = self._unpadded_numels()
+        self.payload = None  # it was made for the old one
+
+    def _not_decoded(self) -> list[int]:
+        """Indices of `packed` whose codes go to an operand directly."""
+        return []
+
+    def _unpadded_numels(self) -> list[int]:
+        """What is encoded of each packed shard.
+
+        DeepSpeed never writes what lies beyond the end of a parameter in the last shards, and it would enter the scale
+        of a block. (Of a shard that is all padding every block is dropped.)
+        """
+        return [self.route.session.own_numel(p) or p.ds_tensor.ds_numel for p in self.packed]
+
+    @property
+    def held_bytes(self) -> int:
+        return self.route.reached * self._regions.rank_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        return self.held_bytes * self.route.last.size
+
+    # -- the way -----------------------------------------------------------------------------------------------------
+
+    def first_hops(self, held: Tensor) -> list[dist.Work]:
+        route, own_row, works = self.route, self.route.own_row, []
+        regions = self._regions.all_of(held, route.reached)
+        self._encode([rows[own_row : own_row + 1] for rows in regions])
+        # Every hop gathers in place, into the part of the next hop's result that is this rank's.
+        have = 1
+        for level in route.before:
+            start = own_row // have * have
+            mine = [rows[start : start + have].view(-1) for rows in regions]
+            have *= level.size
+            start = own_row // have * have
+            for work in works:
+                work.wait()
+            results = [rows[start : start + have].view(-1) for rows in regions]
+            works = start_regions(results, mine, level, route.session.ledger)
+        return works
+
+    def _encode(self, own: list[Tensor]) -> None:
+        """Encode into uint8 [1, size] of each region; without a secondary shard the bytes are kept for the next gather.
+
+        Those of the payload only: scales of weights that travel as operands are kept anyway.
+        """
+        route, session = self.route, self.route.session
+        if self.operands:
+            route.gemm_weights.refresh_scales()
+        for param, out in zip(self.operands, own[1:]):
+            route.gemm_weights.encode(param, out.view(-1))
+        row = own[0]
+        if self.payload is not None:
+            row.copy_(self.payload, non_blocking=True)
+            return
+        shards = [
+            p.ds_tensor.data.view(-1)[:numel].to(route.device, non_blocking=True)
+            for p, numel in zip(self.packed, self._encoded_numels)
+        ]
+        self.layout.encode(shards, route.one_row, row, self.layout.draw_seed(session.generators["weights"]))
+        # A secondary shard holds it anyway, and nearest rounding gives the same bytes again.
+        if session.secondary_ranks is None and (self.layout.needs_seed or route.device.type == "cpu"):
+            self.payload = row.clone() if session.weight_format is not None else None
+
+    def last_hop(self, held: Tensor, gathered: Tensor) -> list[dist.Work]:
+        route = self.route
+        sent = [region.view(-1) for region in self._regions.all_of(held, route.reached)]
+        results = [region.view(-1) for region in self._regions.all_of(gathered, route.world_size)]
+        return start_regions(results, sent, route.last, route.session.ledger)
+
+    def decode(self, gathered: Tensor) -> Arrived:
+        values = self._values_in(self.codes_in(gathered))
+        exact = [(p, value, self.is_exact(p)) for p, value in zip(self.packed, values) if value is not None]
+        return Arrived(exact, self._operands_in(gathered), bool(self.operands) and self.route.in_rank_order)
+
+    def _values_in(self, codes: Tensor) -> list[Tensor | None]:
+        values = self._places.empty(self.route.device)
+        self.layout.decode(codes, self.route.rank_order, values)
+        return values
+
+    def _operands_in(self, gathered: Tensor) -> list[tuple[Parameter, Float8Operand]]:
+        route, operands = self.route, []
+        for index, param in enumerate(self.operands, start=1):
+            codes = self._regions.of(gathered, index, route.world_size)
+            if not route.in_rank_order:
+                codes = codes[route.rows_in_rank_order]  # the copy that sorts slices
+            operands.append((param, route.gemm_weights.operand(param, codes.view(-1))))
+        return operands
+
+    def changed(self) -> None:
+        super().changed()
+        self.payload = None
+
+    # -- codes -------------------------------------------------------------------------------------------------------
+
+    def params_in_codes(self) -> list[Parameter]:
+        """None with GEMM operands."""
+        self.lay_out()
+        if self.shards_are_values or self.operands or self._not_decoded():
+            return []
+        return [param for param in self.packed if not isinstance(self.format_of(param), UnquantizedFormat)]
+
+    def codes_in(self, gathered: Tensor) -> Tensor:
+        return self._regions.of(gathered, 0, self.route.world_size)
+
+    def decode_codes(self, codes: Tensor) -> dict[int, Tensor]:
+        return {id(param): value for param, value in zip(self.packed, self._values_in(codes))}
+
+    def quantized_weight(self, param: Parameter, codes: Tensor) -> QuantizedWeight | None:
+        from zeropp_fp8.kernels.linear.quantized_weight import can_multiply
+
+        index = next(i for i, packed in enumerate(self.packed) if packed is param)
+        wire_format, slice_numel = self.layout.formats[index], self.layout.slice_numels[index]
+        if not can_multiply(wire_format) or slice_numel % wire_format.block_size:
+            return None
+        if param.ds_shape[1] % wire_format.block_size:  # a block of codes would reach into the next row
+            return None
+        return self._weight_in(index, codes)
+
+    def _weight_in(self, index: int, codes: Tensor) -> QuantizedWeight:
+        """Packed parameter `index` as it lies in all ranks' payloads [ranks, row bytes]."""
+        from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
+
+        param, layout = self.packed[index], self.layout
+        return QuantizedWeight(
+            codes,
+            layout.offsets[index],
+            layout.formats[index],
+            layout.slice_numels[index],
+            tuple(param.ds_shape),
+            self.dtype_of(param),
+            row_of_slice=None if self.route.in_rank_order else self.route.row_of_slice,
+        )

@@ -1,0 +1,358 @@
+"""Parameters that have owners, in flight: each rank sends what it owns of a unit, codes and scales together.
+
+The gather of slices with rows of unequal size: a unit's payload is one row with all parts, those of one owner after the
+other, and each hop is one exchange. A weight that is the GEMM's operand and lies on one owner is in one piece in
+what arrives: no copy sorts it, on any topology.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.comm.owned import OwnedGather, ranks_held, start_owned_gather
+from zeropp_fp8.comm.payload import PayloadLayout
+from zeropp_fp8.comm.reduce_scatter import slice_numel
+from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
+from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.zero.gather.adopted import STATE
+from zeropp_fp8.zero.gather.buffers import Places
+from zeropp_fp8.zero.gather.gatherer import Gatherer
+from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
+from zeropp_fp8.zero.gather.kinds import Kind
+from zeropp_fp8.zero.gather.route import Route
+from zeropp_fp8.zero.gather.units import Arrived, Unit
+from zeropp_fp8.zero.owners.placement import Owners
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a parameter in a payload."""
+
+    index: int  # of the parameter in the unit
+    start: int  # first element in the full tensor
+    numel: int
+
+
+@dataclass
+class OwnedLayout:
+    """Where the parts of a unit lie in what ranks send.
+
+    Attributes:
+        own, full: the payload of this rank, and those of all ranks in the order in which the last hop brings them.
+        own_pieces, full_pieces: what they hold.
+        rank_bytes: of each rank's payload, by rank.
+        operand_places: of each parameter whose codes are an operand, by its index in the unit: (offset in `full`,
+            elements) of its parts, in ascending order of elements.
+        scale_places: where the scales of `own`'s pieces lie; None without operands.
+    """
+
+    own: PayloadLayout
+    own_pieces: list[_Piece]
+    full: PayloadLayout
+    full_pieces: list[_Piece]
+    rank_bytes: list[int]
+    operand_places: dict[int, list[tuple[int, int]]]
+    scale_places: Tensor | None
+
+
+class Owned(Kind):
+    """Parameters that owners have, whole or cut by rows."""
+
+    def __init__(self, route: Route) -> None:
+        super().__init__(route)
+        sizes, rank = [level.size for level in route.levels], route.session.topology.rank
+        # For each hop and rank of its level: whose rows that rank brings.
+        self._brought: list[list[list[int]]] = []
+        for hop, size in enumerate(sizes):
+            stride = math.prod(sizes[hop + 1 :])
+            digit = rank // stride % size
+            self._brought.append([ranks_held(sizes, hop, rank + (i - digit) * stride) for i in range(size)])
+        self._unused_scales: dict[int, SharedScales] = {}
+
+    def takes(self, param: Parameter) -> bool:
+        return True
+
+    def unit(self, params: list[Parameter], persistent: bool = False) -> OwnedUnit:
+        return OwnedUnit(params, self, persistent)
+
+    def report_rows(self, units: Sequence[Unit]) -> list[tuple]:
+        return [("partition", "whole tensors", 0, str(self.route.session.placement.balance))]
+
+    # -- giving parameters to owners, and taking them back -----------------------------------------------------------
+
+    @torch.no_grad()
+    def place(self, units: Sequence[Unit]) -> None:
+        """Plan who owns what, and replace DeepSpeed's slices by whole parts, one unit at a time."""
+        session = self.route.session
+        placement = session.placement = _plan_owners(session, units)
+        for unit in units:
+            unit.params[0].all_gather(unit.params)
+            for param in unit.params:
+                own = placement.own_part(param, param.data).to(param.ds_tensor.dtype, copy=True)
+                param.partition([param])
+                _replace_shard(param, own, padding=0)
+
+    def leave(self, gatherer: Gatherer, param: Parameter) -> None:
+        self._take(gatherer, [param])
+        state = getattr(param, STATE)
+        param.all_gather, param.partition = state.stock_all_gather, state.stock_partition
+        param.all_gather_coalesced = state.stock_all_gather_coalesced
+
+    def give_back(self, gatherer: Gatherer, params: Sequence[Parameter]) -> bool:
+        if self.route.session.collected:
+            # The engine is collected, at a moment of this rank's own: nothing collective can be done. Parameters keep
+            # the gatherer, whose gathers go on working; destroy() would have given them back.
+            return False
+        self._take(gatherer, params)
+        return True
+
+    @torch.no_grad()
+    def _take(self, gatherer: Gatherer, params: Iterable[Parameter]) -> None:
+        """Give parameters DeepSpeed's equal slices again. Collective."""
+        topology = self.route.session.topology
+        for param in params:
+            gatherer.gather_exactly([param])
+            size = slice_numel(param.ds_numel, topology.world_size)
+            own = param.data.new_zeros(size)
+            mine = param.data.reshape(-1)[topology.rank * size : (topology.rank + 1) * size]
+            own[: mine.numel()] = mine
+            param.partition([param])
+            _replace_shard(param, own, padding=size * topology.world_size - param.ds_numel)
+
+    # -- layouts -----------------------------------------------------------------------------------------------------
+
+    def layout_of(
+        self, params: Sequence[Parameter], formats: Sequence[WireFormat], operands: Iterable[Parameter] = ()
+    ) -> OwnedLayout:
+        """The layout of parameters that travel in `formats`; `operands` of them as codes with a scale elsewhere."""
+        route, placement, operands = self.route, self.route.session.placement, set(operands)
+        codes = SharedScaleFormat(WIRE_FORMAT)
+
+        def layout(ranks: Sequence[int]) -> tuple[PayloadLayout, list[_Piece], list[int]]:
+            pieces, chosen, owners = [], [], []
+            for rank in ranks:
+                for index, (param, wire_format) in enumerate(zip(params, formats)):
+                    for part in placement.parts(param):
+                        if part.owner == rank and part.numel:
+                            pieces.append(_Piece(index, part.start, part.numel))
+                            chosen.append(codes if param in operands else wire_format)
+                            owners.append(rank)
+            dtypes = [params[piece.index].ds_tensor.dtype for piece in pieces]
+            return PayloadLayout([p.numel for p in pieces], chosen, dtypes, route.device), pieces, owners
+
+        full, full_pieces, owners = layout(route.rank_order.slices)
+        own, own_pieces, _ = layout([route.session.topology.rank])
+        rank_bytes = [0] * route.world_size
+        for owner, size in zip(owners, full.sizes):
+            rank_bytes[owner] += size
+        operand_places = {}
+        for index in (i for i, param in enumerate(params) if param in operands):
+            found = [(p.start, offset, p.numel) for p, offset in zip(full_pieces, full.offsets) if p.index == index]
+            operand_places[index] = [(offset, numel) for _, offset, numel in sorted(found)]
+        scales = route.gemm_weights.places(params[piece.index] for piece in own_pieces) if operands else None
+        return OwnedLayout(own, own_pieces, full, full_pieces, rank_bytes, operand_places, scales)
+
+    def shard_views(self, params: Sequence[Parameter], pieces: Sequence[_Piece]) -> list[Tensor]:
+        """The elements of each of this rank's pieces: a shard holds those of a parameter one after the other."""
+        taken: dict[int, int] = {}
+        views = []
+        for piece in pieces:
+            start = taken.get(piece.index, 0)
+            taken[piece.index] = start + piece.numel
+            views.append(params[piece.index].ds_tensor.data.view(-1)[start : start + piece.numel])
+        return views
+
+    def decode_row(
+        self, layout: OwnedLayout, row: Tensor, params: Sequence[Parameter], values: dict[Parameter, Tensor]
+    ) -> None:
+        """Decode all ranks' payloads into the tensors of `values`; parameters that are not in it are left out."""
+        parts = []
+        for piece in layout.full_pieces:
+            value = values.get(params[piece.index])
+            parts.append(None if value is None else value.view(-1)[piece.start : piece.start + piece.numel])
+        layout.full.decode(row.view(1, -1), self.route.one_row, parts)
+
+    def operand_scales(self, layout: OwnedLayout) -> SharedScales:
+        """The scales of this rank's pieces; those that are no operands have a number that is not used."""
+        encode = self.route.gemm_weights.multipliers(layout.scale_places)
+        unused = self._unused_scales.get(encode.numel())
+        if unused is None:
+            zeros = torch.zeros_like(encode)
+            counts = torch.zeros(3, 2, dtype=torch.int64, device=self.route.device)
+            unused = self._unused_scales[encode.numel()] = SharedScales(zeros, zeros, zeros, counts)
+        return SharedScales(encode, unused.decode, unused.amax, unused.counts)
+
+    # -- hops --------------------------------------------------------------------------------------------------------
+
+    def sizes_after(self, layout: OwnedLayout, hop: int) -> list[int]:
+        """Bytes that each rank of a hop's level brings."""
+        return [sum(layout.rank_bytes[r] for r in ranks) for ranks in self._brought[hop]]
+
+    def start_hop(self, layout: OwnedLayout, hop: int, result: Tensor, have: Tensor) -> OwnedGather | None:
+        """Start one hop, from `have` to `result`, flat uint8."""
+        route = self.route
+        # Bytes that all ranks hold when it begins: after the hops before it so many have each rank's.
+        held_by_all = sum(layout.rank_bytes) * math.prod(level.size for level in route.levels[:hop])
+        sizes = self.sizes_after(layout, hop)
+        return start_owned_gather(result, have, sizes, route.levels[hop], route.session.ledger, held_by_all)
+
+    def gather_exactly(self, params: Sequence[Parameter]) -> None:
+        device = self.route.device
+        layout = self.layout_of(params, [UnquantizedFormat(p.ds_tensor.dtype) for p in params])
+        row = torch.empty(layout.own.row_bytes, dtype=torch.uint8, device=device)
+        layout.own.encode(self.shard_views(params, layout.own_pieces), self.route.one_row, row.view(1, -1))
+        with self.route.session.ledger.counting(OUTSIDE):
+            for hop, level in enumerate(self.route.levels):
+                if level.size > 1:
+                    result = torch.empty(sum(self.sizes_after(layout, hop)), dtype=torch.uint8, device=device)
+                    self.start_hop(layout, hop, result, row).wait()
+                    row = result
+        values = {p: torch.empty(p.ds_shape, dtype=p.ds_tensor.dtype, device=device) for p in params}
+        self.decode_row(layout, row, params, values)
+        for param, value in values.items():
+            param.data = value
+            param.ds_status = ZeroParamStatus.AVAILABLE
+
+
+class OwnedUnit(Unit):
+    """A unit of parameters that have owners.
+
+    Attributes:
+        payload: this rank's encoded parts, flat uint8; kept as for slices.
+    """
+
+    kind: Owned
+
+    def __init__(self, params: list[Parameter], kind: Owned, persistent: bool = False) -> None:
+        super().__init__(params, kind, persistent)
+        self.layout: OwnedLayout | None = None
+        self.payload: Tensor | None = None
+        self._made_for: tuple = ()
+
+    def bytes_of(self, param: Parameter) -> float:
+        wire_format = SharedScaleFormat(WIRE_FORMAT) if self.travels_as_operand(param) else self.format_of(param)
+        sizes = (wire_format.payload_bytes(part.numel) for part in self.route.session.placement.parts(param))
+        return sum(sizes) / self.route.world_size
+
+    def lay_out(self) -> None:
+        made_for = tuple((p.ds_tensor.dtype, p.ds_tensor.ds_numel) for p in self.params)
+        if self.layout is not None and self._made_for == made_for:
+            return
+        self._made_for = made_for
+        operands = [p for p in self.params if self.travels_as_operand(p)]
+        self.layout = self.kind.layout_of(self.params, [self.format_of(p) for p in self.params], operands)
+        self._packed = [p for i, p in enumerate(self.params) if i not in self.layout.operand_places]
+        self._places = Places(self._packed, [self.dtype_of(p) for p in self._packed])
+        self.payload = None  # it was made for the old one
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self.kind.sizes_after(self.layout, len(self.route.before) - 1))
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(self.kind.sizes_after(self.layout, len(self.route.before)))
+
+    def first_hops(self, held: Tensor) -> list[OwnedGather]:
+        route, works = self.route, []
+        hops = [hop for hop, level in enumerate(route.before) if level.size > 1]
+        have = self._own_payload(None if hops else held)
+        for hop in hops:
+            for work in works:
+                work.wait()
+            result = held
+            if hop != hops[-1]:
+                num_bytes = sum(self.kind.sizes_after(self.layout, hop))
+                result = torch.empty(num_bytes, dtype=torch.uint8, device=route.device)
+            works = [self.kind.start_hop(self.layout, hop, result, have)]
+            have = result
+        return works
+
+    def _own_payload(self, into: Tensor | None) -> Tensor:
+        """Encode what this rank owns, flat; without a secondary shard the bytes are kept, as for slices."""
+        route, layout, weights = self.route, self.layout, self.route.gemm_weights
+        if layout.operand_places:
+            weights.refresh_scales()
+        if self.payload is not None:
+            return self.payload if into is None else into.copy_(self.payload)
+        row = into
+        if row is None:
+            row = torch.empty(layout.own.row_bytes, dtype=torch.uint8, device=route.device)
+        shards = self.kind.shard_views(self.params, layout.own_pieces)
+        seed = layout.own.draw_seed(route.session.generators["weights"])
+        one_scale = layout.operand_places and weights.granularity == "tensor"
+        scales = self.kind.operand_scales(layout) if one_scale else None
+        layout.own.encode(shards, route.one_row, row.view(1, -1), seed, scales)
+        if layout.operand_places and scales is None:
+            for i, (piece, shard) in enumerate(zip(layout.own_pieces, shards)):
+                if piece.index in layout.operand_places:
+                    out = row[layout.own.offsets[i] :][: piece.numel]
+                    weights.encode_range(self.params[piece.index], piece.start, shard, out)
+        if route.session.secondary_ranks is None and (layout.own.needs_seed or route.device.type == "cpu"):
+            # Its scales may be found anew, so a payload with operands' codes is made again.
+            self.payload = None if layout.operand_places else row.clone()
+        return row
+
+    def last_hop(self, held: Tensor, gathered: Tensor) -> list[dist.Work]:
+        return [self.kind.start_hop(self.layout, len(self.route.before), gathered, held)]
+
+    def decode(self, gathered: Tensor) -> Arrived:
+        values = dict(zip(self._packed, self._places.empty(self.route.device)))
+        self.kind.decode_row(self.layout, gathered, self.params, values)
+        operands, in_place = [], False
+        for index, places in self.layout.operand_places.items():
+            codes = [gathered[offset : offset + numel] for offset, numel in places]
+            in_place = in_place or len(codes) == 1
+            param, all_codes = self.params[index], codes[0] if len(codes) == 1 else torch.cat(codes)
+            operands.append((param, self.route.gemm_weights.operand(param, all_codes)))
+        return Arrived([(p, value, self.is_exact(p)) for p, value in values.items()], operands, in_place)
+
+    def changed(self) -> None:
+        super().changed()
+        self.payload = None
+
+
+def gather_parts(session, param: Parameter, own: Tensor) -> Tensor:
+    """Flat full tensor, on the session's device, of what each rank has for its part of a parameter. Collective."""
+    parts, world = session.placement.parts(param), session.topology.world_size
+    sizes = [sum(part.numel for part in parts if part.owner == rank) for rank in range(world)]
+    own = own.to(session.device).contiguous().view(-1)
+    gathered = own.new_empty(sum(sizes))
+    dist.all_to_all_single(gathered, own.repeat(world), sizes, [own.numel()] * world, group=session.topology.group)
+    full = torch.empty_like(gathered)
+    taken = [sum(sizes[:rank]) for rank in range(world)]
+    for part in parts:
+        full[part.start : part.start + part.numel] = gathered[taken[part.owner] :][: part.numel]
+        taken[part.owner] += part.numel
+    return full
+
+
+def _plan_owners(session, units: Sequence[Unit]) -> Owners:
+    """Who owns what, with all model states and the bytes of each exchange counted."""
+    config, topology = session.config, session.topology
+    gradient_bytes = 1.0 if config.gradients.store_format != "none" else 4.0
+    return Owners.plan(
+        [unit.params for unit in units],
+        topology.rank,
+        topology.world_size,
+        topology.ranks_per_node,
+        state_bytes=gradient_bytes + (session.state_formats.bytes_per_parameter() if session.state_formats else 12.0),
+        wire_bytes=[[unit.format_of(p).bits_per_element / 8 for p in unit.params] for unit in units],
+        split=config.partition_split,
+    )
+
+
+def _replace_shard(param: Parameter, own: Tensor, padding: int) -> None:
+    """Let a parameter's shard be `own`, with DeepSpeed's notes about its size."""
+    param.ds_tensor.data = own
+    param.ds_tensor.ds_numel = own.numel()
+    param.padding_size = lambda: padding

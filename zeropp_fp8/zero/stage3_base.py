@@ -1,0 +1,72 @@
+"""DeepSpeedZeroOptimizer_Stage3 as the parts of this project's stage extend it.
+
+A stage is composed when an engine is made (compose.py): ZeroppStage3, then the parts that the configuration asks for
+(states/stage3.py, owners/stage3.py), then this class. Each overrides what concerns it, and `super()` is the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.zero.session import Session
+
+GRAD_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+
+
+class Stage3Base(DeepSpeedZeroOptimizer_Stage3):
+    """What parts of a stage ask of each other, answered as DeepSpeed has it.
+
+    Attributes:
+        has_owners: whether parameters have owners instead of slices.
+        scales, store, states: scales of gradients that ranks share, reduced gradients and optimizer states in low
+            precision; None where there are none.
+    """
+
+    has_owners = False
+    scales = store = states = None
+
+    def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
+        self.session = session
+        super().__init__(module, init_optimizer, param_names, *args, **kwargs)
+
+    def _order_is_known(self, params: list[Parameter]) -> None:
+        """In which quantized gradients of `params` are reduced."""
+
+    def _gradient_results(
+        self, params: list[Parameter], again: bool, twice: bool
+    ) -> tuple[Sequence[Tensor], Callable[[], None] | None]:
+        """(where this rank's parts of a unit's mean gradients are to be written, what is called when they are).
+
+        Args:
+            again: they are added to what is there.
+            twice: some of that is of this very backward.
+        """
+        partitions = getattr(self, GRAD_PARTITIONS)
+        return [partitions[p.ds_id].view(-1)[: self.session.own_numel(p)] for p in params], None
+
+    def _drop_gradients_of_frozen(self) -> None:
+        """What is frozen as the step begins has a gradient of zeros, whatever came before.
+
+        DeepSpeed's own lists hold zeros.
+        """
+
+    def _own_states(self) -> dict:
+        """What of gradients and states is not in DeepSpeed's part of a checkpoint."""
+        return {}
+
+    def _load_own_states(self, extra: dict) -> None:
+        """Take over what `_own_states` gave."""
+
+
+class Freed:
+    """Stands for what an engine had."""
+
+    def __getattr__(self, name: str):
+        raise RuntimeError(
+            "zeropp_fp8: engine.destroy() has freed the gradients and optimizer states that were in low precision, and "
+            "the residuals of error feedback; look at them, and save checkpoints, before it"
+        )
