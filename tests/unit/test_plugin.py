@@ -70,7 +70,7 @@ def test_a_missing_attribute_is_named(monkeypatch):
     monkeypatch.setattr(
         relied_on,
         "RELIED_ON_ATTRIBUTES",
-        (("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", ("no_such_thing",)),),
+        {("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"): "fp16_groups no_such_thing"},
     )
     with pytest.raises(RuntimeError, match="attribute no_such_thing of deepspeed"):
         zeropp_fp8.enable()

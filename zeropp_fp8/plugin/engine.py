@@ -27,7 +27,7 @@ def engine_class(stock_class):
         zeropp_fp8_session = None
         _zeropp_fp8_conversion = None
         _zeropp_fp8_activations = None
-        _zeropp_fp8_frozen_load = None
+        _zeropp_fp8_loading = ()  # (folder, tag) while a checkpoint is loaded
         _zeropp_fp8_destroyed = False
 
         def __init__(self, args, model, *positional, config=None, config_class=None, **kwargs):
@@ -104,19 +104,15 @@ def engine_class(stock_class):
                 self.zeropp_fp8_session.collected = True
             super().__del__()
 
-        def _zeropp_fp8_owners(self):
-            """The stage whose parameters have owners, if there is one."""
-            stage = self.optimizer
-            return stage if getattr(stage, "has_owners", False) else None
+        @property
+        def _zeropp_fp8_gatherer(self):
+            return getattr(self.optimizer, "parameter_offload", self.optimizer).gatherer
 
         def _get_param_fragment_func(self, param):
-            from zeropp_fp8.zero.frozen.checkpoint import fragment_of
-
-            stage, codes = self._zeropp_fp8_owners(), fragment_of(self.param_names[param], param)
-            if codes is not None:
-                return codes
-            fragment = super()._get_param_fragment_func(param)
-            return fragment if stage is None else stage.slice_of_owned(param, fragment)
+            stock = functools.partial(super()._get_param_fragment_func, param)
+            if self.zeropp_fp8_session is None:
+                return stock()
+            return self._zeropp_fp8_gatherer.unit_of(param).kind.fragment(self.param_names[param], param, stock)
 
         def save_checkpoint(
             self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False
@@ -147,36 +143,39 @@ def engine_class(stock_class):
                 return stock()
             from zeropp_fp8.zero.checkpoint.check import check_files, check_ranks
             from zeropp_fp8.zero.fragment import fragments_stand_in
-            from zeropp_fp8.zero.frozen.checkpoint import FrozenLoad
 
             if not self.load_universal_checkpoint():
                 if self._zeropp_fp8_config.checkpoint.verify:
                     check_files(load_dir, tag)
                 with_states = kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False)
                 check_ranks(self.zeropp_fp8_session, self._get_ckpt_name(load_dir, tag), with_states)
-            self._zeropp_fp8_frozen_load = FrozenLoad(self, load_dir, tag)
+            self._zeropp_fp8_loading = (load_dir, tag)
             try:
                 with fragments_stand_in():
-                    universal = self.load_universal_checkpoint()
-                    return self._zeropp_fp8_frozen_load.load_universal(stock) if universal else stock()
+                    if not self.load_universal_checkpoint():
+                        return stock()
+                    from zeropp_fp8.zero.frozen.checkpoint import FrozenLoad  # the checkpoint may hold codes
+
+                    return FrozenLoad(self, load_dir, tag).load_universal(stock)
             finally:
-                self._zeropp_fp8_frozen_load = None
+                self._zeropp_fp8_loading = ()
                 # Weights are written straight into the shards: nothing derived from the old ones may survive.
-                getattr(self.optimizer, "parameter_offload", self.optimizer).gatherer.weights_changed()
+                self._zeropp_fp8_gatherer.weights_changed()
 
         def load_module_state_dict(self, checkpoint, *args, **kwargs):
-            if self.zeropp_fp8_session is not None:
+            stock, frozen = super().load_module_state_dict, checkpoint.get(FROZEN_PARAM_FRAGMENTS)
+            if self.zeropp_fp8_session is None or frozen is None:
+                return stock(checkpoint, *args, **kwargs)
+            from zeropp_fp8.zero.fragment import has_codes
+
+            gatherer = self._zeropp_fp8_gatherer
+            if has_codes(frozen) or any(unit.kind.sends_what_rests for unit in gatherer.units):
                 from zeropp_fp8.zero.frozen.checkpoint import FrozenLoad
 
-                load = self._zeropp_fp8_frozen_load or FrozenLoad(self)
-                if load.concerns(checkpoint):
-                    return load.load_module(super().load_module_state_dict, checkpoint, *args, **kwargs)
-            stage, frozen = self._zeropp_fp8_owners(), checkpoint.get(FROZEN_PARAM_FRAGMENTS)
-            if stage is not None and frozen is not None:
-                params = {self.param_names[p]: p for p in self.module.parameters() if self.param_names.get(p) in frozen}
-                owned = {name: stage.owned_of_slice(param, frozen[name]) for name, param in params.items()}
-                checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: owned}
-            return super().load_module_state_dict(checkpoint, *args, **kwargs)
+                return FrozenLoad(self, *self._zeropp_fp8_loading).load_module(stock, checkpoint, *args, **kwargs)
+            params = {self.param_names[p]: p for p in self.module.parameters() if self.param_names.get(p) in frozen}
+            own = {n: gatherer.unit_of(p).kind.from_slice(p, frozen[n]) for n, p in params.items()}
+            return stock({**checkpoint, FROZEN_PARAM_FRAGMENTS: own}, *args, **kwargs)
 
     ZeroppEngine.__name__ = ZeroppEngine.__qualname__ = stock_class.__name__
     return ZeroppEngine

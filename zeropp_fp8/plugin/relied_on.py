@@ -121,70 +121,25 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS", ()),
 )
 
-# (module, class, attributes that the class's own methods must mention): objects that exist only inside an engine.
-RELIED_ON_ATTRIBUTES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (_ENGINE, "DeepSpeedEngine", ("module_forward_pre_hook", "module_forward_post_hook")),
-    (
-        _STAGE3,
-        "DeepSpeedZeroOptimizer_Stage3",
-        (
-            "fp16_groups",
-            "gradient_accumulation_dtype",
-            "communication_data_type",
-            "param_names",
-            "parameter_offload",
-            "persistent_parameters",
-            "overflow",
-            "loss_scale",
-            "ipg_buckets",
-            "micro_step_id",
-            "model_parallel_group",
-            "offload_optimizer",
-            "reduce_and_partition_stream",
-            "reduce_bucket_size",
-            "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
-            "averaged_gradients",
-            "clip_grad",
-            "dp_process_group",
-            "fp16_partitioned_groups_flat_id",
-            "fp32_partitioned_groups_flat",
-            "grad_partitions_flat_buffer",
-            "grad_position",
-            "sub_group_to_group_id",
-            "_z3_optimizer",
-        ),
-    ),
-    (
-        _OFFLOAD,
-        "DeepSpeedZeRoOffload",
-        (
-            "module",
-            "ds_z3_leaf_module",
-            "param_coordinator",
-            "pre_bwd_fn",
-            "post_bwd_fn",
-            "_max_available_parameters_in_numel",
-            "_max_reuse_distance_in_numel",
-            "_prefetch_bucket_sz",
-        ),
-    ),
-    (
-        _PARTITION,
-        "Init",
-        (
-            "all_gather",
-            "all_gather_coalesced",
-            "partition",
-            "ds_active_sub_modules",
-            "ds_id",
-            "ds_numel",
-            "ds_process_group",
-            "ds_shape",
-            "ds_status",
-            "ds_tensor",
-        ),
-    ),
-)
+# (module, class): attributes that the class's own methods must mention, of objects that exist only inside an engine.
+RELIED_ON_ATTRIBUTES: dict[tuple[str, str], str] = {
+    (_ENGINE, "DeepSpeedEngine"): "module_forward_pre_hook module_forward_post_hook",
+    (_STAGE3, "DeepSpeedZeroOptimizer_Stage3"): """
+        fp16_groups gradient_accumulation_dtype communication_data_type param_names parameter_offload
+        persistent_parameters overflow loss_scale ipg_buckets micro_step_id model_parallel_group offload_optimizer
+        reduce_and_partition_stream reduce_bucket_size _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        averaged_gradients clip_grad dp_process_group fp16_partitioned_groups_flat_id fp32_partitioned_groups_flat
+        grad_partitions_flat_buffer grad_position sub_group_to_group_id _z3_optimizer
+    """,
+    (_OFFLOAD, "DeepSpeedZeRoOffload"): """
+        module ds_z3_leaf_module param_coordinator pre_bwd_fn post_bwd_fn _max_available_parameters_in_numel
+        _max_reuse_distance_in_numel _prefetch_bucket_sz
+    """,
+    (_PARTITION, "Init"): """
+        all_gather all_gather_coalesced partition ds_active_sub_modules ds_id ds_numel ds_process_group ds_shape
+        ds_status ds_tensor
+    """,
+}
 
 
 def verify() -> None:
@@ -216,9 +171,9 @@ def verify() -> None:
                     f"{deepspeed.__version__} does not; install deepspeed>=0.18,<0.20"
                 )
 
-    for module_name, class_name, attributes in RELIED_ON_ATTRIBUTES:
+    for (module_name, class_name), attributes in RELIED_ON_ATTRIBUTES.items():
         mentioned = _names_in_methods(getattr(importlib.import_module(module_name), class_name))
-        for name in attributes:
+        for name in attributes.split():
             if name not in mentioned:
                 raise RuntimeError(
                     f"zeropp_fp8 relies on the attribute {name} of {module_name}.{class_name}, which DeepSpeed "

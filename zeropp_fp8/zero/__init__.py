@@ -8,7 +8,6 @@ offload.py          subclass of DeepSpeedZeRoOffload: the hooks around modules (
 stage3.py           subclass of DeepSpeedZeroOptimizer_Stage3
 stage3_base.py      what the parts of a stage ask of each other
 compose.py          the stage of an engine, composed of the parts that its configuration asks for
-kinds.py            the kinds of units of an engine, likewise
 fused_update.py     torch's fused Adam where the user left the choice to torch
 report.py           the table printed at start
 fragment.py         what a checkpoint holds of a weight that rests as codes

@@ -119,3 +119,8 @@ for _name in ("add", "sub", "mul", "matmul", "truediv", "pow", "lt", "le", "gt",
     setattr(QuantizedFragment, f"__{_name}__", QuantizedFragment._refuse)
 for _name in ("add", "sub", "mul", "matmul", "truediv", "pow"):
     setattr(QuantizedFragment, f"__r{_name}__", QuantizedFragment._refuse)
+
+
+def has_codes(fragments: dict) -> bool:
+    """Whether some of the frozen parameters of a checkpoint are codes."""
+    return any(isinstance(fragment, QuantizedFragment) for fragment in fragments.values())

@@ -18,9 +18,10 @@ from zeropp_fp8.zero.gather.adopted import STATE, is_stored
 from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
 from zeropp_fp8.zero.gather.gatherer import Gatherer
+from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
+from zeropp_fp8.zero.gather.sliced import Sliced
 from zeropp_fp8.zero.gather.units import build_units
-from zeropp_fp8.zero.kinds import kinds_of
 from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
 
@@ -127,6 +128,22 @@ def run_alone(model: nn.Module) -> list[RemovableHandle]:
     """
     after = model.register_forward_hook(_end_alone, always_call=True)
     return [model.register_forward_pre_hook(_begin_alone), after]
+
+
+def kinds_of(route: Route) -> list[Kind]:
+    """The kinds of units that a configuration needs, imported only then; a parameter is of the first that takes it."""
+    config, kinds = route.session.config, []
+    if config.frozen.format != "none":
+        from zeropp_fp8.zero.frozen.unit import Stored
+
+        kinds.append(Stored(route))
+    if config.partition == "whole_tensor":
+        from zeropp_fp8.zero.owners.unit import Owned
+
+        kinds.append(Owned(route))
+    else:
+        kinds.append(Sliced(route))
+    return kinds
 
 
 class ZeroppOffload(DeepSpeedZeRoOffload):

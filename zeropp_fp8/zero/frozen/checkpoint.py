@@ -28,9 +28,10 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.formats.recut import cut_again
-from zeropp_fp8.zero.fragment import EXPORT_COMMAND, QuantizedFragment, format_fields
+from zeropp_fp8.zero.fragment import EXPORT_COMMAND, QuantizedFragment, format_fields, has_codes
 from zeropp_fp8.zero.frozen.saved_ranks import FRAGMENTS, Fragment, SavedParameter, SavedRanks, read_states, slice_of
 from zeropp_fp8.zero.frozen.store import StoredWeight, note_version, stored_weight, value_dtype
+from zeropp_fp8.zero.gather.adopted import STATE
 
 
 def payload_to_save(param: Parameter) -> Tensor:
@@ -39,11 +40,9 @@ def payload_to_save(param: Parameter) -> Tensor:
     return param.ds_tensor.data if before_merge is None else before_merge
 
 
-def fragment_of(name: str, param: Parameter) -> QuantizedFragment | None:
-    """What a checkpoint holds of a stored parameter; None of others."""
+def fragment_of(name: str, param: Parameter) -> QuantizedFragment:
+    """What a checkpoint holds of a stored parameter."""
     stored = stored_weight(param)
-    if stored is None:
-        return None
     return QuantizedFragment(
         name=name,
         payload=payload_to_save(param).to("cpu", copy=True),  # a view would be saved with all that lies around it
@@ -74,8 +73,7 @@ class FrozenLoad:
         fragments = states.get(FRAGMENTS)
         if fragments is None:  # saved with exclude_frozen_parameters
             return False
-        has_codes = any(isinstance(fragment, QuantizedFragment) for fragment in fragments.values())
-        return has_codes or any(stored_weight(p) is not None for p in self._params.values())
+        return has_codes(fragments) or any(stored_weight(p) is not None for p in self._params.values())
 
     def load_module(
         self,
@@ -188,9 +186,8 @@ class FrozenLoad:
         """This rank's payload or slice of one parameter; `example` is what some rank has of it."""
         stored, as_many = stored_weight(param), len(saved) == self._ranks
         if stored is None:
-            stage = self._engine._zeropp_fp8_owners()
             own = saved[self._rank] if as_many else self._slice(param, saved)
-            return own if stage is None else stage.owned_of_slice(param, own)
+            return getattr(param, STATE).unit.kind.from_slice(param, own)
         if not isinstance(example, QuantizedFragment):
             return self._encoded(param, stored, saved)
         if as_many:

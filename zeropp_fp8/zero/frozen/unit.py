@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch.nn import Parameter
 from zeropp_fp8.compute.linear import GATHERED_OPERAND
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import WireFormat
+from zeropp_fp8.zero.fragment import QuantizedFragment
+from zeropp_fp8.zero.frozen.checkpoint import fragment_of
 from zeropp_fp8.zero.frozen.operands import FrozenOperands
 from zeropp_fp8.zero.frozen.store import (
     check_untouched,
@@ -52,6 +54,9 @@ class Stored(Kind):
 
     def changed(self, params: Sequence[Parameter] | None) -> None:
         self.operands.changed(params)
+
+    def fragment(self, name: str, param: Parameter, stock: Callable[[], Tensor]) -> QuantizedFragment:
+        return fragment_of(name, param)
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
         for param in params:

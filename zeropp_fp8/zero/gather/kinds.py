@@ -6,7 +6,7 @@ What is here holds for shards of numbers, whoever has which of them. One object 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,6 +67,20 @@ class Kind(ABC):
     def report_rows(self, units: Sequence[Unit]) -> list[tuple]:
         """Lines of the start table: (what, format, parameters, remark)."""
         return []
+
+    # -- what a checkpoint holds of a parameter: DeepSpeed's slices --------------------------------------------------
+
+    def fragment(self, name: str, param: Parameter, stock: Callable[[], Tensor]):
+        """What is saved of a frozen parameter; `stock` gives what DeepSpeed would save. Collective."""
+        return self.to_slice(param, stock())
+
+    def to_slice(self, param: Parameter, own: Tensor) -> Tensor:
+        """DeepSpeed's slice, padded, of what each rank has for its part of a parameter. Collective."""
+        return own
+
+    def from_slice(self, param: Parameter, one_slice: Tensor) -> Tensor:
+        """The inverse of `to_slice`. Collective."""
+        return one_slice
 
     @abstractmethod
     def gather_exactly(self, params: Sequence[Parameter]) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.reduce_scatter import slice_numel
-from zeropp_fp8.zero.owners.unit import gather_parts
+from zeropp_fp8.zero.owners.slices import gather_parts, part_of_slices, slice_of_parts
 from zeropp_fp8.zero.stage3_base import Stage3Base
 
 # The keys of DeepSpeed's checkpoints.
@@ -66,28 +65,11 @@ class OwnersStage3(Stage3Base):
 
     # -- checkpoints: equal slices -----------------------------------------------------------------------------------
 
-    def slice_of_owned(self, param: Parameter, own: Tensor) -> Tensor:
-        """DeepSpeed's slice, padded, on the tensor's device, of what each rank has for its part. Collective."""
-        topology = self.session.topology
-        full = gather_parts(self.session, param, own)
-        size = slice_numel(param.ds_numel, topology.world_size)
-        mine = full[topology.rank * size : (topology.rank + 1) * size]
-        return torch.nn.functional.pad(mine, (0, size - mine.numel())).to(own.device)
-
-    def owned_of_slice(self, param: Parameter, one_slice: Tensor) -> Tensor:
-        """The inverse of `slice_of_owned`. Collective."""
-        topology, device = self.session.topology, self.session.device
-        mine = one_slice.to(device).contiguous()
-        slices = [torch.empty_like(mine) for _ in range(topology.world_size)]
-        dist.all_gather(slices, mine, group=topology.group)
-        full = torch.cat(slices)[: param.ds_numel]
-        return self.session.placement.own_part(param, full).to(one_slice.device)
-
     def _flat_of(self, sub_group: int, flat: Tensor, convert, numel_of) -> Tensor:
         """A sub-group's flat tensor with every parameter's piece converted."""
         pieces, offset = [], 0
         for param in self.fp16_groups[sub_group]:
-            pieces.append(convert(param, flat.detach()[offset : offset + numel_of(param)]))
+            pieces.append(convert(self.session, param, flat.detach()[offset : offset + numel_of(param)]))
             offset += numel_of(param)
         return torch.cat(pieces)
 
@@ -101,7 +83,7 @@ class OwnersStage3(Stage3Base):
         def sliced_numel(param: Parameter) -> int:
             return slice_numel(param.ds_numel, world)
 
-        convert, numel_of = (self.slice_of_owned, own_numel) if to_slices else (self.owned_of_slice, sliced_numel)
+        convert, numel_of = (slice_of_parts, own_numel) if to_slices else (part_of_slices, sliced_numel)
         flats = state_dict[FP32_FLAT_GROUPS]
         optimizer_state = state_dict[OPTIMIZER_STATE_DICT]
         order = self._sub_groups_of_states(optimizer_state)
@@ -138,7 +120,7 @@ class OwnersStage3(Stage3Base):
         super()._rigid_load_state_dict(self._converted(state_dict, to_slices=False), load_optimizer_states)
 
     def load_hp_checkpoint_state(self, folder, key, param: Parameter) -> Tensor:
-        return self.owned_of_slice(param, super().load_hp_checkpoint_state(folder, key, param))
+        return part_of_slices(self.session, param, super().load_hp_checkpoint_state(folder, key, param))
 
     def offload_states(self, *args, **kwargs) -> None:
         """Not with owners: DeepSpeed maps its buffers by equal slices.

@@ -31,6 +31,7 @@ from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import Arrived, Unit
 from zeropp_fp8.zero.owners.placement import Owners
+from zeropp_fp8.zero.owners.slices import part_of_slices, slice_of_parts
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,12 @@ class Owned(Kind):
 
     def report_rows(self, units: Sequence[Unit]) -> list[tuple]:
         return [("partition", "whole tensors", 0, str(self.route.session.placement.balance))]
+
+    def to_slice(self, param: Parameter, own: Tensor) -> Tensor:
+        return slice_of_parts(self.route.session, param, own)
+
+    def from_slice(self, param: Parameter, one_slice: Tensor) -> Tensor:
+        return part_of_slices(self.route.session, param, one_slice)
 
     # -- giving parameters to owners, and taking them back -----------------------------------------------------------
 
@@ -319,21 +326,6 @@ class OwnedUnit(Unit):
     def changed(self) -> None:
         super().changed()
         self.payload = None
-
-
-def gather_parts(session, param: Parameter, own: Tensor) -> Tensor:
-    """Flat full tensor, on the session's device, of what each rank has for its part of a parameter. Collective."""
-    parts, world = session.placement.parts(param), session.topology.world_size
-    sizes = [sum(part.numel for part in parts if part.owner == rank) for rank in range(world)]
-    own = own.to(session.device).contiguous().view(-1)
-    gathered = own.new_empty(sum(sizes))
-    dist.all_to_all_single(gathered, own.repeat(world), sizes, [own.numel()] * world, group=session.topology.group)
-    full = torch.empty_like(gathered)
-    taken = [sum(sizes[:rank]) for rank in range(world)]
-    for part in parts:
-        full[part.start : part.start + part.numel] = gathered[taken[part.owner] :][: part.numel]
-        taken[part.owner] += part.numel
-    return full
 
 
 def _plan_owners(session, units: Sequence[Unit]) -> Owners:
