@@ -1,9 +1,9 @@
-"""The `zeropp_fp8` section as pydantic models: every field, its type and its default."""
+"""The `zeropp_fp8` section as pydantic models: every field, its type, its default and what it means."""
 
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, Strict
 
@@ -21,12 +21,20 @@ WIRE_FORMATS = ("none", "int8", "int4", *FP8_FORMATS, *MX_FORMATS)
 FROZEN_FORMATS = ("none", "int4", "int8", "nf4", "fp8_e4m3", *MX_FORMATS)
 ELSEWHERE = {"nf4": "it is a format of frozen weights", "fp16": "it is a format of optimizer states"}
 STATE_FORMATS = ("fp32", "bf16", "fp16", *FP8_FORMATS)
+STATE_BLOCKS = tuple(16 << shift for shift in range(7))
 HADAMARD_GROUP = 32
 
 
 def nearest(word: str, known) -> str:
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
     return f' (did you mean "{match[0]}"?)' if match else ""
+
+
+class OneOf(NamedTuple):
+    """The values that a field takes, for documentation; the rules refuse others, with a hint."""
+
+    names: tuple[str | int, ...]
+    other: str = ""  # what else the field takes, in words
 
 
 Rounding = Literal["nearest", "half_away", "stochastic"]
@@ -36,150 +44,211 @@ Flag = Annotated[bool, Strict()]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
 History = Annotated[int, Strict(), Field(ge=1, le=1 << 20)]  # numbers that are kept for each tensor
 Seed = Annotated[int, Strict(), Field(ge=0, lt=1 << 43)]  # times a million, and more, it seeds generators of 64 bits
+OnTheWire = Annotated[str, OneOf(WIRE_FORMATS)]
+AtRest = Annotated[str, OneOf(FROZEN_FORMATS)]
+OfState = Annotated[str, OneOf(STATE_FORMATS)]
+
+_SHARE_A_SCALE = "elements that share a scale, an even number; 32 with MX"
+_ROTATE = "rotate groups of 32 elements first (Hadamard), so that 4-bit codes survive outliers"
+_SCALE_MODE = "of MX formats: scales rounded up, so that nothing saturates, or as in the MX paper"
 
 
+# The docstrings of these classes and the descriptions of their fields are docs/configuration.md (document.py).
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TopologyConfig(_Section):
-    """`ranks_per_node`: of the job, numbered node by node; or "detect": ranks of one host are a node."""
+    """Which ranks share a node.
 
-    ranks_per_node: PositiveInt | Literal["detect"] = "detect"
+    Every rank says once where it is, and all decide from what all have said. A host is what NCCL takes for one:
+    `NCCL_HOSTID` where it is set, else the host's name and boot id. What launchers say (`LOCAL_WORLD_SIZE`,
+    `LOCAL_SIZE`, ...) is not needed; where it contradicts the hosts the start table reports it, and the hosts win.
+
+    A number is your word against the hosts (to try two nodes on one host, or for NVLink that spans hosts): rank r of
+    the job is on node r // number. Either way the nodes of a data-parallel group are where its own ranks are: with
+    tensor parallelism of 2 on two nodes of two ranks, both groups have one rank on each node. Nodes with unequal
+    numbers of a group's ranks, and ranks that are not numbered node by node, are refused; `1` takes every rank for a
+    node of its own.
+    """
+
+    ranks_per_node: PositiveInt | Literal["detect"] = Field(
+        "detect",
+        description='ranks of the job on each node, numbered node by node; "detect": ranks of one host are a node',
+    )
 
 
 class WeightsConfig(_Section):
-    """qwZ: how weights travel when they are gathered."""
+    """qwZ: how weights travel when they are gathered.
 
-    format: str = "none"
-    block_size: BlockSize = 256
-    hadamard: Flag = False
-    rounding: Rounding = "nearest"
-    scale_mode: ScaleMode = "rceil"  # of MX formats
+    Parameters with fewer than two dimensions (norms, biases) always travel in their own 16 or 32 bits. A block that
+    holds NaN or Inf decodes to NaN, so DeepSpeed's overflow checks see it.
+    """
+
+    format: OnTheWire = Field("none", description="none: 16 or 32 bits, as stock")
+    block_size: BlockSize = Field(256, description=_SHARE_A_SCALE)
+    hadamard: Flag = Field(False, description=_ROTATE)
+    rounding: Rounding = Field("nearest", description="nearest rounds halves to even")
+    scale_mode: ScaleMode = Field("rceil", description=_SCALE_MODE)
 
 
 class SecondaryConfig(_Section):
-    """hpZ: `scope` none | node | rank | a number of ranks that divides ranks_per_node."""
+    """hpZ: codes of all weights that stay near, so that later gathers do not cross the network."""
 
-    scope: Literal["none", "node", "rank"] | PositiveInt = "none"
+    scope: Literal["none", "node", "rank"] | PositiveInt = Field(
+        "none",
+        description="how many ranks share one copy of the codes: those of a node, one, or a divisor of a node's ranks",
+    )
 
 
 class GradientsConfig(_Section):
-    """qgZ: how gradients travel inside a node (`intra_format`) and between nodes (`inter_format`).
+    """qgZ: how gradients travel, first inside a node, then between nodes, and what they rest in until the step.
 
-    `scales`: "block" (each block of a payload has its own) or "tensor" (one that all ranks share, from the amax of
-    earlier steps; FP8 only). With shared scales `scale_policy` says how the sum over ranks is kept in range: "auto" (a
-    factor mu that adapts), "pre" (divide by the ranks before) or "post" (divide afterwards).
-    `store_format`: what the reduced gradients are kept in until the step: none (16 or 32 bits) or FP8.
-    `reduction`: "two_hop" (codes are exchanged and added in fp32) or "nccl" (NCCL adds FP8 codes).
+    `"scales": "tensor"` is FP8-LM's: all ranks encode a tensor with the same scale, so that codes can be added.
     """
 
-    intra_format: str = "none"
-    inter_format: str = "none"
-    block_size: BlockSize = 128
-    hadamard: Flag = True
-    rounding: Rounding = "nearest"
-    scale_mode: ScaleMode = "rceil"  # of MX formats
-    error_feedback: Flag = False
-    scales: Literal["block", "tensor"] = "block"
-    scale_policy: Literal["auto", "pre", "post"] = "auto"
-    amax_history: History = 16  # steps
-    store_format: str = "none"
-    reduction: Literal["two_hop", "nccl"] = "two_hop"
+    intra_format: OnTheWire = Field("none", description="inside a node; none: 16 or 32 bits, as stock")
+    inter_format: OnTheWire = Field("none", description="between nodes")
+    block_size: BlockSize = Field(128, description=_SHARE_A_SCALE)
+    hadamard: Flag = Field(True, description=_ROTATE + "; inside a node only int4 is rotated")
+    rounding: Rounding = Field("nearest", description="nearest rounds halves to even")
+    scale_mode: ScaleMode = Field("rceil", description=_SCALE_MODE)
+    error_feedback: Flag = Field(
+        False, description="keep what the hop between nodes dropped, in 8 bits, and add it next time"
+    )
+    scales: Literal["block", "tensor"] = Field(
+        "block",
+        description="tensor: one scale that all ranks share, from the amax of earlier steps (FP8 on both hops)",
+    )
+    scale_policy: Literal["auto", "pre", "post"] = Field(
+        "auto",
+        description="how sums over ranks stay in range, with shared scales: a factor mu that adapts, dividing by the "
+        "ranks before the sum, or after it",
+    )
+    amax_history: History = Field(16, description="steps from whose amax shared scales come")
+    store_format: Annotated[str, OneOf(("none", *FP8_FORMATS))] = Field(
+        "none", description="what reduced gradients rest in until the step; none: 16 or 32 bits"
+    )
+    reduction: Literal["two_hop", "nccl"] = Field(
+        "two_hop",
+        description="two_hop: codes are exchanged and added in fp32; nccl: NCCL adds FP8 codes on the way (with shared "
+        "scales; messages with norms or biases in them take two_hop)",
+    )
 
 
 class ComputeConfig(_Section):
-    """Linear layers in FP8 or MX.
+    """Linear layers in FP8 or MX; [Compute in FP8 and MX](compute.md) says what each choice means.
 
-    `format`: none | fp8 (E4M3 throughout) | fp8_hybrid (gradients in E5M2) | an MX format for all three operands |
-    {"weights": .., "activations": .., "gradients": ..}; of MX formats gradients may be "none": a backward pass in high
-    precision, and are the activations' format where not given.
-    `scaling`: which values of an operand share a scale, and when it is found; "mx" unless told where formats are MX.
+    MX formats imply `"scaling": "mx"`. With a format an operand, gradients take the activations' format where they are
+    not given; of MX formats they may be `"none"`, a backward pass in high precision.
     """
 
-    format: str | dict[str, str] = "none"
-    scaling: Literal["delayed", "current", "per_channel", "block", "mx"] = "delayed"
-    amax_history: History = 16  # steps
-    amax_reduction: Literal["max", "most_recent"] = "max"
-    scale_mode: ScaleMode = "rceil"
-    rounding: Rounding = "nearest"
-    skip_modules: list[str] = ["lm_head"]
-    min_features: PositiveInt = 64  # a layer with fewer inputs or outputs stays as it is
-    evaluate_in: Literal["compute_format", "high_precision"] = "compute_format"
-    allow_fp16: Flag = False
+    format: Annotated[
+        str | dict[str, str],
+        OneOf(("none", "fp8", "fp8_hybrid", *MX_FORMATS), '`{"weights": .., "activations": .., "gradients": ..}`'),
+    ] = Field("none", description="fp8: E4M3 throughout; fp8_hybrid: gradients in E5M2; or a format an operand")
+    scaling: Literal["delayed", "current", "per_channel", "block", "mx"] = Field(
+        "delayed", description="which values of an operand share a scale, and when it is found"
+    )
+    amax_history: History = Field(16, description="of delayed scaling: steps from whose amax a scale comes")
+    amax_reduction: Literal["max", "most_recent"] = Field("max", description="of delayed scaling: which of these steps")
+    scale_mode: ScaleMode = Field("rceil", description=_SCALE_MODE)
+    rounding: Rounding = Field("nearest", description="of MX formats; FP8 casts round to nearest")
+    skip_modules: list[str] = Field(["lm_head"], description="name patterns of layers that stay in high precision")
+    min_features: PositiveInt = Field(64, description="a layer with fewer inputs or outputs stays as it is")
+    evaluate_in: Literal["compute_format", "high_precision"] = Field(
+        "compute_format", description="what `model.eval()` computes in"
+    )
+    allow_fp16: Flag = Field(
+        False, description="train in or cast to fp16 although FP8-trained weights may leave its range"
+    )
 
 
 class OptimizerConfig(_Section):
-    """What AdamW's states are stored in: fp32 | bf16 | fp16 (with a scale) | fp8_e4m3 | fp8_e5m2.
+    """What AdamW's states rest in; the optimizer must be an Adam or AdamW (`"torch_adam": true` in a ds_config)."""
 
-    `scales`: one a tensor (of a rank's slice of it, where tensors are sliced) or one a block of `block_size` elements.
-    `rounding`: of the master weights. `expand_range`: of FP8 moments (COAT).
-    """
-
-    master_format: str = "fp32"
-    exp_avg_format: str = "fp32"
-    exp_avg_sq_format: str = "fp32"
-    scales: Literal["tensor", "block"] = "tensor"
-    block_size: BlockSize = 128
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    expand_range: Flag = False
+    master_format: OfState = Field("fp32", description="of master weights; fp16 has a scale")
+    exp_avg_format: OfState = Field("fp32", description="of the first moment")
+    exp_avg_sq_format: OfState = Field("fp32", description="of the second moment")
+    scales: Literal["tensor", "block"] = Field(
+        "tensor", description="what shares a scale; tensor: a rank's part of it, where tensors are sliced"
+    )
+    block_size: Annotated[BlockSize, OneOf(STATE_BLOCKS)] = Field(128, description="elements that share a scale")
+    rounding: Literal["nearest", "stochastic"] = Field("nearest", description="of master weights")
+    expand_range: Flag = Field(False, description="range expansion of FP8 moments (COAT)")
 
 
 class FrozenConfig(_Section):
-    """Frozen weights of linear layers rest, travel and are kept as codes of `format`.
+    """Weights of linear layers that are not trained rest, travel and are kept as codes of `format`.
 
-    `modules`: which are quantized while a model is made under zero.Init and its checkpoint streams in, before anything
-    is frozen: "all-linear", a list of name patterns, or "frozen": none but those that need no gradient by then. What
-    is frozen when the engine is made is stored too, as far as `modules` names it.
-    `scales`: "tensor": of fp8_e4m3 one scale a weight, so that layers that compute in FP8 multiply with the codes as
-    they rest. `double_quantize`: scales of blocks in 8 bits (QLoRA). `skip_modules`: name patterns of what stays in 16
-    or 32 bits; a list of your own replaces the default one.
+    [LoRA on quantized weights](lora.md) says what is stored, and when.
     """
 
-    modules: Literal["all-linear", "frozen"] | list[str] = "all-linear"
-    format: str = "none"
-    scales: Literal["block", "tensor"] = "block"
-    block_size: BlockSize = 64
-    double_quantize: Flag = False
-    scale_mode: ScaleMode = "rceil"  # of MX formats
-    skip_modules: list[str] = ["lm_head", "*embed*", "score", "classifier", "v_head"]
+    modules: Literal["all-linear", "frozen"] | list[str] = Field(
+        "all-linear",
+        description="what is stored while a model is made under `zero.Init`, before anything is frozen: linear layers, "
+        "those with these names, or only what needs no gradient by then",
+    )
+    format: AtRest = Field("none", description="what frozen linear weights rest, travel and are kept in")
+    scales: Literal["block", "tensor"] = Field(
+        "block", description="tensor: of fp8_e4m3 one scale a weight; FP8 layers multiply the codes as they rest"
+    )
+    block_size: BlockSize = Field(64, description=_SHARE_A_SCALE)
+    double_quantize: Flag = Field(False, description="scales of blocks in 8 bits (QLoRA)")
+    scale_mode: ScaleMode = Field("rceil", description=_SCALE_MODE)
+    skip_modules: list[str] = Field(
+        ["lm_head", "*embed*", "score", "classifier", "v_head"],
+        description="name patterns of what stays in 16 or 32 bits; a list of your own replaces this one",
+    )
 
 
 class ActivationsConfig(_Section):
-    """How sequence parallelism exchanges activations; "detect": in FP8 where the job is sequence-parallel."""
+    """What sequence parallelism (DeepSpeed-Ulysses) exchanges around attention."""
 
-    wire_format: Literal["none", "fp8", "detect"] = "none"
+    wire_format: Literal["none", "fp8", "detect"] = Field(
+        "none", description="fp8: E4M3 forward and E5M2 backward, a scale a token; detect: where the job has it"
+    )
 
 
 class ReportConfig(_Section):
-    """`every`: steps between two lines with the bytes on the wire; 0 for none."""
+    """Progress lines of rank 0."""
 
-    every: Annotated[int, Strict(), Field(ge=0)] = 100
+    every: Annotated[int, Strict(), Field(ge=0)] = Field(
+        100, description="steps between two lines with the bytes on the wire; 0: none"
+    )
 
 
 class CheckpointConfig(_Section):
-    """`verify`: whether the files of a checkpoint are compared with its manifest when it is loaded."""
+    """What is checked when a checkpoint is loaded; see [Checkpoints](checkpoints.md)."""
 
-    verify: Flag = True
+    verify: Flag = Field(True, description="compare the files with their manifest")
 
 
 class PluginConfig(_Section):
     """A complete, checked configuration. `resolve()` makes it; nothing else should."""
 
-    enabled: Flag = True
-    recipe: str | None = None
-    seed: Seed = 0
+    enabled: Flag = Field(True, description="false: stock DeepSpeed")
+    recipe: Annotated[str | None, OneOf((), "a recipe's name")] = Field(
+        None, description="fills all fields; one that is set by hand wins"
+    )
+    seed: Seed = Field(0, description="of stochastic rounding")
     topology: TopologyConfig = TopologyConfig()
     weights: WeightsConfig = WeightsConfig()
     secondary: SecondaryConfig = SecondaryConfig()
     gradients: GradientsConfig = GradientsConfig()
     compute: ComputeConfig = ComputeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    partition: Literal["slice", "whole_tensor"] = "slice"
-    partition_split: Literal["balance", "large", "none"] = "balance"  # of whole tensors: which may be cut by rows
+    partition: Literal["slice", "whole_tensor"] = Field(
+        "slice", description="slice: every rank has a piece of every tensor, as in stock; or each tensor has one owner"
+    )
+    partition_split: Literal["balance", "large", "none"] = Field(
+        "balance", description="which whole tensors may be cut by rows"
+    )
     frozen: FrozenConfig = FrozenConfig()
     activations: ActivationsConfig = ActivationsConfig()
-    gather_granularity: Literal["block", "module", "parameter"] = "block"
+    gather_granularity: Literal["block", "module", "parameter"] = Field(
+        "block", description="what is gathered at once; block: a transformer block"
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
     _recipe_variable: str | None = PrivateAttr(default=None)

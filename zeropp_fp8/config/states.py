@@ -5,14 +5,13 @@ from __future__ import annotations
 from zeropp_fp8.config.sections import (
     FP8_FORMATS,
     SECTION,
+    STATE_BLOCKS,
     STATE_FORMATS,
     ConfigError,
     GradientsConfig,
     OptimizerConfig,
     nearest,
 )
-
-_STATE_BLOCKS = tuple(16 << shift for shift in range(7))
 
 
 def check_gradients(gradients: GradientsConfig) -> None:
@@ -75,9 +74,9 @@ def check_gradients(gradients: GradientsConfig) -> None:
             f'"{where}.store_format": "{gradients.store_format}" needs gradients that the plugin reduces; set '
             '"intra_format" and "inter_format", for example to it, or store_format to "none"'
         )
-    if gradients.block_size not in _STATE_BLOCKS:
+    if gradients.block_size not in STATE_BLOCKS:
         raise ConfigError(
-            f'"{where}.block_size": {gradients.block_size} must be one of {", ".join(map(str, _STATE_BLOCKS))} where '
+            f'"{where}.block_size": {gradients.block_size} must be one of {", ".join(map(str, STATE_BLOCKS))} where '
             "reduced gradients are stored in FP8; change it, or set store_format to none"
         )
 
@@ -96,9 +95,9 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
                 f'"{where}.{name}": there is no format {value!r}{nearest(value, STATE_FORMATS)} for optimizer states; '
                 f"formats are {', '.join(STATE_FORMATS)}"
             )
-    if optimizer.block_size not in _STATE_BLOCKS:
+    if optimizer.block_size not in STATE_BLOCKS:
         raise ConfigError(
-            f'"{where}.block_size": {optimizer.block_size} must be one of {", ".join(map(str, _STATE_BLOCKS))}'
+            f'"{where}.block_size": {optimizer.block_size} must be one of {", ".join(map(str, STATE_BLOCKS))}'
         )
     if optimizer.scales == "tensor" and optimizer.block_size != 128:
         raise ConfigError(f'"{where}.block_size" belongs to blocks with scales; set "scales": "block" or remove it')
