@@ -13,7 +13,7 @@ UPSTREAM_ARGS ?=
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo rlhf-demo test test-upstream bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence bench-frozen bench-generation bench-rlhf faults soak check format clean
+.PHONY: help demo rlhf-demo test test-upstream bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence bench-frozen bench-generation bench-rlhf faults soak check docs format clean
 help:
 	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
 	@echo "make rlhf-demo  SFT, reward model and PPO of a tiny model on tasks with exact answers; results in runs/rlhf-demo"
@@ -30,7 +30,8 @@ help:
 	@echo "make bench-rlhf     PPO's training phase and memory, and what PPO and GRPO reach beside bf16; runs/rlhf_*"
 	@echo "make faults   one rank struck at every place of a job, for every recipe; results in runs/faults.json"
 	@echo "make soak     thousands of steps of every recipe, and whether anything grows (nightly); in runs/soak.json"
-	@echo "make check    ruff: lint and format"
+	@echo "make check    ruff: lint and format; the documentation, built strictly"
+	@echo "make docs     the configuration page anew, out of the models, and the documentation; in build/docs"
 	@echo "make format   let ruff reformat"
 	@echo "make clean    remove .venv and caches"
 
@@ -119,13 +120,20 @@ soak: $(VENV)/.run
 check: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mkdocs build --strict --quiet
+
+# A test says when the page is not what is printed here.
+docs: $(VENV)/.lint $(VENV)/.run
+	$(BIN)/python -m zeropp_fp8.config.document > docs/configuration.new
+	mv docs/configuration.new docs/configuration.md
+	$(BIN)/mkdocs build --strict
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis *.egg-info
 
 # Stamps: what is installed, remade when a version or a dependency changes.
 $(VENV)/.made: constraints.txt
@@ -134,7 +142,7 @@ $(VENV)/.made: constraints.txt
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.made
-	$(BIN)/pip install --quiet -c constraints.txt ruff
+	$(BIN)/pip install --quiet -c constraints.txt ruff mkdocs
 	@touch $@
 
 # torch by itself first, by its exact version: every later package is then content with the build that is there.
