@@ -1,4 +1,4 @@
-"""Every two parts of the plugin together: trained, or refused by name. README shows the same table."""
+"""Every two parts of the plugin together: trained, or refused by name. docs/recipes.md shows the same table."""
 
 import re
 from itertools import combinations
@@ -60,9 +60,9 @@ def test_two_ways_to_compute_are_refused():
         )
 
 
-def test_readme_has_the_table():
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    rows = dict(re.findall(r"^\| (\S[^|]*?) \| ((?:[^|\n]* \| ?)+)$", text.split("### What goes with what")[1], re.M))
+def test_the_page_has_the_table():
+    text = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
+    rows = dict(re.findall(r"^\| (\S[^|]*?) \| ((?:[^|\n]* \| ?)+)$", text.split("## What goes with what")[1], re.M))
     for first, second in PAIRS:
         cells = rows[second].split("|")
         said = cells[list(jobs.PARTS).index(first)].strip()

@@ -1,4 +1,4 @@
-"""What examples/rlhf/README.md names is there: options, scripts, data files, recipes; its commands are read."""
+"""What docs/rlhf.md names is there: options, scripts, data files, recipes; its commands are read."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from common.verifiers import reward_function
 
 ROOT = Path(__file__).parents[2]
 RLHF = ROOT / "examples" / "rlhf"
-README = (RLHF / "README.md").read_text()
+PAGE = (ROOT / "docs/rlhf.md").read_text()
 SCRIPTS = {f"{name}.py": kind for name, kind in {**pipeline.KINDS, "pipeline": arguments.PipelineArguments}.items()}
 MAKE_DATA = set(re.findall(r'"--([\w-]+)"', (RLHF / "make_data.py").read_text()))
 
@@ -34,18 +34,18 @@ def options_of_dataclasses():
 
 def blocks(language=""):
     """The texts of the code blocks in a language; commands are in those without one."""
-    return [body for name, body in re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S) if name == language]
+    return [body for name, body in re.findall(r"```(\w*)\n(.*?)```", PAGE, flags=re.S) if name == language]
 
 
 def commands():
-    """The words of each command of the README, from the script on."""
+    """The words of each command of the page, from the script on."""
     lines = "\n".join(blocks()).replace("\\\n", " ").splitlines()
     return [shlex.split(line)[1:] for line in lines if re.match(r"(deepspeed|python) examples/rlhf/", line)]
 
 
 def test_every_option_named_is_one():
     """In the tables about DeepSpeed-Chat that goes for what stands beside its flags."""
-    text = re.sub(r"```.*?```", "", README, flags=re.S)
+    text = re.sub(r"```.*?```", "", PAGE, flags=re.S)
     start = text.index("## Coming from DeepSpeed-Chat")
     rows = [line.split(" | ") for line in text[start:].splitlines() if line.startswith("|")]
     assert len(rows) > 60 and all(len(row) == 2 for row in rows if row[0] != "|---|---|")
@@ -78,22 +78,23 @@ def test_there_are_commands_of_all_scripts():
 
 
 def test_scripts_recipes_and_files_named():
-    table = README[: README.index("## Quick start")]
+    table = PAGE[: PAGE.index("## Quick start")]
+    assert "`docs/rlhf.md`" in (RLHF / "README.md").read_text()
     assert set(re.findall(r"^\| `(\w+\.py)`", table, flags=re.M)) == {path.name for path in RLHF.glob("*.py")}
-    table = README[README.index("## Recipes") : README.index("## Generation")]
+    table = PAGE[PAGE.index("## Recipes") : PAGE.index("## Generation")]
     recipes = re.findall(r"^\| `([\w-]+)` \|", table, flags=re.M)
     assert {"zeropp", "fp8-lm", "qlora", "stock"} <= set(recipes)
     assert all((ROOT / "ds_configs" / f"{name}.json").is_file() for name in recipes)
-    data = README[README.index("## Data") : README.index("## Recipes")]
+    data = PAGE[PAGE.index("## Data") : PAGE.index("## Recipes")]
     assert set(re.findall(r"`(\w+\.jsonl)`", data)) == {*pipeline.FILES.values(), "text.jsonl"}
-    (monitor,) = (body for body in blocks() if body.startswith('"tensorboard"'))
-    assert json.loads("{" + monitor + "}")["tensorboard"]["enabled"]
+    (monitor,) = map(json.loads, blocks("json"))
+    assert monitor["tensorboard"]["enabled"]
 
 
 def test_defaults_are_deepspeed_chats():
-    """The README says so of ppo_trainer.py's constants: 0.1, 5, 0.2, 0.2, 1.0, 0.95."""
+    """The page says so of ppo_trainer.py's constants: 0.1, 5, 0.2, 0.2, 1.0, 0.95."""
     names = ("kl_coefficient", "reward_clip", "clip", "value_clip", "gamma", "lam")
-    assert all(f"`--{name}`" in README for name in names)
+    assert all(f"`--{name}`" in PAGE for name in names)
     defaults = {field.name: field.default for field in fields(arguments.PPOArguments)}
     assert [defaults[name] for name in names] == [0.1, 5.0, 0.2, 0.2, 1.0, 0.95] and defaults["whiten_advantages"]
 
