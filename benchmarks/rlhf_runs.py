@@ -32,7 +32,7 @@ from common.roles import Role, in_parts, scores_of
 from ppo import Experience, make_experience, train_on
 
 import zeropp_fp8
-from zeropp_fp8.zero.states.stage3 import GRAD_PARTITIONS
+from zeropp_fp8.zero.stage3_base import GRAD_PARTITIONS
 
 LR = 1e-5
 

@@ -1,7 +1,7 @@
 """DeepSpeedZeroOptimizer_Stage3 as the parts of this project's stage extend it.
 
 A stage is composed when an engine is made (compose.py): ZeroppStage3, then the parts that the configuration asks for
-(states/stage3.py, owners/stage3.py), then this class. Each overrides what concerns it, and `super()` is the next.
+(states/, owners/), then this class. Each overrides what concerns it, and `super()` is the next.
 """
 
 from __future__ import annotations
