@@ -189,26 +189,21 @@ def train(kind, the_section, checkpointing="non-reentrant", leaf=False, steps=2,
     return found
 
 
-def beside_stock(kinds, fields, early_stop, **options):
-    """{kind: (stock without checkpointing, lossless with)}: it changes no bit, and stock cannot do it in all cases."""
-    leaf = fields.get("gather_granularity", "block") == "block"
-    with set_checkpoint_early_stop(early_stop):
-        return {
-            kind: (
-                train(kind, None, None, leaf=leaf, zero_optimization=KEPT, **options),
-                train(kind, section("lossless", **fields), **options),
-            )
-            for kind in kinds
-        }
+def beside_plain(kinds, the_section, plain="itself", **options):
+    """{kind: (without checkpointing, with it and early stops, with it and run to the end)}.
 
-
-def beside_plain(kinds, recipe, fields, early_stop, ranks_per_node=2, **options):
-    """{kind: (the same recipe without checkpointing, with)}."""
-    the_section = section(recipe, ranks_per_node, **fields)
-    with set_checkpoint_early_stop(early_stop):
-        return {
-            kind: (train(kind, the_section, None, **options), train(kind, the_section, **options)) for kind in kinds
-        }
+    `plain`: "stock" or "stock, leaves" where stock is to be run without checkpointing, which it cannot do in all cases.
+    """
+    reference = (the_section, options)
+    if plain != "itself":
+        reference = (None, {"leaf": plain == "stock, leaves", "zero_optimization": KEPT, **options})
+    found = {}
+    for kind in kinds:
+        found[kind] = [train(kind, reference[0], None, **reference[1])]
+        for early_stop in (True, False):
+            with set_checkpoint_early_stop(early_stop):
+                found[kind].append(train(kind, the_section, **options))
+    return found
 
 
 def after_failure(recipe, failure, fields=None, **options):
@@ -217,7 +212,7 @@ def after_failure(recipe, failure, fields=None, **options):
     found = {}
     for fails in (False, True):
         model, some, log = Checkpointed("several"), list(data(4)), {"left": []}
-        engine = make_engine(model, ds_config(section(recipe, **(fields or {})), **options), lr=1e-2)
+        engine = make_engine(model, ds_config(section(recipe, 1, **(fields or {})), **options), lr=1e-2)
 
         def look(module, inputs, engine=engine, log=log):
             log["left"] += left_gathered(engine)
@@ -247,7 +242,7 @@ def after_failure(recipe, failure, fields=None, **options):
 def engine_after_failure(recipe, failure):
     """(loss of a second engine after the first was destroyed where a backward had failed, and had not been begun)."""
     switch(True)
-    losses, config = [], ds_config(section(recipe))
+    losses, config = [], ds_config(section(recipe, 1))
     for fails in (True, False):
         model, (batch,) = Checkpointed("several"), data(1)
         engine = make_engine(model, config)
@@ -271,7 +266,7 @@ def failure_while_accumulating():
     found = []
     for fails in (True, False):
         model, some, losses = Checkpointed("several"), list(data(3)), []
-        engine = make_engine(model, ds_config(section("zeropp"), gradient_accumulation_steps=2), lr=1e-2)
+        engine = make_engine(model, ds_config(section("zeropp", 1), gradient_accumulation_steps=2), lr=1e-2)
         if fails:
             engine.backward(engine(*some[0]))
             engine.step()
