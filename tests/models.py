@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 
 import torch
 from torch import nn
@@ -65,8 +66,10 @@ def ds_config(section=None, dtype="fp32", **overrides):
 KEPT = {"stage3_param_persistence_threshold": 10**6}
 
 
-def section(recipe="zeropp", ranks_per_node=2, **fields):
-    """A zeropp_fp8 section."""
+def section(recipe="zeropp", ranks_per_node=None, **fields):
+    """A zeropp_fp8 section; on ranks, for as many a node as they were started for."""
+    if ranks_per_node is None:
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
     return {"recipe": recipe, "topology": {"ranks_per_node": ranks_per_node}, "report": {"every": 0}, **fields}
 
 

@@ -20,7 +20,7 @@ def fp8(scaling="current", **more):
     return {"format": "fp8", "scaling": scaling, **more}
 
 
-def config_of(compute=None, weights="fp8_e4m3", dtype="bf16", node_size=2, fields=None, **overrides):
+def config_of(compute=None, weights="fp8_e4m3", dtype="bf16", node_size=None, fields=None, **overrides):
     switch(True)
     fields = {"compute": compute or fp8(), "weights": {"format": weights}, **(fields or {})}
     return ds_config(section("lossless", ranks_per_node=node_size, **fields), dtype, **overrides)

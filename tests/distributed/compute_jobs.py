@@ -14,7 +14,7 @@ from zeropp_fp8.compute.linear import GATHERED_OPERAND
 from zeropp_fp8.formats import UnquantizedFormat
 
 
-def engine_of(compute, weights="none", node_size=2, dtype="bf16", zero_init=False, hidden=128, recipe=None, **more):
+def engine_of(compute, weights="none", node_size=None, dtype="bf16", zero_init=False, hidden=128, recipe=None, **more):
     """A small Llama whose decoder layers compute as `compute` says."""
     switch(True)
     fields = {"compute": compute, **more.pop("fields", {})} if compute else more.pop("fields", {})

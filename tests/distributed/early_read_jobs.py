@@ -124,7 +124,7 @@ def with_unequal_ranks(recipe, kinds, checkpointed, fields=None):
         return {kind: train(kind, the_section, unequal=True, checkpointed=checkpointed) for kind in kinds}
 
 
-def reference(kind, unequal=False, steps=2, accumulation=2, world=4):
+def reference(kind, unequal=False, steps=2, accumulation=2, world=2):
     """The same training in one process: {name: weight} at its start and at its end."""
     model, inputs = Reader(kind), []
     start = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -22,9 +22,8 @@ def engine_of(fields, seed=0, dtype="fp32", zero_init=False, more=None, plugin=T
     import deepspeed
 
     switch(plugin)
-    ranks_per_node = 2 if dist.get_world_size() % 2 == 0 else 1
     more = {"recipe": "lossless", **(more or {})}
-    chosen = section(ranks_per_node=ranks_per_node, frozen=fields, **more) if plugin else None
+    chosen = section(frozen=fields, **more) if plugin else None
     config = ds_config(chosen, dtype, **overrides)
 
     def make():

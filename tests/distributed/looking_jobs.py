@@ -51,7 +51,7 @@ LOOKS = {
 }
 
 
-def _train(section, look, folder, dtype, steps=4):
+def _train(section, look, folder, dtype, steps=3):
     torch.manual_seed(dist.get_rank())
     model = llama()
     for name, param in model.named_parameters():

@@ -5,7 +5,7 @@ import functools
 import compute_jobs as jobs
 import pytest
 import torch
-from ranks import RankError, run_ranks
+from ranks import RankError, run_ranks, run_two
 
 HPZ = {"secondary": {"scope": "node"}}
 
@@ -76,7 +76,7 @@ def test_values_of_a_weight_that_is_there_as_codes():
 
 
 def test_delayed_scaling_reduces_amax_once_a_step():
-    ranks = run_ranks(jobs.amax_histories)
+    ranks = run_two(jobs.amax_histories)
     state, reductions, report = ranks[0]
     assert reductions == [42, 42, 42]  # three operands of 14 layers, three steps
     assert all(torch.equal(other["history"], state["history"]) for other, _, _ in ranks)
@@ -89,13 +89,13 @@ def test_delayed_scaling_reduces_amax_once_a_step():
 
 @pytest.mark.parametrize("compute, weights", [(fp8("delayed"), "fp8_e4m3"), ({"format": "mxfp8_e4m3"}, "mxfp8_e4m3")])
 def test_resume_is_exact(compute, weights):
-    through, resumed, _ = run_ranks(jobs.resume, compute=compute, weights=weights)[0]
+    through, resumed, _ = run_two(jobs.resume, compute=compute, weights=weights)[0]
     assert resumed == through and len(set(through)) == 3
 
 
 @functools.cache
 def losses_in_high_precision(recipe):
-    return run_ranks(jobs.losses, compute={"format": "none"}, weights=None, recipe=recipe, steps=8)[0][0]
+    return run_two(jobs.losses, compute={"format": "none"}, weights=None, recipe=recipe, steps=8)[0][0]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def losses_in_high_precision(recipe):
 def test_training_follows_high_precision(compute, recipe):
     """Losses over steps that learn stay near those of bf16 with the same recipe's wire."""
     plain = losses_in_high_precision(recipe)
-    low, _, text = run_ranks(jobs.losses, compute=compute or {}, weights=None, recipe=recipe, steps=8)[0]
+    low, _, text = run_two(jobs.losses, compute=compute or {}, weights=None, recipe=recipe, steps=8)[0]
     assert low != plain and "linear layers" in text
     fused = "6 norms and gated products hand codes to the layer after them; done on a GPU only, not here"
     assert (fused in text) == ((compute or {}).get("scaling") == "delayed")
@@ -122,9 +122,9 @@ def test_training_follows_high_precision(compute, recipe):
 
 def test_a_second_conversion_is_refused():
     with pytest.raises(RankError, match="was converted before"):
-        run_ranks(jobs.two_engines_over_one_model)
+        run_two(jobs.two_engines_over_one_model)
 
 
 def test_a_model_without_a_layer_that_can_is_refused():
     with pytest.raises(RankError, match=r'compute.format": no linear layer .*14 x features are not multiples of 128'):
-        run_ranks(jobs.nothing_to_convert)
+        run_two(jobs.nothing_to_convert)

@@ -7,7 +7,7 @@ import compute_edge_jobs as jobs
 import numpy as np
 import pytest
 import torch
-from ranks import RankError, run_ranks
+from ranks import RankError, run_ranks, run_two
 from torch import nn
 
 from zeropp_fp8.compute import convert_linear_layers
@@ -20,7 +20,7 @@ from zeropp_fp8.zero.placement import Slices
 @pytest.mark.parametrize("granularity, kept", [("block", False), ("block", True), ("parameter", False)])
 def test_a_model_that_reads_weights_gets_their_values(granularity, kept):
     """In forward and in backward; the other weights stay codes, and nothing is left after destroy()."""
-    losses, read, left = run_ranks(jobs.weights_read_as_numbers, granularity=granularity, kept=kept)[0]
+    losses, read, left = run_two(jobs.weights_read_as_numbers, granularity=granularity, kept=kept)[0]
     assert losses["fp8_e4m3"] == pytest.approx(losses["none"], rel=5e-3)
     assert read == [f"blocks.{block}.{name}.weight" for block in (0, 1) for name in ("down", "up")]
     assert left == 0
@@ -28,7 +28,7 @@ def test_a_model_that_reads_weights_gets_their_values(granularity, kept):
 
 @pytest.mark.parametrize("inference_first", [False, True])
 def test_dora_reads_the_weight_it_adapts(inference_first):
-    losses = run_ranks(jobs.dora, inference_first=inference_first)[0]
+    losses = run_two(jobs.dora, inference_first=inference_first)[0]
     assert losses["fp8_e4m3"] == pytest.approx(losses["none"], rel=5e-3)
 
 
@@ -82,7 +82,7 @@ def test_losses_do_not_depend_on_how_codes_travel():
 
 @pytest.mark.parametrize("scope, scaling", [("none", "block"), ("rank", "current")])
 def test_a_write_to_some_weights_of_live_units_is_seen(scope, scaling):
-    live, before, after, fresh, again = run_ranks(jobs.partial_write, scope=scope, scaling=scaling)[0]
+    live, before, after, fresh, again = run_two(jobs.partial_write, scope=scope, scaling=scaling)[0]
     assert live == 14 and before != after[0] and {*after, fresh, again} == {fresh}
 
 
@@ -108,9 +108,9 @@ def test_weights_from_outside_are_not_scaled_by_the_history_of_others():
     ids=["codes", "cast", "zeropp", "without tokens"],
 )
 def test_ranks_use_different_experts(options):
-    ranks = run_ranks(jobs.different_experts, **options)
+    ranks = run_two(jobs.different_experts, **options)
     high = {"compute": {"format": "none"}, "weights": "none", "idle": options.get("idle", True)}
-    plain = run_ranks(jobs.different_experts, **high)
+    plain = run_two(jobs.different_experts, **high)
     first = ranks[0][1]
     for (losses, history, finite), (expected, _, _) in zip(ranks, plain):
         assert finite and losses == pytest.approx(expected, rel=0.03)

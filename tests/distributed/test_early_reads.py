@@ -3,7 +3,7 @@
 import early_read_jobs as jobs
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_two
 
 MODULE = {"gather_granularity": "module"}
 # Of the way that a weight goes in two steps. A gradient that is lost, or counted twice, is half of it or more.
@@ -13,7 +13,7 @@ LOSSLESS, QUANTIZED = 1e-4, 0.2
 @pytest.mark.parametrize("granularity", ["block", "module"])
 def test_lossless_is_stock(granularity):
     """Bit for bit, and what one process computes: no zeros go in the place of a gradient that is still to come."""
-    found = run_ranks(jobs.beside_stock, kinds=jobs.KINDS, granularity=granularity)[0]
+    found = run_two(jobs.beside_stock, kinds=jobs.KINDS, granularity=granularity)[0]
     for kind, (stock, lossless) in found.items():
         assert lossless["losses"] == stock["losses"]
         for name, weight in stock["weights"].items():
@@ -42,7 +42,7 @@ def test_each_gradient_is_sent_once(recipe, fields):
     """As many bytes as where nothing is read early; a second reduction would be one more message."""
     int8 = {"gradients": {"inter_format": "int8"}} if recipe == "zeropp" else {}
     fields = {"weights": {"format": "none"}, **int8, **fields}
-    found = run_ranks(jobs.reductions, recipe=recipe, kinds=jobs.KINDS[:-1], fields=fields)[0]
+    found = run_two(jobs.reductions, recipe=recipe, kinds=jobs.KINDS[:-1], fields=fields)[0]
     for kind, run in found.items():
         assert run["sent"] == found[None]["sent"], kind
         assert_is_reference(run, kind, QUANTIZED)
@@ -56,6 +56,6 @@ def test_ranks_with_different_unused_parameters(recipe, limit, checkpointed):
     fields = {"weights": {"format": "none"}, **int8}
     kinds = ("parent", "regularizer", "early and late")
     options = {"kinds": kinds, "checkpointed": checkpointed, "fields": fields}
-    found = run_ranks(jobs.with_unequal_ranks, recipe=recipe, **options)[0]
+    found = run_two(jobs.with_unequal_ranks, recipe=recipe, **options)[0]
     for kind, run in found.items():
         assert_is_reference(run, kind, limit, unequal=True)

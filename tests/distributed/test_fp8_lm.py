@@ -6,7 +6,7 @@ import fp8_checkpoint_jobs as checkpoints
 import fp8_gradient_jobs as gradients
 import fp8_state_jobs as states
 import pytest
-from ranks import run_ranks
+from ranks import run_ranks, run_two
 
 # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ def test_one_micro_batch_becomes_codes_at_once(world):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_accumulation_and_clipping_in_the_engine(dtype):
-    for steps in run_ranks(states.accumulation_in_the_engine, dtype=dtype):
+    for steps in run_two(states.accumulation_in_the_engine, dtype=dtype):
         for cosine, norm, norm_by_hand in steps:
             # The gradient read before the step is not FP8 yet: 0.999 as without accumulation; weights differ later on.
             assert cosine > 0.998 and abs(norm - 1) < 0.01
@@ -136,7 +136,7 @@ def test_fp8_adamw_with_the_same_gradients_arrives_at_the_same_weights(dtype):
 @pytest.mark.parametrize("kind", ["adamw", "adam", "groups", "fp16"])
 def test_compressed_states_in_fp32_are_stock(kind):
     """Clipping, a schedule, Adam's L2 penalty, groups with their own options, a loss scale; nothing is rounded."""
-    for stock, mine, largest, moved, stock_norm, norm in run_ranks(states.fp32_through_compressed_states, kind=kind):
+    for stock, mine, largest, moved, stock_norm, norm in run_two(states.fp32_through_compressed_states, kind=kind):
         assert mine == pytest.approx(stock, rel=2e-6 if kind != "fp16" else 1e-4)
         # In fp16 a weight's last bit decides about signs of gradients near zero, and Adam about steps of lr.
         assert largest < (2e-6 if kind != "fp16" else 1e-4) and moved > 5e-3 and stock_norm > 0.5
@@ -204,7 +204,7 @@ def test_safe_get_and_set(recipe, world, node_size):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_gradient_that_is_not_finite_changes_nothing(dtype):
-    results = run_ranks(states.gradients_that_are_not_finite, dtype=dtype)
+    results = run_two(states.gradients_that_are_not_finite, dtype=dtype)
     for log, losses, skipped, _ in results:
         for entry in log:
             factor = entry.pop("factor")
@@ -217,7 +217,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype):
 
 def test_gradients_stored_with_a_scale_a_block():
     """fp32 results are encoded where they arrive: every block by its own amax; accumulation, resume, norm, clipping."""
-    for result in run_ranks(checkpoints.stored_in_blocks):
+    for result in run_two(checkpoints.stored_in_blocks):
         # Each number within half a spacing of its block's scale, which is a power of two.
         assert all(error <= 1 for error in result["errors"])
         assert result["norm"] < 1e-6 and result["bytes"] == result["expected bytes"]
@@ -228,7 +228,7 @@ def test_gradients_stored_with_a_scale_a_block():
 
 
 def test_loading_weights_without_states():
-    for result in run_ranks(checkpoints.loading_weights_only):
+    for result in run_two(checkpoints.loading_weights_only):
         for (name, how), (off, moments, steps, exact, loss) in result.items():
             # Blocks of bf16 masters and tensors of FP16 masters hold bf16 weights, but for tiny ones.
             assert off < 1e-6, (name, how, off)
@@ -269,7 +269,7 @@ def test_optimizers_that_are_refused():
 
 @pytest.mark.parametrize("case, tensors", [("lora", 8), ("tied", 20), ("zero.Init", 21)])
 def test_models(case, tensors):
-    for mine, (exact, count, held), stock in run_ranks(states.models_of_all_kinds, case=case):
+    for mine, (exact, count, held), stock in run_two(states.models_of_all_kinds, case=case):
         assert mine == pytest.approx(stock, rel=2e-3)
         assert exact and count == tensors and held > 0
 

@@ -4,7 +4,7 @@ import shutil
 
 import freed_jobs as jobs
 import pytest
-from ranks import run_ranks
+from ranks import run_ranks, run_two
 from rlhf_jobs import config_of
 from rlhf_starts import make_starts
 
@@ -13,7 +13,7 @@ KINDS = ["lossless", "zeropp", "zeropp, rank's copy", "zeropp-4bit", "fp8-lm", j
 
 @pytest.fixture(scope="module")
 def left():
-    return run_ranks(jobs.left_by, kinds=[jobs.STOCK, *KINDS], timeout=400)
+    return run_two(jobs.left_by, kinds=[jobs.STOCK, *KINDS], timeout=400)
 
 
 def check_dropped(parts, grown):
@@ -28,7 +28,7 @@ def test_nothing_is_left_of_an_engine_that_is_dropped(kind, left):
 
 
 def test_nothing_is_left_of_a_model_that_was_made_under_zero_init():
-    for rank in run_ranks(jobs.made_under_zero_init, kinds=["zeropp", jobs.QLORA]):
+    for rank in run_two(jobs.made_under_zero_init, kinds=["zeropp", jobs.QLORA]):
         for found in rank.values():
             check_dropped(*found)
 
@@ -53,7 +53,7 @@ def test_an_engine_that_is_kept_has_no_buffers_of_the_plugin(kind, left):
 
 def test_a_model_runs_without_the_engine_that_it_had():
     """As after the destroy() of DeepSpeed's engine; and a later engine does not find what lets it."""
-    for losses, on_stack, still_alone in run_ranks(jobs.run_alone, kind="lossless"):
+    for losses, on_stack, still_alone in run_two(jobs.run_alone, kind="lossless"):
         assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-6)
         assert on_stack == 0
         assert not still_alone
@@ -65,7 +65,7 @@ def test_an_optimizer_is_destroyed_before_its_engine(kind):
 
 
 def test_what_is_freed_says_so():
-    for said in run_ranks(jobs.said_by_what_is_freed):
+    for said in run_two(jobs.said_by_what_is_freed):
         assert len(said) == 2 and all("engine.destroy() has freed" in line for line in said)
 
 

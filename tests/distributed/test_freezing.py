@@ -6,7 +6,7 @@ DeepSpeed's optimizer holds what required gradients then: momentum and weight de
 import freezing_jobs as jobs
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_two
 from recipes import WAYS
 
 
@@ -21,7 +21,7 @@ from recipes import WAYS
 )
 def test_lossless_is_stock_bit_for_bit(way, granularity, accumulation, schedules):
     options = {"way": way, "granularity": granularity, "accumulation": accumulation, "schedules": schedules}
-    runs = run_ranks(jobs.beside_stock, **options)[0]
+    runs = run_two(jobs.beside_stock, **options)[0]
     for schedule, ((stock_losses, stock_weights), (losses, weights)) in runs.items():
         assert losses == stock_losses, schedule
         for name, weight in stock_weights.items():
@@ -38,7 +38,7 @@ CASES = [*((way, "progressive") for way in WAYS), ("zeropp", "in turns"), ("FP8 
 
 @pytest.fixture(scope="module")
 def computed_and_exact():
-    return run_ranks(jobs.computed_and_exact, cases=CASES, lr=5e-2)[0]
+    return run_two(jobs.computed_and_exact, cases=CASES, lr=5e-2)[0]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{way}-{schedule}" for way, schedule in CASES])
@@ -50,5 +50,5 @@ def test_what_is_computed_is_what_the_weights_say(case, computed_and_exact):
 def test_what_is_frozen_between_micro_batches_has_a_gradient_of_zeros():
     """As in stock, whose list of gradients says so at the end of each backward; also where gradients rest in FP8."""
     ways = [None, "lossless", "zeropp", "fp8-lm-o2", "fp8-lm", "FP8 states", "FP8 store"]
-    for way, (frozen, others) in run_ranks(jobs.frozen_between_micro_batches_in, ways=ways)[0].items():
+    for way, (frozen, others) in run_two(jobs.frozen_between_micro_batches_in, ways=ways)[0].items():
         assert frozen < 1e-3 < 5e-3 < others, way

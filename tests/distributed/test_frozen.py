@@ -3,7 +3,7 @@
 import frozen_jobs as jobs
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, run_two
 
 FORMATS = {
     "int8": jobs.frozen("int8"),
@@ -18,7 +18,7 @@ FORMATS = {
 @pytest.mark.parametrize("fields", FORMATS.values(), ids=FORMATS)
 def test_training_equals_training_on_rounded_weights(fields, zero_init):
     """Bit for bit: losses, adapters, and what anybody sees of the frozen weights."""
-    for stored, rounded in run_ranks(jobs.equals_rounded_weights, fields=fields, zero_init=zero_init):
+    for stored, rounded in run_two(jobs.equals_rounded_weights, fields=fields, zero_init=zero_init):
         assert stored["losses"] == rounded["losses"]
         assert len(stored["stored"]) == 14 and all("_proj" in name for name in stored["stored"])
         assert all(torch.equal(stored["weights"][n], rounded["weights"][n]) for n in rounded["weights"])
@@ -72,7 +72,7 @@ def test_fp8_operands_come_straight_from_codes(fields, world, ranks_per_node):
 
 def test_fp8_operands_with_delayed_scales():
     more = {"compute": {"format": "fp8"}, "secondary": {"scope": "node"}}
-    for stored, rounded in run_ranks(
+    for stored, rounded in run_two(
         jobs.equals_rounded_weights, fields=FORMATS["int4"], dtype="bf16", zero_init=True, **more
     ):
         assert stored["operands"] == 8 and stored["losses"] == pytest.approx(rounded["losses"], rel=2e-3)

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from frozen_jobs import frozen
-from ranks import run_ranks
+from ranks import run_ranks, run_two
 
 from zeropp_fp8.export import export_checkpoint, main
 from zeropp_fp8.zero.checkpoint.manifest import damage, read_manifest
@@ -72,8 +72,8 @@ def test_resumes_bit_for_bit(saved):
 )
 def test_resumes_in_other_settings(fields, dtype, zero_init, more, tmp_path):
     options = {"folder": str(tmp_path), "fields": fields, "dtype": dtype, "zero_init": zero_init, "more": more}
-    runs = run_ranks(jobs.train_and_save, **options)
-    for run, resumed in zip(runs, run_ranks(jobs.load_and_train, **options)):
+    runs = run_two(jobs.train_and_save, **options)
+    for run, resumed in zip(runs, run_two(jobs.load_and_train, **options)):
         assert resumed["losses"] == run["losses"][2:] and resumed["evaluation"] == run["evaluation"]
         assert resumed["fresh"] and resumed["stored"] == 14
         assert_same(resumed["state"], run["state"])

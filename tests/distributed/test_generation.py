@@ -3,7 +3,7 @@
 import generation_jobs as jobs
 import pytest
 from frozen_jobs import frozen
-from ranks import run_ranks
+from ranks import run_ranks, run_two
 
 ALL_WAYS = (("values", False), ("values", True), ("codes", True), ("sharded", True), ("auto", True))
 ENGINES = {
@@ -97,7 +97,7 @@ def test_bytes():
 
 
 def test_refusals():
-    for found in run_ranks(jobs.refusals):
+    for found in run_two(jobs.refusals):
         assert found["unknown"] == "ValueError: generation: weights is one of auto, values, codes, sharded, not 'some'"
         assert "inside zeropp_fp8.generation already" in found["nested"]
         assert "put the pass under torch.no_grad()" in found["gradients"]
@@ -115,16 +115,16 @@ def test_the_least_memory_decides():
 
 
 def test_without_an_optimizer():
-    for equal, length in run_ranks(jobs.without_an_optimizer):
+    for equal, length in run_two(jobs.without_an_optimizer):
         assert equal and length == 5 + jobs.NEW_TOKENS
 
 
 def test_hooks_of_users():
-    for inside, after, loss in run_ranks(jobs.hooks_of_users):
+    for inside, after, loss in run_two(jobs.hooks_of_users):
         assert inside == ["kept", "added"] and after == ["kept", "added"] and loss < 10
 
 
 def test_inside_trl():
     pytest.importorskip("trl", reason="TRL is not installed")
-    for equal, message, loss in run_ranks(jobs.inside_trl):
+    for equal, message, loss in run_two(jobs.inside_trl):
         assert equal and "set ds3_gather_for_generation to False" in message and loss < 10

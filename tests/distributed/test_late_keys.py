@@ -4,7 +4,7 @@ import late_key_jobs as jobs
 import pytest
 import torch
 from deepspeed.runtime import engine
-from ranks import run_ranks
+from ranks import run_two
 
 unmanaged = pytest.mark.skipif(
     not hasattr(engine.DeepSpeedEngine, "managed_gradient_accumulation"), reason="this DeepSpeed manages the boundary"
@@ -29,7 +29,7 @@ def test_the_user_decides_when_to_step(granularity, offload):
     run = {"windows": WINDOWS, "managed": False, "offload": offload}
     stock = {"recipe": None, "leaf": granularity == "block", **run}
     mine = {"recipe": "lossless", "fields": {"gather_granularity": granularity}, **run}
-    for exact, plugin in run_ranks(jobs.accumulate_several, runs=[stock, mine]):
+    for exact, plugin in run_two(jobs.accumulate_several, runs=[stock, mine]):
         assert_same(plugin, exact)
 
 
@@ -52,7 +52,7 @@ def test_it_is_the_same_as_telling_before(recipe, windows, fields, offload):
     """As with set_gradient_accumulation_boundary before each pass, bit for bit, and near stock."""
     run = {"windows": windows, "recipe": recipe, "fields": fields, "dtype": "bf16", "offload": offload}
     runs = [{**run, "managed": True}, {**run, "managed": False}, {**run, "managed": False, "recipe": None}]
-    for told, plugin, exact in run_ranks(jobs.accumulate_several, runs=runs):
+    for told, plugin, exact in run_two(jobs.accumulate_several, runs=runs):
         assert_same(plugin, told)
         assert plugin[0] == pytest.approx(exact[0], rel=0.01)
 
@@ -63,7 +63,7 @@ def test_a_gradient_store_that_is_not_told(recipe, fields):
     """A lone backward pass counts as one of several: its gradient becomes FP8 when the step begins, not before."""
     run = {"windows": [1] * 6, "managed": False, "dtype": "bf16"}
     runs = [{**run, "recipe": recipe, "fields": fields}, {**run, "recipe": None}]
-    for plugin, exact in run_ranks(jobs.accumulate_several, runs=runs):
+    for plugin, exact in run_two(jobs.accumulate_several, runs=runs):
         assert plugin[0] == pytest.approx(exact[0], rel=0.01)
         assert plugin[0][-1] < plugin[0][0]
 
@@ -83,8 +83,8 @@ def test_a_gradient_store_that_is_not_told(recipe, fields):
 def test_buffers_that_stay_fp32(recipe, fields, distance, zero_init, tmp_path):
     """Dtypes and values of buffers are stock's, named for fp32 or not, from the start and from a checkpoint."""
     options = {"recipe": recipe, "fields": fields, "dtype": "bf16", "zero_init": zero_init, "folder": str(tmp_path)}
-    stock = run_ranks(jobs.named_buffers, plugin=False, **options)
-    for (losses, buffers), (exact, expected) in zip(run_ranks(jobs.named_buffers, plugin=True, **options), stock):
+    stock = run_two(jobs.named_buffers, plugin=False, **options)
+    for (losses, buffers), (exact, expected) in zip(run_two(jobs.named_buffers, plugin=True, **options), stock):
         assert buffers == expected
         assert all(b["correction_bias"] == (torch.float32, (10 + torch.arange(64) / 1000).tolist()) for b in buffers)
         assert losses == pytest.approx(exact, rel=distance, abs=0.0)

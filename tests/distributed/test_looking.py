@@ -7,7 +7,7 @@ would be encoded again (stochastic rounding then draws other numbers) and delaye
 import looking_jobs as jobs
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_two
 
 WAYS = [
     "lossless, node's copy",
@@ -23,7 +23,7 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_goes_on_bit_for_bit(way):
-    runs = run_ranks(jobs.looks, way=way, dtype="bf16" if way.startswith("fp8-lm") else "fp32")[0]
+    runs = run_two(jobs.looks, way=way, dtype="bf16" if way.startswith("fp8-lm") else "fp32")[0]
     losses, weights = runs.pop("nothing")
     for look, (looked_losses, looked_weights) in runs.items():
         assert looked_losses == losses, look

@@ -2,7 +2,7 @@
 
 import norm_jobs as jobs
 import pytest
-from ranks import run_ranks
+from ranks import run_two
 
 CASES = {
     "stock": (None, {}),
@@ -21,7 +21,7 @@ FACTORS = (1.0, 1e24, 1e-30)  # each gives a norm of about the same
 
 @pytest.fixture(scope="module")
 def found():
-    return run_ranks(jobs.norms, cases=CASES, factors=FACTORS)
+    return run_two(jobs.norms, cases=CASES, factors=FACTORS)
 
 
 @pytest.mark.parametrize("factor", FACTORS)

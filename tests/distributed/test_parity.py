@@ -3,7 +3,7 @@
 import parity_jobs as jobs
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, run_two
 
 ACCUMULATE_AND_CLIP = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
 SMALL_BUCKETS = {
@@ -52,18 +52,16 @@ def assert_same(stock, plugin):
 def test_lossless_is_stock_bit_for_bit(case, dtype, granularity):
     """`block` is compared with stock whose decoder layers are z3 leaf modules.
 
-    6 steps: the first records the order of modules, the second uses it; a bit that differs in any step stays in the
+    4 steps: the first records the order of modules, the second uses it; a bit that differs in any step stays in the
     optimizer's fp32 weights, in which they end.
     """
-    stock, plugin = run_ranks(jobs.train_both, granularity=granularity, dtype=dtype, steps=6, **PARITY_CASES[case])[0]
+    stock, plugin = run_ranks(jobs.train_both, granularity=granularity, dtype=dtype, steps=4, **PARITY_CASES[case])[0]
     assert_same(stock, plugin)
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
 def test_lossless_is_stock_with_activation_checkpointing(checkpointing):
-    stock, plugin = run_ranks(jobs.train_both, granularity="block", dtype="fp32", steps=6, checkpointing=checkpointing)[
-        0
-    ]
+    stock, plugin = run_two(jobs.train_both, granularity="block", dtype="fp32", steps=4, checkpointing=checkpointing)[0]
     assert_same(stock, plugin)
 
 
@@ -92,7 +90,7 @@ def test_other_worlds(world, ranks_per_node):
         ranks_per_node=ranks_per_node,
         granularity="block",
         dtype="fp32",
-        steps=6,
+        steps=4,
         recipe="zeropp",
         detect=True,
     )[0]
@@ -101,7 +99,7 @@ def test_other_worlds(world, ranks_per_node):
 
 @pytest.fixture(scope="module")
 def losses_of_variants():
-    return run_ranks(jobs.train_variants)[0]
+    return run_two(jobs.train_variants)[0]
 
 
 @pytest.mark.parametrize("variant", ["reentrant", "non-reentrant", "overlap off", "module", "parameter", "fp16"])
@@ -125,7 +123,7 @@ def test_quantized_with_tied_weights_accumulation_clipping_and_prefetch():
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
 def test_lora_added_after_zero_init(checkpointing, zero_init):
     """PEFT adapters on a frozen base, at block granularity: the first block's input needs no gradient."""
-    stock, lossless, zeropp = run_ranks(jobs.train_lora, checkpointing=checkpointing, zero_init=zero_init)[0]
+    stock, lossless, zeropp = run_two(jobs.train_lora, checkpointing=checkpointing, zero_init=zero_init)[0]
     assert lossless["losses"] == pytest.approx(stock["losses"], rel=1e-6)
     assert zeropp["losses"] == pytest.approx(stock["losses"], rel=5e-3)
     adapters = [name for name in stock["weights"] if "lora_" in name]

@@ -2,7 +2,7 @@
 
 import pipeline_jobs as jobs
 import pytest
-from ranks import run_ranks
+from ranks import run_ranks, run_two
 
 WORLD, NODES, PER_NODE = 4, 2, 2
 NO_COPY = {"secondary": {"scope": "none"}}
@@ -76,19 +76,19 @@ STOCHASTIC = {"weights": {"rounding": "stochastic"}, "gradients": {"rounding": "
     ids=["lossless", "zeropp", "stochastic, no copy"],
 )
 def test_evaluations_between_steps_change_nothing(recipe, limits, fields):
-    for alone, interleaved in run_ranks(jobs.interleaved, recipe=recipe, limits=limits, fields=fields):
+    for alone, interleaved in run_two(jobs.interleaved, recipe=recipe, limits=limits, fields=fields):
         assert interleaved == alone and len(set(alone)) == 3
 
 
 @pytest.mark.parametrize("recipe", ["lossless", "zeropp"])
 def test_an_evaluation_in_inference_mode_changes_nothing(recipe):
-    for alone, interleaved in run_ranks(jobs.evaluated_in_inference_mode, recipe=recipe):
+    for alone, interleaved in run_two(jobs.evaluated_in_inference_mode, recipe=recipe):
         assert interleaved == alone
 
 
 def test_parameters_frozen_between_two_forwards():
     """What is frozen after the engine was made is not stored: it stays as it is."""
-    for (before, after), (_, expected) in run_ranks(jobs.frozen_between_forwards):
+    for (before, after), (_, expected) in run_two(jobs.frozen_between_forwards):
         assert before == after == expected
 
 
@@ -120,7 +120,7 @@ def test_a_gradient_that_comes_in_two_of_three_micro_batches():
 )
 def test_writes_are_seen_by_the_next_forward(recipe, limits, fields):
     """On every rank, and in every unit: those that were on their way or kept from before the write too."""
-    ranks = run_ranks(jobs.writes_are_seen, recipe=recipe, limits=limits, fields=fields)
+    ranks = run_two(jobs.writes_are_seen, recipe=recipe, limits=limits, fields=fields)
     assert all(results == ranks[0] for results in ranks)
     for name, (before, after, fresh, plain, under_way, live) in ranks[0].items():
         assert after == fresh == pytest.approx(plain, rel=1e-6 if recipe == "lossless" else 2e-3), name
@@ -130,7 +130,7 @@ def test_writes_are_seen_by_the_next_forward(recipe, limits, fields):
 
 @pytest.fixture(scope="module")
 def two_engines():
-    return run_ranks(jobs.two_engines_one_module, limits="far ahead")
+    return run_two(jobs.two_engines_one_module, limits="far ahead")
 
 
 def test_an_engine_can_end(two_engines):
@@ -148,7 +148,7 @@ def test_a_second_engine_over_the_same_module(two_engines):
 
 
 def test_the_host_does_not_wait_for_the_reduction_stream():
-    for plain, without_waiting in run_ranks(jobs.train_as_if_streams_had_to_be_waited_for):
+    for plain, without_waiting in run_two(jobs.train_as_if_streams_had_to_be_waited_for):
         assert plain == without_waiting
 
 
@@ -156,13 +156,13 @@ def test_the_host_does_not_wait_for_the_reduction_stream():
 def test_what_is_under_way_stays_within_the_limit(limits):
     """Also where only the first hops of a gather have been started, as on a CPU."""
     prefetch = jobs.LIMITS[limits][0]
-    for most, largest in run_ranks(jobs.most_under_way, limits=limits):
+    for most, largest in run_two(jobs.most_under_way, limits=limits):
         assert 0 < most <= max(prefetch, largest)
 
 
 @pytest.mark.parametrize("recipe", ["lossless", "zeropp"])
 def test_optimizer_states_on_the_cpu(recipe):
-    for plain, offloaded in run_ranks(jobs.offloaded, recipe=recipe):
+    for plain, offloaded in run_two(jobs.offloaded, recipe=recipe):
         assert offloaded == plain and len(set(plain)) == 6
 
 

@@ -3,7 +3,7 @@
 import pytest
 import repeated_reduction_jobs as jobs
 import torch
-from ranks import run_ranks
+from ranks import run_two
 
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 MODULE = {"gather_granularity": "module"}
@@ -25,7 +25,7 @@ def assert_same(run, expected):
     "style, options", [*((style, {}) for style in jobs.known_styles()), ("managed", OFFLOAD), ("set boundary", OFFLOAD)]
 )
 def test_lossless_is_stock(style, options):
-    stock, lossless = run_ranks(jobs.beside_stock, style=style, **options)[0]
+    stock, lossless = run_two(jobs.beside_stock, style=style, **options)[0]
     assert_same(lossless, stock)
 
 
@@ -47,7 +47,7 @@ def test_lossless_is_stock(style, options):
 def test_quantized_gradients_stay_as_they_are(recipe, fields, options):
     """Bit for bit the run without the calls: nothing is sent, added, drawn or fed back twice."""
     whens = ["always"] if options.get("accumulation") == 1 else ["boundary", "always"]
-    found = run_ranks(jobs.with_and_without, recipe=recipe, whens=whens, fields=fields, **options)[0]
+    found = run_two(jobs.with_and_without, recipe=recipe, whens=whens, fields=fields, **options)[0]
     for when in whens:
         assert_same(found[when], found["never"])
 
@@ -56,5 +56,5 @@ def test_quantized_gradients_stay_as_they_are(recipe, fields, options):
 @pytest.mark.parametrize("recipe, dtype", [("zeropp", "fp32"), ("fp8-lm", "bf16")])
 def test_whoever_sets_the_boundary(recipe, dtype, style):
     """Also where the store learns of the boundary only in the step, or all gradients come at once."""
-    found = run_ranks(jobs.with_and_without, recipe=recipe, whens=["always"], style=style, dtype=dtype)[0]
+    found = run_two(jobs.with_and_without, recipe=recipe, whens=["always"], style=style, dtype=dtype)[0]
     assert_same(found["always"], found["never"])

@@ -5,7 +5,7 @@ DeepSpeed hands all parameters to the closures of the first, whatever engine the
 
 import pytest
 import several_engine_jobs as jobs
-from ranks import run_ranks
+from ranks import run_two
 
 # Each kind beside DeepSpeed's own engine, beside itself, and beside others that know their parameters in another way.
 PAIRS = [
@@ -25,7 +25,7 @@ STORED = ["stock", "zeropp", "fp8-lm"]  # engines that train, beside one whose w
 
 @pytest.fixture(scope="module")
 def runs():
-    return run_ranks(jobs.follow_all, pairs=PAIRS, timeout=400)[0]
+    return run_two(jobs.follow_all, pairs=PAIRS, timeout=400)[0]
 
 
 def check(run, computes_within, error=0.0):
@@ -45,6 +45,6 @@ def test_a_model_follows_another(pair, first_follows, runs):
 def test_a_model_that_rests_as_codes_follows_another():
     """Its linear weights are rounded to INT8: 0.5 % of their norm."""
     for kind in STORED:
-        runs = run_ranks(jobs.follow_stored, kind=kind)[0]
+        runs = run_two(jobs.follow_stored, kind=kind)[0]
         for run in runs.values():
             check(run, computes_within=0.02, error=0.01)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import whole_jobs as jobs
-from ranks import run_ranks
+from ranks import run_ranks, run_two
 
 
 @pytest.mark.parametrize("split, zero_init", [("none", True), ("balance", False), ("large", True)])
@@ -84,8 +84,8 @@ def test_every_combination_trains(options, ranks_per_node):
 
 
 def test_lora_on_a_frozen_base():
-    whole = run_ranks(jobs.losses_of, options={"recipe": "fp8-lm"}, lora=True)[0]
-    sliced = run_ranks(jobs.losses_of, options={"recipe": "fp8-lm", "partition": "slice"}, lora=True)[0]
+    whole = run_two(jobs.losses_of, options={"recipe": "fp8-lm"}, lora=True)[0]
+    sliced = run_two(jobs.losses_of, options={"recipe": "fp8-lm", "partition": "slice"}, lora=True)[0]
     assert whole[0] == pytest.approx(sliced[0], rel=2e-3)
     changed = [name for name in whole[1] if not torch.equal(whole[1][name], sliced[1][name])]
     assert all("lora" in name for name in changed)
@@ -104,7 +104,7 @@ def test_looking_and_changing(recipe):
 
 @pytest.mark.parametrize("recipe, lora", [("lossless", False), ("fp8-lm", False), ("fp8-lm", True)])
 def test_checkpoints(recipe, lora):
-    for log in run_ranks(jobs.checkpoints, recipe=recipe, lora=lora):
+    for log in run_two(jobs.checkpoints, recipe=recipe, lora=lora):
         uninterrupted, resumed = log["resume"]
         assert log["at load"] and resumed == uninterrupted and log["resume weights"]
         assert log["consolidated"] and log["zero_to_fp32"] and log["stock weights"]
@@ -131,12 +131,12 @@ def test_universal_checkpoint_at_another_world_size(tmp_path):
 
 
 def test_destroy_gives_slices_back():
-    for slices, same, losses in run_ranks(jobs.after_destroy):
+    for slices, same, losses in run_two(jobs.after_destroy):
         assert slices and same and all(loss == loss for loss in losses)
 
 
 def test_a_model_whose_engine_was_collected():
-    for same, losses in run_ranks(jobs.left_without_destroy):
+    for same, losses in run_two(jobs.left_without_destroy):
         assert same and all(loss == loss for loss in losses)
 
 

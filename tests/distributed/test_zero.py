@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 import zero_jobs as jobs
-from ranks import run_ranks
+from ranks import run_ranks, run_two
 
 import zeropp_fp8
 
@@ -38,13 +38,13 @@ def test_persistent_parameters_stay_exact():
 
 def test_several_inits_with_hpz():
     """Four models; the same seed gives the same loss; stock code never saw the keys (it would need nvcc)."""
-    (a, b, c, d), text = run_ranks(jobs.several_inits_with_hpz)[0]
+    (a, b, c, d), text = run_two(jobs.several_inits_with_hpz)[0]
     assert (a, b) == (c, d) and a != b
     assert text.count("zeropp_fp8: recipe none (lossless plus the ZeRO++ keys)") == 4
 
 
 def test_quantized_nontrainable_weights():
-    losses, formats, at_rest, trainable, text = run_ranks(jobs.quantized_nontrainable_weights)[0]
+    losses, formats, at_rest, trainable, text = run_two(jobs.quantized_nontrainable_weights)[0]
     for name, wire_format in formats.items():
         stored = "_proj" in name and not trainable[name]
         assert wire_format.startswith("int8" if stored else "float32"), name
@@ -146,7 +146,7 @@ STOCHASTIC = {
 )
 def test_checkpoints(recipe, fields, dtype):
     """Resume is exact (generators and residuals included); stock reads ours and we read stock's."""
-    for result in run_ranks(jobs.checkpoints, recipe=recipe, fields=fields, dtype=dtype):
+    for result in run_two(jobs.checkpoints, recipe=recipe, fields=fields, dtype=dtype):
         uninterrupted, resumed = result["resume losses"]
         assert resumed == uninterrupted and result["resume weights"]
         uninterrupted, in_stock = result["stock losses"]
@@ -157,7 +157,7 @@ def test_checkpoints(recipe, fields, dtype):
 
 
 def test_load_checkpoint_with_frozen_parameters_and_hpz():
-    for expected, before, after in run_ranks(jobs.load_with_frozen_parameters):
+    for expected, before, after in run_two(jobs.load_with_frozen_parameters):
         assert after == expected and before != expected
 
 

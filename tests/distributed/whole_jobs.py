@@ -53,7 +53,7 @@ def losses_of(
     options,
     dtype="bf16",
     steps=5,
-    ranks_per_node=2,
+    ranks_per_node=None,
     zero_init=False,
     accumulation=1,
     tie=False,
