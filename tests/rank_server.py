@@ -5,6 +5,7 @@ import gc
 import importlib
 
 import deepspeed
+import torch
 
 NEEDED = (
     "torch._dynamo",
@@ -40,6 +41,8 @@ for name in IF_THERE:
 # Asked for the first time, this runs compilers to see which ops they could build: in each rank, that was a quarter of a
 # short job. On one host DeepSpeed would prefer its own communication through shared memory, which has to be compiled.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# DeepSpeed formats every shard for messages that it does not print: else a tenth of a short job.
+torch.set_printoptions(threshold=0, edgeitems=0)
 # deepspeed.initialize collects garbage. In each rank that would visit half a million objects of imported modules, and
 # copy the memory that they lie in: 1.5 s of 2 with four ranks on two cores.
 gc.collect()

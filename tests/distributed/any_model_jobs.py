@@ -33,8 +33,6 @@ def marker(case: Case, phase: str) -> str:
 def run_cases(texts: list[str], phases=("plugin", "stock")) -> list[dict[str, float]]:
     """Run cases one after the other; what was measured of each. An error names the case."""
     importlib.import_module("torch._dynamo")  # zero.Init needs it imported before, see plugin.enable
-    # DeepSpeed formats every shard for messages that it does not print.
-    torch.set_printoptions(threshold=0, edgeitems=0)
     return [run_case(parsed(text), phases) for text in texts]
 
 

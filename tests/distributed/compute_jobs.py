@@ -45,6 +45,13 @@ def losses(steps=6, accumulation=1, only_gemm_weights=False, **kwargs):
     return train(engine, steps, accumulation), full_weights(engine.module), printed()
 
 
+def cast_and_gathered(**kwargs):
+    """(losses, weights) where layers cast their weights, and where codes of them are gathered; what was printed."""
+    *cast, _ = losses(weights="none", **kwargs)
+    *gathered, text = losses(weights="fp8_e4m3", only_gemm_weights=True, **kwargs)
+    return cast, gathered, text
+
+
 def operands_are_the_payload(compute, node_size, fields=None):
     """Where the operands of forward and backward GEMMs lie, and what reading a weight's values gives meanwhile."""
     from zeropp_fp8.compute import linear

@@ -61,8 +61,8 @@ def test_two_hops_need_one_copy_and_the_table_says_so():
 def test_codes_from_the_wire_equal_a_cast_of_the_gathered_weight(scaling, options):
     """The same codes, so the same bits: losses and weights of a run whose weights travel in 16 bits."""
     run = {"compute": fp8(scaling), "steps": 3, **options}
-    cast, weights, _ = run_ranks(jobs.losses, weights="none", **run)[0]
-    gathered, weights_of_codes, text = run_ranks(jobs.losses, weights="fp8_e4m3", only_gemm_weights=True, **run)[0]
+    start = run_ranks if "node_size" in options else run_two
+    (cast, weights), (gathered, weights_of_codes), text = start(jobs.cast_and_gathered, **run)[0]
     assert gathered == cast and len(set(cast)) == 3
     assert all(torch.equal(weights[name], weights_of_codes[name]) for name in weights)
     assert "fp8_e4m3, a scale a t" in text

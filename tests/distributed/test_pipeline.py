@@ -120,7 +120,7 @@ def test_a_gradient_that_comes_in_two_of_three_micro_batches():
 )
 def test_writes_are_seen_by_the_next_forward(recipe, limits, fields):
     """On every rank, and in every unit: those that were on their way or kept from before the write too."""
-    ranks = run_two(jobs.writes_are_seen, recipe=recipe, limits=limits, fields=fields)
+    ranks = run_ranks(jobs.writes_are_seen, recipe=recipe, limits=limits, fields=fields)
     assert all(results == ranks[0] for results in ranks)
     for name, (before, after, fresh, plain, under_way, live) in ranks[0].items():
         assert after == fresh == pytest.approx(plain, rel=1e-6 if recipe == "lossless" else 2e-3), name

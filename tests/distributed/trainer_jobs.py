@@ -49,8 +49,12 @@ def _losses(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def train_with_trainer(recipe, folder, steps=4):
-    """Losses of a short Trainer run, and the wire report of its engine."""
+def train_with_trainer(recipes, folder):
+    """{recipe: losses of a short Trainer run, and the wire report of its engine}."""
+    return {recipe: _with_trainer(recipe, folder) for recipe in recipes}
+
+
+def _with_trainer(recipe, folder, steps=4):
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(learning_rate=1e-3, **_arguments(section(recipe) if recipe else None, folder, steps))
@@ -69,8 +73,15 @@ def _characters():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def train_with_dpo(way, folder, steps=4):
-    """TRL's DPOTrainer whose reference follows the policy: (losses, largest relative difference of their weights)."""
+def train_with_dpo(ways, folder):
+    """TRL's DPOTrainer whose reference follows the policy.
+
+    {way: (losses, largest relative difference of their weights)}
+    """
+    return {way: _with_dpo(way, folder) for way in ways}
+
+
+def _with_dpo(way, folder, steps=4):
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 

@@ -52,7 +52,7 @@ def what_ranks_hold(split, world_init):
 def losses_of(
     options,
     dtype="bf16",
-    steps=5,
+    steps=3,
     ranks_per_node=None,
     zero_init=False,
     accumulation=1,

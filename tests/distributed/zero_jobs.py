@@ -234,8 +234,16 @@ def a_part_called_by_itself(calls):
 # -- gradients -----------------------------------------------------------------------------------------------------
 
 
-def reduced_gradients(dtype, sequences=128):
-    """The reduced gradient of one batch: stock's, and with each pair of wire formats; weights travel exactly."""
+FORMATS = {
+    "int8/int8": {"intra_format": "int8", "inter_format": "int8", "hadamard": False},
+    "int8/int4-hadamard": {"intra_format": "int8", "inter_format": "int4"},
+    "int8/int4 stochastic": {"intra_format": "int8", "inter_format": "int4", "rounding": "stochastic"},
+    "e4m3/e4m3": {"intra_format": "fp8_e4m3", "inter_format": "fp8_e4m3", "hadamard": False},
+}
+
+
+def reduced_gradient(dtype, formats, sequences=128):
+    """Cosine and ratio of norms of the reduced gradient of one batch to stock's; weights travel exactly."""
     from deepspeed.utils import safe_get_full_grad
 
     if dtype == "fp16":
@@ -254,18 +262,8 @@ def reduced_gradients(dtype, sequences=128):
         grads = [safe_get_full_grad(p).double().flatten() / scale for p in engine.module.parameters()]
         return torch.cat(grads)
 
-    stock = gradient(None)
-    results = {}
-    for name, fields in {
-        "int8/int8": {"intra_format": "int8", "inter_format": "int8", "hadamard": False},
-        "int8/int4-hadamard": {"intra_format": "int8", "inter_format": "int4"},
-        "int8/int4 stochastic": {"intra_format": "int8", "inter_format": "int4", "rounding": "stochastic"},
-        "e4m3/e4m3": {"intra_format": "fp8_e4m3", "inter_format": "fp8_e4m3", "hadamard": False},
-    }.items():
-        mine = gradient(fields)
-        cosine = torch.nn.functional.cosine_similarity(mine, stock, dim=0).item()
-        results[name] = (cosine, (mine.norm() / stock.norm()).item())
-    return results
+    stock, mine = gradient(None), gradient(FORMATS[formats])
+    return torch.nn.functional.cosine_similarity(mine, stock, dim=0).item(), (mine.norm() / stock.norm()).item()
 
 
 def overflow_is_seen():

@@ -1,0 +1,32 @@
+"""Products of parameters: each value of each on a CPU, the whole product where there is a GPU.
+
+ZEROPP_FP8_TEST_FULL=1 asks for whole products anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+
+import torch
+
+FULL = os.environ.get("ZEROPP_FP8_TEST_FULL") == "1" or torch.cuda.is_available()
+
+
+def thinned(*parameters: Iterable, full: bool = FULL) -> list[tuple]:
+    """The product of parameters; thinned, as many of its cases as the first parameter has values.
+
+    The other parameters go through their own product meanwhile, again and again. The first one must be long enough for
+    each value of each to come.
+    """
+    values = [list(parameter) for parameter in parameters]
+    if full:
+        return list(itertools.product(*values))
+    others = itertools.cycle(case[::-1] for case in itertools.product(*reversed(values[1:])))
+    cases = [(first, *rest) for first, rest in zip(values[0], others)]
+    for place, wanted in enumerate(values):
+        missing = [value for value in wanted if value not in [case[place] for case in cases]]
+        if missing:
+            raise ValueError(f"{missing} in no case: give the longest parameter first")
+    return cases
