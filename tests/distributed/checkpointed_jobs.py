@@ -190,7 +190,7 @@ def train(kind, the_section, checkpointing="non-reentrant", leaf=False, steps=2,
 
 
 def beside_plain(kinds, the_section, plain="itself", **options):
-    """{kind: (without checkpointing, with it and early stops, with it and run to the end)}.
+    """{kind: (without checkpointing, with it)}; `kinds`: (kind, whether recomputation stops early).
 
     `plain`: "stock" or "stock, leaves" where stock is to be run without checkpointing, which it cannot do in all cases.
     """
@@ -198,11 +198,11 @@ def beside_plain(kinds, the_section, plain="itself", **options):
     if plain != "itself":
         reference = (None, {"leaf": plain == "stock, leaves", "zero_optimization": KEPT, **options})
     found = {}
-    for kind in kinds:
-        found[kind] = [train(kind, reference[0], None, **reference[1])]
-        for early_stop in (True, False):
-            with set_checkpoint_early_stop(early_stop):
-                found[kind].append(train(kind, the_section, **options))
+    for kind, early_stop in kinds:
+        if kind not in found:
+            found[kind] = [train(kind, reference[0], None, **reference[1])]
+        with set_checkpoint_early_stop(early_stop):
+            found[kind].append(train(kind, the_section, **options))
     return found
 
 

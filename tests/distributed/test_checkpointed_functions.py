@@ -1,17 +1,15 @@
 """Activation checkpointing of functions over several modules, inside and outside of repeated blocks."""
 
+import itertools
+
 import checkpointed_jobs as jobs
 import pytest
 import torch
 from models import section
-from ranks import run_ranks
+from ranks import run_two
+from thinning import thinned
 
 MODULE = {"gather_granularity": "module"}
-
-
-def run(job, **arguments):
-    """On two nodes of a rank: what is gathered when does not depend on how many there are."""
-    return run_ranks(job, world=2, ranks_per_node=1, **arguments)
 
 
 def assert_same(run, expected):
@@ -29,7 +27,8 @@ def assert_nothing_left(run):
 @pytest.mark.parametrize("fields, stock", [({}, "stock, leaves"), (MODULE, "stock")], ids=["block", "module"])
 def test_lossless_is_stock(fields, stock):
     """Bit for bit stock, and after each backward all parameters are released."""
-    found = run(jobs.beside_plain, kinds=jobs.KINDS, the_section=section("lossless", 1, **fields), plain=stock)[0]
+    kinds = itertools.product(jobs.KINDS, (True, False))
+    found = run_two(jobs.beside_plain, kinds=list(kinds), the_section=section("lossless", 1, **fields), plain=stock)[0]
     assert len(found) == 9
     for plain, *both in found.values():
         for lossless in both:
@@ -56,8 +55,8 @@ def test_lossless_is_stock(fields, stock):
 )
 def test_quantized_is_itself_without_checkpointing(recipe, fields, options):
     """The same bits: what is recomputed, and what its backward reads, are the weights of the forward."""
-    kinds = ("twice", "nested", "of_blocks", "calls_itself", "each block")
-    found = run(jobs.beside_plain, kinds=kinds, the_section=section(recipe, 1, **fields), **options)[0]
+    kinds = thinned(("twice", "nested", "of_blocks", "calls_itself", "each block"), (True, False))
+    found = run_two(jobs.beside_plain, kinds=kinds, the_section=section(recipe, 1, **fields), **options)[0]
     for plain, *both in found.values():
         assert_nothing_left(plain)
         for checkpointed in both:
@@ -71,7 +70,7 @@ def test_a_failed_backward_leaves_nothing(recipe, granularity):
     """In the recomputation, or before it: the next steps are those of a run that never saw the batch."""
     for failure in ("recomputation", "backward"):
         fields = {"gather_granularity": granularity}
-        for found in run(jobs.after_failure, recipe=recipe, failure=failure, fields=fields):
+        for found in run_two(jobs.after_failure, recipe=recipe, failure=failure, fields=fields):
             assert found[True]["raised at"] == 1
             assert_same(found[True], found[False])
             assert found[True]["left"] == found[False]["left"] == []
@@ -81,12 +80,12 @@ def test_a_failed_backward_leaves_nothing(recipe, granularity):
 def test_an_engine_is_destroyed_after_a_failed_backward(recipe):
     """Modules that the exception has left in use keep nothing gathered."""
     for failure in ("recomputation", "backward"):
-        after, expected = run(jobs.engine_after_failure, recipe=recipe, failure=failure)[0]
+        after, expected = run_two(jobs.engine_after_failure, recipe=recipe, failure=failure)[0]
         assert after == expected
 
 
 def test_a_failed_backward_while_gradients_accumulate():
     """Parts of it may have been added to what was there: the next forward says so, and how to begin again."""
-    for message, begun_again, expected in run(jobs.failure_while_accumulating):
+    for message, begun_again, expected in run_two(jobs.failure_while_accumulating):
         assert "engine.optimizer.zero_grad()" in message
         assert begun_again == expected and len(set(expected)) == 3
