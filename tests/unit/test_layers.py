@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from hang_guard import HANG
 
 import zeropp_fp8
@@ -135,24 +134,49 @@ def module_name(path):
 FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def test_every_file_belongs_to_a_part():
-    assert {part_of(module) for module in FILES} == set(MAY_IMPORT)
-
-
-def test_imports_point_downwards():
-    assert [
-        line
-        for module, path in FILES.items()
-        for line in upward_imports(path.read_text(), module, path.name == "__init__.py")
-    ] == []
-
-
 def room_of(module):
     """The folder or file inside zero/ of a dotted module name of it; "" for zero/ itself."""
     return module.split(".")[2] if module.count(".") > 1 else ""
 
 
-def test_features_stand_above_what_they_extend():
+UPWARD = [
+    ("zeropp_fp8.formats.base", "from zeropp_fp8.comm import Topology"),
+    ("zeropp_fp8.formats.base", "import zeropp_fp8.comm.ledger as ledger"),
+    ("zeropp_fp8.formats.base", "from zeropp_fp8 import comm"),
+    ("zeropp_fp8.formats.base", "from ..comm import ledger"),
+    ("zeropp_fp8.formats.base", "def f():\n    from zeropp_fp8.zero import session"),
+    ("zeropp_fp8.formats.base", "from zeropp_fp8 import enable"),
+    ("zeropp_fp8.comm.ledger", "import zeropp_fp8.zero.stage3"),
+    ("zeropp_fp8.comm.ledger", "from zeropp_fp8.optim import adamw"),
+    ("zeropp_fp8.zero.stage3", "from zeropp_fp8 import plugin"),
+    ("zeropp_fp8.config", "from zeropp_fp8.formats import FORMAT_NAMES"),
+    ("zeropp_fp8", "from zeropp_fp8.comm import Topology"),
+]
+DOWNWARD = [
+    ("zeropp_fp8.formats.base", "import torch\nfrom zeropp_fp8.formats.scales import x\nfrom .scales import x"),
+    ("zeropp_fp8.comm.ledger", "from zeropp_fp8.formats import make_format\nfrom zeropp_fp8.config import resolve"),
+    ("zeropp_fp8.plugin", "from zeropp_fp8 import zero, config\nimport zeropp_fp8.comm"),
+    ("zeropp_fp8.run", "import zeropp_fp8"),
+]
+CHANGES = [
+    ("import deepspeed\ndeepspeed.zero.Init = 3", [2]),
+    ("import deepspeed.comm as dist\ndist.x = 3", [2]),
+    ("from deepspeed.runtime import engine as e\nsetattr(e.Engine, 'step', 3)", [2]),
+    ("def f():\n    from deepspeed import ops\n    ops.__compatible_ops__['x'] = 1", [3]),
+    ("import deepspeed\ndel deepspeed.zero", [2]),
+    ("import deepspeed\nmine = deepspeed.zero\nmine2 = {}\nmine2[deepspeed] = 1", []),
+]
+
+
+def test_the_house():
+    """Every file belongs to a part, imports point downwards, features stand above what they extend, in no circle."""
+    assert {part_of(module) for module in FILES} == set(MAY_IMPORT)
+    sources = {module: path.read_text() for module, path in FILES.items()}
+    upward = [upward_imports(source, module, FILES[module].name == "__init__.py") for module, source in sources.items()]
+    assert [lines for lines in upward if lines] == []
+    changes = {module: changes_of_deepspeed(source) for module, source in sources.items()}
+    assert {part_of(module) for module, lines in changes.items() if lines} == {"plugin"}, changes
+
     inside = {module: path for module, path in FILES.items() if part_of(module) == "zero"}
     assert {room_of(module) for module in inside} == set(ROOMS)
     wrong = []
@@ -166,14 +190,21 @@ def test_features_stand_above_what_they_extend():
                 wrong += [(module, name) for name in names if room_of(name) != own and room_of(name) not in ROOMS[own]]
     assert wrong == []
 
-
-def test_rooms_have_no_circle():
     left = dict(ROOMS)
     while left:
         free = [room for room, needs in left.items() if not needs & set(left)]
         assert free, f"a circle in {sorted(left)}"
         for room in free:
             del left[room]
+
+
+def test_the_checks_see_what_they_are_for():
+    for module, source in UPWARD:
+        assert len(upward_imports(source, module)) == 1, (module, source)
+    for module, source in DOWNWARD:
+        assert upward_imports(source, module) == [], (module, source)
+    for source, lines in CHANGES:
+        assert changes_of_deepspeed(source) == lines, source
 
 
 def test_the_ordinary_way_imports_no_option():
@@ -193,59 +224,6 @@ def test_the_ordinary_way_imports_no_option():
     loaded = done.stdout.split()
     assert "zeropp_fp8.zero.gather.gatherer" in loaded
     assert [module for module in loaded if room_of(module) in OPTIONAL] == []
-
-
-def test_only_the_plugin_changes_deepspeed():
-    others = {module: path for module, path in FILES.items() if part_of(module) != "plugin"}
-    assert [(module, line) for module, path in others.items() for line in changes_of_deepspeed(path.read_text())] == []
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("zeropp_fp8.formats.base", "from zeropp_fp8.comm import Topology"),
-        ("zeropp_fp8.formats.base", "import zeropp_fp8.comm.ledger as ledger"),
-        ("zeropp_fp8.formats.base", "from zeropp_fp8 import comm"),
-        ("zeropp_fp8.formats.base", "from ..comm import ledger"),
-        ("zeropp_fp8.formats.base", "def f():\n    from zeropp_fp8.zero import session"),
-        ("zeropp_fp8.formats.base", "from zeropp_fp8 import enable"),
-        ("zeropp_fp8.comm.ledger", "import zeropp_fp8.zero.stage3"),
-        ("zeropp_fp8.comm.ledger", "from zeropp_fp8.optim import adamw"),
-        ("zeropp_fp8.zero.stage3", "from zeropp_fp8 import plugin"),
-        ("zeropp_fp8.config", "from zeropp_fp8.formats import FORMAT_NAMES"),
-        ("zeropp_fp8", "from zeropp_fp8.comm import Topology"),
-    ],
-)
-def test_the_check_finds_an_upward_import(module, source):
-    assert len(upward_imports(source, module)) == 1
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("zeropp_fp8.formats.base", "import torch\nfrom zeropp_fp8.formats.scales import x\nfrom .scales import x"),
-        ("zeropp_fp8.comm.ledger", "from zeropp_fp8.formats import make_format\nfrom zeropp_fp8.config import resolve"),
-        ("zeropp_fp8.plugin", "from zeropp_fp8 import zero, config\nimport zeropp_fp8.comm"),
-        ("zeropp_fp8.run", "import zeropp_fp8"),
-    ],
-)
-def test_the_check_accepts_downward_imports(module, source):
-    assert upward_imports(source, module) == []
-
-
-@pytest.mark.parametrize(
-    ("source", "lines"),
-    [
-        ("import deepspeed\ndeepspeed.zero.Init = 3", [2]),
-        ("import deepspeed.comm as dist\ndist.x = 3", [2]),
-        ("from deepspeed.runtime import engine as e\nsetattr(e.Engine, 'step', 3)", [2]),
-        ("def f():\n    from deepspeed import ops\n    ops.__compatible_ops__['x'] = 1", [3]),
-        ("import deepspeed\ndel deepspeed.zero", [2]),
-        ("import deepspeed\nmine = deepspeed.zero\nmine2 = {}\nmine2[deepspeed] = 1", []),
-    ],
-)
-def test_the_check_finds_a_change_of_deepspeed(source, lines):
-    assert changes_of_deepspeed(source) == lines
 
 
 def test_importing_the_package_is_light():
