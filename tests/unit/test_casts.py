@@ -266,32 +266,29 @@ def test_kernels_in_the_interpreter():
     pytest.importorskip("triton")
     script = """
 import functools
+import itertools
 import torch
 from cast_cases import CASTS, COPIES, FLOAT8_DTYPES, MATRIX_DTYPES, awkward_matrix, check_amax, check_cast
+from thinning import thinned
 
 awkward_matrix = functools.partial(awkward_matrix, interpreted=True)
 
 CPU = torch.device("cpu")
-done = 0
+dtypes = list(itertools.product(FLOAT8_DTYPES.values(), MATRIX_DTYPES.values()))
 for name in (*CASTS, "delayed"):
-    for dtype in FLOAT8_DTYPES.values():
-        for matrix_dtype in MATRIX_DTYPES.values():
-            for rows, columns in mine(((1, 2), (17, 300), (131, 129))):
-                check_cast(name, awkward_matrix(rows, columns, matrix_dtype), dtype, CPU)
-                done += 1
-    for plain, transposed in COPIES:
-        for rows, columns in mine(((1, 200), (200, 3), (128, 256), (300, 33))):
-            matrix = awkward_matrix(rows, columns, torch.bfloat16, 1, whole_groups=False)
-            check_cast(name, matrix, torch.float8_e4m3fn, CPU, plain, transposed)
-            done += 1
+    for (dtype, matrix_dtype), (rows, columns) in mine(thinned(dtypes, ((1, 2), (17, 300), (131, 129)))):
+        check_cast(name, awkward_matrix(rows, columns, matrix_dtype), dtype, CPU)
+    for (rows, columns), (plain, transposed) in mine(thinned(((1, 200), (200, 3), (128, 256), (300, 33)), COPIES)):
+        matrix = awkward_matrix(rows, columns, torch.bfloat16, 1, whole_groups=False)
+        check_cast(name, matrix, torch.float8_e4m3fn, CPU, plain, transposed)
 for rows, columns in mine(((1, 2), (33, 65), (200, 300))):  # the last one takes more than one program of the amax pass
     check_amax(awkward_matrix(rows, columns, torch.bfloat16, whole_groups=False), CPU)
 # rows too long for the pass that holds whole ones, and ones that just fit
 for columns in mine((16385, 16384)):
     check_cast("row", awkward_matrix(3, columns, torch.bfloat16), torch.float8_e4m3fn, CPU, transposed=False)
-print(done)
+print("done")
 """
-    assert sum(map(int, run(script, interpret=True, processes=2).split())) == 5 * (2 * 3 * 3 + 3 * 4)
+    assert run(script, interpret=True, processes=2).split() == ["done"] * 2
 
 
 def test_fused_kernels_in_the_interpreter():
