@@ -13,11 +13,12 @@ UPSTREAM_ARGS ?=
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo rlhf-demo test test-upstream bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence bench-frozen bench-generation bench-rlhf faults soak check docs format clean
+.PHONY: help demo rlhf-demo test test-quick test-upstream bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence bench-frozen bench-generation bench-rlhf faults soak check docs format clean
 help:
 	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
 	@echo "make rlhf-demo  SFT, reward model and PPO of a tiny model on tasks with exact answers; results in runs/rlhf-demo"
-	@echo "make test     all tests"
+	@echo "make test     all tests; ZEROPP_FP8_TEST_FULL=1 make test: products of parameters in full too"
+	@echo "make test-quick   the tests to run before every commit"
 	@echo "make test-upstream UPSTREAM=/path/to/DeepSpeed   DeepSpeed's own ZeRO-3 tests with recipes; in runs/upstream"
 	@echo "make bench-two-nodes   step times and bytes on two emulated nodes (root); results in runs/two_nodes.*"
 	@echo "make bench-kernels     time and bandwidth of the quantization kernels; results in runs/kernels.json"
@@ -43,18 +44,24 @@ rlhf-demo: $(VENV)/.run
 	$(BIN)/python examples/rlhf/pipeline.py --settings examples/rlhf/demo.json --ranks 2 --nodes 2 --replace \
 		--out runs/rlhf-demo $(DEMO_ARGS)
 
-# Tests with ranks use all cores by themselves; most others use one, so that several files run at once. With TEST_ARGS,
-# for example TEST_ARGS="tests/unit/test_mx.py -k rceil", pytest is called once, with these.
+# Several files at once: ranks wait for each other half of the time. Each of the processes keeps two servers that have
+# imported everything, 1 GB. With TEST_ARGS, for example TEST_ARGS="tests/unit/test_mx.py -k rceil", only these.
+SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile
 ifeq ($(strip $(TEST_ARGS)),)
 test: $(VENV)/.test
-	failed=0; \
-	$(BIN)/python -m pytest --ignore=tests/unit || failed=1; \
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile tests/unit || failed=1; \
-	exit $$failed
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 else
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(TEST_ARGS)
 endif
+
+# One process's tests, without the ten files that take two thirds of their time; and with ranks, one file or two for
+# each thing they are about: collectives, every two parts together, units, bytes, checkpoints, refusals.
+NOT_QUICK := casts children kernels linear optim_kernel options ptq rlhf_quality rlhf_sft_benchmark upstream_workers
+QUICK := comm early_reads environment norm pairs reduction_order saving several_engines topology unit_kinds
+test-quick: $(VENV)/.test
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(QUICK:%=tests/distributed/test_%.py) tests/unit \
+		$(NOT_QUICK:%=--ignore=tests/unit/test_%.py)
 
 # Nothing is fetched but what DeepSpeed's tests need of pytest: before 8.4, where their fixtures still are fixtures. It
 # goes to a folder of its own. A GPU each rank; on the CPU: DS_ACCELERATOR=cpu LOCAL_SIZE=2 make test-upstream ...
