@@ -142,15 +142,35 @@ def several_runs(folder, commands):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, train_command):
-    """{recipe: figures} of a short run with each ds_config, all under one launcher: it and imports take ten seconds."""
-    folder = tmp_path_factory.mktemp("recipes")
+def runs(tmp_path_factory, train_command, hugging_face_model):
+    """The folder of a run under `torchrun`; and, all under one `deepspeed`, its last steps again and each ds_config.
+
+    A launcher and the imports of its ranks take ten seconds.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    checkpoint = folder / "checkpoint"
+    settings = ("zeropp", 5, "--save", checkpoint, "--save-every", 3)
+    whole = train_command(folder, "whole", *settings, "--eval-every", 4, model=hugging_face_model)
+    launched([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *whole])
+    # As after an interruption: the checkpoint of step 3 is the latest, and the log ends there.
+    assert (checkpoint / "latest").read_text() == "step5"
+    (checkpoint / "latest").write_text("step3")
+    shutil.rmtree(checkpoint / "step5")
+    written = (folder / "whole.jsonl").read_text().splitlines(keepends=True)
+    (folder / "interrupted.jsonl").write_text("".join(written[:3]))
+    resumed = train_command(folder, "interrupted", "zeropp", 5, "--resume", checkpoint, model=hugging_face_model)
     # Not the tiny model: none of its linear layers has the 64 features from which on layers compute in MX.
     commands = {recipe: train_command(folder, recipe, recipe, 3, model="llama-small") for recipe in RECIPES}
-    launched(deepspeed_command(*several_runs(folder, commands)))
+    launched(deepspeed_command(*several_runs(folder, {**commands, "interrupted": resumed})))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(runs):
+    """{recipe: figures} of a short run with each ds_config."""
     return {
-        recipe: json.loads((folder / f"{recipe}.json").read_text())
-        | {"output": (folder / f"{recipe}.0").read_text(), "losses": losses(folder / f"{recipe}.jsonl")}
+        recipe: json.loads((runs / f"{recipe}.json").read_text())
+        | {"output": (runs / f"{recipe}.0").read_text(), "losses": losses(runs / f"{recipe}.jsonl")}
         for recipe in RECIPES
     }
 
@@ -174,24 +194,9 @@ def test_lossless_has_the_losses_of_stock(results):
     assert results["lossless"]["losses"] == pytest.approx(results["stock"]["losses"], rel=1e-5)
 
 
-def test_resumed_run_equals_an_uninterrupted_one(tmp_path, train_command, hugging_face_model, text):
+def test_resumed_run_equals_an_uninterrupted_one(runs, hugging_face_model, text):
     """5 steps under `torchrun`, and the last 2 of them again under `deepspeed`, on a model folder of Hugging Face."""
-    checkpoint = tmp_path / "checkpoint"
-
-    def command(name, *more):
-        return train_command(tmp_path, name, "zeropp", 5, *more, model=hugging_face_model)
-
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launched(torchrun + command("whole", "--eval-every", 4, "--save", checkpoint, "--save-every", 3))
-    # As after an interruption: the checkpoint of step 3 is the latest, and the log ends there.
-    assert (checkpoint / "latest").read_text() == "step5"
-    (checkpoint / "latest").write_text("step3")
-    shutil.rmtree(checkpoint / "step5")
-    written = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "interrupted.jsonl").write_text("".join(written[:3]))
-    launched(deepspeed_command(*command("interrupted", "--resume", checkpoint)))
-
-    interrupted, whole = entries(tmp_path / "interrupted.jsonl"), entries(tmp_path / "whole.jsonl")
+    interrupted, whole = entries(runs / "interrupted.jsonl"), entries(runs / "whole.jsonl")
     assert [entry["step"] for entry in whole if "loss" in entry] == [1, 2, 3, 4, 5]
     for key in ("step", "loss", "lr"):
         assert [entry[key] for entry in interrupted if "loss" in entry] == [

@@ -59,7 +59,8 @@ def check(result, lora):
 @pytest.mark.parametrize("name", ENGINES)
 def test_equals_a_plain_model(name):
     """Tokens and logits are those of a model without DeepSpeed; training goes on as if nothing had been."""
-    for result in run_ranks(jobs.both, ways=ALL_WAYS, **ENGINES[name]):
+    start = run_ranks if name in ("zeropp, a copy a rank", "int4, one node", "whole tensors") else run_two
+    for result in start(jobs.both, ways=ALL_WAYS, **ENGINES[name]):
         check(result, ENGINES[name].get("lora", False))
         values, _, codes, sharded, auto = result["ways"]
         assert auto["chosen"] == "values" and codes["chosen"] == "codes"
@@ -83,7 +84,7 @@ def _on_one_rank(options):
 @pytest.mark.parametrize("name", FP8)
 def test_fp8_compute(name):
     """The numbers are those of the products' operands; generation multiplies them in high precision."""
-    for result in run_ranks(jobs.both, dtype="bf16", ways=(("values", True), ("codes", True)), **FP8[name]):
+    for result in run_two(jobs.both, dtype="bf16", ways=(("values", True), ("codes", True)), **FP8[name]):
         assert result["losses"] == result["alone"] and result["same_weights"]
         for way in result["ways"]:
             assert way["error"] < 0.05 and way["grown"] == 0 and way["hooks_are_back"], way
