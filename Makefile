@@ -46,7 +46,7 @@ rlhf-demo: $(VENV)/.run
 
 # Several files at once: ranks wait for each other half of the time. Each of the processes keeps two servers that have
 # imported everything, 1 GB. With TEST_ARGS, for example TEST_ARGS="tests/unit/test_mx.py -k rceil", only these.
-SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile
+SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 ifeq ($(strip $(TEST_ARGS)),)
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)

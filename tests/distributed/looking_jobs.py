@@ -12,6 +12,10 @@ from zero_jobs import shared_folder
 STORED = {"modules": "frozen", "format": "nf4", "block_size": 32}
 
 
+def nothing(engine, folder):
+    """What others are compared with."""
+
+
 def gather_for_writing(engine, folder):
     """What transformers, PEFT and accelerate do to look: each module's parameters, as if to write them."""
     import deepspeed
@@ -42,7 +46,6 @@ def look_at_states(engine, folder):
 
 
 LOOKS = {
-    "nothing": lambda engine, folder: None,
     "save_16bit_model": lambda engine, folder: engine.save_16bit_model(folder),
     "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),
     "module by module": gather_for_writing,
@@ -60,19 +63,22 @@ def _train(section, look, folder, dtype, steps=3):
     losses = []
     for index, tokens in enumerate(batches(2 * steps, dist.get_rank())):
         if index in (2, 3, 5):  # between steps, and between the micro-batches of one, which compute with one copy
-            LOOKS[look](engine, folder)
+            look(engine, folder)
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         if index == 4:
-            LOOKS[look](engine, folder)
+            look(engine, folder)
         engine.step()
         losses.append(loss.item())
     return losses, full_weights(engine.module)
 
 
-def looks(way, dtype="fp32"):
-    """{look: (losses, weights)} of the same training with each of LOOKS in its middle; `way`: of WAYS, or "stored"."""
+def looks(way, looks, dtype="fp32"):
+    """{look: (losses, weights)} of the same training with some of LOOKS, or "nothing", in its middle.
+
+    `way`: of WAYS, or "stored".
+    """
     switch(True)
     folder = shared_folder()
     section = section_of("zeropp", frozen=STORED) if way == "stored" else section_of(way)
-    return {look: _train(section, look, folder, dtype) for look in LOOKS}
+    return {look: _train(section, LOOKS.get(look, nothing), folder, dtype) for look in looks}

@@ -23,8 +23,7 @@ def assert_same(run, other):
 
 
 @unmanaged
-@pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])
-@pytest.mark.parametrize("granularity", ["module", "block"])
+@pytest.mark.parametrize("granularity, offload", thinned(["module", "block"], [False, True]))
 def test_the_user_decides_when_to_step(granularity, offload):
     """`lossless`, bit for bit as stock: only step() tells that a window of backward passes is over."""
     run = {"windows": WINDOWS, "managed": False, "offload": offload}

@@ -4,10 +4,13 @@ save_16bit_model and many libraries gather with `modifier_rank=0`, as if to writ
 would be encoded again (stochastic rounding then draws other numbers) and delayed scaling would lose its history.
 """
 
+import itertools
+
 import looking_jobs as jobs
 import pytest
 import torch
 from ranks import run_two
+from thinning import thinned
 
 WAYS = [
     "lossless, node's copy",
@@ -21,9 +24,10 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_training_goes_on_bit_for_bit(way):
-    runs = run_two(jobs.looks, way=way, dtype="bf16" if way.startswith("fp8-lm") else "fp32")[0]
+@pytest.mark.parametrize("way, looks", thinned(WAYS, itertools.pairwise([*jobs.LOOKS, *jobs.LOOKS][::2])))
+def test_training_goes_on_bit_for_bit(way, looks):
+    dtype = "bf16" if way.startswith("fp8-lm") else "fp32"
+    runs = run_two(jobs.looks, way=way, looks=("nothing", *looks), dtype=dtype)[0]
     losses, weights = runs.pop("nothing")
     for look, (looked_losses, looked_weights) in runs.items():
         assert looked_losses == losses, look

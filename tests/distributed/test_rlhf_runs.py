@@ -11,6 +11,7 @@ import torch
 from ranks import run_ranks
 from rlhf_starts import make_starts
 from safetensors.torch import load_file
+from thinning import thinned
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +137,7 @@ def test_stock_deepspeed_and_refusals(made, tmp_path):
             assert wanted in said
 
 
-@pytest.mark.parametrize("recipe", ["qlora", "zeropp"])
-@pytest.mark.parametrize("name", ["sft", "reward"])
+@pytest.mark.parametrize("name, recipe", thinned(["sft", "reward"], ["qlora", "zeropp"]))
 def test_supervised_stages(name, recipe, made, tmp_path):
     """Four steps; the last two again from a checkpoint; the next stage loads what they leave."""
     rows = str(made / ("sft.jsonl" if name == "sft" else "pairs.jsonl"))
