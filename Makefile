@@ -58,7 +58,7 @@ endif
 # One process's tests, without the ten files that take two thirds of their time; and with ranks, one file or two for
 # each thing they are about: collectives, every two parts together, units, bytes, checkpoints, refusals.
 NOT_QUICK := casts children kernels linear optim_kernel options ptq rlhf_quality rlhf_sft_benchmark upstream_workers
-QUICK := comm early_reads environment norm pairs reduction_order saving several_engines topology unit_kinds
+QUICK := comm environment norm pairs reduction_order saving topology unit_kinds
 test-quick: $(VENV)/.test
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(QUICK:%=tests/distributed/test_%.py) tests/unit \
 		$(NOT_QUICK:%=--ignore=tests/unit/test_%.py)
