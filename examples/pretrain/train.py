@@ -37,6 +37,7 @@ from basics import (
     JsonLines,
     adamw,
     bytes_sent,
+    failing_together,
     join_the_other_ranks,
     learning_rate_factor,
     mean_over_ranks,
@@ -177,9 +178,12 @@ def compare(directory: str, fixed: dict) -> None:
 
 def save(engine, directory: str, step: int, fixed: dict) -> None:
     """Write a checkpoint. Every rank keeps its own generator states; the order of the data follows from the step."""
-    if dist.get_rank() == 0:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        Path(directory, SETTINGS).write_text(json.dumps(fixed, indent=1))
+    with failing_together(f"writing {Path(directory, SETTINGS)}"):
+        if dist.get_rank() == 0:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            new = Path(directory, f"{SETTINGS}.new")
+            new.write_text(json.dumps(fixed, indent=1))
+            new.replace(Path(directory, SETTINGS))
     engine.save_checkpoint(directory, tag=f"step{step}", client_state={"step": step, "random": random_state()})
 
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def free_port():
         return str(probe.getsockname()[1])
 
 
-def run(command):
+def run(command, environment=None):
     """Run a launcher to its end and return (exit status, output); nothing it started outlives it."""
     env = {
         **os.environ,
@@ -43,6 +44,7 @@ def run(command):
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "OMP_NUM_THREADS": "1",
+        **(environment or {}),
     }
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -326,3 +328,16 @@ def test_clear_errors_for_data_that_is_not_there(tmp_path):
         pretrain_data.read_documents([str(tmp_path)])
     with pytest.raises(ValueError, match="not enough for one sequence of 64"):
         pretrain_data.Sequences(torch.arange(10), length=64)
+
+
+def test_settings_that_cannot_be_written_end_every_rank(tmp_path, train_command):
+    """Without a launcher, which would end the other rank: rank 0 alone writes them, and rank 1 must not wait for it."""
+    checkpoint = tmp_path / "checkpoint"
+    (checkpoint / "run.json.new").mkdir(parents=True)
+    command = [sys.executable, *train_command(tmp_path, "refused", "zeropp", 1, "--save", checkpoint)]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(lambda rank: run(command, address | {"RANK": rank, "LOCAL_RANK": rank}), "01"))
+    assert all(status not in (0, None) for status, _ in ended)
+    assert "IsADirectoryError" in ended[0][1]
+    assert "run.json failed on rank 0: IsADirectoryError" in ended[1][1]

@@ -196,12 +196,13 @@ def check_owners(config) -> None:
 def _refuse_left_over(model) -> None:
     """Refuse a model that an engine of the plugin still holds: DeepSpeed alone would not know what it meets."""
     from zeropp_fp8.compute.linear import LinearPrecision
+    from zeropp_fp8.zero.gather.adopted import STATE, is_stored
 
     layer = next(
         (n for n, m in model.named_modules() if isinstance(getattr(m, "precision", None), LinearPrecision)), None
     )
-    param = next((n for n, p in model.named_parameters() if hasattr(p, "zeropp_fp8_wire")), None)
-    stored = next((n for n, p in model.named_parameters() if hasattr(p, "zeropp_fp8_stored")), None)
+    param = next((n for n, p in model.named_parameters() if hasattr(p, STATE)), None)
+    stored = next((n for n, p in model.named_parameters() if is_stored(p)), None)
     if stored is not None and param is None:
         raise ConfigError(
             f"{stored} rests as codes of the frozen store, which stock DeepSpeed would take for numbers; add the "
