@@ -15,8 +15,8 @@ the next start, without a fault. A case is well when
     the next start loads `latest`, and its losses, evaluations and generated tokens are, bit for bit, those of the run
     without a fault.
 
-Ranks that still are there after that time are ended. On the CPU ranks are forked (gloo), on GPUs spawned, one each
-(NCCL). The exit status is 1 unless every case is well.
+Ranks that still are there after that time are ended. They are on the CPU (gloo), or on a GPU each (NCCL). The exit
+status is 1 unless every case is well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import re
 import shutil
@@ -42,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from environment import describe
 from options import finite, new_file, whole
+from ranks import forkserver_context
 
 from zeropp_fp8.config import RECIPES
 
@@ -234,12 +234,7 @@ def live(args, way: str, fault: str | None, place: str | None, rank: int, start:
 def run(args, way: str, start: Path, folder: Path, fault: str | None = None, place: str | None = None) -> list[dict]:
     """What each rank of one start told, with its exit status and how many seconds after the fault it ended."""
     start.mkdir()
-    if args.device == "cpu":
-        from ranks import forkserver_context
-
-        context = forkserver_context()
-    else:
-        context = multiprocessing.get_context("spawn")  # what the server has imported might have started CUDA
+    context = forkserver_context()
     all_ranks = range(args.ranks)
     processes = [context.Process(target=live, args=(args, way, fault, place, r, start, folder)) for r in all_ranks]
     for process in processes:
@@ -371,6 +366,8 @@ def parse(argv=None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    # The server that ranks are forked from must not start CUDA; with NVML it can count GPUs without.
+    os.environ.update(DS_ACCELERATOR=args.device, PYTORCH_NVML_BASED_CUDA_CHECK="1")
     rows, out, head = [], Path(args.out), describe("benchmarks/faults.py", sys.argv[1:])
     result = {**head, "ranks": args.ranks, "struck": args.struck, "timeout": args.timeout, "rows": rows}
     out.parent.mkdir(parents=True, exist_ok=True)
