@@ -376,7 +376,7 @@ def test_step_times_are_those_of_the_files(page_name):
     }
     measured = {}
     for file in ("25gbit", "10_6_4gbit", "nvlink"):
-        for row in json.loads((RESULTS / f"2026-11-21_4xH200/{file}.json").read_text())["rows"]:
+        for row in json.loads((RESULTS / f"two_nodes/h200-4-{file}.json").read_text())["rows"]:
             measured[row["run"], str(row["gbit"])] = row["step_ms"]
     rows = re.findall(r"^\|(.*)\|$", PAGES[page_name], flags=re.M)
     head = next(n for n, row in enumerate(rows) if "25 Gbit/s | 10 Gbit/s | one node" in row)
@@ -396,7 +396,7 @@ def test_step_times_are_those_of_the_files(page_name):
 
 
 def test_the_demo_shown_is_the_one_kept():
-    summary = json.loads((RESULTS / "2026-11-22_demo/summary.json").read_text())["runs"]
+    summary = json.loads((RESULTS / "demo/cpu-4-gloo.json").read_text())["runs"]
     (output,) = (body for body in blocks(README) if "held-out" in body)
     for name, run in summary.items():
         ratios = [run[f"{link}_bytes"] / summary["stock"][f"{link}_bytes"] for link in ("inter", "intra")]
@@ -407,7 +407,7 @@ def test_the_demo_shown_is_the_one_kept():
         for shown in (in_readme, numbers(row[1:])):
             assert shown == pytest.approx(kept, abs=6e-4), name
     (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
-    assert (ROOT / picture).parent == RESULTS / "2026-11-22_demo" and (ROOT / picture).stat().st_size > 10_000
+    assert (ROOT / picture).parent == RESULTS / "demo" and (ROOT / picture).stat().st_size > 10_000
 
 
 # -- messages

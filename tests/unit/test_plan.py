@@ -37,7 +37,7 @@ from zeropp_fp8.plan.measured import MODELS, emulated_job
 from zeropp_fp8.plan.step_time import overlapped
 
 ROOT = Path(__file__).parent.parent.parent
-RESULTS = ROOT / "benchmarks/results/2026-11-21_4xH200"
+RESULTS = ROOT / "benchmarks/results/two_nodes"
 PARAMETERS = 1345423360  # of the benchmark's Llama
 M = 2 * PARAMETERS
 NONE_KEPT = replace(emulated_job(25), kept_parameters=0)
@@ -86,7 +86,7 @@ def test_published_volumes_at_many_nodes():
 @pytest.mark.parametrize("name", ["25gbit", "10_6_4gbit"])
 def test_bytes_against_the_ledger_and_the_interface(name):
     """What the two-node benchmark counted, in the ledger and on the network interface."""
-    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    rows = json.loads((RESULTS / f"h200-4-{name}.json").read_text())["rows"]
     assert len(rows) > 5
     for row in rows:
         modelled = moved(row["run"], emulated_job(row["gbit"]))
@@ -206,7 +206,7 @@ def test_peers_are_met_within_15_percent():
 
 def test_every_run_measured_together_is_met_within_15_percent():
     """Four constants of GPU and host are fitted to the machine of that day; links and kernels stay as they are."""
-    points = load_points(RESULTS)
+    points = load_points(RESULTS) + load_points(RESULTS.parent / "step_profile")
     assert len(points) > 25
     for residual in check(points, calibrate_machine(points, EMULATED_H200)):
         assert abs(residual.error) < 0.15, residual.point.label
