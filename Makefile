@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+QUESTION ?=
 UPSTREAM ?=
 RECIPES ?= lossless zeropp
 UPSTREAM_ARGS ?=
@@ -13,22 +14,14 @@ UPSTREAM_ARGS ?=
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo rlhf-demo test test-quick test-upstream bench-two-nodes bench-kernels bench-fp8 bench-convergence bench-fp8-lm bench-fp8-lm-convergence bench-frozen bench-generation bench-rlhf faults soak check docs format clean
+.PHONY: help demo rlhf-demo test test-quick test-upstream bench faults soak check docs format clean
 help:
 	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
 	@echo "make rlhf-demo  SFT, reward model and PPO of a tiny model on tasks with exact answers; results in runs/rlhf-demo"
 	@echo "make test     all tests; ZEROPP_FP8_TEST_FULL=1 make test: products of parameters in full too"
 	@echo "make test-quick   the tests to run before every commit"
 	@echo "make test-upstream UPSTREAM=/path/to/DeepSpeed   DeepSpeed's own ZeRO-3 tests with recipes; in runs/upstream"
-	@echo "make bench-two-nodes   step times and bytes on two emulated nodes (root); results in runs/two_nodes.*"
-	@echo "make bench-kernels     time and bandwidth of the quantization kernels; results in runs/kernels.json"
-	@echo "make bench-fp8         speed of FP8 linear layers against bf16; results in runs/fp8_linear.json"
-	@echo "make bench-convergence held-out losses of FP8 and MX training against bf16; results in runs/convergence.*"
-	@echo "make bench-fp8-lm      memory and speed of FP8-LM against bf16; results in runs/fp8_lm_*.json"
-	@echo "make bench-fp8-lm-convergence   held-out losses of FP8-LM, its ablation table and mu; results in runs/fp8_lm_*"
-	@echo "make bench-frozen      memory, speed and losses of LoRA over INT4, INT8 and NF4 weights; results in runs/frozen_*"
-	@echo "make bench-generation  milliseconds a token inside a ZeRO-3 engine; results in runs/generation.json"
-	@echo "make bench-rlhf     PPO's training phase and memory, and what PPO and GRPO reach beside bf16; runs/rlhf_*"
+	@echo "make bench QUESTION=kernels   measure; the questions are the files of benchmarks/; results in runs/"
 	@echo "make faults   one rank struck at every place of a job, for every recipe; results in runs/faults.json"
 	@echo "make soak     thousands of steps of every recipe, and whether anything grows (nightly); in runs/soak.json"
 	@echo "make check    ruff: lint and format; the documentation, built strictly"
@@ -70,59 +63,18 @@ test-upstream: $(VENV)/.upstream
 	PYTHONPATH=$(CURDIR)/$(VENV)/upstream PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/upstream/run_upstream.py \
 		--upstream "$(UPSTREAM)" --recipes $(RECIPES) --out runs/upstream $(UPSTREAM_ARGS)
 
-# As root: it makes two network namespaces. 4 GPUs, else the CPU with a small model.
-bench-two-nodes: $(VENV)/.bench
-	$(BIN)/python benchmarks/two_nodes.py --equivalence --out runs/two_nodes.json --plot runs/two_nodes.png $(BENCH_ARGS)
-
-bench-kernels: $(VENV)/.run
-	mkdir -p runs
-	$(BIN)/python benchmarks/kernels.py --out runs/kernels.json $(BENCH_ARGS)
-
-bench-fp8: $(VENV)/.run
-	$(BIN)/python benchmarks/fp8_linear.py --out runs/fp8_linear.json $(BENCH_ARGS)
-
-# A 100M-class model, about 2 minutes a run on a large GPU; else a tiny one on the CPU.
-bench-convergence: $(VENV)/.run
-	$(BIN)/python benchmarks/convergence.py --out runs/convergence.json --plot runs/convergence.png $(BENCH_ARGS)
-
-bench-fp8-lm: $(VENV)/.run
-	mkdir -p runs
-	$(BIN)/python benchmarks/fp8_lm.py memory --out runs/fp8_lm_memory.json $(BENCH_ARGS)
-	$(BIN)/python benchmarks/fp8_lm.py throughput --out runs/fp8_lm_throughput.json --timeout 3600
-
-bench-fp8-lm-convergence: $(VENV)/.run
-	mkdir -p runs
-	$(BIN)/python benchmarks/fp8_lm_convergence.py --runs all --timeout 7200 --out runs/fp8_lm_convergence.json \
-		--plot runs/fp8_lm_convergence.png --trace-plot runs/fp8_lm_mu.png $(BENCH_ARGS)
-
-# With bitsandbytes installed in .venv it is measured beside them. Two nodes need root: see benchmarks/frozen.py.
-bench-frozen: $(VENV)/.run
-	mkdir -p runs
-	$(BIN)/python benchmarks/frozen.py memory --out runs/frozen_memory.json $(BENCH_ARGS)
-	$(BIN)/python benchmarks/frozen.py throughput --out runs/frozen_throughput.json --timeout 3600
-	$(BIN)/python benchmarks/frozen.py dequantize --out runs/frozen_dequantize.json
-	$(BIN)/python benchmarks/frozen_quality.py --timeout 3600 --out runs/frozen_quality.json \
-		--plot runs/frozen_quality.png
-
-# Between two emulated nodes: as root, with BENCH_ARGS="--ranks 4 --gbit 25".
-bench-generation: $(VENV)/.run
-	mkdir -p runs
-	$(BIN)/python benchmarks/generation.py --out runs/generation.json $(BENCH_ARGS)
-
-# The last takes some 17 minutes on a large GPU, 5 pipelines side by side.
-bench-rlhf: $(VENV)/.run
-	mkdir -p runs
-	$(BIN)/python benchmarks/rlhf_step.py --out runs/rlhf_step.json $(BENCH_ARGS)
-	$(BIN)/python benchmarks/rlhf_sft.py --out runs/rlhf_sft.json
-	$(BIN)/python benchmarks/rlhf_quality.py --side-by-side 5 --out runs/rlhf_quality.json --plot runs/rlhf_quality.png
+# On GPUs, else small on the CPU. Two nodes are network namespaces: as root.
+bench: $(VENV)/.bench
+	@test -n "$(QUESTION)" || { echo "say which, a file of benchmarks/: make bench QUESTION=kernels"; exit 2; }
+	$(BIN)/python -m benchmarks.$(QUESTION) $(BENCH_ARGS)
 
 # On the CPU half an hour: `stop` waits for the process group. On two GPUs: BENCH_ARGS="--device cuda --margin 60".
 faults: $(VENV)/.run
-	$(BIN)/python benchmarks/faults.py --side-by-side 4 --out runs/faults.json $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.faults --side-by-side 4 $(BENCH_ARGS)
 
 # On the CPU, hours.
 soak: $(VENV)/.run
-	$(BIN)/python benchmarks/soak.py --out runs/soak.json $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.soak $(BENCH_ARGS)
 
 check: $(VENV)/.lint
 	$(BIN)/ruff check .

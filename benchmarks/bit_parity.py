@@ -1,7 +1,7 @@
 """Whether `lossless` is stock ZeRO-3 bit for bit under deterministic algorithms, and whether every feature trains.
 
-    torchrun --nproc_per_node 4 --max-restarts 3 benchmarks/bit_parity.py --out bit_parity.json
-    torchrun --nproc_per_node 4 benchmarks/bit_parity.py --device cpu --out bit_parity.json
+    torchrun --nproc_per_node 4 --max-restarts 3 -m benchmarks.bit_parity --out bit_parity.json
+    torchrun --nproc_per_node 4 -m benchmarks.bit_parity --device cpu --out bit_parity.json
 
 On GPUs over NCCL, on CPUs over gloo with a small model; an even number of ranks, one host. Every case builds an engine,
 trains it with `torch.use_deterministic_algorithms(True)`, eager attention and the seeds and data of all other cases,
@@ -45,11 +45,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-from environment import describe, forget_memory
-from options import finite, new_file, whole
+from benchmarks.harness.environment import describe, forget_memory
+from benchmarks.harness.results import write_result
+from examples.options import finite, new_file, whole
 
 CONTROL_TIMEOUT = 60  # seconds in which all ranks must end a case once one has
 GROUP_TIMEOUT = 120
@@ -562,7 +560,7 @@ def parse(argv=None):
         help="let torch fill new memory with NaN, which finds what reads it before it is written",
     )
     parser.add_argument("--case-timeout", type=finite(above=0), default=GROUP_TIMEOUT, help="seconds for one case")
-    parser.add_argument("--out", type=new_file, default="bit_parity.json")
+    parser.add_argument("--out", type=new_file, default="runs/bit_parity.json")
     args = parser.parse_args(argv)
     if "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) % 2:
         parser.error("start it with torchrun on an even number of ranks: torchrun --nproc_per_node 4 ...")
@@ -653,7 +651,7 @@ def head(args, device) -> dict:
             print(line(row), flush=True)
         return result
     world = int(os.environ["WORLD_SIZE"])
-    result = describe("benchmarks/bit_parity.py", sys.argv[1:])
+    result = describe("bit_parity")
     result["command"] = result["command"].replace("python", f"torchrun --nproc_per_node {world}", 1)
     sizes = {part: vars(SIZES[device.type, part]) for part in ("parity", "features")}
     more = {"ranks": world, "device": device.type, "dtype": "bf16", "steps": args.steps, "sizes": sizes}
@@ -738,7 +736,7 @@ def write(result: dict, path: str) -> None:
     """All of it at once, so that a reader never finds half a file."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     part = Path(path + ".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(part, result | {"finished": "under_way" not in result})
     part.replace(path)
 
 

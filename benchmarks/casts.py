@@ -1,7 +1,7 @@
 """Time of the casts of a matrix to FP8 operands, plain and transposed, beside a plain copy and torch code.
 
-    python benchmarks/casts.py --out casts.json
-    python benchmarks/casts.py --sweep              # which tiles and warps suit this GPU
+    python -m benchmarks.casts --out casts.json
+    python -m benchmarks.casts --sweep              # which tiles and warps suit this GPU
 
 On a GPU the Triton kernels, checked byte for byte against the torch code on the same matrix before they are timed; on a
 CPU the torch code. A line says: microseconds, GB/s (bytes read and written, counting a matrix as often as it has to be
@@ -13,20 +13,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
 import torch.nn.functional as F
-from environment import describe
-from options import new_file, several, whole
-from timing import milliseconds
 
+from benchmarks.harness.environment import describe
+from benchmarks.harness.measuring import milliseconds
+from benchmarks.harness.results import write_result
+from examples.options import new_file, several, whole
 from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.operand import Float8Operand
 
@@ -199,7 +194,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=whole(1), default=30 if on_gpu else 3)
     parser.add_argument("--sweep", action="store_true", help="instead, try tiles and warps on the first shape")
-    parser.add_argument("--out", type=new_file, help="JSON file")
+    parser.add_argument("--out", type=new_file, default="runs/casts.json")
     args = parser.parse_args()
     shapes = [tuple(int(side) for side in shape.split("x")) for shape in args.shapes]
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -207,10 +202,9 @@ def main() -> None:
         torch.set_num_threads(1)
         if args.sweep:
             raise SystemExit("--sweep needs a GPU")
-    result = describe("benchmarks/casts.py", sys.argv[1:])
+    result = describe("casts")
     result["rows"] = sweep(shapes[0], device, args.repeats) if args.sweep else measure(shapes, device, args.repeats)
-    if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.out, result | {"finished": True})
 
 
 if __name__ == "__main__":

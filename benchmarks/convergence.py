@@ -1,8 +1,8 @@
 """Held-out loss of a 100M-class Llama trained in FP8 and MX, against the same training in bf16.
 
-    python benchmarks/convergence.py --runs bf16,current,delayed --out a.json
-    CUDA_VISIBLE_DEVICES=1 python benchmarks/convergence.py --runs mxfp8,mxfp6 --out b.json
-    python benchmarks/convergence.py --merge a.json b.json --plot convergence.png --out convergence.json
+    python -m benchmarks.convergence --runs bf16,current,delayed --out a.json
+    CUDA_VISIBLE_DEVICES=1 python -m benchmarks.convergence --runs mxfp8,mxfp6 --out b.json
+    python -m benchmarks.convergence --merge a.json b.json --plot convergence.png --out convergence.json
 
 One GPU (a CPU with --size tiny --batch 2 --sequence 64 --steps 20); several processes with other runs may go side by
 side. Every run has the same initial weights, the same data in the same order, and the same recipe: weights that compute
@@ -26,29 +26,34 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import math
-import statistics
 import sys
 import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "pretrain"))
-
 import torch
-from data import Sequences, byte_tokens, read_documents, split_tokens
-from environment import describe
-from llama import Llama, Size
-from options import finite, new_file, several, whole
 
+from benchmarks.harness.environment import describe
+from benchmarks.harness.learning import (
+    BETAS,
+    BF16,
+    THEN,
+    WEIGHT_DECAY,
+    compare,
+    evaluated,
+    load_data,
+    merge,
+    plot,
+    show,
+    train_steps,
+)
+from benchmarks.harness.llama import Llama
+from benchmarks.harness.results import write_result
+from benchmarks.harness.sizes import SIZES, Size
+from benchmarks.harness.zero3 import CLIP
+from examples.options import finite, new_file, several, whole
+from examples.pretrain.data import Sequences
 from zeropp_fp8.compute import convert_linear_layers
 
-BF16 = "bf16"
 PAPER = {"scale_mode": "floor", "rounding": "half_away"}
 WEIGHTS_IN_4_BITS = {"weights": "mxfp4", "activations": "mxfp6_e3m2", "gradients": "mxfp6_e3m2"}
 # run: (the "compute" section, by how many percent its loss may be above bf16's)
@@ -66,18 +71,7 @@ COMPUTE = {
     "mxfp4w_mxfp6a_paper": ({"format": WEIGHTS_IN_4_BITS, **PAPER}, 2.0),
 }
 TARGETS = sorted({target for _, target in COMPUTE.values()})
-THEN = "_then_"
-BYTE_VOCABULARY = 256
-SIZES = {
-    "100m": Size(hidden=768, intermediate=2048, layers=12, heads=12, kv_heads=12, vocabulary=BYTE_VOCABULARY),
-    "tiny": Size(hidden=128, intermediate=256, layers=2, heads=2, kv_heads=2, vocabulary=BYTE_VOCABULARY),
-}
 SETTINGS = ("size", "steps", "batch", "sequence", "lr", "warmup", "data", "eval_sequences")
-BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.1  # of matrices; vectors have none
-CLIP = 1.0
-LEAST_RATE = 0.1  # of the learning rate, at the end
-LOSS_EVERY = 50  # steps between reading losses from the device
 
 
 class Trainer:
@@ -152,14 +146,6 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-def rate_factor(step: int, warmup: int, steps: int) -> float:
-    """What the learning rate of step `step` (from 0) is multiplied by."""
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
 def train(run: str, seed: int, args, data: tuple[Sequences, Sequences], device: torch.device, folder: Path) -> dict:
     """One run; its row of results.
 
@@ -205,41 +191,6 @@ def train(run: str, seed: int, args, data: tuple[Sequences, Sequences], device: 
     return row
 
 
-def train_steps(trainer: Trainer, first: int, end: int, args, data: tuple[Sequences, Sequences], row: dict) -> None:
-    """Steps `first` ... `end` - 1; losses and seconds, without those of held-out losses, are added to the row."""
-    training, held_out = data
-    losses = []
-    began = time.perf_counter()
-    for step in range(first, end):
-        tokens = training.training_batch(step * args.batch, args.batch)
-        losses.append(trainer.step(tokens, rate_factor(step, args.warmup, args.steps)))
-        done = step + 1
-        evaluate = done % args.eval_every == 0 or done == args.steps
-        if not evaluate and done % LOSS_EVERY and done != end:
-            continue
-        row["train"].append([done, torch.stack(losses).mean().item()])  # waits for the device
-        losses.clear()
-        row["seconds"] += time.perf_counter() - began
-        if evaluate:
-            row["held_out"].append([done, evaluated(trainer, held_out, args)])
-            print(
-                f"{row['run']} seed {row['seed']}: step {done}, {row['seconds']:.0f} s, loss "
-                f"{row['train'][-1][1]:.4f}, held out {row['held_out'][-1][1]:.4f}",
-                flush=True,
-            )
-        began = time.perf_counter()
-
-
-def evaluated(trainer: Trainer, held_out: Sequences, args) -> float:
-    return trainer.held_out_loss(held_out, args.eval_sequences, args.batch)
-
-
-def load_data(args, device: torch.device) -> tuple[Sequences, Sequences]:
-    """(training, held-out) sequences of bytes, on the device."""
-    training, held_out = split_tokens(read_documents(args.data), byte_tokens)
-    return Sequences(training.to(device), args.sequence), Sequences(held_out.to(device), args.sequence)
-
-
 # -- results --------------------------------------------------------------------------------------------------------
 
 
@@ -247,116 +198,6 @@ def target_of(run: str) -> float | None:
     """By how many percent the loss of a run may be above bf16's; None for bf16 itself."""
     precision = run.rpartition(THEN)[2]
     return COMPUTE[precision][1] if precision in COMPUTE else None
-
-
-def compare(rows: list[dict], target_of: Callable[[str], float | None] = target_of) -> list[dict]:
-    """A line for each run: mean held-out loss over its seeds, and the mean difference to bf16 of the same seeds.
-
-    Args:
-        target_of: by how many percent the loss of a run may be above bf16's.
-    """
-    by_run = defaultdict(dict)
-    for row in rows:
-        by_run[row["run"]][row["seed"]] = row
-    bf16 = by_run.get(BF16, {})
-    lines = []
-    for run, of_seeds in by_run.items():
-        finals = {seed: row["held_out_loss"] for seed, row in of_seeds.items()}
-        line = {
-            "run": run,
-            "seeds": sorted(finals),
-            "held_out_loss": statistics.fmean(finals.values()),
-            "tokens_per_s": statistics.median(row["tokens_per_s"] for row in of_seeds.values()),
-            "target_percent": target_of(run),
-        }
-        differences = [100 * (loss / bf16[seed]["held_out_loss"] - 1) for seed, loss in finals.items() if seed in bf16]
-        if differences:
-            line["percent_above_bf16"] = statistics.fmean(differences)
-            line["percent_above_bf16_by_seed"] = differences
-        if len(finals) > 1:
-            line["seed_spread_percent"] = 100 * statistics.stdev(finals.values()) / line["held_out_loss"]
-        if line["target_percent"] is not None and differences:
-            line["within_target"] = line["percent_above_bf16"] <= line["target_percent"]
-        lines.append(line)
-    return lines
-
-
-def show(result: dict) -> None:
-    """Print the comparison."""
-    rows, data = result["rows"], result["data"]
-    settings = result["settings"]
-    print(
-        f"\n{rows[0]['parameters'] / 1e6:.1f} million parameters, {rows[0]['tokens'] / 1e6:.1f} million tokens in "
-        f"{settings['steps']} steps of {settings['batch']} x {settings['sequence']}, "
-        f"{rows[0]['epochs']:.2f} epochs of {data['training_tokens'] / 1e6:.1f} million bytes "
-        f"({', '.join(data['sources'])}); held out: {data['held_out_tokens'] / 1e6:.2f} million bytes, of which "
-        f"{data['evaluated_tokens'] / 1e6:.2f} million are evaluated"
-    )
-    print(f"{'run':<26}{'seeds':>6}{'held-out loss':>15}{'above bf16':>12}{'target':>9}{'':>8}{'tokens/s':>11}")
-    for line in result["comparison"]:
-        above, target = line.get("percent_above_bf16"), line["target_percent"]
-        verdict = {True: "met", False: "MISSED", None: ""}[line.get("within_target")]
-        print(
-            f"{line['run']:<26}{len(line['seeds']):>6}{line['held_out_loss']:>15.5f}"
-            f"{'' if above is None else f'{above:+.3f} %':>12}{'' if target is None else f'{target:g} %':>9}"
-            f"{verdict:>8}{line['tokens_per_s']:>11.0f}"
-            + (f"   seeds vary by {line['seed_spread_percent']:.2f} %" if "seed_spread_percent" in line else "")
-        )
-    sys.stdout.flush()
-
-
-def plot(result: dict, path: str, targets: Iterable[float] = TARGETS) -> None:
-    """Held-out loss, and its difference to bf16, along the way; `targets` are lines, in percent."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    settings = result["settings"]
-    tokens = settings["batch"] * settings["sequence"] / 1e6
-    bf16 = {row["seed"]: dict(row["held_out"]) for row in result["rows"] if row["run"] == BF16}
-    figure, (losses, differences) = pyplot.subplots(1, 2, figsize=(15, 6))
-    colors = pyplot.get_cmap("tab20")
-    runs = list(dict.fromkeys(row["run"] for row in result["rows"]))
-    for row in result["rows"]:
-        style = {
-            "color": "black" if row["run"] == BF16 else colors(runs.index(row["run"]) % 20),
-            "linestyle": "--" if THEN in row["run"] else "-",
-            "label": row["run"] if row["seed"] == min(r["seed"] for r in result["rows"]) else None,
-            "linewidth": 1.2,
-        }
-        losses.plot([step * tokens for step, _ in row["held_out"]], [loss for _, loss in row["held_out"]], **style)
-        reference = bf16.get(row["seed"], {})
-        points = [(step, 100 * (loss / reference[step] - 1)) for step, loss in row["held_out"] if step in reference]
-        differences.plot([step * tokens for step, _ in points], [percent for _, percent in points], **style)
-    losses.set(xlabel="million tokens", ylabel="held-out loss (nats a byte)", yscale="log")
-    differences.set(xlabel="million tokens", ylabel="held-out loss above bf16 (%)")
-    for percent in targets:
-        differences.axhline(percent, color="gray", linestyle=":", linewidth=0.8)
-    differences.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def merge(paths: list[str]) -> dict:
-    """The results of several processes as one.
-
-    Raises:
-        ValueError: they were made with other settings or other data.
-    """
-    results = [json.loads(Path(path).read_text()) for path in paths]
-    first = results[0]
-    for path, result in zip(paths, results):
-        for key in ("settings", "data"):
-            if result[key] != first[key]:
-                raise ValueError(f"{path} was made with other {key} than {paths[0]}: {result[key]}, {first[key]}")
-    merged = {key: first[key] for key in ("date", "hardware", "versions", "settings", "data")}
-    merged["commands"] = [result["command"] for result in results]
-    rows = [row for result in results for row in result["rows"]]
-    merged["rows"] = list({(row["run"], row["seed"]): row for row in reversed(rows)}.values())  # the first of each
-    order = [BF16, *COMPUTE]
-    merged["rows"].sort(key=lambda row: (order.index(row["run"]) if row["run"] in order else len(order), row["run"]))
-    return merged
 
 
 # -- command line ---------------------------------------------------------------------------------------------------
@@ -370,7 +211,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--seeds", type=several(whole(0)), default="0", help="of initial weights and the order of the data"
     )
-    parser.add_argument("--size", choices=SIZES, default="100m" if on_gpu else "tiny")
+    parser.add_argument("--size", choices=SIZES, default="100m" if on_gpu else "tiny-bytes")
     parser.add_argument("--steps", type=whole(1), default=1000 if on_gpu else 20)
     parser.add_argument("--batch", type=whole(1), default=32 if on_gpu else 2, help="sequences in a step")
     parser.add_argument("--sequence", type=whole(1), default=1024 if on_gpu else 64, help="tokens in a sequence")
@@ -381,7 +222,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval-sequences", type=whole(1), default=512 if on_gpu else 4, help="for a held-out loss")
     parser.add_argument("--merge", nargs="+", metavar="JSON", help="train nothing: compare these results")
     parser.add_argument("--plot", type=new_file, help="PNG file")
-    parser.add_argument("--out", type=new_file, help="JSON file, written after every run")
+    parser.add_argument("--out", type=new_file, default="runs/convergence.json", help="written after every run")
     args = parser.parse_args(argv)
     args.runs = args.runs.split(",")
     args.seeds = [int(seed) for seed in args.seeds.split(",")]
@@ -396,28 +237,27 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def finish(result: dict, args) -> None:
     """Compare, and write what there is."""
-    result["comparison"] = compare(result["rows"])
+    result["comparison"] = compare(result["rows"], target_of)
     if args.plot:
         Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
     if args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+        write_result(args.out, result)
 
 
 def main() -> None:
     args = parse()
     if args.merge:
-        result = merge(args.merge)
+        result = merge(args.merge, [BF16, *COMPUTE])
         finish(result, args)
         show(result)
         if args.plot:
-            plot(result, args.plot)
+            plot(result, args.plot, TARGETS)
         return
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     if not on_gpu:
         torch.set_num_threads(1)
-    result = describe("benchmarks/convergence.py", sys.argv[1:])
+    result = describe("convergence")
     result["settings"] = {name: getattr(args, name) for name in SETTINGS if name not in ("size", "data")}
     result["settings"]["size"] = vars(SIZES[args.size])
     args.size = SIZES[args.size]
@@ -428,8 +268,7 @@ def main() -> None:
         "held_out_tokens": len(data[1].tokens),
         "evaluated_tokens": max(1, args.eval_sequences // args.batch) * args.batch * args.sequence,
     }
-    result["rows"] = []
-    failed = []
+    result |= {"finished": False, "rows": [], "failed": []}
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
             for run in args.runs:
@@ -438,18 +277,20 @@ def main() -> None:
                 try:
                     result["rows"].append(train(run, seed, args, data, device, Path(folder)))
                 except Exception as error:
-                    failed.append(run)
+                    result["failed"].append({"run": run, "error": str(error)})
                     print(f"{run} seed {seed} FAILED: {type(error).__name__}: {error}", flush=True)
                 finish(result, args)
                 gc.collect()
                 if on_gpu:
                     torch.cuda.empty_cache()
+    result["finished"] = True
+    finish(result, args)
     if result["rows"]:
         show(result)
         if args.plot:
-            plot(result, args.plot)
-    if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
+            plot(result, args.plot, TARGETS)
+    if result["failed"]:
+        sys.exit(f"failed: {', '.join(failure['run'] for failure in result['failed'])}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Held-out loss of a trained model in every format: weights cast, weights and activations cast, error diffusion.
 
-    python benchmarks/direct_cast.py --out direct_cast.json                          # CPU: a small Llama, some minutes
-    python benchmarks/direct_cast.py --model llama-base --steps 2000 --batch 32 --sequence-length 512 --out ...   # GPU
-    python benchmarks/direct_cast.py --checkpoint Qwen/Qwen3-0.6B --data ~/texts     # a model that is trained already
+    python -m benchmarks.direct_cast --out direct_cast.json                          # CPU: a small Llama, some minutes
+    python -m benchmarks.direct_cast --model llama-base --steps 2000 --batch 32 --sequence-length 512 --out ...   # GPU
+    python -m benchmarks.direct_cast --checkpoint Qwen/Qwen3-0.6B --data ~/texts     # a model that is trained already
 
 The model is one of examples/pretrain/models.py, trained here on text (the source of Python's standard library unless
 --data says otherwise), with the data, the split and the order of examples/pretrain. Then every linear layer but lm_head
@@ -15,24 +15,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "pretrain"))
 
 import torch
-from data import Sequences, byte_tokens, read_documents, split_tokens, tokenizer_tokens
-from environment import describe
-from models import SMALL_LLAMAS, make_model
-from options import finite, generator_seed, new_file, new_folder, whole
 from torch import nn
 from tqdm import tqdm
 
+from benchmarks.harness.environment import describe
+from benchmarks.harness.results import write_result
+from examples.options import finite, generator_seed, new_file, new_folder, whole
+from examples.pretrain.data import Sequences, byte_tokens, read_documents, split_tokens, tokenizer_tokens
+from examples.pretrain.models import SMALL_LLAMAS, make_model
 from zeropp_fp8.compute.direct_cast import CastReport, direct_cast, restore
 from zeropp_fp8.compute.error_diffusion import error_diffusion
 from zeropp_fp8.formats import MX_NAMES, make_format
@@ -66,7 +60,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="NAME")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all other numbers")
     parser.add_argument("--save", type=new_folder, metavar="DIR", help="save_pretrained() the trained model there")
-    parser.add_argument("--out", type=new_file, default="direct_cast.json")
+    parser.add_argument("--out", type=new_file, default="runs/direct_cast.json")
     arguments = parser.parse_args(argv)
     if arguments.lr is None:
         arguments.lr = 6e-4 if arguments.model == "llama-base" else 3e-3
@@ -191,7 +185,7 @@ def main() -> None:
         rows.append(measure(model, name, calibration, batches))
         print(line(rows[-1]), flush=True)
     result = {
-        **describe("benchmarks/direct_cast.py", sys.argv[1:]),
+        **describe("direct_cast"),
         "model": arguments.checkpoint or arguments.model,
         "parameters": sum(p.numel() for p in model.parameters()),
         "trained_tokens": trained_on * arguments.sequence_length,
@@ -200,8 +194,9 @@ def main() -> None:
         "dtype": arguments.dtype,
         "held_out_loss": baseline,
         "rows": rows,
+        "finished": True,
     }
-    Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.out, result)
 
 
 if __name__ == "__main__":

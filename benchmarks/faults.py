@@ -1,7 +1,7 @@
 """What becomes of a job when one rank meets a fault, for every recipe, every kind of fault and every place.
 
-    python benchmarks/faults.py --out faults.json
-    python benchmarks/faults.py --device cuda --margin 60 --recipes zeropp --faults kill stop --out faults.json
+    python -m benchmarks.faults --out faults.json
+    python -m benchmarks.faults --device cuda --margin 60 --recipes zeropp --faults kill stop --out faults.json
 
 The job builds an engine over a tiny Llama, loads the checkpoint that is there, and then trains a step, evaluates,
 generates and saves, again and again. One run of a recipe without a fault says what is right. A case is a start from
@@ -35,21 +35,12 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from benchmarks.harness.environment import describe
+from benchmarks.harness.results import write_result
+from benchmarks.harness.small_job import VOCABULARY, WAYS, engine_of, evaluate, generate, step_of
+from examples.options import finite, new_file, whole
+from tests.ranks import forkserver_context
 
-from environment import describe
-from options import finite, new_file, whole
-from ranks import forkserver_context
-
-from zeropp_fp8.config import RECIPES
-
-# Recipes, and with hpZ those that do not have it.
-WAYS = {name: (name, {}) for name in RECIPES}
-WAYS |= {
-    f"{name}+hpZ": (name, {"secondary": {"scope": "node"}}) for name in RECIPES if "secondary" not in RECIPES[name]
-}
 PLACES = ("build", "load", "forward", "backward", "step", "evaluate", "generate", "save")
 FAULTS = {  # kind: places where it can be
     "kill": PLACES,  # SIGKILL
@@ -60,7 +51,6 @@ FAULTS = {  # kind: places where it can be
     "nan": ("forward", "backward"),
 }
 LAST, SAVED = 4, 2  # steps of the run without a fault, and after how many of them a case begins
-VOCABULARY = 64
 STARTING = 600  # seconds in which a start must come to its fault, or end
 # What an error holds that names the cause: a peer that is gone, one that does not come, or what another rank raised.
 CAUSE = re.compile(
@@ -134,49 +124,9 @@ def join(args, rank: int, store: Path):
     return device
 
 
-def engine_of(way: str, ranks: int):
-    """An engine over a tiny Llama in bf16, with LoRA where weights are frozen; the ranks count as two nodes."""
-    from models import ds_config, llama, make_engine, section
-
-    recipe, fields = WAYS[way]
-    model = llama(vocab=VOCABULARY, attn_implementation="eager")
-    if "frozen" in RECIPES[recipe]:
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    config = ds_config(section(recipe, ranks_per_node=max(1, ranks // 2), **fields), "bf16")
-    return make_engine(model, config, lr=1e-2)
-
-
-def step_of(engine, tokens) -> float:
-    loss = engine(input_ids=tokens, labels=tokens).loss
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
-
-
-def evaluate(engine, tokens) -> float:
-    import torch
-
-    engine.eval()
-    with torch.no_grad():
-        loss = engine(input_ids=tokens, labels=tokens).loss.item()
-    engine.train()
-    return loss
-
-
-def generate(engine, tokens) -> list[int]:
-    import zeropp_fp8
-
-    with zeropp_fp8.generation(engine) as model:
-        options = {"attention_mask": tokens.new_ones(tokens.shape), "pad_token_id": 0, "eos_token_id": None}
-        return model.generate(tokens, max_new_tokens=4, do_sample=False, **options)[0].tolist()
-
-
 def job(args, way: str, strike: Strike, saves: bool, rank: int, folder: Path, device, told: dict) -> None:
     """One start; `told` gets what the driver is to know, by and by."""
-    from models import batches
-
+    from tests.models import batches
     from zeropp_fp8.zero import session
 
     strike.before(session, "make_topology", "build")
@@ -368,9 +318,15 @@ def main() -> None:
     args = parse()
     # The server that ranks are forked from must not start CUDA; with NVML it can count GPUs without.
     os.environ.update(DS_ACCELERATOR=args.device, PYTORCH_NVML_BASED_CUDA_CHECK="1")
-    rows, out, head = [], Path(args.out), describe("benchmarks/faults.py", sys.argv[1:])
-    result = {**head, "ranks": args.ranks, "struck": args.struck, "timeout": args.timeout, "rows": rows}
-    out.parent.mkdir(parents=True, exist_ok=True)
+    rows, head = [], describe("faults")
+    result = {
+        **head,
+        "finished": False,
+        "ranks": args.ranks,
+        "struck": args.struck,
+        "timeout": args.timeout,
+        "rows": rows,
+    }
     with ThreadPoolExecutor(args.side_by_side) as pool, tempfile.TemporaryDirectory() as name:
         for way in args.recipes:
             folder, saved = Path(name, way), Path(name, f"{way} saved")
@@ -385,7 +341,8 @@ def main() -> None:
             for row in pool.map(lambda case: one(args, case, right, saved), cases):  # noqa: B023 (done before the next)
                 rows.append(row)
                 print(f"{row['recipe']:<16}{row['fault']:<10}{row['place']:<10}{row.get('wrong', 'well')}", flush=True)
-                out.write_text(json.dumps(result, indent=1) + "\n")
+                write_result(args.out, result)
+    write_result(args.out, result | {"finished": True})
     well = sum(row["well"] for row in rows)
     print(f"\n{table(rows)}\n{well} of {len(rows)} cases are well, {len(rows) - well} are not")
     sys.exit(0 if well == len(rows) else 1)

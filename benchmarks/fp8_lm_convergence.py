@@ -1,9 +1,9 @@
 """Held-out loss of a 100M-class Llama trained with FP8-LM, against bf16 with fp32 AdamW; and what becomes of mu.
 
-    python benchmarks/fp8_lm_convergence.py --out runs/levels.json --plot runs/levels.png
-    python benchmarks/fp8_lm_convergence.py --runs table --out runs/fp8_lm_table.json
-    python benchmarks/fp8_lm_convergence.py --ranks 4 --runs bf16,fp8-lm-o1,pre,post --out a.json --trace-plot mu.png
-    python benchmarks/fp8_lm_convergence.py --merge a.json b.json --plot all.png --out all.json
+    python -m benchmarks.fp8_lm_convergence --out runs/levels.json --plot runs/levels.png
+    python -m benchmarks.fp8_lm_convergence --runs table --out runs/fp8_lm_table.json
+    python -m benchmarks.fp8_lm_convergence --ranks 4 --runs bf16,fp8-lm-o1,pre,post --out a.json --trace-plot mu.png
+    python -m benchmarks.fp8_lm_convergence --merge a.json b.json --plot all.png --out all.json
 
 Text, order of the data, initial weights, schedule, clipping and weight decay are those of convergence.py (33 million
 bytes; --steps and others change them). Every run is a ZeRO-3 engine, so all code is what users run. Without --ranks
@@ -33,19 +33,18 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-import convergence
 import torch
-from convergence import BETAS, BF16, SIZES, WEIGHT_DECAY, load_data, train_steps
-from environment import append_to, describe, dumped, join, read_result
-from fp8_lm_runs import EngineRun
-from jobs import Job, announce, begin_result, choose_gpus, end_result, run_jobs
-from llama import Size
-from options import finite, new_file, several, whole
 from torch import Tensor, nn
-from zero3 import without_refused
+
+from benchmarks.harness.engines import EngineRun
+from benchmarks.harness.environment import describe, join
+from benchmarks.harness.jobs import Job, announce, choose_gpus, run_jobs
+from benchmarks.harness.learning import BETAS, BF16, WEIGHT_DECAY, compare, load_data, merge, plot, show, train_steps
+from benchmarks.harness.results import append_to, begin_result, end_result, write_result
+from benchmarks.harness.sizes import SIZES, Size
+from benchmarks.harness.zero3 import without_refused
+from examples.options import finite, new_file, several, whole
+from examples.pretrain.data import Sequences
 
 
 def o1(**gradients) -> dict:
@@ -95,7 +94,7 @@ SETTINGS = ("steps", "batch", "sequence", "lr", "warmup", "eval_sequences", "ran
 
 
 class EngineTrainer:
-    """An engine with what convergence.train_steps asks for; `trace` grows by a step's mu and shares."""
+    """An engine with what learning.train_steps asks for; `trace` grows by a step's mu and shares."""
 
     def __init__(self, run: str, size: Size, seed: int, args, device: torch.device) -> None:
         def groups(model: nn.Module) -> list[dict]:
@@ -145,7 +144,7 @@ class EngineTrainer:
 def train(run: str, seed: int, args, data: tuple, device: torch.device) -> dict:
     """One run; its row of results."""
     training, held_out = data
-    data = convergence.Sequences(training.tokens, training.length, seed), held_out
+    data = Sequences(training.tokens, training.length, seed), held_out
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer = EngineTrainer(run, SIZES[args.size], seed, args, device)
@@ -189,7 +188,7 @@ def worker(args) -> None:
 
 def measure(args) -> dict:
     """Do all runs; what is in args.out at the end."""
-    head = describe("benchmarks/fp8_lm_convergence.py", sys.argv[1:])
+    head = describe("fp8_lm_convergence")
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings |= {"size": vars(SIZES[args.size]), "engine": f"ZeRO-3, {args.ranks} rank(s) in one node"}
     training, held_out = load_data(args, torch.device("cpu"))
@@ -203,7 +202,9 @@ def measure(args) -> dict:
     names = [f"{run}:{seed}" for seed in args.seeds for run in args.runs]
     dealt = [names[place :: args.side_by_side] for place in range(args.side_by_side)]
     jobs = [Job(f"group {place}", some) for place, some in enumerate(dealt) if some]
-    run_jobs(__file__, jobs, args, time.monotonic() + args.timeout, side_by_side=args.side_by_side)
+    run_jobs(
+        "benchmarks.fp8_lm_convergence", jobs, args, time.monotonic() + args.timeout, side_by_side=args.side_by_side
+    )
     return end_result(args.out)
 
 
@@ -219,20 +220,19 @@ def finish(result: dict, args) -> None:
     """Compare, write, print and draw."""
     order = list(SECTIONS)
     result["rows"].sort(key=lambda row: (order.index(row["run"]), row["seed"]))
-    result["comparison"] = convergence.compare(result["rows"], target_of)
+    result["comparison"] = compare(result["rows"], target_of)
     for line in result["comparison"]:
         traces = [row["trace"] for row in result["rows"] if row["run"] == line["run"] and row["trace"]]
         if traces:
             line["gradients"] = summary(traces[0])
     if args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.out).write_text(dumped(result))
+        write_result(args.out, result)
     if not result["rows"]:
         return
-    convergence.show(result)
+    show(result)
     show_gradients(result["comparison"])
     if args.plot:
-        convergence.plot(result, args.plot, [TARGET_PERCENT])
+        plot(result, args.plot, [TARGET_PERCENT])
     if args.trace_plot:
         plot_traces(result, args.trace_plot)
 
@@ -323,7 +323,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--seeds", type=several(whole(0)), default="0", help="of initial weights and the order of the data"
     )
-    parser.add_argument("--size", choices=SIZES, default="100m" if on_gpu else "tiny")
+    parser.add_argument("--size", choices=SIZES, default="100m" if on_gpu else "tiny-bytes")
     parser.add_argument("--ranks", type=whole(1), default=1, help="that share a batch, in one node")
     parser.add_argument("--steps", type=whole(1), default=1000 if on_gpu else 20)
     parser.add_argument("--batch", type=whole(1), default=32 if on_gpu else 4, help="sequences in a step, of all ranks")
@@ -348,7 +348,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.eval_every = max(1, args.steps // 10) if args.eval_every is None else args.eval_every
     if args.merge:
         return args
-    args.out = args.out or "fp8_lm_convergence.json"
+    args.out = args.out or "runs/fp8_lm_convergence.json"
     named = [run for part in args.runs.split(",") for run in SEVERAL.get(part, (part,))]
     unknown = [run for run in named if run not in SECTIONS]
     if unknown:
@@ -362,19 +362,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def merged(paths: list[str]) -> dict:
-    """The results of several calls as one, with what failed in any."""
-    result = convergence.merge(paths)
-    result["failed"] = [failure for path in paths for failure in read_result(path)["failed"]]
-    return result
-
-
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         worker(argparse.Namespace(**json.loads(sys.argv[2])))
         return
     args = parse()
-    result = merged(args.merge) if args.merge else measure(args)
+    result = merge(args.merge, SECTIONS) if args.merge else measure(args)
     finish(result, args)
     for failure in result["failed"]:
         print(f"failed: {failure['run']}: {failure['error']}")

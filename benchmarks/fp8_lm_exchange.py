@@ -1,5 +1,7 @@
 """The gradient exchange of a Llama by itself: bytes and time in 32, 16 and 8 bits, nothing else running.
 
+    python -m benchmarks.fp8_lm_exchange --ranks 4 --gbit 25 --out runs/fp8_lm_exchange.json      (root: namespaces)
+
 All layers are reduced one after the other without waiting in between, then the ranks wait for the last: what a step
 costs where nothing hides it.
 
@@ -11,17 +13,21 @@ costs where nothing hides it.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from emulated_nodes import sent_bytes
-from fp8_lm_runs import SIZES
-from llama import Llama, Size
 from torch import Tensor
 
+from benchmarks.harness.command import add_link, choose_runs, command, cut_into_nodes
+from benchmarks.harness.llama import Llama
+from benchmarks.harness.nodes import sent_bytes, set_rate_everywhere
+from benchmarks.harness.question import Question
+from benchmarks.harness.sizes import SIZES, Size
+from examples.options import whole
 from zeropp_fp8.comm import Topology, WireLedger, make_topology
 from zeropp_fp8.comm.lanes import Lane
 from zeropp_fp8.comm.reduce_scatter import ReduceLanes, ReduceScatterPlan, Rings
@@ -121,33 +127,34 @@ def make_exchange(
     return TwoHopExchange(layers, formats, topology, device)
 
 
-def measure(args, device: torch.device, write: Callable[[dict], None]) -> None:
-    """Time all ways in turn, args.rounds times; rank 0 writes a row a way and round."""
-    per_node = args.ranks // args.nodes
+def measure(run: str, args, device: torch.device) -> dict:
+    """The row of one way in one round."""
+    if args.gbit is not None:
+        set_rate_everywhere(args.gbit or None)
+    size, per_node = SIZES[args.size], args.ranks // args.nodes
     topology = make_topology(None, per_node)
-    layers = layer_gradients(SIZES[args.size], device)
-    numel = sum(grad.numel() for grads in layers for grad in grads)
-    exchanges = {way: make_exchange(way, layers, topology, device) for way in WAYS}
-    for exchange in exchanges.values():  # warm-up
-        exchange(WireLedger(args.nodes, per_node))
-    for number in range(args.rounds):
-        for way, exchange in exchanges.items():
-            ledger = WireLedger(args.nodes, per_node)
-            _finish(device)
-            before, start = sent_bytes(), time.perf_counter()
-            with ledger.counting("gradients"):
-                exchange(ledger)
-            _finish(device)
-            ms = 1e3 * (time.perf_counter() - start)
-            sent = [0] * args.ranks
-            dist.all_gather_object(sent, sent_bytes() - before)
-            ledger.end_step()
-            if topology.rank == 0:
-                row = {"part": "exchange", "run": way, "round": number, "elements": numel, "ms": ms}
-                row["wire_bytes_per_rank"] = ledger.report()["per_step"]["gradients"]
-                # Of the node that sent more; without a link there is nothing to see.
-                row["tx_bytes_per_node"] = None if args.gbit is None else max(sent)
-                write(row)
+    layers = layer_gradients(size, device)
+    exchange = make_exchange(run, layers, topology, device)
+    exchange(WireLedger(args.nodes, per_node))  # warm-up
+    ledger = WireLedger(args.nodes, per_node)
+    _finish(device)
+    before, start = sent_bytes(), time.perf_counter()
+    with ledger.counting("gradients"):
+        exchange(ledger)
+    _finish(device)
+    ms = 1e3 * (time.perf_counter() - start)
+    sent = [0] * args.ranks
+    dist.all_gather_object(sent, sent_bytes() - before)
+    ledger.end_step()
+    return {
+        "run": run,
+        "round": args.round,
+        "elements": sum(grad.numel() for grads in layers for grad in grads),
+        "ms": ms,
+        "wire_bytes_per_rank": ledger.report()["per_step"]["gradients"],
+        # Of the node that sent more; without a link there is nothing to see.
+        "tx_bytes_per_node": None if args.gbit is None else max(sent),
+    }
 
 
 def _finish(device: torch.device) -> None:
@@ -200,3 +207,27 @@ def show(lines: list[dict]) -> None:
             f"{line['run']:<14}{line['ms']:>9.1f}{line['min_ms']:>9.1f}{line['max_ms']:>9.1f}{line['megabytes']:>10.2f}"
             f"{line['megabytes_between_nodes']:>10.2f}{bytes_below:>24}{time_below:>24}"
         )
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = command(__doc__, "fp8_lm_exchange", WAYS, SIZES, "1.3b" if torch.cuda.is_available() else "tiny")
+    add_link(parser)
+    parser.add_argument("--rounds", type=whole(1), default=2, help="odd ones backwards (default %(default)s)")
+    args = parser.parse_args(argv)
+    cut_into_nodes(args, parser)
+    choose_runs(args, parser, WAYS)
+    return args
+
+
+QUESTION = Question(
+    name="fp8_lm_exchange",
+    parse=parse,
+    settings=("size", "ranks", "nodes", "gbit"),
+    work=measure,
+    line=lambda row: f"{row['run']}: {row['ms']:.1f} ms",
+    compared=lambda result: {"comparison": compare(result["rows"])},
+    show=lambda result: show(result["comparison"]),
+)
+
+if __name__ == "__main__":
+    QUESTION.answer()

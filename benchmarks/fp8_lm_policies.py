@@ -1,6 +1,6 @@
 """What pre-scaling, post-scaling and the automatic mu of FP8-LM lose of gradients, for more ranks than there are.
 
-    python benchmarks/fp8_lm_policies.py --ranks 8,64,256 --out runs/policies.json --plot runs/policies.png
+    python -m benchmarks.fp8_lm_policies --ranks 8,64,256 --out runs/policies.json --plot runs/policies.png
 
 One GPU (or a CPU, tiny). Ranks are emulated: in each step the gradients of so many different sequences are computed one
 after the other, and all policies reduce the same ones in FP8 E4M3 as the two hops of this project do: a code a number,
@@ -21,17 +21,15 @@ import time
 from collections import deque
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
 import torch
-from convergence import SIZES, load_data
-from environment import append_to, describe, read_result
-from jobs import begin_result, end_result
-from llama import Llama
-from options import finite, new_file, several, whole
 from torch import Tensor
 
+from benchmarks.harness.environment import describe
+from benchmarks.harness.learning import load_data
+from benchmarks.harness.llama import Llama
+from benchmarks.harness.results import append_to, begin_result, end_result, read_result
+from benchmarks.harness.sizes import SIZES
+from examples.options import finite, new_file, several, whole
 from zeropp_fp8.zero.reduce.scales import GROWTH, TOLERATED_SHARE
 
 POLICIES = ("pre", "post", "auto")
@@ -230,7 +228,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--ranks", type=several(whole(1)), default="8,64,256" if on_gpu else "4,32", help="numbers of emulated ranks"
     )
     parser.add_argument("--ranks-per-node", type=whole(1), default=8)
-    parser.add_argument("--size", choices=SIZES, default="100m" if on_gpu else "tiny")
+    parser.add_argument("--size", choices=SIZES, default="100m" if on_gpu else "tiny-bytes")
     parser.add_argument("--steps", type=whole(1), default=20 if on_gpu else 12)
     parser.add_argument("--batch", type=whole(1), default=1, help="sequences of a rank")
     parser.add_argument("--sequence", type=whole(1), default=512 if on_gpu else 64, help="tokens in a sequence")
@@ -259,7 +257,7 @@ def main() -> None:
             torch.set_num_threads(1)
         names = ("ranks_per_node", "steps", "batch", "sequence", "lr")
         settings = {name: getattr(args, name) for name in names} | {"size": vars(SIZES[args.size])}
-        begin_result(args.out, {**describe("benchmarks/fp8_lm_policies.py", sys.argv[1:]), "settings": settings})
+        begin_result(args.out, {**describe("fp8_lm_policies"), "settings": settings})
         args.deadline = time.monotonic() + args.timeout
         training, _ = load_data(args, device)
         for ranks in args.ranks:

@@ -1,7 +1,7 @@
 """Generation with the model of a ZeRO-3 engine: milliseconds a token, bytes between nodes, memory.
 
-    python benchmarks/generation.py --ranks 4 --gbit 25 --out generation.json      # two emulated nodes; as root
-    python benchmarks/generation.py --ranks 1                                      # one GPU, or a small model on a CPU
+    python -m benchmarks.generation --ranks 4 --gbit 25 --out generation.json      # two emulated nodes; as root
+    python -m benchmarks.generation --ranks 1                                      # one GPU, or a small model on a CPU
 
 transformers' `generate`, greedy, KV cache, random Llama in bf16, a prompt of random tokens, the same for all runs:
 
@@ -23,28 +23,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from collections.abc import Iterator
 
 import torch
-from emulated_nodes import cut_into_nodes, sent_bytes, set_rate_everywhere, two_nodes
-from environment import append_to, describe, forget_memory, join
-from fp8_lm_runs import SIZES as LM_SIZES
-from frozen_runs import SIZES as FROZEN_SIZES
-from frozen_runs import Meter, adamw, llama_config, sharded_llama, with_adapters
-from jobs import Job, announce, begin_result, choose_gpus, end_result, run_jobs
-from measuring import random_tokens, synchronize
-from options import finite, new_file, whole
 from torch import Tensor, nn
-from zero3 import ds_config
 
-SIZES = {"1.3b": LM_SIZES["1.3b"], "8b": FROZEN_SIZES["8b"], "tiny": FROZEN_SIZES["tiny"]}
+from benchmarks.harness.command import add_link, choose_runs, command, cut_into_nodes
+from benchmarks.harness.hf_llama import llama_config, sharded_llama
+from benchmarks.harness.lora import adamw, with_adapters
+from benchmarks.harness.measuring import Meter, random_tokens, timed
+from benchmarks.harness.nodes import sent_bytes, set_rate_everywhere
+from benchmarks.harness.question import Question
+from benchmarks.harness.sizes import SIZES
+from benchmarks.harness.tables import cell
+from benchmarks.harness.zero3 import ds_config
+from examples.options import whole
+
 # run: (section of the plugin, what stays, LoRA)
 RUNS: dict[str, tuple[dict | None, str | None, bool]] = {
     "plain": (None, None, False),
@@ -86,8 +80,7 @@ def engine_of(run: str, args, device: torch.device):
 
     section, _, lora = RUNS[run]
     zeropp_fp8.disable() if section is None else zeropp_fp8.enable()
-    small = SIZES[args.size].hidden < 1024
-    config = ds_config(section, args.batch, small=small, lean=False, bf16=args.bf16)
+    config = ds_config(section, args.batch, small=SIZES[args.size].small, lean=False, bf16=args.bf16)
     if run == "stock-hpz":
         config["zero_optimization"]["zero_hpz_partition_size"] = args.ranks // args.nodes
     model = sharded_llama(SIZES[args.size], config)
@@ -109,16 +102,6 @@ def ready(run: str, engine) -> Iterator[nn.Module]:
         return
     with zeropp_fp8.generation(engine, weights=RUNS[run][1]) as module:
         yield module
-
-
-def timed(action: Callable[[], object], device: torch.device) -> tuple[float, object]:
-    """(milliseconds, what `action` returned); all ranks begin together."""
-    torch.distributed.barrier()
-    synchronize(device)
-    start = time.perf_counter()
-    result = action()
-    synchronize(device)
-    return 1e3 * (time.perf_counter() - start), result
 
 
 def measure(run: str, args, device: torch.device) -> dict:
@@ -173,24 +156,7 @@ def measure(run: str, args, device: torch.device) -> dict:
     slowest = max(everyones, key=lambda other: other["token_ms"])
     if run not in PLAIN:
         engine.destroy()
-    return slowest
-
-
-def worker(args) -> None:
-    """Do the runs of a job in this group of ranks."""
-    choose_gpus(args)
-    device = join()
-    for run in args.runs:
-        announce(args, run)
-        row = measure(run, args, device)
-        forget_memory(device)
-        if torch.distributed.get_rank() == 0:
-            append_to(args.out, "rows", {"round": args.round, **row})
-            print(f"{run}: {row['token_ms']:.1f} ms a token", flush=True)
-    torch.distributed.destroy_process_group()
-
-
-# -- from one process ------------------------------------------------------------------------------------------------
+    return {"round": args.round, **slowest}
 
 
 def show(result: dict) -> None:
@@ -218,25 +184,16 @@ def show(result: dict) -> None:
         sent = row["tx_bytes_per_node_token"]
         print(
             f"{run:<14}{row['token_ms']:>9.1f}{row['prompt_ms']:>9.1f}{row['enter_ms']:>9.1f}{row['leave_ms']:>8.1f}"
-            + "".join(_number(value, width, 2) for value, width in zip(gib, (8, 9, 8)))
-            + _number(None if sent is None else sent / 1e6, 12, 1)
-            + "".join(_number(value, width, 2) for value, width in zip(ratios, (9, 12, 10)))
+            + "".join(cell(value, 2, width=width) for value, width in zip(gib, (8, 9, 8)))
+            + cell(sent, 1, 1e6, 12)
+            + "".join(cell(value, 2, width=width) for value, width in zip(ratios, (9, 12, 10)))
         )
-
-
-def _number(value: float | None, width: int, digits: int) -> str:
-    return f"{'-' if value is None else f'{value:.{digits}f}':>{width}}"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", help=f"some of {','.join(RUNS)} (default: all that the ranks allow)")
-    parser.add_argument("--size", choices=SIZES, default="1.3b" if on_gpu else "tiny", help="default: %(default)s")
-    parser.add_argument("--ranks", type=whole(1), default=1)
-    parser.add_argument(
-        "--gbit", type=finite(least=0), help="two emulated nodes with so much between them (0: not shaped)"
-    )
+    parser = command(__doc__, "generation", RUNS, SIZES, "1.3b" if on_gpu else "tiny-gqa")
+    add_link(parser)
     parser.add_argument("--batch", type=whole(1), default=8, help="sequences of a rank (default %(default)s)")
     parser.add_argument("--prompt", type=whole(1), default=256 if on_gpu else 16, help="tokens (default %(default)s)")
     parser.add_argument("--tokens", type=whole(1), default=64 if on_gpu else 8, help="new tokens (default %(default)s)")
@@ -247,38 +204,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--rounds", type=whole(1), default=1, help="every other one backwards; the table has the fastest"
     )
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=on_gpu)
-    parser.add_argument(
-        "--timeout", type=finite(above=0), default=570, help="seconds for everything (default: %(default)g)"
-    )
-    parser.add_argument("--out", type=new_file, default="generation.json", help="JSON file (default %(default)s)")
     args = parser.parse_args(argv)
     cut_into_nodes(args, parser)
-    allowed = [run for run in RUNS if run != "stock-hpz" or (args.nodes == 2 and args.ranks > 2)]
-    args.runs = args.runs.split(",") if args.runs else allowed
-    unknown = [run for run in args.runs if run not in allowed]
-    if unknown:
-        parser.error(
-            f"{unknown[0]} is no run of {args.ranks} rank(s) in {args.nodes} node(s); runs are {', '.join(allowed)}"
-        )
+    # hpZ in DeepSpeed itself needs a node of several ranks.
+    choose_runs(args, parser, [run for run in RUNS if run != "stock-hpz" or (args.nodes == 2 and args.ranks > 2)])
     return args
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--worker"]:
-        worker(argparse.Namespace(**json.loads(sys.argv[2])))
-        return
-    args = parse()
-    names = ("size", "ranks", "nodes", "gbit", "batch", "prompt", "bf16")
-    settings = {name: getattr(args, name) for name in names} | {"model": vars(SIZES[args.size])}
-    begin_result(args.out, describe("benchmarks/generation.py", sys.argv[1:]) | {"settings": settings})
-    deadline = time.monotonic() + args.timeout
-    with two_nodes() if args.gbit is not None else contextlib.nullcontext():
-        jobs = [Job(f"round {n}", args.runs[:: -1 if n % 2 else 1], {"round": n}) for n in range(args.rounds)]
-        run_jobs(__file__, jobs, args, deadline, namespaces=args.gbit is not None)
-    result = end_result(args.out)
-    show(result)
-    sys.exit(1 if result["failed"] else 0)
-
+QUESTION = Question(
+    name="generation",
+    parse=parse,
+    settings=("size", "ranks", "nodes", "gbit", "batch", "prompt", "bf16"),
+    work=measure,
+    line=lambda row: f"{row['run']}: {row['token_ms']:.1f} ms a token",
+    compared=lambda result: {},
+    show=show,
+)
 
 if __name__ == "__main__":
-    main()
+    QUESTION.answer()

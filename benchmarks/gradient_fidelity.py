@@ -1,6 +1,6 @@
 """How close a reduced gradient is to the true mean: cosine and ratio of norms, by dtype and gradient size.
 
-    python benchmarks/gradient_fidelity.py --out gradient_fidelity.json
+    python -m benchmarks.gradient_fidelity --out gradient_fidelity.json
 
 4 ranks as 2 nodes x 2 reduce random gradients; each row compares the joined slices with the float64 mean. CPU with gloo
 or 4 GPUs with NCCL; no namespaces, no root. What is compared:
@@ -23,12 +23,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-from emulated_nodes import launch
-from environment import NO_IN_TREE, build_in_tree_op, describe, join
-from options import finite, new_file, whole
+from benchmarks.harness.environment import NO_IN_TREE, build_in_tree_op, describe, join
+from benchmarks.harness.nodes import launch
+from benchmarks.harness.results import write_result
+from examples.options import finite, new_file, whole
 
 RANKS, PER_NODE = 4, 2
 IN_TREE = "in-tree qgZ"
@@ -49,7 +47,7 @@ def parse(argv=None):
     )
     parser.add_argument("--block-size", type=whole(1), default=128, help="elements that share a scale")
     parser.add_argument("--timeout", type=finite(above=0), default=300, help="seconds for everything")
-    parser.add_argument("--out", type=new_file, default="gradient_fidelity.json")
+    parser.add_argument("--out", type=new_file, default="runs/gradient_fidelity.json")
     return parser.parse_args(argv)
 
 
@@ -162,11 +160,19 @@ def main() -> None:
     job = json.dumps({**vars(args), "shape": shape})
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store")
-        launch(__file__, ["--worker", job], RANKS, store, args.timeout, nodes=RANKS // PER_NODE, namespaces=False)
+        launch(
+            "benchmarks.gradient_fidelity",
+            ["--worker", job],
+            RANKS,
+            store,
+            args.timeout,
+            nodes=RANKS // PER_NODE,
+            namespaces=False,
+        )
         rows = json.loads(Path(f"{store}.rows").read_text())
-    head = describe("benchmarks/gradient_fidelity.py", sys.argv[1:])
+    head = describe("gradient_fidelity")
     result = {**head, "shape": shape, "block_size": args.block_size, "ranks": f"2 nodes x {PER_NODE}", "rows": rows}
-    Path(args.out).write_text(json.dumps(result, indent=1))
+    write_result(args.out, result | {"finished": True})
     show(rows)
 
 

@@ -1,6 +1,6 @@
 """Time of quantize, dequantize and dequantize-sum-quantize, beside a plain copy and a naive quantization.
 
-    python benchmarks/kernels.py --elements 268435456 --out kernels.json
+    python -m benchmarks.kernels --elements 268435456 --out kernels.json
 
 On a GPU the Triton kernels, else the torch code with one thread. A line says: microseconds, GB/s (bytes read and
 written), and that bandwidth as a share of a copy's, measured in the same run. "naive" is what one would write in torch:
@@ -10,19 +10,14 @@ one scale for the whole tensor; its error stands beside the block-scaled one's.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
-from environment import describe
-from options import new_file, whole
-from timing import milliseconds
 
+from benchmarks.harness.environment import describe
+from benchmarks.harness.measuring import milliseconds
+from benchmarks.harness.results import write_result
+from examples.options import new_file, whole
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.formats import make_format
 
@@ -157,16 +152,15 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--elements", type=whole(1), default=1 << 28 if on_gpu else 1 << 24)
     parser.add_argument("--repeats", type=whole(1), default=30 if on_gpu else 3)
-    parser.add_argument("--out", type=new_file, help="JSON file")
+    parser.add_argument("--out", type=new_file, default="runs/kernels.json")
     args = parser.parse_args()
     device = torch.device("cuda" if on_gpu else "cpu")
     if not on_gpu:
         torch.set_num_threads(1)
-    result = describe("benchmarks/kernels.py", sys.argv[1:])
+    result = describe("kernels")
     result["elements"] = args.elements
     result["rows"] = measure(args.elements, device, args.repeats)
-    if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.out, result | {"finished": True})
 
 
 if __name__ == "__main__":

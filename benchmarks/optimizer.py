@@ -1,6 +1,6 @@
 """Time of an optimizer step on flat state: the fused FP8 AdamW in its formats, beside fused fp32 Adams and a copy.
 
-    python benchmarks/optimizer.py --millions 64 256 1024 --out optimizer.json
+    python -m benchmarks.optimizer --millions 64 256 1024 --out optimizer.json
 
 On a GPU the Triton kernel, else the torch code with one thread on tiny sizes. The parameters are cut like a Llama's. A
 line says: milliseconds, bytes moved a parameter (read and written, counted from the formats), GB/s, and that bandwidth
@@ -11,20 +11,15 @@ are more. Before anything is timed, the kernel's codes are compared with the tor
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
-from environment import describe, forget_memory
-from options import new_file, whole
-from timing import milliseconds
 
+from benchmarks.harness.environment import describe, forget_memory
+from benchmarks.harness.measuring import milliseconds
+from benchmarks.harness.results import write_result
+from examples.options import new_file, whole
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.optim import FP8Gradients, Hyper, Segments, StateBuffer, StateFormats, adamw_step, make_state_buffers
 
@@ -197,19 +192,18 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--millions", type=whole(1), nargs="+", default=[64, 256, 1024] if on_gpu else [1])
     parser.add_argument("--repeats", type=whole(1), default=30 if on_gpu else 2)
-    parser.add_argument("--out", type=new_file, help="JSON file")
+    parser.add_argument("--out", type=new_file, default="runs/optimizer.json")
     args = parser.parse_args()
     device = torch.device("cuda" if on_gpu else "cpu")
     if not on_gpu:
         torch.set_num_threads(1)
-    result = describe("benchmarks/optimizer.py", sys.argv[1:])
+    result = describe("optimizer")
     result["codes_that_differ"] = check(device) if on_gpu else None
     result["rows"] = []
     for millions in args.millions:
         print(f"{millions}M parameters", flush=True)
         result["rows"] += measure(millions << 20, device, args.repeats)
-    if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.out, result | {"finished": True})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Modelled speed-up over stock ZeRO-3 from 8 to 1,024 GPUs, beside what ZeRO++ published and what was measured here.
 
-    python benchmarks/plan_scaling.py --out plan_scaling
+    python -m benchmarks.plan_scaling --out plan_scaling
 
 Writes plan_scaling.png and plan_scaling.json. Every figure says what it is: "modelled" (zeropp_fp8.plan),
 "published" (by others, on their machines) or "measured" (4 H200, benchmarks/results and the peers). Needs no GPU.
@@ -9,17 +9,13 @@ Writes plan_scaling.png and plan_scaling.json. Every figure says what it is: "mo
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-from options import finite, whole
-
+from benchmarks.harness.results import RESULTS, write_result
+from examples.options import finite, whole
 from zeropp_fp8.plan import (
     EMULATED_H200,
     METHODS,
@@ -40,7 +36,6 @@ GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 RANKS_PER_NODE = 8
 CURVES = ("zeropp-4bit", "zeropp", "in-tree")
 COLORS = {"zeropp": "#0072b2", "zeropp-4bit": "#d55e00", "in-tree": "#009e73"}
-RESULTS = Path(__file__).parent / "results"
 
 # Throughput of ZeRO++ over ZeRO-3 on 384 V100 (24 DGX-2 of 16), models of 18 to 138 billion parameters: arXiv
 # 2306.10209, and figures 6 and 7 of its announcement (DeepSpeed, blogs/zeropp).
@@ -60,7 +55,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=whole(1), default=1024, help="tokens of one GPU in a step")
     parser.add_argument("--gpu", choices=PRESETS, default="h200")
     parser.add_argument("--results", type=Path, default=RESULTS, help="measured points: JSON of two_nodes.py")
-    parser.add_argument("--out", type=Path, default=Path("plan_scaling"), help="without suffix")
+    parser.add_argument("--out", type=Path, default=Path("runs/plan_scaling"), help="without suffix")
     return parser.parse_args(argv)
 
 
@@ -220,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     hardware = PRESETS[arguments.gpu]
     model = Model.from_parameters(arguments.params)
     result = {
-        "command": " ".join(["python benchmarks/plan_scaling.py", *(sys.argv[1:] if argv is None else argv)]),
+        "command": " ".join(["python -m benchmarks.plan_scaling", *(sys.argv[1:] if argv is None else argv)]),
         "gpu": arguments.gpu,
         "hardware": asdict(hardware),
         "parameters": arguments.params,
@@ -229,8 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "published": published_cluster(),
         "measured": measured(arguments.results) if arguments.results.exists() else [],
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{arguments.out}.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(f"{arguments.out}.json", result | {"finished": True})
     draw(result, Path(f"{arguments.out}.png"))
     for row in result["modelled"]:
         speeds = "  ".join(f"{name} {value:.2f} x" for name, value in row["speed_up"].items())

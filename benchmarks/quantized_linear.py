@@ -1,7 +1,7 @@
 """Time of products with weights that lie as codes, beside torch's bf16 product, and of making FP8 codes of them.
 
-    python benchmarks/quantized_linear.py --out quantized_linear.json
-    python benchmarks/quantized_linear.py --sweep --rows 1 16 --formats int4 "nf4 double"   # which launches suit a GPU
+    python -m benchmarks.quantized_linear --out quantized_linear.json
+    python -m benchmarks.quantized_linear --sweep --rows 1 16 --formats int4 "nf4 double"   # which launches suit a GPU
 
 On a GPU the Triton kernels, captured in a CUDA graph that goes through several copies of each weight, together far
 larger than the L2 cache, so that each is read from memory and the host's time does not count; on a CPU the torch code
@@ -16,20 +16,15 @@ codes compare one pass with dequantize and cast.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
 import torch.nn.functional as F
-from environment import describe
-from options import new_file, several, whole
-from timing import milliseconds
 
+from benchmarks.harness.environment import describe
+from benchmarks.harness.measuring import milliseconds
+from benchmarks.harness.results import write_result
+from examples.options import new_file, several, whole
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.compute import casts
 from zeropp_fp8.formats import make_format
@@ -256,7 +251,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=tuple(FORMATS), choices=tuple(FORMATS), help="of --sweep")
     parser.add_argument("--repeats", type=whole(1), default=30 if on_gpu else 3)
     parser.add_argument("--sweep", action="store_true", help="instead, try launches on the first shape")
-    parser.add_argument("--out", type=new_file, help="JSON file")
+    parser.add_argument("--out", type=new_file, default="runs/quantized_linear.json")
     args = parser.parse_args()
     shapes = [tuple(int(side) for side in shape.split("x")) for shape in args.shapes]
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -264,13 +259,12 @@ def main() -> None:
         torch.set_num_threads(1)
         if args.sweep:
             raise SystemExit("--sweep needs a GPU")
-    result = describe("benchmarks/quantized_linear.py", sys.argv[1:])
+    result = describe("quantized_linear")
     if args.sweep:
         result["rows"] = sweep(shapes[0], args.rows, args.formats, device, args.repeats)
     else:
         result |= measure(shapes, args.rows, device, args.repeats)
-    if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.out, result | {"finished": True})
 
 
 if __name__ == "__main__":

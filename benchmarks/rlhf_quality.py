@@ -1,8 +1,8 @@
 """What PPO and GRPO reach with quantized models, beside bf16: SFT -> reward model -> PPO, and SFT -> GRPO, some seeds.
 
-    python benchmarks/rlhf_quality.py --out runs/rlhf_quality.json --plot runs/rlhf_quality.png
-    python benchmarks/rlhf_quality.py --seeds 2 --ranks 2 --out runs/rlhf_quality.json        (a CPU, some 15 minutes)
-    python benchmarks/rlhf_quality.py --merge a.json b.json --out all.json --plot all.png
+    python -m benchmarks.rlhf_quality --out runs/rlhf_quality.json --plot runs/rlhf_quality.png
+    python -m benchmarks.rlhf_quality --seeds 2 --ranks 2 --out runs/rlhf_quality.json        (a CPU, some 15 minutes)
+    python -m benchmarks.rlhf_quality --merge a.json b.json --out all.json --plot all.png
 
 Every run is examples/rlhf/pipeline.py from nothing: data, a random Llama (103 million parameters on a GPU, 0.12 million
 on a CPU), and all stages with one ds_config of ds_configs/: `stock` is DeepSpeed's ZeRO-3 in bf16, the others are
@@ -27,15 +27,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "rlhf"))
-
 import torch
-from common.monitor import LOG, read_log
-from environment import append_to, describe, dumped, read_result
-from jobs import begin_result, end_result
-from launching import computes_in_bf16, device
-from options import finite, generator_seed, new_file, whole
+
+from benchmarks.harness.environment import describe
+from benchmarks.harness.results import append_to, begin_result, end_result, read_result, write_result
+from examples.launching import computes_in_bf16, device
+from examples.options import finite, generator_seed, new_file, whole
+from examples.rlhf.common.monitor import LOG, read_log
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 METRIC, BF16 = "exact_match", "stock"
@@ -130,12 +128,10 @@ def curve(log: list[dict], key: str) -> list[list[float]]:
 
 
 def measure(args) -> dict:
-    """Do all runs."""
-    begin_result(args.out, describe("benchmarks/rlhf_quality.py", sys.argv[1:]))
-    head = read_result(args.out)
+    """Do all runs; what is in args.out at the end."""
     names = ("size", "ranks", "iterations", "seeds", "recipes", "bf16")
-    head["settings"] = {name: getattr(args, name) for name in names} | {"pipeline": SETTINGS[args.size]}
-    Path(args.out).write_text(dumped(head))
+    settings = {name: getattr(args, name) for name in names} | {"pipeline": SETTINGS[args.size]}
+    begin_result(args.out, describe("rlhf_quality") | {"settings": settings})
     deadline = time.monotonic() + args.timeout
 
     def work(case: tuple[str, int]) -> None:
@@ -156,7 +152,7 @@ def measure(args) -> dict:
     cases = [(recipe, seed) for seed in range(args.first_seed, args.first_seed + args.seeds) for recipe in args.recipes]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.side_by_side) as pool:
         list(pool.map(work, cases))
-    return read_result(args.out)
+    return end_result(args.out)
 
 
 # --- what they came to -------------------------------------------------------------------------------------------
@@ -244,7 +240,7 @@ def plot(rows: list[dict], path: str) -> None:
 def finish(result: dict, args) -> None:
     """Add the comparison, show it, draw it."""
     result["lines"] = compare(result["rows"])
-    Path(args.out).write_text(dumped(result))
+    write_result(args.out, result)
     show(result["lines"])
     if args.plot and result["rows"]:
         plot(result["rows"], args.plot)
@@ -265,7 +261,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--merge", nargs="+", metavar="JSON", help="results of several calls: compare all their rows")
     parser.add_argument("--plot", type=new_file, help="PNG file of the curves")
-    parser.add_argument("--out", type=new_file, default="rlhf_quality.json", help="JSON file (default %(default)s)")
+    parser.add_argument(
+        "--out", type=new_file, default="runs/rlhf_quality.json", help="JSON file (default %(default)s)"
+    )
     args = parser.parse_args(argv)
     args.recipes = args.recipes.split(",")
     args.bf16 = computes_in_bf16(accelerator)
@@ -285,8 +283,7 @@ def main() -> None:
         result["failed"] = [failure for each in results for failure in each["failed"]]
         result["commands"] = [each["command"] for each in results]
     else:
-        measure(args)
-        result = end_result(args.out)
+        result = measure(args)
     finish(result, args)
     sys.exit(1 if result["failed"] else 0)
 

@@ -1,6 +1,6 @@
 """Tokens a second of examples/rlhf/sft.py: bf16 and recipes, nothing but the ds_config differs.
 
-    python benchmarks/rlhf_sft.py --out runs/rlhf_sft.json
+    python -m benchmarks.rlhf_sft --out runs/rlhf_sft.json
 
 A random Llama (on a GPU 8 layers of a 7 B model, 1.6 billion parameters; on a CPU a tiny one) and rows made of the
 source of Python's standard library, cut to --tokens bytes, which are the byte-level tokenizer's tokens. Each run is the
@@ -14,26 +14,26 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "rlhf"))
-
 import torch
-from common.monitor import LOG, read_log
-from common.tokenizer import make_byte_tokenizer
-from environment import append_to, describe
-from jobs import begin_result, end_result
-from launching import computes_in_bf16, device, launch
-from make_data import SIZES, Size, make_model
-from options import new_file, whole
-from pretrain.data import standard_library_files
+from transformers import LlamaForCausalLM
+
+from benchmarks.harness.environment import describe
+from benchmarks.harness.hf_llama import llama_config
+from benchmarks.harness.results import append_to, begin_result, end_result
+from benchmarks.harness.sizes import SIZES
+from examples.launching import computes_in_bf16, device, launch
+from examples.options import new_file, whole
+from examples.pretrain.data import standard_library_files
+from examples.rlhf.common.monitor import LOG, read_log
+from examples.rlhf.common.tokenizer import make_byte_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 BF16 = ("stock", "lossless")
-MODELS = {"7b-layers": Size(4096, 8, 32, 11008), **SIZES}
+VOCABULARY = 320  # the byte tokenizer's 261, rounded up to a multiple of 64
 PROMPT = 64  # characters of a row that are not learned
 
 
@@ -49,7 +49,9 @@ def write_rows(path: Path, tokens: int, rows: int) -> None:
 def write_model(folder: Path, name: str, bf16: bool) -> int:
     """The model and its tokenizer; returns the number of parameters."""
     tokenizer = make_byte_tokenizer()
-    model = make_model(MODELS[name], tokenizer, seed=0)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama_config(replace(SIZES[name], vocabulary=VOCABULARY)))
+    model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     (model.bfloat16() if bf16 else model).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(weight.numel() for weight in model.parameters())
@@ -92,9 +94,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", default="stock,lossless,fp8-lm", help="files of ds_configs/ (%(default)s)")
-    parser.add_argument(
-        "--model", choices=MODELS, default="7b-layers" if on_gpu else "tiny", help="default %(default)s"
-    )
+    parser.add_argument("--model", choices=SIZES, default="7b-stack" if on_gpu else "tiny", help="default %(default)s")
     parser.add_argument(
         "--batch", type=whole(1), default=8 if on_gpu else 2, help="rows of a rank in a step (%(default)s)"
     )
@@ -103,7 +103,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=whole(1), default=10 if on_gpu else 2, help="steps that count (%(default)s)")
     parser.add_argument("--ranks", type=whole(1), default=1, help="default %(default)s")
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--out", type=new_file, default="rlhf_sft.json", help="JSON file (default %(default)s)")
+    parser.add_argument("--out", type=new_file, default="runs/rlhf_sft.json", help="JSON file (default %(default)s)")
     args = parser.parse_args(argv)
     args.accelerator, args.ranks = device(ranks=args.ranks)
     args.bf16 = computes_in_bf16(args.accelerator)
@@ -116,7 +116,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    begin_result(args.out, describe("benchmarks/rlhf_sft.py", sys.argv[1:]) | {"settings": vars(args)})
+    begin_result(args.out, describe("rlhf_sft") | {"settings": vars(args)})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_rows(folder / "rows.jsonl", args.tokens, args.batch * args.ranks * (args.warmup + args.steps))

@@ -1,7 +1,7 @@
 """The training phase of PPO: milliseconds and bytes between nodes of a minibatch, and the memory of the four models.
 
-    python benchmarks/rlhf_step.py --out rlhf_step.json                       # one GPU, or small models on a CPU
-    python benchmarks/rlhf_step.py --ranks 2 --gbit 25 --out rlhf_step.json   # two emulated nodes; as root
+    python -m benchmarks.rlhf_step --out rlhf_step.json                       # one GPU, or small models on a CPU
+    python -m benchmarks.rlhf_step --ranks 2 --gbit 25 --out rlhf_step.json   # two emulated nodes; as root
 
 Random Llamas in bf16; critic and reward model have the actor's size, with a head of one output instead of the lm_head.
 Roles, losses and both phases are those of examples/rlhf/ppo.py. Trained with LoRA (rank 16, all linear layers, AdamW):
@@ -41,55 +41,19 @@ interval --refine times (limits.py; both phases, tokens/s of both); --gib makes 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import statistics
-import sys
-import time
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-import limits
 import torch
-from emulated_nodes import cut_into_nodes, sent_bytes, set_rate_everywhere, two_nodes
-from environment import append_to, describe, join, read_result
-from frozen_runs import Meter
-from generation import SIZES, timed
-from jobs import Job, announce, begin_result, choose_gpus, end_result, run_jobs
-from measuring import limit_memory
-from options import finite, new_file, whole
-from zero3 import ds_config
 
-SMALL = 1024  # hidden size of a model whose tensors are all below ZeRO-3's usual limits
+from benchmarks.harness.command import add_link, add_steps, choose_runs, command, cut_into_nodes
+from benchmarks.harness.measuring import Meter, timed
+from benchmarks.harness.nodes import sent_bytes, set_rate_everywhere
+from benchmarks.harness.question import Question, runs_apart
+from benchmarks.harness.rlhf_runs import RUNS, add_rollouts, made
+from benchmarks.harness.sizes import SIZES
+from benchmarks.harness.tables import cell
 
-
-@dataclass(frozen=True)
-class Run:
-    """How the four models are made.
-
-    Attributes:
-        section: of the plugin; None for stock.
-        lora: adapters are trained; else all weights.
-        shared: two models with two adapters each; else four models.
-    """
-
-    section: dict | None
-    lora: bool
-    shared: bool = False
-
-
-RUNS = {
-    "stock-lora": Run(None, lora=True, shared=True),
-    "stock-four": Run(None, lora=True),
-    "qlora": Run({"recipe": "qlora"}, lora=True, shared=True),
-    "stock-full": Run(None, lora=False),
-    "zeropp": Run({"recipe": "zeropp"}, lora=False),
-    "fp8-lm": Run({"recipe": "fp8-lm"}, lora=False),
-}
 STOCK = tuple(name for name, run in RUNS.items() if run.section is None)
 FOUR = {True: "stock-four", False: "stock-full"}  # by `lora`: who has four models in bf16
 KINDS = ("weights", "states", "secondary", "rest", "all")
@@ -98,19 +62,9 @@ KINDS = ("weights", "states", "secondary", "rest", "all")
 # -- measuring, in every rank ----------------------------------------------------------------------------------------
 
 
-def made(name: str, args, device: torch.device):
-    """The models of a run."""
-    from rlhf_runs import make_models
-
-    run, size = RUNS[name], SIZES[args.size]
-    config = ds_config(run.section, args.batch, small=size.hidden < SMALL, lean=False)
-    leaf = args.leaf and run.section is None
-    return make_models(config, size, device, lora=run.lora, shared=run.shared, leaf=leaf)
-
-
 def measure(name: str, args, device: torch.device) -> dict:
     """The row of a run."""
-    from rlhf_runs import bytes_by_kind, random_rollouts
+    from benchmarks.harness.rlhf import bytes_by_kind, random_rollouts
 
     if args.gbit is not None:
         set_rate_everywhere(None)  # what is sent while it is built is not measured
@@ -177,37 +131,6 @@ def _over_ranks(everyones: list[dict]) -> dict:
     return row
 
 
-def measure_limit(name: str, args, device: torch.device) -> None:
-    """Rows of a run in --limit: one for each batch that is tried."""
-    from rlhf_runs import random_rollouts
-
-    def speed(step_ms: float, batch: int, length: int) -> dict:
-        return {"tokens_per_s": 1e3 * args.ranks * batch * length / step_ms, "mfu": None, "peak_gib": None}
-
-    def rollouts(batch: int, length: int):
-        vocabulary = SIZES[args.size].vocabulary
-        return random_rollouts(vocabulary, batch, length - args.tokens, args.tokens, device)
-
-    limits.measure(name, args, device, make=lambda: made(name, args, device), batches=rollouts, speed=speed)
-
-
-def worker(args) -> None:
-    """Do the runs of a job in this group of ranks."""
-    choose_gpus(args)
-    device = join()
-    limit_memory(args.gib, device)
-    for run in args.runs:
-        announce(args, run)
-        if args.limit:
-            measure_limit(run, args, device)
-            continue
-        row = measure(run, args, device)
-        if torch.distributed.get_rank() == 0:
-            append_to(args.out, "rows", {"round": args.round, **row})
-            print(f"{run}: {row['training_ms']:.1f} ms a minibatch", flush=True)
-    torch.distributed.destroy_process_group()
-
-
 # -- from one process ------------------------------------------------------------------------------------------------
 
 
@@ -236,12 +159,6 @@ def compare(rows: list[dict], ranks: int) -> list[dict]:
 
 def show(result: dict) -> None:
     """Print the table."""
-    if not result["rows"]:
-        print("\nnothing was measured")
-        return
-    if result["settings"]["limit"]:
-        limits.show(result)
-        return
     settings = result["settings"]
     large = max(line["weights_bytes"] for line in result["comparison"]) >= 2**30
     name, unit = ("GiB", 2**30) if large else ("MiB", 2**20)
@@ -267,87 +184,34 @@ def show(result: dict) -> None:
         columns += [(line["states_bytes"], 8, 2, unit), (line["states_per_trained_parameter"], 10, 2, 1)]
         columns += [(line["secondary_bytes"], 11, 2, unit)]
         columns += [(line[f"{kind}_bytes"], 8, 2, unit) for kind in ("rest", "all", "peak")]
-        print(f"{line['run']:<11}" + "".join(_number(*column) for column in columns))
-
-
-def _number(value: float | None, width: int, digits: int, unit: float) -> str:
-    return f"{'-' if value is None else f'{value / unit:.{digits}f}':>{width}}"
+        print(f"{line['run']:<11}" + "".join(cell(column[0], column[2], column[3], column[1]) for column in columns))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", help=f"some of {','.join(RUNS)} (default: all)")
-    parser.add_argument("--size", choices=SIZES, default="1.3b" if on_gpu else "tiny", help="default: %(default)s")
-    parser.add_argument("--ranks", type=whole(1), default=1)
-    parser.add_argument(
-        "--gbit", type=finite(least=0), help="two emulated nodes with so much between them (0: not shaped)"
-    )
-    parser.add_argument("--batch", type=whole(1), default=8 if on_gpu else 2, help="sequences of a rank")
-    parser.add_argument("--prompt", type=whole(1), default=256 if on_gpu else 16, help="tokens (default %(default)s)")
-    parser.add_argument(
-        "--tokens", type=whole(1), default=256 if on_gpu else 16, help="of a response (default %(default)s)"
-    )
-    parser.add_argument("--steps", type=whole(1), default=3, help="timed iterations (default %(default)s)")
-    parser.add_argument(
-        "--warmup",
-        type=whole(1),
-        default=2,
-        help="before them, where moments are made and kernels compiled (default %(default)s)",
-    )
-    parser.add_argument("--leaf", action=argparse.BooleanOptionalAction, default=True, help="z3 leaf modules for stock")
-    parser.add_argument("--limit", action="store_true", help="find the largest batch that fits instead")
-    parser.add_argument("--start", type=whole(1), default=1, help="first batch of --limit (default %(default)s)")
-    parser.add_argument("--stop", type=whole(1), default=1024, help="its last batch (default %(default)s)")
-    parser.add_argument("--refine", type=whole(0), default=1, help="times that it halves the interval")
-    parser.add_argument("--gib", type=finite(above=0), help="memory that a process may have")
-    parser.add_argument(
-        "--rounds", type=whole(1), default=1, help="every other one backwards; the table has the fastest"
-    )
-    parser.add_argument(
-        "--timeout", type=finite(above=0), default=570, help="seconds for everything (default: %(default)g)"
-    )
-    parser.add_argument("--out", type=new_file, default="rlhf_step.json", help="JSON file (default %(default)s)")
+    parser = command(__doc__, "rlhf_step", RUNS, SIZES, "1.3b" if on_gpu else "tiny-gqa")
+    add_link(parser)
+    add_rollouts(parser)
+    add_steps(parser, steps=3, warmup=2, rounds=1)  # before: moments are made and kernels compiled
     args = parser.parse_args(argv)
+    if not args.warmup:
+        parser.error("argument --warmup: 0: give a whole number of at least 1")
     cut_into_nodes(args, parser)
-    if args.limit and args.gbit is not None:
-        parser.error("--limit has no link between nodes: leave --gbit out")
-    args.runs = args.runs.split(",") if args.runs else list(RUNS)
-    unknown = [run for run in args.runs if run not in RUNS]
-    if unknown:
-        parser.error(f"unknown run {unknown[0]}; runs are {', '.join(RUNS)}")
+    choose_runs(args, parser, RUNS)
     return args
 
 
-def search(args, deadline: float) -> None:
-    """The rows of --limit."""
-    args.axis, args.micro_batch, args.sequence = "batch", args.batch, args.prompt + args.tokens
-    args.side_by_side = max(1, torch.cuda.device_count() // args.ranks)
-    limits.search(__file__, args, deadline)
-
-
-def main() -> None:
-    if sys.argv[1:2] == ["--worker"]:
-        worker(argparse.Namespace(**json.loads(sys.argv[2])))
-        return
-    args = parse()
-    names = ("size", "ranks", "nodes", "gbit", "batch", "prompt", "tokens", "steps", "warmup", "leaf", "limit", "gib")
-    settings = {name: getattr(args, name) for name in names}
-    settings |= {"checkpointing": False, "model": vars(SIZES[args.size])}
-    begin_result(args.out, describe("benchmarks/rlhf_step.py", sys.argv[1:]) | {"settings": settings})
-    deadline = time.monotonic() + args.timeout
-    if args.limit:
-        search(args, deadline)
-    else:
-        order = [(n, run) for n in range(args.rounds) for run in args.runs[:: -1 if n % 2 else 1]]
-        jobs = [Job(f"{run}, round {n}", [run], {"round": n}) for n, run in order]
-        with two_nodes() if args.gbit is not None else contextlib.nullcontext():
-            run_jobs(__file__, jobs, args, deadline, namespaces=args.gbit is not None)
-    rows = read_result(args.out)["rows"]
-    result = end_result(args.out, comparison=limits.compare(rows) if args.limit else compare(rows, args.ranks))
-    show(result)
-    sys.exit(1 if result["failed"] else 0)
-
+QUESTION = Question(
+    name="rlhf_step",
+    parse=parse,
+    settings=("size", "ranks", "nodes", "gbit", "batch", "prompt", "tokens", "steps", "warmup", "leaf"),
+    jobs=runs_apart,
+    work=measure,
+    line=lambda row: f"{row['run']}: {row['training_ms']:.1f} ms a minibatch",
+    compared=lambda result: {"comparison": compare(result["rows"], result["settings"]["ranks"])},
+    show=show,
+    folders=("examples", "examples/rlhf"),
+)
 
 if __name__ == "__main__":
-    main()
+    QUESTION.answer()

@@ -1,6 +1,6 @@
 """Thousands of steps of a tiny model with saves, loads, evaluations and generations: does anything grow?
 
-    python benchmarks/soak.py --recipes zeropp fp8-lm --steps 5000 --out soak.json
+    python -m benchmarks.soak --recipes zeropp fp8-lm --steps 5000 --out soak.json
 
 Ranks on the CPU, over gloo. Every --every steps they evaluate, generate, save a checkpoint (the last two are kept) and
 load it again; then each notes its resident memory, open file descriptors, threads, the bytes of all tensors that Python
@@ -27,10 +27,13 @@ import time
 from itertools import cycle
 from pathlib import Path
 
-import faults  # puts tests/ and examples/ on the path
 import psutil
-from environment import describe, dumped
-from options import finite, new_file, whole
+
+from benchmarks.harness.environment import describe
+from benchmarks.harness.results import write_result
+from benchmarks.harness.small_job import VOCABULARY, WAYS, engine_of, evaluate, generate, step_of
+from examples.options import finite, new_file, whole
+from tests.ranks import run_ranks
 
 FREE_LISTS, A_STEP = 8 << 20, 1 << 10
 EXACT = ("descriptors", "threads", "tensor_bytes")
@@ -51,22 +54,22 @@ def noted(step: int, seconds: float) -> dict:
 def soak(way: str, steps: int, every: int, folder: str) -> list[dict]:
     """A rank's notes."""
     import torch.distributed as dist
-    from models import batches
 
     import zeropp_fp8
+    from tests.models import batches
 
     zeropp_fp8.enable()
-    engine = faults.engine_of(way, dist.get_world_size())
-    all_tokens = cycle(list(batches(64, dist.get_rank(), vocab=faults.VOCABULARY)))
+    engine = engine_of(way, dist.get_world_size())
+    all_tokens = cycle(list(batches(64, dist.get_rank(), vocab=VOCABULARY)))
     notes, start = [], time.perf_counter()
     for step in range(1, steps + 1):
         tokens = next(all_tokens)
-        faults.step_of(engine, tokens)
+        step_of(engine, tokens)
         if step % every:
             continue
         seconds = (time.perf_counter() - start) / every
-        faults.evaluate(engine, tokens)
-        faults.generate(engine, tokens[:, :8])
+        evaluate(engine, tokens)
+        generate(engine, tokens[:, :8])
         engine.save_checkpoint(folder)
         engine.load_checkpoint(folder)
         if dist.get_rank() == 0:
@@ -88,7 +91,7 @@ def growth(notes: list[dict]) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", choices=faults.WAYS, default=list(faults.WAYS), metavar="RECIPE")
+    parser.add_argument("--recipes", nargs="+", choices=WAYS, default=list(WAYS), metavar="RECIPE")
     parser.add_argument("--ranks", type=whole(2), default=2)
     parser.add_argument("--steps", type=whole(4), default=5000)
     parser.add_argument("--every", type=whole(1), default=50, help="steps; at least 4 times until --steps")
@@ -97,17 +100,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps < 4 * args.every:
         parser.error(f"--every {args.every} is less than 4 times in {args.steps} steps")
-    from ranks import run_ranks
-
-    result, well = {**describe("benchmarks/soak.py", sys.argv[1:]), "ranks": args.ranks, "recipes": {}}, True
-    out = Path(args.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    result, well = {**describe("soak"), "finished": False, "ranks": args.ranks, "recipes": {}}, True
     for way in args.recipes:
         with tempfile.TemporaryDirectory() as folder:
             job = {"way": way, "steps": args.steps, "every": args.every, "folder": folder}
             ranks = run_ranks(soak, world=args.ranks, ranks_per_node=1, timeout=args.timeout, **job)
         result["recipes"][way] = [{"notes": notes, **growth(notes)} for notes in ranks]
-        out.write_text(dumped(result))
+        result["finished"] = len(result["recipes"]) == len(args.recipes)
+        write_result(args.out, result)
         for rank, of_rank in enumerate(result["recipes"][way]):
             well = well and not of_rank["too_much"]
             said = ", ".join(f"{name} {grown:+d}" for name, grown in of_rank["grown"].items())

@@ -1,7 +1,7 @@
 """Step time, bytes and losses of this project and its peers on two emulated nodes, at one or more link rates.
 
-    python benchmarks/two_nodes.py --gbit nvlink,25,10 --quantized-gbit 6,4 --equivalence --plot two_nodes.png
-    python benchmarks/two_nodes.py --read a.json b.json --plot two_nodes.png
+    python -m benchmarks.two_nodes --gbit nvlink,25,10 --quantized-gbit 6,4 --equivalence --plot two_nodes.png
+    python -m benchmarks.two_nodes --read a.json b.json --plot two_nodes.png
 
 Runs as root (namespaces); on GPUs 4 ranks as 2 nodes x 2 over NCCL, else 4 gloo ranks on the CPU with a small model.
 Every run trains the same model on the same data in bf16, clips gradients at 1.0 and uses AdamW with fp32 master
@@ -27,27 +27,16 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from benchmarks.harness.environment import NO_IN_TREE, describe, forget_memory, join
+from benchmarks.harness.measuring import random_tokens
+from benchmarks.harness.nodes import GBIT, MAX_GBIT, launch, sent_bytes, set_rate_everywhere, two_nodes
+from benchmarks.harness.peers import FSDP, IN_TREE, MODELS, QUANTIZED, RANKS, RECIPES, RUNS, made
+from benchmarks.harness.results import append_to, begin_result, end_result, read_result, write_result
+from benchmarks.harness.sizes import SIZES
+from examples.options import finite, new_file, whole
 
-from emulated_nodes import GBIT, MAX_GBIT, launch, sent_bytes, set_rate_everywhere, two_nodes
-from environment import NO_IN_TREE, build_in_tree_op, describe, forget_memory, join
-from options import finite, new_file, whole
-
-RANKS = 4
-QUANTIZED = ("zeropp", "zeropp-4bit")
-RECIPES = ("lossless", *QUANTIZED)
-IN_TREE = ("in-tree", "in-tree-leaf")
-RUNS = ("stock", "stock-leaf", *RECIPES, "fsdp2", "hsdp", *IN_TREE)
 ONE_NODE = "nvlink"  # all ranks in one node
 SETTINGS = ("model", "micro_batch", "tokens")
-STOCK_LINEAR = None  # torch.nn.functional.linear before DeepSpeed's; a worker keeps it
-MODELS = {
-    # hidden, intermediate, layers, heads, vocabulary
-    "1.3b": (2048, 5504, 24, 16, 32000),  # as in the published ZeRO++ sizes
-    "small": (256, 688, 6, 4, 2048),  # 5.8 M: a gathered model outweighs latency at some 100 Mbit/s
-    "tiny": (128, 344, 4, 4, 512),
-}
 
 
 def parse(argv=None):
@@ -85,7 +74,7 @@ def parse(argv=None):
         "highest rate measured)",
     )
     parser.add_argument("--timeout", type=finite(above=0), default=3600, help="seconds for everything")
-    parser.add_argument("--out", type=new_file, help="default two_nodes.json; with --read: none")
+    parser.add_argument("--out", type=new_file, help="default runs/two_nodes.json; with --read: none")
     parser.add_argument("--plot", type=new_file, help="step time against rate, as a PNG file")
     parser.add_argument("--read", nargs="+", metavar="JSON", help="measure nothing: show (and merge) earlier results")
     args = parser.parse_args(argv)
@@ -99,7 +88,7 @@ def _complete(args, parser) -> None:
     import torch
 
     on_gpu = torch.cuda.is_available()
-    args.out = args.out or "two_nodes.json"
+    args.out = args.out or "runs/two_nodes.json"
     args.model = args.model or ("1.3b" if on_gpu else "small")
     args.tokens = args.tokens or (1024 if on_gpu else 128)
     names = args.runs.split(",") if args.runs else [run for run in RUNS if on_gpu or run not in IN_TREE]
@@ -127,147 +116,6 @@ def _rates(text: str, parser) -> list:
     return rates
 
 
-# --- the runs: each builds its engine and gives step(tokens) -> loss, session (the plugin's engine or None), close()
-
-
-def build_model(name: str, device):
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    hidden, intermediate, layers, heads, vocab = MODELS[name]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        vocab_size=vocab,
-        use_cache=False,
-    )
-    with device:
-        return LlamaForCausalLM(config)
-
-
-def make_optimizer(model):
-    import torch
-
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=next(model.parameters()).is_cuda)
-
-
-def ds_config(run: str, args) -> dict:
-    zero = {
-        "stage": 3,
-        "overlap_comm": True,
-        "reduce_bucket_size": int(1e8),
-        "stage3_prefetch_bucket_size": int(1e8),
-        "stage3_max_live_parameters": int(2e8),
-        "stage3_max_reuse_distance": int(2e8),
-    }
-    if args.model != "1.3b":  # a small model would stay gathered: every tensor is below these limits
-        zero |= {
-            "stage3_max_live_parameters": 0,
-            "stage3_max_reuse_distance": 0,
-            "stage3_param_persistence_threshold": 0,
-        }
-    if run in IN_TREE:
-        zero |= {
-            "zero_quantized_weights": True,
-            "zero_hpz_partition_size": int(os.environ["LOCAL_WORLD_SIZE"]),
-            "zero_quantized_gradients": True,
-        }
-    config = {
-        "train_micro_batch_size_per_gpu": args.micro_batch,
-        "gradient_clipping": 1.0,
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": True},
-        "zero_optimization": zero,
-    }
-    if run in RECIPES:
-        config["zeropp_fp8"] = {"recipe": run, "report": {"every": 0}}
-    return config
-
-
-class DeepSpeedRun:
-    """ZeRO-3: stock, with leaf modules, with DeepSpeed's own ZeRO++, or with the plugin."""
-
-    def __init__(self, run: str, args, device):
-        import deepspeed
-
-        import zeropp_fp8
-
-        if run in IN_TREE:
-            build_in_tree_op()
-        zeropp_fp8.enable() if run in RECIPES else zeropp_fp8.disable()
-        # A group left by in-tree hpZ would shard the next run's parameters inside a node, and stop a second hpZ run.
-        deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-        model = build_model(args.model, device)
-        if run.endswith("-leaf"):
-            deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
-        config = ds_config(run, args)
-        self.engine = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)[0]
-        self.session = self.engine if run in RECIPES else None
-
-    def step(self, tokens):
-        loss = self.engine(input_ids=tokens, labels=tokens).loss
-        self.engine.backward(loss)
-        self.engine.step()
-        return loss
-
-    def close(self) -> None:
-        import zeropp_fp8
-
-        self.engine.destroy()
-        self.engine = self.session = None
-        zeropp_fp8.disable()
-
-
-class FsdpRun:
-    """FSDP2 over all ranks, or (hsdp) sharded inside a node and replicated between nodes."""
-
-    session = None
-
-    def __init__(self, run: str, args, device):
-        import torch
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-        # ZeRO-3 replaces it for good with a Python function that saves memory; FSDP must not pay for that.
-        torch.nn.functional.linear = STOCK_LINEAR
-        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-        if run == "hsdp":
-            shape, names = (RANKS // per_node, per_node), ("replicate", "shard")
-        else:
-            shape, names = (RANKS,), ("shard",)
-        reduce_dtype = torch.bfloat16 if args.fsdp_reduce_dtype == "bf16" else torch.float32
-        options = {
-            "mesh": init_device_mesh(device.type, shape, mesh_dim_names=names),
-            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype),
-        }
-        self.model = build_model(args.model, device)
-        for layer in self.model.model.layers:
-            fully_shard(layer, reshard_after_forward=True, **options)
-        fully_shard(self.model, **options)  # by default the root stays gathered: backward needs it at once
-        if device.type == "cpu":  # gloo has no mean
-            for module in self.model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(True)
-        self.optimizer = make_optimizer(self.model)
-
-    def step(self, tokens):
-        import torch
-
-        loss = self.model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss
-
-    def close(self) -> None:
-        self.model = self.optimizer = None
-
-
 # --- measuring, in every rank
 
 
@@ -276,11 +124,11 @@ def measure(run: str, args, device) -> None:
     import torch
 
     found = forget_memory(device)
-    trainer = (FsdpRun if run in ("fsdp2", "hsdp") else DeepSpeedRun)(run, args, device)
+    trainer = made(run, args, device)
     forget_memory(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    batches = _batches(args, device)
+    batches = random_tokens(SIZES[args.model].vocabulary, args.micro_batch, args.tokens, device)
     more = args.quantized_gbit if run in QUANTIZED and ONE_NODE not in args.gbit else []
     for index, rate in enumerate([*args.gbit, *more]):
         _set_rate(rate)
@@ -291,23 +139,13 @@ def measure(run: str, args, device) -> None:
             # DeepSpeed's engines leave about 5 GiB behind after destroy(): a run's peak is counted from what it found.
             row["peak_gib"] = (torch.cuda.max_memory_allocated() - found) / 2**30
             row["found_gib"] = found / 2**30
-        if isinstance(trainer, FsdpRun):
+        if run in FSDP:
             row["reduce_dtype"] = args.fsdp_reduce_dtype
         if torch.distributed.get_rank() == 0:
-            add_to(args.out, "rows", row)
+            append_to(args.out, "rows", row)
             print(line(row, {}), flush=True)
     _set_rate(0)  # what the next run sends while it is built is not measured
     trainer.close()
-
-
-def _batches(args, device):
-    """The same tokens in every run; different ones on every rank."""
-    import torch
-
-    generator = torch.Generator().manual_seed(7 + torch.distributed.get_rank())
-    while True:
-        shape, vocab = (args.micro_batch, args.tokens), MODELS[args.model][-1]
-        yield torch.randint(0, vocab, shape, generator=generator).to(device)
 
 
 def _set_rate(rate) -> None:
@@ -378,12 +216,10 @@ def _bytes_and_floor(engine, row: dict, rate) -> dict:
 def worker(args) -> None:
     import torch
 
-    global STOCK_LINEAR
-    STOCK_LINEAR = torch.nn.functional.linear
     device = join()
     for run in args.runs:
         if torch.distributed.get_rank() == 0:
-            add_to(args.out, "started", run)
+            append_to(args.out, "started", run)
         measure(run, args, device)
     torch.distributed.destroy_process_group()
 
@@ -391,20 +227,11 @@ def worker(args) -> None:
 # --- starting the ranks, and keeping what they measured
 
 
-def add_to(path: str, key: str, entry: dict) -> None:
-    """Append to a list of the result file; it is whole after every row, should the time run out."""
-    result = json.loads(Path(path).read_text())
-    result[key].append(entry)
-    Path(path).write_text(json.dumps(result, indent=1))
-
-
 def run_all(args) -> dict:
     """Measure everything; a run that fails is recorded and left out, the others go on in new processes."""
-    head = describe("benchmarks/two_nodes.py", sys.argv[1:])
+    head = describe("two_nodes")
     settings = {key: getattr(args, key) for key in (*SETTINGS, "steps", "warmup")}
-    result = {**head, **settings, "ranks": RANKS, "dtype": "bf16", "rows": [], "failed": [], "started": []}
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.out).write_text(json.dumps(result, indent=1))
+    begin_result(args.out, {**head, **settings, "ranks": RANKS, "dtype": "bf16"})
     deadline = time.monotonic() + args.timeout
     shaped = [rate for rate in args.gbit if rate != ONE_NODE]
     try:
@@ -415,10 +242,8 @@ def run_all(args) -> dict:
             with two_nodes():
                 _run_group(args.runs, shaped, args, deadline)
     except TimeoutError as error:
-        add_to(args.out, "failed", {"error": str(error)})
-    result = json.loads(Path(args.out).read_text())
-    del result["started"]
-    return result
+        append_to(args.out, "failed", {"error": str(error)})
+    return end_result(args.out)
 
 
 def _run_group(runs: list, rates: list, args, deadline: float) -> None:
@@ -426,11 +251,11 @@ def _run_group(runs: list, rates: list, args, deadline: float) -> None:
     while runs:
         job = json.dumps({**vars(args), "runs": runs, "gbit": rates})
         with_link = rates != [ONE_NODE]
-        before = len(json.loads(Path(args.out).read_text())["started"])
+        before = len(read_result(args.out)["started"])
         with tempfile.TemporaryDirectory() as folder:
             try:
                 launch(
-                    __file__,
+                    "benchmarks.two_nodes",
                     ["--worker", job],
                     RANKS,
                     Path(folder, "store"),
@@ -440,12 +265,12 @@ def _run_group(runs: list, rates: list, args, deadline: float) -> None:
                 )
                 return
             except RuntimeError as error:
-                started = json.loads(Path(args.out).read_text())["started"][before:]
+                started = read_result(args.out)["started"][before:]
                 if not started:  # the ranks did not even find each other: no run's fault, and no use to try again
-                    add_to(args.out, "failed", {"gbit": rates, "error": str(error)})
+                    append_to(args.out, "failed", {"gbit": rates, "error": str(error)})
                     return
                 print(f"{started[-1]}: {error}; going on without it", flush=True)
-                add_to(args.out, "failed", {"run": started[-1], "gbit": rates, "error": str(error)})
+                append_to(args.out, "failed", {"run": started[-1], "gbit": rates, "error": str(error)})
                 runs = runs[len(started) :]
 
 
@@ -552,7 +377,7 @@ def plot(result: dict, path: str) -> None:
 
 def merged(paths: list[str]) -> dict:
     """Results of calls with the same settings as one: a later row replaces an earlier one of the same run and rate."""
-    results = [json.loads(Path(path).read_text()) for path in paths]
+    results = [read_result(path) for path in paths]
     if len({tuple(result[key] for key in SETTINGS) for result in results}) > 1:
         sys.exit(f"--read: these results differ in one of {', '.join(SETTINGS)}")
     rows = {(row["run"], row["gbit"]): row for result in results for row in result["rows"]}
@@ -576,7 +401,7 @@ def main() -> None:
                 f"({found['target_ms']:.0f} ms) from {found['bound']} {found['gbit']:.3g} Gbit/s on"
             )
     if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1))
+        write_result(args.out, result)
     if args.plot and result["rows"]:
         plot(result, args.plot)
     sys.exit(1 if result["failed"] else 0)

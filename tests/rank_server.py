@@ -12,7 +12,7 @@ NEEDED = (
     "deepspeed.runtime.zero.stage3",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
-    "models",
+    "tests.models",
     "zeropp_fp8.compute",
     "zeropp_fp8.plugin",
     "zeropp_fp8.zero.ulysses",

@@ -17,7 +17,7 @@ import traceback
 from multiprocessing import forkserver
 from pathlib import Path
 
-from hang_guard import HANG
+from tests.hang_guard import HANG
 
 _context = None
 
@@ -27,7 +27,7 @@ def forkserver_context():
     global _context
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(["rank_server"])
+        _context.set_forkserver_preload(["tests.rank_server"])
         # Python before 3.13 does not tell the server its sys.path, and the server passes over what it cannot import.
         given = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -74,9 +74,9 @@ def _main(function, arguments, rank, world, ranks_per_node, folder, env):
         import torch
         import torch.distributed as dist
 
-        if "rank_server" not in sys.modules:
-            importlib.import_module("rank_server")  # raises what the server met
-            raise ImportError("the server of ranks did not import rank_server")
+        if "tests.rank_server" not in sys.modules:
+            importlib.import_module("tests.rank_server")  # raises what the server met
+            raise ImportError("the server of ranks did not import tests.rank_server")
         torch.set_num_threads(1)
         store = dist.FileStore(os.path.join(folder, "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)

@@ -24,6 +24,12 @@ def begin_result(path: str | Path, head: dict) -> None:
     Path(path).write_text(dumped({**head, "finished": False, "rows": [], "failed": [], "started": []}))
 
 
+def write_result(path: str | Path, result: dict) -> None:
+    """Write a result of one process; "finished" says whether that was all."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(dumped(result))
+
+
 def append_to(path: str | Path, key: str, entry: dict | str) -> None:
     """Append to a list of a result file, which several processes may write to; it is whole after every call."""
     with open(path, "r+") as file:

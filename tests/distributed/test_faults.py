@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 from hang_guard import HANG
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from benchmarks import faults, soak
 
-import faults
-import soak
+ROOT = Path(__file__).parents[2]
 
 
 def called(script, out, options):
     """(exit status, what was printed, the result file)."""
-    command = [sys.executable, script.__file__, *options.split(), "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * HANG)
+    command = [sys.executable, "-m", script.__name__, *options.split(), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3 * HANG)
     assert out.exists(), done.stderr
     return done.returncode, done.stdout, json.loads(out.read_text())
 

@@ -12,10 +12,11 @@ import torch
 from hang_guard import HANG
 from ranks import run_ranks
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from benchmarks import rlhf_limits, rlhf_step
+from benchmarks.rlhf_step import compare, measure, parse, show
 
-import rlhf_step
-from rlhf_step import compare, measure, parse, show
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / folder) for folder in rlhf_step.QUESTION.folders]  # of the ranks
 
 # The tiny Llama: hidden 256, 3 layers with 4 heads of which 2 have keys, MLP of 768, 512 tokens.
 LINEAR = 3 * (256 * 256 + 2 * 256 * 128 + 256 * 256 + 3 * 256 * 768)
@@ -37,7 +38,7 @@ TRAINED = {"stock-four": LORA, "qlora": LORA, "stock-full": FULL, "fp8-lm": FULL
 
 def rows_of(run):
     """What each of two ranks, a node each, measures."""
-    args = {"size": "tiny", "batch": 2, "prompt": 7, "tokens": 9, "warmup": 1, "steps": 2, "ranks": 2, "leaf": True}
+    args = {"size": "tiny-gqa", "batch": 2, "prompt": 7, "tokens": 9, "warmup": 1, "steps": 2, "ranks": 2, "leaf": True}
     args = argparse.Namespace(**args, gbit=None)
     env = {"NODE_INTERFACE": "lo"}
     return run_ranks(measure, 2, ranks_per_node=1, env=env, name=run, args=args, device=torch.device("cpu"))
@@ -99,9 +100,11 @@ def test_over_ranks():
 
 def test_the_script(tmp_path):
     out = tmp_path / "result.json"
-    given = ["--runs", "stock-lora", "--size", "tiny", "--warmup", "1", "--steps", "1", "--out", str(out)]
+    given = ["--runs", "stock-lora", "--size", "tiny-gqa", "--warmup", "1", "--steps", "1", "--out", str(out)]
     given += ["--batch", "1", "--prompt", "4", "--tokens", "4"]
-    done = subprocess.run([sys.executable, rlhf_step.__file__, *given], capture_output=True, text=True, timeout=HANG)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.rlhf_step", *given], cwd=ROOT, capture_output=True, text=True, timeout=HANG
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     assert [row["run"] for row in result["rows"]] == ["stock-lora"]
@@ -138,7 +141,6 @@ def test_comparison(capsys):
     assert [zeropp[f"times_{stock}"] for stock in ("stock-lora", "stock-four", "stock-full")] == [None] * 3
     assert zeropp["of_bf16_measured"] is None
     settings = {
-        "limit": False,
         "nodes": 2,
         "ranks": 4,
         "gbit": 25.0,
@@ -156,7 +158,7 @@ def test_comparison(capsys):
 def test_all_runs_by_default():
     args = parse([])
     assert args.runs == ["stock-lora", "stock-four", "qlora", "stock-full", "zeropp", "fp8-lm"]
-    assert (args.ranks, args.nodes, args.leaf, args.limit) == (1, 1, True, False)
+    assert (args.ranks, args.nodes, args.leaf) == (1, 1, True)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +178,9 @@ def test_command_line_errors(given, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_limit_has_no_link(monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # so that two ranks need no two GPUs
+def test_a_limit_has_no_link(capsys):
     with pytest.raises(SystemExit):
-        parse(["--limit", "--ranks", "2", "--gbit", "25"])
-    assert "leave --gbit out" in capsys.readouterr().err
+        rlhf_limits.parse(["--gbit", "25"])
+    assert "unrecognized arguments: --gbit" in capsys.readouterr().err
+    args = rlhf_limits.parse(["--prompt", "5", "--tokens", "7"])
+    assert (args.axis, args.sequence, args.start, args.stop, args.nodes) == ("batch", 12, 1, 1024, 1)

@@ -11,7 +11,7 @@ import torch
 from hang_guard import HANG
 
 pytestmark = pytest.mark.gpu
-SCRIPT = Path(__file__).parents[2] / "benchmarks/bit_parity.py"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,9 @@ def rows(tmp_path_factory):
     out = tmp_path_factory.mktemp("bit_parity") / "result.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", "2"]
     env = {**os.environ, "DS_ACCELERATOR": "cuda"}  # the tests' own is the CPU
-    done = subprocess.run([*torchrun, str(SCRIPT), "--out", str(out)], env=env, timeout=HANG)
+    done = subprocess.run(
+        [*torchrun, "-m", "benchmarks.bit_parity", "--out", str(out)], cwd=ROOT, env=env, timeout=HANG
+    )
     rows = {row["case"]: row for row in json.loads(out.read_text())["rows"]}
     assert (done.returncode == 0) == all(row["well"] for row in rows.values())
     return rows

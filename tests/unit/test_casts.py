@@ -1,7 +1,6 @@
 """Matrices to FP8: the torch code against formulas written out in numpy, and the kernels against the torch code."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -410,8 +409,7 @@ print("done")
 def test_the_benchmark_runs(tmp_path):
     """On a CPU it times the torch code."""
     out = tmp_path / "casts.json"
-    script = str(Path(__file__).parents[2] / "benchmarks/casts.py")
-    printed = run_python(script, "--shapes", "64x48", "--repeats", "1", "--out", str(out))
+    printed = run_python("-m", "benchmarks.casts", "--shapes", "64x48", "--repeats", "1", "--out", str(out))
     rows = json.loads(out.read_text())["rows"]
     assert {row["cast"] for row in rows} >= {"copy", "tensor, current", "tensor, delayed", "row", "block", "tile"}
     assert all(row["us"] > 0 and row["gb_per_s"] > 0 for row in rows)

@@ -236,7 +236,7 @@ def commands(text):
     """Every command, from blocks and from running text, as one line without comments."""
     lines = "\n".join(blocks(text)).replace("\\\n", " ").splitlines()
     found = [re.sub(r"\s+#.*", "", line) for line in lines if re.match(rf"(?:[A-Z_]+=\S+ )*{PROGRAMS} ", line)]
-    found += [f"python {span}" for span in spans(text) if re.match(r"benchmarks/\w+\.py\b", span)]
+    found += [f"python -m {span}" for span in spans(text) if re.match(r"benchmarks\.\w+\b", span)]
     found += [span for span in spans(text) if re.match(rf"{PROGRAMS} [a-z.]", span)]
     return list(dict.fromkeys(found))
 
@@ -295,9 +295,11 @@ def check_script(given):
 
 
 def check_options(script, given):
-    """Options stand in the script's own source, or in that of its neighbours which it imports; so do subcommands."""
+    """Options stand in the script's own source, or in what it imports from its neighbours; so do subcommands."""
     source = script.read_text()
-    neighbours = [script.parent / f"{name}.py" for name in re.findall(r"^(?:import|from) (\w+)", source, flags=re.M)]
+    imported = re.findall(r"^(?:import|from) ([\w.]+)", source, flags=re.M)
+    neighbours = [script.parent / f"{name}.py" for name in imported]
+    neighbours += [ROOT / f"{name.replace('.', '/')}.py" for name in imported if name.startswith("benchmarks.")]
     sources = source + "".join(path.read_text() for path in neighbours if path.is_file())
     for word in given:
         if word.startswith("--"):
@@ -312,7 +314,7 @@ def test_rlhf_commands_are_on_the_page_that_is_tested():
 
 
 def test_wrong_commands_are_found():
-    for wrong in ("make coffee", "python benchmarks/kernels.py --no-such", "python -m zeropp_fp8.no_such", "pip list"):
+    for wrong in ("make coffee", "python -m benchmarks.kernels --no-such", "python -m zeropp_fp8.no_such", "pip list"):
         program, *given = shlex.split(wrong)
         check = {"make": check_make, "pip": check_pip}.get(program, check_script)
         with pytest.raises(AssertionError):

@@ -1,10 +1,8 @@
 """The cost model: bytes against hand-computed counts and the ledger, times against measurements, and its errors."""
 
-import ast
 import itertools
 import json
 import math
-import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +11,8 @@ from pathlib import Path
 import pytest
 from hang_guard import HANG
 
+from benchmarks import plan_scaling
+from benchmarks.harness.sizes import SIZES
 from zeropp_fp8.config import RECIPES
 from zeropp_fp8.plan import (
     EMULATED_H200,
@@ -318,17 +318,13 @@ def test_results_that_cannot_be_read(tmp_path, text, message):
 
 
 def test_models_have_the_parameters_of_the_benchmark():
-    tree = ast.parse((ROOT / "benchmarks/two_nodes.py").read_text())
-    (models,) = (
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and node.targets[0].id == "MODELS"
-    )
-    assert set(models) <= set(MODELS)
-    for name, (hidden, intermediate, layers, _, vocabulary) in models.items():
-        norms = (2 * layers + 1) * hidden
-        total = layers * (4 * hidden**2 + 3 * hidden * intermediate) + 2 * vocabulary * hidden + norms
-        assert MODELS[name] == Model(total, hidden, layers, vocabulary)
+    for name in set(MODELS) & set(SIZES):
+        size = SIZES[name]
+        norms = (2 * size.layers + 1) * size.hidden
+        total = size.layers * (4 * size.hidden**2 + 3 * size.hidden * size.intermediate)
+        total += 2 * size.vocabulary * size.hidden + norms
+        assert MODELS[name] == Model(total, size.hidden, size.layers, size.vocabulary)
+    assert {"1.3b", "small", "tiny"} <= set(MODELS) & set(SIZES)
 
 
 # -- memory
@@ -499,8 +495,7 @@ def test_results_that_are_none(tmp_path, result, message, capsys):
 
 def test_scaling_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    scaling = runpy.run_path(str(ROOT / "benchmarks/plan_scaling.py"))
-    scaling["main"](["--out", str(tmp_path / "new/scaling")])
+    plan_scaling.main(["--out", str(tmp_path / "new/scaling")])
     assert (tmp_path / "new/scaling.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((tmp_path / "new/scaling.json").read_text())
     assert {row["kind"] for part in ("modelled", "published", "measured") for row in result[part]} == {

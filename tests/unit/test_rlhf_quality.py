@@ -1,15 +1,11 @@
 """benchmarks/rlhf_quality.py: intervals over seeds, and what is said of a recipe beside bf16."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import rlhf_quality as quality
+from benchmarks import rlhf_quality as quality
 
 
 @pytest.mark.parametrize("degrees", range(1, 10))

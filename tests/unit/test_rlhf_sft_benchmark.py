@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 from hang_guard import HANG
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
 
 from common.tokenizer import make_byte_tokenizer
 from common.tokens import encode_sft
-from rlhf_sft import parse, show, write_rows
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rlhf_sft.py"
+from benchmarks.rlhf_sft import parse, show, write_rows
 
 
 def test_rows_are_as_long_as_asked(tmp_path):
@@ -43,9 +41,9 @@ def test_refusals(capsys):
 
 
 def test_the_script(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--recipes", "lossless", "--steps", "1"]
+    command = [sys.executable, "-m", "benchmarks.rlhf_sft", "--recipes", "lossless", "--steps", "1"]
     command += ["--out", str(tmp_path / "sft.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads((tmp_path / "sft.json").read_text())["rows"]
     assert row["recipe"] == "lossless" and row["tokens_s"] > 0 and row["parameters"] > 100_000

@@ -13,7 +13,7 @@ from zeropp_fp8.plan.job import Cluster, Job, Model, PlanError, require_positive
 MODELS = {
     "1.3b": Model(parameters=1345423360, hidden=2048, layers=24, vocabulary=32000),
     "small": Model(parameters=5795072, hidden=256, layers=6, vocabulary=2048),
-    "tiny": Model(parameters=922752, hidden=128, layers=4, vocabulary=512),
+    "tiny": Model(parameters=935040, hidden=128, layers=4, vocabulary=512),
 }
 NODES, RANKS_PER_NODE = 2, 2  # of benchmarks/two_nodes.py
 ONE_NODE = (None, "nvlink")  # values of "gbit" that mean: all ranks in one node

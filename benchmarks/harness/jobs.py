@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emulated_nodes import launch
-from environment import append_to, dumped, read_result
+
+from benchmarks.harness.nodes import launch
+from benchmarks.harness.results import append_to, read_result
 
 
 @dataclass
@@ -32,18 +33,19 @@ class Job:
 
 
 def run_jobs(
-    script: str,
+    module: str,
     jobs: Sequence[Job],
     args,
     deadline: float,
     *,
     side_by_side: int = 1,
     namespaces: bool = False,
+    folders: Sequence[str] = (),
 ) -> None:
     """Do all jobs on groups of args.ranks ranks in args.nodes nodes, `side_by_side` groups at a time.
 
-    A worker is called as `script --worker JSON` with {**vars(args), **job.arguments, "runs", "label", "first_gpu"}.
-    What fails, or has no time left, is added to the list "failed" of the result file args.out.
+    A worker is called as `python -m module --worker JSON` with {**vars(args), **job.arguments, "runs", "label",
+    "first_gpu"}. What fails, or has no time left, is added to the list "failed" of the result file args.out.
     """
     waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
     for job in jobs:
@@ -56,7 +58,7 @@ def run_jobs(
             except queue.Empty:
                 return
             try:
-                _run_job(script, job, args, deadline, place % places * args.ranks, namespaces)
+                _run_job(module, job, args, deadline, place % places * args.ranks, namespaces, folders)
             except TimeoutError as error:
                 append_to(args.out, "failed", {"run": job.label, "error": str(error)})
                 print(f"{job.label}: {error}", flush=True)
@@ -70,7 +72,9 @@ def run_jobs(
         thread.join()
 
 
-def _run_job(script: str, job: Job, args, deadline: float, first_gpu: int, namespaces: bool) -> None:
+def _run_job(
+    module: str, job: Job, args, deadline: float, first_gpu: int, namespaces: bool, folders: Sequence[str]
+) -> None:
     runs = list(job.runs)
     while runs:
         left = deadline - time.monotonic()
@@ -81,13 +85,14 @@ def _run_job(script: str, job: Job, args, deadline: float, first_gpu: int, names
         with tempfile.TemporaryDirectory() as folder:
             try:
                 launch(
-                    script,
+                    module,
                     ["--worker", json.dumps(chosen)],
                     args.ranks,
                     Path(folder, "store"),
                     left,
                     nodes=args.nodes,
                     namespaces=namespaces,
+                    folders=folders,
                 )
                 return
             except RuntimeError as error:
@@ -116,18 +121,3 @@ def choose_gpus(args) -> None:
     """Let this process see the GPUs of its job: before anything of CUDA, `launch` having given it the first ones."""
     visible = [number for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(int(number) + args.first_gpu) for number in visible)
-
-
-def begin_result(path: str, head: dict) -> None:
-    """Write a result file with empty lists."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(dumped({**head, "rows": [], "failed": [], "started": []}))
-
-
-def end_result(path: str, **more) -> dict:
-    """Add the last parts to a result file, and take out what only served to go on; what it holds then."""
-    result = read_result(path)
-    result.pop("started", None)
-    result |= more
-    Path(path).write_text(dumped(result))
-    return result

@@ -6,28 +6,16 @@ norms take nine passes in eager mode; both would hide what the linear layers cos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.harness.sizes import Size
+
 EPSILON = 1e-5  # of the norms
 ROPE_BASE = 500_000.0
 INITIAL_STD = 0.02
-
-
-@dataclass(frozen=True)
-class Size:
-    """Sizes of a Llama. `kv_heads` below `heads`: grouped-query attention."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
 
 
 class RMSNorm(nn.Module):

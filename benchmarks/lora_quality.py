@@ -1,8 +1,8 @@
 """Held-out loss of LoRA over frozen weights that rest as codes, against LoRA over the same weights in bf16.
 
-    python benchmarks/frozen_quality.py --out runs/frozen_quality.json --plot runs/frozen_quality.png
-    python benchmarks/frozen_quality.py --size 3m --out runs/frozen_quality.json          (a CPU, some 6 minutes)
-    python benchmarks/frozen_quality.py --merge a.json b.json --plot all.png --out all.json
+    python -m benchmarks.lora_quality --out runs/lora_quality.json --plot runs/lora_quality.png
+    python -m benchmarks.lora_quality --size 3m --out runs/lora_quality.json          (a CPU, some 6 minutes)
+    python -m benchmarks.lora_quality --merge a.json b.json --plot all.png --out all.json
 
 A small Llama is pre-trained by examples/pretrain/train.py on the bytes of the Python standard library's files whose
 names begin with a to m, and saved as a Hugging Face checkpoint (--base DIR keeps it, and uses it where it is there).
@@ -33,20 +33,18 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the package, where it is not installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "pretrain"))
-
-import convergence
 import torch
-from convergence import BF16, Sequences, load_data, train_steps
-from data import standard_library_files
-from environment import append_to, describe, dumped, join, read_result
-from frozen_runs import LoraRun, stored
-from jobs import Job, announce, begin_result, choose_gpus, end_result, run_jobs
-from options import finite, new_file, several, whole
 from torch import Tensor, nn
-from zero3 import ds_config, without_refused
+
+from benchmarks.harness import learning
+from benchmarks.harness.environment import ROOT, describe, join
+from benchmarks.harness.jobs import Job, announce, choose_gpus, run_jobs
+from benchmarks.harness.learning import BF16, load_data, merge, plot, show, train_steps
+from benchmarks.harness.lora import LoraRun, stored
+from benchmarks.harness.results import append_to, begin_result, end_result, write_result
+from benchmarks.harness.zero3 import ds_config, without_refused
+from examples.options import finite, new_file, several, whole
+from examples.pretrain.data import Sequences, standard_library_files
 
 
 def without_wire(section: dict) -> dict:
@@ -98,7 +96,7 @@ def split_library(folder: Path) -> tuple[Path, Path]:
 def pretrain(args) -> None:
     """In a process of its own: examples/pretrain/train.py, then its checkpoint as a Hugging Face one in args.base."""
     import deepspeed
-    import models
+    import models  # examples/pretrain is on the path of this process
     import train
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -138,12 +136,18 @@ def make_base(args, text: Path, deadline: float) -> dict:
     if not Path(args.base, "config.json").exists():
         Path(args.base).mkdir(parents=True, exist_ok=True)
         job = json.dumps({**vars(args), "text": str(text)})
-        environment = {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ}
+        path = [str(ROOT), str(ROOT / "examples/pretrain"), os.environ.get("PYTHONPATH", "")]
+        environment = {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ, "PYTHONPATH": os.pathsep.join(path)}
         if not torch.cuda.is_available():
             environment["DS_ACCELERATOR"] = "cpu"
         left = max(1.0, deadline - time.monotonic())
         try:
-            subprocess.run([sys.executable, __file__, "--pretrain", job], env=environment, timeout=left, check=True)
+            subprocess.run(
+                [sys.executable, "-m", "benchmarks.lora_quality", "--pretrain", job],
+                env=environment,
+                timeout=left,
+                check=True,
+            )
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"not done after {left:.0f} s") from None
         except subprocess.CalledProcessError as error:
@@ -167,7 +171,7 @@ def pretrained(folder: str, config: dict, bf16: bool) -> nn.Module:
 
 
 class LoraTrainer:
-    """A fine-tuning with what convergence.train_steps asks for."""
+    """A fine-tuning with what learning.train_steps asks for."""
 
     def __init__(self, run: str, seed: int, args, device: torch.device) -> None:
         self._learning_rate = args.lr
@@ -239,7 +243,7 @@ def worker(args) -> None:
 def measure(args) -> dict:
     """Pre-train, and do all runs; what is in args.out at the end."""
     deadline = time.monotonic() + args.timeout
-    head = describe("benchmarks/frozen_quality.py", sys.argv[1:])
+    head = describe("lora_quality")
     settings = {name: getattr(args, name) for name in SETTINGS} | {"engine": "ZeRO-3, one rank"}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         first, second = split_library(Path(folder))
@@ -261,7 +265,7 @@ def measure(args) -> dict:
         names = [f"{run}:{seed}" for seed in args.seeds for run in args.runs]
         dealt = [names[place :: args.side_by_side] for place in range(args.side_by_side)]
         jobs = [Job(f"group {place}", some) for place, some in enumerate(dealt) if some]
-        run_jobs(__file__, jobs, args, deadline, side_by_side=args.side_by_side)
+        run_jobs("benchmarks.lora_quality", jobs, args, deadline, side_by_side=args.side_by_side)
     return end_result(args.out, pretraining=pretraining)
 
 
@@ -269,8 +273,8 @@ def measure(args) -> dict:
 
 
 def compare(rows: list[dict]) -> list[dict]:
-    """convergence.compare's lines, with the loss before the first step and its difference to bf16's."""
-    lines = convergence.compare(rows, lambda run: RUNS[run][1])
+    """Lines lines, with the loss before the first step and its difference to bf16's."""
+    lines = learning.compare(rows, lambda run: RUNS[run][1])
     starts = {row["run"]: row["start_loss"] for row in rows}  # the same for every seed: adapters begin at zero
     at_rest = {row["run"]: row["frozen_per_parameter"] for row in rows}
     for line in lines:
@@ -286,11 +290,10 @@ def finish(result: dict, args) -> None:
     result["rows"].sort(key=lambda row: (order.index(row["run"]), row["seed"]))
     result["comparison"] = compare(result["rows"])
     if args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.out).write_text(dumped(result))
+        write_result(args.out, result)
     if not result["rows"]:
         return
-    convergence.show(result)
+    show(result)
     print(f"\n{'before the first step':<26}{'held-out loss':>15}{'above bf16':>12}{'bytes a frozen weight':>23}")
     for line in result["comparison"]:
         above = line.get("start_percent_above_bf16")
@@ -301,7 +304,7 @@ def finish(result: dict, args) -> None:
     sys.stdout.flush()
     if args.plot:
         Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
-        convergence.plot(result, args.plot, TARGETS)
+        plot(result, args.plot, TARGETS)
 
 
 # -- command line ------------------------------------------------------------------------------------------------------
@@ -336,14 +339,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--merge", nargs="+", metavar="JSON", help="train nothing: compare these results")
     parser.add_argument("--plot", type=new_file, help="PNG file: held-out losses")
-    parser.add_argument("--out", type=new_file, help="JSON file; default frozen_quality.json (with --merge: none)")
+    parser.add_argument("--out", type=new_file, help="JSON file; default lora_quality.json (with --merge: none)")
     args = parser.parse_args(argv)
     if args.merge:
         return args
     for name, value in zip((*SIZE_FIELDS, "eval_sequences"), SIZES[args.size]):
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    args.out = args.out or "frozen_quality.json"
+    args.out = args.out or "lora_quality.json"
     args.seeds = [int(seed) for seed in args.seeds.split(",")]
     args.ranks = args.nodes = 1
     args.warmup = max(1, args.steps // 10)
@@ -357,19 +360,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def merged(paths: list[str]) -> dict:
-    """The results of several calls as one, with what failed in any."""
-    result = convergence.merge(paths)
-    result["failed"] = [failure for path in paths for failure in read_result(path)["failed"]]
-    return result
-
-
 def main() -> None:
     if sys.argv[1:2] in (["--worker"], ["--pretrain"]):
         {"--worker": worker, "--pretrain": pretrain}[sys.argv[1]](argparse.Namespace(**json.loads(sys.argv[2])))
         return
     args = parse()
-    result = merged(args.merge) if args.merge else measure(args)
+    result = merge(args.merge, RUNS) if args.merge else measure(args)
     finish(result, args)
     for failure in result["failed"]:
         print(f"failed: {failure['run']}: {failure['error']}")

@@ -6,12 +6,14 @@ A try that does not fit ends its processes, so every run has its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from environment import append_to, forget_memory, read_result
-from jobs import Job, run_jobs
-from measuring import out_of_memory, timed_steps
+
+from benchmarks.harness.environment import forget_memory
+from benchmarks.harness.jobs import Job, run_jobs
+from benchmarks.harness.measuring import out_of_memory, timed_steps
+from benchmarks.harness.results import append_to, read_result
 
 KEPT = ("micro_batch", "sequence", "tokens_per_s", "mfu", "step_ms", "peak_gib")  # of a row in the comparison
 ROUNDED_TO = 128  # tokens that a refined sequence is a multiple of: FP8 GEMMs take multiples of 16
@@ -61,7 +63,7 @@ def measure(
             print(f"{run}: {micro_batch} x {sequence} tokens fit, {row['tokens_per_s']:.0f} tokens/s", flush=True)
 
 
-def search(script: str, args, deadline: float) -> None:
+def search(module: str, args, deadline: float, folders: Sequence[str] = ()) -> None:
     """Double until a run does not fit any more, then halve the interval args.refine times.
 
     With expandable segments unless the environment says otherwise: what fits is then not a matter of how the allocator
@@ -81,7 +83,7 @@ def search(script: str, args, deadline: float) -> None:
     while sizes[-1] < args.stop:
         sizes.append(sizes[-1] * 2)
     jobs = [Job(run, [run], {"tries": [shape(units) for units in sizes]}) for run in args.runs]
-    run_jobs(script, jobs, args, deadline, side_by_side=args.side_by_side)
+    run_jobs(module, jobs, args, deadline, side_by_side=args.side_by_side, folders=folders)
     for number in range(args.refine):
         jobs = []
         for run in args.runs:
@@ -93,7 +95,7 @@ def search(script: str, args, deadline: float) -> None:
                     middle -= middle % ROUNDED_TO
                 if max(fits) < middle < min(too_large):
                     jobs.append(Job(f"{run}, refined {number}", [run], {"tries": [shape(middle)]}))
-        run_jobs(script, jobs, args, deadline, side_by_side=args.side_by_side)
+        run_jobs(module, jobs, args, deadline, side_by_side=args.side_by_side, folders=folders)
 
 
 def compare(rows: list[dict]) -> list[dict]:

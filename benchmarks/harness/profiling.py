@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
+import pstats
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from profile_step import busy_ms, top
 from torch.profiler import ProfilerActivity, profile
 
 # (kind, parts of a kernel's name in small letters), the first that fits
@@ -44,8 +45,24 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, parts in KINDS if any(part in name for part in parts)), "elementwise and other")
 
 
+def busy_ms(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals in microseconds, as milliseconds."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / 1e3
+
+
+def top(table: dict, count: int) -> list:
+    """[name, calls, ms] of the entries with most time."""
+    ranked = sorted(table.items(), key=lambda item: -item[1][1])[:count]
+    return [[name, calls, round(ms, 3)] for name, (calls, ms) in ranked]
+
+
 def summary(events: list[dict], count: int) -> dict:
-    """Of the events of a Chrome trace (times in microseconds): device time by kind and by kernel, in milliseconds.
+    """Of the events of a Chrome trace (times in microseconds): device time by kind and by kernel, in milliseconds, and
+    the host's calls into CUDA.
 
     "communication_ms" is the time in which a collective was on the device, waiting for other ranks included, and
     "exposed_ms" the part of it in which nothing else ran.
@@ -59,6 +76,11 @@ def summary(events: list[dict], count: int) -> dict:
         by_name[event["name"][:100]][0] += 1
         by_name[event["name"][:100]][1] += ms
         spans[kind in COMMUNICATION].append((event["ts"], event["ts"] + event["dur"]))
+    calls = defaultdict(lambda: [0, 0.0])
+    for event in events:
+        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+            calls[event["name"]][0] += 1
+            calls[event["name"]][1] += event["dur"] / 1e3
     computing = busy_ms(spans[False])
     everything = spans[True] + spans[False]
     return {
@@ -69,6 +91,7 @@ def summary(events: list[dict], count: int) -> dict:
         "launches": len(kernels),
         "by_kind_ms": dict(sorted(by_kind.items(), key=lambda item: -item[1])),
         "kernels": top(by_name, count),
+        "cuda_calls": top(calls, min(count, 10)),
     }
 
 
@@ -83,7 +106,7 @@ def device_profile(step: Callable[[], object], count: int) -> dict:
         return summary(json.loads(trace.read_text())["traceEvents"], count)
 
 
-def host_profile(step: Callable[[], object], count: int) -> dict:
+def operators(step: Callable[[], object], count: int) -> dict:
     """The operators of one step with most host time of their own, as [name, calls, ms]: for runs on a CPU."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
@@ -91,12 +114,25 @@ def host_profile(step: Callable[[], object], count: int) -> dict:
     return {"operators": top(table, count)}
 
 
+def host_profile(step: Callable[[], object], count: int) -> dict:
+    """One step under cProfile: the functions with most time of their own. It makes Python about twice as slow."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    step()
+    profiler.disable()
+    stats = pstats.Stats(profiler)
+    own = {}
+    for (file, line, name), (_, calls, own_seconds, _, _) in stats.stats.items():
+        place = f"{'/'.join(Path(file).parts[-2:])}:{line} {name}" if line else name
+        own[place[:100]] = (calls, 1e3 * own_seconds)
+    return {"total_ms": 1e3 * stats.total_tt, "calls": stats.total_calls, "functions": top(own, count)}
+
+
 def show(label: str, found: dict) -> None:
     """Print a profile."""
     if "operators" in found:
         print(f"\n{label}: operators of one step, their own host time")
-        for name, calls, ms in found["operators"]:
-            print(f"  {ms:9.3f} ms {calls:6d} x {name}")
+        show_top(found["operators"])
         return
     print(
         f"\n{label}: one step of {found['span_ms']:.1f} ms, {found['launches']} launches; computing "
@@ -104,5 +140,12 @@ def show(label: str, found: dict) -> None:
         f"{found['exposed_ms']:.1f} ms"
     )
     print("  " + ", ".join(f"{kind} {ms:.1f}" for kind, ms in found["by_kind_ms"].items()))
-    for name, calls, ms in found["kernels"]:
+    for title in ("kernels", "cuda_calls"):
+        print(f"  {title}")
+        show_top(found[title])
+
+
+def show_top(entries: list) -> None:
+    """Print what `top` gave."""
+    for name, calls, ms in entries:
         print(f"  {ms:9.3f} ms {calls:6d} x {name}")

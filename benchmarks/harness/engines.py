@@ -13,20 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from environment import forget_memory
-from llama import Llama, Size
-from measuring import live_bytes
 from torch import Tensor
-from zero3 import ds_config
 
-SIZES = {
-    "7b": Size(hidden=4096, intermediate=11008, layers=32, heads=32, kv_heads=32, vocabulary=32000),
-    "4b": Size(hidden=3072, intermediate=8192, layers=32, heads=24, kv_heads=24, vocabulary=32000),
-    "2b": Size(hidden=2560, intermediate=6912, layers=24, heads=20, kv_heads=20, vocabulary=32000),
-    "1.3b": Size(hidden=2048, intermediate=5504, layers=24, heads=16, kv_heads=16, vocabulary=32000),
-    "small": Size(hidden=256, intermediate=688, layers=6, heads=4, kv_heads=4, vocabulary=2048),
-    "tiny": Size(hidden=128, intermediate=352, layers=4, heads=4, kv_heads=4, vocabulary=512),
-}
+from benchmarks.harness.environment import forget_memory
+from benchmarks.harness.llama import Llama
+from benchmarks.harness.measuring import live_bytes
+from benchmarks.harness.sizes import Size
+from benchmarks.harness.zero3 import ds_config
+
 STOCK = ("stock", "stock-leaf")
 SECTIONS: dict[str, dict[str, Any] | None] = {
     "stock": None,
@@ -37,9 +31,8 @@ SECTIONS: dict[str, dict[str, Any] | None] = {
     "fp8-lm-o2": {"recipe": "fp8-lm-o2"},
     "fp8-lm": {"recipe": "fp8-lm"},
 }
+BASE = "lossless"  # bf16 with fp32 AdamW, what others are compared with where it was run; else stock
 LEVELS = ("fp8-lm-o1", "fp8-lm-o2", "fp8-lm")
-SMALL = 1024  # hidden size of a model whose tensors are all below ZeRO-3's usual limits
-PEAK_FLOPS = 989e12  # of an H200 (and H100) in dense bf16; the same for all runs, so that FP8 may exceed its half
 
 
 class EngineRun:
@@ -92,7 +85,7 @@ class EngineRun:
             **({"lr": 1e-4} | (optimizer or {})),
             fused=device.type == "cuda",
         )
-        config = ds_config(section, micro_batch, small=size.hidden < SMALL, lean=lean)
+        config = ds_config(section, micro_batch, small=size.small, lean=lean)
         self.engine = deepspeed.initialize(model=model, optimizer=chosen, config=config)[0]
         self.with_plugin = section is not None
 
@@ -124,13 +117,19 @@ class EngineRun:
         forget_memory(self.device)
 
 
-def flops_per_token(size: Size, length: int) -> float:
-    """Of a training step, without what checkpointing computes twice.
+def made(run: str, args, size: Size, device: torch.device, lean: bool = False) -> EngineRun:
+    """The engine of a run."""
+    return EngineRun(
+        SECTIONS[run],
+        size,
+        device,
+        leaf=run == "stock-leaf",
+        micro_batch=args.micro_batch,
+        checkpointing=args.checkpointing,
+        lean=lean,
+    )
 
-    6 for every weight that is multiplied (all but the embedding and the norms), and for attention half of
-    12 * layers * hidden * length, because a position sees only those before it.
-    """
-    head_size = size.hidden // size.heads
-    attention = 2 * size.hidden * size.hidden + 2 * size.hidden * size.kv_heads * head_size
-    weights = size.layers * (attention + 3 * size.hidden * size.intermediate) + size.hidden * size.vocabulary
-    return 6 * weights + 6 * size.layers * size.hidden * length
+
+def base_of(by_run: dict[str, dict]) -> dict | None:
+    """What others are compared with, of what there is by run."""
+    return next((by_run[run] for run in (BASE, *reversed(STOCK)) if run in by_run), None)

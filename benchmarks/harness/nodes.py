@@ -8,7 +8,6 @@ namespaces, for measurements inside one node.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import subprocess
@@ -16,6 +15,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from benchmarks.harness.environment import ROOT
 
 NAMESPACES = ("zpp0", "zpp1")
 INTERFACES = ("zppveth0", "zppveth1")
@@ -91,7 +92,7 @@ def _remove() -> None:
 
 
 def launch(
-    script: str,
+    module: str,
     arguments: Sequence[str],
     ranks: int,
     store: Path,
@@ -99,12 +100,15 @@ def launch(
     *,
     nodes: int = 2,
     namespaces: bool = True,
+    folders: Sequence[str] = (),
 ) -> None:
-    """Run `script` on `ranks` ranks, ended together: when one fails (RuntimeError) or time is up (TimeoutError).
+    """Run `module` on `ranks` ranks, ended together: when one fails (RuntimeError) or time is up (TimeoutError).
 
     With `namespaces` each of the two nodes is a namespace, else all ranks share the host's loopback. A rank finds RANK,
-    WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_INTERFACE and STORE_FILE in its environment.
+    WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_INTERFACE and STORE_FILE in its environment. It can import from the
+    root of the repository, and from its `folders`.
     """
+    path = [str(ROOT), *(str(ROOT / folder) for folder in folders), os.environ.get("PYTHONPATH", "")]
     per_node = ranks // nodes
     processes = []
     for rank in range(ranks):
@@ -114,6 +118,7 @@ def launch(
             # NVLink multicast engages the fabric manager of the host, which others may share: off unless asked for.
             "NCCL_NVLS_ENABLE": "0",
             **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "RANK": str(rank),
             "WORLD_SIZE": str(ranks),
             "LOCAL_RANK": str(local),
@@ -129,8 +134,8 @@ def launch(
             "NCCL_IB_DISABLE": "1",
             "CUDA_VISIBLE_DEVICES": ",".join(str(node * per_node + i) for i in range(per_node)),
         }
-        enter = [__file__, NAMESPACES[node]] if namespaces else []
-        processes.append(subprocess.Popen([sys.executable, *enter, script, *arguments], env=env))
+        enter = ["-m", __spec__.name, NAMESPACES[node]] if namespaces else []
+        processes.append(subprocess.Popen([sys.executable, *enter, "-m", module, *arguments], env=env))
     deadline = time.monotonic() + timeout
     try:
         while any(process.poll() is None for process in processes):
@@ -158,21 +163,8 @@ def sent_bytes() -> int:
     raise RuntimeError(f"no interface {os.environ['NODE_INTERFACE']} here")
 
 
-if __name__ == "__main__":  # enter a namespace, then become the script
+if __name__ == "__main__":  # enter a namespace, then become what is to run there
     from pyroute2 import netns
 
     netns.setns(sys.argv[1])
     os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-
-
-def cut_into_nodes(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Set args.nodes: two where --gbit says what is between them, else one; ends with an error where that cannot be."""
-    import torch
-
-    args.nodes = 1 if args.gbit is None else 2
-    if args.gbit is not None and not 0 <= args.gbit <= MAX_GBIT:
-        parser.error(f"--gbit: from 0 (not shaped) to {MAX_GBIT:g}, what the queue can shape")
-    if args.ranks % args.nodes:
-        parser.error(f"{args.ranks} ranks cannot be cut into {args.nodes} nodes")
-    if torch.cuda.is_available() and torch.cuda.device_count() < args.ranks:
-        parser.error(f"{args.ranks} GPUs are needed, {torch.cuda.device_count()} found")

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import datetime
-import fcntl
 import gc
-import json
 import logging
 import os
 import platform
-import re
+import subprocess
+import sys
 import warnings
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 NO_IN_TREE = (
     "DeepSpeed's own ZeRO++ needs CUDA: its quantizer is an op that nvcc compiles at run time, and there is no GPU here"
 )
 
 
-def describe(script: str, arguments: Sequence[str]) -> dict:
-    """Date, hardware, versions and command, for the head of a result file."""
+def describe(question: str) -> dict:
+    """Question, date, commit, hardware, versions and command of this process, for the head of a result file."""
     import torch
 
     return {
+        "question": question,
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", script, *map(_without_folder, arguments)]),
+        "commit": measured_commit(),
+        "command": " ".join([f"python -m benchmarks.{question}", *map(_without_folder, sys.argv[1:])]),
         "hardware": _hardware(),
         "versions": {
             "python": platform.python_version(),
@@ -36,6 +37,26 @@ def describe(script: str, arguments: Sequence[str]) -> dict:
             **{name: _version(name) for name in ("deepspeed", "transformers", "triton")},
         },
     }
+
+
+def measured_commit() -> str:
+    """The commit that is measured, with "+" where files differ from it.
+
+    A copy of the files without their history is told it in ZEROPP_FP8_COMMIT.
+
+    Raises:
+        SystemExit: it is not known; a figure without it says nothing.
+    """
+    if "ZEROPP_FP8_COMMIT" in os.environ:
+        return os.environ["ZEROPP_FP8_COMMIT"]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=7", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        sys.exit("which commit is measured is not known here: set ZEROPP_FP8_COMMIT (git rev-parse --short HEAD)")
 
 
 def _without_folder(argument: str) -> str:
@@ -67,31 +88,6 @@ def _cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def append_to(path: str, key: str, entry: dict | str) -> None:
-    """Append to a list of a result file, which several processes may write to; it is whole after every call."""
-    with open(path, "r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        result = json.load(file)
-        result.setdefault(key, []).append(entry)
-        file.seek(0)
-        file.write(dumped(result))
-        file.truncate()
-
-
-def dumped(result: dict) -> str:
-    """JSON, indented, but a list of numbers on one line: a series of 1,000 steps would be 1,000 lines."""
-    numbers = r"\[\n\s*((?:-?[\d.]+(?:[eE][-+]?\d+)?|,|\s)+?)\s*\n\s*\]"  # no string holds a line feed
-    text = json.dumps(result, indent=1)
-    return re.sub(numbers, lambda match: "[" + " ".join(match[1].split()) + "]", text) + "\n"
-
-
-def read_result(path: str) -> dict:
-    """A result file that `append_to` may be writing to."""
-    with open(path) as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        return json.load(file)
 
 
 def join(with_deepspeed: bool = True):

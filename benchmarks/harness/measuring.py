@@ -1,16 +1,17 @@
-"""What a rank measures of a training: bytes of living tensors, the time of steps, whether memory was out."""
+"""What is measured: bytes of living tensors, the time of steps and of pieces of work, whether memory was out."""
 
 from __future__ import annotations
 
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
-from emulated_nodes import sent_bytes
-from environment import forget_memory
 from torch import Tensor
+
+from benchmarks.harness.environment import forget_memory
+from benchmarks.harness.nodes import sent_bytes
 
 
 def live_bytes(device: torch.device) -> int:
@@ -27,6 +28,27 @@ def live_bytes(device: torch.device) -> int:
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+class Meter:
+    """Bytes that a rank has above those it had when this was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.found = device, live_bytes(device)
+        self.start_peak()
+
+    def bytes(self) -> int:
+        """Of living tensors, now."""
+        return live_bytes(self._device) - self.found
+
+    def start_peak(self) -> None:
+        """`peak` counts from now on."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int | None:
+        """The most since `start_peak`; None on a CPU."""
+        return torch.cuda.max_memory_allocated() - self.found if self._device.type == "cuda" else None
 
 
 def random_tokens(vocabulary: int, micro_batch: int, length: int, device: torch.device) -> Iterator[Tensor]:
@@ -62,6 +84,49 @@ def timed_steps(trainer, batches: Iterator, warmup: int, steps: int, device: tor
         "losses": losses,
         "tx_bytes_per_node_step": max(everyones),
     }
+
+
+def timed(action: Callable[[], object], device: torch.device) -> tuple[float, object]:
+    """(milliseconds, what `action` returned); all ranks begin together."""
+    torch.distributed.barrier()
+    synchronize(device)
+    start = time.perf_counter()
+    result = action()
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - start), result
+
+
+def milliseconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median time of `work`, after warm-up; on a GPU by its own clock, without the host's time."""
+    for _ in range(3 if device.type == "cuda" else 1):
+        work()
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(2_000_000)  # a millisecond in which the host gets ahead: its time is not the kernel's
+            start.record()
+            work()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            begin = time.perf_counter()
+            work()
+            times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def host_ms(work: Callable[[], None], device: torch.device, repeats: int = 5) -> float:
+    """How long the host takes to issue `work`, median."""
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        begin = time.perf_counter()
+        work()
+        times.append(1e3 * (time.perf_counter() - begin))
+    synchronize(device)
+    return statistics.median(times)
 
 
 def out_of_memory(error: RuntimeError) -> bool:

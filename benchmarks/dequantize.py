@@ -1,16 +1,24 @@
-"""Decoding the frozen weights of one Llama block in one launch, beside a plain copy: what every gather ends with."""
+"""Decoding the frozen weights of one Llama block in one launch, beside a plain copy: what every gather ends with.
+
+python -m benchmarks.dequantize --out runs/dequantize.json
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 
 import torch
-from frozen_runs import SIZES, stored
-from llama import Size
-from timing import milliseconds
 from torch import Tensor
 
+from benchmarks.harness.command import choose_runs, command
+from benchmarks.harness.environment import describe
+from benchmarks.harness.lora import stored
+from benchmarks.harness.measuring import milliseconds
+from benchmarks.harness.results import append_to, begin_result, end_result, read_result
+from benchmarks.harness.sizes import SIZES, Size
+from examples.options import whole
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.config import FrozenConfig
 from zeropp_fp8.zero.frozen.store import part_numel_of, store_format
@@ -33,16 +41,17 @@ def block_shapes(size: Size) -> list[tuple[int, int]]:
     return attention + [(size.intermediate, size.hidden)] * 2 + [(size.hidden, size.intermediate)]
 
 
-def measure(args, device: torch.device, write: Callable[[dict], None]) -> None:
+def measure(size: Size, args, device: torch.device, write: Callable[[dict], None]) -> None:
     """Time each format as a row of `args.parts` ranks' payloads; `write` gets a row each, of bytes read and written."""
-    shapes = block_shapes(SIZES[args.size])
+    shapes = block_shapes(size)
     generator = torch.Generator(device).manual_seed(0)
     weights = [torch.randn(shape, generator=generator, device=device).mul_(0.02).bfloat16() for shape in shapes]
     decoded = [torch.empty_like(weight) for weight in weights]
     numel = sum(weight.numel() for weight in weights)
-    base = {"part": "dequantize", "parameters": numel, "device": device.type}
+    base = {"parameters": numel, "device": device.type}
     write({**base, **_copied(weights, device, args.repeats)})
-    for name, section in FORMATS.items():
+    for name in args.runs:
+        section = FORMATS[name]
         wire_format = store_format(FrozenConfig(**section["frozen"]))
         part_numels = [part_numel_of(w.numel(), args.parts, wire_format.granule) for w in weights]
         layout = PayloadLayout(part_numels, [wire_format] * len(weights), [w.dtype for w in weights], device)
@@ -122,3 +131,25 @@ def show(result: dict) -> None:
         more = f"{row['bytes_per_parameter']:>16.4f}{row['relative_error']:>9.4f}" if "relative_error" in row else ""
         share = "-" if line["percent_of_copy"] is None else f"{line['percent_of_copy']:.1f} %"
         print(f"{row['run']:<14}{row['us']:>10.1f}{row['gb_per_s']:>9.1f}{share:>10}{more:<25}{verdict:>9}")
+
+
+def main() -> None:
+    on_gpu = torch.cuda.is_available()
+    parser = command(__doc__, "dequantize", FORMATS, SIZES, "8b" if on_gpu else "tiny-gqa")
+    parser.add_argument("--parts", type=whole(1), default=4, help="ranks that a decoded payload comes from")
+    parser.add_argument("--repeats", type=whole(1), default=30 if on_gpu else 3)
+    args = parser.parse_args()
+    choose_runs(args, parser, FORMATS)
+    begin_result(args.out, describe("dequantize") | {"settings": {"size": args.size, "parts": args.parts}})
+
+    def write(row: dict) -> None:
+        append_to(args.out, "rows", row)
+        print(f"{row['run']}: {row['us']:.1f} us", flush=True)
+
+    measure(SIZES[args.size], args, torch.device("cuda" if on_gpu else "cpu"), write)
+    show(end_result(args.out, comparison=compare(read_result(args.out)["rows"])))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

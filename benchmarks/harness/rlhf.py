@@ -6,32 +6,27 @@ Imported by ranks that have joined: DeepSpeed chooses its accelerator when it is
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from frozen_runs import LORA_RANK, adamw, llama_config
-from llama import Size
-from measuring import random_tokens
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
-from torch import Tensor, nn
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples/rlhf"))
-
 from common.arguments import PPOArguments
 from common.batch import Tokens
 from common.engines import frozen_ds_config, make_frozen_engine
 from common.models import CRITIC, POLICY, REFERENCE, REWARD, TokenScores, without_dropout
 from common.roles import Role, in_parts, scores_of
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from ppo import Experience, make_experience, train_on
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 import zeropp_fp8
+from benchmarks.harness.hf_llama import llama_config
+from benchmarks.harness.lora import LORA_RANK, adamw
+from benchmarks.harness.measuring import random_tokens
+from benchmarks.harness.sizes import Size
 from zeropp_fp8.zero.stage3_base import GRAD_PARTITIONS
 
 LR = 1e-5

@@ -20,17 +20,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from environment import forget_memory
-from llama import EPSILON, ROPE_BASE, Size
-from measuring import live_bytes
 from torch import Tensor, nn
-from zero3 import CLIP, ds_config
 
-SIZES = {
-    "8b": Size(hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, vocabulary=128256),  # of Llama 3
-    "1b": Size(hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8, vocabulary=128256),  # of Llama 3.2
-    "tiny": Size(hidden=256, intermediate=768, layers=3, heads=4, kv_heads=2, vocabulary=512),
-}
+from benchmarks.harness.environment import forget_memory
+from benchmarks.harness.hf_llama import llama_config, sharded_llama
+from benchmarks.harness.measuring import Meter
+from benchmarks.harness.sizes import Size
+from benchmarks.harness.zero3 import CLIP, ds_config
+
 STOCK, ZEROPP, QLORA, BNB = "stock-lora", "zeropp-lora", "nf4-dq", "bnb"
 
 
@@ -70,36 +67,6 @@ def without_bnb_where_it_cannot_run(runs: list[str], ranks: int) -> list[str]:
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
-
-
-def llama_config(size: Size):
-    """transformers' configuration of a Llama."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        rms_norm_eps=EPSILON,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},
-        max_position_embeddings=1 << 20,
-        bos_token_id=None,
-        eos_token_id=None,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-
-
-def sharded_llama(size: Size, config: dict) -> nn.Module:
-    """A Llama with torch's own random weights, in shards from the beginning: no rank holds more than a layer of it."""
-    import deepspeed
-    from transformers import LlamaForCausalLM
-
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        return LlamaForCausalLM(llama_config(size))
 
 
 def bnb_llama(size: Size, device: torch.device) -> nn.Module:
@@ -166,27 +133,6 @@ def adamw(model: nn.Module, device: torch.device, **options) -> torch.optim.Opti
 
 
 # -- trainings -------------------------------------------------------------------------------------------------------
-
-
-class Meter:
-    """Bytes that a rank has above those it had when this was made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.found = device, live_bytes(device)
-        self.start_peak()
-
-    def bytes(self) -> int:
-        """Of living tensors, now."""
-        return live_bytes(self._device) - self.found
-
-    def start_peak(self) -> None:
-        """`peak` counts from now on."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-
-    def peak(self) -> int | None:
-        """The most since `start_peak`; None on a CPU."""
-        return torch.cuda.max_memory_allocated() - self.found if self._device.type == "cuda" else None
 
 
 class Training:
@@ -324,3 +270,43 @@ class BnbRun(Training):
         """Free what can be freed."""
         del self.model, self.optimizer
         forget_memory(self.device)
+
+
+# -- what all questions about them do ---------------------------------------------------------------------------------
+
+
+def made(run: str, args, size: Size, device: torch.device, lean: bool = False) -> LoraRun | BnbRun:
+    """The training of a run."""
+    if run == BNB:
+        return BnbRun(size, device, checkpointing=args.checkpointing)
+    return LoraRun(
+        SECTIONS[run],
+        lambda config: sharded_llama(size, config),
+        device,
+        micro_batch=args.micro_batch,
+        leaf=run == STOCK,
+        small=size.small,
+        lean=lean,
+        checkpointing=args.checkpointing,
+    )
+
+
+def bytes_of(trainer: LoraRun | BnbRun) -> dict[str, int | None]:
+    """What a rank had and has, the most over the ranks."""
+    mine = {
+        "frozen_bytes": trainer.frozen_bytes,
+        "model_bytes": trainer.model_bytes,
+        "making_peak_bytes": trainer.making_peak,
+        "engine_bytes": trainer.engine_bytes,
+        "engine_peak_bytes": trainer.engine_peak,
+        "peak_bytes": trainer.meter.peak(),
+        "rest_bytes": trainer.meter.bytes(),
+    }
+    everyones = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyones, mine)
+    return {name: None if mine[name] is None else max(other[name] for other in everyones) for name in mine}
+
+
+def unit_of(row: dict) -> tuple[str, int]:
+    """The unit of bytes for a model of that size."""
+    return ("GiB", 2**30) if row["parameters"] > 1e8 else ("MiB", 2**20)

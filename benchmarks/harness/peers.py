@@ -1,0 +1,156 @@
+"""ZeRO-3 of all kinds and FSDP on one transformers Llama: what this project is compared with between nodes.
+
+Each builds its engine and gives step(tokens) -> loss, session (the plugin's engine, or None) and close().
+
+    stock, stock-leaf        DeepSpeed ZeRO-3; with every decoder layer as a z3 leaf module
+    lossless, zeropp, ...    ZeRO-3 with this project's recipes
+    in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
+    fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from benchmarks.harness.environment import build_in_tree_op
+from benchmarks.harness.hf_llama import llama_config
+from benchmarks.harness.sizes import SIZES
+
+RANKS = 4
+QUANTIZED = ("zeropp", "zeropp-4bit")
+RECIPES = ("lossless", *QUANTIZED)
+IN_TREE = ("in-tree", "in-tree-leaf")
+FSDP = ("fsdp2", "hsdp")
+RUNS = ("stock", "stock-leaf", *RECIPES, *FSDP, *IN_TREE)
+MODELS = ("1.3b", "small", "tiny")
+STOCK_LINEAR = torch.nn.functional.linear  # torch's own, before ZeRO-3 replaces it
+
+
+def build_model(name: str, device: torch.device) -> nn.Module:
+    """A Llama with transformers' own random weights."""
+    torch.manual_seed(0)
+    with device:
+        return LlamaForCausalLM(llama_config(SIZES[name]))
+
+
+def make_optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=next(model.parameters()).is_cuda)
+
+
+def ds_config(run: str, args) -> dict:
+    zero = {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": int(1e8),
+        "stage3_prefetch_bucket_size": int(1e8),
+        "stage3_max_live_parameters": int(2e8),
+        "stage3_max_reuse_distance": int(2e8),
+    }
+    if SIZES[args.model].small:  # it would stay gathered: every tensor is below these limits
+        zero |= {
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,
+        }
+    if run in IN_TREE:
+        zero |= {
+            "zero_quantized_weights": True,
+            "zero_hpz_partition_size": int(os.environ["LOCAL_WORLD_SIZE"]),
+            "zero_quantized_gradients": True,
+        }
+    config = {
+        "train_micro_batch_size_per_gpu": args.micro_batch,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+    }
+    if run in RECIPES:
+        config["zeropp_fp8"] = {"recipe": run, "report": {"every": 0}}
+    return config
+
+
+class DeepSpeedRun:
+    """ZeRO-3: stock, with leaf modules, with DeepSpeed's own ZeRO++, or with the plugin."""
+
+    def __init__(self, run: str, args, device):
+        import deepspeed
+
+        import zeropp_fp8
+
+        if run in IN_TREE:
+            build_in_tree_op()
+        zeropp_fp8.enable() if run in RECIPES else zeropp_fp8.disable()
+        # A group left by in-tree hpZ would shard the next run's parameters inside a node, and stop a second hpZ run.
+        deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        model = build_model(args.model, device)
+        if run.endswith("-leaf"):
+            deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
+        config = ds_config(run, args)
+        self.engine = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)[0]
+        self.session = self.engine if run in RECIPES else None
+
+    def step(self, tokens):
+        loss = self.engine(input_ids=tokens, labels=tokens).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss
+
+    def close(self) -> None:
+        import zeropp_fp8
+
+        self.engine.destroy()
+        self.engine = self.session = None
+        zeropp_fp8.disable()
+
+
+class FsdpRun:
+    """FSDP2 over all ranks, or (hsdp) sharded inside a node and replicated between nodes."""
+
+    session = None
+
+    def __init__(self, run: str, args, device):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+        # ZeRO-3 replaces it for good with a Python function that saves memory; FSDP must not pay for that.
+        torch.nn.functional.linear = STOCK_LINEAR
+        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        if run == "hsdp":
+            shape, names = (RANKS // per_node, per_node), ("replicate", "shard")
+        else:
+            shape, names = (RANKS,), ("shard",)
+        reduce_dtype = torch.bfloat16 if args.fsdp_reduce_dtype == "bf16" else torch.float32
+        options = {
+            "mesh": init_device_mesh(device.type, shape, mesh_dim_names=names),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype),
+        }
+        self.model = build_model(args.model, device)
+        for layer in self.model.model.layers:
+            fully_shard(layer, reshard_after_forward=True, **options)
+        fully_shard(self.model, **options)  # by default the root stays gathered: backward needs it at once
+        if device.type == "cpu":  # gloo has no mean
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+        self.optimizer = make_optimizer(self.model)
+
+    def step(self, tokens):
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def close(self) -> None:
+        self.model = self.optimizer = None
+
+
+def made(run: str, args, device: torch.device) -> DeepSpeedRun | FsdpRun:
+    """The training of a run."""
+    return (FsdpRun if run in FSDP else DeepSpeedRun)(run, args, device)

@@ -1,0 +1,52 @@
+"""Sizes of the Llamas that benchmarks train, each in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a Llama. `kv_heads` below `heads`: grouped-query attention."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+    @property
+    def small(self) -> bool:
+        """Whether all its tensors are below ZeRO-3's usual limits, so that they would stay gathered."""
+        return self.hidden < 1024
+
+
+SIZES = {
+    "8b": Size(hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, vocabulary=128256),  # Llama 3
+    "7b": Size(hidden=4096, intermediate=11008, layers=32, heads=32, kv_heads=32, vocabulary=32000),  # Llama
+    "4b": Size(hidden=3072, intermediate=8192, layers=32, heads=24, kv_heads=24, vocabulary=32000),
+    "2b": Size(hidden=2560, intermediate=6912, layers=24, heads=20, kv_heads=20, vocabulary=32000),
+    "1.3b": Size(hidden=2048, intermediate=5504, layers=24, heads=16, kv_heads=16, vocabulary=32000),  # of ZeRO++
+    "1b": Size(hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8, vocabulary=128256),  # Llama 3.2
+    "8b-stack": Size(hidden=4096, intermediate=14336, layers=8, heads=32, kv_heads=8, vocabulary=32000),  # fits a GPU
+    "7b-stack": Size(hidden=4096, intermediate=11008, layers=8, heads=32, kv_heads=32, vocabulary=32000),
+    "100m": Size(hidden=768, intermediate=2048, layers=12, heads=12, kv_heads=12, vocabulary=256),  # of bytes
+    "small": Size(hidden=256, intermediate=688, layers=6, heads=4, kv_heads=4, vocabulary=2048),  # outweighs latency
+    "tiny": Size(hidden=128, intermediate=352, layers=4, heads=4, kv_heads=4, vocabulary=512),
+    "tiny-gqa": Size(hidden=256, intermediate=768, layers=3, heads=4, kv_heads=2, vocabulary=512),
+    "tiny-bytes": Size(hidden=128, intermediate=256, layers=2, heads=2, kv_heads=2, vocabulary=256),
+}
+PEAK_FLOPS = 989e12  # of an H200 (and H100) in dense bf16; the same for all runs, so that FP8 may exceed its half
+
+
+def flops_per_token(size: Size, length: int) -> float:
+    """Of a training step, without what checkpointing computes twice.
+
+    6 for every weight that is multiplied (all but the embedding and the norms), and for attention half of
+    12 * layers * hidden * length, because a position sees only those before it.
+    """
+    head_size = size.hidden // size.heads
+    attention = 2 * size.hidden * size.hidden + 2 * size.hidden * size.kv_heads * head_size
+    weights = size.layers * (attention + 3 * size.hidden * size.intermediate) + size.hidden * size.vocabulary
+    return 6 * weights + 6 * size.layers * size.hidden * length

@@ -1,0 +1,115 @@
+"""benchmarks/harness: result files, jobs in order, the commit that is measured; and how the benchmarks are built."""
+
+import argparse
+import ast
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness import command, environment, question, results
+from benchmarks.harness.sizes import SIZES, flops_per_token
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+QUESTIONS = sorted(path for path in BENCHMARKS.glob("*.py") if path.name != "__init__.py")
+
+
+def imported(path):
+    """Names of the modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", QUESTIONS, ids=[path.stem for path in QUESTIONS])
+def test_no_question_imports_another(path):
+    others = {f"benchmarks.{other.stem}" for other in QUESTIONS}
+    assert not others & set(imported(path))
+
+
+def test_the_harness_imports_no_question_and_nobody_edits_the_path():
+    others = {f"benchmarks.{other.stem}" for other in QUESTIONS}
+    for path in (BENCHMARKS / "harness").glob("*.py"):
+        assert not others & set(imported(path)), path
+    for path in BENCHMARKS.rglob("*.py"):
+        assert "sys.path" not in path.read_text(), path
+
+
+def test_results_are_where_their_question_says():
+    for path in (BENCHMARKS / "results").rglob("*.json"):
+        result = json.loads(path.read_text())
+        assert result["question"] == path.parent.name, path
+        assert result["date"] and (result["commit"] or result["kept_since"]), path
+        hardware, ranks, link, *_ = path.stem.split("-")
+        assert hardware in ("cpu", "h200") and ranks.isdecimal() and link, path
+        assert result["finished"] in (True, False), path
+
+
+def test_a_result_from_begin_to_end(tmp_path):
+    path = tmp_path / "new" / "result.json"
+    results.begin_result(path, {"question": "none", "command": "python -m benchmarks.none"})
+    results.append_to(path, "rows", {"times_ms": [1.5, 2, 3e-5]})
+    results.append_to(path, "more", "a word")
+    with pytest.raises(results.UnfinishedError, match=r"result\.json: .* cut short; .*python -m benchmarks\.none"):
+        results.finished_result(path)
+    assert results.end_result(path, comparison=[]) == results.finished_result(path) == results.read_result(path)
+    result = results.read_result(path)
+    assert result["rows"] == [{"times_ms": [1.5, 2, 3e-5]}] and result["more"] == ["a word"]
+    assert "started" not in result and result["finished"] and '"times_ms": [1.5, 2, 3e-05]' in path.read_text()
+
+
+def test_a_file_that_does_not_say_is_not_finished(tmp_path):
+    (tmp_path / "old.json").write_text('{"rows": []}')
+    with pytest.raises(results.UnfinishedError):
+        results.finished_result(tmp_path / "old.json")
+
+
+def test_the_commit_that_is_measured(tmp_path, monkeypatch):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.delenv("ZEROPP_FP8_COMMIT", raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(SystemExit, match="set ZEROPP_FP8_COMMIT"):
+        environment.measured_commit()
+    (tmp_path / "file").write_text("1")
+    git("init", "-q")
+    git("add", "file")
+    git("commit", "-qm", "one")
+    clean = environment.measured_commit()
+    assert len(clean) == 7 and set(clean) <= set("0123456789abcdef")
+    (tmp_path / "file").write_text("2")
+    assert environment.measured_commit() == clean + "+"
+    monkeypatch.setenv("ZEROPP_FP8_COMMIT", "abc1234")
+    assert environment.measured_commit() == "abc1234"
+
+
+def test_order_of_jobs():
+    args = argparse.Namespace(rounds=2, runs=["a", "b"], ranks=2)
+    together = question.rounds(args)
+    assert [(job.runs, job.arguments) for job in together] == [(["a", "b"], {"round": 0}), (["b", "a"], {"round": 1})]
+    args.ranks = 1
+    assert [job.runs for job in question.rounds(args)] == [["a"], ["b"], ["b"], ["a"]]
+
+
+def test_runs_are_chosen(capsys):
+    parser = command.command("", "none", ("a", "b"), SIZES, "tiny")
+    for given, runs in (([], ["a", "b"]), (["--runs", "b,a"], ["b", "a"])):
+        args = parser.parse_args(given)
+        command.choose_runs(args, parser, ("a", "b"))
+        assert args.runs == runs
+    with pytest.raises(SystemExit):
+        command.choose_runs(parser.parse_args(["--runs", "a,c"]), parser, ("a", "b"))
+    assert "unknown run c; runs are a, b" in capsys.readouterr().err
+
+
+def test_flops_of_a_token():
+    """6 for each weight of the linear layers, and attention over half of the positions before; by hand for one size."""
+    size = SIZES["tiny-gqa"]
+    layer = 256 * 256 * 2 + 2 * 256 * 128 + 3 * 256 * 768
+    assert flops_per_token(size, 10) == 6 * (3 * layer + 256 * 512) + 6 * 3 * 256 * 10
