@@ -3,9 +3,14 @@
 import contextlib
 import gc
 import importlib
+import pkgutil
+import sys
+from pathlib import Path
 
 import deepspeed
 import torch
+
+import zeropp_fp8.zero
 
 NEEDED = (
     "torch._dynamo",
@@ -15,10 +20,8 @@ NEEDED = (
     "tests.models",
     "zeropp_fp8.compute",
     "zeropp_fp8.plugin",
-    "zeropp_fp8.zero.ulysses",
-    "zeropp_fp8.zero.frozen.init",
-    "zeropp_fp8.zero.linear_function",
-    "zeropp_fp8.zero.stage3",
+    *(module.name for module in pkgutil.walk_packages(zeropp_fp8.zero.__path__, "zeropp_fp8.zero.")),
+    *("dpo", "evaluate", "grpo", "ppo", "reward", "sft"),  # the RLHF examples
 )
 # Not every version of DeepSpeed has these.
 IF_THERE = (
@@ -33,11 +36,16 @@ IF_THERE = (
     "torch._subclasses.schema_check_mode",
     "torch.profiler._cupti_monitor",
 )
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "rlhf"))
 for name in NEEDED:
     importlib.import_module(name)
 for name in IF_THERE:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
+with contextlib.suppress(ImportError):
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("llama")  # the first time, for any model, it compiles 900 regular expressions
 # Asked for the first time, this runs compilers to see which ops they could build: in each rank, that was a quarter of a
 # short job. On one host DeepSpeed would prefer its own communication through shared memory, which has to be compiled.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
