@@ -50,9 +50,7 @@ def run_in_turn(runs):
 
 
 def scripts(runs):
-    from common import monitor
-
-    results, draw_curves = {}, monitor.draw_curves
+    results = {}
     for name, run in runs.items():
         if dist.get_rank() == 0:
             if run.stopped:
@@ -62,9 +60,8 @@ def scripts(runs):
             run.folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         importlib.import_module(run.script).shut_down = _end_engines
-        monitor.draw_curves = draw_curves if run.draws else _draw_nothing
         before = len(printed())
-        (raised,), log, said = rlhf_jobs.script(run.script, run.config, str(run.folder), [run.argv])
+        (raised,), log, said = rlhf_jobs.script(run.script, run.config, str(run.folder), [run.argv], run.draws)
         results[name] = raised, log, said[before:]
         gc.collect()
     return results
@@ -85,10 +82,6 @@ def _end_engines(*engines):
     for engine in engines:
         engine.destroy()
     dist.barrier()
-
-
-def _draw_nothing(log_paths, keys, out_png):
-    """Instead of draw_curves."""
 
 
 def _copy_stopped(run, step, to, without):

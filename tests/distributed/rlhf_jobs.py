@@ -51,8 +51,10 @@ def attempt(call):
     return f"{type(error).__name__}: {error}"
 
 
-def script(name, config, folder, argvs):
+def script(name, config, folder, argvs, draws=False):
     """Run a script's main() with one command line after the other; only the last may come to its end.
+
+    Without `draws` it draws no log: importing matplotlib and a picture take 0.7 s, as long as a third of a run.
 
     Returns:
         (what each raised or None, the log without times, what was printed)
@@ -62,11 +64,20 @@ def script(name, config, folder, argvs):
         path.write_text(json.dumps(config))
     dist.barrier()
     importlib.import_module("options").PATIENCE = 0  # every rank has a reason of its own
+    monitor = importlib.import_module("common.monitor")
+    drawn = monitor.draw_curves
+    if not draws:
+        monitor.draw_curves = _draw_nothing
     for argv in argvs:
         sys.argv = [name, "--deepspeed_config", str(path), "--out", str(folder), *argv]
         said = attempt(importlib.import_module(name).main)
         raised.append(None if said == "nothing raised" else said)
+    monitor.draw_curves = drawn
     return raised, steps_of(Path(folder, "log.jsonl")), printed()
+
+
+def _draw_nothing(log_paths, keys, out_png):
+    """Instead of draw_curves."""
 
 
 TIMES = ("_s", "_mb", "_gb", "seconds")
