@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import traceback
+import types
 
 import torch
 
@@ -26,6 +27,28 @@ IMPORTS = (
     "shared_scale_cases",
     "zeropp_fp8.kernels",
 )
+
+
+def patch_once() -> None:
+    """Let the interpreter replace what triton.language holds once, and not at each call of each function of a kernel.
+
+    Looking for what there is to replace is half of its time. Nothing but kernels uses triton.language in a process that
+    interprets, so that it need not be as it was in between.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch, done = interpreter._patch_lang, set()
+    nothing = types.SimpleNamespace(restore=lambda: None)
+
+    def patch_lang(function):
+        modules = frozenset(id(v) for v in function.__globals__.values() if v is language or v is language.core)
+        if modules not in done:
+            patch(function)
+            done.add(modules)
+        return nothing
+
+    interpreter._patch_lang = patch_lang
 
 
 def turns(place: int, count: int):
@@ -66,6 +89,8 @@ def main() -> None:
     os.dup2(2, 1)
     for name in IMPORTS:
         importlib.import_module(name)
+    if os.environ["TRITON_INTERPRET"] == "1":
+        patch_once()
     gc.collect()
     gc.freeze()  # or the first collection in each process copies the memory of all that is imported
     for line in sys.stdin:
