@@ -1,6 +1,7 @@
 """What the server imports that ranks are forked from, so that no rank has to."""
 
 import contextlib
+import functools
 import gc
 import importlib
 import pkgutil
@@ -11,6 +12,7 @@ import deepspeed
 import torch
 
 import zeropp_fp8.zero
+from zeropp_fp8.plugin import install
 
 NEEDED = (
     "torch._dynamo",
@@ -37,7 +39,9 @@ IF_THERE = (
     "torch.profiler._cupti_monitor",
 )
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "rlhf"))
-for name in NEEDED:
+JOBS = Path(__file__).with_name("distributed")
+sys.path.append(str(JOBS))
+for name in (*NEEDED, *(path.stem for path in sorted(JOBS.glob("*_jobs.py")))):
     importlib.import_module(name)
 for name in IF_THERE:
     with contextlib.suppress(ImportError):
@@ -49,8 +53,11 @@ with contextlib.suppress(ImportError):
 # Asked for the first time, this runs compilers to see which ops they could build: in each rank, that was a quarter of a
 # short job. On one host DeepSpeed would prefer its own communication through shared memory, which has to be compiled.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-# DeepSpeed formats every shard for messages that it does not print: else a tenth of a short job.
-torch.set_printoptions(threshold=0, edgeitems=0)
+# DeepSpeed formats every parameter for messages that it does not print: else a tenth of a short job.
+torch.nn.Parameter.__repr__ = object.__repr__
+# Each rank would look through the methods of DeepSpeed's classes again, 10 ms.
+install.verify = functools.cache(install.verify)
+install.verify()
 # deepspeed.initialize collects garbage. In each rank that would visit half a million objects of imported modules, and
 # copy the memory that they lie in: 1.5 s of 2 with four ranks on two cores.
 gc.collect()
