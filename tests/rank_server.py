@@ -38,9 +38,9 @@ IF_THERE = (
     "torch._subclasses.schema_check_mode",
     "torch.profiler._cupti_monitor",
 )
-sys.path.append(str(Path(__file__).parents[1] / "examples" / "rlhf"))
-JOBS = Path(__file__).with_name("distributed")
-sys.path.append(str(JOBS))
+TESTS = Path(__file__).parent
+JOBS = TESTS / "distributed"
+sys.path += [str(TESTS.parent / "examples" / "rlhf"), str(TESTS), str(JOBS)]
 for name in (*NEEDED, *(path.stem for path in sorted(JOBS.glob("*_jobs.py")))):
     importlib.import_module(name)
 for name in IF_THERE:
