@@ -1,0 +1,50 @@
+"""The blocks of the documentation made anew, or (--check) compared with what stands there.
+
+python -m benchmarks.report
+python -m benchmarks.report --check
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.harness.environment import ROOT
+from benchmarks.report import zero
+from benchmarks.report.blocks import MARKED, Block, filled
+
+DOCUMENTS = ("docs/results.md", "README.md")
+TOPICS = (zero,)
+
+
+def all_blocks() -> dict[str, Block]:
+    """Of all topics, by name."""
+    return {name: block for topic in TOPICS for name, block in topic.BLOCKS.items()}
+
+
+def differing(before: str, after: str) -> list[str]:
+    """The names of the blocks that two versions of a document do not have alike."""
+    return [a[2] for a, b in zip(MARKED.finditer(before), MARKED.finditer(after)) if a[3] != b[3]]
+
+
+def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; status 1 where a block is not as it would be"
+    )
+    check = parser.parse_args(argv).check
+    blocks, wrong = all_blocks(), []
+    for name in DOCUMENTS:
+        before = (root / name).read_text()
+        after = filled(before, blocks)
+        wrong += [f"{name}: {block}" for block in differing(before, after)]
+        if not check:
+            (root / name).write_text(after)
+    for block in wrong:
+        print(f"{block} {'is not what python -m benchmarks.report makes' if check else 'is new'}")
+    return 1 if check and wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Blocks of documents: found, made of results, filled in."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.harness.results import RESULTS, finished_result, read_result
+
+MARKED = re.compile(r"(<!-- block: (\w+) -->\n)(.*?)(<!-- end -->)", flags=re.S)
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Block:
+    """What stands in a block.
+
+    Attributes:
+        make: of the results, in order, Markdown.
+        files: of the results, below benchmarks/results and without ".json".
+        cut_short: those of them whose runs were cut short; the rows that they hold are whole.
+        sourced: the source is written below.
+    """
+
+    make: Callable[..., str]
+    files: tuple[str, ...] = ()
+    cut_short: tuple[str, ...] = ()
+    sourced: bool = True
+
+    def text(self) -> str:
+        """The block with its source.
+
+        Raises:
+            UnfinishedError: a result was cut short, and it is not in `cut_short`.
+        """
+        paths = [RESULTS / f"{name}.json" for name in self.files]
+        results = [
+            read_result(path) if name in self.cut_short else finished_result(path)
+            for name, path in zip(self.files, paths)
+        ]
+        made = self.make(*results).rstrip() + "\n"
+        return f"{made}\n{self._source(results)}\n" if self.files and self.sourced else made
+
+    def _source(self, results: list[dict]) -> str:
+        named = [
+            f"`benchmarks/results/{name}.json` ({since(result)}{'; cut short' if name in self.cut_short else ''})"
+            for name, result in zip(self.files, results)
+        ]
+        return "Source: " + ",\n".join(named) + "."
+
+
+def since(result: dict) -> str:
+    """The commit that was measured; of older files, which do not hold it, that since which they are kept."""
+    return f"commit `{result['commit']}`" if result["commit"] else f"kept since `{result['kept_since']}`"
+
+
+def filled(text: str, blocks: dict[str, Block]) -> str:
+    """A document with its blocks made anew.
+
+    Raises:
+        KeyError: a block that nobody makes.
+    """
+
+    def fill(found: re.Match) -> str:
+        if found[2] not in blocks:
+            raise KeyError(f"no function makes the block {found[2]}")
+        return f"{found[1]}{blocks[found[2]].text()}{found[4]}"
+
+    return MARKED.sub(fill, text)
+
+
+def named(text: str) -> Iterator[str]:
+    """The names of a document's blocks."""
+    return (found[2] for found in MARKED.finditer(text))
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    assert len({len(line) for line in lines}) == 1, head
+    return "\n".join(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(line)} |").replace(" --- ", "---") for line in lines)
+
+
+def paragraph(text: str) -> str:
+    """Wrapped as the documents are."""
+    return "\n".join(textwrap.wrap(" ".join(text.split()), WIDTH, break_long_words=False, break_on_hyphens=False))
+
+
+def bold(text: str) -> str:
+    return f"**{text}**"
