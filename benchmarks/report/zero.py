@@ -69,9 +69,9 @@ def nvlink_says(nvlink: dict, larger: dict, profile: dict) -> str:
     return paragraph(
         f"""On NVLink all of these wait for Python, not for the GPU (busy {min(busy.values()):.0f} to
         {max(busy.values()):.0f} ms of a step), so those figures vary by 10 % and more with what else the host does;
-        stock pays Python for every parameter, this project for every block. With 4 x 2,048 tokens a GPU on NVLink: stock
-        {ms["stock"]} ms, with leaf modules {ms["stock-leaf"]}, `lossless` {ms["lossless"]}, `zeropp` {ms["zeropp"]},
-        FSDP2 {ms["fsdp2"]}."""
+        stock pays Python for every parameter, this project for every block. With 4 x 2,048 tokens a GPU on NVLink:
+        stock {ms["stock"]} ms, with leaf modules {ms["stock-leaf"]}, `lossless` {ms["lossless"]}, `zeropp`
+        {ms["zeropp"]}, FSDP2 {ms["fsdp2"]}."""
     )
 
 
