@@ -25,7 +25,7 @@ help:
 	@echo "make faults   one rank struck at every place of a job, for every recipe; results in runs/faults.json"
 	@echo "make soak     thousands of steps of every recipe, and whether anything grows (nightly); in runs/soak.json"
 	@echo "make check    ruff: lint and format; the documentation, built strictly"
-	@echo "make docs     the configuration page anew, out of the models, and the documentation; in build/docs"
+	@echo "make docs     configuration page and tables of results anew, and the documentation; in build/docs"
 	@echo "make format   let ruff reformat"
 	@echo "make clean    remove .venv and caches"
 
@@ -87,6 +87,7 @@ check: $(VENV)/.lint
 docs: $(VENV)/.lint $(VENV)/.run
 	$(BIN)/python -m zeropp_fp8.config.document > docs/configuration.new
 	mv docs/configuration.new docs/configuration.md
+	$(BIN)/python -m benchmarks.report
 	$(BIN)/mkdocs build --strict
 
 format: $(VENV)/.lint
