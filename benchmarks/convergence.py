@@ -2,7 +2,7 @@
 
     python -m benchmarks.convergence --runs bf16,current,delayed --out a.json
     CUDA_VISIBLE_DEVICES=1 python -m benchmarks.convergence --runs mxfp8,mxfp6 --out b.json
-    python -m benchmarks.convergence --merge a.json b.json --plot convergence.png --out convergence.json
+    python -m benchmarks.convergence --merge a.json b.json --out convergence.json
 
 One GPU (a CPU with --size tiny --batch 2 --sequence 64 --steps 20); several processes with other runs may go side by
 side. Every run has the same initial weights, the same data in the same order, and the same recipe: weights that compute
@@ -42,7 +42,6 @@ from benchmarks.harness.learning import (
     evaluated,
     load_data,
     merge,
-    plot,
     show,
     train_steps,
 )
@@ -70,7 +69,6 @@ COMPUTE = {
     "mxfp4w_mxfp6a": ({"format": WEIGHTS_IN_4_BITS}, 2.0),
     "mxfp4w_mxfp6a_paper": ({"format": WEIGHTS_IN_4_BITS, **PAPER}, 2.0),
 }
-TARGETS = sorted({target for _, target in COMPUTE.values()})
 SETTINGS = ("size", "steps", "batch", "sequence", "lr", "warmup", "data", "eval_sequences")
 
 
@@ -221,7 +219,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval-every", type=whole(1), help="steps between held-out losses; default: a tenth of all")
     parser.add_argument("--eval-sequences", type=whole(1), default=512 if on_gpu else 4, help="for a held-out loss")
     parser.add_argument("--merge", nargs="+", metavar="JSON", help="train nothing: compare these results")
-    parser.add_argument("--plot", type=new_file, help="PNG file")
     parser.add_argument("--out", type=new_file, default="runs/convergence.json", help="written after every run")
     args = parser.parse_args(argv)
     args.runs = args.runs.split(",")
@@ -238,8 +235,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def finish(result: dict, args) -> None:
     """Compare, and write what there is."""
     result["comparison"] = compare(result["rows"], target_of)
-    if args.plot:
-        Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
     if args.out:
         write_result(args.out, result)
 
@@ -250,8 +245,6 @@ def main() -> None:
         result = merge(args.merge, [BF16, *COMPUTE])
         finish(result, args)
         show(result)
-        if args.plot:
-            plot(result, args.plot, TARGETS)
         return
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -287,8 +280,6 @@ def main() -> None:
     finish(result, args)
     if result["rows"]:
         show(result)
-        if args.plot:
-            plot(result, args.plot, TARGETS)
     if result["failed"]:
         sys.exit(f"failed: {', '.join(failure['run'] for failure in result['failed'])}")
 

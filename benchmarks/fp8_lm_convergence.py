@@ -1,9 +1,9 @@
 """Held-out loss of a 100M-class Llama trained with FP8-LM, against bf16 with fp32 AdamW; and what becomes of mu.
 
-    python -m benchmarks.fp8_lm_convergence --out runs/levels.json --plot runs/levels.png
+    python -m benchmarks.fp8_lm_convergence --out runs/levels.json
     python -m benchmarks.fp8_lm_convergence --runs table --out runs/fp8_lm_table.json
-    python -m benchmarks.fp8_lm_convergence --ranks 4 --runs bf16,fp8-lm-o1,pre,post --out a.json --trace-plot mu.png
-    python -m benchmarks.fp8_lm_convergence --merge a.json b.json --plot all.png --out all.json
+    python -m benchmarks.fp8_lm_convergence --ranks 4 --runs bf16,fp8-lm-o1,pre,post --out a.json
+    python -m benchmarks.fp8_lm_convergence --merge a.json b.json --out all.json
 
 Text, order of the data, initial weights, schedule, clipping and weight decay are those of convergence.py (33 million
 bytes; --steps and others change them). Every run is a ZeRO-3 engine, so all code is what users run. Without --ranks
@@ -19,7 +19,7 @@ result. On a CPU a tiny model. Runs:
     levels, table, policies, all  several of them
 
 The mu of every step, and the shares of FP8 numbers that lay at the largest code and that became zero, are in the row
-as "trace" and drawn by --trace-plot. --timeout bounds everything; a finished run is
+as "trace". --timeout bounds everything; a finished run is
 in --out at once. Single runs of one seed differ by chance, see the spread of bf16's seeds (--seeds 0,1,2).
 """
 
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from benchmarks.harness.engines import EngineRun
 from benchmarks.harness.environment import describe, join
 from benchmarks.harness.jobs import Job, announce, choose_gpus, run_jobs
-from benchmarks.harness.learning import BETAS, BF16, WEIGHT_DECAY, compare, load_data, merge, plot, show, train_steps
+from benchmarks.harness.learning import BETAS, BF16, WEIGHT_DECAY, compare, load_data, merge, show, train_steps
 from benchmarks.harness.results import append_to, begin_result, end_result, write_result
 from benchmarks.harness.sizes import SIZES, Size
 from benchmarks.harness.zero3 import without_refused
@@ -231,10 +231,6 @@ def finish(result: dict, args) -> None:
         return
     show(result)
     show_gradients(result["comparison"])
-    if args.plot:
-        plot(result, args.plot, [TARGET_PERCENT])
-    if args.trace_plot:
-        plot_traces(result, args.trace_plot)
 
 
 def summary(trace: dict[str, list[float]]) -> dict:
@@ -271,48 +267,6 @@ def show_gradients(lines: list[dict]) -> None:
     sys.stdout.flush()
 
 
-def plot_traces(result: dict, path: str) -> None:
-    """mu, overflow, underflow and loss of every step of the runs that have FP8 gradients."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [row for row in result["rows"] if row["trace"]]
-    if not rows:
-        print(f"{path} is not drawn: no run has FP8 gradients")
-        return
-    figure, axes = pyplot.subplots(2, 2, figsize=(13, 8), layout="constrained")
-    panels = list(axes.flat)
-    several = len({row["seed"] for row in rows}) > 1
-    for row in rows:
-        steps = range(1, len(row["trace"]["mu"]) + 1)
-        name = {"fp8-lm-o1": "auto (fp8-lm-o1)"}.get(row["run"], row["run"])
-        style = {"label": f"{name}, seed {row['seed']}" if several else name, "linewidth": 1.0}
-        for panel, quantity in zip(panels, TRACED):
-            panel.plot(steps, row["trace"][quantity], **style)
-    base = {row["seed"]: dict(row["held_out"]) for row in result["rows"] if row["run"] == BF16}
-    for row in rows:
-        reference = base.get(row["seed"])
-        points = [
-            (step, 100 * (loss / reference[step] - 1) if reference else loss)
-            for step, loss in row["held_out"]
-            if not reference or step in reference
-        ]
-        panels[3].plot(*zip(*points), marker=".", linewidth=1.0)
-    panels[0].set(title="mu", yscale="log", xlabel="step")
-    panels[1].set(title="share of numbers at the largest code (overflow)", xlabel="step")
-    panels[1].set_yscale("symlog", linthresh=1e-7)
-    panels[1].axhline(TOLERATED_SHARE, color="gray", linestyle=":", linewidth=0.8)
-    panels[2].set(title="share of numbers that became zero (underflow)", xlabel="step")
-    panels[2].set_yscale("symlog", linthresh=1e-5)
-    panels[3].set(title="held-out loss above bf16 (%)" if base else "held-out loss", xlabel="step")
-    panels[0].legend(fontsize=8)
-    figure.suptitle(f"FP8 gradients, {result['settings']['ranks']} rank(s)")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
 # -- command line ----------------------------------------------------------------------------------------------------
 
 
@@ -338,8 +292,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--timeout", type=finite(above=0), default=570, help="seconds for everything (default: %(default)g)"
     )
     parser.add_argument("--merge", nargs="+", metavar="JSON", help="train nothing: compare these results")
-    parser.add_argument("--plot", type=new_file, help="PNG file: held-out losses")
-    parser.add_argument("--trace-plot", type=new_file, help="PNG file: mu, overflow and underflow of every step")
     parser.add_argument("--out", type=new_file, help="JSON file; default fp8_lm_convergence.json (with --merge: none)")
     args = parser.parse_args(argv)
     args.seeds = [int(seed) for seed in args.seeds.split(",")]

@@ -1,6 +1,6 @@
 """What pre-scaling, post-scaling and the automatic mu of FP8-LM lose of gradients, for more ranks than there are.
 
-    python -m benchmarks.fp8_lm_policies --ranks 8,64,256 --out runs/policies.json --plot runs/policies.png
+    python -m benchmarks.fp8_lm_policies --ranks 8,64,256 --out runs/policies.json
 
 One GPU (or a CPU, tiny). Ranks are emulated: in each step the gradients of so many different sequences are computed one
 after the other, and all policies reduce the same ones in FP8 E4M3 as the two hops of this project do: a code a number,
@@ -19,7 +19,6 @@ import argparse
 import sys
 import time
 from collections import deque
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -191,36 +190,6 @@ def show(rows: list[dict]) -> None:
     sys.stdout.flush()
 
 
-def plot(rows: list[dict], path: str) -> None:
-    """mu, signal-to-noise ratio, overflow and underflow of every step; colors are policies, line styles ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    titles = {
-        "mu": "mu",
-        "snr_db": "signal-to-noise ratio (dB)",
-        "saturated": "share of numbers at the largest code (overflow)",
-        "vanished": "share of numbers that became zero (underflow)",
-    }
-    figure, axes = pyplot.subplots(2, 2, figsize=(13, 8), layout="constrained")
-    for panel, (name, title) in zip(axes.flat, titles.items()):
-        for style, row in zip(("-", "--", ":", "-."), rows):
-            for color, (policy, series) in enumerate(row["policies"].items()):
-                steps = range(1, len(series[name]) + 1)
-                label = f"{policy}, {row['ranks']} ranks"
-                panel.plot(steps, series[name], style, color=f"C{color}", label=label, linewidth=1.2)
-        panel.set(title=title, xlabel="step")
-    axes[0, 0].set_yscale("log")
-    axes[1, 0].set_yscale("symlog", linthresh=1e-7)
-    axes[1, 0].axhline(TOLERATED_SHARE, color="gray", linestyle=":", linewidth=0.8)
-    axes[1, 1].set_yscale("log")
-    axes[0, 0].legend(fontsize=8)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -237,10 +206,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--timeout", type=finite(above=0), default=570, help="seconds, after which no further step begins"
     )
-    parser.add_argument("--plot", type=new_file, help="PNG file")
-    parser.add_argument("--read", metavar="JSON", help="measure nothing: show this result")
     parser.add_argument(
-        "--out", type=new_file, default="fp8_lm_policies.json", help="JSON file, written after every number of ranks"
+        "--out",
+        type=new_file,
+        default="runs/fp8_lm_policies.json",
+        help="JSON file, written after every number of ranks",
     )
     args = parser.parse_args(argv)
     args.ranks = [int(number) for number in args.ranks.split(",")]
@@ -249,23 +219,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    if args.read:
-        result = read_result(args.read)
-    else:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if device.type == "cpu":
-            torch.set_num_threads(1)
-        names = ("ranks_per_node", "steps", "batch", "sequence", "lr")
-        settings = {name: getattr(args, name) for name in names} | {"size": vars(SIZES[args.size])}
-        begin_result(args.out, {**describe("fp8_lm_policies"), "settings": settings})
-        args.deadline = time.monotonic() + args.timeout
-        training, _ = load_data(args, device)
-        for ranks in args.ranks:
-            append_to(args.out, "rows", emulate(ranks, args, training, device))
-        result = end_result(args.out)
-    show(result["rows"])
-    if args.plot:
-        plot(result["rows"], args.plot)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    names = ("ranks_per_node", "steps", "batch", "sequence", "lr")
+    settings = {name: getattr(args, name) for name in names} | {"size": vars(SIZES[args.size])}
+    begin_result(args.out, {**describe("fp8_lm_policies"), "settings": settings})
+    args.deadline = time.monotonic() + args.timeout
+    training, _ = load_data(args, device)
+    for ranks in args.ranks:
+        append_to(args.out, "rows", emulate(ranks, args, training, device))
+    rows = read_result(args.out)["rows"]
+    show(rows)
+    if any(len(row["losses"]) < args.steps for row in rows):
+        sys.exit("there was no time for all steps")
+    end_result(args.out)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Held-out loss of LoRA over frozen weights that rest as codes, against LoRA over the same weights in bf16.
 
-    python -m benchmarks.lora_quality --out runs/lora_quality.json --plot runs/lora_quality.png
+    python -m benchmarks.lora_quality --out runs/lora_quality.json
     python -m benchmarks.lora_quality --size 3m --out runs/lora_quality.json          (a CPU, some 6 minutes)
-    python -m benchmarks.lora_quality --merge a.json b.json --plot all.png --out all.json
+    python -m benchmarks.lora_quality --merge a.json b.json --out all.json
 
 A small Llama is pre-trained by examples/pretrain/train.py on the bytes of the Python standard library's files whose
 names begin with a to m, and saved as a Hugging Face checkpoint (--base DIR keeps it, and uses it where it is there).
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from benchmarks.harness import learning
 from benchmarks.harness.environment import ROOT, describe, join
 from benchmarks.harness.jobs import Job, announce, choose_gpus, run_jobs
-from benchmarks.harness.learning import BF16, load_data, merge, plot, show, train_steps
+from benchmarks.harness.learning import BF16, load_data, merge, show, train_steps
 from benchmarks.harness.lora import LoraRun, stored
 from benchmarks.harness.results import append_to, begin_result, end_result, write_result
 from benchmarks.harness.zero3 import ds_config, without_refused
@@ -63,7 +63,6 @@ RUNS: dict[str, tuple[dict, float | None]] = {
     "mxfp8": ({"recipe": "lossless", "frozen": {"format": "mxfp8_e4m3"}}, None),
     "mxfp4": ({"recipe": "lossless", "frozen": {"format": "mxfp4"}}, None),
 }
-TARGETS = sorted({target for _, target in RUNS.values() if target is not None})
 LAST_LETTER = "m"  # of the names of files that are pre-trained on
 # Llamas of bytes besides those of the example: (hidden size, layers, heads, feed-forward size).
 MORE_LLAMAS = {"llama-3m": (256, 4, 4, 704)}
@@ -302,9 +301,6 @@ def finish(result: dict, args) -> None:
             f"{line['frozen_per_parameter']:>23.4f}"
         )
     sys.stdout.flush()
-    if args.plot:
-        Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
-        plot(result, args.plot, TARGETS)
 
 
 # -- command line ------------------------------------------------------------------------------------------------------
@@ -338,7 +334,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--timeout", type=finite(above=0), default=570, help="seconds for everything (default: %(default)g)"
     )
     parser.add_argument("--merge", nargs="+", metavar="JSON", help="train nothing: compare these results")
-    parser.add_argument("--plot", type=new_file, help="PNG file: held-out losses")
     parser.add_argument("--out", type=new_file, help="JSON file; default lora_quality.json (with --merge: none)")
     args = parser.parse_args(argv)
     if args.merge:

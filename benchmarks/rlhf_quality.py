@@ -1,8 +1,8 @@
 """What PPO and GRPO reach with quantized models, beside bf16: SFT -> reward model -> PPO, and SFT -> GRPO, some seeds.
 
-    python -m benchmarks.rlhf_quality --out runs/rlhf_quality.json --plot runs/rlhf_quality.png
+    python -m benchmarks.rlhf_quality --out runs/rlhf_quality.json
     python -m benchmarks.rlhf_quality --seeds 2 --ranks 2 --out runs/rlhf_quality.json        (a CPU, some 15 minutes)
-    python -m benchmarks.rlhf_quality --merge a.json b.json --out all.json --plot all.png
+    python -m benchmarks.rlhf_quality --merge a.json b.json --out all.json
 
 Every run is examples/rlhf/pipeline.py from nothing: data, a random Llama (103 million parameters on a GPU, 0.12 million
 on a CPU), and all stages with one ds_config of ds_configs/: `stock` is DeepSpeed's ZeRO-3 in bf16, the others are
@@ -210,40 +210,11 @@ def show(lines: list[dict]) -> None:
         )
 
 
-def plot(rows: list[dict], path: str) -> None:
-    """Curves of both algorithms: each seed thin, the mean over seeds thick."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    panels = [(f"reward_{METRIC}", "exact match of samples"), (f"eval_{METRIC}", "held out, greedy"), ("entropy",) * 2]
-    figure, grid = plt.subplots(2, len(panels), figsize=(4.2 * len(panels), 6.2), layout="constrained", squeeze=False)
-    recipes = sorted({row["recipe"] for row in rows}, key=lambda name: (name != BF16, name))
-    for axes_row, stage in zip(grid, ("ppo", "grpo")):
-        for axes, (key, title) in zip(axes_row, panels):
-            for number, recipe in enumerate(recipes):
-                curves = [row["curves"][stage][key] for row in rows if row["recipe"] == recipe]
-                for steps, values in curves:
-                    axes.plot(steps, values, color=f"C{number}", linewidth=0.6, alpha=0.35)
-                means = [statistics.fmean(values) for values in zip(*(values for _, values in curves))]
-                label = "bf16" if recipe == BF16 else recipe
-                axes.plot(curves[0][0][: len(means)], means, color=f"C{number}", linewidth=1.9, label=label)
-            axes.set(title=f"{stage}: {title}", xlabel="iteration")
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(axis="y", alpha=0.25)
-    grid[0][0].legend(frameon=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def finish(result: dict, args) -> None:
     """Add the comparison, show it, draw it."""
     result["lines"] = compare(result["rows"])
     write_result(args.out, result)
     show(result["lines"])
-    if args.plot and result["rows"]:
-        plot(result["rows"], args.plot)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -260,7 +231,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--timeout", type=finite(above=0), default=3600, help="seconds for everything (default %(default)g)"
     )
     parser.add_argument("--merge", nargs="+", metavar="JSON", help="results of several calls: compare all their rows")
-    parser.add_argument("--plot", type=new_file, help="PNG file of the curves")
     parser.add_argument(
         "--out", type=new_file, default="runs/rlhf_quality.json", help="JSON file (default %(default)s)"
     )

@@ -1,7 +1,6 @@
 """Step time, bytes and losses of this project and its peers on two emulated nodes, at one or more link rates.
 
-    python -m benchmarks.two_nodes --gbit nvlink,25,10 --quantized-gbit 6,4 --equivalence --plot two_nodes.png
-    python -m benchmarks.two_nodes --read a.json b.json --plot two_nodes.png
+    python -m benchmarks.two_nodes --gbit nvlink,25,10 --quantized-gbit 6,4 --equivalence
 
 Runs as root (namespaces); on GPUs 4 ranks as 2 nodes x 2 over NCCL, else 4 gloo ranks on the CPU with a small model.
 Every run trains the same model on the same data in bf16, clips gradients at 1.0 and uses AdamW with fp32 master
@@ -30,7 +29,7 @@ from pathlib import Path
 from benchmarks.harness.environment import NO_IN_TREE, describe, forget_memory, join
 from benchmarks.harness.measuring import random_tokens
 from benchmarks.harness.nodes import GBIT, MAX_GBIT, launch, sent_bytes, set_rate_everywhere, two_nodes
-from benchmarks.harness.peers import FSDP, IN_TREE, MODELS, QUANTIZED, RANKS, RECIPES, RUNS, made
+from benchmarks.harness.peers import FSDP, IN_TREE, MODELS, QUANTIZED, RANKS, RUNS, made
 from benchmarks.harness.results import append_to, begin_result, end_result, read_result, write_result
 from benchmarks.harness.sizes import SIZES
 from examples.options import finite, new_file, whole
@@ -74,12 +73,9 @@ def parse(argv=None):
         "highest rate measured)",
     )
     parser.add_argument("--timeout", type=finite(above=0), default=3600, help="seconds for everything")
-    parser.add_argument("--out", type=new_file, help="default runs/two_nodes.json; with --read: none")
-    parser.add_argument("--plot", type=new_file, help="step time against rate, as a PNG file")
-    parser.add_argument("--read", nargs="+", metavar="JSON", help="measure nothing: show (and merge) earlier results")
+    parser.add_argument("--out", type=new_file, default="runs/two_nodes.json")
     args = parser.parse_args(argv)
-    if not args.read:
-        _complete(args, parser)
+    _complete(args, parser)
     return args
 
 
@@ -88,7 +84,6 @@ def _complete(args, parser) -> None:
     import torch
 
     on_gpu = torch.cuda.is_available()
-    args.out = args.out or "runs/two_nodes.json"
     args.model = args.model or ("1.3b" if on_gpu else "small")
     args.tokens = args.tokens or (1024 if on_gpu else 128)
     names = args.runs.split(",") if args.runs else [run for run in RUNS if on_gpu or run not in IN_TREE]
@@ -346,52 +341,12 @@ def crossing(points: list[tuple[float, float]], target: float) -> tuple[str, flo
     return "more than", points[-1][0]
 
 
-def plot(result: dict, path: str) -> None:
-    """Step time against rate, a line a run; one node stands at the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rates = sorted(rate for rate in rates_of(result) if rate not in (ONE_NODE, 0))
-    at = {rate: rate for rate in rates} | {ONE_NODE: 2.5 * max(rates, default=1.0)}
-    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
-    for index, run in enumerate(dict.fromkeys(row["run"] for row in result["rows"])):
-        rows = [row for row in result["rows"] if row["run"] == run and row["gbit"] in at]
-        rows.sort(key=lambda row: at[row["gbit"]])
-        style = {"color": f"C{index}", "linestyle": "-" if run in RECIPES else "--", "marker": "o", "markersize": 4}
-        points = [(at[row["gbit"]], row["step_ms"]) for row in rows]
-        axis.plot(*zip(*points), label=run, **style)
-    axis.set(xscale="log", yscale="log", xlabel="Gbit/s between the nodes", ylabel="ms a step (median)")
-    ticks = [rate for rate in (*rates, ONE_NODE) if any(row["gbit"] == rate for row in result["rows"])]
-    axis.set_xticks([at[rate] for rate in ticks], [f"{t:g}" if t != ONE_NODE else "one node" for t in ticks])
-    axis.minorticks_off()
-    times = [row["step_ms"] for row in result["rows"] if row["gbit"] in at]
-    low, high = math.floor(math.log2(min(times))), math.ceil(math.log2(max(times)))
-    axis.set_yticks([2**n for n in range(low, high + 1)], [f"{2**n:g}" for n in range(low, high + 1)])
-    axis.grid(alpha=0.3)
-    figure.legend(frameon=False, loc="outside right upper")
-    axis.set_title(f"{result['model']}, {result['micro_batch']} x {result['tokens']} tokens a rank, bf16")
-    figure.savefig(path, dpi=150)
-
-
-def merged(paths: list[str]) -> dict:
-    """Results of calls with the same settings as one: a later row replaces an earlier one of the same run and rate."""
-    results = [read_result(path) for path in paths]
-    if len({tuple(result[key] for key in SETTINGS) for result in results}) > 1:
-        sys.exit(f"--read: these results differ in one of {', '.join(SETTINGS)}")
-    rows = {(row["run"], row["gbit"]): row for result in results for row in result["rows"]}
-    commands = "; ".join(dict.fromkeys(result["command"] for result in results))
-    failed = [failure for result in results for failure in result["failed"]]
-    return {**results[0], "command": commands, "rows": list(rows.values()), "failed": failed}
-
-
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         worker(argparse.Namespace(**json.loads(sys.argv[2])))
         return
     args = parse()
-    result = merged(args.read) if args.read else run_all(args)
+    result = run_all(args)
     show(result)
     if args.equivalence:
         result["equivalence"] = equivalences(result, args.equivalence)
@@ -400,10 +355,7 @@ def main() -> None:
                 f"{found['run']} is as fast as {found['against']} at {found['at_gbit']:g} Gbit/s "
                 f"({found['target_ms']:.0f} ms) from {found['bound']} {found['gbit']:.3g} Gbit/s on"
             )
-    if args.out:
         write_result(args.out, result)
-    if args.plot and result["rows"]:
-        plot(result, args.plot)
     sys.exit(1 if result["failed"] else 0)
 
 

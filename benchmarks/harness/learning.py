@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -119,39 +119,6 @@ def show(result: dict) -> None:
             + (f"   seeds vary by {line['seed_spread_percent']:.2f} %" if "seed_spread_percent" in line else "")
         )
     sys.stdout.flush()
-
-
-def plot(result: dict, path: str, targets: Iterable[float]) -> None:
-    """Held-out loss, and its difference to bf16, along the way; `targets` are lines, in percent."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    settings = result["settings"]
-    tokens = settings["batch"] * settings["sequence"] / 1e6
-    bf16 = {row["seed"]: dict(row["held_out"]) for row in result["rows"] if row["run"] == BF16}
-    figure, (losses, differences) = pyplot.subplots(1, 2, figsize=(15, 6))
-    colors = pyplot.get_cmap("tab20")
-    runs = list(dict.fromkeys(row["run"] for row in result["rows"]))
-    for row in result["rows"]:
-        style = {
-            "color": "black" if row["run"] == BF16 else colors(runs.index(row["run"]) % 20),
-            "linestyle": "--" if THEN in row["run"] else "-",
-            "label": row["run"] if row["seed"] == min(r["seed"] for r in result["rows"]) else None,
-            "linewidth": 1.2,
-        }
-        losses.plot([step * tokens for step, _ in row["held_out"]], [loss for _, loss in row["held_out"]], **style)
-        reference = bf16.get(row["seed"], {})
-        points = [(step, 100 * (loss / reference[step] - 1)) for step, loss in row["held_out"] if step in reference]
-        differences.plot([step * tokens for step, _ in points], [percent for _, percent in points], **style)
-    losses.set(xlabel="million tokens", ylabel="held-out loss (nats a byte)", yscale="log")
-    differences.set(xlabel="million tokens", ylabel="held-out loss above bf16 (%)")
-    for percent in targets:
-        differences.axhline(percent, color="gray", linestyle=":", linewidth=0.8)
-    differences.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 def merge(paths: list[str], order: Sequence[str]) -> dict:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness.environment import ROOT
-from benchmarks.report import zero
+from benchmarks.report import pictures, zero
 from benchmarks.report.blocks import MARKED, Block, filled
 
 DOCUMENTS = ("docs/results.md", "README.md")
@@ -33,7 +33,16 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; status 1 where a block is not as it would be"
     )
-    check = parser.parse_args(argv).check
+    parser.add_argument("--pictures", action="store_true", help="draw those that are kept")
+    parser.add_argument("--draw", nargs="+", metavar="FILE", help="a PNG file to be, and results of one question")
+    args = parser.parse_args(argv)
+    if args.pictures:
+        pictures.draw_kept()
+        return 0
+    if args.draw:
+        pictures.draw(args.draw[1:], args.draw[0])
+        return 0
+    check = args.check
     blocks, wrong = all_blocks(), []
     for name in DOCUMENTS:
         before = (root / name).read_text()

@@ -8,6 +8,7 @@ from benchmarks.harness import results
 from benchmarks.harness.environment import ROOT
 from benchmarks.report import __main__ as report
 from benchmarks.report import blocks as parts
+from benchmarks.report import pictures
 from benchmarks.report.blocks import Block
 
 BLOCKS = report.all_blocks()
@@ -73,3 +74,25 @@ def test_tables():
     with pytest.raises(AssertionError):
         parts.table(["a"], [["b", "c"]])
     assert parts.paragraph("a  b\n  c") == "a b c" and parts.paragraph("word " * 40).count("\n") == 1
+
+
+def test_pictures(tmp_path, monkeypatch):
+    """Those that are kept, of the kept results; one's own; what cannot be drawn."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(pictures, "RESULTS", tmp_path)
+    for name, (_, files) in pictures.KEPT.items():
+        assert (results.RESULTS / f"{name}.png").stat().st_size > 10_000
+        for file in files:
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / f"{file}.json").symlink_to(results.RESULTS / f"{file}.json")
+    assert report.main(["--pictures"]) == 0
+    for name in pictures.KEPT:
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    kept = results.RESULTS / "two_nodes"
+    given = [str(tmp_path / "new/own.png"), str(kept / "h200-4-25gbit.json"), str(kept / "h200-4-10_6_4gbit.json")]
+    assert report.main(["--draw", *given]) == 0
+    assert (tmp_path / "new/own.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="results of kernels: give those of one of two_nodes, convergence"):
+        pictures.draw([results.RESULTS / "kernels/h200-1-local.json"], "none.png")
+    with pytest.raises(results.UnfinishedError):
+        pictures.draw([results.RESULTS / "fp8_lm_policies/h200-1-local.json"], "none.png")

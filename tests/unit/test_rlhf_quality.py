@@ -74,10 +74,6 @@ def test_refusals(capsys):
         assert stopped.value.code == 2 and f"argument {name}: 0: give a " in capsys.readouterr().err
 
 
-def test_curves_of_logs_and_plots(tmp_path):
+def test_curves_of_logs():
     log = [{"step": 1, "kl": 0.12347}, {"step": 2, "entropy": 1.0}, {"step": 3, "kl": 0.5}]
     assert quality.curve(log, "kl") == [[1, 3], [0.1235, 0.5]]
-    curves = {key: [[1, 2], [0.1, 0.2]] for key in quality.CURVES}
-    made = [row | {"curves": {"ppo": curves, "grpo": curves}} for row in rows("stock", [0.6, 0.7])]
-    quality.plot(made, str(tmp_path / "curves.png"))
-    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,0 +1,219 @@
+"""Pictures of results: each function takes results and returns matplotlib's figure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+
+from benchmarks.harness.results import RESULTS, finished_result, read_result
+
+NVLINK = "nvlink"  # the rate of one node
+OURS = ("lossless", "zeropp", "zeropp-4bit")
+BF16, THEN = "bf16", "_then_"
+TRACED = ("mu", "saturated", "vanished")
+TOLERATED_SHARE = 1e-5  # of saturated numbers, above which mu is halved
+
+
+def drawing():
+    """matplotlib's pyplot, without a window."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def step_time(*results: dict):
+    """Step time against rate, a line a run; one node stands at the right."""
+    pyplot, result = drawing(), results[0]
+    found = {(row["run"], row["gbit"]): row for each in results for row in each["rows"]}.values()
+    rates = sorted({row["gbit"] for row in found} - {NVLINK, 0}, key=float)
+    at = {rate: rate for rate in rates} | {NVLINK: 2.5 * max(rates, default=1.0)}
+    figure, axis = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    for index, run in enumerate(dict.fromkeys(row["run"] for row in found)):
+        rows = [row for row in found if row["run"] == run and row["gbit"] in at]
+        rows.sort(key=lambda row: at[row["gbit"]])
+        style = {"color": f"C{index}", "linestyle": "-" if run in OURS else "--", "marker": "o", "markersize": 4}
+        points = [(at[row["gbit"]], row["step_ms"]) for row in rows]
+        axis.plot(*zip(*points), label=run, **style)
+    axis.set(xscale="log", yscale="log", xlabel="Gbit/s between the nodes", ylabel="ms a step (median)")
+    ticks = [rate for rate in (*rates, NVLINK) if any(row["gbit"] == rate for row in found)]
+    axis.set_xticks([at[rate] for rate in ticks], [f"{t:g}" if t != NVLINK else "one node" for t in ticks])
+    axis.minorticks_off()
+    times = [row["step_ms"] for row in found if row["gbit"] in at]
+    low, high = math.floor(math.log2(min(times))), math.ceil(math.log2(max(times)))
+    axis.set_yticks([2**n for n in range(low, high + 1)], [f"{2**n:g}" for n in range(low, high + 1)])
+    axis.grid(alpha=0.3)
+    figure.legend(frameon=False, loc="outside right upper")
+    axis.set_title(f"{result['model']}, {result['micro_batch']} x {result['tokens']} tokens a rank, bf16")
+    return figure
+
+
+def held_out(result: dict):
+    """Held-out loss, and its difference to bf16, along the way; dotted: the targets."""
+    pyplot = drawing()
+    settings = result["settings"]
+    tokens = settings["batch"] * settings["sequence"] / 1e6
+    bf16 = {row["seed"]: dict(row["held_out"]) for row in result["rows"] if row["run"] == BF16}
+    figure, (losses, differences) = pyplot.subplots(1, 2, figsize=(15, 6))
+    colors = pyplot.get_cmap("tab20")
+    runs = list(dict.fromkeys(row["run"] for row in result["rows"]))
+    for row in result["rows"]:
+        style = {
+            "color": "black" if row["run"] == BF16 else colors(runs.index(row["run"]) % 20),
+            "linestyle": "--" if THEN in row["run"] else "-",
+            "label": row["run"] if row["seed"] == min(r["seed"] for r in result["rows"]) else None,
+            "linewidth": 1.2,
+        }
+        losses.plot([step * tokens for step, _ in row["held_out"]], [loss for _, loss in row["held_out"]], **style)
+        reference = bf16.get(row["seed"], {})
+        points = [(step, 100 * (loss / reference[step] - 1)) for step, loss in row["held_out"] if step in reference]
+        differences.plot([step * tokens for step, _ in points], [percent for _, percent in points], **style)
+    losses.set(xlabel="million tokens", ylabel="held-out loss (nats a byte)", yscale="log")
+    differences.set(xlabel="million tokens", ylabel="held-out loss above bf16 (%)")
+    targets = {line.get("target_percent") for line in result["comparison"]} - {None}
+    for percent in targets:
+        differences.axhline(percent, color="gray", linestyle=":", linewidth=0.8)
+    differences.legend(fontsize=8)
+    figure.tight_layout()
+    return figure
+
+
+def traces(result: dict):
+    """mu, overflow, underflow and loss of every step of the runs that have FP8 gradients."""
+    pyplot, rows = drawing(), [row for row in result["rows"] if row["trace"]]
+    if not rows:
+        raise ValueError("no run has FP8 gradients")
+    figure, axes = pyplot.subplots(2, 2, figsize=(13, 8), layout="constrained")
+    panels = list(axes.flat)
+    several = len({row["seed"] for row in rows}) > 1
+    for row in rows:
+        steps = range(1, len(row["trace"]["mu"]) + 1)
+        name = {"fp8-lm-o1": "auto (fp8-lm-o1)"}.get(row["run"], row["run"])
+        style = {"label": f"{name}, seed {row['seed']}" if several else name, "linewidth": 1.0}
+        for panel, quantity in zip(panels, TRACED):
+            panel.plot(steps, row["trace"][quantity], **style)
+    base = {row["seed"]: dict(row["held_out"]) for row in result["rows"] if row["run"] == BF16}
+    for row in rows:
+        reference = base.get(row["seed"])
+        points = [
+            (step, 100 * (loss / reference[step] - 1) if reference else loss)
+            for step, loss in row["held_out"]
+            if not reference or step in reference
+        ]
+        panels[3].plot(*zip(*points), marker=".", linewidth=1.0)
+    panels[0].set(title="mu", yscale="log", xlabel="step")
+    panels[1].set(title="share of numbers at the largest code (overflow)", xlabel="step")
+    panels[1].set_yscale("symlog", linthresh=1e-7)
+    panels[1].axhline(TOLERATED_SHARE, color="gray", linestyle=":", linewidth=0.8)
+    panels[2].set(title="share of numbers that became zero (underflow)", xlabel="step")
+    panels[2].set_yscale("symlog", linthresh=1e-5)
+    panels[3].set(title="held-out loss above bf16 (%)" if base else "held-out loss", xlabel="step")
+    panels[0].legend(fontsize=8)
+    figure.suptitle(f"FP8 gradients, {result['settings']['ranks']} rank(s)")
+    return figure
+
+
+def policies(result: dict):
+    """mu, signal-to-noise ratio, overflow and underflow of every step; colors are policies, line styles ranks."""
+    pyplot, rows = drawing(), result["rows"]
+    titles = {
+        "mu": "mu",
+        "snr_db": "signal-to-noise ratio (dB)",
+        "saturated": "share of numbers at the largest code (overflow)",
+        "vanished": "share of numbers that became zero (underflow)",
+    }
+    figure, axes = pyplot.subplots(2, 2, figsize=(13, 8), layout="constrained")
+    for panel, (name, title) in zip(axes.flat, titles.items()):
+        for style, row in zip(("-", "--", ":", "-."), rows):
+            for color, (policy, series) in enumerate(row["policies"].items()):
+                steps = range(1, len(series[name]) + 1)
+                label = f"{policy}, {row['ranks']} ranks"
+                panel.plot(steps, series[name], style, color=f"C{color}", label=label, linewidth=1.2)
+        panel.set(title=title, xlabel="step")
+    axes[0, 0].set_yscale("log")
+    axes[1, 0].set_yscale("symlog", linthresh=1e-7)
+    axes[1, 0].axhline(TOLERATED_SHARE, color="gray", linestyle=":", linewidth=0.8)
+    axes[1, 1].set_yscale("log")
+    axes[0, 0].legend(fontsize=8)
+    return figure
+
+
+def quality(result: dict):
+    """Curves of both algorithms: each seed thin, the mean over seeds thick."""
+    pyplot, rows = drawing(), result["rows"]
+    panels = [
+        ("reward_exact_match", "exact match of samples"),
+        ("eval_exact_match", "held out, greedy"),
+        ("entropy",) * 2,
+    ]
+    figure, grid = pyplot.subplots(
+        2, len(panels), figsize=(4.2 * len(panels), 6.2), layout="constrained", squeeze=False
+    )
+    recipes = sorted({row["recipe"] for row in rows}, key=lambda name: (name != "stock", name))
+    for axes_row, stage in zip(grid, ("ppo", "grpo")):
+        for axes, (key, title) in zip(axes_row, panels):
+            for number, recipe in enumerate(recipes):
+                curves = [row["curves"][stage][key] for row in rows if row["recipe"] == recipe]
+                for steps, values in curves:
+                    axes.plot(steps, values, color=f"C{number}", linewidth=0.6, alpha=0.35)
+                means = [statistics.fmean(values) for values in zip(*(values for _, values in curves))]
+                label = "bf16" if recipe == "stock" else recipe
+                axes.plot(curves[0][0][: len(means)], means, color=f"C{number}", linewidth=1.9, label=label)
+            axes.set(title=f"{stage}: {title}", xlabel="iteration")
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(axis="y", alpha=0.25)
+    grid[0][0].legend(frameon=False)
+    return figure
+
+
+# Question: what is drawn of its results.
+DRAWN = {
+    "two_nodes": step_time,
+    "convergence": held_out,
+    "lora_quality": held_out,
+    "fp8_lm_convergence": traces,
+    "fp8_lm_policies": policies,
+    "rlhf_quality": quality,
+}
+# What is kept: the picture, below benchmarks/results, its function, the results.
+KEPT = {
+    "two_nodes/h200-4": (
+        step_time,
+        ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit", "two_nodes/h200-4-nvlink"),
+    ),
+    "convergence/h200-1-local": (held_out, ("convergence/h200-1-local",)),
+    "lora_quality/h200-1-local": (held_out, ("lora_quality/h200-1-local",)),
+    "fp8_lm_convergence/h200-1-local": (held_out, ("fp8_lm_convergence/h200-1-local",)),
+    "fp8_lm_convergence/h200-4-nvlink-mu": (traces, ("fp8_lm_convergence/h200-4-nvlink",)),
+    "fp8_lm_policies/h200-1-local": (policies, ("fp8_lm_policies/h200-1-local",)),
+    "rlhf_quality/h200-1-local": (quality, ("rlhf_quality/h200-1-local",)),
+}
+
+
+def draw_kept() -> None:
+    """All pictures beside the results."""
+    for name, (function, files) in KEPT.items():
+        save(function(*(read_result(RESULTS / f"{file}.json") for file in files)), RESULTS / f"{name}.png")
+
+
+def draw(paths: list[str], to: str) -> None:
+    """One picture of results of one question.
+
+    Raises:
+        UnfinishedError: one was cut short.
+        ValueError: they are of several questions, or of one that is not drawn.
+    """
+    results = [finished_result(path) for path in paths]
+    questions = {result["question"] for result in results}
+    if len(questions) > 1 or not questions <= set(DRAWN):
+        raise ValueError(f"results of {', '.join(sorted(questions))}: give those of one of {', '.join(DRAWN)}")
+    save(DRAWN[questions.pop()](*results), Path(to))
+
+
+def save(figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    drawing().close(figure)
