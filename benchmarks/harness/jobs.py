@@ -24,12 +24,13 @@ class Job:
     """Work for a group of ranks.
 
     `runs` follow one another in the same processes; the worker announces each before it begins, so that the others can
-    go on without one that fails.
+    go on without one that fails. They run in the folder `cwd`, from which they import first of all.
     """
 
     label: str
     runs: list[str]
     arguments: dict[str, Any] = field(default_factory=dict)
+    cwd: str | None = None
 
 
 def run_jobs(
@@ -93,6 +94,7 @@ def _run_job(
                     nodes=args.nodes,
                     namespaces=namespaces,
                     folders=folders,
+                    cwd=job.cwd,
                 )
                 return
             except RuntimeError as error:

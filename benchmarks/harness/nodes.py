@@ -101,12 +101,13 @@ def launch(
     nodes: int = 2,
     namespaces: bool = True,
     folders: Sequence[str] = (),
+    cwd: str | None = None,
 ) -> None:
     """Run `module` on `ranks` ranks, ended together: when one fails (RuntimeError) or time is up (TimeoutError).
 
     With `namespaces` each of the two nodes is a namespace, else all ranks share the host's loopback. A rank finds RANK,
     WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_INTERFACE and STORE_FILE in its environment. It can import from the
-    root of the repository, and from its `folders`.
+    root of the repository, and from its `folders`; first of all from `cwd`, where it runs.
     """
     path = [str(ROOT), *(str(ROOT / folder) for folder in folders), os.environ.get("PYTHONPATH", "")]
     per_node = ranks // nodes
@@ -135,7 +136,7 @@ def launch(
             "CUDA_VISIBLE_DEVICES": ",".join(str(node * per_node + i) for i in range(per_node)),
         }
         enter = ["-m", __spec__.name, NAMESPACES[node]] if namespaces else []
-        processes.append(subprocess.Popen([sys.executable, *enter, "-m", module, *arguments], env=env))
+        processes.append(subprocess.Popen([sys.executable, *enter, "-m", module, *arguments], env=env, cwd=cwd))
     deadline = time.monotonic() + timeout
     try:
         while any(process.poll() is None for process in processes):

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -56,6 +57,7 @@ class Question:
             return
         args = self.parse()
         settings = {name: getattr(args, name) for name in self.settings} | {"model": vars(SIZES[args.size])}
+        args.out = str(Path(args.out).resolve())  # ranks may run elsewhere
         begin_result(args.out, describe(self.name) | {"settings": settings})
         deadline, module = time.monotonic() + args.timeout, f"benchmarks.{self.name}"
         if self.searches:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import before_after
 from benchmarks.harness import command, environment, question, results
 from benchmarks.harness.sizes import SIZES, flops_per_token
 
@@ -113,3 +114,20 @@ def test_flops_of_a_token():
     size = SIZES["tiny-gqa"]
     layer = 256 * 256 * 2 + 2 * 256 * 128 + 3 * 256 * 768
     assert flops_per_token(size, 10) == 6 * (3 * layer + 256 * 512) + 6 * 3 * 256 * 10
+
+
+def test_before_and_after(tmp_path, capsys):
+    """Both versions in turns, each from its own folder; medians over rounds."""
+    with pytest.raises(SystemExit):
+        before_after.parse(["--before", str(tmp_path)])
+    assert "there is no package zeropp_fp8 in it" in capsys.readouterr().err
+    (tmp_path / "zeropp_fp8").mkdir()
+    (tmp_path / "zeropp_fp8/__init__.py").touch()
+    args = before_after.parse(["--before", str(tmp_path), "--rounds", "2", "--runs", "zeropp"])
+    jobs = [(job.arguments["version"], job.cwd) for job in before_after.turns(args)]
+    assert jobs == [("before", str(tmp_path)), ("after", None), ("after", None), ("before", str(tmp_path))]
+    times = {"before": (100.0, 104.0), "after": (103.0, 107.1)}
+    rows = [{"run": "zeropp", "version": v, "round": n, "step_ms": times[v][n]} for v in times for n in (0, 1)]
+    (line,) = before_after.compare(rows)
+    assert line["percent_slower"] == pytest.approx(100 * (105.05 / 102 - 1)) and not line["met"]
+    assert line["before_spread_percent"] == pytest.approx(4.0)
