@@ -76,8 +76,8 @@ def show(result: dict) -> None:
     """Print the table."""
     settings = result["settings"]
     print(
-        f"\nStep time of {result['commit']} beside {settings['version_before']}, Llama {settings['size']}, {settings['ranks']} "
-        f"rank(s) in {link_of(settings)}, {settings['rounds']} rounds; at most {TARGET:g} % slower"
+        f"\nStep time of {result['commit']} beside {settings['version_before']}, Llama {settings['size']}, "
+        f"{settings['ranks']} rank(s) in {link_of(settings)}, {settings['rounds']} rounds; at most {TARGET:g} % slower"
     )
     print(f"{'':<14}{'before, ms':>12}{'rounds apart':>14}{'after, ms':>12}{'rounds apart':>14}{'slower':>9}")
     for line in result["comparison"]:
