@@ -1,0 +1,187 @@
+"""LoRA on quantized weights: steps, memory, batches, quality, decoding."""
+
+from __future__ import annotations
+
+from benchmarks.report.blocks import Block, bold, paragraph, table
+from benchmarks.report.rows import GIB, by_run
+
+BITSANDBYTES = "bitsandbytes, NF4 with double quantization"
+FORMATS = {
+    "bf16": "bf16",
+    "int8": "INT8",
+    "mxfp8": "MXFP8 E4M3",
+    "nf4": "NF4",
+    "nf4-dq": "NF4, double quantization",
+    "mxfp4": "MXFP4",
+    "int4": "INT4",
+    "int4-dq": "INT4, double quantization",
+}
+
+
+def lora_step(result: dict) -> str:
+    """Time, bytes and memory of a step on two nodes."""
+    labels = {
+        "stock-lora": "stock ZeRO-3, bf16",
+        "zeropp-lora": "`zeropp`, weights not stored",
+        "int4": '`zeropp` with `"frozen": {"format": "int4"}`',
+        "nf4-dq": "`qlora`",
+    }
+    found, rows = by_run(result), []
+    times = {run: found["stock-lora"]["step_ms"] / row["step_ms"] for run, row in found.items()}
+    for run, label in labels.items():
+        row, factor = found[run], f"{times[run]:.1f}"
+        rows.append([label, f"{row['step_ms']:.0f}", bold(factor) if times[run] == max(times.values()) else factor])
+        rows[-1] += [f"{row['tx_bytes_per_node_step'] / 1e6:,.0f}", f"{row['frozen_per_parameter']:.3f}"]
+        rows[-1] += [f"{row['peak_bytes'] / GIB:.1f}"]
+    head = ["", "ms a step", "x stock", "MB a node sends", "bytes a frozen weight at rest", "peak of a rank, GiB"]
+    return table(head, rows)
+
+
+def lora_step_says(result: dict) -> str:
+    """What the store is for, if not for bytes between nodes."""
+    rest = {run: f"{row['rest_bytes'] / GIB:.1f} GiB" for run, row in by_run(result).items()}
+    return paragraph(
+        f"""Copies of frozen weights stay valid from step to step, so that only gradients and adapters travel; in that,
+        `zeropp` without a store is as good, with {rest["zeropp-lora"]} at rest on each rank instead of
+        {rest["nf4-dq"]}."""
+    )
+
+
+def lora_memory(first: dict, second: dict) -> str:
+    """Memory of one GPU in two runs; what the second has not, and what is alike in both, stands once."""
+    labels = {"stock-lora": "stock ZeRO-3, bf16", "nf4-dq": "`qlora`", "bnb": BITSANDBYTES}
+    runs, rows = [by_run(first), by_run(second)], []
+    for run, label in labels.items():
+        row, both = runs[0][run], [found[run] for found in runs if run in found]
+        ms = [f"{each['step_ms']:.0f}" for each in both]
+        rows.append([label, f"{row['frozen_per_parameter']:.3f}", f"{row['model_bytes'] / GIB:.1f}"])
+        rows[-1] += [", ".join(f"{each['peak_bytes'] / GIB:.1f}" for each in both), ", ".join((ms + ["-"])[:2])]
+    head = ["", "bytes a frozen weight", "model, GiB", "peak of a step, GiB"]
+    return table([*head, "ms a step, first and second run"], rows)
+
+
+def lora_memory_says(alone: dict, before: dict, after: dict) -> str:
+    """The difference to bitsandbytes, and two GPUs; stock was only run before embeddings were read in place."""
+    found, stock, qlora = by_run(alone), by_run(before)["stock-lora"], by_run(after)["nf4-dq"]
+
+    def gib(row: dict, key: str) -> str:
+        return f"{row[key] / GIB:.1f}"
+
+    def above_rest(row: dict) -> str:
+        return f"{(row['peak_bytes'] - row['rest_bytes']) / GIB:.1f}"
+
+    return paragraph(
+        f"""The difference of {(found["nf4-dq"]["peak_bytes"] - found["bnb"]["peak_bytes"]) / GIB:.2f} GiB to
+        bitsandbytes is ZeRO-3's: bf16 copies of the adapters and a buffer for their gradients. On two H200 of one node
+        `qlora` has {gib(qlora, "rest_bytes")} GiB at rest and a peak of {gib(qlora, "peak_bytes")} on each, stock
+        {gib(stock, "rest_bytes")} and {gib(stock, "peak_bytes")} (`benchmarks.lora_memory --ranks 2`; the
+        {above_rest(qlora)} and {above_rest(stock)} GiB between them are for the most part the gathered `lm_head` and
+        the logits of {after["settings"]["model"]["vocabulary"]:,} tokens)."""
+    )
+
+
+def largest(result: dict) -> dict[str, dict]:
+    """The row of the largest batch that fitted, by run; `not_fitting` is the smallest that did not."""
+    found: dict[str, dict] = {}
+    for row in sorted(result["rows"], key=lambda row: row["micro_batch"]):
+        if row["fits"]:
+            found[row["run"]] = dict(row)
+        else:
+            found.setdefault(row["run"], {}).setdefault("not_fitting", row["micro_batch"])
+    return found
+
+
+def lora_limits_says(small: dict, whole: dict) -> str:
+    """The largest batches with 24 GiB and with a whole GPU; the second run was cut short while it refined."""
+    few, many = largest(small), largest(whole)
+    qlora, bnb, stock = (many[run] for run in ("nf4-dq", "bnb", "stock-lora"))
+    batch, tokens = few["nf4-dq"]["micro_batch"], f"{few['nf4-dq']['sequence']:,}"
+    assert batch == few["bnb"]["micro_batch"] == few["stock-lora"]["not_fitting"] and len(few["stock-lora"]) == 1
+    assert qlora["micro_batch"] == bnb["micro_batch"] == stock["micro_batch"]
+    assert qlora["not_fitting"] < bnb["not_fitting"] == stock["not_fitting"]
+    speeds = [f"{row['tokens_per_s']:,.0f}" for row in (few["nf4-dq"], few["bnb"], qlora, bnb, stock)]
+    return paragraph(
+        f"""The largest batch (`benchmarks.lora_limits`): with {small["settings"]["gib"]:.0f} GiB `qlora` fits
+        {batch} x {tokens} tokens, at {speeds[0]} tokens/s, bitsandbytes the same at {speeds[1]}, and stock does not;
+        with all {whole["hardware"]["gpu_gib"]} GiB all three fit {qlora["micro_batch"]} x {tokens} and not
+        {bnb["not_fitting"]} x {tokens}, at {speeds[2]}, {speeds[3]} and {speeds[4]} tokens/s: there logits are what
+        fills the GPU. Of what lies between, the run, which was cut short, says that {qlora["not_fitting"]} x {tokens}
+        do not fit with `qlora`."""
+    )
+
+
+def lora_quality_of(result: dict) -> str:
+    """What was trained for the table of losses."""
+    runs = result["comparison"]
+    spread = {f"{run['seed_spread_percent']:.1f} %" for run in runs}
+    (parameters,), (seeds,) = {row["parameters"] for row in result["rows"]}, {len(run["seeds"]) for run in runs}
+    return paragraph(
+        f"""Held-out loss after LoRA fine-tuning of an {parameters / 1e6:.0f} M Llama that was pre-trained on one half
+        of the standard library and goes on with the other (`benchmarks.lora_quality`, {seeds} seeds, which differ by
+        {" to ".join(sorted(spread))}; curves in `benchmarks/results/lora_quality/h200-1-local.png`):"""
+    )
+
+
+def percent(value: float) -> str:
+    """With two digits, and no sign before a zero."""
+    return f"{round(value, 2) + 0.0:.2f} %"
+
+
+def lora_quality(result: dict) -> str:
+    """Losses with frozen weights in each format."""
+    found = {run["run"]: run for run in result["comparison"]}
+    rows = [[label, f"{found[run]['held_out_loss']:.4f}"] for run, label in FORMATS.items()]
+    for row, run in zip(rows, FORMATS):
+        above = ("percent_above_bf16", "start_percent_above_bf16")
+        row += ["", ""] if run == "bf16" else [percent(found[run][key]) for key in above]
+    return table(["frozen weights", "held-out loss", "above bf16", "before the first step"], rows)
+
+
+def products(result: dict) -> dict[str, dict]:
+    """Products of one row with the largest weight, by format."""
+    rows = [row for row in result["rows"] if (row["shape"], row["rows"]) == ("4096x14336", 1)]
+    return {row["what"].replace(" double", "-dq"): row for row in rows}
+
+
+def decode_of(decoding: dict, product: dict) -> str:
+    """What was measured for the table of decoding."""
+    (parameters,) = {row["parameters"] for row in decoding["rows"]}
+    return paragraph(
+        f"""Decoding the {parameters / 1e6:.0f} M weights of a block to bf16 on one H200, as a share of what a copy
+        moves (`benchmarks.dequantize`), and a product of one row with a weight of 4,096 x 14,336 that lies as codes,
+        beside torch's bf16 product, {products(product)["bf16"]["us"]:.1f} us (`benchmarks.quantized_linear`; INT4 and
+        INT8 there in blocks of 128):"""
+    )
+
+
+def decode(decoding: dict, product: dict) -> str:
+    """Time to decode a block, and of a product with codes."""
+    labels = {run: FORMATS[run] for run in ("int4", "int4-dq", "int8", "nf4", "nf4-dq")} | {"bnb nf4-dq": BITSANDBYTES}
+    decoded, multiplied, rows = by_run(decoding), products(product), []
+    share = {run["run"]: run["percent_of_copy"] for run in decoding["comparison"]}
+    for run, label in labels.items():
+        rows.append([label, f"{decoded[run]['us']:.0f}", f"{share[run]:.0f} %"])
+        of = multiplied.get(run)
+        rows[-1] += [f"{of['us']:.1f}", f"{of['speed_up']:.2f}"] if of else ["", ""]
+    return table(["", "decode a block, us", "of a copy's bandwidth", "product, us", "x bf16"], rows)
+
+
+STEP = ("lora_step/h200-2-25gbit",)
+MEMORY = ("lora_memory/h200-1-local", "lora_memory/h200-1-local-second")
+LIMITS = ("lora_limits/h200-1-local-24gib", "lora_limits/h200-1-local")
+QUALITY = ("lora_quality/h200-1-local",)
+DECODE = ("dequantize/h200-1-local", "quantized_linear/h200-1-local")
+# A paragraph has no source of its own where the table beside it names all of its files.
+BLOCKS = {
+    "lora_step": Block(lora_step, STEP),
+    "lora_step_says": Block(lora_step_says, STEP, sourced=False),
+    "lora_memory": Block(lora_memory, MEMORY),
+    "lora_memory_says": Block(
+        lora_memory_says, (MEMORY[1], "lora_memory/h200-2-nvlink-before", "lora_memory/h200-2-nvlink")
+    ),
+    "lora_limits_says": Block(lora_limits_says, LIMITS, cut_short=(LIMITS[1],)),
+    "lora_quality_of": Block(lora_quality_of, QUALITY, sourced=False),
+    "lora_quality": Block(lora_quality, QUALITY),
+    "decode_of": Block(decode_of, DECODE, sourced=False),
+    "decode": Block(decode, DECODE),
+}
