@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness.environment import ROOT
-from benchmarks.report import lora, pictures, zero
+from benchmarks.report import generation, lora, pictures, zero
 from benchmarks.report.blocks import MARKED, Block, filled
 
 DOCUMENTS = ("docs/results.md", "README.md")
-TOPICS = (zero, lora)
+TOPICS = (zero, lora, generation)
 
 
 def all_blocks() -> dict[str, Block]:

@@ -1,0 +1,72 @@
+"""Generation while training."""
+
+from __future__ import annotations
+
+from benchmarks.report.blocks import Block, bold, paragraph, table
+from benchmarks.report.rows import GIB, by_run, fastest
+
+LABELS = {
+    "stock": "stock ZeRO-3",
+    "stock-hpz": "stock with in-tree hpZ",
+    "plain": "transformers without DeepSpeed",
+    "plain-lora": "the same, LoRA beside its layers",
+    "sharded": '`zeropp`, `"sharded"` (from the node\'s copy)',
+    "values": '`zeropp`, `"values"`',
+    "codes": '`zeropp`, `"codes"`',
+    "qlora-values": '`qlora`, `"values"`, adapters merged',
+    "qlora-codes": '`qlora`, `"codes"`',
+}
+OF_THE_PLUGIN = ("sharded", "values", "codes", "qlora-values", "qlora-codes")
+
+
+def times(run: str, base: dict, row: dict, digits: int, faster: bool) -> str:
+    """How much faster, or how many times as slow, a row is than `base`; what the tables are about stands out."""
+    factor = base["token_ms"] / row["token_ms"] if faster else row["token_ms"] / base["token_ms"]
+    return bold(f"{factor:.{digits}f}") if run == "values" else f"{factor:.{digits}f}"
+
+
+def generation(nodes: dict, alone: dict) -> str:
+    """Milliseconds a token on two nodes, and on one GPU, there of the faster of two rounds."""
+    two, one, rows = by_run(nodes), fastest(alone, "token_ms"), []
+    for run in (run for run in LABELS if run in two):
+        ms, ours = f"{two[run]['token_ms']:.1f}", run in OF_THE_PLUGIN
+        ms = {"stock": f"{two[run]['token_ms']:.0f}", "plain": f"{ms}, see below"}.get(run, ms)
+        rows.append([LABELS[run], ms, times(run, two["stock"], two[run], 1, True) if ours or run == "stock" else ""])
+        rows[-1].append(f"{one[run]['token_ms']:.1f}" if run in one else "")
+        rows[-1].append(times(run, one["plain"], one[run], 2, False) if run in one else "")
+        kept = two[run]["kept_bytes"]
+        rows[-1].append((f"{kept / GIB:.1f}" if kept else "0") if ours else "")
+    return table(["", "2 nodes", "x faster than stock", "one GPU", "x plain", "GiB kept"], rows)
+
+
+def generation_says(nodes: dict, alone: dict) -> str:
+    """What else there is to the times; of entering and leaving, every round."""
+    ours = [row for result in (nodes, alone) for row in result["rows"] if row["run"] in OF_THE_PLUGIN]
+
+    def span(key: str) -> str:
+        return f"{min(row[key] for row in ours):.0f} to {max(row[key] for row in ours):.0f}"
+
+    return paragraph(
+        f"""Entering takes {span("enter_ms")} ms, leaving {span("leave_ms")}. The plain model was the first run in its
+        processes on two nodes, and {by_run(nodes)["plain"]["token_ms"]:.1f} ms says more about that than about the
+        model; on one GPU it is the faster of two rounds. A token of this model is bound by Python, not by the GPU:
+        that is why adapters beside their layers, as with `"codes"`, cost as much as all the rest."""
+    )
+
+
+def generation_4_gpus(result: dict) -> str:
+    """Milliseconds a token on two nodes of two GPUs, beside the secondary shard of DeepSpeed itself."""
+    found, rows = by_run(result), []
+    for run in (run for run in LABELS if run in found and run != "plain-lora"):
+        ms = f"{found[run]['token_ms']:.{0 if run.startswith('stock') else 1}f}"
+        rows.append([LABELS[run], ms])
+        rows[-1] += [times(run, found[base], found[run], 1, True) for base in ("stock", "stock-hpz")]
+    return table(["", "ms a token", "x faster than stock", "x faster than in-tree hpZ"], rows)
+
+
+FILES = ("generation/h200-2-25gbit", "generation/h200-1-local")
+BLOCKS = {
+    "generation": Block(generation, FILES),
+    "generation_says": Block(generation_says, FILES, sourced=False),  # the table above names them
+    "generation_4_gpus": Block(generation_4_gpus, ("generation/h200-4-25gbit",)),
+}
