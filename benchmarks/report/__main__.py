@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness.environment import ROOT
-from benchmarks.report import generation, lora, pictures, zero
+from benchmarks.report import generation, lora, pictures, rlhf, zero
 from benchmarks.report.blocks import MARKED, Block, filled
 
 DOCUMENTS = ("docs/results.md", "README.md")
-TOPICS = (zero, lora, generation)
+TOPICS = (zero, lora, generation, rlhf)
 
 
 def all_blocks() -> dict[str, Block]:

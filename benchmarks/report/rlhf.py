@@ -1,0 +1,148 @@
+"""RLHF: steps of PPO, memory, batches, SFT, and what quantized models learn."""
+
+from __future__ import annotations
+
+from benchmarks.report.blocks import Block, bold, paragraph, table
+from benchmarks.report.rows import GIB, by_run
+
+# run -> label, the run of stock that it is compared with
+STEPS = {
+    "stock-lora": ("LoRA, stock ZeRO-3, layers as z3 leaf modules", "stock-lora"),
+    "qlora": ("LoRA, `qlora`", "stock-lora"),
+    "stock-full": ("all weights, stock ZeRO-3, the same", "stock-full"),
+    "zeropp": ("all weights, `zeropp`", "stock-full"),
+    "fp8-lm": ("all weights, `fp8-lm`", "stock-full"),
+}
+FEW_BYTES = ("qlora", "zeropp")
+
+
+def rlhf_step(*results: dict) -> str:
+    """Milliseconds of the training phase; each machine's runs are in two results."""
+    two, four, nvlink = (by_run(*results[n : n + 2]) for n in (0, 2, 4))
+    rows = []
+    for run, (label, stock) in STEPS.items():
+        cells = []
+        for found in (two, four, nvlink):
+            factor = f"{found[stock]['training_ms'] / found[run]['training_ms']:.1f}"
+            cells += [f"{found[run]['training_ms']:.0f}", bold(factor) if run in FEW_BYTES else factor]
+        sent = f"{four[run]['training_tx_bytes_per_node'] / 1e6:.0f}"
+        rows.append([label, *cells[:4], sent, *cells[4:]])
+    head = ["", "2 x 1, 25 Gbit/s", "x stock", "2 x 2, 25 Gbit/s", "x stock", "MB a node sends (2 x 2)"]
+    return table([*head, "NVLink", "x stock"], rows)
+
+
+def rlhf_step_says(full: dict, nvlink: dict) -> str:
+    """Where the network no longer is the limit, and where it is."""
+    found, sent = by_run(nvlink), {row["run"]: row["training_tx_bytes_per_node"] for row in full["rows"]}
+    qlora, stock = (found[run]["training_ms"] for run in ("qlora", "stock-lora"))
+    return paragraph(
+        f"""With `qlora` and `zeropp` the network no longer shows: what is left is computing, decoding and Python
+        (`qlora` on four GPUs over NVLink: {qlora:.0f} ms, {stock / qlora:.1f} x stock's {stock:.0f}). `fp8-lm` sends a
+        byte a weight in each pass and a byte a gradient, {sent["fp8-lm"] / sent["zeropp"]:.1f} times `zeropp`'s bytes;
+        where the network is the limit, take `zeropp`."""
+    )
+
+
+def rlhf_memory(result: dict) -> str:
+    """What four models take on one GPU; states of all weights are some hundred times those of LoRA."""
+    labels = {
+        "stock-four": ("stock, LoRA, four models in bf16", 2),
+        "qlora": ("`qlora`", 2),
+        "stock-full": ("stock, all weights", 1),
+        "fp8-lm": ("`fp8-lm`, all weights", 1),
+    }
+    found, compared, rows = by_run(result), {run["run"]: run for run in result["comparison"]}, []
+    for run, (label, digits) in labels.items():
+        row, gib = found[run], {part: size / GIB for part, size in found[run]["bytes"].items()}
+        weights, less = f"{gib['weights']:.2f}", 1 - compared[run]["of_bf16_measured"]
+        if less:
+            weights = f"{bold(weights) if less > 0.5 else weights}, {less:.0%} less".replace("%", " %")
+        states = f"{gib['states']:.{digits}f} ({compared[run]['states_per_trained_parameter']:.0f})"
+        rows.append([label, weights, bold(states) if run == "fp8-lm" else states, f"{gib['all']:.{digits}f}"])
+        rows[-1] += [f"{row['peak_bytes'] / GIB:.1f}", f"{row['training_ms']:.0f}"]
+    head = ["", "weights of all four", "states (bytes a trained parameter)", "all at rest", "peak of a step"]
+    return table([*head, "training, ms"], rows)
+
+
+def rlhf_limits(*results: dict) -> str:
+    """The largest minibatch, and tokens/s with it."""
+    rows = []
+    for result in results:
+        stock, ours = result["comparison"]
+        what = {"stock-four": "LoRA, four models in bf16", "stock-full": "all weights"}[stock["run"]]
+        before, after = stock["largest"], ours["largest"]
+        speed = f"{after['tokens_per_s']:,.0f}"
+        rows.append([f"{result['settings']['gib']:.0f} GiB, {what}", str(before["micro_batch"])])
+        rows[-1] += [f"{before['tokens_per_s']:,.0f}", f"`{ours['run']}`", str(after["micro_batch"])]
+        rows[-1].append(bold(speed) if after["tokens_per_s"] > 1.5 * before["tokens_per_s"] else speed)
+    head = ["one H200, of which a process may have", "stock: sequences", "tokens/s", "", "sequences", "tokens/s"]
+    return table(head, rows)
+
+
+def rlhf_limits_says(result: dict) -> str:
+    """How tokens/s grow with the batch, of the runs of `qlora` that had room for the most."""
+    speed = {row["micro_batch"]: row["tokens_per_s"] for row in result["rows"] if row["run"] == "qlora" and row["fits"]}
+    last = max(speed)
+    few, many = (speed[batch] / speed[batch // 2] for batch in (last // 2, last))
+    return paragraph(
+        f"""With few sequences Python bounds an iteration, so that twice the sequences are nearly twice the tokens
+        (`qlora` with {result["settings"]["gib"]:.0f} GiB, {last // 2} of them instead of {last // 4}: {few:.1f} x);
+        then the GPU is busy, and a larger batch gains little ({last} instead of {last // 2}: {many:.1f} x)."""
+    )
+
+
+def rlhf_sft(result: dict) -> str:
+    """Tokens/s, memory and losses of SFT with each recipe."""
+    labels = {"stock": "stock ZeRO-3, bf16", "lossless": "`lossless`, bf16", "fp8-lm": "`fp8-lm`"}
+    found, rows = {row["recipe"]: row for row in result["rows"]}, []
+    for recipe, label in labels.items():
+        row = found[recipe]
+        factor = f"{row['tokens_s'] / found['lossless']['tokens_s']:.2f}"
+        rows.append([label, f"{row['tokens_s']:,.0f}", bold(factor) if recipe == "fp8-lm" else factor])
+        rows[-1] += [f"{row['memory_gb']:.1f} GB", ", ".join(f"{loss:.3f}" for loss in row["losses"])]
+    steps = result["settings"]["warmup"] + result["settings"]["steps"]
+    return table(["", "tokens/s", "x bf16", "peak", f"loss of the first and of the {steps}th step"], rows)
+
+
+def rlhf_sft_says(stack: dict, memory: dict) -> str:
+    """How much of it FP8 compute alone gives, and what the optimizer adds."""
+    delayed = next(row for row in stack["stack"] if (row["run"], row["mode"]) == ("delayed", "eager"))
+    states = {run["run"]: f"{run['states_per_trained_parameter']:.0f}" for run in memory["comparison"]}
+    return paragraph(
+        f"""FP8 compute alone gives transformers' Llama {delayed["times_bf16"]:.2f} x, fused norms and SwiGLU included
+        (see above); the recipe's optimizer besides reads and writes {states["fp8-lm"]} bytes a parameter instead of
+        {states["stock-full"]}."""
+    )
+
+
+def rlhf_quality(result: dict) -> str:
+    """Rates of exact answers, with intervals over seeds."""
+    found = {(line["recipe"], line["policy"]): line for line in result["lines"]}
+
+    def interval(bounds: list[float]) -> str:
+        return f"[{', '.join(f'{100 * bound:.1f}' for bound in bounds)}]"
+
+    rows = []
+    for recipe, label in {"stock": "bf16", "fp8-lm": "`fp8-lm`"}.items():
+        rows.append([label])
+        for policy in ("sft", "ppo", "grpo"):
+            line = found[recipe, policy]
+            rows[-1].append(f"{100 * line['mean']:.1f} % {interval(line['interval'])}")
+            if policy != "sft":
+                rows[-1].append(f"{100 * line['gain']:+.1f} {interval(line['gain_interval'])}")
+    return table(["", "SFT", "after PPO", "gain of PPO", "after GRPO", "gain of GRPO"], rows)
+
+
+MACHINES = ("h200-2-25gbit", "h200-4-25gbit", "h200-2-nvlink")
+STEP_FILES = tuple(f"rlhf_step/{name}{part}" for name in MACHINES for part in ("", "-full"))
+LIMITS = tuple(f"rlhf_limits/h200-1-local-{part}" for part in ("lora_24gib", "lora_40gib", "full_64gib"))
+BLOCKS = {
+    "rlhf_step": Block(rlhf_step, STEP_FILES, cut_short=("rlhf_step/h200-4-25gbit",)),
+    "rlhf_step_says": Block(rlhf_step_says, ("rlhf_step/h200-4-25gbit-full", "rlhf_step/h200-4-nvlink")),
+    "rlhf_memory": Block(rlhf_memory, ("rlhf_step/h200-1-local",)),
+    "rlhf_limits": Block(rlhf_limits, LIMITS),
+    "rlhf_limits_says": Block(rlhf_limits_says, (LIMITS[1],), sourced=False),  # the table above names it
+    "rlhf_sft": Block(rlhf_sft, ("rlhf_sft/h200-1-local",)),
+    "rlhf_sft_says": Block(rlhf_sft_says, ("fp8_stack/h200-1-local-transformers", "rlhf_step/h200-1-local")),
+    "rlhf_quality": Block(rlhf_quality, ("rlhf_quality/h200-1-local",)),
+}
