@@ -1,7 +1,11 @@
 """The blocks of the documentation made anew, or (--check) compared with what stands there.
 
-python -m benchmarks.report
-python -m benchmarks.report --check
+    python -m benchmarks.report
+    python -m benchmarks.report --check
+    python -m benchmarks.report --pictures                           (those that are kept beside the results)
+    python -m benchmarks.report --draw mine.png runs/two_nodes.json  (one of your own)
+
+With --check nothing is written, and the exit status is 1 where a block is not as it would be.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_sources():
     made = Block(lambda *given: f"{len(given)} results", ("demo/cpu-4-gloo", "two_nodes/h200-4-25gbit")).text()
     assert made == (
         "2 results\n\nSource: `benchmarks/results/demo/cpu-4-gloo.json` (commit `1db7d34`),\n"
-        "`benchmarks/results/two_nodes/h200-4-25gbit.json` (kept since `e1cc52b`).\n"
+        "`benchmarks/results/two_nodes/h200-4-25gbit.json` (kept since `a5a0d20`).\n"
     )
 
 
