@@ -1,8 +1,10 @@
-"""ZeRO-3 itself: the demo, step time and bytes between nodes, kernels."""
+"""ZeRO-3 itself: the demo, step time and bytes between nodes, kernels, accuracy."""
 
 from __future__ import annotations
 
-from benchmarks.report.blocks import Block, bold, paragraph, table
+from itertools import pairwise
+
+from benchmarks.report.blocks import Block, bold, paragraph, since, table
 
 LABELS = {
     "stock": "stock ZeRO-3",
@@ -29,6 +31,23 @@ def demo(result: dict) -> str:
         rows.append(row)
     head = ["", "loss, start", "loss, end", "held-out loss", "step, s"]
     return table(head + ["MB between nodes", "x stock", "MB within nodes", "x stock"], rows)
+
+
+def demo_output(result: dict) -> str:
+    """What `examples/pretrain/demo.py` prints of these runs."""
+    stock = result["runs"]["stock"]
+    lines = [
+        f"{'':<13}{'loss':>7}{'loss':>8}{'held-out':>10}{'step':>9}{'between nodes':>17}{'':>9}{'within nodes':>16}"
+    ]
+    lines.append(f"{'':<13}{'start':>7}{'end':>8}{'loss':>10}{'s':>9}")
+    lines[-1] += f"{'MB a step':>17}{'x stock':>9}{'MB a step':>16}{'x stock':>9}"
+    for name, run in result["runs"].items():
+        line = f"{name:<13}{run['loss_start']:>7.3f}{run['loss_end']:>8.3f}{run['held_out_loss']:>10.4f}"
+        line += f"{run['step_s']:>9.3f}"
+        for link, width in (("inter_bytes", 17), ("intra_bytes", 16)):
+            line += f"{run[link] / 1e6:>{width}.3f}{run[link] / stock[link]:>9.3f}"
+        lines.append(line)
+    return "\n".join(["```", *lines, "```"])
 
 
 def by_rate(*results: dict) -> dict[tuple[str, object], dict]:
@@ -75,13 +94,215 @@ def nvlink_says(nvlink: dict, larger: dict, profile: dict) -> str:
     )
 
 
+def readme_demo(result: dict) -> str:
+    """The demo's output, with what it was measured on."""
+    said = f"On {result['hardware']['cores']} CPU cores it prints"
+    return f"{said} (`benchmarks/results/demo/cpu-4-gloo.json`, {since(result)}):\n\n{demo_output(result)}"
+
+
+README_LABELS = {
+    "stock": LABELS["stock"],
+    "stock-leaf": LABELS["stock-leaf"],
+    "in-tree-leaf": "DeepSpeed's ZeRO++, decoder layers as z3 leaf modules",
+    "fsdp2": LABELS["fsdp2"],
+    "hsdp": LABELS["hsdp"],
+    "zeropp": "**`zeropp`**: 8-bit weights, 8- and 4-bit gradients",
+    "zeropp-4bit": "**`zeropp-4bit`**: 4-bit weights too",
+}
+
+
+def readme_step_time(*results: dict) -> str:
+    """The step times that README.md shows, and where the others are."""
+    found = by_rate(*results)
+    rows = []
+    for run, label in README_LABELS.items():
+        times = [found.get((run, rate), {}).get("step_ms") for rate in (25.0, 10.0, "nvlink")]
+        cells = ["" if ms is None else f"{ms:.0f}" for ms in times]
+        rows.append([label, *(bold(cell) if run in QUANTIZED else cell for cell in cells)])
+    (commits,) = {since(result) for result in results}
+    source = paragraph(
+        f"""From `benchmarks/results/two_nodes` (`h200-4-25gbit.json`, `h200-4-10_6_4gbit.json`, `h200-4-nvlink.json`;
+        {commits}). [docs/results.md](docs/results.md) has the rest: bytes, memory, kernels, accuracy, FP8, LoRA,
+        RLHF."""
+    )
+    return f"{table(['', '25 Gbit/s', '10 Gbit/s', 'one node, NVLink'], rows)}\n\n{source}"
+
+
+def slower_link(at_25: dict, slower: dict) -> str:
+    """The rate at which `zeropp` takes as long as stock at 25 Gbit/s, between two that were measured."""
+    ms = by_rate(at_25)["stock", 25.0]["step_ms"]
+    times = sorted((1 / rate, row["step_ms"]) for (run, rate), row in by_rate(slower).items() if run == "zeropp")
+    (inverse, low), (inverse_after, high) = next(pair for pair in pairwise(times) if pair[1][1] >= ms)
+    rate = 1 / (inverse + (ms - low) / (high - low) * (inverse_after - inverse))
+    return paragraph(
+        f"""A link of {rate:.1f} Gbit/s gives `zeropp` the step time that stock ZeRO-3 has at 25 Gbit/s (between those
+        measured at {1 / inverse:.0f} and {1 / inverse_after:.0f} Gbit/s)."""
+    )
+
+
+def model_bytes(result: dict) -> float:
+    """M, the 16-bit weights: a ring of all ranks sends (ranks - 1) M of gradients, nodes/ranks of it between nodes."""
+    row = by_rate(result)["zeropp", 25.0]
+    nodes, ranks = 2, result["ranks"]
+    return row["wire"]["stock_per_step"]["gradients"]["inter"] * ranks / (nodes * (ranks - 1))
+
+
+def step_bytes(result: dict) -> str:
+    """Bytes between nodes by two counts, memory, and what a node keeps."""
+    found, size = {run: row for (run, _), row in by_rate(result).items()}, model_bytes(result)
+    columns = ("zeropp", "zeropp-4bit", "in-tree", "stock")
+
+    def sent(run: str) -> str:
+        ledger, interface = (found[run][f"{count}_bytes_per_node_step"] for count in ("ledger", "tx"))
+        return f"{'-' if ledger is None else f'{ledger / 1e6:.0f}'} / {interface / 1e6:.0f}"
+
+    def kept(run: str) -> float:
+        """Codes beside 16 bits: of what is gathered inside a node for backward."""
+        gathered = [found[name]["wire"]["per_step"]["weights_backward"]["intra"] for name in (run, "lossless")]
+        return gathered[0] / gathered[1]
+
+    times = [f"{2 * found[run]['ledger_bytes_per_node_step'] / size:.3f} M" for run in QUANTIZED]
+    rows = [
+        ["sent by a node a step, by the ledger / by the interface (MB)", *map(sent, columns)],
+        ["the same over (N-1)/N, in sizes M of the 16-bit model", *times, "", ""],
+        [
+            "peak memory of the 25 Gbit/s runs (GiB a GPU)",
+            *(f"{found[run]['peak_gib']:.2f}" for run in columns),
+        ],
+        ["secondary shard, of the 16-bit one", *(f"{kept(run):.3f}" for run in QUANTIZED), "1", ""],
+    ]
+    return table(["", "`zeropp`", "`zeropp-4bit`", "in-tree ZeRO++", "stock"], rows)
+
+
+def profile_says(result: dict) -> str:
+    """How much Python a step is."""
+    calls = {row["run"]: f"{round(row['host']['calls'], -3):,}" for row in result["rows"]}
+    return paragraph(
+        f"""Where one step goes (`benchmarks.step_profile`, one node): stock makes {calls["stock"]} calls in Python,
+        `zeropp` {calls["zeropp"]}, FSDP2 {calls["fsdp2"]} (of the main thread: a profiler does not see what autograd's
+        own thread calls in backward)."""
+    )
+
+
+KERNELS = {
+    "INT8, block 256": "int8 block 256",
+    "INT4, block 128": "int4 block 128",
+    "INT4 with Hadamard": "int4 block 128 hadamard",
+    "FP8 E4M3": "fp8_e4m3 block 128",
+}
+
+
+def by_operation(result: dict) -> dict[tuple[str, str], dict]:
+    """Rows by (operation, format)."""
+    return {(row["operation"], row["format"]): row for row in result["rows"]}
+
+
+def kernels(result: dict) -> str:
+    """Of a copy's bandwidth, by format."""
+    found = by_operation(result)
+    rows = [
+        [operation, *(f"{100 * found[operation, name]['share_of_copy']:.0f} %" for name in KERNELS.values())]
+        for operation in ("quantize", "dequantize")
+    ]
+    return table(["", *KERNELS], rows)
+
+
+def kernels_say(result: dict, profile: dict) -> str:
+    """Sums of ranks, the kernels' share of a step, and a plain quantization beside them."""
+    found = by_operation(result)
+    share = {name: f"{100 * row['share_of_copy']:.0f} %" for (kind, name), row in found.items() if kind == "sum"}
+    error = {name: row["relative_error"] for (kind, name), row in found.items() if kind == "dequantize"}
+    names = {bits: (f"naive {bits}, one scale", KERNELS[head]) for bits, head in zip(("int8", "int4"), KERNELS)}
+    slower = [found["quantize", naive]["us"] / found["quantize", ours]["us"] for naive, ours in names.values()]
+    (naive_8, ours_8), (naive_4, ours_4) = ([error[name] for name in pair] for pair in names.values())
+    (step,) = (row for row in profile["rows"] if row["run"] == "zeropp")
+    return paragraph(
+        f"""Summing 8 ranks' INT8 into fp32 reaches {share["8 x int8 -> fp32"]}, summing and quantizing again for the
+        next hop {share["8 x int8 -> int4 hadamard"]}. The rotation needs data from other threads five times a value.
+        All these kernels together took {step["device"]["by_kind_ms"]["quantize kernels"]:.0f} of the
+        {step["step_ms"]:.0f} ms of a profiled `zeropp` step on NVLink. A quantization with one scale for the whole
+        tensor, written in plain torch, takes {slower[0]:.0f} (INT8) to {slower[1]:.0f} (INT4) times as long, and its
+        relative error on heavy-tailed data is {naive_8 / ours_8:.0f} and {naive_4 / ours_4:.0f} times as large
+        ({naive_8:.2f} against {ours_8:.3f}, {naive_4:.2f} against {ours_4:.2f};
+        {error["int4 block 128 hadamard"]:.2f} with the rotation)."""
+    )
+
+
+def all_well(*results: dict) -> int:
+    """The number of cases, none of which failed."""
+    rows = [row for result in results for row in result["rows"]]
+    assert all(row["well"] for row in rows)
+    return len(rows)
+
+
+def accuracy(lossless: dict, fp8_lm: dict, two_ranks: dict) -> str:
+    """Bit parity, counted; the other rows are what the tests named below print."""
+    cases, steps = f"{all_well(lossless, fp8_lm)} cases; {all_well(two_ranks)} on 2 H200", lossless["steps"]
+    rows = [
+        ["`lossless`, 30 steps, fp32 and bf16, gloo", "bit for bit stock ZeRO-3: losses and weights"],
+        [
+            f"`lossless`, {steps} steps on {lossless['ranks']} H200, NCCL, deterministic algorithms",
+            "bit for bit stock ZeRO-3: losses, gradient norms, 16-bit and fp32 weights; also with random delays in "
+            f"every layer, with accumulation and under `zero.Init` (`benchmarks.bit_parity`, {cases}). Without "
+            "deterministic algorithms two runs of stock differ too",
+        ],
+        [
+            "held-out loss, mean of 3 seeds, `zeropp` / `zeropp-4bit`",
+            "within 1 % / 2 % of stock (tests assert it; see below)",
+        ],
+        ["reduced gradient of 128 sequences, INT8 on both hops", "cosine 0.99998, norm 1.0001 of stock's"],
+        [
+            "the same, INT8 inside and INT4 with Hadamard rotation between nodes",
+            "cosine 0.9956, norm 1.005",
+        ],
+    ]
+    return table(["", ""], rows)
+
+
+def fidelity_says(result: dict) -> str:
+    """One reduction of random gradients, ours and DeepSpeed's own."""
+
+    def span(method: str, key: str, digits: int, dtypes: tuple[str, ...]) -> str:
+        values = [row[key] for row in result["rows"] if row["method"] == method and row["dtype"] in dtypes]
+        return " to ".join(dict.fromkeys(f"{value:,.{digits}f}" for value in (min(values), max(values))))
+
+    every = ("float32", "bfloat16", "float16")
+    int8, int4, in_tree = "INT8 / INT8", "INT8 / INT4 hadamard", "in-tree qgZ"
+    rows, columns = result["shape"]
+    return paragraph(
+        f"""Random gradients of {rows:,} x {columns:,}, of three dtypes and sizes, reduced on 4 H200 as 2 nodes x 2 and
+        compared with the mean in float64 (`benchmarks.gradient_fidelity`): cosine {span(int8, "cosine", 5, every)} and
+        norm {span(int8, "norm_ratio", 4, every)} with INT8 on both hops, {span(int4, "cosine", 4, every)} and
+        {span(int4, "norm_ratio", 3, every)} with INT4 between nodes. DeepSpeed's own kernels of ZeRO++, INT4 on both
+        hops, give {span(in_tree, "cosine", 3, ("float16",))} and {span(in_tree, "norm_ratio", 2, ("float16",))} in fp16
+        (a sum over the ranks of a node), and in bf16, whose bits they read as fp16's,
+        {span(in_tree, "cosine", 2, ("bfloat16",))} and {span(in_tree, "norm_ratio", 0, ("bfloat16",))}."""
+    )
+
+
 BLOCKS = {
     "demo": Block(demo, ("demo/cpu-4-gloo",)),
     "step_time": Block(
         step_time, ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit", "two_nodes/h200-4-nvlink")
     ),
+    "readme_step_time": Block(
+        readme_step_time,
+        ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit", "two_nodes/h200-4-nvlink"),
+        sourced=False,
+    ),
+    "readme_demo": Block(readme_demo, ("demo/cpu-4-gloo",), sourced=False),
     "nvlink_says": Block(
         nvlink_says,
         ("two_nodes/h200-4-nvlink", "two_nodes/h200-4-nvlink-4x2048", "step_profile/h200-4-nvlink"),
     ),
+    "slower_link": Block(slower_link, ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit")),
+    "step_bytes": Block(step_bytes, ("two_nodes/h200-4-25gbit",)),
+    "profile_says": Block(profile_says, ("step_profile/h200-4-nvlink",)),
+    "kernels": Block(kernels, ("kernels/h200-1-local",)),
+    "kernels_say": Block(kernels_say, ("kernels/h200-1-local", "step_profile/h200-4-nvlink")),
+    "accuracy": Block(
+        accuracy,
+        ("bit_parity/h200-4-nvlink-lossless", "bit_parity/h200-4-nvlink-fp8_lm", "bit_parity/h200-2-nvlink-units"),
+    ),
+    "fidelity_says": Block(fidelity_says, ("gradient_fidelity/h200-4-nvlink",)),
 }
