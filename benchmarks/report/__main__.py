@@ -15,11 +15,16 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness.environment import ROOT
-from benchmarks.report import compute, faults, generation, lora, pictures, rlhf, zero
+from benchmarks.report import compute, faults, generation, lora, pictures, rlhf, upstream, zero
 from benchmarks.report.blocks import MARKED, Block, filled
 
-DOCUMENTS = ("docs/results.md", "README.md", "benchmarks/results/faults/README.md")
-TOPICS = (zero, compute, lora, generation, rlhf, faults)
+DOCUMENTS = (
+    "docs/results.md",
+    "README.md",
+    "benchmarks/results/faults/README.md",
+    "benchmarks/results/upstream/README.md",
+)
+TOPICS = (zero, compute, lora, generation, rlhf, faults, upstream)
 
 
 def all_blocks() -> dict[str, Block]:
