@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 
-from benchmarks.report.blocks import Block, paragraph, table
+from benchmarks.report.blocks import WIDTH, Block, paragraph, table
 
 LOSSLESS, AGAIN = "h200-2-nvlink-lossless", "h200-2-nvlink-lossless_again"
 ZEROPP, QLORA, FP8_LM = (f"h200-2-nvlink-{recipe}" for recipe in ("zeropp", "qlora", "fp8-lm"))
@@ -72,6 +73,11 @@ def because(results: tuple[dict, ...], *words: str) -> int:
     return sum(any(word in reason for word in words) for reason in reasons)
 
 
+def item(text: str) -> str:
+    """Of a list, wrapped as the documents are."""
+    return textwrap.fill(" ".join(text.split()), WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
 IDENTITIES = ("identity of ", "who is gathered when")
 TIGHT, NEED_NOT = "a bound tighter than the quantization", "an error that the plugin need not raise"
 
@@ -103,7 +109,7 @@ def not_meant_to_hold(again: dict, zeropp: dict, qlora: dict, fp8_lm: dict, qlor
         layer of 64 features ({because(both[1], "without a linear layer of 64 features")}) and offload of its states
         ({of(fp8_lm_rest, "remedy: offload")} on the CPU).""",
     ]
-    return "\n".join(paragraph(text).replace("\n", "\n  ") for text in texts)
+    return "\n".join(item(text) for text in texts)
 
 
 def beside_stock(zeropp: dict, qlora: dict, stock: dict) -> str:
