@@ -119,11 +119,11 @@ def readme_step_time(*results: dict) -> str:
         times = [found.get((run, rate), {}).get("step_ms") for rate in (25.0, 10.0, "nvlink")]
         cells = ["" if ms is None else f"{ms:.0f}" for ms in times]
         rows.append([label, *(bold(cell) if run in QUANTIZED else cell for cell in cells)])
-    (commits,) = {since(result) for result in results}
+    names = ("h200-4-25gbit", "h200-4-10_6_4gbit", "h200-4-nvlink")
+    files = ", ".join(f"`{name}.json` ({since(result)})" for name, result in zip(names, results))
     source = paragraph(
-        f"""From `benchmarks/results/two_nodes` (`h200-4-25gbit.json`, `h200-4-10_6_4gbit.json`, `h200-4-nvlink.json`;
-        {commits}). [docs/results.md](docs/results.md) has the rest: bytes, memory, kernels, accuracy, FP8, LoRA,
-        RLHF."""
+        f"""From `benchmarks/results/two_nodes`: {files}. [docs/results.md](docs/results.md) has the rest: bytes, memory,
+        kernels, accuracy, FP8, LoRA, RLHF."""
     )
     return f"{table(['', '25 Gbit/s', '10 Gbit/s', 'one node, NVLink'], rows)}\n\n{source}"
 
