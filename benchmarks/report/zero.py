@@ -122,8 +122,8 @@ def readme_step_time(*results: dict) -> str:
     names = ("h200-4-25gbit", "h200-4-10_6_4gbit", "h200-4-nvlink")
     files = ", ".join(f"`{name}.json` ({since(result)})" for name, result in zip(names, results))
     source = paragraph(
-        f"""From `benchmarks/results/two_nodes`: {files}. [docs/results.md](docs/results.md) has the rest: bytes, memory,
-        kernels, accuracy, FP8, LoRA, RLHF."""
+        f"""From `benchmarks/results/two_nodes`: {files}. [docs/results.md](docs/results.md) has the rest: bytes,
+        memory, kernels, accuracy, FP8, LoRA, RLHF."""
     )
     return f"{table(['', '25 Gbit/s', '10 Gbit/s', 'one node, NVLink'], rows)}\n\n{source}"
 
