@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness.environment import ROOT
-from benchmarks.report import compute, faults, generation, lora, pictures, rlhf, upstream, zero
+from benchmarks.report import compute, faults, fp8_lm, generation, lora, pictures, rlhf, upstream, zero
 from benchmarks.report.blocks import MARKED, Block, filled
 
 DOCUMENTS = (
@@ -24,7 +24,7 @@ DOCUMENTS = (
     "benchmarks/results/faults/README.md",
     "benchmarks/results/upstream/README.md",
 )
-TOPICS = (zero, compute, lora, generation, rlhf, faults, upstream)
+TOPICS = (zero, compute, fp8_lm, lora, generation, rlhf, faults, upstream)
 
 
 def all_blocks() -> dict[str, Block]:

@@ -1,0 +1,238 @@
+"""FP8-LM: steps, exchange, memory, limits, losses, scaling policies, its optimizer, and plans of whole tensors."""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.harness.sizes import SIZES, Size
+from benchmarks.report.blocks import Block, bold, paragraph, table
+from benchmarks.report.rows import GIB
+
+LABELS = {
+    "stock": "stock ZeRO-3, bf16",
+    "stock-leaf": "stock ZeRO-3, decoder layers as z3 leaf modules",
+    "lossless": "`lossless`",
+    "fp8-compute": "FP8 compute alone",
+    "fp8-lm-o1": "`fp8-lm-o1`",
+    "fp8-lm-o2": "`fp8-lm-o2`",
+    "fp8-lm": "`fp8-lm`",
+}
+
+
+def lines_of(*results: dict) -> dict[str, dict]:
+    """What was compared, by run; the first result that has a run counts."""
+    found: dict[str, dict] = {}
+    for result in results:
+        for line in result["comparison"]:
+            found.setdefault(line["run"], line)
+    return found
+
+
+def step(*results: dict) -> str:
+    """A step between two nodes."""
+    lines, rows = lines_of(*results), []
+    best = min(line["step_ms"] for line in lines.values())
+    for run, line in lines.items():
+        times = f"{lines['stock']['step_ms'] / line['step_ms']:.2f}"
+        sent = line.get("inter_bytes_per_node_step") or line["tx_bytes_per_node_step"]
+        row = [LABELS[run], f"{line['step_ms']:.0f}", bold(times) if line["step_ms"] == best else times]
+        rows.append([*row, f"{sent / 1e6:.0f}", f"{line['peak_gib']:.1f}"])
+    return table(["", "ms a step", "x stock", "MB a node sends", "peak of a rank, GiB"], rows)
+
+
+def step_says(*results: dict) -> str:
+    """What bounds a step, and what the next table is."""
+    floor = {run: f"{line['floor_ms']:.0f}" for run, line in lines_of(*results).items() if line["floor_ms"]}
+    assert floor["lossless"] == floor["fp8-compute"] and floor["fp8-lm-o1"] == floor["fp8-lm-o2"]
+    return paragraph(
+        f"""The bytes alone need {floor["lossless"]}, {floor["fp8-lm-o2"]} and {floor["fp8-lm"]} ms, so the link bounds
+        all of them. The gradients' exchange by itself, nothing else running (`benchmarks.fp8_lm_exchange --ranks 4
+        --gbit 25`; FP8-LM reports 63 to 65 % less communication):"""
+    )
+
+
+def exchange(result: dict) -> str:
+    """The exchange of gradients, in all ways."""
+    labels = {
+        "fp32": "fp32, one reduce-scatter",
+        "bf16": "bf16, one reduce-scatter",
+        "bf16-two-hop": "bf16, two hops",
+        "fp8": "FP8, shared scales (`fp8-lm-*`)",
+        "int8-int4": "INT8 / INT4 (`zeropp`)",
+    }
+    rows = []
+    for line in result["comparison"]:
+        below = f"{line['time_below_bf16']:.0f} %" if line["time_below_bf16"] > 0 else ""
+        row = [labels[line["run"]], *(f"{line[key]:.0f}" for key in ("ms", "megabytes", "megabytes_between_nodes"))]
+        rows.append([*row, bold(below) if line["run"] == "fp8" else below])
+    return table(["", "ms", "MB a rank sends", "of these between nodes", "time below bf16"], rows)
+
+
+def one_gpu(result: dict) -> str:
+    """Tokens a second where nothing is sent."""
+    lines, rows = lines_of(result), []
+    best = max(line["mfu"] for line in lines.values())
+    for run, line in lines.items():
+        share = f"{100 * line['mfu']:.1f} %"
+        rows.append([LABELS[run], f"{line['tokens_per_s']:,.0f}", bold(share) if line["mfu"] == best else share])
+    return table(["", "tokens/s", "of the GPU's bf16 peak"], rows)
+
+
+def memory(result: dict) -> str:
+    """Model states and the peak of a step."""
+    lines = lines_of(result)
+    peaks = {row["run"]: row["peak_bytes"] / GIB for row in result["rows"]}
+
+    def cells(run: str) -> list[str]:
+        return [f"{lines[run]['states_per_parameter']:.1f}", f"{peaks[run]:.1f} GiB"]
+
+    assert cells("fp8-lm-o2") == cells("fp8-lm") and cells("stock") == cells("stock-leaf")
+    states, peak = cells("fp8-lm-o2")
+    weights = lines["fp8-lm-o2"]["weights_per_parameter"]
+    states += f" ({weights:.0f} weights, {lines['fp8-lm-o2']['states_per_parameter'] - weights:.0f} states)"
+    rows = [["stock ZeRO-3, bf16, fp32 AdamW", *cells("stock")], [LABELS["fp8-lm-o1"], *cells("fp8-lm-o1")]]
+    below = lines["fp8-lm-o2"]["peak_percent_below_base"]
+    rows.append(["`fp8-lm-o2`, `fp8-lm`", states, f"{peak}, {below:.0f} % less"])
+    return table(["", "bytes a parameter", "peak of a step"], rows)
+
+
+def limits_say(batch: dict, context: dict) -> str:
+    """The largest batch and context."""
+    (batch_base, batch_o2), (base, o2) = (
+        [lines_of(result)[run]["largest"] for run in ("lossless", "fp8-lm-o2")] for result in (batch, context)
+    )
+    assert lines_of(context)["fp8-lm-o2"]["too_large"] is None, "nobody knows what does not fit"
+    return paragraph(
+        f"""With the memory that `fp8-lm-o2` leaves, the largest batch of 1,024 tokens that fits grows from
+        {batch_base["micro_batch"]} ({batch_base["tokens_per_s"]:,.0f} tokens/s) to {batch_o2["micro_batch"]}
+        ({batch_o2["tokens_per_s"]:,.0f} tokens/s), and the largest context of one sequence from {base["sequence"]:,}
+        tokens ({base["tokens_per_s"]:,.0f} tokens/s) to at least {o2["sequence"]:,} ({o2["tokens_per_s"]:,.0f}
+        tokens/s); found by doubling, the batch by one halving too (`benchmarks.fp8_lm_limits`, with `--axis sequence`
+        for the context)."""
+    )
+
+
+def convergence_of(result: dict) -> str:
+    """What the table of losses is."""
+    line = lines_of(result)["bf16"]
+    return paragraph(
+        f"""Held-out loss of the {result["rows"][0]["parameters"] / 1e6:.0f} M Llama after
+        {result["rows"][0]["tokens"] / 1e6:.0f} million tokens (`benchmarks.fp8_lm_convergence`; bf16's own seeds spread
+        {line["seed_spread_percent"]:.1f} %, so single runs within that are noise):"""
+    )
+
+
+def convergence(result: dict) -> str:
+    """Held-out losses."""
+    labels = {
+        "bf16": "bf16, fp32 AdamW",
+        "fp8-lm-o2": "`fp8-lm-o2`",
+        "fp8-lm-o1": "`fp8-lm-o1`",
+        "scales_block": "`fp8-lm-o2`, scales a block",
+        "master_fp8": "`fp8-lm-o2`, master weights FP8",
+        "exp_avg_sq_fp8": "`fp8-lm-o2`, second moment FP8",
+    }
+    lines, rows = lines_of(result), []
+    for run, label in labels.items():
+        line = lines[run]
+        above = line["percent_above_bf16"]
+        text = "diverged" if above > 100 else f"{above:+.{0 if above > 10 else 2}f} %"
+        rows.append([label, f"{line['held_out_loss']:.4f}", "" if run == "bf16" else text, str(len(line["seeds"]))])
+    return table(["", "held-out loss", "against bf16", "seeds"], rows)
+
+
+def four_ranks_say(one: dict, four: dict) -> str:
+    """The same with sums over ranks."""
+    lines = lines_of(four)
+    seeds = [row["held_out_loss"] for row in one["rows"] if row["run"] == "bf16"]
+    worst = max(line["held_out_loss"] for line in lines.values())
+    assert min(seeds) <= worst <= max(seeds), "more than bf16's seeds differ by"
+    return paragraph(
+        f"""The last two repeat the paper's finding that these two must not be FP8. These runs have one GPU each. With
+        four ranks, so that FP8 sums over ranks are part of the result (`--ranks 4`, one seed; trace of mu in
+        `benchmarks/results/fp8_lm_convergence/h200-4-nvlink-mu.png`), bf16 ends at
+        {lines["bf16"]["held_out_loss"]:.4f}, `fp8-lm-o1` at {lines["fp8-lm-o1"]["held_out_loss"]:.4f} and `fp8-lm` at
+        {lines["fp8-lm"]["held_out_loss"]:.4f}: {lines["fp8-lm-o1"]["percent_above_bf16"]:.2f} and
+        {lines["fp8-lm"]["percent_above_bf16"]:.2f} % above, more than the {lines["fp8-lm"]["target_percent"]} % that
+        we aim at, and still within what bf16's seeds differ by ({min(seeds):.4f} to {max(seeds):.4f}). More seeds must
+        tell whether this is chance."""
+    )
+
+
+def policies(result: dict) -> str:
+    """Signal to noise and what vanished, of the last ten steps."""
+    rows = []
+    for policy in ("pre", "post", "auto"):
+        cells = []
+        for row in result["rows"]:
+            series = row["policies"][policy]
+            assert len(series["snr_db"]) == 20
+            decibels, vanished = (statistics.fmean(series[key][10:]) for key in ("snr_db", "vanished"))
+            cells.append(f"{decibels:.1f} dB, {100 * vanished:.1f} %")
+        rows.append([f"`{policy}`", *cells])
+    return table(["", *(f"{row['ranks']} ranks" for row in result["rows"])], rows)
+
+
+def optimizer(result: dict) -> str:
+    """The step of the largest model."""
+    labels = {
+        "block scales, fp8 gradients": "FP8 AdamW, scales a block",
+        "tensor scales, fp8 gradients": "FP8 AdamW, scales a tensor",
+        "DeepSpeed FusedAdam, fp32": "DeepSpeed's FusedAdam, fp32",
+        "torch.optim.AdamW(fused), fp32": "torch's fused AdamW, fp32",
+    }
+    largest = max(row["parameters"] for row in result["rows"])
+    found = {row["step"]: row for row in result["rows"] if row["parameters"] == largest}
+    rows = []
+    for name, label in labels.items():
+        row = found[name]
+        figures = f"{row['ms']:.2f}", f"{row['bytes_per_parameter']:.1f}", f"{100 * row['share_of_copy']:.0f} %"
+        rows.append([label, *figures])
+    return table(["", "ms", "bytes moved a parameter", "of a copy's bandwidth"], rows)
+
+
+def owners_plan() -> str:
+    """Balance of whole tensors, planned here for two Llamas."""
+    from zeropp_fp8.zero.owners.plan import balance_of, plan_parts
+
+    models, rows = {"Llama-7B": SIZES["7b"], "Llama-3-8B": SIZES["8b"]}, []
+    for name, size in models.items():
+        tensors = tensors_of(size)
+        for ranks in (8, 32):
+            cells = []
+            for split in ("none", "balance"):
+                balance = balance_of(tensors, plan_parts(tensors, ranks, 8, split), ranks, 8)
+                cells.append(f"{balance.memory_max_over_mean:.3f} / {balance.block_egress_mean_block:.2f}")
+            rows.append([f"{name}, {ranks} ranks", *cells])
+    return table(["", "plain greedy: memory / a block's exchange (mean block)", "`balance`"], rows)
+
+
+def tensors_of(size: Size) -> list:
+    """A Llama with an untied head: 6 bytes of states and 2 of gradient an element, and one on the wire."""
+    from zeropp_fp8.zero.owners.plan import TensorStates
+
+    hidden, kv = size.hidden, size.hidden // size.heads * size.kv_heads
+    matrices = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
+    matrices += [(size.intermediate, hidden)] * 2 + [(hidden, size.intermediate)]
+    shapes = [((size.vocabulary, hidden), None)]
+    shapes += [(shape, block) for block in range(size.layers) for shape in (*matrices, (hidden,), (hidden,))]
+    shapes += [((hidden,), None), ((size.vocabulary, hidden), None)]
+    return [TensorStates(str(number), shape, 8.0, block, 1.0) for number, (shape, block) in enumerate(shapes)]
+
+
+STEP = ("fp8_lm_step/h200-4-25gbit", "fp8_lm_step/h200-4-25gbit-o3")
+ONE_GPU, FOUR_GPUS = "fp8_lm_convergence/h200-1-local", "fp8_lm_convergence/h200-4-nvlink"
+BLOCKS = {
+    "fp8_lm_step": Block(step, STEP),
+    "fp8_lm_step_says": Block(step_says, STEP, sourced=False),
+    "fp8_lm_exchange": Block(exchange, ("fp8_lm_exchange/h200-4-25gbit",)),
+    "fp8_lm_one_gpu": Block(one_gpu, ("fp8_lm_step/h200-1-local",)),
+    "fp8_lm_memory": Block(memory, ("fp8_lm_memory/h200-1-local",)),
+    "fp8_lm_limits_say": Block(limits_say, ("fp8_lm_limits/h200-1-local-batch", "fp8_lm_limits/h200-1-local-sequence")),
+    "fp8_lm_convergence_of": Block(convergence_of, (ONE_GPU,), sourced=False),
+    "fp8_lm_convergence": Block(convergence, (ONE_GPU,)),
+    "fp8_lm_four_ranks_say": Block(four_ranks_say, (ONE_GPU, FOUR_GPUS)),
+    "fp8_lm_policies": Block(policies, ("fp8_lm_policies/h200-1-local",), cut_short=("fp8_lm_policies/h200-1-local",)),
+    "optimizer": Block(optimizer, ("optimizer/h200-1-local",)),
+    "owners_plan": Block(owners_plan),
+}
