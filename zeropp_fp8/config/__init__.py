@@ -14,6 +14,7 @@ from zeropp_fp8.config.ds_config import (
     without_in_tree_keys,
 )
 from zeropp_fp8.config.environment import RECIPE_VARIABLE
+from zeropp_fp8.config.nodes import Place, check_topology, find_ranks_per_node, place_of, secondary_ranks
 from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.resolve import resolve
 from zeropp_fp8.config.sections import (
@@ -29,7 +30,6 @@ from zeropp_fp8.config.sections import (
     PluginConfig,
     WeightsConfig,
 )
-from zeropp_fp8.config.topology import Place, check_topology, find_ranks_per_node, place_of, secondary_ranks
 
 __all__ = [
     "FROZEN_FORMATS",
