@@ -9,8 +9,7 @@ from models import llama
 from numerics import signal_to_noise_db
 
 from zeropp_fp8.compute import convert_linear_layers
-from zeropp_fp8.compute.rms_norm import restore_rms_norm
-from zeropp_fp8.compute.swiglu import restore_swiglu
+from zeropp_fp8.compute.fused_module import restore_fused
 
 pytestmark = pytest.mark.gpu
 DELAYED = {"format": "fp8", "scaling": "delayed"}
@@ -39,8 +38,7 @@ def test_a_model_trains_as_unfused(casts_made, checkpointing):
         report = convert_linear_layers(model, DELAYED)
         if restore:
             for module in report.fused:
-                restore_swiglu(module)
-                restore_rms_norm(module)
+                restore_fused(module)
         if checkpointing is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
             model.enable_input_require_grads()

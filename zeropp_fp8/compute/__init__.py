@@ -8,6 +8,7 @@ gemm.py                 the product of two operands
 scaling.py              which scales, and what they remember between steps
 linear.py               the three GEMMs of a layer
 convert.py              finding the layers of a model
+rms_norm.py, swiglu.py  modules whose result is cast as it is made; fused_module.py: what both share
 direct_cast.py, error_diffusion.py   inference and post-training quantization
 """
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeropp_fp8.compute.fused_module import restore_fused
 from zeropp_fp8.compute.linear import LinearPrecision, LowPrecisionLinear, _LowPrecisionModule
-from zeropp_fp8.compute.rms_norm import fuse_rms_norms, restore_rms_norm
+from zeropp_fp8.compute.rms_norm import fuse_rms_norms
 from zeropp_fp8.compute.scaling import SCALINGS, Scaling
-from zeropp_fp8.compute.swiglu import fuse_swiglu, restore_swiglu
+from zeropp_fp8.compute.swiglu import fuse_swiglu
 from zeropp_fp8.config import ComputeConfig, check_compute, completed_compute
 from zeropp_fp8.config.patterns import matches
 
@@ -148,8 +149,7 @@ def restore_linear_layers(model: nn.Module) -> None:
 
 
 def _restore(module: nn.Module) -> None:
-    restore_swiglu(module)
-    restore_rms_norm(module)
+    restore_fused(module)
     if isinstance(module, _LowPrecisionModule):
         module.__class__ = nn.Linear if isinstance(module, nn.Linear) else _conv1d_classes()[0]
         del module.precision

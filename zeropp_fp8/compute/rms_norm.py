@@ -7,15 +7,13 @@ the operands), its second one gate_proj (and up_proj).
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from zeropp_fp8.compute.fused_module import FusedModule, fuse, scales_are_known, takes_codes
 from zeropp_fp8.compute.linear import LowPrecisionLinear
-from zeropp_fp8.compute.scaling import DelayedScaling
 from zeropp_fp8.compute.source import says
 
 # transformers' LlamaRMSNorm, of which Mistral, Qwen2 and Qwen3 have copies.
@@ -55,33 +53,16 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None, None
 
 
-class _RMSNormModule(nn.Module):
+class _RMSNormModule(FusedModule):
     """RMSNorm of transformers; `feeds` is (the linear layer after it,), in a tuple so that it is no submodule."""
 
     def forward(self, hidden_states):
         (linear,) = self.feeds
-        if not self._can_fuse(hidden_states, linear):
+        if not takes_codes(linear, hidden_states, self.weight.dtype):
             return super().forward(hidden_states)
         trains = hidden_states.requires_grad or self.weight.requires_grad or linear.weight_requires_grad
         training = torch.is_grad_enabled() and trains
         return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon, linear, training)
-
-    def _can_fuse(self, x: Tensor, linear: nn.Module) -> bool:
-        if type(linear) is not LowPrecisionLinear or x.device.type != "cuda" or torch.compiler.is_compiling():
-            return False
-        if x.dtype != self.weight.dtype or x.dtype.itemsize != 2 or x.numel() == 0:
-            return False
-        if not linear.training and linear.precision.scaling.compute.evaluate_in == "high_precision":
-            return False
-        return linear.precision.scaling.knows_input(linear.precision.layer)
-
-
-@functools.cache
-def _fused_class(module_class: type) -> type | None:
-    """The class with the fused forward; None where the forward is not the known one."""
-    if not says(module_class.forward, _FORWARD):
-        return None
-    return type(f"Fused{module_class.__name__}", (_RMSNormModule, module_class), {"plain_class": module_class})
 
 
 def fuse_rms_norms(model: nn.Module) -> list[nn.Module]:
@@ -90,18 +71,8 @@ def fuse_rms_norms(model: nn.Module) -> list[nn.Module]:
     for layer in model.modules():
         for name, (part, consumer) in _CONSUMERS.items():
             norm, linear = getattr(layer, name, None), getattr(getattr(layer, part, None), consumer, None)
-            if type(linear) is not LowPrecisionLinear or not isinstance(linear.precision.scaling, DelayedScaling):
-                continue
-            fused_class = None if norm is None else _fused_class(type(norm))
-            if fused_class is not None:
-                norm.__class__ = fused_class
+            if norm is not None and scales_are_known(linear) and says(type(norm).forward, _FORWARD):
+                fuse(norm, _RMSNormModule)
                 norm.feeds = (linear,)
                 fused.append(norm)
     return fused
-
-
-def restore_rms_norm(module: nn.Module) -> None:
-    """Undo `fuse_rms_norms` for one module, if it was fused."""
-    if isinstance(module, _RMSNormModule):
-        module.__class__ = type(module).plain_class
-        del module.feeds

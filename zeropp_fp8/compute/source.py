@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 
 
+@functools.cache
 def _definition(function) -> ast.FunctionDef | None:
     """The parsed source of a method without decorators; None where there is none."""
     try:

@@ -9,15 +9,13 @@ In 16 bits the unfused way moves 14 bytes an element in forward (with the cast) 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from zeropp_fp8.compute.fused_module import FusedModule, fuse, scales_are_known, takes_codes
 from zeropp_fp8.compute.linear import LowPrecisionLinear
-from zeropp_fp8.compute.scaling import DelayedScaling
 from zeropp_fp8.compute.source import returns
 
 # What transformers' Llama, Mistral, Qwen2 and Qwen3 compute; a module that says anything else stays as it is.
@@ -46,36 +44,17 @@ class _SwiGLU(torch.autograd.Function):
         return *swiglu_backward(grad.contiguous(), gate, up), None, None
 
 
-class _SwiGLUModule(nn.Module):
+class _SwiGLUModule(FusedModule):
     """A gated feed-forward module of transformers, with its product fused."""
 
     def forward(self, x):
         gate, up = self.gate_proj(x), self.up_proj(x)
         down = self.down_proj
-        if self._can_fuse(gate, up):
+        if takes_codes(down, gate, up.dtype):
             bias_trains = down.bias is not None and down.bias.requires_grad
             trains = gate.requires_grad or up.requires_grad or down.weight_requires_grad or bias_trains
             return down(_SwiGLU.apply(gate, up, down, torch.is_grad_enabled() and trains))
         return down(self.act_fn(gate) * up)
-
-    def _can_fuse(self, gate: Tensor, up: Tensor) -> bool:
-        down = self.down_proj
-        if type(down) is not LowPrecisionLinear or gate.device.type != "cuda" or torch.compiler.is_compiling():
-            return False
-        if gate.dtype != up.dtype or gate.dtype.itemsize != 2 or gate.numel() == 0:
-            return False
-        compute = down.precision.scaling.compute
-        if not down.training and compute.evaluate_in == "high_precision":
-            return False
-        return down.precision.scaling.knows_input(down.precision.layer)
-
-
-@functools.cache
-def _fused_class(module_class: type) -> type | None:
-    """The class with the fused forward; None where the forward is not the known one."""
-    if not returns(module_class.forward, _FORWARD):
-        return None
-    return type(f"Fused{module_class.__name__}", (_SwiGLUModule, module_class), {"plain_class": module_class})
 
 
 @torch.no_grad()
@@ -91,16 +70,7 @@ def fuse_swiglu(model: nn.Module) -> list[nn.Module]:
     fused = []
     for module in model.modules():
         down, activation = getattr(module, "down_proj", None), getattr(module, "act_fn", None)
-        if type(down) is not LowPrecisionLinear or not isinstance(down.precision.scaling, DelayedScaling):
-            continue
-        fused_class = _fused_class(type(module)) if _is_silu(activation) else None
-        if fused_class is not None:
-            module.__class__ = fused_class
+        if scales_are_known(down) and _is_silu(activation) and returns(type(module).forward, _FORWARD):
+            fuse(module, _SwiGLUModule)
             fused.append(module)
     return fused
-
-
-def restore_swiglu(module: nn.Module) -> None:
-    """Undo `fuse_swiglu` for one module, if it was fused."""
-    if isinstance(module, _SwiGLUModule):
-        module.__class__ = type(module).plain_class
