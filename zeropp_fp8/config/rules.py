@@ -173,63 +173,58 @@ def _check_mx_blocks(config: PluginConfig) -> None:
             )
 
 
-def _get(ds_config: Mapping[str, Any], *path: str) -> Any:
+def _get(ds_config: Mapping[str, Any], path: str) -> Any:
     value: Any = ds_config
-    for part in path:
+    for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
+# What replaces parts of ZeRO-3 that the plugin replaces too.
+_CONFLICTS = (
+    "zero_optimization.zenflow",
+    "zero_optimization.offload_optimizer.super_offload",
+    "compile.deepcompile",
+    "hybrid_engine.enabled",
+    "zero_optimization.use_all_reduce_for_fetch_params",
+    "zero_optimization.mics_shard_size",
+)
+
+
 def check_host(config: PluginConfig, ds_config: Mapping[str, Any], hybrid_engine: bool) -> None:
     """Rules across the section and the rest of the ds_config."""
-    stage = _get(ds_config, "zero_optimization", "stage")
+    stage = _get(ds_config, "zero_optimization.stage")
     if stage != 3:
         raise ConfigError(
             f'"zero_optimization.stage" is {json.dumps(stage)}; the plugin works with stage 3 only: set it to 3, '
             f'or remove "{SECTION}" and the ZeRO++ keys'
         )
-    nvme = '"nvme"; the plugin supports "cpu" and "none" there'
-    refused = {
-        "zero_optimization.offload_param.device": (
-            _get(ds_config, "zero_optimization", "offload_param", "device"),
-            nvme,
-        ),
-        "zero_optimization.offload_optimizer.device": (
-            _get(ds_config, "zero_optimization", "offload_optimizer", "device"),
-            nvme,
-        ),
+    offloads = {
+        key: _get(ds_config, f"zero_optimization.{key}.device") for key in ("offload_param", "offload_optimizer")
     }
-    for key, (value, remedy) in refused.items():
-        if value == "nvme":
-            raise ConfigError(f'"{key}" is {remedy}')
-    conflicts = {
-        "zero_optimization.zenflow": _get(ds_config, "zero_optimization", "zenflow"),
-        "zero_optimization.offload_optimizer.super_offload": _get(
-            ds_config, "zero_optimization", "offload_optimizer", "super_offload"
-        ),
-        "compile.deepcompile": _get(ds_config, "compile", "deepcompile"),
-        "hybrid_engine.enabled": hybrid_engine or _get(ds_config, "hybrid_engine", "enabled"),
-        "zero_optimization.use_all_reduce_for_fetch_params": _get(
-            ds_config, "zero_optimization", "use_all_reduce_for_fetch_params"
-        ),
-        "zero_optimization.mics_shard_size": _get(ds_config, "zero_optimization", "mics_shard_size") not in (None, -1),
-    }
-    for key, value in conflicts.items():
-        if value not in (None, False):
+    for key, device in offloads.items():
+        if device == "nvme":
+            raise ConfigError(f'"zero_optimization.{key}.device" is "nvme"; the plugin supports "cpu" and "none" there')
+    for key in _CONFLICTS:
+        value = _get(ds_config, key)
+        asked = value not in (None, False)
+        if key == "zero_optimization.mics_shard_size":
+            asked = value not in (None, -1)
+        if asked or (hybrid_engine and key == "hybrid_engine.enabled"):
             raise ConfigError(f'"{key}" replaces parts of ZeRO-3 that the plugin replaces too; remove one of the two')
-    if config.computes_in_low_precision and not config.compute.allow_fp16 and _get(ds_config, "fp16", "enabled"):
+    if config.computes_in_low_precision and not config.compute.allow_fp16 and _get(ds_config, "fp16.enabled"):
         raise ConfigError(
             f'"{SECTION}.compute.format" with "fp16.enabled": weights and gradients that FP8 scales hold may leave the '
             f'range of fp16; use "bf16", or set "{SECTION}.compute.allow_fp16" to true'
         )
     if config.stores_states_in_low_precision or config.gradients.store_format != "none":
         field = "optimizer" if config.stores_states_in_low_precision else "gradients.store_format"
-        if _get(ds_config, "zero_optimization", "offload_optimizer", "device") not in (None, "none"):
+        if offloads["offload_optimizer"] not in (None, "none"):
             raise ConfigError(
                 f'"zero_optimization.offload_optimizer" keeps fp32 states on the CPU, where "{SECTION}.{field}" keeps '
                 "them in low precision on the device; remove one of the two"
             )
-    autotp_size = _get(ds_config, "tensor_parallel", "autotp_size")
+    autotp_size = _get(ds_config, "tensor_parallel.autotp_size")
     if config.activations.wire_format == "fp8" and isinstance(autotp_size, int) and autotp_size > 1:
         raise ConfigError(
             f'"{SECTION}.activations.wire_format": "fp8" does not reach "tensor_parallel.autotp_size", whose layers '
@@ -237,14 +232,14 @@ def check_host(config: PluginConfig, ds_config: Mapping[str, Any], hybrid_engine
             "or use sequence parallelism (Ulysses) instead of autotp_size"
         )
     if config.partition == "whole_tensor":
-        for key in ("offload_param", "offload_optimizer"):
-            if _get(ds_config, "zero_optimization", key, "device") not in (None, "none"):
+        for key, device in offloads.items():
+            if device not in (None, "none"):
                 raise ConfigError(
                     f'"zero_optimization.{key}" does not go with "{SECTION}.partition": "whole_tensor"; remove one of '
                     "the two"
                 )
     if config.quantizes_gradients:
-        if _get(ds_config, "zero_optimization", "reduce_scatter") is False:
+        if _get(ds_config, "zero_optimization.reduce_scatter") is False:
             raise ConfigError(
                 '"zero_optimization.reduce_scatter": false cannot go with quantized gradients, which are '
                 "reduce-scattered; remove the key or set it to true"

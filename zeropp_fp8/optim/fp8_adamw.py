@@ -20,19 +20,12 @@ from zeropp_fp8.optim.adamw import Hyper, adamw_step
 from zeropp_fp8.optim.gradients import FP8Gradients
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer, make_state_buffers
-from zeropp_fp8.optim.state_formats import GRADIENT_NAMES, STORAGES, StateFormats
+from zeropp_fp8.optim.state_formats import GRADIENT_NAMES, OPTIONS, STORAGES, StateFormats
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _QUANTITIES = ("master", "exp_avg", "exp_avg_sq")
-# Options that say how the state is stored: they must be the same where it is loaded.
-_STORED_AS = (
-    "master_format",
-    "exp_avg_format",
-    "exp_avg_sq_format",
-    "scales",
-    "block_size",
-    "expand_range",
-)
+# Options that must be the same where state is loaded: all that say how it is stored.
+_STORED_AS = tuple(name for name in OPTIONS if name != "rounding")
 
 
 @dataclass
@@ -192,7 +185,7 @@ class FP8AdamW(torch.optim.Optimizer):
         if not params:
             return
         group = self.param_groups[index]
-        formats = _formats(group)
+        formats = StateFormats.of(group)
         first_id = sum(len(earlier["params"]) for earlier in self.param_groups[:index])
         ids = {p: first_id + place for place, p in enumerate(group["params"])}
         alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -256,18 +249,6 @@ class FP8AdamW(torch.optim.Optimizer):
         return self._minus_one[device]
 
 
-def _formats(group: dict[str, Any]) -> StateFormats:
-    return StateFormats(
-        group["master_format"],
-        group["exp_avg_format"],
-        group["exp_avg_sq_format"],
-        group["scales"],
-        group["block_size"],
-        group["rounding"],
-        group["expand_range"],
-    )
-
-
 def _is_own_master(dtype: torch.dtype, formats: StateFormats) -> bool:
     storage = STORAGES[formats.master]
     return not storage.scaled and storage.dtype == dtype
@@ -290,7 +271,7 @@ def _check_group(group: dict[str, Any]) -> None:
     ):
         if not fits:
             raise ValueError(f"{name} is out of range: {value}")
-    _formats(group)
+    StateFormats.of(group)
     if group["grad_format"] not in GRADIENT_NAMES:
         raise ValueError(f"grad_format must be one of {', '.join(GRADIENT_NAMES)}, got {group['grad_format']!r}")
     if not isinstance(group["seed"], int) or not 0 <= group["seed"] < 1 << 62:

@@ -18,7 +18,9 @@ section 2.2. The expansion of FP8 moments: COAT (arXiv 2410.19313), section 4.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,6 +144,11 @@ STORAGES = {
     )
 }
 STORAGE_NAMES = tuple(STORAGES)
+# The options of an optimizer that say what states are stored as, in the order of the fields of StateFormats.
+OPTIONS = (
+    *("master_format", "exp_avg_format", "exp_avg_sq_format"),
+    *("scales", "block_size", "rounding", "expand_range"),
+)
 GRADIENT_NAMES = ("none", *STORAGE_NAMES)
 
 
@@ -187,6 +194,11 @@ class StateFormats:
     block_size: int = 128
     rounding: str = "nearest"
     expand_range: bool = False
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> StateFormats:
+        """Those that options of FP8AdamW, or the fields of an "optimizer" section, name."""
+        return cls(*(options[name] for name in OPTIONS))
 
     def __post_init__(self) -> None:
         for name in ("master", "exp_avg", "exp_avg_sq"):

@@ -20,15 +20,8 @@ from zeropp_fp8.plan.methods import METHODS, TABLE_METHODS, method_named
 from zeropp_fp8.plan.step_time import StepEstimate, estimate
 
 GIGA, GIB = 1e9, 2**30
-# Option -> field of Hardware that it overrides.
-OVERRIDES = {
-    "tflops": "achieved_tflops",
-    "intra_gbs": "intra_gbs",
-    "memory_gbs": "memory_gbs",
-    "link_efficiency": "link_efficiency",
-    "codec_efficiency": "codec_efficiency",
-    "overlap": "overlap",
-}
+# Fields of Hardware that an option overrides.
+OVERRIDES = ("achieved_tflops", "intra_gbs", "memory_gbs", "link_efficiency", "codec_efficiency", "overlap")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -53,7 +46,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     job.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
     machine = parser.add_argument_group("the machine (a preset, and what differs from it)")
     machine.add_argument("--gpu", choices=PRESETS, default="h200")
-    machine.add_argument("--tflops", type=float, help="TFLOP/s a GPU achieves in training")
+    machine.add_argument("--tflops", dest="achieved_tflops", type=float, help="TFLOP/s a GPU achieves in training")
     machine.add_argument("--intra-gbs", type=float, help="GB/s a GPU sends within its node")
     machine.add_argument("--memory-gbs", type=float, help="copy bandwidth of a GPU, GB/s")
     machine.add_argument("--link-efficiency", type=float, help="share of --gbit that the payload gets")
@@ -76,7 +69,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def hardware_of(arguments: argparse.Namespace, preset: Hardware) -> Hardware:
     """The preset with what the command line changes."""
-    given = {field: getattr(arguments, option) for option, field in OVERRIDES.items()}
+    given = {field: getattr(arguments, field) for field in OVERRIDES}
     return replace(preset, **{field: value for field, value in given.items() if value is not None})
 
 

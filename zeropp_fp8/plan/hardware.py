@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from zeropp_fp8.plan.job import PlanError, require_at_least_zero, require_positive
 
 MICRO = 1e-6
+ABOVE_ZERO = ("intra_gbs", "memory_gbs", "achieved_tflops", "link_efficiency", "codec_efficiency")
 SHARES = ("link_efficiency", "codec_efficiency", "overlap")  # fields that are at most 1
 
 
@@ -47,13 +48,7 @@ class Hardware:
     optimizer_bytes: float = 30.0
 
     def __post_init__(self) -> None:
-        require_positive(
-            intra_gbs=self.intra_gbs,
-            memory_gbs=self.memory_gbs,
-            achieved_tflops=self.achieved_tflops,
-            link_efficiency=self.link_efficiency,
-            codec_efficiency=self.codec_efficiency,
-        )
+        require_positive(**{name: getattr(self, name) for name in ABOVE_ZERO})
         for share in SHARES:
             if getattr(self, share) > 1:
                 raise PlanError(f"{share} is a share of a rate and must not exceed 1, got {getattr(self, share)!r}")

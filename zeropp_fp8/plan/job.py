@@ -53,12 +53,7 @@ class Model:
 
     def __post_init__(self) -> None:
         require_positive(parameters=self.parameters)
-        require_whole(
-            hidden=self.hidden,
-            layers=self.layers,
-            vocabulary=self.vocabulary,
-            tensors_per_layer=self.tensors_per_layer,
-        )
+        require_whole(**{name: size for name, size in vars(self).items() if name != "parameters"})
         if self.embedding_parameters >= self.parameters:
             raise PlanError(
                 f"two embeddings of {self.vocabulary} x {self.hidden} have {self.embedding_parameters:.3g} parameters, "

@@ -110,75 +110,51 @@ def _gather(route: Route, num_bytes: float, cluster: Cluster, hops_overlap: bool
     return (within_node if route == "node" else flat_ring)(num_bytes, cluster)
 
 
-def _zeropp(name: str, weight_bytes: float) -> Method:
-    """This project: two levels, the received codes kept as secondary shard, INT8 in the node and INT4 between."""
-    return Method(
-        name,
-        gather="two-level",
-        weight_bytes=weight_bytes,
-        backward_gather="node",
-        backward_bytes=weight_bytes,
-        secondary_bytes=weight_bytes,
-        later_from_secondary=True,
-        reduce="two-level",
-        gradient_intra=INT8_BLOCK_128,
-        gradient_inter=INT4_BLOCK_128,
-        gathered_by="block",
-        host_by_tensor=False,
-        hops_overlap=True,
-    )
+# This project: two levels, a block at a time.
+_OWN = {
+    "gather": "two-level",
+    "backward_gather": "two-level",
+    "gathered_by": "block",
+    "host_by_tensor": False,
+    "hops_overlap": True,
+}
+# FP8-LM's levels: gradients in FP8 on both levels and at rest; scales that all ranks share cost nothing.
+_FP8_LM = {**_OWN, "reduce": "two-level", "gradient_intra": 1.0, "gradient_inter": 1.0, "stored_gradient_bytes": 1.0}
+_FP8_STATES = {"state_bytes": 5.0, "fused_update": True}
 
 
-def _fp8_lm(name: str, weight_bytes: float = BYTES_16BIT, **states) -> Method:
-    """FP8-LM's levels: gradients in FP8 on both levels and at rest; scales that all ranks share cost nothing."""
-    return Method(
-        name,
-        gather="two-level",
-        weight_bytes=weight_bytes,
-        backward_gather="two-level",
-        backward_bytes=weight_bytes,
-        reduce="two-level",
-        gradient_intra=1.0,
-        gradient_inter=1.0,
-        gathered_by="block",
-        host_by_tensor=False,
-        hops_overlap=True,
-        stored_gradient_bytes=1.0,
-        **states,
-    )
+def _zeropp(weight_bytes: float) -> dict:
+    """The received codes kept as secondary shard; gradients in INT8 in the node and INT4 between."""
+    kept = {"backward_gather": "node", "secondary_bytes": weight_bytes, "later_from_secondary": True}
+    gradients = {"reduce": "two-level", "gradient_intra": INT8_BLOCK_128, "gradient_inter": INT4_BLOCK_128}
+    return {**_OWN, "weight_bytes": weight_bytes, "backward_bytes": weight_bytes, **kept, **gradients}
 
 
 _QWZ = {"weight_bytes": IN_TREE_INT8, "backward_bytes": IN_TREE_INT8}
 _HPZ = {"backward_gather": "node", "secondary_bytes": BYTES_16BIT}
 _QGZ = {"reduce": "two-level", "gradient_intra": IN_TREE_INT4, "gradient_inter": IN_TREE_INT4}
 _FSDP2 = {"gathered_by": "block", "deepspeed": False, "host_by_tensor": False, "fp32_gradients": True}
+_HSDP = {"gather": "node", "backward_gather": "node", "reduce": "node", "states_sharded_over": "node"}
 
 METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        Method("stock"),
-        Method("stock-leaf", gathered_by="block"),
-        Method(
-            "lossless",
-            gather="two-level",
-            backward_gather="two-level",
-            gathered_by="block",
-            host_by_tensor=False,
-            hops_overlap=True,
-        ),
-        _zeropp("zeropp", INT8_BLOCK_256),
-        _zeropp("zeropp-4bit", INT4_BLOCK_128),
-        _fp8_lm("fp8-lm-o1"),
-        _fp8_lm("fp8-lm-o2", state_bytes=5.0, fused_update=True),
-        _fp8_lm("fp8-lm", weight_bytes=1.0, state_bytes=5.0, fused_update=True),
-        Method("in-tree", **_QWZ, **_HPZ, **_QGZ),
-        Method("in-tree-leaf", **_QWZ, **_HPZ, **_QGZ, gathered_by="block"),
-        Method("in-tree-qwz", **_QWZ),
-        Method("in-tree-hpz", **_HPZ),
-        Method("in-tree-qgz", **_QGZ),
-        Method("fsdp2", **_FSDP2),
-        Method("hsdp", **_FSDP2, gather="node", backward_gather="node", reduce="node", states_sharded_over="node"),
-    )
+    name: Method(name, **fields)
+    for name, fields in {
+        "stock": {},
+        "stock-leaf": {"gathered_by": "block"},
+        "lossless": _OWN,
+        "zeropp": _zeropp(INT8_BLOCK_256),
+        "zeropp-4bit": _zeropp(INT4_BLOCK_128),
+        "fp8-lm-o1": _FP8_LM,
+        "fp8-lm-o2": {**_FP8_LM, **_FP8_STATES},
+        "fp8-lm": {**_FP8_LM, **_FP8_STATES, "weight_bytes": 1.0, "backward_bytes": 1.0},
+        "in-tree": {**_QWZ, **_HPZ, **_QGZ},
+        "in-tree-leaf": {**_QWZ, **_HPZ, **_QGZ, "gathered_by": "block"},
+        "in-tree-qwz": _QWZ,
+        "in-tree-hpz": _HPZ,
+        "in-tree-qgz": _QGZ,
+        "fsdp2": _FSDP2,
+        "hsdp": {**_FSDP2, **_HSDP},
+    }.items()
 }
 TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "fp8-lm", "in-tree", "fsdp2", "hsdp")
 

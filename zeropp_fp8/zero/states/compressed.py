@@ -22,19 +22,6 @@ KEYS = {None: "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # Dee
 _ADAMS = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "FP8AdamW"})  # classes with an update of Adam's
 
 
-def formats_of(section: OptimizerConfig) -> StateFormats:
-    """The formats that a section asks for."""
-    return StateFormats(
-        master=section.master_format,
-        exp_avg=section.exp_avg_format,
-        exp_avg_sq=section.exp_avg_sq_format,
-        scales=section.scales,
-        block_size=section.block_size,
-        rounding=section.rounding,
-        expand_range=section.expand_range,
-    )
-
-
 def chosen_formats(config: PluginConfig, optimizer: torch.optim.Optimizer) -> StateFormats:
     """The formats of states inside ZeRO-3: the section's, else those of an FP8AdamW.
 
@@ -43,14 +30,14 @@ def chosen_formats(config: PluginConfig, optimizer: torch.optim.Optimizer) -> St
     """
     check_is_adam(optimizer)
     if config.stores_states_in_low_precision:
-        return formats_of(config.optimizer)
+        return StateFormats.of(vars(config.optimizer))
     choices = [{name: group[name] for name in OptimizerConfig.model_fields} for group in optimizer.param_groups]
     if any(choice != choices[0] for choice in choices):
         raise ConfigError(
             f'"{SECTION}.optimizer": the param groups of FP8AdamW differ in their formats, which inside ZeRO-3 are the '
             "same for all; give them one choice, or name the formats in the section"
         )
-    return formats_of(OptimizerConfig(**choices[0]))
+    return StateFormats.of(choices[0])
 
 
 def check_is_adam(optimizer: torch.optim.Optimizer) -> None:
