@@ -253,7 +253,7 @@ def loss_scales(steps=9):
         train(engine, 1, seed=len(seen))
         known = [index for index in scaling._known if index % 3 == 2]
         held = (scaling._scale[known, 0] * 448).max().item() if known else 0.0
-        newest = scaling._history[(scaling._steps - 1) % 16, known].max().item() if known else 0.0
+        newest = scaling._recorded.newest[known].max().item() if known else 0.0
         seen.append((engine.optimizer.overflow, engine.optimizer.loss_scale, len(known), held, newest))
     return seen
 

@@ -177,16 +177,6 @@ class DelayedScaling(Scaling):
         """fp32 [operands], since the last step."""
         return None if self._recorded is None else self._recorded.current
 
-    @property
-    def _history(self) -> Tensor | None:
-        """fp32 [amax_history, operands], a ring."""
-        return None if self._recorded is None else self._recorded.table
-
-    @property
-    def _steps(self) -> int:
-        """Rows written to the ring."""
-        return 0 if self._recorded is None else self._recorded.steps
-
     def add_layer(self) -> int:
         self._layers += 1
         return self._layers - 1

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zeropp_fp8.formats.chunks import Scratch
+from zeropp_fp8.formats.packing import pack
 from zeropp_fp8.formats.rounding import round_to_integer_
 
 
@@ -34,11 +35,7 @@ class IntegerElement:
         if self.bits == 8:
             codes.view(torch.int8).copy_(scaled)
             return
-        # Two neighbours as one int16 h..hl..l, of which the last byte shall be hl: half the numbers a pass.
-        pairs = scratch("nibbles", scaled.shape, torch.int8).copy_(scaled).view(torch.int16)
-        high = scratch("high nibbles", pairs.shape, torch.int16)
-        torch.bitwise_right_shift(pairs, 4, out=high).bitwise_and_(0xF0)
-        codes.copy_(pairs.bitwise_and_(0x0F).bitwise_or_(high))
+        pack(scratch("nibbles", scaled.shape, torch.int8).copy_(scaled), self.bits, codes, scratch)
 
     def dequantize(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
         """Write the values of uint8 codes, before scaling, to `values` (fp32)."""

@@ -81,11 +81,6 @@ class Model:
         return cls(parameters, hidden, layers, vocabulary)
 
     @property
-    def bytes_16bit(self) -> float:
-        """M: the model in 16 bits, in bytes."""
-        return BYTES_16BIT * self.parameters
-
-    @property
     def embedding_parameters(self) -> int:
         return 2 * self.vocabulary * self.hidden
 

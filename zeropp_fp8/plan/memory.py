@@ -60,8 +60,7 @@ def activation_bytes(job: Job) -> float:
 def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
     """What each part takes on one GPU; FSDP2 keeps fp32 parameters and gradients and no 16-bit copy of the shard."""
     model, cluster = job.model, job.cluster
-    ranks = cluster.ranks_per_node if method.states_sharded_over == "node" else cluster.world_size
-    shard = model.parameters / ranks
+    shard = model.parameters / method.state_ranks(job)
     gathered = method.kept_parameters(job) + PREFETCHED_BLOCKS * model.block_parameters
     updated = min(shard, SUB_GROUP) if method.deepspeed else shard
     # DeepSpeed makes an fp32 copy of the gradients of the sub-group it updates.

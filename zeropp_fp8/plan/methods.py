@@ -82,6 +82,10 @@ class Method:
         kept = job.kept_parameters if self.deepspeed else job.model.embedding_parameters
         return min(kept, job.model.parameters)
 
+    def state_ranks(self, job: Job) -> int:
+        """Ranks over which one copy of weights and optimizer states is spread."""
+        return job.cluster.ranks_per_node if self.states_sharded_over == "node" else job.cluster.world_size
+
     def gathers(self, job: Job) -> int:
         """Gathers of one pass."""
         return job.model.tensors if self.gathered_by == "tensor" else job.model.units

@@ -155,23 +155,10 @@ def _backward(method: Method, job: Job, hardware: Hardware) -> PassTime:
     return _pass_time(wire, parts, job.model.units, hardware.overlap)
 
 
-def state_ranks(method: Method, job: Job) -> int:
-    """Ranks over which one copy of weights and optimizer states is spread."""
-    return job.cluster.ranks_per_node if method.states_sharded_over == "node" else job.cluster.world_size
-
-
 def optimizer_seconds(method: Method, job: Job, hardware: Hardware) -> float:
     """The update is bound by memory: bytes a parameter of the shard over the copy bandwidth."""
-    shard = job.model.parameters / state_ranks(method, job)
+    shard = job.model.parameters / method.state_ranks(job)
     return shard * hardware.optimizer_bytes / (hardware.memory_gbs * 1e9)
-
-
-def _check_shapes(method: Method, job: Job) -> None:
-    if job.model.parameters < job.cluster.world_size:
-        raise PlanError(
-            f"{method.name}: {job.cluster.world_size} ranks cannot share {job.model.parameters:g} parameters; "
-            f"give at least one parameter a rank"
-        )
 
 
 def estimate(method: Method, job: Job, hardware: Hardware) -> StepEstimate:
@@ -180,7 +167,11 @@ def estimate(method: Method, job: Job, hardware: Hardware) -> StepEstimate:
     Raises:
         PlanError: fewer parameters than ranks.
     """
-    _check_shapes(method, job)
+    if job.model.parameters < job.cluster.world_size:
+        raise PlanError(
+            f"{method.name}: {job.cluster.world_size} ranks cannot share {job.model.parameters:g} parameters; "
+            f"give at least one parameter a rank"
+        )
     first = _forward(method, job, hardware, first=True)
     later = _forward(method, job, hardware, first=False)
     backward = _backward(method, job, hardware)

@@ -54,11 +54,10 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
             reason = "weights.format is none"
         reason = "; ".join(part for part in (reason, _without_kernel(session, wire_format)) if part)
         by_format[(repr(wire_format), reason)].append(param)
-    rows = []
-    for (name, reason), members in by_format.items():
-        rows.append(
-            ("weights", name, sum(p.ds_numel for p in members), f"{len(members)} tensors; {reason}".rstrip("; "))
-        )
+    rows = [
+        ("weights", name, sum(p.ds_numel for p in members), f"{len(members)} tensors; {reason}".rstrip("; "))
+        for (name, reason), members in by_format.items()
+    ]
     for kind in gatherer.kinds:
         rows += kind.report_rows([unit for unit in gatherer.units if unit.kind is kind])
     if session.conversion is not None:
@@ -70,12 +69,8 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
             return (f"gradients {hop}", "-", 0, "one rank on this level: no such hop")
         if not config.quantizes_gradients:
             return (f"gradients {hop}", "none", trainable, "DeepSpeed's own flat reduce-scatter")
-        return (
-            f"gradients {hop}",
-            repr(chosen) if chosen else "none",
-            trainable,
-            "; ".join(filter(None, ("tensors of fewer than 2 dimensions exact", _without_kernel(session, chosen)))),
-        )
+        remarks = filter(None, ("tensors of fewer than 2 dimensions exact", _without_kernel(session, chosen)))
+        return (f"gradients {hop}", repr(chosen) if chosen else "none", trainable, "; ".join(remarks))
 
     if config.gradients.scales == "tensor":
         policy = {"auto": "mu adapts", "pre": "divided before the sum", "post": "divided after the sum"}
@@ -91,28 +86,13 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
     elif session.secondary_ranks is None:
         rows.append(("secondary shard", "none", 0, "backward gathers cross the network again"))
     else:
-        numel = sum(p.ds_numel for p in params)
-        rows.append(
-            (
-                "secondary shard",
-                "as received",
-                numel,
-                f"one copy in {session.secondary_ranks} rank(s); backward stays there",
-            )
-        )
+        remark = f"one copy in {session.secondary_ranks} rank(s); backward stays there"
+        rows.append(("secondary shard", "as received", sum(p.ds_numel for p in params), remark))
+    remark = ""
     if config.gather_granularity == "block":
-        rows.append(
-            (
-                "gather unit",
-                "block",
-                0,
-                f"{len(blocks)} blocks ({type(blocks[0]).__name__})"
-                if blocks
-                else "no repeated block found in the model: gathered module by module",
-            )
-        )
-    else:
-        rows.append(("gather unit", config.gather_granularity, 0, ""))
+        found = f"{len(blocks)} blocks ({type(blocks[0]).__name__})" if blocks else ""
+        remark = found or "no repeated block found in the model: gathered module by module"
+    rows.append(("gather unit", config.gather_granularity, 0, remark))
     return rows
 
 

@@ -28,12 +28,8 @@ class BlockGradientStore(GradientStore):
     """
 
     def __init__(self, element: str, block_size: int, groups: Sequence[StateGroup], dtype: torch.dtype) -> None:
-        self.groups = list(groups)
-        self.dtype = dtype
-        self._place = {p.ds_id: (g, k) for g in self.groups for k, p in enumerate(g.params)}
+        self._lay_out(groups, dtype)
         self._buffers = {id(g): StateBuffer(g.segments, element, "block", block_size) for g in groups if g.matrices}
-        self._sums = {id(g): self._zeros(g, dtype) for g in groups if not g.matrices}
-        self._summed: set[int] = set()
         self._on_the_way: dict[int, Tensor] = {}  # by ds_id: fp32 numbers that a reduction writes
 
     def view(self, param: Parameter) -> Tensor:
@@ -42,20 +38,10 @@ class BlockGradientStore(GradientStore):
             return self._view(self._sums, param)
         return group.segments.view(self._buffers[id(group)].codes, segment)
 
-    def destination(self, param: Parameter, last_micro_batch: bool, again: bool) -> Tensor:
+    def _new_codes(self, param: Parameter) -> Tensor:
         group, segment = self._place[param.ds_id]
-        if not group.matrices:
-            return self._view(self._sums, param)
-        if not again:
-            self._summed.discard(param.ds_id)
-            if last_micro_batch:
-                numel, device = group.segments.numels[segment], group.segments.device
-                return self._on_the_way.setdefault(param.ds_id, torch.empty(numel, device=device))
-            self._summed.add(param.ds_id)
-        elif param.ds_id not in self._summed:
-            self._view(self._sums, param).copy_(self.read(param))
-            self._summed.add(param.ds_id)
-        return self._view(self._sums, param)
+        numel, device = group.segments.numels[segment], group.segments.device
+        return self._on_the_way.setdefault(param.ds_id, torch.empty(numel, device=device))
 
     @torch.no_grad()
     def arrived(self, params: Sequence[Parameter]) -> None:

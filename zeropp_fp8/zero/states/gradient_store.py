@@ -36,20 +36,19 @@ class GradientStore:
     ) -> None:
         self.format = wire_format
         self.scales = scales
+        self._lay_out(groups, dtype)
+        self._codes = {id(g): self._zeros(g, torch.uint8) for g in self.groups if g.matrices}  # [padded_numel]
+        self._tables: dict[tuple, tuple] = {}  # by group and members: indices, and what the kernel needs
+
+    def _lay_out(self, groups: Sequence[StateGroup], dtype: torch.dtype) -> None:
         self.groups = list(groups)
         self.dtype = dtype
         self._place = {p.ds_id: (g, k) for g in self.groups for k, p in enumerate(g.params)}
-        self._codes: dict[int, Tensor] = {}  # by id(group): uint8 [padded_numel] of matrices
-        self._sums: dict[int, Tensor] = {}  # by id(group): `dtype` [padded_numel]; of matrices made when needed
+        # By id(group): `dtype` [padded_numel]; of matrices made when needed.
+        self._sums = {id(g): self._zeros(g, dtype) for g in self.groups if not g.matrices}
         self._summed: set[int] = set()  # ds_id of matrices whose gradient is in a sum
         # By id(group): fp32 [params], gradient = code * this; from `close` until the next gradient comes.
         self._multipliers: dict[int, Tensor] = {}
-        self._tables: dict[tuple, tuple] = {}  # by group and members: indices, and what the kernel needs
-        for group in self.groups:
-            if group.matrices:
-                self._codes[id(group)] = self._zeros(group, torch.uint8)
-            else:
-                self._sums[id(group)] = self._zeros(group, dtype)
 
     @staticmethod
     def _zeros(group: StateGroup, dtype: torch.dtype) -> Tensor:
@@ -79,12 +78,16 @@ class GradientStore:
             self._multipliers.clear()
             self._summed.discard(param.ds_id)
             if last_micro_batch:
-                return self._view(self._codes, param)
+                return self._new_codes(param)
             self._summed.add(param.ds_id)
         elif param.ds_id not in self._summed:
             self._view(self._sums, param).copy_(self.read(param))
             self._summed.add(param.ds_id)
         return self._view(self._sums, param)
+
+    def _new_codes(self, param: Parameter) -> Tensor:
+        """Where a reduction writes what goes into the codes of a matrix."""
+        return self._view(self._codes, param)
 
     def arrived(self, params: Sequence[Parameter]) -> None:
         """A reduction has written what `destination` gave for these; called where it is issued. Codes need no more."""
