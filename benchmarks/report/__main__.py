@@ -16,11 +16,13 @@ from pathlib import Path
 
 from benchmarks.harness.environment import ROOT
 from benchmarks.report import compute, faults, fp8_lm, generation, lora, pictures, rlhf, upstream, zero
-from benchmarks.report.blocks import MARKED, Block, filled
+from benchmarks.report.blocks import MARKED, Block, filled, named
 
 DOCUMENTS = (
-    "docs/results.md",
     "README.md",
+    "docs/results.md",
+    "docs/fp8-lm.md",
+    "docs/checkpoints.md",
     "benchmarks/results/faults/README.md",
     "benchmarks/results/upstream/README.md",
 )
@@ -51,17 +53,18 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     if args.draw:
         pictures.draw(args.draw[1:], args.draw[0])
         return 0
-    check = args.check
     blocks, wrong = all_blocks(), []
+    before = {name: (root / name).read_text() for name in DOCUMENTS}
+    after = {name: filled(text, blocks) for name, text in before.items()}
+    if unplaced := sorted(set(blocks).difference(*map(named, before.values()))):
+        raise KeyError(f"no document has the block {', '.join(unplaced)}")
     for name in DOCUMENTS:
-        before = (root / name).read_text()
-        after = filled(before, blocks)
-        wrong += [f"{name}: {block}" for block in differing(before, after)]
-        if not check:
-            (root / name).write_text(after)
+        wrong += [f"{name}: {block}" for block in differing(before[name], after[name])]
+        if not args.check:
+            (root / name).write_text(after[name])
     for block in wrong:
-        print(f"{block} {'is not what python -m benchmarks.report makes' if check else 'is new'}")
-    return 1 if check and wrong else 0
+        print(f"{block} {'is not what python -m benchmarks.report makes' if args.check else 'is new'}")
+    return 1 if args.check and wrong else 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 
 from benchmarks.report.blocks import Block, paragraph, since, table
 
@@ -58,6 +59,35 @@ def seconds(result: dict) -> str:
     """By fault and place."""
     rows = [[label, *(cell(result, fault, place) for place in PLACES)] for fault, label in FAULTS.items()]
     return table(["", *PLACES], rows)
+
+
+def others_did(gloo: dict, nccl: dict) -> str:
+    """What the other rank did, on a CPU and on GPUs."""
+    ended = [row for row in gloo["rows"] if row["fault"] != "nan"]
+    stopped = [row["seconds"] for row in ended if row["fault"] == "stop"]
+    gone = [row["seconds"] for row in ended if row["fault"] != "stop"]
+    return paragraph(
+        f"""On a CPU with two gloo ranks {well(gloo)} cases were well (`benchmarks/results/faults`, also four ranks and
+        rank 0): the other rank raised an error that names a closed connection, a time limit or the rank that failed,
+        {statistics.median(gone):.1f} s (median; at most {max(gone):.1f}) after the fault or at most
+        {max(stopped):.1f} s after a stop; NaN was a skipped step on both ranks; and the next start loaded `latest` and
+        went on bit for bit. Over NCCL on two H200 {well(nccl)} cases of the {len(recipes(nccl))} recipes were well:
+        torch's watchdog names the collective after the same {nccl["timeout"]} s, and ends the process 4 s later (60 s
+        unless `TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC` is set; launchers end it at once). All process groups of the plugin
+        and the data-parallel one wait as long as `init_process_group` was told."""
+    )
+
+
+def soak_says(soak: dict) -> str:
+    """What thousands of steps leave behind."""
+    ranks = [rank for each in soak["recipes"].values() for rank in each]
+    assert not any(rank["grown"][what] for rank in ranks for what in ("descriptors", "threads", "tensor_bytes"))
+    (looks,), most = {len(rank["notes"]) for rank in ranks}, max(rank["grown"]["rss"] for rank in ranks) / (1 << 20)
+    return paragraph(
+        f"""`make soak` trains, saves, loads, evaluates and generates for thousands of steps: after {steps_of(soak)[0]}
+        steps with {looks} of each no more descriptors, threads or bytes of tensors than in the beginning
+        ({", ".join(f"`{name}`" for name in soak["recipes"])}), and at most {most:.1f} MiB more memory."""
+    )
 
 
 def steps_of(soak: dict) -> tuple[str, str]:
@@ -150,6 +180,8 @@ FOUR = "faults/cpu-4-gloo"
 
 BLOCKS = {
     "faults_counts": Block(counts, (GLOO, NCCL)),
+    "faults_found": Block(others_did, (GLOO, NCCL)),
+    "soak_says": Block(soak_says, ("soak/cpu-2-gloo",)),
     "faults_on_a_cpu": Block(
         on_a_cpu,
         (GLOO, FOUR, "faults/cpu-2-gloo-rank_0", "soak/cpu-2-gloo", "soak/cpu-2-gloo-more"),

@@ -220,6 +220,20 @@ def tensors_of(size: Size) -> list:
     return [TensorStates(str(number), shape, 8.0, block, 1.0) for number, (shape, block) in enumerate(shapes)]
 
 
+def gives(nodes: dict, whole: dict, alone: dict, sizes: dict) -> str:
+    """The summary of its page: two nodes, one GPU, memory."""
+    lines, share = lines_of(nodes, whole), {run: f"{100 * each['mfu']:.1f} %" for run, each in lines_of(alone).items()}
+    states = {row["run"]: f"{row['states_per_parameter']:.0f}" for row in sizes["rows"]}
+    return paragraph(
+        f"""Speed, bytes, memory, losses, and the three ways of scaling side by side are in [Results](results.md). In
+        short: two nodes at 25 Gbit/s take {lines["fp8-lm"]["step_ms"]:.0f} ms a step instead of stock's
+        {lines["stock"]["step_ms"]:.0f}, one H200 reaches {share["fp8-lm-o2"]} of its bf16 peak instead of
+        {share["stock-leaf"]}, and states and weights take {states["fp8-lm"]} bytes a parameter instead of
+        {states["stock"]}. The paper's finding that neither master weights nor the second moment must be FP8 is repeated
+        there."""
+    )
+
+
 STEP = ("fp8_lm_step/h200-4-25gbit", "fp8_lm_step/h200-4-25gbit-o3")
 ONE_GPU, FOUR_GPUS = "fp8_lm_convergence/h200-1-local", "fp8_lm_convergence/h200-4-nvlink"
 BLOCKS = {
@@ -228,6 +242,8 @@ BLOCKS = {
     "fp8_lm_exchange": Block(exchange, ("fp8_lm_exchange/h200-4-25gbit",)),
     "fp8_lm_one_gpu": Block(one_gpu, ("fp8_lm_step/h200-1-local",)),
     "fp8_lm_memory": Block(memory, ("fp8_lm_memory/h200-1-local",)),
+    # The page that the paragraph names has the sources.
+    "fp8_lm_gives": Block(gives, (*STEP, "fp8_lm_step/h200-1-local", "fp8_lm_memory/h200-1-local"), sourced=False),
     "fp8_lm_limits_say": Block(limits_say, ("fp8_lm_limits/h200-1-local-batch", "fp8_lm_limits/h200-1-local-sequence")),
     "fp8_lm_convergence_of": Block(convergence_of, (ONE_GPU,), sourced=False),
     "fp8_lm_convergence": Block(convergence, (ONE_GPU,)),

@@ -1,6 +1,8 @@
 """python -m benchmarks.report: the documentation holds what the results say, and nothing else is taken."""
 
+import json
 import re
+import statistics
 
 import pytest
 
@@ -8,7 +10,7 @@ from benchmarks.harness import results
 from benchmarks.harness.environment import ROOT
 from benchmarks.report import __main__ as report
 from benchmarks.report import blocks as parts
-from benchmarks.report import pictures
+from benchmarks.report import pictures, rows
 from benchmarks.report.blocks import Block
 
 BLOCKS = report.all_blocks()
@@ -49,6 +51,22 @@ def test_a_block_that_nobody_makes():
         parts.filled("<!-- block: unknown -->\n<!-- end -->", BLOCKS)
 
 
+def test_a_block_that_stands_nowhere(documents):
+    page = documents / "docs/results.md"
+    page.write_text(re.sub("<!-- block: optimizer -->.*?<!-- end -->", "", page.read_text(), flags=re.S))
+    with pytest.raises(KeyError, match="no document has the block optimizer"):
+        report.main([], documents)
+    assert "optimizer -->" not in page.read_text(), "nothing is written"
+
+
+@pytest.mark.parametrize(
+    "text", ["<!-- block: demo -->\n", "<!-- end -->", "<!-- block: demo -->\n" * 2 + "<!-- end -->"]
+)
+def test_a_block_without_an_end(text):
+    with pytest.raises(ValueError, match="no end"):
+        parts.filled(text, BLOCKS)
+
+
 @pytest.mark.parametrize("name", [name for name, block in BLOCKS.items() if block.cut_short])
 def test_what_was_cut_short_says_so(name):
     block = BLOCKS[name]
@@ -74,6 +92,95 @@ def test_tables():
     with pytest.raises(AssertionError):
         parts.table(["a"], [["b", "c"]])
     assert parts.paragraph("a  b\n  c") == "a b c" and parts.paragraph("word " * 40).count("\n") == 1
+    assert parts.paragraph("x" * 117 + " 1.5 %").splitlines() == ["x" * 117, "1.5 %"]
+    with pytest.raises(AssertionError, match="more than once"):
+        rows.by_run({"rows": [{"run": "a"}]}, {"rows": [{"run": "a"}]})
+    twice = {"rows": [{"run": "a", "ms": 2.0}, {"run": "a", "ms": 1.0}, {"run": "a", "ms": 3.0}]}
+    assert rows.fastest(twice, "ms")["a"]["ms"] == 1.0
+
+
+# -- figures: read from the files without the functions that make the blocks
+
+
+def in_file(file, number, path="rows"):
+    """What a function makes of a result's rows, or of another part."""
+    return number(json.loads((results.RESULTS / f"{file}.json").read_text())[path])
+
+
+def value(key, **where):
+    """Of the one row that has all these."""
+
+    def found(rows_):
+        (row,) = (row for row in rows_ if all(row.get(name) == wanted for name, wanted in where.items()))
+        return row[key]
+
+    return found
+
+
+FIGURES = {
+    ("demo", "`zeropp`", "held-out loss"): ("demo/cpu-4-gloo", lambda runs: runs["zeropp"]["held_out_loss"], "runs"),
+    ("kernels", "dequantize", "FP8 E4M3"): (
+        "kernels/h200-1-local",
+        lambda rows_: 100 * value("share_of_copy", operation="dequantize", format="fp8_e4m3 block 128")(rows_),
+    ),
+    ("fp8_linear", "bf16", "ms"): ("fp8_linear/h200-1-local", value("ms", shape="4096x14336", run="bf16"), "linear"),
+    ("fp8_stack", "`delayed`", "the layers compiled"): (
+        "fp8_stack/h200-1-local-compile",
+        lambda rows_: value("tokens_per_s", run="delayed")(rows_) / value("tokens_per_s", run="bf16")(rows_),
+        "stack",
+    ),
+    ("direct_cast", "mxfp4, `floor`", "weights and activations"): (
+        "direct_cast/cpu-1-local",
+        lambda rows_: value("weights_activations", format="mxfp4 floor")(rows_)["difference"],
+    ),
+    ("fp8_lm_step", "`fp8-lm`", "ms a step"): (
+        "fp8_lm_step/h200-4-25gbit-o3",
+        lambda rows_: statistics.fmean(row["step_ms"] for row in rows_ if row["run"] == "fp8-lm"),
+    ),
+    ("fp8_lm_memory", "`fp8-lm-o1`", "peak of a step"): (
+        "fp8_lm_memory/h200-1-local",
+        lambda rows_: value("peak_bytes", run="fp8-lm-o1")(rows_) / 2**30,
+    ),
+    ("optimizer", "FP8 AdamW, scales a tensor", "ms"): (
+        "optimizer/h200-1-local",
+        value("ms", parameters=2**30, step="tensor scales, fp8 gradients"),
+    ),
+    ("lora_step", "`qlora`", "peak of a rank, GiB"): (
+        "lora_step/h200-2-25gbit",
+        lambda rows_: value("peak_bytes", run="nf4-dq")(rows_) / 2**30,
+    ),
+    ("generation", '`zeropp`, `"values"`', "2 nodes"): ("generation/h200-2-25gbit", value("token_ms", run="values")),
+    ("rlhf_step", "LoRA, `qlora`", "NVLink"): ("rlhf_step/h200-2-nvlink", value("training_ms", run="qlora")),
+    ("faults_seconds_gloo", "exit", "load"): (
+        "faults/cpu-2-gloo",
+        lambda rows_: max(row["seconds"] for row in rows_ if (row["fault"], row["place"]) == ("exit", "load")),
+    ),
+    ("upstream_results", "`cpu-2-gloo-qlora.json`: the rest of the 353", "passed"): (
+        "upstream/cpu-2-gloo-qlora",
+        lambda tests: sum(test["outcome"] == "passed" for test in tests.values()),
+        "tests",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", FIGURES, ids=lambda place: place[0])
+def test_figures_are_those_of_the_files(place):
+    """To half of the last digit that is shown."""
+    name, label, column = place
+    file, *how = FIGURES[place]
+    assert file in BLOCKS[name].files
+    (body,) = (
+        found[3]
+        for page in report.DOCUMENTS
+        for found in parts.MARKED.finditer((ROOT / page).read_text())
+        if found[2] == name
+    )
+    lines = [line.strip("|").split("|") for line in body.splitlines() if line.startswith("|")]
+    head, *cells = [[cell.strip() for cell in line] for line in lines]
+    (line,) = (line for line in cells if line[0] == label)
+    shown = re.search(r"[-+]?[\d,]+(?:\.(\d+))?", line[head.index(column)])
+    half = 0.5 * 10 ** -len(shown[1] or "")
+    assert float(shown[0].replace(",", "")) == pytest.approx(in_file(file, *how), abs=half * (1 + 1e-9))
 
 
 def test_pictures(tmp_path, monkeypatch):
