@@ -80,9 +80,9 @@ def test_what_was_cut_short_says_so(name):
 
 
 def test_sources():
-    made = Block(lambda *given: f"{len(given)} results", ("demo/cpu-4-gloo", "two_nodes/h200-4-25gbit")).text()
+    made = Block(lambda *given: f"{len(given)} results", ("bit_parity/h200-2-nvlink-units", "two_nodes/h200-4-25gbit")).text()
     assert made == (
-        "2 results\n\nSource: `benchmarks/results/demo/cpu-4-gloo.json` (commit `1db7d34`),\n"
+        "2 results\n\nSource: `benchmarks/results/bit_parity/h200-2-nvlink-units.json` (commit `923a83c`),\n"
         "`benchmarks/results/two_nodes/h200-4-25gbit.json` (kept since `a5a0d20`).\n"
     )
 
