@@ -280,6 +280,17 @@ def fidelity_says(result: dict) -> str:
     )
 
 
+def kernels_on_cpu_say(result: dict) -> str:
+    """What the torch code takes where there is no GPU."""
+    us = {(row["operation"], row["format"]): row["us"] for row in result["rows"]}
+    times = {name: us[name, "int8 block 256"] / us["copy", "bf16"] for name in ("quantize", "dequantize")}
+    return paragraph(
+        f"""On a CPU the torch code works in pieces that fit the cache: for bf16, one thread and blocks of 256 a
+        dequantization from INT8 takes {times["dequantize"]:.1f} times, a quantization {times["quantize"]:.1f} times as
+        long as copying the tensor."""
+    )
+
+
 BLOCKS = {
     "demo": Block(demo, ("demo/cpu-4-gloo",)),
     "step_time": Block(
@@ -305,4 +316,5 @@ BLOCKS = {
         ("bit_parity/h200-4-nvlink-lossless", "bit_parity/h200-4-nvlink-fp8_lm", "bit_parity/h200-2-nvlink-units"),
     ),
     "fidelity_says": Block(fidelity_says, ("gradient_fidelity/h200-4-nvlink",)),
+    "kernels_on_cpu_say": Block(kernels_on_cpu_say, ("kernels/cpu-1-local",)),
 }
