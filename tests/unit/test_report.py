@@ -80,7 +80,8 @@ def test_what_was_cut_short_says_so(name):
 
 
 def test_sources():
-    made = Block(lambda *given: f"{len(given)} results", ("bit_parity/h200-2-nvlink-units", "two_nodes/h200-4-25gbit")).text()
+    files = ("bit_parity/h200-2-nvlink-units", "two_nodes/h200-4-25gbit")
+    made = Block(lambda *given: f"{len(given)} results", files).text()
     assert made == (
         "2 results\n\nSource: `benchmarks/results/bit_parity/h200-2-nvlink-units.json` (commit `923a83c`),\n"
         "`benchmarks/results/two_nodes/h200-4-25gbit.json` (kept since `a5a0d20`).\n"
