@@ -118,7 +118,8 @@ def convergence_of(result: dict) -> str:
     return paragraph(
         f"""Held-out loss of the {result["rows"][0]["parameters"] / 1e6:.0f} M Llama after
         {result["rows"][0]["tokens"] / 1e6:.0f} million tokens (`benchmarks.fp8_lm_convergence`; bf16's own seeds spread
-        {line["seed_spread_percent"]:.1f} %, so single runs within that are noise):"""
+        {line["seed_spread_percent"]:.1f} %, so single runs within that are noise; differences are to bf16 of the same
+        seeds):"""
     )
 
 
@@ -149,13 +150,13 @@ def four_ranks_say(one: dict, four: dict) -> str:
     assert min(seeds) <= worst <= max(seeds), "more than bf16's seeds differ by"
     return paragraph(
         f"""The last two repeat the paper's finding that these two must not be FP8. These runs have one GPU each. With
-        four ranks, so that FP8 sums over ranks are part of the result (`--ranks 4`, one seed; trace of mu in
-        `benchmarks/results/fp8_lm_convergence/h200-4-nvlink-mu.png`), bf16 ends at
-        {lines["bf16"]["held_out_loss"]:.4f}, `fp8-lm-o1` at {lines["fp8-lm-o1"]["held_out_loss"]:.4f} and `fp8-lm` at
-        {lines["fp8-lm"]["held_out_loss"]:.4f}: {lines["fp8-lm-o1"]["percent_above_bf16"]:.2f} and
-        {lines["fp8-lm"]["percent_above_bf16"]:.2f} % above, more than the {lines["fp8-lm"]["target_percent"]} % that
-        we aim at, and still within what bf16's seeds differ by ({min(seeds):.4f} to {max(seeds):.4f}). More seeds must
-        tell whether this is chance."""
+        four ranks, so that FP8 sums over ranks are part of the result (`--ranks 4`, one seed; there was no time for
+        `pre` and `post`; trace of mu in `benchmarks/results/fp8_lm_convergence/h200-4-nvlink-mu.png`), bf16 ends at
+        {lines["bf16"]["held_out_loss"]:.4f}, `fp8-lm-o1` at {lines["fp8-lm-o1"]["held_out_loss"]:.4f} and `fp8-lm`
+        at {lines["fp8-lm"]["held_out_loss"]:.4f}: {lines["fp8-lm-o1"]["percent_above_bf16"]:.2f} and
+        {lines["fp8-lm"]["percent_above_bf16"]:.2f} % above, more than the {lines["fp8-lm"]["target_percent"]} %
+        that we aim at, and still within what bf16's seeds differ by ({min(seeds):.4f} to {max(seeds):.4f}). More
+        seeds must tell whether this is chance."""
     )
 
 
