@@ -22,8 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.command import choose_runs
-from benchmarks.harness.compute import BF16, RUNS, TORCHAO, converted, head_of, without_torchao_where_it_is_not
+from benchmarks.harness.compute import BF16, RUNS, TORCHAO, choose, converted, head_of
 from benchmarks.harness.measuring import host_ms
 from benchmarks.harness.results import write_result
 from examples.options import new_file, several, whole
@@ -231,12 +230,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=new_file, default="runs/fp8_linear.json", help="JSON file")
     args = parser.parse_args(argv)
     args.shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
-    args.modes = args.modes.split(",")
-    choose_runs(args, parser, RUNS)
-    unknown = [mode for mode in args.modes if mode not in ("eager", "compile")]
-    if unknown:
-        parser.error(f"unknown mode {unknown[0]}; modes are eager and compile")
-    args.runs = without_torchao_where_it_is_not(args.runs)
+    choose(args, parser)
     return args
 
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.engines import EngineRun
 from benchmarks.harness.environment import describe, join
-from benchmarks.harness.jobs import Job, announce, choose_gpus, run_jobs
+from benchmarks.harness.jobs import announce, choose_gpus, dealt_jobs, run_jobs
 from benchmarks.harness.learning import BETAS, BF16, WEIGHT_DECAY, compare, load_data, merge, show, train_steps
 from benchmarks.harness.results import append_to, begin_result, end_result, write_result
 from benchmarks.harness.sizes import SIZES, Size
@@ -199,9 +199,7 @@ def measure(args) -> dict:
         "evaluated_tokens": max(1, args.eval_sequences // args.batch) * args.batch * args.sequence,
     }
     begin_result(args.out, {**head, "settings": settings, "data": data})
-    names = [f"{run}:{seed}" for seed in args.seeds for run in args.runs]
-    dealt = [names[place :: args.side_by_side] for place in range(args.side_by_side)]
-    jobs = [Job(f"group {place}", some) for place, some in enumerate(dealt) if some]
+    jobs = dealt_jobs([f"{run}:{seed}" for seed in args.seeds for run in args.runs], args.side_by_side)
     run_jobs(
         "benchmarks.fp8_lm_convergence", jobs, args, time.monotonic() + args.timeout, side_by_side=args.side_by_side
     )

@@ -18,7 +18,7 @@ from benchmarks.harness.command import (
     add_checkpointing,
     add_search,
     add_steps,
-    choose_runs,
+    choose_sections,
     command,
     complete_search,
 )
@@ -26,7 +26,6 @@ from benchmarks.harness.engines import SECTIONS, made
 from benchmarks.harness.measuring import random_tokens
 from benchmarks.harness.question import Question
 from benchmarks.harness.sizes import PEAK_FLOPS, SIZES, flops_per_token
-from benchmarks.harness.zero3 import without_refused
 from examples.options import finite
 
 
@@ -61,8 +60,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     complete_search(args)
-    choose_runs(args, parser, SECTIONS)
-    args.runs = without_refused({run: SECTIONS[run] for run in args.runs})
+    choose_sections(args, parser, SECTIONS)
     return args
 
 

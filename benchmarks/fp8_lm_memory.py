@@ -19,7 +19,7 @@ from benchmarks.harness.command import (
     add_batch,
     add_checkpointing,
     add_memory,
-    choose_runs,
+    choose_sections,
     command,
     cut_into_nodes,
 )
@@ -28,7 +28,6 @@ from benchmarks.harness.measuring import live_bytes, random_tokens
 from benchmarks.harness.question import Question, runs_apart
 from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.tables import cell, verdict
-from benchmarks.harness.zero3 import without_refused
 from examples.options import whole
 
 # Bytes a parameter of gradients, master weights and moments, without weights and scales.
@@ -138,8 +137,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.gbit, args.rounds = None, 1
     cut_into_nodes(args, parser)
     args.side_by_side = args.side_by_side or max(1, torch.cuda.device_count() // args.ranks)
-    choose_runs(args, parser, SECTIONS)
-    args.runs = without_refused({run: SECTIONS[run] for run in args.runs})
+    choose_sections(args, parser, SECTIONS)
     return args
 
 

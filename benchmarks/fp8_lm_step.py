@@ -27,7 +27,7 @@ from benchmarks.harness.command import (
     add_link,
     add_memory,
     add_steps,
-    choose_runs,
+    choose_sections,
     command,
     cut_into_nodes,
 )
@@ -38,7 +38,6 @@ from benchmarks.harness.nodes import GBIT, set_rate_everywhere
 from benchmarks.harness.question import Question, rounds
 from benchmarks.harness.sizes import PEAK_FLOPS, SIZES, flops_per_token
 from benchmarks.harness.tables import cell, link_of
-from benchmarks.harness.zero3 import without_refused
 from examples.options import finite, whole
 
 MAX_SLOWDOWN = 10.0  # percent that fp8-lm may be slower than fp8-lm-o2 between nodes
@@ -183,8 +182,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     cut_into_nodes(args, parser)
     args.micro_batch = args.micro_batch or (8 if args.ranks == 1 and on_gpu else 1)  # one GPU has to be busy
-    choose_runs(args, parser, SECTIONS)
-    args.runs = without_refused({run: SECTIONS[run] for run in args.runs})
+    choose_sections(args, parser, SECTIONS)
     return args
 
 

@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness import profiling
-from benchmarks.harness.command import choose_runs
-from benchmarks.harness.compute import BF16, RUNS, TORCHAO, converted, head_of, without_torchao_where_it_is_not
+from benchmarks.harness.compute import BF16, RUNS, TORCHAO, choose, converted, head_of
 from benchmarks.harness.hf_llama import llama_config
 from benchmarks.harness.llama import Llama
 from benchmarks.harness.measuring import host_ms, synchronize
@@ -199,13 +198,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.size = SIZES[args.size]
     if args.layers:
         args.size = replace(args.size, layers=args.layers)
-    args.modes = args.modes.split(",")
     args.runs = args.runs or ",".join(IN_STACK)
-    choose_runs(args, parser, RUNS)
-    unknown = [mode for mode in args.modes if mode not in ("eager", "compile")]
-    if unknown:
-        parser.error(f"unknown mode {unknown[0]}; modes are eager and compile")
-    args.runs = without_torchao_where_it_is_not(args.runs)
+    choose(args, parser)
     return args
 
 

@@ -18,7 +18,7 @@ from benchmarks.harness.command import (
     add_checkpointing,
     add_search,
     add_steps,
-    choose_runs,
+    choose_sections,
     command,
     complete_search,
 )
@@ -26,7 +26,6 @@ from benchmarks.harness.lora import SECTIONS, made, without_bnb_where_it_cannot_
 from benchmarks.harness.measuring import random_tokens
 from benchmarks.harness.question import Question
 from benchmarks.harness.sizes import SIZES
-from benchmarks.harness.zero3 import without_refused
 
 
 def measure(run: str, args, device: torch.device) -> None:
@@ -51,9 +50,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_search(parser)
     args = parser.parse_args(argv)
     complete_search(args)
-    choose_runs(args, parser, SECTIONS)
-    taken = without_bnb_where_it_cannot_run(args.runs, args.ranks)
-    args.runs = without_refused({run: SECTIONS[run] for run in taken})
+    choose_sections(args, parser, SECTIONS)
+    args.runs = without_bnb_where_it_cannot_run(args.runs, args.ranks)
     return args
 
 

@@ -23,7 +23,7 @@ from benchmarks.harness.command import (
     add_link,
     add_memory,
     add_steps,
-    choose_runs,
+    choose_sections,
     command,
     cut_into_nodes,
 )
@@ -41,7 +41,6 @@ from benchmarks.harness.measuring import random_tokens, timed_steps
 from benchmarks.harness.question import Question, runs_apart
 from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.tables import cell, verdict
-from benchmarks.harness.zero3 import without_refused
 from examples.options import whole
 
 # Bytes a frozen parameter on the ranks, at most.
@@ -146,9 +145,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     places = max(1, torch.cuda.device_count() // args.ranks)
     args.side_by_side, args.rounds = args.side_by_side or places, 1
     args.shared = args.side_by_side > places
-    choose_runs(args, parser, SECTIONS)
-    taken = without_bnb_where_it_cannot_run(args.runs, args.ranks)
-    args.runs = without_refused({run: SECTIONS[run] for run in taken})
+    choose_sections(args, parser, SECTIONS)
+    args.runs = without_bnb_where_it_cannot_run(args.runs, args.ranks)
     return args
 
 

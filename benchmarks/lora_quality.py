@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import learning
 from benchmarks.harness.environment import ROOT, describe, join
-from benchmarks.harness.jobs import Job, announce, choose_gpus, run_jobs
+from benchmarks.harness.jobs import announce, choose_gpus, dealt_jobs, run_jobs
 from benchmarks.harness.learning import BF16, load_data, merge, show, train_steps
 from benchmarks.harness.lora import LoraRun, stored
 from benchmarks.harness.results import append_to, begin_result, end_result, write_result
@@ -261,9 +261,7 @@ def measure(args) -> dict:
         except RuntimeError as error:
             append_to(args.out, "failed", {"run": "pre-training", "error": str(error)})
             return end_result(args.out)
-        names = [f"{run}:{seed}" for seed in args.seeds for run in args.runs]
-        dealt = [names[place :: args.side_by_side] for place in range(args.side_by_side)]
-        jobs = [Job(f"group {place}", some) for place, some in enumerate(dealt) if some]
+        jobs = dealt_jobs([f"{run}:{seed}" for seed in args.seeds for run in args.runs], args.side_by_side)
         run_jobs("benchmarks.lora_quality", jobs, args, deadline, side_by_side=args.side_by_side)
     return end_result(args.out, pretraining=pretraining)
 

@@ -21,7 +21,7 @@ from benchmarks.harness.command import (
     add_link,
     add_memory,
     add_steps,
-    choose_runs,
+    choose_sections,
     command,
     cut_into_nodes,
 )
@@ -40,7 +40,6 @@ from benchmarks.harness.nodes import GBIT, set_rate_everywhere
 from benchmarks.harness.question import Question, rounds
 from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.tables import cell, link_of
-from benchmarks.harness.zero3 import without_refused
 
 TARGET_GBIT = 25.0
 TIMES_STOCK = {ZEROPP: 2.0}  # faster than stock at that rate between two nodes, at least
@@ -157,9 +156,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_memory(parser)
     args = parser.parse_args(argv)
     cut_into_nodes(args, parser)
-    choose_runs(args, parser, SECTIONS)
-    taken = without_bnb_where_it_cannot_run(args.runs, args.ranks)
-    args.runs = without_refused({run: SECTIONS[run] for run in taken})
+    choose_sections(args, parser, SECTIONS)
+    args.runs = without_bnb_where_it_cannot_run(args.runs, args.ranks)
     return args
 
 

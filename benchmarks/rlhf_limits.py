@@ -21,7 +21,7 @@ from benchmarks.harness.sizes import SIZES
 
 def measure(run: str, args, device: torch.device) -> None:
     """Rows of a run, one for each batch that is tried."""
-    from benchmarks.harness.rlhf import random_rollouts
+    from benchmarks.harness.ppo_models import random_rollouts
 
     def rollouts(batch: int, length: int):
         vocabulary = SIZES[args.size].vocabulary
@@ -41,7 +41,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = command(__doc__, "rlhf_limits", RUNS, SIZES, "1.3b" if on_gpu else "tiny-gqa")
     add_rollouts(parser)
-    add_steps(parser, steps=3, warmup=2)
+    add_steps(parser, steps=3, warmup=2, least_warmup=1)  # moments are made and kernels compiled
     add_search(parser, axes=False)
     args = parser.parse_args(argv)
     args.micro_batch, args.sequence, args.checkpointing = args.batch, args.prompt + args.tokens, False

@@ -64,7 +64,7 @@ KINDS = ("weights", "states", "secondary", "rest", "all")
 
 def measure(name: str, args, device: torch.device) -> dict:
     """The row of a run."""
-    from benchmarks.harness.rlhf import bytes_by_kind, random_rollouts
+    from benchmarks.harness.ppo_models import bytes_by_kind, random_rollouts
 
     if args.gbit is not None:
         set_rate_everywhere(None)  # what is sent while it is built is not measured
@@ -192,10 +192,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = command(__doc__, "rlhf_step", RUNS, SIZES, "1.3b" if on_gpu else "tiny-gqa")
     add_link(parser)
     add_rollouts(parser)
-    add_steps(parser, steps=3, warmup=2, rounds=1)  # before: moments are made and kernels compiled
+    add_steps(parser, steps=3, warmup=2, rounds=1, least_warmup=1)  # moments are made and kernels compiled
     args = parser.parse_args(argv)
-    if not args.warmup:
-        parser.error("argument --warmup: 0: give a whole number of at least 1")
     cut_into_nodes(args, parser)
     choose_runs(args, parser, RUNS)
     return args

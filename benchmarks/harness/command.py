@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
 from benchmarks.harness.nodes import MAX_GBIT
+from benchmarks.harness.zero3 import without_refused
 from examples.options import finite, new_file, whole
 
 
@@ -49,10 +50,14 @@ def add_checkpointing(parser: argparse.ArgumentParser, default: bool) -> None:
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=default, help=what)
 
 
-def add_steps(parser: argparse.ArgumentParser, steps: int, warmup: int, rounds: int | None = None) -> None:
+def add_steps(
+    parser: argparse.ArgumentParser, steps: int, warmup: int, rounds: int | None = None, least_warmup: int = 0
+) -> None:
     """--steps and --warmup, and --rounds where a run may be built several times."""
     parser.add_argument("--steps", type=whole(1), default=steps, help="timed ones (default %(default)s)")
-    parser.add_argument("--warmup", type=whole(0), default=warmup, help="steps before them (default %(default)s)")
+    parser.add_argument(
+        "--warmup", type=whole(least_warmup), default=warmup, help="steps before them (default %(default)s)"
+    )
     if rounds is not None:
         parser.add_argument("--rounds", type=whole(1), default=rounds, help="odd ones backwards (default %(default)s)")
 
@@ -87,6 +92,14 @@ def choose_runs(args: argparse.Namespace, parser: argparse.ArgumentParser, runs:
     unknown = [run for run in args.runs if run not in runs]
     if unknown:
         parser.error(f"unknown run {unknown[0]}; runs are {', '.join(runs)}")
+
+
+def choose_sections(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, sections: Mapping[str, dict | None]
+) -> None:
+    """Make args.runs the list of those asked for, without those whose section this version refuses (printed)."""
+    choose_runs(args, parser, sections)
+    args.runs = without_refused({run: sections[run] for run in args.runs})
 
 
 def cut_into_nodes(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

@@ -9,9 +9,12 @@ torchao-tensorwise, -rowwise   torchao.float8.convert_to_float8_training, where 
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 from torch import nn
 
+from benchmarks.harness.command import choose_runs
 from benchmarks.harness.environment import describe
 from zeropp_fp8.compute import ConversionReport, convert_linear_layers
 from zeropp_fp8.compute.gemm import has_fp8_gemm
@@ -60,12 +63,16 @@ def has_torchao() -> bool:
     return True
 
 
-def without_torchao_where_it_is_not(runs: list[str]) -> list[str]:
-    """The runs; that torchao's are left out is printed."""
-    if has_torchao() or not any(run.startswith(TORCHAO) for run in runs):
-        return runs
-    print("torchao cannot be imported: not measured")
-    return [run for run in runs if not run.startswith(TORCHAO)]
+def choose(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Make args.runs and args.modes lists of what was asked for; that torchao's are left out is printed."""
+    choose_runs(args, parser, RUNS)
+    args.modes = args.modes.split(",")
+    unknown = [mode for mode in args.modes if mode not in ("eager", "compile")]
+    if unknown:
+        parser.error(f"unknown mode {unknown[0]}; modes are eager and compile")
+    if not has_torchao() and any(run.startswith(TORCHAO) for run in args.runs):
+        print("torchao cannot be imported: not measured")
+        args.runs = [run for run in args.runs if not run.startswith(TORCHAO)]
 
 
 def head_of(question: str, device: torch.device) -> dict:

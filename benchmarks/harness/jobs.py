@@ -33,6 +33,12 @@ class Job:
     cwd: str | None = None
 
 
+def dealt_jobs(runs: Sequence[str], groups: int) -> list[Job]:
+    """Runs dealt to so many groups, a job each."""
+    dealt = [list(runs[place::groups]) for place in range(groups)]
+    return [Job(f"group {place}", some) for place, some in enumerate(dealt) if some]
+
+
 def run_jobs(
     module: str,
     jobs: Sequence[Job],

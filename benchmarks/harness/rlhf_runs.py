@@ -39,7 +39,7 @@ RUNS = {
 
 def made(name: str, args, device: torch.device):
     """The models of a run."""
-    from benchmarks.harness.rlhf import make_models
+    from benchmarks.harness.ppo_models import make_models
 
     run, size = RUNS[name], SIZES[args.size]
     config = ds_config(run.section, args.batch, small=size.small, lean=False)
