@@ -40,215 +40,16 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 from benchmarks.harness.environment import describe, forget_memory
+from benchmarks.harness.parity_cases import CASES, LORA_LR, SIZES, Case, Size, ensure
 from benchmarks.harness.results import write_result
 from examples.options import finite, new_file, whole
 
 CONTROL_TIMEOUT = 60  # seconds in which all ranks must end a case once one has
 GROUP_TIMEOUT = 120
-
-
-@dataclass(frozen=True)
-class Size:
-    """A Llama, its batches, and what ZeRO-3 may keep gathered of it (in elements)."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    vocab: int
-    tokens: int
-    bucket: int  # of gradients, and of what is fetched ahead
-    max_live: int = 0
-    persistence_threshold: int = 0
-    lr: float = 1e-4
-
-
-SIZES = {
-    # The limits of two_nodes.py: some of the model stays gathered, small tensors always do.
-    ("cuda", "parity"): Size(2048, 5504, 8, 16, 32000, 1024, 10**8, 2 * 10**8, 10**5),
-    ("cpu", "parity"): Size(64, 152, 3, 4, 256, 64, 30_000, 60_000, 100),
-    ("cuda", "features"): Size(1024, 2752, 4, 8, 4096, 512, 10**7, lr=3e-4),
-    ("cpu", "features"): Size(128, 384, 2, 4, 256, 64, 100_000, lr=1e-3),
-}
-LORA_LR = 3e-3
-
-
-@dataclass(frozen=True)
-class Case:
-    """One training run, what it must be equal to, and what else must hold."""
-
-    name: str
-    part: str
-    recipe: str | None = None  # None: stock
-    equal_to: str | None = None
-    leaf: bool = False
-    nodes: int = 2  # that the ranks are cut into
-    fields: dict = field(default_factory=dict)  # of the zeropp_fp8 section
-    accumulation: int = 1
-    lora: bool = False
-    checkpointing: str | None = None  # reentrant | non-reentrant
-    zero_init: bool = False
-    delays: bool = False
-    only_gemm_weights: bool = False  # weights that no FP8 layer multiplies travel as they are
-    resume: bool = False  # save in the middle, and repeat the second half from the checkpoint
-    check: Callable[[dict, dict], None] | None = None  # (this case's record, records by name)
-
-
-# --- the cases
-
-
-def _ensure(holds: bool, message: str) -> None:
-    if not holds:
-        raise AssertionError(message)
-
-
-def _plain(records: dict) -> dict:
-    """The record of `zeropp` with nothing added."""
-    _ensure("zeropp" in records, "there is no result of zeropp to compare with")
-    return records["zeropp"]
-
-
-def _one_fetch_a_step(record: dict, records: dict) -> None:
-    """Later micro-batches move no weight byte between nodes; each one reduces its gradients."""
-    wire, base = (r["wire"]["per_step"] for r in (record, _plain(records)))
-    _ensure(
-        wire["weights_forward"]["inter"] == base["weights_forward"]["inter"],
-        "three micro-batches fetched weights between nodes more than once",
-    )
-    _ensure(
-        wire["gradients"]["inter"] == 3 * base["gradients"]["inter"],
-        "three micro-batches did not send three times the gradients of one",
-    )
-
-
-def _backward_sends(inter: bool, intra: bool) -> Callable[[dict, dict], None]:
-    """Whether backward's gathers cross between nodes and inside them."""
-
-    def check(record: dict, records: dict) -> None:
-        sent = record["wire"]["per_step"]["weights_backward"]
-        _ensure((sent["inter"] > 0) == inter, f"backward sent {sent['inter']} bytes of weights between nodes")
-        expected = intra and record["ranks_per_node"] > 1  # a node of one rank has nobody to send to
-        _ensure((sent["intra"] > 0) == expected, f"backward sent {sent['intra']} bytes of weights inside nodes")
-
-    return check
-
-
-def _keeps_residuals(record: dict, records: dict) -> None:
-    _ensure(record["residuals"] > 0, "error feedback kept no residual")
-    _ensure(record["losses"] != _plain(records)["losses"], "error feedback changed nothing")
-
-
-def _only_adapters_moved(record: dict, records: dict) -> None:
-    moved, adapters = set(record["moved"]), {name for name in record["weights"] if "lora_" in name}
-    _ensure(adapters <= moved, f"did not train: {sorted(adapters - moved)[:3]}")
-    _ensure(moved <= adapters, f"frozen, but changed: {sorted(moved - adapters)[:3]}")
-
-
-def fp8(scaling: str, weights: str, scope: str = "node") -> dict:
-    """Fields of the section: FP8 linear layers, weights in some format on the wire."""
-    compute = {"format": "fp8", "scaling": scaling}
-    return {"compute": compute, "weights": {"format": weights}, "secondary": {"scope": scope}}
-
-
-def fp8_wire(scaling: str, scope: str = "node") -> dict:
-    """Of a Case: weights travel as the codes of their GEMM."""
-    return {"fields": fp8(scaling, "fp8_e4m3", scope), "only_gemm_weights": True}
-
-
-BLOCK, MODULE = {"gather_granularity": "block"}, {"gather_granularity": "module"}
-BLOCK_SECONDARY = {**BLOCK, "secondary": {"scope": "node"}}
-LORA = {"recipe": "zeropp", "lora": True, "check": _only_adapters_moved}
-QLORA = {**LORA, "recipe": "qlora"}
-CASES = (
-    Case("stock-leaf", "parity", leaf=True),
-    Case("stock-leaf, again", "parity", leaf=True, equal_to="stock-leaf"),
-    Case("lossless block, 2 nodes", "parity", "lossless", "stock-leaf", fields=BLOCK),
-    Case("lossless block, 1 node", "parity", "lossless", "stock-leaf", fields=BLOCK, nodes=1),
-    Case("lossless block, secondary", "parity", "lossless", "stock-leaf", fields=BLOCK_SECONDARY),
-    Case("lossless block, delays", "parity", "lossless", "stock-leaf", fields=BLOCK, delays=True),
-    Case("stock", "parity"),
-    Case("stock, again", "parity", equal_to="stock"),
-    Case("lossless module, 2 nodes", "parity", "lossless", "stock", fields=MODULE),
-    Case("lossless module, 1 node", "parity", "lossless", "stock", fields=MODULE, nodes=1),
-    Case("zeropp large", "parity", "zeropp"),
-    Case("zeropp large, again", "parity", "zeropp", "zeropp large"),
-    Case("zeropp large, delays", "parity", "zeropp", "zeropp large", delays=True),
-    Case("fp8-lm-o2 large", "parity", "fp8-lm-o2"),
-    Case("fp8-lm-o2 large, delays", "parity", "fp8-lm-o2", "fp8-lm-o2 large", delays=True),
-    Case("fp8-lm large", "parity", "fp8-lm"),
-    Case("fp8-lm large, again", "parity", "fp8-lm", "fp8-lm large"),
-    Case("fp8-lm large, delays", "parity", "fp8-lm", "fp8-lm large", delays=True),
-    Case("fp8-lm large, 1 node, delays", "parity", "fp8-lm", nodes=1, delays=True),
-    Case("zeropp", "features", "zeropp", check=_backward_sends(inter=False, intra=True)),
-    Case(
-        "secondary none",
-        "features",
-        "zeropp",
-        "zeropp",
-        fields={"secondary": {"scope": "none"}},
-        check=_backward_sends(inter=True, intra=True),
-    ),
-    Case(
-        "secondary rank",
-        "features",
-        "zeropp",
-        "zeropp",
-        fields={"secondary": {"scope": "rank"}},
-        check=_backward_sends(inter=False, intra=False),
-    ),
-    Case("accumulation 3", "features", "zeropp", accumulation=3, check=_one_fetch_a_step),
-    Case(
-        "error feedback", "features", "zeropp", fields={"gradients": {"error_feedback": True}}, check=_keeps_residuals
-    ),
-    Case("zero.Init", "features", "zeropp", zero_init=True),
-    Case("LoRA", "features", **LORA),
-    Case("LoRA, reentrant", "features", checkpointing="reentrant", **LORA),
-    Case("LoRA, non-reentrant", "features", checkpointing="non-reentrant", **LORA),
-    Case("resume", "features", "zeropp", "zeropp", resume=True),
-    Case(
-        "resume, error feedback",
-        "features",
-        "zeropp",
-        fields={"gradients": {"error_feedback": True, "rounding": "stochastic"}},
-        resume=True,
-        check=_keeps_residuals,
-    ),
-    Case("fp8, 16-bit wire", "features", "zeropp", fields=fp8("current", "none"), nodes=1),
-    Case("fp8 wire", "features", "zeropp", "fp8, 16-bit wire", nodes=1, **fp8_wire("current")),
-    Case("fp8 wire, delays", "features", "zeropp", "fp8, 16-bit wire", nodes=1, delays=True, **fp8_wire("current")),
-    Case("fp8, 16-bit wire, 2 nodes", "features", "zeropp", fields=fp8("current", "none")),
-    Case("fp8 wire, 2 nodes", "features", "zeropp", "fp8, 16-bit wire, 2 nodes", **fp8_wire("current")),
-    Case("fp8 wire, no secondary", "features", "zeropp", "fp8, 16-bit wire, 2 nodes", **fp8_wire("current", "none")),
-    Case("fp8 blocks, 16-bit wire", "features", "zeropp", fields=fp8("block", "none")),
-    Case("fp8 blocks, fp8 wire", "features", "zeropp", "fp8 blocks, 16-bit wire", **fp8_wire("block")),
-    Case("fp8 delayed", "features", "zeropp", fields=fp8("delayed", "fp8_e4m3"), resume=True),
-    Case("fp8 rows, LoRA", "features", fields=fp8("per_channel", "fp8_e4m3"), checkpointing="non-reentrant", **LORA),
-    Case("mxfp8", "features", "mxfp8", resume=True),
-    Case("fp8-lm-o1", "features", "fp8-lm-o1", resume=True),
-    Case("fp8-lm-o1, added by NCCL", "features", "fp8-lm-o1", fields={"gradients": {"reduction": "nccl"}}),
-    Case("fp8-lm-o2", "features", "fp8-lm-o2", resume=True),
-    Case("fp8-lm-o2, accumulation", "features", "fp8-lm-o2", accumulation=3),
-    Case("fp8-lm", "features", "fp8-lm", resume=True),
-    Case("fp8-lm, secondary", "features", "fp8-lm", "fp8-lm", fields={"secondary": {"scope": "node"}}),
-    Case("fp8-lm, delays", "features", "fp8-lm", "fp8-lm", delays=True),
-    Case("fp8-lm, zero.Init", "features", "fp8-lm", zero_init=True),
-    Case("qlora", "features", resume=True, **QLORA),
-    Case("qlora, delays", "features", equal_to="qlora", delays=True, **QLORA),
-    Case("qlora, no secondary", "features", equal_to="qlora", fields={"secondary": {"scope": "none"}}, **QLORA),
-    Case("qlora, a copy a rank", "features", equal_to="qlora", fields={"secondary": {"scope": "rank"}}, **QLORA),
-    Case("qlora, zero.Init, non-reentrant", "features", zero_init=True, checkpointing="non-reentrant", **QLORA),
-    Case("int4, fp8 compute", "features", fields={"frozen": {"format": "int4"}, **fp8("delayed", "none")}, **LORA),
-    Case("stock-leaf, accumulation", "features", leaf=True, accumulation=3),
-    Case("lossless, accumulation", "features", "lossless", "stock-leaf, accumulation", accumulation=3),
-    Case("stock-leaf, zero.Init", "features", leaf=True, zero_init=True),
-    Case("lossless, zero.Init", "features", "lossless", "stock-leaf, zero.Init", zero_init=True),
-)
 
 
 # --- one case, on every rank
@@ -301,7 +102,7 @@ def build_model(case: Case, size: Size, config: dict, device, seed: int):
     with deepspeed.zero.Init(config_dict_or_path=config) if case.zero_init else device:
         model = LlamaForCausalLM(llama)
     if case.zero_init:
-        _ensure(all(hasattr(p, "ds_tensor") for p in model.parameters()), "zero.Init did not partition the model")
+        ensure(all(hasattr(p, "ds_tensor") for p in model.parameters()), "zero.Init did not partition the model")
     if case.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -362,7 +163,7 @@ class Run:
             from zeropp_fp8.formats import UnquantizedFormat
 
             gatherer = self.engine.optimizer.gatherer
-            _ensure(len(gatherer.gemm_weights) > 0, "no weight travels as the codes of its GEMM")
+            ensure(len(gatherer.gemm_weights) > 0, "no weight travels as the codes of its GEMM")
             route = gatherer.route
             of_session = route.format_of
             route.format_of = lambda p: of_session(p) if p in route.gemm_weights else UnquantizedFormat(p.dtype)
@@ -527,20 +328,20 @@ def judge(case: Case, record: dict, records: dict) -> str:
         AssertionError: it is not well.
     """
     losses = means(record)
-    _ensure(all(map(math.isfinite, losses)), f"a loss is not finite: {losses}")
+    ensure(all(map(math.isfinite, losses)), f"a loss is not finite: {losses}")
     if case.part == "features":
-        _ensure(losses[-1] < losses[0] == max(losses), "the loss did not go down, or rose above the first")
+        ensure(losses[-1] < losses[0] == max(losses), "the loss did not go down, or rose above the first")
     if case.check is not None:
         case.check(record, records)
     said = []
     if "resumed" in record:
         found = differences(record["resumed"], record)
-        _ensure(not found, f"resumed training differs from uninterrupted training: {found}")
+        ensure(not found, f"resumed training differs from uninterrupted training: {found}")
         said.append("resumed equal")
     if case.equal_to is not None:
-        _ensure(case.equal_to in records, f"there is no result of {case.equal_to} to compare with")
+        ensure(case.equal_to in records, f"there is no result of {case.equal_to} to compare with")
         found = differences(record, records[case.equal_to])
-        _ensure(not found, f"differs from {case.equal_to}: {found}")
+        ensure(not found, f"differs from {case.equal_to}: {found}")
         said.append(f"equal to {case.equal_to}")
     return ", ".join(said) or "trained"
 
