@@ -339,17 +339,19 @@ from zeropp_fp8.kernels.casts import cast_blocks
 from zeropp_fp8.kernels.casts import cast_rows
 from zeropp_fp8.kernels.casts import cast_tensor
 from zeropp_fp8.kernels.casts import fused_casts
-from zeropp_fp8.kernels.casts.matrices import Launch
+from zeropp_fp8.kernels.casts.matrices import Form
 
 POINTERS = {"plain_ptr": "*u8", "transposed_ptr": "*u8", **dict.fromkeys(
     ("scale_ptr", "scale_t_ptr", "partials_ptr", "amax_ptr", "row_amax_ptr", "column_amax_ptr", "inverse_rms_ptr"),
     "*fp32")}
-BASE = {"NATIVE_FP8": True, "INTERPRETED": False, "RECORD": True, "KEEP": False, "SIZE": 128, "PARTIALS": 512}
+BASE = {"INTERPRETED": False, "RECORD": True, "KEEP": False, "PARTIALS": 512}
 
-def compile(kernel, launch, dtype="*bf16", aligned=True, ones=(), **constants):
+def compile(kernel, launch, dtype="*bf16", aligned=True, ones=(), current=False, largest=448.0, plain=True,
+            transposed=True):
     if not turn():
         return
-    constants = {**BASE, "TILE_ROWS": launch.tile_rows, "TILE_COLUMNS": launch.tile_columns, **constants}
+    form = Form(plain, transposed, largest, True, launch.tile_rows, launch.tile_columns)
+    constants = {**BASE, "FORM": form, "CURRENT": current}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
@@ -364,7 +366,7 @@ def compile(kernel, launch, dtype="*bf16", aligned=True, ones=(), **constants):
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options())
     code = compiled.asm["ptx"]
     assert "fma.rn.f32" in code  # x * 0 + x
-    copies = constants.get("PLAIN", False) + constants.get("TRANSPOSED", False)
+    copies = plain + transposed
     stores = re.findall(r"st\\.global\\.(v4\\.b32|[a-z0-9.]+)", code)
     wide = stores.count("v4.b32")
     # a thread's codes of a copy are tile / threads; nothing but scales and amaxes is stored otherwise
@@ -372,7 +374,7 @@ def compile(kernel, launch, dtype="*bf16", aligned=True, ones=(), **constants):
     assert not set(stores) - {"v4.b32", "b32"}, (kernel, stores)
     if aligned:
         assert "ld.global.v4.b32" in code and "ld.global.b16" not in code, kernel
-    if constants.get("TRANSPOSED") and dtype != "*fp32":
+    if transposed and dtype != "*fp32":
         assert "ldmatrix.sync.aligned.m8n8.x4.trans" in code and "ld.shared.b8" not in code, kernel
     report = said_of(code)
     registers = int(re.search(r"Used (\\d+) registers", report).group(1))
@@ -383,24 +385,22 @@ def compile(kernel, launch, dtype="*bf16", aligned=True, ones=(), **constants):
         assert registers <= (128 if dtype != "*fp32" else 168), (kernel, registers)
         assert spilled <= 16, (kernel, constants, spilled)
 
-BOTH = {"PLAIN": True, "TRANSPOSED": True}
-for largest, copies in ((448.0, BOTH), (448.0, {**BOTH, "PLAIN": False}), (448.0, {**BOTH, "TRANSPOSED": False}),
-                        (57344.0, BOTH)):
+for changes in ({}, {"plain": False}, {"transposed": False}, {"largest": 57344.0}):
     for current in (True, False):
-        compile(cast_tensor.cast_tensor_kernel, cast_tensor.CAST, LARGEST=largest, CURRENT=current, **copies)
-    compile(cast_rows.cast_rows_kernel, cast_rows.CAST, LARGEST=largest, **copies)
-    compile(cast_blocks.cast_blocks_kernel, cast_blocks.CAST, LARGEST=largest, **copies)
-    compile(cast_blocks.cast_tiles_kernel, cast_blocks.CAST, LARGEST=largest, **copies)
-compile(cast_tensor.cast_tensor_kernel, cast_tensor.CAST, aligned=False, LARGEST=448.0, CURRENT=False, **BOTH)
+        compile(cast_tensor.cast_tensor_kernel, cast_tensor.CAST, current=current, **changes)
+    compile(cast_rows.cast_rows_kernel, cast_rows.CAST, **changes)
+    compile(cast_blocks.cast_blocks_kernel, cast_blocks.CAST, **changes)
+    compile(cast_blocks.cast_tiles_kernel, cast_blocks.CAST, **changes)
+compile(cast_tensor.cast_tensor_kernel, cast_tensor.CAST, aligned=False)
 # Triton compiles an argument that is 1 into the kernel
 for kernel, launch in ((cast_tensor.cast_tensor_kernel, cast_tensor.CAST), (cast_rows.cast_rows_kernel, cast_rows.CAST),
                        (cast_blocks.cast_blocks_kernel, cast_blocks.CAST),
                        (cast_blocks.cast_tiles_kernel, cast_blocks.CAST)):
-    compile(kernel, launch, aligned=False, ones=("rows",), LARGEST=448.0, CURRENT=False, **BOTH)
-compile(cast_tensor.cast_tensor_kernel, cast_tensor.CAST, "*fp32", LARGEST=448.0, CURRENT=False, **BOTH)
+    compile(kernel, launch, aligned=False, ones=("rows",))
+compile(cast_tensor.cast_tensor_kernel, cast_tensor.CAST, "*fp32")
 for kernel, launch in ((fused_casts.swiglu_cast_kernel, fused_casts.SWIGLU),
                        (fused_casts.rms_norm_cast_kernel, fused_casts.RMS_NORM)):
-    compile(kernel, launch, LARGEST=448.0, **BOTH)
+    compile(kernel, launch)
 print("done")
 """
     assert run(script, interpret=False, processes=2).count("done") == 2

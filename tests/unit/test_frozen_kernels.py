@@ -130,6 +130,8 @@ def test_compiles_without_a_gpu(capability):
     """NF4: one load from the table an element, or none with PTX; no way through shared memory, nothing is fused."""
     pytest.importorskip("triton")
     script = f"""
+from dataclasses import replace
+
 import triton
 from kernel_cases import make
 from ptxas import said_of
@@ -143,11 +145,8 @@ POINTERS = {{"base_ptr": "*bf16", "payload_ptr": "*u8", "slices_ptr": "*i32", "t
              "segments_ptr": "*i64", "tile_starts_ptr": "*i32", "lookup_ptr": "*fp32"}}
 LOADS = {{"nf4": "b32", "int4": "b32", "int8": "v2.b32", "fp8_e4m3": "v2.b32"}}
 for name in mine(("nf4", "nf4-double", "int4-double", "int8-double", "fp8_e4m3-double")):
-    form = KernelFormat.of(make(name))
-    constants = {{
-        "LIMIT": 3.38e38, "ELEMENT": form.element, "BLOCK_SIZE": form.block_size, "WIDTH": form.width,
-        "TILE_BLOCKS": form.tile_blocks, "HADAMARD": False, "SCALE": form.scale, "ALIGNED": True,
-        "NATIVE_FP8": CAPABILITY >= 89, "INTERPRETED": False, "STARTS": 8}}
+    form = replace(KernelFormat.of(make(name)), native_fp8=CAPABILITY >= 89)
+    constants = {{"LIMIT": 3.38e38, "FORMAT": form, "ALIGNED": True, "STARTS": 8}}
     signature = {{a: "constexpr" if a in constants else POINTERS.get(a, "i32") for a in kernel.arg_names}}
     attributes = {{(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if a not in constants}}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)

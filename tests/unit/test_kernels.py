@@ -134,6 +134,8 @@ def test_compiles_without_a_gpu(capability):
     becomes other code there is compiled for it, and a format of integers.
     """
     script = f"""
+from dataclasses import replace
+
 import triton
 from kernel_cases import make
 from ptxas import said_of
@@ -151,8 +153,8 @@ POINTERS = {{"payload_ptr": "*u8", "received_ptr": "*u8", "slices_ptr": "*i32", 
              "segments_ptr": "*i64", "segments_in_ptr": "*i64", "segments_out_ptr": "*i64",
              "tile_starts_ptr": "*i32"}}
 MATRICES = ("base_ptr", "matrix_ptr", "rows_ptr", "columns_ptr")
-BASE = {{"INTERPRETED": False, "NATIVE_FP8": CAPABILITY >= 89, "ALIGNED": True, "LIMIT": 3.38e38, "RANKS": 8,
-         "ACCUMULATE": True, "ALONG_ROWS": True, "ALONG_COLUMNS": True, "SIDE": 64, "STARTS": 8}}
+BASE = {{"ALIGNED": True, "LIMIT": 3.38e38, "RANKS": 8, "ACCUMULATE": True, "ALONG_ROWS": True, "ALONG_COLUMNS": True,
+         "SIDE": 64, "STARTS": 8}}
 CODES = {{"int8": "v2.b32", "fp8_e4m3": "v2.b32", "fp8_e5m2": "v2.b32", "int4": "b32", "bf16": "v4.b32",
           "mxfp8_e4m3": "v2.b32", "mxfp8_e5m2": "v2.b32", "mxfp6_e2m3": "b32", "mxfp6_e3m2": "b32", "mxfp4": "b32",
           "mxint8": "v2.b32"}}
@@ -166,15 +168,14 @@ def compile(kernel, base, name, rounding="nearest", first=None, **constants):
         return
     form = KernelFormat.of(make(name, rounding), KernelFormat.of(make("int8")))
     first = KernelFormat.of(make(first or name), form)
-    constants = {{
-        **BASE, "ELEMENT": form.element, "BLOCK_SIZE": form.block_size, "WIDTH": form.width, "HADAMARD": form.hadamard,
-        "ROUNDING": form.rounding, "LARGEST": form.largest, "SCALE": form.scale, "ELEMENT_IN": first.element,
-        "HADAMARD_IN": first.hadamard, "SCALE_IN": first.scale, "TILE_BLOCKS": form.tile_blocks, **constants}}
-    constants = {{name: value for name, value in constants.items() if name in kernel.arg_names}}
+    form, first = (replace(each, native_fp8=CAPABILITY >= 89) for each in (form, first))
     num_warps = 4 if kernel is round_trip_kernel else form.num_warps
-    if "RANKS" in constants:
+    if "RANKS" in kernel.arg_names:
         tile = max(first, form, key=lambda form: form.sum_blocks)
-        constants["TILE_BLOCKS"], num_warps = tile.sum_blocks, tile.sum_warps
+        num_warps = tile.sum_warps
+        form, first = form.with_tiles(tile.sum_blocks), first.with_tiles(tile.sum_blocks)
+    constants = {{**BASE, "FORMAT": form, "FORMAT_IN": first, **constants}}
+    constants = {{name: value for name, value in constants.items() if name in kernel.arg_names}}
     signature, attributes = {{}}, {{}}
     for place, argument in enumerate(kernel.arg_names):
         if argument in constants:

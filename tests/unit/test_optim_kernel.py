@@ -105,7 +105,7 @@ import triton
 from ptxas import said_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from zeropp_fp8.kernels.optimizer.adamw import NUM_WARPS, adamw_kernel
+from zeropp_fp8.kernels.optimizer.adamw import NUM_WARPS, Form, adamw_kernel
 
 CODES = {"fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16", "fp8_e4m3": "*u8", "fp8_e5m2": "*u8"}
 USUAL = {"GRAD": "tensors", "GRAD_BLOCK": 0, "WEIGHTS": True, "MASTER": "fp16", "EXP_AVG": "fp8_e4m3",
@@ -123,6 +123,8 @@ def compile(tensors="*bf16", capability=90, **changes):
         "exp_avg_ptr": CODES[constants["EXP_AVG"]], "exp_avg_sq_ptr": CODES[constants["EXP_AVG_SQ"]],
         "tile_segments_ptr": "*i32", "table_ptr": "*i64", "places_ptr": "*i64", "amax_ptr": "*i32",
         "grad_scale_ptr": "*fp32"}
+    form = Form(**{name.lower(): value for name, value in constants.items() if name != "PASS"})
+    constants = {"PASS": constants["PASS"], "FORM": form}
     signature, attributes = {}, {}
     for place, argument in enumerate(adamw_kernel.arg_names):
         if argument in constants:

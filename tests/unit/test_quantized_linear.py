@@ -212,7 +212,7 @@ from quantized_cases import make
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from zeropp_fp8.kernels.linear.code_words import pairing
-from zeropp_fp8.kernels.linear.quantized_linear import launch_of, quantized_linear_kernel
+from zeropp_fp8.kernels.linear.quantized_linear import Form, launch_of, quantized_linear_kernel
 from zeropp_fp8.kernels.linear.quantized_to_fp8 import quantized_to_fp8_kernel
 from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
 
@@ -243,12 +243,13 @@ def check_linear(name, count):
     launch = launch_of(count, 4096)
     bits = fmt.element.bits
     scale = fmt.scale.name
-    constants = dict(
-        ELEMENT=fmt.name, SCALE=scale, PAIRS=16 // bits, PAIRING=pairing(fmt.name, scale),
-        BLOCK=fmt.block_size * bits // 128 // launch.times, TIMES=launch.times, ORDERED=True, BIASED=True,
-        LIMIT=3.38e38, WORDS=True, PTX=True, SETTLE=True, INTERPRETED=False, WARPS=launch.warps,
-        ROW_GROUPS=launch.row_groups, GROUPS=launch.groups,
+    form = Form(
+        element=fmt.name, scale=scale, pairs=16 // bits, pairing=pairing(fmt.name, scale), times=launch.times,
+        block=fmt.block_size * bits // 128 // launch.times, ordered=True, biased=True, limit=3.38e38, words=True,
+        ptx=True, settle=True, interpreted=False, warps=launch.warps, row_groups=launch.row_groups,
+        groups=launch.groups,
     )
+    constants = dict(FORM=form)
     code = compiled(quantized_linear_kernel, constants, launch.warps, False, maxnreg=launch.max_registers)
     found = [loop for loop in loops(code) if "mma.sync" in loop]
     assert len(found) == 2, (name, len(found))  # the second one clamps
@@ -263,9 +264,7 @@ def check_linear(name, count):
 def check_fp8(name):
     form = KernelFormat.of(make(name))
     constants = dict(
-        DTYPE=tl.bfloat16, LIMIT=3.38e38, ELEMENT=form.element, BLOCK_SIZE=form.block_size, WIDTH=form.width,
-        TILE_BLOCKS=form.tile_blocks, HADAMARD=False, SCALE=form.scale, ORDERED=True, PADDED=False, LARGEST=448.0,
-        NATIVE_FP8=True, INTERPRETED=False,
+        DTYPE=tl.bfloat16, LIMIT=3.38e38, FORMAT=form, ORDERED=True, PADDED=False, LARGEST=448.0, NATIVE_FP8=True
     )
     code = compiled(quantized_to_fp8_kernel, constants, form.num_warps, True)
     assert "st.global.v4.b32" in code and ".local" not in code

@@ -241,6 +241,8 @@ print("done")
 def test_compiles_without_a_gpu(capability):
     """Nothing is spilled; tensors are accessed 16 bytes at a time, codes 8; no product is fused into a sum."""
     script = f"""
+from dataclasses import replace
+
 import triton
 from kernel_cases import make
 from ptxas import said_of
@@ -262,11 +264,11 @@ POINTERS = {{
 def compile(kernel, base, name, **constants):
     if not turn():
         return
-    form = KernelFormat.of(SharedScaleFormat(name))
+    form = replace(KernelFormat.of(SharedScaleFormat(name)), native_fp8=CAPABILITY >= 89)
     sums = kernel in (sum_to_payload_kernel, sum_to_tensors_kernel)
-    constants = {{"ELEMENT": form.element, "WIDTH": form.width, "ALIGNED": True, "NATIVE_FP8": CAPABILITY >= 89,
-                  "TILE_BLOCKS": form.sum_blocks if sums else form.tile_blocks, "INTERPRETED": False, "RANKS": 8,
-                  "TILE": 1024, "TILES": 4, "ACCUMULATE": False, "KEEP_CODES": False, **constants}}
+    constants = {{"ELEMENT": form.element, "FORMAT": form.with_tiles(form.sum_blocks) if sums else form, "RANKS": 8,
+                  "ALIGNED": True, "NATIVE_FP8": CAPABILITY >= 89, "TILE": 1024, "TILES": 4, "ACCUMULATE": False,
+                  "KEEP_CODES": False, **constants}}
     constants = {{key: value for key, value in constants.items() if key in kernel.arg_names}}
     signature, attributes = {{}}, {{}}
     for place, argument in enumerate(kernel.arg_names):

@@ -9,7 +9,6 @@ A program has a whole 128 x 128 tile, hence all groups of both copies that touch
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,16 +18,14 @@ from zeropp_fp8.kernels.casts.matrices import (
     BLOCK,
     Launch,
     amax_of,
-    code_bytes,
     codes_of,
-    form_of,
+    launch_cast,
     load_tile,
     numbers_of,
     reciprocal,
     scale_of_amax,
     store_tile,
     tile_of_program,
-    tiles,
 )
 
 # A thread holds 64 values. Left alone, the compiler takes 153 registers a thread for blocks in both copies, and one
@@ -48,33 +45,29 @@ def cast_blocks_kernel(
     columns,
     plain_length,
     transposed_length,
-    PLAIN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    SIZE: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """One program: one tile of SIZE x SIZE; scales are fp32 [blocks, rows] and, transposed, [blocks, columns]."""
-    first_row, first_column = tile_of_program(columns, SIZE, SIZE)
-    values = load_tile(matrix_ptr, first_row, first_column, rows, columns, SIZE, SIZE)
-    if PLAIN:
+    """One program: one tile of 128 x 128; scales are fp32 [blocks, rows] and, transposed, [blocks, columns]."""
+    first_row, first_column = tile_of_program(columns, FORM.rows, FORM.columns)
+    values = load_tile(matrix_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns)
+    if FORM.plain:
         x = numbers_of(values)
-        scale = scale_of_amax(amax_of(x, 1), LARGEST)
-        row = first_row + tl.arange(0, SIZE)
-        tl.store(scale_ptr + (first_column // SIZE).to(tl.int64) * rows + row, scale, mask=row < rows)
-        codes = codes_of(x, reciprocal(scale)[:, None], LARGEST, NATIVE_FP8)
-        store_tile(plain_ptr, codes, first_row, first_column, rows, plain_length, SIZE, SIZE)
-    if TRANSPOSED:
-        scale = scale_of_amax(amax_of(numbers_of(values), 0), LARGEST)
-        column = first_column + tl.arange(0, SIZE)
-        pointers = scale_t_ptr + (first_row // SIZE).to(tl.int64) * columns + column
+        scale = scale_of_amax(amax_of(x, 1), FORM.largest)
+        row = first_row + tl.arange(0, FORM.rows)
+        tl.store(scale_ptr + (first_column // FORM.rows).to(tl.int64) * rows + row, scale, mask=row < rows)
+        codes = codes_of(x, reciprocal(scale)[:, None], FORM.largest, FORM.native_fp8)
+        store_tile(plain_ptr, codes, first_row, first_column, rows, plain_length)
+    if FORM.transposed:
+        scale = scale_of_amax(amax_of(numbers_of(values), 0), FORM.largest)
+        column = first_column + tl.arange(0, FORM.rows)
+        pointers = scale_t_ptr + (first_row // FORM.rows).to(tl.int64) * columns + column
         tl.store(pointers, scale, mask=column < columns)
         # Read back what this program wrote: Triton then moves the tile to the other layout before it is encoded, in 16
         # bits (see cast_tensor.py `cast_tile`), which it does not where the scale comes out of a reduction.
         tl.debug_barrier()
         scale = tl.load(pointers, mask=column < columns, other=1.0)
-        codes = codes_of(numbers_of(tl.trans(values)), reciprocal(scale)[:, None], LARGEST, NATIVE_FP8)
-        store_tile(transposed_ptr, codes, first_column, first_row, columns, transposed_length, SIZE, SIZE)
+        codes = codes_of(numbers_of(tl.trans(values)), reciprocal(scale)[:, None], FORM.largest, FORM.native_fp8)
+        store_tile(transposed_ptr, codes, first_column, first_row, columns, transposed_length)
 
 
 @triton.jit
@@ -99,24 +92,20 @@ def cast_tiles_kernel(
     transposed_length,
     scale_length,
     scale_t_length,
-    PLAIN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    SIZE: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """One program: one tile of SIZE x SIZE; scales are fp32 [tile rows, scale_length] and, transposed, the like."""
-    first_row, first_column = tile_of_program(columns, SIZE, SIZE)
-    values = load_tile(matrix_ptr, first_row, first_column, rows, columns, SIZE, SIZE)
-    scale = scale_of_amax(amax_of(tl.max(tl.abs(numbers_of(values)), axis=1), 0), LARGEST)
-    tile_row, tile_column = first_row // SIZE, first_column // SIZE
-    if PLAIN:
-        store_tile_scale(scale_ptr, scale, tile_row, tile_column, columns, scale_length, SIZE)
-    if TRANSPOSED:
-        store_tile_scale(scale_t_ptr, scale, tile_column, tile_row, rows, scale_t_length, SIZE)
+    """One program: one tile of 128 x 128; scales are fp32 [tile rows, scale_length] and, transposed, the like."""
+    first_row, first_column = tile_of_program(columns, FORM.rows, FORM.columns)
+    values = load_tile(matrix_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns)
+    scale = scale_of_amax(amax_of(tl.max(tl.abs(numbers_of(values)), axis=1), 0), FORM.largest)
+    tile_row, tile_column = first_row // FORM.rows, first_column // FORM.rows
+    if FORM.plain:
+        store_tile_scale(scale_ptr, scale, tile_row, tile_column, columns, scale_length, FORM.rows)
+    if FORM.transposed:
+        store_tile_scale(scale_t_ptr, scale, tile_column, tile_row, rows, scale_t_length, FORM.rows)
     cast_tile(
         values, reciprocal(scale), plain_ptr, transposed_ptr, first_row, first_column, rows, columns, plain_length,
-        transposed_length, PLAIN, TRANSPOSED, LARGEST, NATIVE_FP8, SIZE, SIZE,
+        transposed_length, FORM,
     )  # fmt: skip
 
 
@@ -130,7 +119,8 @@ def cast_blocks(
         codes, codes_t: float8 [R, C rounded up to a multiple of 128] and [C, R rounded up], contiguous, or None.
         scale, scale_t: fp32 [R, ceil(C / 128)] and [C, ceil(R / 128)], the first axis contiguous, or None.
     """
-    _launch(cast_blocks_kernel, matrix, codes, codes_t, scale, scale_t)
+    if codes is not None or codes_t is not None:
+        launch_cast(cast_blocks_kernel, CAST, (matrix,), codes, codes_t, (scale, scale_t))
 
 
 def cast_tiles(
@@ -142,37 +132,6 @@ def cast_tiles(
         matrix, codes, codes_t: see `cast_blocks`.
         scale, scale_t: fp32 [ceil(R / 128), ceil(C / 128)] and its transpose, or None; rows may be padded.
     """
-    lengths = [0 if tensor is None else tensor.stride(0) for tensor in (scale, scale_t)]
-    _launch(cast_tiles_kernel, matrix, codes, codes_t, scale, scale_t, *lengths)
-
-
-def _launch(
-    kernel: triton.JITFunction,
-    matrix: Tensor,
-    codes: Tensor | None,
-    codes_t: Tensor | None,
-    scale: Tensor | None,
-    scale_t: Tensor | None,
-    *scale_lengths: int,
-) -> None:
-    if codes is None and codes_t is None:
-        return
-    rows, columns = matrix.shape
-    plain, plain_length = code_bytes(codes, matrix)
-    transposed, transposed_length = code_bytes(codes_t, matrix)
-    with torch.cuda.device_of(matrix):
-        kernel[(tiles(rows, columns, BLOCK, BLOCK),)](
-            matrix,
-            plain,
-            transposed,
-            matrix if scale is None else scale,
-            matrix if scale_t is None else scale_t,
-            rows,
-            columns,
-            plain_length,
-            transposed_length,
-            *scale_lengths,
-            SIZE=BLOCK,
-            **form_of(codes, codes_t),
-            **CAST.options(),
-        )
+    if codes is not None or codes_t is not None:
+        lengths = tuple(0 if tensor is None else tensor.stride(0) for tensor in (scale, scale_t))
+        launch_cast(cast_tiles_kernel, CAST, (matrix,), codes, codes_t, (scale, scale_t), lengths)

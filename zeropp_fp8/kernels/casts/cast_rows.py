@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from zeropp_fp8.kernels.casts.matrices import (
+    Form,
     Launch,
     amax_of,
-    code_bytes,
     codes_of,
-    form_of,
+    launch_cast,
     load_tile,
     numbers_of,
     reciprocal,
@@ -48,20 +48,18 @@ def tile_amax_kernel(
     column_amax_ptr,
     rows,
     columns,
-    PLAIN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    TILE: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """One program: one tile's amaxes, into fp32 [tiles in a row, rows] and [tiles in a column, columns]."""
-    first_row, first_column = tile_of_program(columns, TILE, TILE)
-    x = numbers_of(load_tile(matrix_ptr, first_row, first_column, rows, columns, TILE, TILE))
-    if PLAIN:
-        row = first_row + tl.arange(0, TILE)
-        pointers = row_amax_ptr + (first_column // TILE).to(tl.int64) * rows + row
+    first_row, first_column = tile_of_program(columns, FORM.rows, FORM.columns)
+    x = numbers_of(load_tile(matrix_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns))
+    if FORM.plain:
+        row = first_row + tl.arange(0, FORM.rows)
+        pointers = row_amax_ptr + (first_column // FORM.columns).to(tl.int64) * rows + row
         tl.store(pointers, amax_of(x, 1), mask=row < rows)
-    if TRANSPOSED:
-        column = first_column + tl.arange(0, TILE)
-        pointers = column_amax_ptr + (first_row // TILE).to(tl.int64) * columns + column
+    if FORM.transposed:
+        column = first_column + tl.arange(0, FORM.columns)
+        pointers = column_amax_ptr + (first_row // FORM.rows).to(tl.int64) * columns + column
         tl.store(pointers, amax_of(x, 0), mask=column < columns)
 
 
@@ -88,26 +86,25 @@ def scales_kernel(
     scale_t_ptr,
     rows,
     columns,
-    TILE: tl.constexpr,
-    PLAIN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    LARGEST: tl.constexpr,
+    FORM: tl.constexpr,
     SCALES: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):
     """The first programs make scales of rows, the others scales of columns."""
     program = tl.program_id(0)
     row_programs = 0
-    if PLAIN:
+    if FORM.plain:
         row_programs = (rows + SCALES - 1) // SCALES
         if program < row_programs:
-            num_partials = (columns + TILE - 1) // TILE
-            scales_of_partials(row_amax_ptr, scale_ptr, program * SCALES, rows, num_partials, LARGEST, SCALES, PARTIALS)
-    if TRANSPOSED:  # noqa: SIM102 (a branch at compile time, and one of the program)
+            partials = (columns + FORM.columns - 1) // FORM.columns
+            scales_of_partials(
+                row_amax_ptr, scale_ptr, program * SCALES, rows, partials, FORM.largest, SCALES, PARTIALS
+            )
+    if FORM.transposed:  # noqa: SIM102 (a branch at compile time, and one of the program)
         if program >= row_programs:
             first = (program - row_programs) * SCALES
-            num_partials = (rows + TILE - 1) // TILE
-            scales_of_partials(column_amax_ptr, scale_t_ptr, first, columns, num_partials, LARGEST, SCALES, PARTIALS)
+            partials = (rows + FORM.rows - 1) // FORM.rows
+            scales_of_partials(column_amax_ptr, scale_t_ptr, first, columns, partials, FORM.largest, SCALES, PARTIALS)
 
 
 @triton.jit
@@ -121,26 +118,21 @@ def cast_rows_kernel(
     columns,
     plain_length,
     transposed_length,
-    PLAIN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """One program: one tile, with known scales fp32 [rows] and [columns]."""
-    first_row, first_column = tile_of_program(columns, TILE_ROWS, TILE_COLUMNS)
-    values = load_tile(matrix_ptr, first_row, first_column, rows, columns, TILE_ROWS, TILE_COLUMNS)
-    if PLAIN:
-        row = first_row + tl.arange(0, TILE_ROWS)
+    first_row, first_column = tile_of_program(columns, FORM.rows, FORM.columns)
+    values = load_tile(matrix_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns)
+    if FORM.plain:
+        row = first_row + tl.arange(0, FORM.rows)
         inverse = reciprocal(tl.load(scale_ptr + row, mask=row < rows, other=1.0))
-        codes = codes_of(numbers_of(values), inverse[:, None], LARGEST, NATIVE_FP8)
-        store_tile(plain_ptr, codes, first_row, first_column, rows, plain_length, TILE_ROWS, TILE_COLUMNS)
-    if TRANSPOSED:
-        column = first_column + tl.arange(0, TILE_COLUMNS)
+        codes = codes_of(numbers_of(values), inverse[:, None], FORM.largest, FORM.native_fp8)
+        store_tile(plain_ptr, codes, first_row, first_column, rows, plain_length)
+    if FORM.transposed:
+        column = first_column + tl.arange(0, FORM.columns)
         inverse = reciprocal(tl.load(scale_t_ptr + column, mask=column < columns, other=1.0))
-        codes = codes_of(numbers_of(tl.trans(values)), inverse[:, None], LARGEST, NATIVE_FP8)
-        store_tile(transposed_ptr, codes, first_column, first_row, columns, transposed_length, TILE_COLUMNS, TILE_ROWS)
+        codes = codes_of(numbers_of(tl.trans(values)), inverse[:, None], FORM.largest, FORM.native_fp8)
+        store_tile(transposed_ptr, codes, first_column, first_row, columns, transposed_length)
 
 
 @triton.jit
@@ -151,19 +143,16 @@ def cast_whole_rows_kernel(
     rows,
     columns,
     plain_length,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """One program: TILE_ROWS whole rows of up to TILE_COLUMNS elements."""
-    first_row = tl.program_id(0) * TILE_ROWS
-    x = numbers_of(load_tile(matrix_ptr, first_row, 0, rows, columns, TILE_ROWS, TILE_COLUMNS))
-    scale = scale_of_amax(amax_of(x, 1), LARGEST)
-    row = first_row + tl.arange(0, TILE_ROWS)
+    """One program: whole rows of up to FORM.columns elements."""
+    first_row = tl.program_id(0) * FORM.rows
+    x = numbers_of(load_tile(matrix_ptr, first_row, 0, rows, columns, FORM.rows, FORM.columns))
+    scale = scale_of_amax(amax_of(x, 1), FORM.largest)
+    row = first_row + tl.arange(0, FORM.rows)
     tl.store(scale_ptr + row, scale, mask=row < rows)
-    codes = codes_of(x, reciprocal(scale)[:, None], LARGEST, NATIVE_FP8)
-    store_tile(plain_ptr, codes, first_row, 0, rows, plain_length, TILE_ROWS, TILE_COLUMNS)
+    codes = codes_of(x, reciprocal(scale)[:, None], FORM.largest, FORM.native_fp8)
+    store_tile(plain_ptr, codes, first_row, 0, rows, plain_length)
 
 
 def cast_rows(
@@ -182,8 +171,7 @@ def cast_rows(
     if codes_t is None and columns <= _LARGEST_ROW:
         _cast_whole_rows(matrix, codes, scale)
         return
-    form = form_of(codes, codes_t)
-    copies = {"PLAIN": form["PLAIN"], "TRANSPOSED": form["TRANSPOSED"]}
+    form = Form.of(codes, codes_t, _AMAX_TILE, _AMAX_TILE)
     # A copy that is not wanted gets the matrix instead of buffers of its own; nothing touches it.
     row_amax = column_amax = matrix
     scale_programs = 0
@@ -193,44 +181,24 @@ def cast_rows(
     if codes_t is not None:
         column_amax = _empty(matrix, triton.cdiv(rows, _AMAX_TILE), columns)
         scale_programs += triton.cdiv(columns, _SCALES)
-    scale = matrix if scale is None else scale
-    scale_t = matrix if scale_t is None else scale_t
-    plain, plain_length = code_bytes(codes, matrix)
-    transposed, transposed_length = code_bytes(codes_t, matrix)
     with torch.cuda.device_of(matrix):
         tile_amax_kernel[(tiles(rows, columns, _AMAX_TILE, _AMAX_TILE),)](
-            matrix, row_amax, column_amax, rows, columns, TILE=_AMAX_TILE, num_warps=_AMAX_WARPS, **copies
+            matrix, row_amax, column_amax, rows, columns, FORM=form, num_warps=_AMAX_WARPS
         )
         scales_kernel[(scale_programs,)](
             row_amax,
             column_amax,
-            scale,
-            scale_t,
+            matrix if scale is None else scale,
+            matrix if scale_t is None else scale_t,
             rows,
             columns,
-            TILE=_AMAX_TILE,
-            LARGEST=form["LARGEST"],
+            FORM=form,
             SCALES=_SCALES,
             PARTIALS=_PARTIALS,
             num_warps=4,
             enable_fp_fusion=False,
-            **copies,
         )
-        cast_rows_kernel[(tiles(rows, columns, CAST.tile_rows, CAST.tile_columns),)](
-            matrix,
-            plain,
-            transposed,
-            scale,
-            scale_t,
-            rows,
-            columns,
-            plain_length,
-            transposed_length,
-            TILE_ROWS=CAST.tile_rows,
-            TILE_COLUMNS=CAST.tile_columns,
-            **form,
-            **CAST.options(),
-        )
+    launch_cast(cast_rows_kernel, CAST, (matrix,), codes, codes_t, (scale, scale_t))
 
 
 def _cast_whole_rows(matrix: Tensor, codes: Tensor, scale: Tensor) -> None:
@@ -238,7 +206,6 @@ def _cast_whole_rows(matrix: Tensor, codes: Tensor, scale: Tensor) -> None:
     # A row of the padded copy must fit, too: its length is at most the next power of two from 16 on.
     width = max(16, triton.next_power_of_2(columns))
     tile_rows = max(1, _ROWS_NUMEL // width)
-    form = form_of(codes, None)
     with torch.cuda.device_of(matrix):
         cast_whole_rows_kernel[(tiles(rows, 1, tile_rows, 1),)](
             matrix,
@@ -247,10 +214,7 @@ def _cast_whole_rows(matrix: Tensor, codes: Tensor, scale: Tensor) -> None:
             rows,
             columns,
             codes.shape[1],
-            LARGEST=form["LARGEST"],
-            NATIVE_FP8=form["NATIVE_FP8"],
-            TILE_ROWS=tile_rows,
-            TILE_COLUMNS=width,
+            FORM=Form.of(codes, None, tile_rows, width),
             num_warps=max(4, tile_rows * width // 1024),
             enable_fp_fusion=False,
         )

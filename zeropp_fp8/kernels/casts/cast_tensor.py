@@ -16,17 +16,15 @@ from torch import Tensor
 from zeropp_fp8.kernels.casts.matrices import (
     Launch,
     amax_of,
-    code_bytes,
     codes_of,
-    form_of,
     larger,
+    launch_cast,
     load_tile,
     numbers_of,
     reciprocal,
     scale_of_amax,
     store_tile,
     tile_of_program,
-    tiles,
 )
 
 # 128 codes of a row are a cache line of the transposed copy.
@@ -84,27 +82,22 @@ def cast_tile(
     columns,
     plain_length,
     transposed_length,
-    PLAIN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """Write the codes of a tile as it is stored, [TILE_ROWS, TILE_COLUMNS], to one or both copies, with their padding.
+    """Write the codes of a tile as it is stored, [FORM.rows, FORM.columns], to one or both copies, with their padding.
 
     The tile is transposed before it is encoded, in 16 bits: for these there is an instruction (ldmatrix); single bytes
     would take a load from shared memory each.
     """
-    if PLAIN:
-        codes = codes_of(numbers_of(values), inverse, LARGEST, NATIVE_FP8)
-        store_tile(plain_ptr, codes, first_row, first_column, rows, plain_length, TILE_ROWS, TILE_COLUMNS)
-    if TRANSPOSED:
+    if FORM.plain:
+        codes = codes_of(numbers_of(values), inverse, FORM.largest, FORM.native_fp8)
+        store_tile(plain_ptr, codes, first_row, first_column, rows, plain_length)
+    if FORM.transposed:
         # Where both copies of 32-bit numbers go through the instruction, Triton (3.6) encodes once, moves the FP8 codes
         # through shared memory and loses their order: 37 % of the transposed codes were wrong on an H200.
-        native: tl.constexpr = NATIVE_FP8 and not (PLAIN and values.dtype.primitive_bitwidth == 32)
-        codes = codes_of(numbers_of(tl.trans(values)), inverse, LARGEST, native)
-        store_tile(transposed_ptr, codes, first_column, first_row, columns, transposed_length, TILE_COLUMNS, TILE_ROWS)
+        native: tl.constexpr = FORM.native_fp8 and not (FORM.plain and values.dtype.primitive_bitwidth == 32)
+        codes = codes_of(numbers_of(tl.trans(values)), inverse, FORM.largest, native)
+        store_tile(transposed_ptr, codes, first_column, first_row, columns, transposed_length)
 
 
 # Scales and amaxes lie anywhere in the tables of a delayed scaling: specializing on it would compile the kernel twice.
@@ -124,25 +117,20 @@ def cast_tensor_kernel(
     CURRENT: tl.constexpr,
     RECORD: tl.constexpr,
     PARTIALS: tl.constexpr,
-    PLAIN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """One program: one tile."""
-    first_row, first_column = tile_of_program(columns, TILE_ROWS, TILE_COLUMNS)
-    values = load_tile(matrix_ptr, first_row, first_column, rows, columns, TILE_ROWS, TILE_COLUMNS)
+    first_row, first_column = tile_of_program(columns, FORM.rows, FORM.columns)
+    values = load_tile(matrix_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns)
     if CURRENT:
-        scale = scale_of_partials(partials_ptr, num_partials, scale_ptr, amax_ptr, LARGEST, RECORD, PARTIALS)
+        scale = scale_of_partials(partials_ptr, num_partials, scale_ptr, amax_ptr, FORM.largest, RECORD, PARTIALS)
     else:
         scale = tl.load(scale_ptr)
         if RECORD:
             record_amax(amax_ptr, numbers_of(values))
     cast_tile(
         values, reciprocal(scale), plain_ptr, transposed_ptr, first_row, first_column, rows, columns, plain_length,
-        transposed_length, PLAIN, TRANSPOSED, LARGEST, NATIVE_FP8, TILE_ROWS, TILE_COLUMNS,
+        transposed_length, FORM,
     )  # fmt: skip
 
 
@@ -175,27 +163,15 @@ def cast_tensor(
     """
     if codes is None and codes_t is None:
         return
-    rows, columns = matrix.shape
-    plain, plain_length = code_bytes(codes, matrix)
-    transposed, transposed_length = code_bytes(codes_t, matrix)
-    with torch.cuda.device_of(matrix):
-        cast_tensor_kernel[(tiles(rows, columns, CAST.tile_rows, CAST.tile_columns),)](
-            matrix,
-            plain,
-            transposed,
-            scale,
-            scale if partials is None else partials,
-            scale if amax_out is None else amax_out,
-            rows,
-            columns,
-            plain_length,
-            transposed_length,
-            0 if partials is None else partials.numel(),
-            CURRENT=partials is not None,
-            RECORD=amax_out is not None,
-            PARTIALS=LARGEST_PARTIALS,
-            TILE_ROWS=CAST.tile_rows,
-            TILE_COLUMNS=CAST.tile_columns,
-            **form_of(codes, codes_t),
-            **CAST.options(),
-        )
+    launch_cast(
+        cast_tensor_kernel,
+        CAST,
+        (matrix,),
+        codes,
+        codes_t,
+        (scale, partials, amax_out),
+        (0 if partials is None else partials.numel(),),
+        CURRENT=partials is not None,
+        RECORD=amax_out is not None,
+        PARTIALS=LARGEST_PARTIALS,
+    )

@@ -15,19 +15,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from zeropp_fp8.kernels.casts.cast_tensor import cast_tile, record_amax
 from zeropp_fp8.kernels.casts.matrices import (
     Launch,
-    code_bytes,
-    form_of,
+    exponential,
+    launch_cast,
     load_tile,
     numbers_of,
     reciprocal,
     store_tile,
     tile_of_program,
-    tiles,
 )
 from zeropp_fp8.kernels.elements import narrowed
 from zeropp_fp8.kernels.wire.launch_tables import interpreted
@@ -54,21 +52,16 @@ def finish(
     transposed_length,
     KEEP: tl.constexpr,
     RECORD: tl.constexpr,
-    PLAIN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """What both have in common: keep y, a tile in the matrix' dtype, if asked for; record its amax; cast it."""
     if KEEP:
-        store_tile(values_ptr, y, first_row, first_column, rows, columns, TILE_ROWS, TILE_COLUMNS)
+        store_tile(values_ptr, y, first_row, first_column, rows, columns)
     if RECORD:
         record_amax(amax_ptr, numbers_of(y))
     cast_tile(
         y, reciprocal(tl.load(scale_ptr)), plain_ptr, transposed_ptr, first_row, first_column, rows, columns,
-        plain_length, transposed_length, PLAIN, TRANSPOSED, LARGEST, NATIVE_FP8, TILE_ROWS, TILE_COLUMNS,
+        plain_length, transposed_length, FORM,
     )  # fmt: skip
 
 
@@ -88,28 +81,18 @@ def swiglu_cast_kernel(
     KEEP: tl.constexpr,
     RECORD: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    PLAIN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """One program: one tile."""
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
-    first_row, first_column = tile_of_program(columns, TILE_ROWS, TILE_COLUMNS)
-    gate = load_tile(gate_ptr, first_row, first_column, rows, columns, TILE_ROWS, TILE_COLUMNS).to(tl.float32)
-    up = load_tile(up_ptr, first_row, first_column, rows, columns, TILE_ROWS, TILE_COLUMNS).to(tl.float32)
-    if INTERPRETED:
-        exponential = tl.exp(-gate)
-    else:
-        # CUDA's expf, which torch calls; tl.exp is an approximation that rounds some results to another bf16 number.
-        exponential = libdevice.exp(-gate)
-    silu = narrowed(tl.div_rn(gate, 1.0 + exponential), dtype, INTERPRETED).to(tl.float32)
+    first_row, first_column = tile_of_program(columns, FORM.rows, FORM.columns)
+    gate = load_tile(gate_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns).to(tl.float32)
+    up = load_tile(up_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns).to(tl.float32)
+    silu = narrowed(tl.div_rn(gate, 1.0 + exponential(-gate, INTERPRETED)), dtype, INTERPRETED).to(tl.float32)
     y = narrowed(silu * up, dtype, INTERPRETED)
     finish(
         y, values_ptr, plain_ptr, transposed_ptr, scale_ptr, amax_ptr, first_row, first_column, rows, columns,
-        plain_length, transposed_length, KEEP, RECORD, PLAIN, TRANSPOSED, LARGEST, NATIVE_FP8, TILE_ROWS, TILE_COLUMNS,
+        plain_length, transposed_length, KEEP, RECORD, FORM,
     )  # fmt: skip
 
 
@@ -142,26 +125,21 @@ def rms_norm_cast_kernel(
     KEEP: tl.constexpr,
     RECORD: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    PLAIN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """One program: one tile, with the rows' statistics known."""
     dtype: tl.constexpr = matrix_ptr.dtype.element_ty
-    first_row, first_column = tile_of_program(columns, TILE_ROWS, TILE_COLUMNS)
-    x = load_tile(matrix_ptr, first_row, first_column, rows, columns, TILE_ROWS, TILE_COLUMNS).to(tl.float32)
-    row = first_row + tl.arange(0, TILE_ROWS)
-    column = first_column + tl.arange(0, TILE_COLUMNS)
+    first_row, first_column = tile_of_program(columns, FORM.rows, FORM.columns)
+    x = load_tile(matrix_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns).to(tl.float32)
+    row = first_row + tl.arange(0, FORM.rows)
+    column = first_column + tl.arange(0, FORM.columns)
     inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < rows, other=0.0)
     weight = tl.load(weight_ptr + column, mask=column < columns, other=0).to(tl.float32)
     normalized = narrowed(x * inverse_rms[:, None], dtype, INTERPRETED).to(tl.float32)
     y = narrowed(weight[None, :] * normalized, dtype, INTERPRETED)
     finish(
         y, values_ptr, plain_ptr, transposed_ptr, scale_ptr, amax_ptr, first_row, first_column, rows, columns,
-        plain_length, transposed_length, KEEP, RECORD, PLAIN, TRANSPOSED, LARGEST, NATIVE_FP8, TILE_ROWS, TILE_COLUMNS,
+        plain_length, transposed_length, KEEP, RECORD, FORM,
     )  # fmt: skip
 
 
@@ -184,7 +162,7 @@ def swiglu_cast(
         amax_out: fp32 [1], becomes the maximum of itself and the result's largest finite magnitude; or None.
         values: like `gate`, the result before the cast; or None.
     """
-    _launch(swiglu_cast_kernel, SWIGLU, (gate, up), gate, codes, codes_t, scale, amax_out, values)
+    _launch(swiglu_cast_kernel, SWIGLU, (gate, up), codes, codes_t, scale, amax_out, values)
 
 
 def rms_norm_cast(
@@ -215,42 +193,18 @@ def rms_norm_cast(
             PIECE=min(_LARGEST_PIECE, triton.next_power_of_2(columns)),
             num_warps=_STATISTICS_WARPS,
         )
-    _launch(
-        rms_norm_cast_kernel, RMS_NORM, (matrix, weight, inverse_rms), matrix, codes, codes_t, scale, amax_out, values
+    _launch(rms_norm_cast_kernel, RMS_NORM, (matrix, weight, inverse_rms), codes, codes_t, scale, amax_out, values)
+
+
+def _launch(kernel, launch, inputs, codes, codes_t, scale, amax_out, values) -> None:
+    launch_cast(
+        kernel,
+        launch,
+        (*inputs, inputs[0] if values is None else values),
+        codes,
+        codes_t,
+        (scale, amax_out),
+        KEEP=values is not None,
+        RECORD=amax_out is not None,
+        INTERPRETED=interpreted(),
     )
-
-
-def _launch(
-    kernel: triton.JITFunction,
-    launch: Launch,
-    inputs: tuple[Tensor, ...],
-    like: Tensor,
-    codes: Tensor | None,
-    codes_t: Tensor | None,
-    scale: Tensor,
-    amax_out: Tensor | None,
-    values: Tensor | None,
-) -> None:
-    rows, columns = like.shape
-    plain, plain_length = code_bytes(codes, like)
-    transposed, transposed_length = code_bytes(codes_t, like)
-    with torch.cuda.device_of(like):
-        kernel[(tiles(rows, columns, launch.tile_rows, launch.tile_columns),)](
-            *inputs,
-            like if values is None else values,
-            plain,
-            transposed,
-            scale,
-            scale if amax_out is None else amax_out,
-            rows,
-            columns,
-            plain_length,
-            transposed_length,
-            KEEP=values is not None,
-            RECORD=amax_out is not None,
-            INTERPRETED=interpreted(),
-            TILE_ROWS=launch.tile_rows,
-            TILE_COLUMNS=launch.tile_columns,
-            **form_of(codes, codes_t),
-            **launch.options(),
-        )

@@ -9,12 +9,14 @@ neighbours are masked alike, and the copies' rows are padded to a multiple of 16
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from zeropp_fp8.kernels.elements import SMALLEST_SCALE, float8_from_fp32
 from zeropp_fp8.kernels.wire.launch_tables import native_float8
@@ -63,6 +65,12 @@ def reciprocal(scale):
 
 
 @triton.jit
+def exponential(x, INTERPRETED: tl.constexpr):
+    """CUDA's expf, which torch calls; tl.exp is an approximation that rounds some results to another bf16 number."""
+    return tl.exp(x) if INTERPRETED else libdevice.exp(x)
+
+
+@triton.jit
 def codes_of(x, inverse, LARGEST: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """uint8 codes of fp32 x * inverse, saturating; NAN_CODE where the product is NaN."""
     scaled = x * inverse
@@ -99,19 +107,10 @@ def load_tile(matrix_ptr, first_row, first_column, rows, columns, TILE_ROWS: tl.
 
 
 @triton.jit
-def store_tile(
-    out_ptr,
-    values,
-    first_row,
-    first_column,
-    rows,
-    columns,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-):
+def store_tile(out_ptr, values, first_row, first_column, rows, columns):
     """Write a tile of a contiguous matrix [rows, columns]; what lies beyond its end is dropped."""
-    row = first_row + tl.arange(0, TILE_ROWS)
-    column = first_column + tl.arange(0, TILE_COLUMNS)
+    row = first_row + tl.arange(0, values.shape[0])
+    column = first_column + tl.arange(0, values.shape[1])
     pointers = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(pointers, values, mask=(row < rows)[:, None] & (column < columns)[None, :])
 
@@ -136,6 +135,75 @@ class Launch:
         return options
 
 
+@dataclass(frozen=True)
+class Form:
+    """The compile-time constants of a cast, which kernels and their parts take whole.
+
+    Attributes:
+        plain, transposed: which copies are made.
+        largest: magnitude of a code.
+        native_fp8: whether the device makes codes by an instruction.
+        rows, columns: of a program's tile.
+    """
+
+    plain: bool
+    transposed: bool
+    largest: float
+    native_fp8: bool
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, codes: Tensor | None, codes_t: Tensor | None, rows: int, columns: int) -> Form:
+        """The form of a cast that makes these copies, at least one, in tiles of rows x columns."""
+        copy = codes_t if codes is None else codes
+        return _form_of(codes is not None, codes_t is not None, copy.dtype, copy.device, rows, columns)
+
+
+@functools.cache
+def _form_of(plain: bool, transposed: bool, dtype: torch.dtype, device: torch.device, rows: int, columns: int) -> Form:
+    return Form(plain, transposed, LARGEST_CODE[dtype], native_float8(device), rows, columns)
+
+
+def launch_cast(
+    kernel: triton.JITFunction,
+    launch: Launch,
+    inputs: tuple[Tensor, ...],
+    codes: Tensor | None,
+    codes_t: Tensor | None,
+    others: tuple[Tensor | None, ...],
+    lengths: tuple[int, ...] = (),
+    **constants,
+) -> None:
+    """Launch a cast of matrices with a program a tile.
+
+    Args:
+        inputs: matrices of one shape first.
+        codes, codes_t: the copies to make, at least one; rows may be padded.
+        others: scales and amaxes, None for what is not wanted.
+        lengths: integers that follow those of the matrices.
+    """
+    like = inputs[0]
+    rows, columns = like.shape
+    plain, plain_length = code_bytes(codes, like)
+    transposed, transposed_length = code_bytes(codes_t, like)
+    with torch.cuda.device_of(like):
+        kernel[(tiles(rows, columns, launch.tile_rows, launch.tile_columns),)](
+            *inputs,
+            plain,
+            transposed,
+            *(like if tensor is None else tensor for tensor in others),
+            rows,
+            columns,
+            plain_length,
+            transposed_length,
+            *lengths,
+            FORM=Form.of(codes, codes_t, launch.tile_rows, launch.tile_columns),
+            **constants,
+            **launch.options(),
+        )
+
+
 def tiles(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:
     """Programs of a launch with a tile each.
 
@@ -153,14 +221,3 @@ def code_bytes(codes: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
     Triton before 3.7 has no pointers to float8 on devices without the type, and its interpreter has none at all.
     """
     return (other, 0) if codes is None else (codes.view(torch.uint8), codes.shape[1])
-
-
-def form_of(codes: Tensor | None, codes_t: Tensor | None) -> dict:
-    """The compile-time constants of a launch that makes these copies, at least one."""
-    copy = codes_t if codes is None else codes
-    return {
-        "PLAIN": codes is not None,
-        "TRANSPOSED": codes_t is not None,
-        "LARGEST": LARGEST_CODE[copy.dtype],
-        "NATIVE_FP8": native_float8(copy.device),
-    }

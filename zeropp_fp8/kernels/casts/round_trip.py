@@ -20,7 +20,7 @@ from zeropp_fp8.formats.base import check_encodable
 from zeropp_fp8.formats.noise import Seed, draw_seed
 from zeropp_fp8.kernels.elements import narrowed, uniform
 from zeropp_fp8.kernels.mx_elements import mx_round, mx_scale_blocks, mx_scale_values, mx_times_scales
-from zeropp_fp8.kernels.wire.launch_tables import KernelFormat, interpreted, native_float8
+from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
 
 # 64 numbers of 16 bits are 128 bytes, a cache line, on both sides; a thread holds 32 numbers.
 SIDE = 64
@@ -28,30 +28,21 @@ NUM_WARPS = 4
 
 
 @triton.jit
-def round_tile(
-    x,
-    row,
-    column,
-    seed_low,
-    seed_high,
-    LIMIT: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    SIDE: tl.constexpr,
-):
+def round_tile(x, row, column, seed_low, seed_high, LIMIT: tl.constexpr, FORMAT: tl.constexpr, SIDE: tl.constexpr):
     """[SIDE, SIDE] rounded in blocks of 32 along its second axis, as fp32; its first number is at (row, column)."""
+    element: tl.constexpr = FORMAT.element
+    mode: tl.constexpr = FORMAT.scale
+    rounding: tl.constexpr = FORMAT.rounding
     blocks: tl.constexpr = SIDE * SIDE // 32
     x = tl.reshape(x, (blocks, 32)).to(tl.float32)
-    scales, scaled = mx_scale_blocks(x, ELEMENT, SCALE)
+    scales, scaled = mx_scale_blocks(x, element, mode)
     noise = scaled
-    if ROUNDING == "stochastic":
+    if rounding == "stochastic":
         places = tl.arange(0, SIDE)
         noise = uniform(seed_low, seed_high, row + places[:, None], column + places[None, :])
         noise = tl.reshape(noise, (blocks, 32))
-    numbers = mx_round(scaled, noise, ELEMENT, ROUNDING, NATIVE_FP8)
-    values = mx_times_scales(numbers, mx_scale_values(scales), LIMIT, ELEMENT)
+    numbers = mx_round(scaled, noise, element, rounding, FORMAT.native_fp8)
+    values = mx_times_scales(numbers, mx_scale_values(scales), LIMIT, element)
     return tl.reshape(values, (SIDE, SIDE))
 
 
@@ -68,11 +59,7 @@ def round_trip_kernel(
     ALONG_ROWS: tl.constexpr,
     ALONG_COLUMNS: tl.constexpr,
     LIMIT: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    FORMAT: tl.constexpr,
     SIDE: tl.constexpr,
 ):
     """One program: a tile of SIDE x SIDE; tiles of the same rows follow each other."""
@@ -89,18 +76,14 @@ def round_trip_kernel(
     x = tl.load(matrix_ptr + offset + local, mask=ok, other=0.0)
     dtype: tl.constexpr = matrix_ptr.dtype.element_ty
     if ALONG_ROWS:
-        values = round_tile(
-            x, row, column, seed_low, seed_high, LIMIT, ELEMENT, SCALE, ROUNDING, NATIVE_FP8, SIDE
-        )  # fmt: skip
-        tl.store(rows_ptr + offset + local, narrowed(values, dtype, INTERPRETED), mask=ok)
+        values = round_tile(x, row, column, seed_low, seed_high, LIMIT, FORMAT, SIDE)
+        tl.store(rows_ptr + offset + local, narrowed(values, dtype, FORMAT.interpreted), mask=ok)
     if ALONG_COLUMNS:
-        values = round_tile(
-            tl.trans(x), column, row, seed_low, seed_high, LIMIT, ELEMENT, SCALE, ROUNDING, NATIVE_FP8, SIDE
-        )  # fmt: skip
+        values = round_tile(tl.trans(x), column, row, seed_low, seed_high, LIMIT, FORMAT, SIDE)
         ok = (columns[:, None] < num_columns) & (rows[None, :] < num_rows)
         offset = column.to(tl.int64) * num_rows + row
         local = places[:, None] * num_rows + places[None, :]
-        tl.store(columns_ptr + offset + local, narrowed(values, dtype, INTERPRETED), mask=ok)
+        tl.store(columns_ptr + offset + local, narrowed(values, dtype, FORMAT.interpreted), mask=ok)
 
 
 def round_trip(
@@ -137,7 +120,6 @@ def round_trip(
     columns = matrix.new_empty(num_columns, num_rows) if along_columns else None
     if matrix.numel() == 0 or not (along_rows or along_columns):
         return rows, columns
-    form = KernelFormat.of(mx_format)
     with torch.cuda.device_of(matrix):
         round_trip_kernel[(triton.cdiv(num_rows, SIDE) * triton.cdiv(num_columns, SIDE),)](
             matrix,
@@ -150,11 +132,7 @@ def round_trip(
             ALONG_ROWS=along_rows,
             ALONG_COLUMNS=along_columns,
             LIMIT=torch.finfo(matrix.dtype).max,
-            ELEMENT=form.element,
-            SCALE=form.scale,
-            ROUNDING=form.rounding,
-            NATIVE_FP8=native_float8(matrix.device),
-            INTERPRETED=interpreted(),
+            FORMAT=KernelFormat.of(mx_format).on(matrix.device),
             SIDE=SIDE,
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,

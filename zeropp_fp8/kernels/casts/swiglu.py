@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
+from zeropp_fp8.kernels.casts.matrices import exponential
 from zeropp_fp8.kernels.elements import narrowed
 from zeropp_fp8.kernels.wire.launch_tables import interpreted
 
@@ -41,13 +41,10 @@ def swiglu_backward_kernel(
     grad = tl.load(grad_ptr + start + local, mask=mask, other=0).to(tl.float32)
     gate = tl.load(gate_ptr + start + local, mask=mask, other=0).to(tl.float32)
     up = tl.load(up_ptr + start + local, mask=mask, other=0).to(tl.float32)
-    if INTERPRETED:
-        exponential = tl.exp(-gate)
-    else:
-        exponential = libdevice.exp(-gate)
+    divisor = 1.0 + exponential(-gate, INTERPRETED)
     one = tl.full(gate.shape, 1.0, tl.float32)
-    silu = narrowed(tl.div_rn(gate, 1.0 + exponential), dtype, INTERPRETED).to(tl.float32)
-    sigmoid = tl.div_rn(one, 1.0 + exponential)
+    silu = narrowed(tl.div_rn(gate, divisor), dtype, INTERPRETED).to(tl.float32)
+    sigmoid = tl.div_rn(one, divisor)
     grad_silu = narrowed(grad * up, dtype, INTERPRETED).to(tl.float32)
     grad_gate = grad_silu * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     tl.store(grad_gate_ptr + start + local, narrowed(grad_gate, dtype, INTERPRETED), mask=mask)

@@ -29,16 +29,7 @@ def transpose_kernel(
     """One program: one tile. Beyond `rows` the transposed copy's rows are filled with zeros."""
     first_row, first_column = tile_of_program(columns, TILE_ROWS, TILE_COLUMNS)
     codes = load_tile(codes_ptr, first_row, first_column, rows, columns, TILE_ROWS, TILE_COLUMNS)
-    store_tile(
-        transposed_ptr,
-        tl.trans(codes),
-        first_column,
-        first_row,
-        columns,
-        transposed_length,
-        TILE_COLUMNS,
-        TILE_ROWS,
-    )
+    store_tile(transposed_ptr, tl.trans(codes), first_column, first_row, columns, transposed_length)
 
 
 def transpose(codes: Tensor, transposed: Tensor) -> None:

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zeropp_fp8.formats import BlockScaledFormat
 from zeropp_fp8.formats.base import align_up
 from zeropp_fp8.kernels.elements import narrowed
 from zeropp_fp8.kernels.linear.code_words import (
@@ -38,6 +39,41 @@ from zeropp_fp8.kernels.linear.code_words import (
 from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight, can_multiply
 from zeropp_fp8.kernels.wire.dequantize import LARGEST_FP32, NF4_LEVELS, SCALE_GROUP, ZERO_CODE
 from zeropp_fp8.kernels.wire.launch_tables import interpreted, lookup_table
+
+
+@dataclass(frozen=True)
+class Form:
+    """The compile-time constants of a product, which the kernel and its parts take whole.
+
+    Attributes:
+        element, scale: of the format.
+        pairs, pairing: pairs of numbers in a word of codes, and which two make one (code_words.py).
+        times: loads of 16 bytes that make a span of codes; 0: byte by byte.
+        block: spans of a block; byte by byte its bytes.
+        ordered, biased: whether there are an order of slices and a bias.
+        limit: the largest finite number of the weight's dtype.
+        words: numbers of x have 16 bits.
+        ptx, settle: whether codes are decoded by PTX, and operands held as 16-bit numbers.
+        warps, row_groups, groups: see `Launch`.
+    """
+
+    element: str
+    scale: str
+    pairs: int
+    pairing: str
+    times: int
+    block: int
+    ordered: bool
+    biased: bool
+    limit: float
+    words: bool
+    ptx: bool
+    settle: bool
+    interpreted: bool
+    warps: int
+    row_groups: int
+    groups: int
+
 
 # -- codes and scales -----------------------------------------------------------------------------------------------
 
@@ -95,32 +131,23 @@ def row_of(rows_ptr, slice_index, ORDERED: tl.constexpr):
 
 
 @triton.jit
-def load_spans(
-    first_ptrs,
-    second_ptrs,
-    start,
-    span,
-    spans,
-    slice_spans,
-    codes_start,
-    group_start,
-    offset_start,
-    TIMES: tl.constexpr,
-    BLOCK_SPANS: tl.constexpr,
-    SCALE: tl.constexpr,
-):
+def load_spans(first_ptrs, second_ptrs, start, span, spans, slice_spans, parts, FORM: tl.constexpr):
     """Span number `span` of each of R rows: (words int32 [TIMES * R, 4], three parts of scales [R]); zeros at the end.
 
     Args:
         first_ptrs, second_ptrs: [R] the payloads of the slice in which a row starts, and of the next one.
         start: int32 [R], the row's first span in its slice.
+        parts: where codes, scales of groups and the offset of scales start in a slice's payload.
     """
+    codes_start, group_start, offset_start = parts
+    scale: tl.constexpr = FORM.scale
+    TIMES: tl.constexpr = FORM.times
     inside = span < spans
     place = start + span
     in_second = place >= slice_spans
     place = tl.where(in_second, place - slice_spans, place)
     payload_ptrs = tl.where(in_second, second_ptrs, first_ptrs)
-    a, b, c = load_scale_parts(payload_ptrs, place // BLOCK_SPANS, group_start, offset_start, inside, SCALE)
+    a, b, c = load_scale_parts(payload_ptrs, place // FORM.block, group_start, offset_start, inside, scale)
     codes_ptrs = repeated(payload_ptrs + tl.multiple_of(codes_start + 16 * TIMES * place, 16), TIMES)
     sixteenth = tl.arange(0, codes_ptrs.shape[0]) // span.shape[0]
     words_ptrs = tl.multiple_of(codes_ptrs + (16 * sixteenth)[:, None], (16, 16)).to(tl.pointer_type(tl.int32))
@@ -129,31 +156,18 @@ def load_spans(
 
 
 @triton.jit
-def load_byte(
-    payload_ptr,
-    rows_ptr,
-    n,
-    byte,
-    row_bytes,
-    slice_bytes,
-    row_stride,
-    codes_start,
-    group_start,
-    offset_start,
-    lookup_ptr,
-    BLOCK_BYTES: tl.constexpr,
-    SCALE: tl.constexpr,
-    ORDERED: tl.constexpr,
-):
+def load_byte(weight, lookup_ptr, n, byte, row_bytes, slice_bytes, FORM: tl.constexpr):
     """Byte `byte` of the codes of row n, wherever it lies: (the byte as int32, its block's scale in fp32)."""
+    payload_ptr, rows_ptr, _, row_stride, codes_start, group_start, offset_start = weight
+    scale: tl.constexpr = FORM.scale
     inside = byte < row_bytes
     place = n.to(tl.int64) * row_bytes + byte
     slice_index = tl.where(inside, place // slice_bytes, 0)
     place -= slice_index * slice_bytes
-    payload_ptrs = payload_ptr + row_of(rows_ptr, slice_index, ORDERED) * row_stride
-    a, b, c = load_scale_parts(payload_ptrs, place // BLOCK_BYTES, group_start, offset_start, inside, SCALE)
+    payload_ptrs = payload_ptr + row_of(rows_ptr, slice_index, FORM.ordered) * row_stride
+    a, b, c = load_scale_parts(payload_ptrs, place // FORM.block, group_start, offset_start, inside, scale)
     code = tl.load(payload_ptrs + codes_start + place, mask=inside, other=0).to(tl.int32)
-    return code, in_fp32(scales_of(a, b, c, lookup_ptr, SCALE))
+    return code, in_fp32(scales_of(a, b, c, lookup_ptr, scale))
 
 
 # -- operands of the products ---------------------------------------------------------------------------------------
@@ -221,38 +235,19 @@ def product(left, right, sums, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def sums_of_spans(
-    x_ptr,
-    payload_ptr,
-    rows_ptr,
-    lookup_ptr,
-    count,
-    outputs,
-    columns,
-    slice_numel,
-    row_stride,
-    codes_start,
-    group_start,
-    offset_start,
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PAIRING: tl.constexpr,
-    BLOCK_SPANS: tl.constexpr,
-    TIMES: tl.constexpr,
-    ORDERED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    WORDS: tl.constexpr,
-    PTX: tl.constexpr,
-    CLAMP: tl.constexpr,
-    SETTLE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    WARPS: tl.constexpr,
-    ROW_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+def sums_of_spans(x_ptr, weight, lookup_ptr, sizes, DTYPE: tl.constexpr, CLAMP: tl.constexpr, FORM: tl.constexpr):
     """A program's sums by warp, fp32 [WARPS, 8 * ROW_GROUPS, 8 * GROUPS], and the bits of the largest scale it met."""
+    payload_ptr, rows_ptr, slice_numel, row_stride, codes_start, group_start, offset_start = weight
+    count, outputs, columns = sizes
+    parts = (codes_start, group_start, offset_start)
+    element: tl.constexpr = FORM.element
+    scale: tl.constexpr = FORM.scale
+    PAIRING: tl.constexpr = FORM.pairing
+    TIMES: tl.constexpr = FORM.times
+    PAIRS: tl.constexpr = FORM.pairs
+    WARPS: tl.constexpr = FORM.warps
+    ROW_GROUPS: tl.constexpr = FORM.row_groups
+    GROUPS: tl.constexpr = FORM.groups
     span_numbers: tl.constexpr = TIMES * 8 * PAIRS
     spans = columns // span_numbers
     slice_spans = slice_numel // span_numbers
@@ -263,16 +258,16 @@ def sums_of_spans(
     start = tl.minimum(n, outputs - 1) * spans
     slice_index = start // slice_spans
     start -= slice_index * slice_spans
-    first_ptrs = payload_ptr + row_of(rows_ptr, slice_index, ORDERED) * row_stride
+    first_ptrs = payload_ptr + row_of(rows_ptr, slice_index, FORM.ordered) * row_stride
     next_slice = tl.minimum(slice_index + 1, (outputs * spans - 1) // slice_spans)
-    second_ptrs = payload_ptr + row_of(rows_ptr, next_slice, ORDERED) * row_stride
+    second_ptrs = payload_ptr + row_of(rows_ptr, next_slice, FORM.ordered) * row_stride
 
     x_place = tl.arange(0, TIMES * PAIRS * GROUPS * WARPS * 32)
     m = tl.program_id(1) * (8 * GROUPS) + x_place // (32 * WARPS) % GROUPS * 8 + x_place // 4 % 8
     x_span = x_place // 32 % WARPS * 4 + x_place % 4
     part = x_place // (32 * WARPS * GROUPS)  # of the PAIRS * TIMES parts of 16 bytes, if x has 16 bits, behind a span
     # 64 bits: rows times columns may not fit 32.
-    if WORDS:
+    if FORM.words:
         x_ptrs = x_ptr.to(tl.pointer_type(tl.int32)) + (m.to(tl.int64) * (columns // 2) + 4 * part)
         x_ptrs = tl.multiple_of(x_ptrs, 16)[:, None] + tl.arange(0, 4)[None, :]
     else:
@@ -283,71 +278,52 @@ def sums_of_spans(
 
     sums = tl.zeros((WARPS, 8 * ROW_GROUPS, 8 * GROUPS), tl.float32)
     largest = tl.zeros((ROW_GROUPS * WARPS * 32,), tl.int32)
-    words, a, b, c = load_spans(
-        first_ptrs, second_ptrs, start, own_span, spans, slice_spans, codes_start, group_start, offset_start,
-        TIMES, BLOCK_SPANS, SCALE,
-    )  # fmt: skip
+    words, a, b, c = load_spans(first_ptrs, second_ptrs, start, own_span, spans, slice_spans, parts, FORM)
     for first in tl.range(0, spans, 4 * WARPS, num_stages=1):
         next_words, next_a, next_b, next_c = load_spans(
-            first_ptrs, second_ptrs, start, own_span + (first + 4 * WARPS), spans, slice_spans, codes_start,
-            group_start, offset_start, TIMES, BLOCK_SPANS, SCALE,
-        )  # fmt: skip
-        scales = scales_of(a, b, c, lookup_ptr, SCALE)
+            first_ptrs, second_ptrs, start, own_span + (first + 4 * WARPS), spans, slice_spans, parts, FORM
+        )
+        scales = scales_of(a, b, c, lookup_ptr, scale)
         x_mask = ((m < count) & (x_span + first < spans))[:, None]
         x_offset = ((x_span + first) * span_numbers)[:, None]
-        if WORDS:
+        if FORM.words:
             x_words = tl.load(x_ptrs + x_offset // 2, mask=x_mask, other=0)
-        if PTX:
-            p0, p1, p2, p3 = words_of_pairs_with_ptx(words, scales, TIMES, ELEMENT, CLAMP)
+        if FORM.ptx:
+            p0, p1, p2, p3 = words_of_pairs_with_ptx(words, scales, TIMES, element, CLAMP)
             largest = tl.maximum(largest, in_fp32(scales).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         for pair in tl.static_range(PAIRS):
-            if PTX:
+            if FORM.ptx:
                 left = halves_of(p0 if pair == 0 else (p1 if pair == 1 else (p2 if pair == 2 else p3)), DTYPE)
             else:
                 times_scales = repeated(in_fp32(scales), TIMES)
-                left = pair_of_words(words, times_scales, lookup_ptr, pair, PAIRING, ELEMENT, DTYPE, LIMIT, INTERPRETED)
-            if WORDS:
+                left = pair_of_words(
+                    words, times_scales, lookup_ptr, pair, PAIRING, element, DTYPE, FORM.limit, FORM.interpreted
+                )
+            if FORM.words:
                 right = pair_of_x(x_words, pair, PAIRS, PAIRING, DTYPE)
             else:
                 x_pair = x_offset + (pair if PAIRING == "halves" else 2 * pair)
                 right = tl.load(x_ptrs + x_pair, mask=x_mask, other=0.0)
             sums = product(
-                as_left(settled(left, SETTLE), WARPS, ROW_GROUPS, TIMES),
-                as_right(settled(right, SETTLE), WARPS, GROUPS, TIMES, PAIRS),
+                as_left(settled(left, FORM.settle), WARPS, ROW_GROUPS, TIMES),
+                as_right(settled(right, FORM.settle), WARPS, GROUPS, TIMES, PAIRS),
                 sums,
-                INTERPRETED,
+                FORM.interpreted,
             )
         words, a, b, c = next_words, next_a, next_b, next_c
     return sums, largest
 
 
 @triton.jit
-def sums_of_bytes(
-    x_ptr,
-    payload_ptr,
-    rows_ptr,
-    lookup_ptr,
-    count,
-    outputs,
-    columns,
-    slice_numel,
-    row_stride,
-    codes_start,
-    group_start,
-    offset_start,
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr,
-    ORDERED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    WARPS: tl.constexpr,
-    ROW_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+def sums_of_bytes(x_ptr, weight, lookup_ptr, sizes, DTYPE: tl.constexpr, FORM: tl.constexpr):
     """`sums_of_spans` for any block size and slices shorter than a row: each byte finds its slice and its scale."""
+    count, outputs, columns = sizes
+    _, _, slice_numel, _, _, _, _ = weight
+    element: tl.constexpr = FORM.element
+    PAIRS: tl.constexpr = FORM.pairs
+    WARPS: tl.constexpr = FORM.warps
+    ROW_GROUPS: tl.constexpr = FORM.row_groups
+    GROUPS: tl.constexpr = FORM.groups
     byte_numbers: tl.constexpr = PAIRS // 2
     row_bytes = columns // byte_numbers
     slice_bytes = slice_numel // byte_numbers
@@ -366,17 +342,15 @@ def sums_of_bytes(
     sums = tl.zeros((WARPS, 8 * ROW_GROUPS, 8 * GROUPS), tl.float32)
     for first in tl.range(0, row_bytes, 64 * WARPS, num_stages=1):
         for odd in tl.static_range(2):
-            codes, scales = load_byte(
-                payload_ptr, rows_ptr, n, byte + (first + odd), row_bytes, slice_bytes, row_stride, codes_start,
-                group_start, offset_start, lookup_ptr, BLOCK_BYTES, SCALE, ORDERED,
-            )  # fmt: skip
+            codes, scales = load_byte(weight, lookup_ptr, n, byte + (first + odd), row_bytes, slice_bytes, FORM)
             for nibble in tl.static_range(byte_numbers):
-                left = numbers_of_codes(codes >> (4 * nibble), scales, lookup_ptr, ELEMENT, DTYPE, LIMIT, INTERPRETED)
+                left = numbers_of_codes(
+                    codes >> (4 * nibble), scales, lookup_ptr, element, DTYPE, FORM.limit, FORM.interpreted
+                )
                 k = (x_byte + (first + odd)) * byte_numbers + nibble
                 right = tl.load(x_ptrs + k, mask=(m < count) & (k < columns), other=0.0)
-                sums = product(
-                    as_left(left, WARPS, ROW_GROUPS, 1), as_right(right, WARPS, GROUPS, 1, PAIRS), sums, INTERPRETED
-                )
+                left = as_left(left, WARPS, ROW_GROUPS, 1)
+                sums = product(left, as_right(right, WARPS, GROUPS, 1, PAIRS), sums, FORM.interpreted)
     return sums
 
 
@@ -408,54 +382,29 @@ def quantized_linear_kernel(
     codes_start,
     group_start,
     offset_start,
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PAIRING: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TIMES: tl.constexpr,
-    ORDERED: tl.constexpr,
-    BIASED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    WORDS: tl.constexpr,
-    PTX: tl.constexpr,
-    SETTLE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    WARPS: tl.constexpr,
-    ROW_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """One program: 8 * ROW_GROUPS outputs of 8 * GROUPS rows of x. TIMES 0: byte by byte; BLOCK: bytes or spans."""
+    """One program: 8 * row_groups outputs of 8 * groups rows of x."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    if TIMES == 0:
-        sums = sums_of_bytes(
-            x_ptr, payload_ptr, rows_ptr, lookup_ptr, count, outputs, columns, slice_numel, row_stride, codes_start,
-            group_start, offset_start, ELEMENT, SCALE, PAIRS, BLOCK, ORDERED, dtype, LIMIT, INTERPRETED, WARPS,
-            ROW_GROUPS, GROUPS,
-        )  # fmt: skip
+    weight = (payload_ptr, rows_ptr, slice_numel, row_stride, codes_start, group_start, offset_start)
+    sizes = (count, outputs, columns)
+    if FORM.times == 0:
+        sums = sums_of_bytes(x_ptr, weight, lookup_ptr, sizes, dtype, FORM)
     else:
-        sums, largest = sums_of_spans(
-            x_ptr, payload_ptr, rows_ptr, lookup_ptr, count, outputs, columns, slice_numel, row_stride, codes_start,
-            group_start, offset_start, ELEMENT, SCALE, PAIRS, PAIRING, BLOCK, TIMES, ORDERED, dtype, LIMIT, WORDS, PTX,
-            False, SETTLE, INTERPRETED, WARPS, ROW_GROUPS, GROUPS,
-        )  # fmt: skip
-        if PTX:
+        sums, largest = sums_of_spans(x_ptr, weight, lookup_ptr, sizes, dtype, False, FORM)
+        if FORM.ptx:
             overflow = tl.max(largest, axis=0) > SAFE_SCALE
             # A clamp would take an instruction a code, of three. Instead the sums are made again, with it, where a
             # scale is above 2^120 or NaN.
             if overflow:
-                sums, largest = sums_of_spans(
-                    x_ptr, payload_ptr, rows_ptr, lookup_ptr, count, outputs, columns, slice_numel, row_stride,
-                    codes_start, group_start, offset_start, ELEMENT, SCALE, PAIRS, PAIRING, BLOCK, TIMES, ORDERED,
-                    dtype, LIMIT, WORDS, PTX, True, SETTLE, INTERPRETED, WARPS, ROW_GROUPS, GROUPS,
-                )  # fmt: skip
+                sums, largest = sums_of_spans(x_ptr, weight, lookup_ptr, sizes, dtype, True, FORM)
     y = tl.sum(sums, axis=0)
-    n = tl.program_id(0) * (8 * ROW_GROUPS) + tl.arange(0, 8 * ROW_GROUPS)
-    m = tl.program_id(1) * (8 * GROUPS) + tl.arange(0, 8 * GROUPS)
-    if BIASED:
+    n = tl.program_id(0) * (8 * FORM.row_groups) + tl.arange(0, 8 * FORM.row_groups)
+    m = tl.program_id(1) * (8 * FORM.groups) + tl.arange(0, 8 * FORM.groups)
+    if FORM.biased:
         y += in_fp32(tl.load(bias_ptr + n, mask=n < outputs, other=0.0))[:, None].to(tl.float32)
     out_ptrs = out_ptr + m.to(tl.int64)[None, :] * outputs + n[:, None]
-    tl.store(out_ptrs, narrowed(y, dtype, INTERPRETED), mask=(n < outputs)[:, None] & (m < count)[None, :])
+    tl.store(out_ptrs, narrowed(y, dtype, FORM.interpreted), mask=(n < outputs)[:, None] & (m < count)[None, :])
 
 
 # Up to so many rows the kernel reads a weight once and is faster than decoding it for a matrix product: on an H200 with
@@ -510,6 +459,38 @@ def _has_ptx(device: torch.device) -> bool:
 def _loads_of(block_bytes: int, times: int) -> int:
     """The most loads of 16 bytes, up to `times`, that blocks can be cut into; 0 if not even one."""
     return next((t for t in range(times, 0, -1) if block_bytes % (16 * t) == 0), 0)
+
+
+@functools.cache
+def _form_of(
+    wire_format: BlockScaledFormat,
+    launch: Launch,
+    times: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    ordered: bool,
+    biased: bool,
+) -> Form:
+    bits, scale = wire_format.element.bits, wire_format.scale.name
+    block_bytes = wire_format.block_size * bits // 8
+    return Form(
+        element=wire_format.name,
+        scale=scale,
+        pairs=16 // bits,
+        pairing=pairing(wire_format.name, scale),
+        times=times,
+        block=block_bytes if times == 0 else block_bytes // (16 * times),
+        ordered=ordered,
+        biased=biased,
+        limit=torch.finfo(dtype).max,
+        words=dtype.itemsize == 2,
+        ptx=_has_ptx(device) and dtype == torch.bfloat16,
+        settle=_has_ptx(device) and dtype.itemsize == 2,
+        interpreted=interpreted(),
+        warps=launch.warps,
+        row_groups=launch.row_groups,
+        groups=launch.groups,
+    )
 
 
 def _check(input: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
@@ -593,9 +574,7 @@ def _launch(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Ten
             f"the kernel takes slices below 2^31 bytes and weights below 2^35, not {list(weight.shape)} in {bits} bits "
             f"in slices of {slice_bytes} bytes"
         )
-    scale = wire_format.scale.name
     order = weight.row_of_slice
-    has_ptx = _has_ptx(rows.device)
     options = {"num_warps": launch.warps, "enable_fp_fusion": False}
     if torch.version.hip is None:
         options["maxnreg"] = launch.max_registers
@@ -615,21 +594,6 @@ def _launch(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Ten
             weight.codes_start,
             group_start,
             group_start + 4 * triton.cdiv(blocks, SCALE_GROUP.value),
-            ELEMENT=wire_format.name,
-            SCALE=scale,
-            PAIRS=16 // bits,
-            PAIRING=pairing(wire_format.name, scale),
-            BLOCK=block_bytes if times == 0 else block_bytes // (16 * times),
-            TIMES=times,
-            ORDERED=order is not None,
-            BIASED=bias is not None,
-            LIMIT=torch.finfo(rows.dtype).max,
-            WORDS=rows.element_size() == 2,
-            PTX=has_ptx and rows.dtype == torch.bfloat16,
-            SETTLE=has_ptx and rows.element_size() == 2,
-            INTERPRETED=interpreted(),
-            WARPS=launch.warps,
-            ROW_GROUPS=launch.row_groups,
-            GROUPS=launch.groups,
+            FORM=_form_of(wire_format, launch, times, rows.dtype, rows.device, order is not None, bias is not None),
             **options,
         )

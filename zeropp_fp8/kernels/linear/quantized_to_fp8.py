@@ -9,6 +9,8 @@ cast it would cost 5.5.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -41,35 +43,26 @@ def fp8_tile(
     code_bytes,
     DTYPE: tl.constexpr,
     LIMIT: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    SCALE: tl.constexpr,
+    FORMAT: tl.constexpr,
     PADDED: tl.constexpr,
     LARGEST: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Write a tile of a slice whose first element is element `first` of the weight."""
-    # FP8 elements are decoded by integer operations: Triton 3.6 loses casts from FP8 and to it in one kernel.
     values = decode_tile(
-        payload_ptr, lookup_ptr, tile, slice_numel, num_blocks, code_bytes,
-        LIMIT, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, SCALE, False, WHOLE,
+        payload_ptr, lookup_ptr, tile, slice_numel, num_blocks, code_bytes, LIMIT, FORMAT, WHOLE
     )  # fmt: skip
-    codes = codes_of(numbers_of(narrowed(values, DTYPE, INTERPRETED)), multiplier, LARGEST, NATIVE_FP8)
-    column = tl.arange(0, WIDTH)[None, :]
-    local = tl.arange(0, TILE_BLOCKS)[:, None] * BLOCK_SIZE + column
-    place = first + tile * (TILE_BLOCKS * BLOCK_SIZE) + local
-    if PADDED:
-        mask = (column < BLOCK_SIZE) & (place < numel) & (tile * (TILE_BLOCKS * BLOCK_SIZE) + local < slice_numel)
-        tl.store(codes_ptr + place // columns * codes_stride + place % columns, codes, mask=mask)
-    elif WHOLE and WIDTH == BLOCK_SIZE:
+    codes = codes_of(numbers_of(narrowed(values, DTYPE, FORMAT.interpreted)), multiplier, LARGEST, NATIVE_FP8)
+    column = tl.arange(0, FORMAT.width)[None, :]
+    local = tl.arange(0, FORMAT.tile_blocks)[:, None] * FORMAT.block_size + column
+    place = first + tile * FORMAT.tile_numel + local
+    if WHOLE and not PADDED and FORMAT.width == FORMAT.block_size:
         tl.store(codes_ptr + place, codes)
     else:
-        mask = (column < BLOCK_SIZE) & (place < numel) & (tile * (TILE_BLOCKS * BLOCK_SIZE) + local < slice_numel)
+        mask = (column < FORMAT.block_size) & (place < numel) & (tile * FORMAT.tile_numel + local < slice_numel)
+        if PADDED:
+            place = place // columns * codes_stride + place % columns
         tl.store(codes_ptr + place, codes, mask=mask)
 
 
@@ -89,40 +82,32 @@ def quantized_to_fp8_kernel(
     row_stride,
     DTYPE: tl.constexpr,
     LIMIT: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    SCALE: tl.constexpr,
+    FORMAT: tl.constexpr,
     ORDERED: tl.constexpr,
     PADDED: tl.constexpr,
     LARGEST: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One program: one tile (axis 0) of one slice (axis 1)."""
     tile = tl.program_id(0).to(tl.int64)
     slice_index = tl.program_id(1)
     first = slice_index.to(tl.int64) * slice_numel
     end = tl.minimum(slice_numel, numel - first)
-    if tile * (TILE_BLOCKS * BLOCK_SIZE) >= end:
+    if tile * FORMAT.tile_numel >= end:
         return
     row = tl.load(rows_ptr + slice_index) if ORDERED else slice_index
     payload_ptr += tl.multiple_of(row.to(tl.int64) * row_stride, 16)
     multiplier = tl.load(multiplier_ptr)
     # The body is compiled twice, so that a whole tile has neither masks nor branches.
-    if end - tile * (TILE_BLOCKS * BLOCK_SIZE) >= TILE_BLOCKS * BLOCK_SIZE:
+    if end - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
         fp8_tile(
             payload_ptr, lookup_ptr, multiplier, codes_ptr, tile, first, numel, columns, codes_stride, slice_numel,
-            num_blocks, code_bytes, DTYPE, LIMIT, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, SCALE, PADDED,
-            LARGEST, NATIVE_FP8, INTERPRETED, True,
+            num_blocks, code_bytes, DTYPE, LIMIT, FORMAT, PADDED, LARGEST, NATIVE_FP8, True,
         )  # fmt: skip
     else:
         fp8_tile(
             payload_ptr, lookup_ptr, multiplier, codes_ptr, tile, first, numel, columns, codes_stride, slice_numel,
-            num_blocks, code_bytes, DTYPE, LIMIT, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, SCALE, PADDED,
-            LARGEST, NATIVE_FP8, INTERPRETED, False,
+            num_blocks, code_bytes, DTYPE, LIMIT, FORMAT, PADDED, LARGEST, NATIVE_FP8, False,
         )  # fmt: skip
 
 
@@ -173,7 +158,8 @@ def _codes(values: Tensor, multiplier: Tensor) -> Tensor:
 
 
 def _launch(weight: QuantizedWeight, multiplier: Tensor, codes: Tensor) -> None:
-    form = KernelFormat.of(weight.wire_format)
+    # FP8 elements are decoded by integer operations: Triton 3.6 loses casts from FP8 and to it in one kernel.
+    form = replace(KernelFormat.of(weight.wire_format), interpreted=interpreted())
     order = weight.row_of_slice
     slices = triton.cdiv(weight.numel, weight.slice_numel)
     tiles = triton.cdiv(min(weight.numel, weight.slice_numel), form.tile_blocks * form.block_size)
@@ -193,17 +179,11 @@ def _launch(weight: QuantizedWeight, multiplier: Tensor, codes: Tensor) -> None:
             weight.payload.stride(0),
             DTYPE=_TRITON_DTYPES[weight.dtype],
             LIMIT=torch.finfo(weight.dtype).max,
-            ELEMENT=form.element,
-            BLOCK_SIZE=form.block_size,
-            WIDTH=form.width,
-            TILE_BLOCKS=form.tile_blocks,
-            HADAMARD=form.hadamard,
-            SCALE=form.scale,
+            FORMAT=form,
             ORDERED=order is not None,
             PADDED=codes.shape[1] > weight.shape[1],
             LARGEST=LARGEST_CODE[FLOAT8],
             NATIVE_FP8=native_float8(codes.device),
-            INTERPRETED=interpreted(),
             num_warps=form.num_warps,
             enable_fp_fusion=False,
         )

@@ -41,6 +41,7 @@ _INFINITY_BITS = 0x7F800000
 # last bit.
 SMALLEST_SQUARE = 2.0**-100
 LARGEST_SQUARE = (2 - 2.0**-23) * 2.0**127
+CONSTANTS = ("keep", "l2", "rest1", "beta2", "rest2", "step_size", "root_factor", "eps")  # as the kernel takes them
 # Columns of the table of a segment's magnitudes: the largest of each quantity, then the smallest of the moments.
 _AMAX_COLUMNS = 5
 
@@ -64,6 +65,46 @@ class Quantity:
     exponents: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Form:
+    """The compile-time constants of a step, which the kernel and its parts take whole.
+
+    Attributes:
+        grad, grad_block: "tensors", or the element of FP8 codes and how many of them share a scale (0: a segment).
+        weights: whether they are written.
+        master, exp_avg, exp_avg_sq: storages.
+        expand_exp_avg, expand_exp_avg_sq: whether the range is expanded.
+        master_in_weights: the weights are the master weights.
+        some_missing, aligned_grads, aligned_weights: see `Places`.
+        per_block: a scale a row of a tile, not a segment.
+        grad_scale, l2, stochastic: whether there are these.
+        native_fp8, fast: whether the device has instructions for FP8, and approximations to start from.
+        rows, width: of a tile.
+    """
+
+    grad: str
+    grad_block: int
+    weights: bool
+    master: str
+    exp_avg: str
+    exp_avg_sq: str
+    expand_exp_avg: bool
+    expand_exp_avg_sq: bool
+    master_in_weights: bool
+    some_missing: bool
+    aligned_grads: bool
+    aligned_weights: bool
+    per_block: bool
+    grad_scale: bool
+    l2: bool
+    stochastic: bool
+    native_fp8: bool
+    fast: bool
+    interpreted: bool
+    rows: int
+    width: int
+
+
 @triton.jit
 def row_scales(scales_ptr, tile, segment, PER_BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """int32 [ROWS]: the bytes of a tile's rows, one a block, or the segment's."""
@@ -75,35 +116,24 @@ def row_scales(scales_ptr, tile, segment, PER_BLOCK: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def load_quantity(
-    codes_ptr,
-    scales_ptr,
-    exponents_ptr,
-    tile,
-    segment,
-    local,
-    STORAGE: tl.constexpr,
-    EXPAND: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """fp32 [ROWS, WIDTH] of a tile."""
+def load_quantity(pointers, tile, segment, local, STORAGE: tl.constexpr, EXPAND: tl.constexpr, FORM: tl.constexpr):
+    """fp32 [rows, width] of a tile; `pointers`: codes, scales and exponents before the step, and after it."""
+    codes_ptr, scales_ptr, exponents_ptr, _, _ = pointers
+    ROWS: tl.constexpr = FORM.rows
     codes = tl.load(codes_ptr + tile * TILE_ + local)
     if STORAGE == "fp8_e4m3" or STORAGE == "fp8_e5m2":
-        numbers = numbers_of(codes, STORAGE, NATIVE_FP8, ROWS, WIDTH)
+        numbers = numbers_of(codes, STORAGE, FORM.native_fp8, ROWS, FORM.width)
     else:
         numbers = codes.to(tl.float32)
     if STORAGE != "fp32" and STORAGE != "bf16":
         if EXPAND:
             # |x| = 2 X (|code| / largest)^(1 / k)
             largest: tl.constexpr = 448.0 if STORAGE == "fp8_e4m3" else 57344.0
-            exponents = row_scales(exponents_ptr, tile, segment, PER_BLOCK, ROWS).to(tl.float32)
+            exponents = row_scales(exponents_ptr, tile, segment, FORM.per_block, ROWS).to(tl.float32)
             inverse = tl.div_rn(tl.full((ROWS,), 16.0, tl.float32), exponents)[:, None]
             magnitudes = tl.exp2(tl.log2(tl.abs(numbers) * (1 / largest)) * inverse) * 2.0
             numbers = with_sign_of(magnitudes, numbers)
-        scales = row_scales(scales_ptr, tile, segment, PER_BLOCK, ROWS)
+        scales = row_scales(scales_ptr, tile, segment, FORM.per_block, ROWS)
         numbers = numbers * mx_scale_values(scales)[:, None]
     return numbers
 
@@ -192,9 +222,7 @@ def smallest_bits(x):
 def store_quantity(
     x,
     noise,
-    codes_ptr,
-    scales_ptr,
-    exponents_ptr,
+    pointers,
     amax_ptr,
     tile,
     segment,
@@ -203,30 +231,28 @@ def store_quantity(
     COLUMN: tl.constexpr,
     STORAGE: tl.constexpr,
     EXPAND: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """Encode fp32 [ROWS, WIDTH] of a tile; returns the numbers that its codes stand for.
+    """Encode fp32 [rows, width] of a tile; returns the numbers that its codes stand for.
 
     `before`: elements of the segment in earlier tiles; where there are none, a scale per tensor is written.
     """
+    codes_ptr, _, _, scales_ptr, exponents_ptr = pointers
+    ROWS: tl.constexpr = FORM.rows
     if STORAGE == "fp32" or STORAGE == "bf16":
         rounded = x
         if STOCHASTIC:
             rounded = round_stochastically(x, noise, STORAGE)
         dtype: tl.constexpr = tl.float32 if STORAGE == "fp32" else tl.bfloat16
         if STORAGE == "bf16":
-            stored = narrowed(rounded, dtype, INTERPRETED)
+            stored = narrowed(rounded, dtype, FORM.interpreted)
         else:
             stored = rounded
         tl.store(codes_ptr + tile * TILE_ + local, stored)
         out = stored.to(tl.float32)
     else:
-        if PER_BLOCK:
+        if FORM.per_block:
             amax = largest_bits(x)
         else:
             zeros = tl.zeros((ROWS,), tl.int32)
@@ -234,7 +260,7 @@ def store_quantity(
         bad = amax >= EXPONENT_OF_INF
         if EXPAND:
             # optim/state_formats.py `expansion`
-            if PER_BLOCK:
+            if FORM.per_block:
                 smallest = smallest_bits(x)
             else:
                 smallest = tl.load(amax_ptr + segment * AMAX_COLUMNS + COLUMN + 2 + zeros)
@@ -266,7 +292,7 @@ def store_quantity(
             # Nothing has to be clamped: amax <= X * largest.
             # Master weights by integer operations, both ways: Triton 3.6 makes wrong code of the instruction where its
             # result is stored and decoded too (weights came out as 0 and NaN on an H200; the stored codes were right).
-            native: tl.constexpr = NATIVE_FP8 and COLUMN != 0
+            native: tl.constexpr = FORM.native_fp8 and COLUMN != 0
             if not native:
                 codes = float8_from_fp32(scaled, 3 if STORAGE == "fp8_e4m3" else 2, 7 if STORAGE == "fp8_e4m3" else 15)
                 codes = codes.to(tl.uint8)
@@ -276,10 +302,10 @@ def store_quantity(
                 codes = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
             out = scaled
             if COLUMN == 0:  # of the moments only the codes are needed
-                out = numbers_of(codes, STORAGE, False, ROWS, WIDTH)
+                out = numbers_of(codes, STORAGE, False, ROWS, FORM.width)
         tl.store(codes_ptr + tile * TILE_ + local, codes)
         rows = tl.arange(0, ROWS)
-        if PER_BLOCK:
+        if FORM.per_block:
             tl.store(scales_ptr + tile * ROWS + rows, scales.to(tl.uint8))
             if EXPAND:
                 tl.store(exponents_ptr + tile * ROWS + rows, exponents.to(tl.uint8))
@@ -310,62 +336,29 @@ def step_tile(
     grads_ptr,
     grad_scales_ptr,
     weights_ptr,
-    master_ptr,
-    master_in_ptr,
-    master_out_ptr,
-    exp_avg_ptr,
-    exp_avg_in_ptr,
-    exp_avg_out_ptr,
-    exp_avg_exponents_in_ptr,
-    exp_avg_exponents_out_ptr,
-    exp_avg_sq_ptr,
-    exp_avg_sq_in_ptr,
-    exp_avg_sq_out_ptr,
-    exp_avg_sq_exponents_in_ptr,
-    exp_avg_sq_exponents_out_ptr,
+    master,
+    exp_avg,
+    exp_avg_sq,
     amax_ptr,
     grad_scale_ptr,
-    tile,
-    segment,
-    start,
-    left,
-    number,
-    keep,
-    l2,
-    rest1,
-    beta2,
-    rest2,
-    step_size,
-    root_factor,
-    eps,
-    seed_low,
-    seed_high,
-    GRAD: tl.constexpr,
-    GRAD_BLOCK: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    MASTER: tl.constexpr,
-    EXP_AVG: tl.constexpr,
-    EXP_AVG_SQ: tl.constexpr,
-    EXPAND_EXP_AVG: tl.constexpr,
-    EXPAND_EXP_AVG_SQ: tl.constexpr,
-    MASTER_IN_WEIGHTS: tl.constexpr,
+    place,
+    constants,
+    seed,
     PASS: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
-    GRAD_SCALE: tl.constexpr,
-    L2: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    FAST: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    FORM: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Pass "only" or "second": update and store; "first": update and record the magnitudes.
 
-    Gradients and weights are given at the tile's first element.
+    Gradients and weights are given at the tile's first element, the three quantities as `load_quantity` takes them.
     """
-    local = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tile, segment, start, left, number = place
+    keep, l2, rest1, beta2, rest2, step_size, root_factor, eps = constants
+    GRAD: tl.constexpr = FORM.grad
+    MASTER: tl.constexpr = FORM.master
+    EXP_AVG: tl.constexpr = FORM.exp_avg
+    EXP_AVG_SQ: tl.constexpr = FORM.exp_avg_sq
+    local = tl.arange(0, FORM.rows)[:, None] * FORM.width + tl.arange(0, FORM.width)[None, :]
     inside = local < left
     if GRAD == "tensors":
         if WHOLE:
@@ -374,42 +367,35 @@ def step_tile(
             g = tl.load(grads_ptr + local, mask=inside, other=0.0).to(tl.float32)
     else:
         codes = tl.load(grads_ptr + local)
-        g = numbers_of(codes, GRAD, NATIVE_FP8, ROWS, WIDTH)
-        if GRAD_BLOCK == 0:
+        g = numbers_of(codes, GRAD, FORM.native_fp8, FORM.rows, FORM.width)
+        if FORM.grad_block == 0:
             g = g * tl.load(grad_scales_ptr + segment)
-        elif GRAD_BLOCK == WIDTH:
-            scales = tl.load(grad_scales_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int32)
+        elif FORM.grad_block == FORM.width:
+            scales = tl.load(grad_scales_ptr + tile * FORM.rows + tl.arange(0, FORM.rows)).to(tl.int32)
             g = g * mx_scale_values(scales)[:, None]
         else:
-            blocks = tl.load(grad_scales_ptr + tile * (TILE_ // GRAD_BLOCK) + local // GRAD_BLOCK).to(tl.int32)
+            blocks = tl.load(grad_scales_ptr + tile * (TILE_ // FORM.grad_block) + local // FORM.grad_block).to(
+                tl.int32
+            )
             g = g * mx_scale_values(blocks)
-    if MASTER_IN_WEIGHTS:
+    if FORM.master_in_weights:
         if WHOLE:
             p = tl.load(weights_ptr + local).to(tl.float32)
         else:
             p = tl.load(weights_ptr + local, mask=inside, other=0.0).to(tl.float32)
     else:
-        p = load_quantity(
-            master_ptr, master_in_ptr, master_in_ptr, tile, segment, local,
-            MASTER, False, PER_BLOCK, NATIVE_FP8, ROWS, WIDTH,
-        )  # fmt: skip
-    m = load_quantity(
-        exp_avg_ptr, exp_avg_in_ptr, exp_avg_exponents_in_ptr, tile, segment, local,
-        EXP_AVG, EXPAND_EXP_AVG, PER_BLOCK, NATIVE_FP8, ROWS, WIDTH,
-    )  # fmt: skip
-    v = load_quantity(
-        exp_avg_sq_ptr, exp_avg_sq_in_ptr, exp_avg_sq_exponents_in_ptr, tile, segment, local,
-        EXP_AVG_SQ, EXPAND_EXP_AVG_SQ, PER_BLOCK, NATIVE_FP8, ROWS, WIDTH,
-    )  # fmt: skip
+        p = load_quantity(master, tile, segment, local, MASTER, False, FORM)
+    m = load_quantity(exp_avg, tile, segment, local, EXP_AVG, FORM.expand_exp_avg, FORM)
+    v = load_quantity(exp_avg_sq, tile, segment, local, EXP_AVG_SQ, FORM.expand_exp_avg_sq, FORM)
 
-    if GRAD_SCALE:
+    if FORM.grad_scale:
         g = g * tl.load(grad_scale_ptr)
-    if L2:
+    if FORM.l2:
         g = g + p * l2
     m = m + (g - m) * rest1
     v = v * beta2 + (g * g) * rest2
-    denominator = square_root(v, FAST) * root_factor + eps
-    p = p * keep - quotient(m, denominator, FAST) * step_size
+    denominator = square_root(v, FORM.fast) * root_factor + eps
+    p = p * keep - quotient(m, denominator, FORM.fast) * step_size
     if not WHOLE:
         # The padding must not reach the magnitudes: with eps = 0 it is 0 / 0, and what FP8 gradients hold there is
         # anything.
@@ -418,39 +404,37 @@ def step_tile(
         v = tl.where(inside, v, 0.0)
 
     if PASS == "first":
-        if not MASTER_IN_WEIGHTS:
+        if not FORM.master_in_weights:
             record_magnitudes(p, amax_ptr, segment, 0, MASTER, False)
-        record_magnitudes(m, amax_ptr, segment, 1, EXP_AVG, EXPAND_EXP_AVG)
-        record_magnitudes(v, amax_ptr, segment, 2, EXP_AVG_SQ, EXPAND_EXP_AVG_SQ)
+        record_magnitudes(m, amax_ptr, segment, 1, EXP_AVG, FORM.expand_exp_avg)
+        record_magnitudes(v, amax_ptr, segment, 2, EXP_AVG_SQ, FORM.expand_exp_avg_sq)
     else:
         before = tile * TILE_ - start
         store_quantity(
-            m, m, exp_avg_ptr, exp_avg_out_ptr, exp_avg_exponents_out_ptr, amax_ptr, tile, segment, before, local,
-            1, EXP_AVG, EXPAND_EXP_AVG, PER_BLOCK, False, NATIVE_FP8, INTERPRETED, ROWS, WIDTH,
-        )  # fmt: skip
+            m, m, exp_avg, amax_ptr, tile, segment, before, local, 1, EXP_AVG, FORM.expand_exp_avg, False, FORM
+        )
         store_quantity(
-            v, v, exp_avg_sq_ptr, exp_avg_sq_out_ptr, exp_avg_sq_exponents_out_ptr, amax_ptr, tile, segment, before,
-            local, 2, EXP_AVG_SQ, EXPAND_EXP_AVG_SQ, PER_BLOCK, False, NATIVE_FP8, INTERPRETED, ROWS, WIDTH,
-        )  # fmt: skip
+            v, v, exp_avg_sq, amax_ptr, tile, segment, before, local, 2, EXP_AVG_SQ, FORM.expand_exp_avg_sq, False, FORM
+        )
         noise = p
-        if STOCHASTIC:
+        if FORM.stochastic:
+            seed_low, seed_high = seed
             low = (seed_low.to(tl.int64) + number) & 0x7FFFFFFF
             noise = uniform(low, seed_high, tile * 0, before.to(tl.int32) + local)
-        if MASTER_IN_WEIGHTS:
+        if FORM.master_in_weights:
             rounded = p
-            if STOCHASTIC:
+            if FORM.stochastic:
                 rounded = round_stochastically(p, noise, MASTER)
         else:
             rounded = store_quantity(
-                p, noise, master_ptr, master_out_ptr, master_out_ptr, amax_ptr, tile, segment, before, local,
-                0, MASTER, False, PER_BLOCK, STOCHASTIC, NATIVE_FP8, INTERPRETED, ROWS, WIDTH,
-            )  # fmt: skip
-        if WEIGHTS:
+                p, noise, master, amax_ptr, tile, segment, before, local, 0, MASTER, False, FORM.stochastic, FORM
+            )
+        if FORM.weights:
             dtype: tl.constexpr = weights_ptr.dtype.element_ty
             if dtype == tl.float32:
                 stored = rounded
             else:
-                stored = narrowed(rounded, dtype, INTERPRETED)
+                stored = narrowed(rounded, dtype, FORM.interpreted)
             if WHOLE:
                 tl.store(weights_ptr + local, stored)
             else:
@@ -491,28 +475,8 @@ def adamw_kernel(
     eps,
     seed_low,
     seed_high,
-    GRAD: tl.constexpr,
-    GRAD_BLOCK: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    MASTER: tl.constexpr,
-    EXP_AVG: tl.constexpr,
-    EXP_AVG_SQ: tl.constexpr,
-    EXPAND_EXP_AVG: tl.constexpr,
-    EXPAND_EXP_AVG_SQ: tl.constexpr,
-    MASTER_IN_WEIGHTS: tl.constexpr,
-    SOME_MISSING: tl.constexpr,
-    ALIGNED_GRADS: tl.constexpr,
-    ALIGNED_WEIGHTS: tl.constexpr,
     PASS: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
-    GRAD_SCALE: tl.constexpr,
-    L2: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    FAST: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """One program: one tile."""
     tile = tl.program_id(0).to(tl.int64)
@@ -522,40 +486,40 @@ def adamw_kernel(
     number = tl.load(table_ptr + 3 * segment + 2)
     offset = tile * TILE_ - start
     left = tl.minimum(numel - offset, TILE_).to(tl.int32)
-    if GRAD == "tensors":
+    if FORM.grad == "tensors":
         grad_place = tl.load(places_ptr + 2 * segment)
-        if SOME_MISSING and grad_place == MISSING_:
+        if FORM.some_missing and grad_place == MISSING_:
             return
-        if ALIGNED_GRADS:
+        if FORM.aligned_grads:
             grad_place = tl.multiple_of(grad_place, 16 // (grads_ptr.dtype.element_ty.primitive_bitwidth // 8))
         grads_ptr += grad_place + offset
     else:
         grads_ptr += tile * TILE_
-    if WEIGHTS:
+    if FORM.weights:
         weight_place = tl.load(places_ptr + 2 * segment + 1)
-        if ALIGNED_WEIGHTS:
+        if FORM.aligned_weights:
             weight_place = tl.multiple_of(weight_place, 16 // (weights_ptr.dtype.element_ty.primitive_bitwidth // 8))
         weights_ptr += weight_place + offset
+    master = (master_ptr, master_in_ptr, master_in_ptr, master_out_ptr, master_out_ptr)
+    exp_avg = (
+        exp_avg_ptr, exp_avg_in_ptr, exp_avg_exponents_in_ptr, exp_avg_out_ptr, exp_avg_exponents_out_ptr
+    )  # fmt: skip
+    exp_avg_sq = (
+        exp_avg_sq_ptr, exp_avg_sq_in_ptr, exp_avg_sq_exponents_in_ptr, exp_avg_sq_out_ptr, exp_avg_sq_exponents_out_ptr
+    )  # fmt: skip
+    place = (tile, segment, start, left, number)
+    constants = (keep, l2, rest1, beta2, rest2, step_size, root_factor, eps)
+    seed = (seed_low, seed_high)
     # The body is compiled twice, so that a whole tile has no masks.
     if left >= TILE_:
         step_tile(
-            grads_ptr, grad_scales_ptr, weights_ptr, master_ptr, master_in_ptr, master_out_ptr, exp_avg_ptr,
-            exp_avg_in_ptr, exp_avg_out_ptr, exp_avg_exponents_in_ptr, exp_avg_exponents_out_ptr, exp_avg_sq_ptr,
-            exp_avg_sq_in_ptr, exp_avg_sq_out_ptr, exp_avg_sq_exponents_in_ptr, exp_avg_sq_exponents_out_ptr, amax_ptr,
-            grad_scale_ptr, tile, segment, start, left, number, keep, l2, rest1, beta2, rest2, step_size, root_factor,
-            eps, seed_low, seed_high, GRAD, GRAD_BLOCK, WEIGHTS, MASTER, EXP_AVG, EXP_AVG_SQ, EXPAND_EXP_AVG,
-            EXPAND_EXP_AVG_SQ, MASTER_IN_WEIGHTS, PASS, PER_BLOCK, GRAD_SCALE, L2, STOCHASTIC, NATIVE_FP8, FAST,
-            INTERPRETED, ROWS, WIDTH, True,
+            grads_ptr, grad_scales_ptr, weights_ptr, master, exp_avg, exp_avg_sq, amax_ptr, grad_scale_ptr, place,
+            constants, seed, PASS, FORM, True,
         )  # fmt: skip
     else:
         step_tile(
-            grads_ptr, grad_scales_ptr, weights_ptr, master_ptr, master_in_ptr, master_out_ptr, exp_avg_ptr,
-            exp_avg_in_ptr, exp_avg_out_ptr, exp_avg_exponents_in_ptr, exp_avg_exponents_out_ptr, exp_avg_sq_ptr,
-            exp_avg_sq_in_ptr, exp_avg_sq_out_ptr, exp_avg_sq_exponents_in_ptr, exp_avg_sq_exponents_out_ptr, amax_ptr,
-            grad_scale_ptr, tile, segment, start, left, number, keep, l2, rest1, beta2, rest2, step_size, root_factor,
-            eps, seed_low, seed_high, GRAD, GRAD_BLOCK, WEIGHTS, MASTER, EXP_AVG, EXP_AVG_SQ, EXPAND_EXP_AVG,
-            EXPAND_EXP_AVG_SQ, MASTER_IN_WEIGHTS, PASS, PER_BLOCK, GRAD_SCALE, L2, STOCHASTIC, NATIVE_FP8, FAST,
-            INTERPRETED, ROWS, WIDTH, False,
+            grads_ptr, grad_scales_ptr, weights_ptr, master, exp_avg, exp_avg_sq, amax_ptr, grad_scale_ptr, place,
+            constants, seed, PASS, FORM, False,
         )  # fmt: skip
 
 
@@ -626,7 +590,7 @@ def adamw(
         master: None: the weights are the master weights, in their own dtype.
         grads: the first gradient, fp32, bf16 or fp16; or with `grad_element` all codes, uint8 [padded].
         weights: the first of the weights, or None.
-        constants: keep, l2, rest1, beta2, rest2, step_size, root_factor, eps.
+        constants: what CONSTANTS names.
         block_size: elements that share a scale; None: one scale a segment.
         grad_element: "fp8_e4m3" or "fp8_e5m2".
         grad_scales: with `grad_element`: fp32 [segments], or uint8 E8M0 bytes, one for `grad_block` elements.
@@ -651,7 +615,30 @@ def adamw(
 
     (p_in, _), (m_in, m_exponents), (v_in, v_exponents) = before
     width = block_size or TILE
-    for name in ("first", "second") if per_tensor else ("only",):
+    form = Form(
+        grad=grad_element or "tensors",
+        grad_block=grad_block,
+        weights=weights is not None,
+        master=own.storage,
+        exp_avg=exp_avg.storage,
+        exp_avg_sq=exp_avg_sq.storage,
+        expand_exp_avg=exp_avg.exponents is not None,
+        expand_exp_avg_sq=exp_avg_sq.exponents is not None,
+        master_in_weights=master is None,
+        some_missing=places.some_missing,
+        aligned_grads=places.aligned_grads,
+        aligned_weights=places.aligned_weights,
+        per_block=block_size is not None,
+        grad_scale=grad_scale is not None,
+        l2=constants["l2"] != 0,
+        stochastic=seed is not None,
+        native_fp8=native_float8(table.device),
+        fast=table.device.type == "cuda" and torch.version.hip is None and not interpreted(),
+        interpreted=interpreted(),
+        rows=TILE // width,
+        width=width,
+    )
+    for step in ("first", "second") if per_tensor else ("only",):
         with torch.cuda.device_of(table):
             adamw_kernel[(tile_segments.numel(),)](
                 grads,
@@ -675,37 +662,10 @@ def adamw(
                 places.entries,
                 amax,
                 given(grad_scale),
-                constants["keep"],
-                constants["l2"],
-                constants["rest1"],
-                constants["beta2"],
-                constants["rest2"],
-                constants["step_size"],
-                constants["root_factor"],
-                constants["eps"],
+                *(constants[name] for name in CONSTANTS),
                 *(seed or (0, 0)),
-                GRAD=grad_element or "tensors",
-                GRAD_BLOCK=grad_block,
-                WEIGHTS=weights is not None,
-                MASTER=own.storage,
-                EXP_AVG=exp_avg.storage,
-                EXP_AVG_SQ=exp_avg_sq.storage,
-                EXPAND_EXP_AVG=exp_avg.exponents is not None,
-                EXPAND_EXP_AVG_SQ=exp_avg_sq.exponents is not None,
-                MASTER_IN_WEIGHTS=master is None,
-                SOME_MISSING=places.some_missing,
-                ALIGNED_GRADS=places.aligned_grads,
-                ALIGNED_WEIGHTS=places.aligned_weights,
-                PASS=name,
-                PER_BLOCK=block_size is not None,
-                GRAD_SCALE=grad_scale is not None,
-                L2=constants["l2"] != 0,
-                STOCHASTIC=seed is not None,
-                NATIVE_FP8=native_float8(table.device),
-                FAST=table.device.type == "cuda" and torch.version.hip is None and not interpreted(),
-                INTERPRETED=interpreted(),
-                ROWS=TILE // width,
-                WIDTH=width,
+                PASS=step,
+                FORM=form,
                 num_warps=NUM_WARPS,
                 enable_fp_fusion=False,
             )

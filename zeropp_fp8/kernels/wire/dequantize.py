@@ -14,18 +14,11 @@ from torch import Tensor
 
 from zeropp_fp8.formats.double_quantized import SCALE_GROUP
 from zeropp_fp8.formats.dynamic_map import ZERO_CODE
-from zeropp_fp8.kernels.elements import (
-    clamp_keeping_nan,
-    load_some,
-    narrowed,
-    numbers_of,
-    rotate,
-    store_some,
-)
+from zeropp_fp8.kernels.elements import clamp_keeping_nan, load_some, narrowed, numbers_of, rotate, store_some
 from zeropp_fp8.kernels.mx_elements import load_six_bits, mx_numbers_of, mx_scale_values, mx_times_scales
 from zeropp_fp8.kernels.nf4_levels import nf4_numbers_of
-from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable, interpreted, native_float8
-from zeropp_fp8.kernels.wire.quantize import segment_of_program
+from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
+from zeropp_fp8.kernels.wire.quantize import segment_of_program, slice_of_tensor
 
 NF4_LEVELS = tl.constexpr(16)  # in the lookup table, before the levels of the dynamic type
 SCALE_GROUP = tl.constexpr(SCALE_GROUP)
@@ -34,87 +27,59 @@ LARGEST_FP32 = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
-def load_unquantized(
-    payload_ptr,
-    tile,
-    numel,
-    ELEMENT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def load_unquantized(payload_ptr, tile, numel, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
     """A tile of one tensor's slice that travels in its own dtype."""
-    dtype: tl.constexpr = tl.bfloat16 if ELEMENT == "bf16" else (tl.float16 if ELEMENT == "fp16" else tl.float32)
-    local = tl.arange(0, TILE_BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    start = tile * (TILE_BLOCKS * WIDTH)
-    left = tl.minimum(numel - start, TILE_BLOCKS * WIDTH).to(tl.int32)
+    dtype: tl.constexpr = (
+        tl.bfloat16 if FORMAT.element == "bf16" else (tl.float16 if FORMAT.element == "fp16" else tl.float32)
+    )
+    numbers: tl.constexpr = FORMAT.tile_blocks * FORMAT.width
+    local = tl.arange(0, FORMAT.tile_blocks)[:, None] * FORMAT.width + tl.arange(0, FORMAT.width)[None, :]
+    start = tile * numbers
+    left = tl.minimum(numel - start, numbers).to(tl.int32)
     return load_some(payload_ptr.to(tl.pointer_type(dtype)) + start + local, local, left, True, WHOLE, False)
 
 
 @triton.jit
-def load_codes(
-    codes_ptr,
-    first_block,
-    code_bytes,
-    ELEMENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """The bytes of a tile's codes of 4 or 8 bits, uint8 [TILE_BLOCKS, WIDTH / codes per byte]."""
-    per_byte: tl.constexpr = 2 if ELEMENT == "int4" or ELEMENT == "mxfp4" or ELEMENT == "nf4" else 1
-    columns = tl.arange(0, WIDTH // per_byte)
-    first_byte = first_block * (BLOCK_SIZE // per_byte)
-    local = tl.arange(0, TILE_BLOCKS)[:, None] * (BLOCK_SIZE // per_byte) + columns[None, :]
-    bytes_left = tl.minimum(code_bytes - first_byte, TILE_BLOCKS * (BLOCK_SIZE // per_byte)).to(tl.int32)
-    return load_some(
-        codes_ptr + first_byte + local,
-        local,
-        bytes_left,
-        columns[None, :] < BLOCK_SIZE // per_byte,
-        WHOLE,
-        WIDTH != BLOCK_SIZE,
+def load_codes(codes_ptr, first_block, code_bytes, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
+    """The bytes of a tile's codes of 4 or 8 bits, uint8 [tile_blocks, width / codes per byte]."""
+    per_byte: tl.constexpr = (
+        2 if FORMAT.element == "int4" or FORMAT.element == "mxfp4" or FORMAT.element == "nf4" else 1
     )
+    block_bytes: tl.constexpr = FORMAT.block_size // per_byte
+    columns = tl.arange(0, FORMAT.width // per_byte)
+    first_byte = first_block * block_bytes
+    local = tl.arange(0, FORMAT.tile_blocks)[:, None] * block_bytes + columns[None, :]
+    left = tl.minimum(code_bytes - first_byte, FORMAT.tile_blocks * block_bytes).to(tl.int32)
+    width_ok = columns[None, :] < block_bytes
+    return load_some(codes_ptr + first_byte + local, local, left, width_ok, WHOLE, FORMAT.width != FORMAT.block_size)
 
 
 @triton.jit
-def load_quantized(
-    payload_ptr,
-    tile,
-    num_blocks,
-    code_bytes,
-    ELEMENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    SCALE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """A tile of one tensor's slice as (numbers fp32 [TILE_BLOCKS, WIDTH] before scaling, scales fp32 [TILE_BLOCKS])."""
-    blocks = tl.arange(0, TILE_BLOCKS)
-    first_block = tile * TILE_BLOCKS
-    blocks_left = tl.minimum(num_blocks - first_block, TILE_BLOCKS).to(tl.int32)
-    scale_dtype: tl.constexpr = tl.int16 if SCALE == "bf16" else tl.uint8
+def load_quantized(payload_ptr, tile, num_blocks, code_bytes, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
+    """A tile of one tensor's slice as (numbers fp32 [tile_blocks, width] before scaling, scales fp32 [tile_blocks])."""
+    element: tl.constexpr = FORMAT.element
+    blocks = tl.arange(0, FORMAT.tile_blocks)
+    first_block = tile * FORMAT.tile_blocks
+    blocks_left = tl.minimum(num_blocks - first_block, FORMAT.tile_blocks).to(tl.int32)
+    scale_dtype: tl.constexpr = tl.int16 if FORMAT.scale == "bf16" else tl.uint8
     scales_ptr = payload_ptr.to(tl.pointer_type(scale_dtype)) + first_block
     scale_bits = tl.load(scales_ptr + blocks, mask=blocks < blocks_left, other=0).to(tl.int32)
-    if SCALE == "bf16":
+    if FORMAT.scale == "bf16":
         scales = (scale_bits << 16).to(tl.float32, bitcast=True)
     else:
         scales = mx_scale_values(scale_bits)
-    scale_bytes: tl.constexpr = 2 if SCALE == "bf16" else 1
+    scale_bytes: tl.constexpr = 2 if FORMAT.scale == "bf16" else 1
     codes_ptr = payload_ptr + tl.multiple_of((num_blocks * scale_bytes + 15) // 16 * 16, 16)
-    if ELEMENT == "mxfp6_e2m3" or ELEMENT == "mxfp6_e3m2":
+    if element == "mxfp6_e2m3" or element == "mxfp6_e3m2":
         words = blocks[:, None] * 6 + 3 * tl.arange(0, 2)[None, :]
         words_ptr = (codes_ptr + first_block * 24).to(tl.pointer_type(tl.int32))
-        codes = load_six_bits(words_ptr + words, blocks[:, None] < blocks_left, TILE_BLOCKS)
+        codes = load_six_bits(words_ptr + words, blocks[:, None] < blocks_left, FORMAT.tile_blocks)
     else:
-        codes = load_codes(codes_ptr, first_block, code_bytes, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, WHOLE)
-    if SCALE == "bf16":
-        numbers = numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+        codes = load_codes(codes_ptr, first_block, code_bytes, FORMAT, WHOLE)
+    if FORMAT.scale == "bf16":
+        numbers = numbers_of(codes, element, FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)
     else:
-        numbers = mx_numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS)
+        numbers = mx_numbers_of(codes, element, FORMAT.native_fp8, FORMAT.tile_blocks)
     return numbers, scales
 
 
@@ -134,24 +99,12 @@ def load_double_quantized(payload_ptr, levels_ptr, num_blocks, blocks, block_ok)
 
 
 @triton.jit
-def load_looked_up(
-    payload_ptr,
-    lookup_ptr,
-    tile,
-    num_blocks,
-    code_bytes,
-    ELEMENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    SCALE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def load_looked_up(payload_ptr, lookup_ptr, tile, num_blocks, code_bytes, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
     """`load_quantized` for fp32 and double-quantized scales, the formats whose levels may be in a table."""
-    first_block = tile * TILE_BLOCKS
-    blocks = first_block + tl.arange(0, TILE_BLOCKS)
-    if SCALE == "fp32":
+    element: tl.constexpr = FORMAT.element
+    first_block = tile * FORMAT.tile_blocks
+    blocks = first_block + tl.arange(0, FORMAT.tile_blocks)
+    if FORMAT.scale == "fp32":
         scales_ptr = payload_ptr.to(tl.pointer_type(tl.float32))
         scales = tl.load(scales_ptr + blocks, mask=blocks < num_blocks, other=0.0)
         codes_start = (num_blocks * 4 + 15) // 16 * 16
@@ -159,12 +112,12 @@ def load_looked_up(
         levels_ptr = lookup_ptr + NF4_LEVELS
         scales, codes_start = load_double_quantized(payload_ptr, levels_ptr, num_blocks, blocks, blocks < num_blocks)
     codes_ptr = payload_ptr + tl.multiple_of(codes_start, 16)
-    codes = load_codes(codes_ptr, first_block, code_bytes, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, WHOLE)
-    if ELEMENT == "nf4":
+    codes = load_codes(codes_ptr, first_block, code_bytes, FORMAT, WHOLE)
+    if element == "nf4":
         # What has FP8 instructions is an NVIDIA GPU of compute capability 8.9 or later.
-        numbers = nf4_numbers_of(codes, lookup_ptr, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+        numbers = nf4_numbers_of(codes, lookup_ptr, FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)
     else:
-        numbers = numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+        numbers = numbers_of(codes, element, FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)
     return numbers, scales
 
 
@@ -177,66 +130,45 @@ def decode_tile(
     num_blocks,
     code_bytes,
     LIMIT: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    SCALE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    FORMAT: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """A tile of one tensor's slice: fp32 within [-LIMIT, LIMIT], or an unquantized element's own dtype."""
-    if ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32":
-        values = load_unquantized(payload_ptr, tile, numel, ELEMENT, WIDTH, TILE_BLOCKS, WHOLE)
-    elif SCALE == "fp32" or SCALE == "double":
-        numbers, scales = load_looked_up(
-            payload_ptr, lookup_ptr, tile, num_blocks, code_bytes,
-            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, SCALE, NATIVE_FP8, WHOLE,
-        )  # fmt: skip
+    element: tl.constexpr = FORMAT.element
+    if FORMAT.scale == "none":
+        values = load_unquantized(payload_ptr, tile, numel, FORMAT, WHOLE)
+    elif FORMAT.scale == "fp32" or FORMAT.scale == "double":
+        numbers, scales = load_looked_up(payload_ptr, lookup_ptr, tile, num_blocks, code_bytes, FORMAT, WHOLE)
         values = clamp_keeping_nan(numbers * scales[:, None], LIMIT)
     else:
-        numbers, scales = load_quantized(
-            payload_ptr, tile, num_blocks, code_bytes,
-            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, SCALE, NATIVE_FP8, WHOLE,
-        )  # fmt: skip
-        if HADAMARD:
-            numbers = rotate(numbers, TILE_BLOCKS, WIDTH)
-        if SCALE == "bf16":
+        numbers, scales = load_quantized(payload_ptr, tile, num_blocks, code_bytes, FORMAT, WHOLE)
+        if FORMAT.hadamard:
+            numbers = rotate(numbers, FORMAT.tile_blocks, FORMAT.width)
+        if FORMAT.scale == "bf16":
             values = clamp_keeping_nan(numbers * scales[:, None], LIMIT)
         else:
-            values = mx_times_scales(numbers, scales, LIMIT, ELEMENT)
+            values = mx_times_scales(numbers, scales, LIMIT, element)
     return values
 
 
 @triton.jit
-def write_tile(
-    values,
-    tensor_ptr,
-    end,
-    tile,
-    ACCUMULATE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def write_tile(values, tensor_ptr, end, tile, ACCUMULATE: tl.constexpr, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
     """Write a tile to tensor_ptr[tile's first element ..], nothing at or beyond `end`; or add it to what is there."""
     dtype: tl.constexpr = tensor_ptr.dtype.element_ty
-    columns = tl.arange(0, WIDTH)
-    start = tile * (TILE_BLOCKS * BLOCK_SIZE)
-    left = tl.maximum(tl.minimum(end - start, TILE_BLOCKS * BLOCK_SIZE), 0).to(tl.int32)
-    local = tl.arange(0, TILE_BLOCKS)[:, None] * BLOCK_SIZE + columns[None, :]
-    width_ok = columns[None, :] < BLOCK_SIZE
+    padded: tl.constexpr = FORMAT.width != FORMAT.block_size
+    columns = tl.arange(0, FORMAT.width)
+    start = tile * FORMAT.tile_numel
+    left = tl.maximum(tl.minimum(end - start, FORMAT.tile_numel), 0).to(tl.int32)
+    local = tl.arange(0, FORMAT.tile_blocks)[:, None] * FORMAT.block_size + columns[None, :]
+    width_ok = columns[None, :] < FORMAT.block_size
     pointers = tensor_ptr + start + local
     if ACCUMULATE:
         # Rounded to the buffer's dtype before the addition, as the torch code does.
-        before = load_some(pointers, local, left, width_ok, WHOLE, WIDTH != BLOCK_SIZE)
-        values = narrowed(values, dtype, INTERPRETED).to(tl.float32) + before.to(tl.float32)
+        before = load_some(pointers, local, left, width_ok, WHOLE, padded)
+        values = narrowed(values, dtype, FORMAT.interpreted).to(tl.float32) + before.to(tl.float32)
     if values.dtype != dtype:
-        values = narrowed(values.to(tl.float32), dtype, INTERPRETED)
-    store_some(pointers, values, local, left, width_ok, WHOLE, WIDTH != BLOCK_SIZE)
+        values = narrowed(values.to(tl.float32), dtype, FORMAT.interpreted)
+    store_some(pointers, values, local, left, width_ok, WHOLE, padded)
 
 
 @triton.jit
@@ -259,42 +191,25 @@ def dequantize_kernel(
     lookup_ptr,
     row_bytes,
     LIMIT: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    SCALE: tl.constexpr,
+    FORMAT: tl.constexpr,
     STARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One program: one tile of one tensor's slice (axis 0, tensor after tensor) in one row (axis 1)."""
     tile, segment = tile_of_program(tile_starts_ptr, STARTS)
     row = tl.program_id(1).to(tl.int64)
-    layout: tl.constexpr = "int4" if ELEMENT == "nf4" else ELEMENT  # codes of 4 bits, two to a byte
+    layout: tl.constexpr = "int4" if FORMAT.element == "nf4" else FORMAT.element  # codes of 4 bits, two to a byte
     offset, slice_numel, num_blocks, code_bytes, _ = segment_of_program(segments_ptr, segment, layout)
     slice_index = tl.load(slices_ptr + row).to(tl.int64)
-    numel = tl.load(tensors_ptr + 2 * segment + 1)
-    start = tl.load(tensors_ptr + 2 * segment) + slice_index * slice_numel
-    if ALIGNED:
-        start = tl.multiple_of(start, 16 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    tensor_ptr, end = slice_of_tensor(base_ptr, tensors_ptr, segment, slice_index, slice_numel, ALIGNED)
     payload_ptr += tl.multiple_of(row * row_bytes, 16) + offset
-    end = tl.minimum(slice_numel, numel - slice_index * slice_numel)
     # The body is compiled twice, so that a whole tile has neither masks nor branches.
-    if end - tile * (TILE_BLOCKS * BLOCK_SIZE) >= TILE_BLOCKS * BLOCK_SIZE:
-        values = decode_tile(
-            payload_ptr, lookup_ptr, tile, slice_numel, num_blocks, code_bytes,
-            LIMIT, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, SCALE, NATIVE_FP8, True,
-        )  # fmt: skip
-        write_tile(values, base_ptr + start, end, tile, False, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED, True)
+    if end - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
+        values = decode_tile(payload_ptr, lookup_ptr, tile, slice_numel, num_blocks, code_bytes, LIMIT, FORMAT, True)
+        write_tile(values, tensor_ptr, end, tile, False, FORMAT, True)
     else:
-        values = decode_tile(
-            payload_ptr, lookup_ptr, tile, slice_numel, num_blocks, code_bytes,
-            LIMIT, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, SCALE, NATIVE_FP8, False,
-        )  # fmt: skip
-        write_tile(values, base_ptr + start, end, tile, False, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED, False)
+        values = decode_tile(payload_ptr, lookup_ptr, tile, slice_numel, num_blocks, code_bytes, LIMIT, FORMAT, False)
+        write_tile(values, tensor_ptr, end, tile, False, FORMAT, False)
 
 
 def dequantize(base: Tensor, tensors: TensorTable, segments: SegmentTable, slices: Tensor, payload: Tensor) -> None:
@@ -320,16 +235,9 @@ def dequantize(base: Tensor, tensors: TensorTable, segments: SegmentTable, slice
             segments.lookup,
             row_bytes,
             LIMIT=torch.finfo(base.dtype).max,
-            ELEMENT=form.element,
-            BLOCK_SIZE=form.block_size,
-            WIDTH=form.width,
-            TILE_BLOCKS=form.tile_blocks,
-            HADAMARD=form.hadamard,
-            SCALE=form.scale,
+            FORMAT=form,
             STARTS=tile_starts.numel(),
             ALIGNED=tensors.aligned,
-            NATIVE_FP8=native_float8(payload.device),
-            INTERPRETED=interpreted(),
             num_warps=form.num_warps,
             enable_fp_fusion=False,
         )

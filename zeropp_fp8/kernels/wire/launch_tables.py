@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -84,7 +84,7 @@ def lookup_table(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class KernelFormat:
-    """The compile-time constants of a format."""
+    """The compile-time constants of a format, which kernels and their parts take whole."""
 
     element: str
     block_size: int
@@ -96,6 +96,8 @@ class KernelFormat:
     largest: float
     # "bf16", for MX formats one of SCALE_MODES, "shared" outside the payload, "none" where unquantized; DECODED_ONLY
     scale: str
+    native_fp8: bool = False  # whether the device converts FP8 by instructions
+    interpreted: bool = False
 
     @classmethod
     def of(cls, wire_format: WireFormat, like: KernelFormat | None = None) -> KernelFormat:
@@ -123,6 +125,20 @@ class KernelFormat:
         if like is not None and like.width == like.block_size:
             width = like.width
         return cls(name, width, width, max(1, TILE // width), max(1, SUM_TILE // width), False, "nearest", 0.0, "none")
+
+    def on(self, device: torch.device) -> KernelFormat:
+        """The same for kernels on a device."""
+        return replace(self, native_fp8=native_float8(device), interpreted=interpreted())
+
+    @functools.cache  # noqa: B019 (formats are few, and live as long as the kernels that are compiled for them)
+    def with_tiles(self, blocks: int) -> KernelFormat:
+        """The same with other tiles: in sums they have `sum_blocks`."""
+        return replace(self, tile_blocks=blocks)
+
+    @property
+    def tile_numel(self) -> int:
+        """Elements of a tile."""
+        return self.tile_blocks * self.block_size
 
     @property
     def num_warps(self) -> int:
@@ -154,7 +170,7 @@ class SegmentTable:
         device: torch.device,
         like: WireFormat | None = None,
     ) -> None:
-        self.format = KernelFormat.of(wire_format, None if like is None else KernelFormat.of(like))
+        self.format = KernelFormat.of(wire_format, None if like is None else KernelFormat.of(like)).on(device)
         segments = []
         for numel, offset in zip(slice_numels, offsets):
             if isinstance(wire_format, BlockScaledFormat):

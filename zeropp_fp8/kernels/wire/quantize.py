@@ -16,7 +16,7 @@ from torch import Tensor
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.kernels.elements import block_scales, codes_of, load_some, narrowed, rotate, store_some, uniform
 from zeropp_fp8.kernels.mx_elements import mx_codes_of, mx_scale_blocks, pack_four_bits, store_six_bits
-from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable, interpreted, native_float8
+from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
 
 
 @triton.jit
@@ -34,6 +34,24 @@ def segment_of_program(segments_ptr, segment, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def slice_of_tensor(base_ptr, tensors_ptr, segment, slice_index, slice_numel, ALIGNED: tl.constexpr):
+    """(where a slice of a tensor starts, how many of its elements lie before the tensor's end: none if negative)."""
+    numel = tl.load(tensors_ptr + 2 * segment + 1)
+    # Said of the sum: what is said of an argument is lost when Triton inlines a function.
+    start = tl.load(tensors_ptr + 2 * segment) + slice_index * slice_numel
+    if ALIGNED:
+        start = tl.multiple_of(start, 16 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    return base_ptr + start, tl.minimum(slice_numel, numel - slice_index * slice_numel)
+
+
+@triton.jit
+def store_zeros(payload_ptr, start, end):
+    """Zeros in the less than 16 bytes from `start` to `end`."""
+    pad = tl.arange(0, 16)
+    tl.store(payload_ptr + start + pad, tl.zeros((16,), tl.uint8), mask=pad < (end - start).to(tl.int32))
+
+
+@triton.jit
 def store_tile(
     values,
     payload_ptr,
@@ -45,80 +63,70 @@ def store_tile(
     total_bytes,
     seed_low,
     seed_high,
-    ELEMENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SCALE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    FORMAT: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Encode fp32 [TILE_BLOCKS, WIDTH] (zeros beyond the slice) into the payload of one tensor's slice."""
-    blocks = tl.arange(0, TILE_BLOCKS)
-    columns = tl.arange(0, WIDTH)
-    first_block = tile * TILE_BLOCKS
-    if ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32":
-        dtype: tl.constexpr = tl.bfloat16 if ELEMENT == "bf16" else (tl.float16 if ELEMENT == "fp16" else tl.float32)
-        local = blocks[:, None] * WIDTH + columns[None, :]
-        left = tl.minimum(numel - first_block * BLOCK_SIZE, TILE_BLOCKS * WIDTH).to(tl.int32)
-        out = payload_ptr.to(tl.pointer_type(dtype)) + first_block * BLOCK_SIZE
+    """Encode fp32 [tile_blocks, width] (zeros beyond the slice) into the payload of one tensor's slice."""
+    element: tl.constexpr = FORMAT.element
+    rounding: tl.constexpr = FORMAT.rounding
+    blocks = tl.arange(0, FORMAT.tile_blocks)
+    columns = tl.arange(0, FORMAT.width)
+    first_block = tile * FORMAT.tile_blocks
+    if FORMAT.scale == "none":
+        dtype: tl.constexpr = tl.bfloat16 if element == "bf16" else (tl.float16 if element == "fp16" else tl.float32)
+        local = blocks[:, None] * FORMAT.width + columns[None, :]
+        first = first_block * FORMAT.block_size
+        left = tl.minimum(numel - first, FORMAT.tile_blocks * FORMAT.width).to(tl.int32)
         if values.dtype != dtype:
-            values = narrowed(values, dtype, INTERPRETED)
-        store_some(out + local, values, local, left, True, WHOLE, False)
+            values = narrowed(values, dtype, FORMAT.interpreted)
+        store_some(payload_ptr.to(tl.pointer_type(dtype)) + first + local, values, local, left, True, WHOLE, False)
         codes_start = num_blocks * 0
     else:
         x = values.to(tl.float32)
-        if HADAMARD:
-            x = rotate(x * (1.0 / 32.0), TILE_BLOCKS, WIDTH)
-        if SCALE == "bf16":
-            scales, factors, bad = block_scales(x, LARGEST)
+        if FORMAT.hadamard:
+            x = rotate(x * (1.0 / 32.0), FORMAT.tile_blocks, FORMAT.width)
+        if FORMAT.scale == "bf16":
+            scales, factors, bad = block_scales(x, FORMAT.largest)
             scaled = tl.where(bad[:, None], 0.0, x * factors[:, None])
         else:
-            scales, scaled = mx_scale_blocks(x, ELEMENT, SCALE)
+            mode: tl.constexpr = FORMAT.scale
+            scales, scaled = mx_scale_blocks(x, element, mode)
         noise = scaled
-        if ROUNDING == "stochastic":
-            noise = uniform(
-                seed_low,
-                seed_high,
-                row,
-                (first_block * BLOCK_SIZE).to(tl.int32) + blocks[:, None] * BLOCK_SIZE + columns,
-            )
-        if SCALE == "bf16":
-            codes = codes_of(scaled, noise, ELEMENT, ROUNDING, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+        if rounding == "stochastic":
+            place = (first_block * FORMAT.block_size).to(tl.int32) + blocks[:, None] * FORMAT.block_size + columns
+            noise = uniform(seed_low, seed_high, row, place)
+        if FORMAT.scale == "bf16":
+            codes = codes_of(scaled, noise, element, rounding, FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)
         else:
-            codes = mx_codes_of(scaled, noise, ELEMENT, ROUNDING, NATIVE_FP8)
-            if ELEMENT == "mxfp4":
-                codes = pack_four_bits(codes, TILE_BLOCKS)
+            codes = mx_codes_of(scaled, noise, element, rounding, FORMAT.native_fp8)
+            if element == "mxfp4":
+                codes = pack_four_bits(codes, FORMAT.tile_blocks)
 
-        scale_bytes: tl.constexpr = 2 if SCALE == "bf16" else 1
-        scale_dtype: tl.constexpr = tl.int16 if SCALE == "bf16" else tl.uint8
+        scale_bytes: tl.constexpr = 2 if FORMAT.scale == "bf16" else 1
+        scale_dtype: tl.constexpr = tl.int16 if FORMAT.scale == "bf16" else tl.uint8
         scales_ptr = payload_ptr.to(tl.pointer_type(scale_dtype))
-        blocks_left = tl.minimum(num_blocks - first_block, TILE_BLOCKS).to(tl.int32)
+        blocks_left = tl.minimum(num_blocks - first_block, FORMAT.tile_blocks).to(tl.int32)
         tl.store(scales_ptr + first_block + blocks, scales.to(scale_dtype), mask=blocks < blocks_left)
         codes_start = tl.multiple_of((num_blocks * scale_bytes + 15) // 16 * 16, 16)
 
-        if ELEMENT == "mxfp6_e2m3" or ELEMENT == "mxfp6_e3m2":
+        if element == "mxfp6_e2m3" or element == "mxfp6_e3m2":
             words = blocks[:, None] * 6 + 3 * tl.arange(0, 2)[None, :]
             words_ptr = (payload_ptr + codes_start + first_block * 24).to(tl.pointer_type(tl.int32))
-            store_six_bits(words_ptr + words, codes, blocks[:, None] < blocks_left, TILE_BLOCKS)
+            store_six_bits(words_ptr + words, codes, blocks[:, None] < blocks_left, FORMAT.tile_blocks)
         else:
-            per_byte: tl.constexpr = 2 if ELEMENT == "int4" or ELEMENT == "mxfp4" else 1
-            byte_columns = tl.arange(0, WIDTH // per_byte)
-            first_byte = first_block * (BLOCK_SIZE // per_byte)
-            local = blocks[:, None] * (BLOCK_SIZE // per_byte) + byte_columns[None, :]
-            bytes_left = tl.minimum(code_bytes - first_byte, TILE_BLOCKS * (BLOCK_SIZE // per_byte)).to(tl.int32)
+            per_byte: tl.constexpr = 2 if element == "int4" or element == "mxfp4" else 1
+            block_bytes: tl.constexpr = FORMAT.block_size // per_byte
+            byte_columns = tl.arange(0, FORMAT.width // per_byte)
+            first_byte = first_block * block_bytes
+            local = blocks[:, None] * block_bytes + byte_columns[None, :]
             store_some(
                 payload_ptr + codes_start + first_byte + local,
                 codes.to(tl.uint8),
                 local,
-                bytes_left,
-                byte_columns[None, :] < BLOCK_SIZE // per_byte,
+                tl.minimum(code_bytes - first_byte, FORMAT.tile_blocks * block_bytes).to(tl.int32),
+                byte_columns[None, :] < block_bytes,
                 WHOLE,
-                WIDTH != BLOCK_SIZE,
+                FORMAT.width != FORMAT.block_size,
             )
 
         if tile == 0:  # zeros between scales and codes
@@ -128,40 +136,20 @@ def store_tile(
                 tl.zeros((16 // scale_bytes,), scale_dtype),
                 mask=pad < (codes_start // scale_bytes - num_blocks).to(tl.int32),
             )
-    if tile == 0:  # zeros after the codes
-        pad = tl.arange(0, 16)
-        end = codes_start + code_bytes
-        tl.store(payload_ptr + end + pad, tl.zeros((16,), tl.uint8), mask=pad < (total_bytes - end).to(tl.int32))
+    if tile == 0:
+        store_zeros(payload_ptr, codes_start + code_bytes, total_bytes)
 
 
 @triton.jit
-def load_tile(
-    tensor_ptr,
-    numel,
-    slice_numel,
-    slice_index,
-    tile,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """The tile of a tensor's slice as it is stored, zeros beyond the slice and the tensor."""
-    blocks = tl.arange(0, TILE_BLOCKS)
-    columns = tl.arange(0, WIDTH)
-    start = tile * (TILE_BLOCKS * BLOCK_SIZE)
-    end = tl.minimum(slice_numel, numel - slice_index * slice_numel)
+def load_tile(tensor_ptr, end, tile, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
+    """A tile of a tensor's slice as it is stored, zeros at and beyond element `end` of the slice."""
+    columns = tl.arange(0, FORMAT.width)
+    start = tile * FORMAT.tile_numel
     # Tile-local offsets fit 32 bits; only the base is computed in 64.
-    left = tl.maximum(tl.minimum(end - start, TILE_BLOCKS * BLOCK_SIZE), 0).to(tl.int32)
-    local = blocks[:, None] * BLOCK_SIZE + columns[None, :]
-    return load_some(
-        tensor_ptr + start + local,
-        local,
-        left,
-        columns[None, :] < BLOCK_SIZE,
-        WHOLE,
-        WIDTH != BLOCK_SIZE,
-    )
+    left = tl.maximum(tl.minimum(end - start, FORMAT.tile_numel), 0).to(tl.int32)
+    local = tl.arange(0, FORMAT.tile_blocks)[:, None] * FORMAT.block_size + columns[None, :]
+    width_ok = columns[None, :] < FORMAT.block_size
+    return load_some(tensor_ptr + start + local, local, left, width_ok, WHOLE, FORMAT.width != FORMAT.block_size)
 
 
 # Seeds are random: specializing on "divisible by 16" would compile the kernel twice.
@@ -175,45 +163,33 @@ def quantize_kernel(
     row_bytes,
     seed_low,
     seed_high,
-    ELEMENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SCALE: tl.constexpr,
+    FORMAT: tl.constexpr,
     ALIGNED: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One program: one tile (axis 0) of one tensor's slice (axis 2) in one row (axis 1)."""
     tile = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     segment = tl.program_id(2).to(tl.int64)
-    offset, slice_numel, num_blocks, code_bytes, total_bytes = segment_of_program(segments_ptr, segment, ELEMENT)
-    if tile * (TILE_BLOCKS * BLOCK_SIZE) >= slice_numel:
+    element: tl.constexpr = FORMAT.element
+    offset, slice_numel, num_blocks, code_bytes, total_bytes = segment_of_program(segments_ptr, segment, element)
+    if tile * FORMAT.tile_numel >= slice_numel:
         return
     slice_index = tl.load(slices_ptr + row).to(tl.int64)
-    numel = tl.load(tensors_ptr + 2 * segment + 1)
-    start = tl.load(tensors_ptr + 2 * segment) + slice_index * slice_numel
-    if ALIGNED:
-        start = tl.multiple_of(start, 16 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    tensor_ptr, end = slice_of_tensor(base_ptr, tensors_ptr, segment, slice_index, slice_numel, ALIGNED)
     payload_ptr += tl.multiple_of(row * row_bytes, 16) + offset
     seed_low = (seed_low.to(tl.int64) + segment) & 0x7FFFFFFF
-    end = tl.minimum(slice_numel, numel - slice_index * slice_numel)
     # The body is compiled twice, so that a whole tile has neither masks nor branches.
-    if end - tile * (TILE_BLOCKS * BLOCK_SIZE) >= TILE_BLOCKS * BLOCK_SIZE:
-        x = load_tile(base_ptr + start, numel, slice_numel, slice_index, tile, BLOCK_SIZE, WIDTH, TILE_BLOCKS, True)
+    if end - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
+        x = load_tile(tensor_ptr, end, tile, FORMAT, True)
         store_tile(
             x, payload_ptr, row, tile, slice_numel, num_blocks, code_bytes, total_bytes, seed_low, seed_high,
-            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, SCALE, NATIVE_FP8, INTERPRETED, True,
+            FORMAT, True,
         )  # fmt: skip
     else:
-        x = load_tile(base_ptr + start, numel, slice_numel, slice_index, tile, BLOCK_SIZE, WIDTH, TILE_BLOCKS, False)
+        x = load_tile(tensor_ptr, end, tile, FORMAT, False)
         store_tile(
             x, payload_ptr, row, tile, slice_numel, num_blocks, code_bytes, total_bytes, seed_low, seed_high,
-            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, SCALE, NATIVE_FP8, INTERPRETED, False,
+            FORMAT, False,
         )  # fmt: skip
 
 
@@ -238,7 +214,7 @@ def quantize(
     seed = seed or Seed(0, 0)
     form = segments.format
     with torch.cuda.device_of(payload):
-        quantize_kernel[segments.grid(rows, segments.format.tile_blocks)](
+        quantize_kernel[segments.grid(rows, form.tile_blocks)](
             base,
             payload,
             slices,
@@ -247,17 +223,8 @@ def quantize(
             row_bytes,
             seed.low,
             seed.high,
-            ELEMENT=form.element,
-            BLOCK_SIZE=form.block_size,
-            WIDTH=form.width,
-            TILE_BLOCKS=form.tile_blocks,
-            HADAMARD=form.hadamard,
-            ROUNDING=form.rounding,
-            LARGEST=form.largest,
-            SCALE=form.scale,
+            FORMAT=form,
             ALIGNED=tensors.aligned,
-            NATIVE_FP8=native_float8(payload.device),
-            INTERPRETED=interpreted(),
             num_warps=form.num_warps,
             enable_fp_fusion=False,
         )

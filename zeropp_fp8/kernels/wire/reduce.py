@@ -18,39 +18,22 @@ from torch import Tensor
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.kernels.elements import rotate
 from zeropp_fp8.kernels.wire.dequantize import load_quantized, load_unquantized, write_tile
-from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable, interpreted, native_float8
+from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
 from zeropp_fp8.kernels.wire.quantize import segment_of_program, store_tile
 
 
 @triton.jit
-def add_rank(
-    total,
-    received_ptr,
-    tile,
-    numel,
-    num_blocks,
-    code_bytes,
-    ELEMENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    SCALE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def add_rank(total, received_ptr, tile, numel, num_blocks, code_bytes, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
     """fp32 `total` plus one rank's tile, in the rotated domain where the format rotates."""
-    if ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32":
-        total += load_unquantized(received_ptr, tile, numel, ELEMENT, WIDTH, TILE_BLOCKS, WHOLE).to(tl.float32)
+    if FORMAT.scale == "none":
+        total += load_unquantized(received_ptr, tile, numel, FORMAT, WHOLE).to(tl.float32)
     else:
-        numbers, scales = load_quantized(
-            received_ptr, tile, num_blocks, code_bytes,
-            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, SCALE, NATIVE_FP8, WHOLE,
-        )  # fmt: skip
-        if SCALE == "bf16":
+        numbers, scales = load_quantized(received_ptr, tile, num_blocks, code_bytes, FORMAT, WHOLE)
+        if FORMAT.scale == "bf16":
             # Fused on purpose: number times scale has at most 16 significant bits, so the product is exact in fp32 and
             # one rounding is the same as two. A sum is bound by instructions: 4 an element here, 65 us of memory in
             # 2^28.
-            total = tl.fma(numbers, tl.broadcast_to(scales[:, None], (TILE_BLOCKS, WIDTH)), total)
+            total = tl.fma(numbers, tl.broadcast_to(scales[:, None], numbers.shape), total)
         else:
             # Exact too, but it may overflow to Inf, which a fused product would do only after the sum.
             total += numbers * scales[:, None]
@@ -67,38 +50,30 @@ def mean_of_tiles(
     num_blocks,
     code_bytes,
     RANKS: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    SCALE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    FORMAT: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """fp32 mean of the same tile of every rank; `received_ptr` is at rank 0's, `rank_bytes` from one to the next."""
+    BLOCKS: tl.constexpr = FORMAT.tile_blocks
+    WIDTH: tl.constexpr = FORMAT.width
     # -0: the sum with the first rank's numbers is these, also where they are -0. (tl.full makes 0 of -0.0.)
-    total = tl.full((TILE_BLOCKS, WIDTH), -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+    total = tl.full((BLOCKS, WIDTH), -0x80000000, tl.int32).to(tl.float32, bitcast=True)
     if RANKS <= 16:
         for rank in tl.static_range(RANKS):  # unrolled, so that all loads are under way before the first sum
-            total = add_rank(
-                total, received_ptr + tl.multiple_of(rank_bytes * rank, 16), tile, numel, num_blocks, code_bytes,
-                ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, SCALE, NATIVE_FP8, WHOLE,
-            )  # fmt: skip
+            rank_ptr = received_ptr + tl.multiple_of(rank_bytes * rank, 16)
+            total = add_rank(total, rank_ptr, tile, numel, num_blocks, code_bytes, FORMAT, WHOLE)
     else:
         for rank in range(RANKS):
-            total = add_rank(
-                total, received_ptr + tl.multiple_of(rank_bytes * rank, 16), tile, numel, num_blocks, code_bytes,
-                ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, SCALE, NATIVE_FP8, WHOLE,
-            )  # fmt: skip
+            rank_ptr = received_ptr + tl.multiple_of(rank_bytes * rank, 16)
+            total = add_rank(total, rank_ptr, tile, numel, num_blocks, code_bytes, FORMAT, WHOLE)
     total *= inverse_ranks
-    if HADAMARD:
-        total = rotate(total, TILE_BLOCKS, WIDTH)
-    if HADAMARD or (not WHOLE and (SCALE == "rceil" or SCALE == "floor")):
+    if FORMAT.hadamard:
+        total = rotate(total, BLOCKS, WIDTH)
+    if FORMAT.hadamard or (not WHOLE and (FORMAT.scale == "rceil" or FORMAT.scale == "floor")):
         # The rotation leaves numbers in the padding of the last group, and so does an MX block whose scale is NaN; the
         # next hop must see zeros there.
-        left = tl.minimum(numel - tile * (TILE_BLOCKS * BLOCK_SIZE), TILE_BLOCKS * BLOCK_SIZE).to(tl.int32)
-        local = tl.arange(0, TILE_BLOCKS)[:, None] * BLOCK_SIZE + tl.arange(0, WIDTH)[None, :]
+        left = tl.minimum(numel - tile * FORMAT.tile_numel, FORMAT.tile_numel).to(tl.int32)
+        local = tl.arange(0, BLOCKS)[:, None] * FORMAT.block_size + tl.arange(0, WIDTH)[None, :]
         total = tl.where(local < left, total, 0.0)
     return total
 
@@ -117,50 +92,39 @@ def reduce_to_payload_kernel(
     seed_low,
     seed_high,
     RANKS: tl.constexpr,
-    ELEMENT_IN: tl.constexpr,
-    HADAMARD_IN: tl.constexpr,
-    SCALE_IN: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SCALE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    FORMAT_IN: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """One program: one tile (axis 0) of one tensor's slice (axis 2) in one row (axis 1)."""
     tile = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     segment = tl.program_id(2).to(tl.int64)
-    offset, numel, num_blocks, code_bytes, _ = segment_of_program(segments_in_ptr, segment, ELEMENT_IN)
-    if tile * (TILE_BLOCKS * BLOCK_SIZE) >= numel:
+    element_in: tl.constexpr = FORMAT_IN.element
+    element: tl.constexpr = FORMAT.element
+    offset, numel, num_blocks, code_bytes, _ = segment_of_program(segments_in_ptr, segment, element_in)
+    if tile * FORMAT.tile_numel >= numel:
         return
     received_ptr += tl.multiple_of(row * row_bytes_in, 16) + offset
-    offset, _, _, code_bytes_out, total_bytes = segment_of_program(segments_out_ptr, segment, ELEMENT)
+    offset, _, _, code_bytes_out, total_bytes = segment_of_program(segments_out_ptr, segment, element)
     payload_ptr += tl.multiple_of(row * row_bytes_out, 16) + offset
     seed_low = (seed_low.to(tl.int64) + segment) & 0x7FFFFFFF
-    blocks_out = (numel + BLOCK_SIZE - 1) // BLOCK_SIZE
+    blocks_out = (numel + FORMAT.block_size - 1) // FORMAT.block_size
     # The body is compiled twice, so that a whole tile has neither masks nor branches.
-    if numel - tile * (TILE_BLOCKS * BLOCK_SIZE) >= TILE_BLOCKS * BLOCK_SIZE:
+    if numel - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
         mean = mean_of_tiles(
-            received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes,
-            RANKS, ELEMENT_IN, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD_IN, SCALE_IN, NATIVE_FP8, True,
-        )  # fmt: skip
+            received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes, RANKS, FORMAT_IN, True
+        )
         store_tile(
             mean, payload_ptr, row, tile, numel, blocks_out, code_bytes_out, total_bytes, seed_low, seed_high,
-            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, SCALE, NATIVE_FP8, INTERPRETED, True,
+            FORMAT, True,
         )  # fmt: skip
     else:
         mean = mean_of_tiles(
-            received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes,
-            RANKS, ELEMENT_IN, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD_IN, SCALE_IN, NATIVE_FP8, False,
-        )  # fmt: skip
+            received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes, RANKS, FORMAT_IN, False
+        )
         store_tile(
             mean, payload_ptr, row, tile, numel, blocks_out, code_bytes_out, total_bytes, seed_low, seed_high,
-            ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, ROUNDING, LARGEST, SCALE, NATIVE_FP8, INTERPRETED, False,
+            FORMAT, False,
         )  # fmt: skip
 
 
@@ -174,21 +138,15 @@ def reduce_to_tensors_kernel(
     inverse_ranks,
     RANKS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    SCALE: tl.constexpr,
+    FORMAT: tl.constexpr,
     ALIGNED: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One program: one tile (axis 0) of one tensor's slice (axis 2)."""
     tile = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(2).to(tl.int64)
-    offset, numel, num_blocks, code_bytes, _ = segment_of_program(segments_ptr, segment, ELEMENT)
-    if tile * (TILE_BLOCKS * BLOCK_SIZE) >= numel:
+    element: tl.constexpr = FORMAT.element
+    offset, numel, num_blocks, code_bytes, _ = segment_of_program(segments_ptr, segment, element)
+    if tile * FORMAT.tile_numel >= numel:
         return
     start = tl.load(tensors_ptr + 2 * segment)
     if ALIGNED:
@@ -196,18 +154,16 @@ def reduce_to_tensors_kernel(
     end = tl.minimum(numel, tl.load(tensors_ptr + 2 * segment + 1))
     received_ptr += offset
     # The body is compiled twice, so that a whole tile has neither masks nor branches.
-    if end - tile * (TILE_BLOCKS * BLOCK_SIZE) >= TILE_BLOCKS * BLOCK_SIZE:
+    if end - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
         mean = mean_of_tiles(
-            received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes,
-            RANKS, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, SCALE, NATIVE_FP8, True,
-        )  # fmt: skip
-        write_tile(mean, base_ptr + start, end, tile, ACCUMULATE, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED, True)
+            received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes, RANKS, FORMAT, True
+        )
+        write_tile(mean, base_ptr + start, end, tile, ACCUMULATE, FORMAT, True)
     else:
         mean = mean_of_tiles(
-            received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes,
-            RANKS, ELEMENT, BLOCK_SIZE, WIDTH, TILE_BLOCKS, HADAMARD, SCALE, NATIVE_FP8, False,
-        )  # fmt: skip
-        write_tile(mean, base_ptr + start, end, tile, ACCUMULATE, BLOCK_SIZE, WIDTH, TILE_BLOCKS, INTERPRETED, False)
+            received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes, RANKS, FORMAT, False
+        )
+        write_tile(mean, base_ptr + start, end, tile, ACCUMULATE, FORMAT, False)
 
 
 def can_chain(first: SegmentTable, then: SegmentTable) -> bool:
@@ -232,8 +188,7 @@ def reduce_to_payload(
     """
     ranks, rows, row_bytes_in = received.shape
     seed = seed or Seed(0, 0)
-    form = segments_out.format
-    tile = max(segments_in.format, form, key=lambda f: f.sum_blocks)
+    tile = max(segments_in.format, segments_out.format, key=lambda f: f.sum_blocks)
     with torch.cuda.device_of(payload):
         reduce_to_payload_kernel[segments_in.grid(rows, tile.sum_blocks)](
             received,
@@ -247,19 +202,8 @@ def reduce_to_payload(
             seed.low,
             seed.high,
             RANKS=ranks,
-            ELEMENT_IN=segments_in.format.element,
-            HADAMARD_IN=segments_in.format.hadamard,
-            SCALE_IN=segments_in.format.scale,
-            ELEMENT=form.element,
-            BLOCK_SIZE=form.block_size,
-            WIDTH=form.width,
-            TILE_BLOCKS=tile.sum_blocks,
-            HADAMARD=form.hadamard,
-            ROUNDING=form.rounding,
-            LARGEST=form.largest,
-            SCALE=form.scale,
-            NATIVE_FP8=native_float8(payload.device),
-            INTERPRETED=interpreted(),
+            FORMAT_IN=segments_in.format.with_tiles(tile.sum_blocks),
+            FORMAT=segments_out.format.with_tiles(tile.sum_blocks),
             num_warps=tile.sum_warps,
             enable_fp_fusion=False,
         )
@@ -287,15 +231,8 @@ def reduce_to_tensors(
             1.0 / ranks,
             RANKS=ranks,
             ACCUMULATE=accumulate,
-            ELEMENT=form.element,
-            BLOCK_SIZE=form.block_size,
-            WIDTH=form.width,
-            TILE_BLOCKS=form.sum_blocks,
-            HADAMARD=form.hadamard,
-            SCALE=form.scale,
+            FORMAT=form.with_tiles(form.sum_blocks),
             ALIGNED=tensors.aligned,
-            NATIVE_FP8=native_float8(received.device),
-            INTERPRETED=interpreted(),
             num_warps=form.sum_warps,
             enable_fp_fusion=False,
         )

@@ -17,27 +17,20 @@ from torch import Tensor
 
 from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, codes_of, load_some, numbers_of, store_some
 from zeropp_fp8.kernels.wire.dequantize import write_tile
-from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable, interpreted, native_float8
-from zeropp_fp8.kernels.wire.quantize import load_tile, segment_of_program
+from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
+from zeropp_fp8.kernels.wire.quantize import load_tile, segment_of_program, slice_of_tensor, store_zeros
 
 
 @triton.jit
-def shared_codes(
-    values,
-    multiplier,
-    counts_ptr,
-    ELEMENT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def shared_codes(values, multiplier, counts_ptr, FORMAT: tl.constexpr):
     """uint8 codes of fp32 values, counted."""
+    element: tl.constexpr = FORMAT.element
     bad = (values.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= EXPONENT_OF_INF
     scaled = tl.where(bad, 0.0, values * multiplier)
-    codes = codes_of(scaled, scaled, ELEMENT, "nearest", NATIVE_FP8, BLOCKS, WIDTH)
+    codes = codes_of(scaled, scaled, element, "nearest", FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)
     codes = tl.where(bad, 0x7F, codes).to(tl.uint8)
     magnitudes = codes & 0x7F
-    top: tl.constexpr = 0x7E if ELEMENT == "fp8_e4m3" else 0x7B
+    top: tl.constexpr = 0x7E if element == "fp8_e4m3" else 0x7B
     saturated = tl.sum(tl.sum((magnitudes == top).to(tl.int32), axis=1), axis=0)
     vanished = tl.sum(tl.sum(((magnitudes == 0) & (values != 0.0)).to(tl.int32), axis=1), axis=0)
     if saturated > 0:
@@ -48,11 +41,11 @@ def shared_codes(
 
 
 @triton.jit
-def store_codes(codes, destination_ptr, tile, end, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
-    """Store a tile's codes [BLOCKS, WIDTH] where it lies before `end` (elements)."""
-    local = tl.arange(0, BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    start = tile * (BLOCKS * WIDTH)
-    left = tl.minimum(end - start, BLOCKS * WIDTH).to(tl.int32)
+def store_codes(codes, destination_ptr, tile, end, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
+    """Store a tile's codes [tile_blocks, width] where it lies before `end` (elements)."""
+    local = tl.arange(0, FORMAT.tile_blocks)[:, None] * FORMAT.width + tl.arange(0, FORMAT.width)[None, :]
+    start = tile * FORMAT.tile_numel
+    left = tl.minimum(end - start, FORMAT.tile_numel).to(tl.int32)
     store_some(destination_ptr + start + local, codes, local, left, True, WHOLE, False)
 
 
@@ -67,78 +60,55 @@ def encode_kernel(
     amax_ptr,
     counts_ptr,
     row_bytes,
-    ELEMENT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
+    FORMAT: tl.constexpr,
     ALIGNED: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
 ):
     """One program: one tile (axis 0) of one tensor's slice (axis 2) in one row (axis 1)."""
     tile = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     segment = tl.program_id(2).to(tl.int64)
-    offset, slice_numel, _, _, total_bytes = segment_of_program(segments_ptr, segment, ELEMENT)
-    if tile * (TILE_BLOCKS * WIDTH) >= slice_numel:
+    element: tl.constexpr = FORMAT.element
+    offset, slice_numel, _, _, total_bytes = segment_of_program(segments_ptr, segment, element)
+    if tile * FORMAT.tile_numel >= slice_numel:
         return
     slice_index = tl.load(slices_ptr + row).to(tl.int64)
-    numel = tl.load(tensors_ptr + 2 * segment + 1)
-    start = tl.load(tensors_ptr + 2 * segment) + slice_index * slice_numel
-    if ALIGNED:
-        start = tl.multiple_of(start, 16 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    tensor_ptr, end = slice_of_tensor(base_ptr, tensors_ptr, segment, slice_index, slice_numel, ALIGNED)
     payload_ptr += tl.multiple_of(row * row_bytes, 16) + offset
     multiplier = tl.load(multipliers_ptr + segment)
-    end = tl.minimum(slice_numel, numel - slice_index * slice_numel)
     # The body is compiled twice, so that a whole tile has neither masks nor branches.
-    if end - tile * (TILE_BLOCKS * WIDTH) >= TILE_BLOCKS * WIDTH:
-        x = load_tile(base_ptr + start, numel, slice_numel, slice_index, tile, WIDTH, WIDTH, TILE_BLOCKS, True)
-        x = x.to(tl.float32)
-        codes = shared_codes(x, multiplier, counts_ptr, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
-        store_codes(codes, payload_ptr, tile, slice_numel, TILE_BLOCKS, WIDTH, True)
+    if end - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
+        x = load_tile(tensor_ptr, end, tile, FORMAT, True).to(tl.float32)
+        store_codes(shared_codes(x, multiplier, counts_ptr, FORMAT), payload_ptr, tile, slice_numel, FORMAT, True)
     else:
-        x = load_tile(base_ptr + start, numel, slice_numel, slice_index, tile, WIDTH, WIDTH, TILE_BLOCKS, False)
-        x = x.to(tl.float32)
-        codes = shared_codes(x, multiplier, counts_ptr, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
-        store_codes(codes, payload_ptr, tile, slice_numel, TILE_BLOCKS, WIDTH, False)
+        x = load_tile(tensor_ptr, end, tile, FORMAT, False).to(tl.float32)
+        store_codes(shared_codes(x, multiplier, counts_ptr, FORMAT), payload_ptr, tile, slice_numel, FORMAT, False)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = tl.where(bits < EXPONENT_OF_INF, bits, 0)
     tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)) + segment, tl.max(tl.max(finite, axis=1), axis=0))
-    if tile == 0:  # zeros after the codes
-        pad = tl.arange(0, 16)
-        tl.store(
-            payload_ptr + slice_numel + pad,
-            tl.zeros((16,), tl.uint8),
-            mask=pad < (total_bytes - slice_numel).to(tl.int32),
-        )
+    if tile == 0:
+        store_zeros(payload_ptr, slice_numel, total_bytes)
 
 
 @triton.jit
-def sum_of_codes(
-    received_ptr,
-    rank_bytes,
-    tile,
-    numel,
-    RANKS: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def sum_of_codes(received_ptr, rank_bytes, tile, numel, RANKS: tl.constexpr, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
     """fp32 sum over ranks of the numbers of the same tile; `received_ptr` is at rank 0's."""
-    local = tl.arange(0, TILE_BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    start = tile * (TILE_BLOCKS * WIDTH)
-    left = tl.minimum(numel - start, TILE_BLOCKS * WIDTH).to(tl.int32)
-    total = tl.zeros((TILE_BLOCKS, WIDTH), tl.float32)
+    element: tl.constexpr = FORMAT.element
+    BLOCKS: tl.constexpr = FORMAT.tile_blocks
+    WIDTH: tl.constexpr = FORMAT.width
+    local = tl.arange(0, BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    start = tile * FORMAT.tile_numel
+    left = tl.minimum(numel - start, FORMAT.tile_numel).to(tl.int32)
+    total = tl.zeros((BLOCKS, WIDTH), tl.float32)
     if RANKS <= 16:
         for rank in tl.static_range(RANKS):  # unrolled, so that all loads are under way before the first sum
             pointers = received_ptr + tl.multiple_of(rank_bytes * rank, 16) + start + local
             codes = load_some(pointers, local, left, True, WHOLE, False)
-            total += numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+            total += numbers_of(codes, element, FORMAT.native_fp8, BLOCKS, WIDTH)
     else:
         for rank in range(RANKS):
             pointers = received_ptr + tl.multiple_of(rank_bytes * rank, 16) + start + local
             codes = load_some(pointers, local, left, True, WHOLE, False)
-            total += numbers_of(codes, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
+            total += numbers_of(codes, element, FORMAT.native_fp8, BLOCKS, WIDTH)
     return total
 
 
@@ -153,36 +123,27 @@ def sum_to_payload_kernel(
     row_bytes_in,
     row_bytes_out,
     RANKS: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """One program: one tile (axis 0) of one tensor's slice (axis 2) in one row (axis 1)."""
     tile = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     segment = tl.program_id(2).to(tl.int64)
-    offset, numel, _, _, _ = segment_of_program(segments_in_ptr, segment, ELEMENT)
-    if tile * (TILE_BLOCKS * WIDTH) >= numel:
+    element: tl.constexpr = FORMAT.element
+    offset, numel, _, _, _ = segment_of_program(segments_in_ptr, segment, element)
+    if tile * FORMAT.tile_numel >= numel:
         return
     received_ptr += tl.multiple_of(row * row_bytes_in, 16) + offset
-    offset, _, _, _, total_bytes = segment_of_program(segments_out_ptr, segment, ELEMENT)
+    offset, _, _, _, total_bytes = segment_of_program(segments_out_ptr, segment, element)
     payload_ptr += tl.multiple_of(row * row_bytes_out, 16) + offset
-    if numel - tile * (TILE_BLOCKS * WIDTH) >= TILE_BLOCKS * WIDTH:
-        total = sum_of_codes(
-            received_ptr, rank_bytes, tile, numel, RANKS, ELEMENT, WIDTH, TILE_BLOCKS, NATIVE_FP8, True
-        )
-        codes = shared_codes(total, 1.0, counts_ptr, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
-        store_codes(codes, payload_ptr, tile, numel, TILE_BLOCKS, WIDTH, True)
+    if numel - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
+        total = sum_of_codes(received_ptr, rank_bytes, tile, numel, RANKS, FORMAT, True)
+        store_codes(shared_codes(total, 1.0, counts_ptr, FORMAT), payload_ptr, tile, numel, FORMAT, True)
     else:
-        total = sum_of_codes(
-            received_ptr, rank_bytes, tile, numel, RANKS, ELEMENT, WIDTH, TILE_BLOCKS, NATIVE_FP8, False
-        )
-        codes = shared_codes(total, 1.0, counts_ptr, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
-        store_codes(codes, payload_ptr, tile, numel, TILE_BLOCKS, WIDTH, False)
-    if tile == 0:  # zeros after the codes
-        pad = tl.arange(0, 16)
-        tl.store(payload_ptr + numel + pad, tl.zeros((16,), tl.uint8), mask=pad < (total_bytes - numel).to(tl.int32))
+        total = sum_of_codes(received_ptr, rank_bytes, tile, numel, RANKS, FORMAT, False)
+        store_codes(shared_codes(total, 1.0, counts_ptr, FORMAT), payload_ptr, tile, numel, FORMAT, False)
+    if tile == 0:
+        store_zeros(payload_ptr, numel, total_bytes)
 
 
 @triton.jit
@@ -197,18 +158,15 @@ def sum_to_tensors_kernel(
     RANKS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     KEEP_CODES: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
+    FORMAT: tl.constexpr,
     ALIGNED: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One program: one tile (axis 0) of one tensor's slice (axis 2)."""
     tile = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(2).to(tl.int64)
-    offset, numel, _, _, _ = segment_of_program(segments_ptr, segment, ELEMENT)
-    if tile * (TILE_BLOCKS * WIDTH) >= numel:
+    element: tl.constexpr = FORMAT.element
+    offset, numel, _, _, _ = segment_of_program(segments_ptr, segment, element)
+    if tile * FORMAT.tile_numel >= numel:
         return
     start = tl.load(tensors_ptr + 2 * segment)
     if ALIGNED:
@@ -216,29 +174,19 @@ def sum_to_tensors_kernel(
     end = tl.minimum(numel, tl.load(tensors_ptr + 2 * segment + 1))
     received_ptr += offset
     factor = tl.load(factors_ptr + segment)
-    if end - tile * (TILE_BLOCKS * WIDTH) >= TILE_BLOCKS * WIDTH:
-        total = sum_of_codes(
-            received_ptr, rank_bytes, tile, numel, RANKS, ELEMENT, WIDTH, TILE_BLOCKS, NATIVE_FP8, True
-        )
+    if end - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
+        total = sum_of_codes(received_ptr, rank_bytes, tile, numel, RANKS, FORMAT, True)
         if KEEP_CODES:
-            codes = shared_codes(total, 1.0, counts_ptr, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
-            store_codes(codes, base_ptr + start, tile, end, TILE_BLOCKS, WIDTH, True)
+            store_codes(shared_codes(total, 1.0, counts_ptr, FORMAT), base_ptr + start, tile, end, FORMAT, True)
         else:
-            write_tile(
-                total * factor, base_ptr + start, end, tile, ACCUMULATE, WIDTH, WIDTH, TILE_BLOCKS, INTERPRETED, True
-            )
+            write_tile(total * factor, base_ptr + start, end, tile, ACCUMULATE, FORMAT, True)
     else:
-        total = sum_of_codes(
-            received_ptr, rank_bytes, tile, numel, RANKS, ELEMENT, WIDTH, TILE_BLOCKS, NATIVE_FP8, False
-        )
+        total = sum_of_codes(received_ptr, rank_bytes, tile, numel, RANKS, FORMAT, False)
         if KEEP_CODES:
             # What lies beyond the end is padding: zeros, which are not counted.
-            codes = shared_codes(total, 1.0, counts_ptr, ELEMENT, NATIVE_FP8, TILE_BLOCKS, WIDTH)
-            store_codes(codes, base_ptr + start, tile, end, TILE_BLOCKS, WIDTH, False)
+            store_codes(shared_codes(total, 1.0, counts_ptr, FORMAT), base_ptr + start, tile, end, FORMAT, False)
         else:
-            write_tile(
-                total * factor, base_ptr + start, end, tile, ACCUMULATE, WIDTH, WIDTH, TILE_BLOCKS, INTERPRETED, False
-            )
+            write_tile(total * factor, base_ptr + start, end, tile, ACCUMULATE, FORMAT, False)
 
 
 def encode_shared(
@@ -275,11 +223,8 @@ def encode_shared(
             amax,
             counts,
             row_bytes,
-            ELEMENT=form.element,
-            WIDTH=form.width,
-            TILE_BLOCKS=form.tile_blocks,
+            FORMAT=form,
             ALIGNED=tensors.aligned,
-            NATIVE_FP8=native_float8(payload.device),
             num_warps=form.num_warps,
             enable_fp_fusion=False,
         )
@@ -302,10 +247,7 @@ def sum_to_payload(
             row_bytes_in,
             payload.shape[1],
             RANKS=ranks,
-            ELEMENT=form.element,
-            WIDTH=form.width,
-            TILE_BLOCKS=form.sum_blocks,
-            NATIVE_FP8=native_float8(payload.device),
+            FORMAT=form.with_tiles(form.sum_blocks),
             num_warps=form.sum_warps,
             enable_fp_fusion=False,
         )
@@ -343,12 +285,8 @@ def sum_to_tensors(
             RANKS=ranks,
             ACCUMULATE=accumulate,
             KEEP_CODES=base.dtype == torch.uint8,
-            ELEMENT=form.element,
-            WIDTH=form.width,
-            TILE_BLOCKS=form.sum_blocks,
+            FORMAT=form.with_tiles(form.sum_blocks),
             ALIGNED=tensors.aligned,
-            NATIVE_FP8=native_float8(received.device),
-            INTERPRETED=interpreted(),
             num_warps=form.sum_warps,
             enable_fp_fusion=False,
         )
