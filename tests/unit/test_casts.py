@@ -347,11 +347,11 @@ POINTERS = {"plain_ptr": "*u8", "transposed_ptr": "*u8", **dict.fromkeys(
 BASE = {"INTERPRETED": False, "RECORD": True, "KEEP": False, "PARTIALS": 512}
 
 def compile(kernel, launch, dtype="*bf16", aligned=True, ones=(), current=False, largest=448.0, plain=True,
-            transposed=True):
+            transposed=True, norm=False):
     if not turn():
         return
     form = Form(plain, transposed, largest, True, launch.tile_rows, launch.tile_columns)
-    constants = {**BASE, "FORM": form, "CURRENT": current}
+    constants = {**BASE, "FORM": form, "CURRENT": current, "NORM": norm}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
@@ -398,9 +398,8 @@ for kernel, launch in ((cast_tensor.cast_tensor_kernel, cast_tensor.CAST), (cast
                        (cast_blocks.cast_tiles_kernel, cast_blocks.CAST)):
     compile(kernel, launch, aligned=False, ones=("rows",))
 compile(cast_tensor.cast_tensor_kernel, cast_tensor.CAST, "*fp32")
-for kernel, launch in ((fused_casts.swiglu_cast_kernel, fused_casts.SWIGLU),
-                       (fused_casts.rms_norm_cast_kernel, fused_casts.RMS_NORM)):
-    compile(kernel, launch)
+compile(fused_casts.fused_cast_kernel, fused_casts.SWIGLU)
+compile(fused_casts.fused_cast_kernel, fused_casts.RMS_NORM, norm=True)
 print("done")
 """
     assert run(script, interpret=False, processes=2).count("done") == 2

@@ -126,6 +126,20 @@ def fp32_from_float8(codes, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
+def fp8_codes(v, E4M3: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """uint8 codes in E4M3 or E5M2 of |v| <= the largest number; the instruction saturates and knows NaN too."""
+    if not NATIVE_FP8:
+        mantissa: tl.constexpr = 3 if E4M3 else 2
+        bias: tl.constexpr = 7 if E4M3 else 15
+        codes = float8_from_fp32(v, mantissa, bias).to(tl.uint8)
+    elif E4M3:
+        codes = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        codes = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return codes
+
+
+@triton.jit
 def codes_of(
     scaled,
     noise,
@@ -160,14 +174,7 @@ def codes_of(
             spacing = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
             inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
             v = round_to_integer(v * inverse, noise, ROUNDING) * spacing
-        v = tl.minimum(tl.maximum(v, -largest), largest)
-        if NATIVE_FP8:
-            if ELEMENT == "fp8_e4m3":
-                codes = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-            else:
-                codes = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
-        else:
-            codes = float8_from_fp32(v, mantissa, bias).to(tl.uint8)
+        codes = fp8_codes(tl.minimum(tl.maximum(v, -largest), largest), ELEMENT == "fp8_e4m3", NATIVE_FP8)
     return codes
 
 

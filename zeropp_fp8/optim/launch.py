@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 
 from zeropp_fp8.formats.noise import Seed
+from zeropp_fp8.kernels.optimizer.adamw import (
+    CONSTANTS,
+    NUM_WARPS,
+    Form,
+    Places,
+    adamw_kernel,
+    first_of,
+    no_magnitudes,
+)
 from zeropp_fp8.kernels.optimizer.adamw import TILE as KERNEL_TILE
-from zeropp_fp8.kernels.optimizer.adamw import Places, Quantity, adamw, first_of
-from zeropp_fp8.kernels.wire.launch_tables import interpreted
+from zeropp_fp8.kernels.wire.launch_tables import interpreted, native_float8
+from zeropp_fp8.optim.adamw import storage_of_dtype
 from zeropp_fp8.optim.gradients import FP8Gradients
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer
@@ -45,38 +54,79 @@ def kernel_step(
     if len(kinds) != 1:
         raise ValueError(f"the kernel takes scales of one kind, got blocks of {sorted(map(str, kinds))}")
     block_size = kinds.pop()
-    options = {}
+    unused = segments.tile_segments  # a pointer that is not followed
+
+    def given(tensor: Tensor | None) -> Tensor:
+        return unused if tensor is None else tensor
+
+    grad_scales, grad_block, listed = None, 0, None
     if isinstance(grads, FP8Gradients):
-        base, listed = grads.codes.view(torch.uint8), None
-        per_segment = grads.multipliers is not None
-        options["grad_element"] = grads.element
-        options["grad_scales"] = grads.multipliers if per_segment else grads.block_scales
-        options["grad_block"] = 0 if per_segment else grads.block_size
+        base, grad_scales = grads.codes.view(torch.uint8), grads.multipliers
+        if grad_scales is None:
+            grad_scales, grad_block = grads.block_scales, grads.block_size
     else:
         listed = [None if g is None else g.detach() for g in grads]
         base = first_of(listed)
         if base is None:
             return
     weights = None if weights_out is None else [w.detach() for w in weights_out]
-    adamw(
-        segments.tile_segments,
-        segments.table,
-        _places(segments, listed, weights),
-        None if master is None else _quantity(master),
-        _quantity(exp_avg),
-        _quantity(exp_avg_sq),
-        base,
-        first_of(weights),
-        constants,
-        block_size=block_size,
-        grad_scale=grad_scale,
-        seed=None if seed is None else (seed.low, seed.high),
-        **options,
+    first_weight, places = first_of(weights), _places(segments, listed, weights)
+    # With a scale a segment, its first tile writes the new one while other tiles still read the old one.
+    per_tensor = block_size is None and any(buffer.scales is not None for buffer in buffers)
+    amax = no_magnitudes(len(segments), segments.device) if per_tensor else exp_avg.codes
+
+    def pointers(buffer: StateBuffer) -> list[Tensor]:
+        out = [buffer.codes]
+        for tensor in (buffer.scales, buffer.exponents):
+            before = tensor.clone() if per_tensor and tensor is not None else tensor
+            out += [given(before), given(tensor)]
+        return out
+
+    quantities = [first_weight, unused, unused] if master is None else pointers(master)[:3]
+    quantities += [*pointers(exp_avg), *pointers(exp_avg_sq)]
+    width = block_size or TILE
+    form = Form(
+        grad=grads.element if listed is None else "tensors",
+        grad_block=grad_block,
+        weights=first_weight is not None,
+        master=(storage_of_dtype(first_weight.dtype) if master is None else master.storage).name,
+        exp_avg=exp_avg.storage.name,
+        exp_avg_sq=exp_avg_sq.storage.name,
+        expand_exp_avg=exp_avg.exponents is not None,
+        expand_exp_avg_sq=exp_avg_sq.exponents is not None,
+        master_in_weights=master is None,
+        some_missing=places.some_missing,
+        aligned_grads=places.aligned_grads,
+        aligned_weights=places.aligned_weights,
+        per_block=block_size is not None,
+        grad_scale=grad_scale is not None,
+        l2=constants["l2"] != 0,
+        stochastic=seed is not None,
+        native_fp8=native_float8(segments.device),
+        fast=segments.device.type == "cuda" and torch.version.hip is None and not interpreted(),
+        interpreted=interpreted(),
+        rows=TILE // width,
+        width=width,
     )
-
-
-def _quantity(buffer: StateBuffer) -> Quantity:
-    return Quantity(buffer.storage.name, buffer.codes, buffer.scales, buffer.exponents)
+    for step in ("first", "second") if per_tensor else ("only",):
+        with torch.cuda.device_of(segments.table):
+            adamw_kernel[(segments.num_tiles,)](
+                base,
+                given(grad_scales),
+                given(first_weight),
+                *quantities,
+                segments.tile_segments,
+                segments.table,
+                places.entries,
+                amax,
+                given(grad_scale),
+                *(constants[name] for name in CONSTANTS),
+                *((0, 0) if seed is None else (seed.low, seed.high)),
+                PASS=step,
+                FORM=form,
+                num_warps=NUM_WARPS,
+                enable_fp_fusion=False,
+            )
 
 
 def _places(segments: Segments, grads: list[Tensor | None] | None, weights: list[Tensor] | None) -> Places:

@@ -36,66 +36,6 @@ _STATISTICS_WARPS = 4
 _LARGEST_PIECE = 4096  # elements of a row that a program holds: 32 a thread
 
 
-@triton.jit
-def finish(
-    y,
-    values_ptr,
-    plain_ptr,
-    transposed_ptr,
-    scale_ptr,
-    amax_ptr,
-    first_row,
-    first_column,
-    rows,
-    columns,
-    plain_length,
-    transposed_length,
-    KEEP: tl.constexpr,
-    RECORD: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """What both have in common: keep y, a tile in the matrix' dtype, if asked for; record its amax; cast it."""
-    if KEEP:
-        store_tile(values_ptr, y, first_row, first_column, rows, columns)
-    if RECORD:
-        record_amax(amax_ptr, numbers_of(y))
-    cast_tile(
-        y, reciprocal(tl.load(scale_ptr)), plain_ptr, transposed_ptr, first_row, first_column, rows, columns,
-        plain_length, transposed_length, FORM,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
-def swiglu_cast_kernel(
-    gate_ptr,
-    up_ptr,
-    values_ptr,
-    plain_ptr,
-    transposed_ptr,
-    scale_ptr,
-    amax_ptr,
-    rows,
-    columns,
-    plain_length,
-    transposed_length,
-    KEEP: tl.constexpr,
-    RECORD: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """One program: one tile."""
-    dtype: tl.constexpr = gate_ptr.dtype.element_ty
-    first_row, first_column = tile_of_program(columns, FORM.rows, FORM.columns)
-    gate = load_tile(gate_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns).to(tl.float32)
-    up = load_tile(up_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns).to(tl.float32)
-    silu = narrowed(tl.div_rn(gate, 1.0 + exponential(-gate, INTERPRETED)), dtype, INTERPRETED).to(tl.float32)
-    y = narrowed(silu * up, dtype, INTERPRETED)
-    finish(
-        y, values_ptr, plain_ptr, transposed_ptr, scale_ptr, amax_ptr, first_row, first_column, rows, columns,
-        plain_length, transposed_length, KEEP, RECORD, FORM,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["eps"])
 def row_statistics_kernel(matrix_ptr, inverse_rms_ptr, columns, eps, PIECE: tl.constexpr):
     """One program: 1 / sqrt(mean of squares + eps) of one row."""
@@ -109,9 +49,9 @@ def row_statistics_kernel(matrix_ptr, inverse_rms_ptr, columns, eps, PIECE: tl.c
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
-def rms_norm_cast_kernel(
-    matrix_ptr,
-    weight_ptr,
+def fused_cast_kernel(
+    first_ptr,
+    second_ptr,
     inverse_rms_ptr,
     values_ptr,
     plain_ptr,
@@ -122,24 +62,33 @@ def rms_norm_cast_kernel(
     columns,
     plain_length,
     transposed_length,
+    NORM: tl.constexpr,
     KEEP: tl.constexpr,
     RECORD: tl.constexpr,
     INTERPRETED: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """One program: one tile, with the rows' statistics known."""
-    dtype: tl.constexpr = matrix_ptr.dtype.element_ty
+    """One program: one tile. NORM: of a matrix and a weight, with the rows' statistics known; else of gate and up."""
+    dtype: tl.constexpr = first_ptr.dtype.element_ty
     first_row, first_column = tile_of_program(columns, FORM.rows, FORM.columns)
-    x = load_tile(matrix_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns).to(tl.float32)
-    row = first_row + tl.arange(0, FORM.rows)
-    column = first_column + tl.arange(0, FORM.columns)
-    inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < rows, other=0.0)
-    weight = tl.load(weight_ptr + column, mask=column < columns, other=0).to(tl.float32)
-    normalized = narrowed(x * inverse_rms[:, None], dtype, INTERPRETED).to(tl.float32)
-    y = narrowed(weight[None, :] * normalized, dtype, INTERPRETED)
-    finish(
-        y, values_ptr, plain_ptr, transposed_ptr, scale_ptr, amax_ptr, first_row, first_column, rows, columns,
-        plain_length, transposed_length, KEEP, RECORD, FORM,
+    x = load_tile(first_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns).to(tl.float32)
+    if NORM:
+        row = first_row + tl.arange(0, FORM.rows)
+        column = first_column + tl.arange(0, FORM.columns)
+        inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < rows, other=0.0)
+        factor = tl.load(second_ptr + column, mask=column < columns, other=0).to(tl.float32)[None, :]
+        x = narrowed(x * inverse_rms[:, None], dtype, INTERPRETED).to(tl.float32)
+    else:
+        factor = load_tile(second_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns).to(tl.float32)
+        x = narrowed(tl.div_rn(x, 1.0 + exponential(-x, INTERPRETED)), dtype, INTERPRETED).to(tl.float32)
+    y = narrowed(factor * x, dtype, INTERPRETED)
+    if KEEP:
+        store_tile(values_ptr, y, first_row, first_column, rows, columns)
+    if RECORD:
+        record_amax(amax_ptr, numbers_of(y))
+    cast_tile(
+        y, reciprocal(tl.load(scale_ptr)), plain_ptr, transposed_ptr, first_row, first_column, rows, columns,
+        plain_length, transposed_length, FORM,
     )  # fmt: skip
 
 
@@ -162,7 +111,7 @@ def swiglu_cast(
         amax_out: fp32 [1], becomes the maximum of itself and the result's largest finite magnitude; or None.
         values: like `gate`, the result before the cast; or None.
     """
-    _launch(swiglu_cast_kernel, SWIGLU, (gate, up), codes, codes_t, scale, amax_out, values)
+    _launch(gate, up, None, codes, codes_t, scale, amax_out, values)
 
 
 def rms_norm_cast(
@@ -193,17 +142,18 @@ def rms_norm_cast(
             PIECE=min(_LARGEST_PIECE, triton.next_power_of_2(columns)),
             num_warps=_STATISTICS_WARPS,
         )
-    _launch(rms_norm_cast_kernel, RMS_NORM, (matrix, weight, inverse_rms), codes, codes_t, scale, amax_out, values)
+    _launch(matrix, weight, inverse_rms, codes, codes_t, scale, amax_out, values)
 
 
-def _launch(kernel, launch, inputs, codes, codes_t, scale, amax_out, values) -> None:
+def _launch(first: Tensor, second: Tensor, inverse_rms: Tensor | None, codes, codes_t, scale, amax_out, values) -> None:
     launch_cast(
-        kernel,
-        launch,
-        (*inputs, inputs[0] if values is None else values),
+        fused_cast_kernel,
+        SWIGLU if inverse_rms is None else RMS_NORM,
+        (first, second, *(first if tensor is None else tensor for tensor in (inverse_rms, values))),
         codes,
         codes_t,
         (scale, amax_out),
+        NORM=inverse_rms is not None,
         KEEP=values is not None,
         RECORD=amax_out is not None,
         INTERPRETED=interpreted(),

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from zeropp_fp8.kernels.elements import SMALLEST_SCALE, float8_from_fp32
+from zeropp_fp8.kernels.elements import SMALLEST_SCALE, fp8_codes
 from zeropp_fp8.kernels.wire.launch_tables import native_float8
 
 BLOCK = 128
@@ -75,17 +75,11 @@ def codes_of(x, inverse, LARGEST: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """uint8 codes of fp32 x * inverse, saturating; NAN_CODE where the product is NaN."""
     scaled = x * inverse
     if NATIVE_FP8:
-        # The instruction saturates, and turns every NaN into NAN_CODE.
-        if LARGEST == 448.0:
-            codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            codes = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        codes = fp8_codes(scaled, LARGEST == 448.0, True)
     else:
-        mantissa: tl.constexpr = 3 if LARGEST == 448.0 else 2
-        bias: tl.constexpr = 7 if LARGEST == 448.0 else 15
         is_nan = scaled != scaled
         scaled = tl.minimum(tl.maximum(tl.where(is_nan, 0.0, scaled), -LARGEST), LARGEST)
-        codes = tl.where(is_nan, NAN_CODE, float8_from_fp32(scaled, mantissa, bias)).to(tl.uint8)
+        codes = tl.where(is_nan, NAN_CODE, fp8_codes(scaled, LARGEST == 448.0, False)).to(tl.uint8)
     return codes
 
 

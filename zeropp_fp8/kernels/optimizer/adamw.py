@@ -27,42 +27,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, float8_from_fp32, narrowed, numbers_of, uniform
+from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, fp8_codes, narrowed, numbers_of, uniform
 from zeropp_fp8.kernels.mx_elements import NAN_SCALE, SMALLEST_NORMAL, mx_scale_values, power_of_two
-from zeropp_fp8.kernels.wire.launch_tables import interpreted, native_float8
 
 TILE = 1024
 # 8 elements a thread: 16 bytes of 16-bit numbers and 8 of FP8 codes, so that all accesses are shared out alike and
 # nothing has to be exchanged between threads.
 NUM_WARPS = 4
 MISSING = -(1 << 62)  # the place of a gradient that is not there: the segment stays as it is
-_INFINITY_BITS = 0x7F800000
 # The root of the second moment is taken of a number within these bounds; 2^-50 adds no more to an eps of 1e-8 than its
 # last bit.
 SMALLEST_SQUARE = 2.0**-100
 LARGEST_SQUARE = (2 - 2.0**-23) * 2.0**127
 CONSTANTS = ("keep", "l2", "rest1", "beta2", "rest2", "step_size", "root_factor", "eps")  # as the kernel takes them
-# Columns of the table of a segment's magnitudes: the largest of each quantity, then the smallest of the moments.
-_AMAX_COLUMNS = 5
 
 TILE_ = tl.constexpr(TILE)
 MISSING_ = tl.constexpr(MISSING)
 SMALLEST_SQUARE = tl.constexpr(SMALLEST_SQUARE)
 LARGEST_SQUARE = tl.constexpr(LARGEST_SQUARE)
-AMAX_COLUMNS = tl.constexpr(_AMAX_COLUMNS)
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """One quantity of all segments, as optim/state_buffer.py keeps it: see `StateBuffer`.
-
-    `storage` is "fp32", "bf16", "fp16", "fp8_e4m3" or "fp8_e5m2".
-    """
-
-    storage: str
-    codes: Tensor
-    scales: Tensor | None = None
-    exponents: Tensor | None = None
+# Columns of the table of a segment's magnitudes: the largest of each quantity, then the smallest of the moments.
+AMAX_COLUMNS = tl.constexpr(5)
 
 
 @dataclass(frozen=True)
@@ -72,7 +56,7 @@ class Form:
     Attributes:
         grad, grad_block: "tensors", or the element of FP8 codes and how many of them share a scale (0: a segment).
         weights: whether they are written.
-        master, exp_avg, exp_avg_sq: storages.
+        master, exp_avg, exp_avg_sq: what each is stored as, "fp32", "bf16", "fp16", "fp8_e4m3" or "fp8_e5m2".
         expand_exp_avg, expand_exp_avg_sq: whether the range is expanded.
         master_in_weights: the weights are the master weights.
         some_missing, aligned_grads, aligned_weights: see `Places`.
@@ -293,13 +277,7 @@ def store_quantity(
             # Master weights by integer operations, both ways: Triton 3.6 makes wrong code of the instruction where its
             # result is stored and decoded too (weights came out as 0 and NaN on an H200; the stored codes were right).
             native: tl.constexpr = FORM.native_fp8 and COLUMN != 0
-            if not native:
-                codes = float8_from_fp32(scaled, 3 if STORAGE == "fp8_e4m3" else 2, 7 if STORAGE == "fp8_e4m3" else 15)
-                codes = codes.to(tl.uint8)
-            elif STORAGE == "fp8_e4m3":
-                codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-            else:
-                codes = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+            codes = fp8_codes(scaled, STORAGE == "fp8_e4m3", native)
             out = scaled
             if COLUMN == 0:  # of the moments only the codes are needed
                 out = numbers_of(codes, STORAGE, False, ROWS, FORM.width)
@@ -558,114 +536,13 @@ class Places:
         return cls(entries, grads is not None and any(g is None for g in grads), *aligned)
 
 
+def no_magnitudes(segments: int, device: torch.device) -> Tensor:
+    """int32 [segments, AMAX_COLUMNS], for the pass "first": the bits of nothing yet."""
+    amax = torch.zeros(segments, AMAX_COLUMNS.value, dtype=torch.int32, device=device)
+    amax[:, 3:] = EXPONENT_OF_INF.value
+    return amax
+
+
 def first_of(tensors: list[Tensor | None] | None) -> Tensor | None:
     """The first tensor that has elements."""
     return next((t for t in tensors or () if t is not None and t.numel()), None)
-
-
-def adamw(
-    tile_segments: Tensor,
-    table: Tensor,
-    places: Places,
-    master: Quantity | None,
-    exp_avg: Quantity,
-    exp_avg_sq: Quantity,
-    grads: Tensor,
-    weights: Tensor | None,
-    constants: dict[str, float],
-    *,
-    block_size: int | None,
-    grad_element: str | None = None,
-    grad_scales: Tensor | None = None,
-    grad_block: int = 0,
-    grad_scale: Tensor | None = None,
-    seed: tuple[int, int] | None = None,
-) -> None:
-    """One step on all segments.
-
-    Args:
-        tile_segments: int32 [tiles], the segment of each tile.
-        table: int64 [segments, 3]: start, numel, number in the noise.
-        places: of gradients and weights.
-        master: None: the weights are the master weights, in their own dtype.
-        grads: the first gradient, fp32, bf16 or fp16; or with `grad_element` all codes, uint8 [padded].
-        weights: the first of the weights, or None.
-        constants: what CONSTANTS names.
-        block_size: elements that share a scale; None: one scale a segment.
-        grad_element: "fp8_e4m3" or "fp8_e5m2".
-        grad_scales: with `grad_element`: fp32 [segments], or uint8 E8M0 bytes, one for `grad_block` elements.
-        grad_scale: fp32 [1], multiplies every gradient.
-        seed: (low, high) of stochastic rounding; None: to nearest.
-    """
-    dtypes = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    own = Quantity(dtypes[weights.dtype], weights) if master is None else master
-    quantities = (own, exp_avg, exp_avg_sq)
-    per_tensor = block_size is None and any(q.scales is not None for q in quantities)
-    before = [(q.scales, q.exponents) for q in quantities]
-    amax = exp_avg.codes
-    if per_tensor:
-        # A segment's first tile writes the new scale while other tiles still read the old one.
-        before = [tuple(None if t is None else t.clone() for t in pair) for pair in before]
-        amax = torch.zeros(table.shape[0], _AMAX_COLUMNS, dtype=torch.int32, device=table.device)
-        amax[:, 3:] = _INFINITY_BITS
-    unused = tile_segments  # a pointer that is not followed
-
-    def given(tensor: Tensor | None) -> Tensor:
-        return unused if tensor is None else tensor
-
-    (p_in, _), (m_in, m_exponents), (v_in, v_exponents) = before
-    width = block_size or TILE
-    form = Form(
-        grad=grad_element or "tensors",
-        grad_block=grad_block,
-        weights=weights is not None,
-        master=own.storage,
-        exp_avg=exp_avg.storage,
-        exp_avg_sq=exp_avg_sq.storage,
-        expand_exp_avg=exp_avg.exponents is not None,
-        expand_exp_avg_sq=exp_avg_sq.exponents is not None,
-        master_in_weights=master is None,
-        some_missing=places.some_missing,
-        aligned_grads=places.aligned_grads,
-        aligned_weights=places.aligned_weights,
-        per_block=block_size is not None,
-        grad_scale=grad_scale is not None,
-        l2=constants["l2"] != 0,
-        stochastic=seed is not None,
-        native_fp8=native_float8(table.device),
-        fast=table.device.type == "cuda" and torch.version.hip is None and not interpreted(),
-        interpreted=interpreted(),
-        rows=TILE // width,
-        width=width,
-    )
-    for step in ("first", "second") if per_tensor else ("only",):
-        with torch.cuda.device_of(table):
-            adamw_kernel[(tile_segments.numel(),)](
-                grads,
-                given(grad_scales),
-                given(weights),
-                own.codes,
-                given(p_in),
-                given(own.scales),
-                exp_avg.codes,
-                given(m_in),
-                given(exp_avg.scales),
-                given(m_exponents),
-                given(exp_avg.exponents),
-                exp_avg_sq.codes,
-                given(v_in),
-                given(exp_avg_sq.scales),
-                given(v_exponents),
-                given(exp_avg_sq.exponents),
-                tile_segments,
-                table,
-                places.entries,
-                amax,
-                given(grad_scale),
-                *(constants[name] for name in CONSTANTS),
-                *(seed or (0, 0)),
-                PASS=step,
-                FORM=form,
-                num_warps=NUM_WARPS,
-                enable_fp_fusion=False,
-            )
