@@ -347,11 +347,11 @@ POINTERS = {"plain_ptr": "*u8", "transposed_ptr": "*u8", **dict.fromkeys(
 BASE = {"INTERPRETED": False, "RECORD": True, "KEEP": False, "PARTIALS": 512}
 
 def compile(kernel, launch, dtype="*bf16", aligned=True, ones=(), current=False, largest=448.0, plain=True,
-            transposed=True, norm=False):
+            transposed=True, norm=False, tiles=False):
     if not turn():
         return
     form = Form(plain, transposed, largest, True, launch.tile_rows, launch.tile_columns)
-    constants = {**BASE, "FORM": form, "CURRENT": current, "NORM": norm}
+    constants = {**BASE, "FORM": form, "CURRENT": current, "NORM": norm, "TILES": tiles}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
@@ -389,14 +389,15 @@ for changes in ({}, {"plain": False}, {"transposed": False}, {"largest": 57344.0
     for current in (True, False):
         compile(cast_tensor.cast_tensor_kernel, cast_tensor.CAST, current=current, **changes)
     compile(cast_rows.cast_rows_kernel, cast_rows.CAST, **changes)
-    compile(cast_blocks.cast_blocks_kernel, cast_blocks.CAST, **changes)
-    compile(cast_blocks.cast_tiles_kernel, cast_blocks.CAST, **changes)
+    for tiles in (False, True):
+        compile(cast_blocks.cast_blocks_kernel, cast_blocks.CAST, tiles=tiles, **changes)
 compile(cast_tensor.cast_tensor_kernel, cast_tensor.CAST, aligned=False)
 # Triton compiles an argument that is 1 into the kernel
-for kernel, launch in ((cast_tensor.cast_tensor_kernel, cast_tensor.CAST), (cast_rows.cast_rows_kernel, cast_rows.CAST),
-                       (cast_blocks.cast_blocks_kernel, cast_blocks.CAST),
-                       (cast_blocks.cast_tiles_kernel, cast_blocks.CAST)):
+for kernel, launch in ((cast_tensor.cast_tensor_kernel, cast_tensor.CAST),
+                       (cast_rows.cast_rows_kernel, cast_rows.CAST)):
     compile(kernel, launch, aligned=False, ones=("rows",))
+for tiles in (False, True):
+    compile(cast_blocks.cast_blocks_kernel, cast_blocks.CAST, aligned=False, ones=("rows",), tiles=tiles)
 compile(cast_tensor.cast_tensor_kernel, cast_tensor.CAST, "*fp32")
 compile(fused_casts.fused_cast_kernel, fused_casts.SWIGLU)
 compile(fused_casts.fused_cast_kernel, fused_casts.RMS_NORM, norm=True)

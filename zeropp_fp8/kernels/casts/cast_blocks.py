@@ -35,42 +35,6 @@ TILE_SCALE_ALIGNMENT = tl.constexpr(4)  # the rows of scales per tile are padded
 
 
 @triton.jit
-def cast_blocks_kernel(
-    matrix_ptr,
-    plain_ptr,
-    transposed_ptr,
-    scale_ptr,
-    scale_t_ptr,
-    rows,
-    columns,
-    plain_length,
-    transposed_length,
-    FORM: tl.constexpr,
-):
-    """One program: one tile of 128 x 128; scales are fp32 [blocks, rows] and, transposed, [blocks, columns]."""
-    first_row, first_column = tile_of_program(columns, FORM.rows, FORM.columns)
-    values = load_tile(matrix_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns)
-    if FORM.plain:
-        x = numbers_of(values)
-        scale = scale_of_amax(amax_of(x, 1), FORM.largest)
-        row = first_row + tl.arange(0, FORM.rows)
-        tl.store(scale_ptr + (first_column // FORM.rows).to(tl.int64) * rows + row, scale, mask=row < rows)
-        codes = codes_of(x, reciprocal(scale)[:, None], FORM.largest, FORM.native_fp8)
-        store_tile(plain_ptr, codes, first_row, first_column, rows, plain_length)
-    if FORM.transposed:
-        scale = scale_of_amax(amax_of(numbers_of(values), 0), FORM.largest)
-        column = first_column + tl.arange(0, FORM.rows)
-        pointers = scale_t_ptr + (first_row // FORM.rows).to(tl.int64) * columns + column
-        tl.store(pointers, scale, mask=column < columns)
-        # Read back what this program wrote: Triton then moves the tile to the other layout before it is encoded, in 16
-        # bits (see cast_tensor.py `cast_tile`), which it does not where the scale comes out of a reduction.
-        tl.debug_barrier()
-        scale = tl.load(pointers, mask=column < columns, other=1.0)
-        codes = codes_of(numbers_of(tl.trans(values)), reciprocal(scale)[:, None], FORM.largest, FORM.native_fp8)
-        store_tile(transposed_ptr, codes, first_column, first_row, columns, transposed_length)
-
-
-@triton.jit
 def store_tile_scale(scale_ptr, scale, tile_row, tile_column, columns, scale_length, SIZE: tl.constexpr):
     """scale[tile_row, tile_column] of fp32 [tile rows, scale_length]; the last one of a row writes 1 to the padding."""
     place = tl.arange(0, TILE_SCALE_ALIGNMENT)
@@ -80,7 +44,7 @@ def store_tile_scale(scale_ptr, scale, tile_row, tile_column, columns, scale_len
 
 
 @triton.jit
-def cast_tiles_kernel(
+def cast_blocks_kernel(
     matrix_ptr,
     plain_ptr,
     transposed_ptr,
@@ -92,21 +56,46 @@ def cast_tiles_kernel(
     transposed_length,
     scale_length,
     scale_t_length,
+    TILES: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """One program: one tile of 128 x 128; scales are fp32 [tile rows, scale_length] and, transposed, the like."""
+    """One program: one tile of 128 x 128.
+
+    Scales of blocks are fp32 [blocks, rows] and, transposed, [blocks, columns]; those of tiles (TILES) [tile rows,
+    scale_length] and the like.
+    """
     first_row, first_column = tile_of_program(columns, FORM.rows, FORM.columns)
     values = load_tile(matrix_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns)
-    scale = scale_of_amax(amax_of(tl.max(tl.abs(numbers_of(values)), axis=1), 0), FORM.largest)
-    tile_row, tile_column = first_row // FORM.rows, first_column // FORM.rows
-    if FORM.plain:
-        store_tile_scale(scale_ptr, scale, tile_row, tile_column, columns, scale_length, FORM.rows)
-    if FORM.transposed:
-        store_tile_scale(scale_t_ptr, scale, tile_column, tile_row, rows, scale_t_length, FORM.rows)
-    cast_tile(
-        values, reciprocal(scale), plain_ptr, transposed_ptr, first_row, first_column, rows, columns, plain_length,
-        transposed_length, FORM,
-    )  # fmt: skip
+    if TILES:
+        scale = scale_of_amax(amax_of(tl.max(tl.abs(numbers_of(values)), axis=1), 0), FORM.largest)
+        tile_row, tile_column = first_row // FORM.rows, first_column // FORM.rows
+        if FORM.plain:
+            store_tile_scale(scale_ptr, scale, tile_row, tile_column, columns, scale_length, FORM.rows)
+        if FORM.transposed:
+            store_tile_scale(scale_t_ptr, scale, tile_column, tile_row, rows, scale_t_length, FORM.rows)
+        cast_tile(
+            values, reciprocal(scale), plain_ptr, transposed_ptr, first_row, first_column, rows, columns, plain_length,
+            transposed_length, FORM,
+        )  # fmt: skip
+    else:
+        if FORM.plain:
+            x = numbers_of(values)
+            scale = scale_of_amax(amax_of(x, 1), FORM.largest)
+            row = first_row + tl.arange(0, FORM.rows)
+            tl.store(scale_ptr + (first_column // FORM.rows).to(tl.int64) * rows + row, scale, mask=row < rows)
+            codes = codes_of(x, reciprocal(scale)[:, None], FORM.largest, FORM.native_fp8)
+            store_tile(plain_ptr, codes, first_row, first_column, rows, plain_length)
+        if FORM.transposed:
+            scale = scale_of_amax(amax_of(numbers_of(values), 0), FORM.largest)
+            column = first_column + tl.arange(0, FORM.rows)
+            pointers = scale_t_ptr + (first_row // FORM.rows).to(tl.int64) * columns + column
+            tl.store(pointers, scale, mask=column < columns)
+            # Read back what this program wrote: Triton then moves the tile to the other layout before it is encoded, in
+            # 16 bits (see cast_tensor.py `cast_tile`), which it does not where the scale comes out of a reduction.
+            tl.debug_barrier()
+            scale = tl.load(pointers, mask=column < columns, other=1.0)
+            codes = codes_of(numbers_of(tl.trans(values)), reciprocal(scale)[:, None], FORM.largest, FORM.native_fp8)
+            store_tile(transposed_ptr, codes, first_column, first_row, columns, transposed_length)
 
 
 def cast_blocks(
@@ -120,7 +109,7 @@ def cast_blocks(
         scale, scale_t: fp32 [R, ceil(C / 128)] and [C, ceil(R / 128)], the first axis contiguous, or None.
     """
     if codes is not None or codes_t is not None:
-        launch_cast(cast_blocks_kernel, CAST, (matrix,), codes, codes_t, (scale, scale_t))
+        launch_cast(cast_blocks_kernel, CAST, (matrix,), codes, codes_t, (scale, scale_t), (0, 0), TILES=False)
 
 
 def cast_tiles(
@@ -134,4 +123,4 @@ def cast_tiles(
     """
     if codes is not None or codes_t is not None:
         lengths = tuple(0 if tensor is None else tensor.stride(0) for tensor in (scale, scale_t))
-        launch_cast(cast_tiles_kernel, CAST, (matrix,), codes, codes_t, (scale, scale_t), lengths)
+        launch_cast(cast_blocks_kernel, CAST, (matrix,), codes, codes_t, (scale, scale_t), lengths, TILES=True)

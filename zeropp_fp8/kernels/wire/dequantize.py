@@ -40,14 +40,14 @@ def load_unquantized(payload_ptr, tile, numel, FORMAT: tl.constexpr, WHOLE: tl.c
 
 
 @triton.jit
-def load_codes(codes_ptr, first_block, code_bytes, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
+def load_codes(codes_ptr, tile, code_bytes, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
     """The bytes of a tile's codes of 4 or 8 bits, uint8 [tile_blocks, width / codes per byte]."""
     per_byte: tl.constexpr = (
         2 if FORMAT.element == "int4" or FORMAT.element == "mxfp4" or FORMAT.element == "nf4" else 1
     )
     block_bytes: tl.constexpr = FORMAT.block_size // per_byte
     columns = tl.arange(0, FORMAT.width // per_byte)
-    first_byte = first_block * block_bytes
+    first_byte = tile * (FORMAT.tile_blocks * block_bytes)
     local = tl.arange(0, FORMAT.tile_blocks)[:, None] * block_bytes + columns[None, :]
     left = tl.minimum(code_bytes - first_byte, FORMAT.tile_blocks * block_bytes).to(tl.int32)
     width_ok = columns[None, :] < block_bytes
@@ -75,7 +75,7 @@ def load_quantized(payload_ptr, tile, num_blocks, code_bytes, FORMAT: tl.constex
         words_ptr = (codes_ptr + first_block * 24).to(tl.pointer_type(tl.int32))
         codes = load_six_bits(words_ptr + words, blocks[:, None] < blocks_left, FORMAT.tile_blocks)
     else:
-        codes = load_codes(codes_ptr, first_block, code_bytes, FORMAT, WHOLE)
+        codes = load_codes(codes_ptr, tile, code_bytes, FORMAT, WHOLE)
     if FORMAT.scale == "bf16":
         numbers = numbers_of(codes, element, FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)
     else:
@@ -112,7 +112,7 @@ def load_looked_up(payload_ptr, lookup_ptr, tile, num_blocks, code_bytes, FORMAT
         levels_ptr = lookup_ptr + NF4_LEVELS
         scales, codes_start = load_double_quantized(payload_ptr, levels_ptr, num_blocks, blocks, blocks < num_blocks)
     codes_ptr = payload_ptr + tl.multiple_of(codes_start, 16)
-    codes = load_codes(codes_ptr, first_block, code_bytes, FORMAT, WHOLE)
+    codes = load_codes(codes_ptr, tile, code_bytes, FORMAT, WHOLE)
     if element == "nf4":
         # What has FP8 instructions is an NVIDIA GPU of compute capability 8.9 or later.
         numbers = nf4_numbers_of(codes, lookup_ptr, FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)

@@ -52,6 +52,19 @@ def store_zeros(payload_ptr, start, end):
 
 
 @triton.jit
+def store_codes(codes, codes_ptr, tile, code_bytes, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
+    """The inverse of `load_codes` (dequantize.py), for what is encoded: nothing at or beyond `code_bytes`."""
+    per_byte: tl.constexpr = 2 if FORMAT.element == "int4" or FORMAT.element == "mxfp4" else 1
+    block_bytes: tl.constexpr = FORMAT.block_size // per_byte
+    columns = tl.arange(0, FORMAT.width // per_byte)
+    first_byte = tile * (FORMAT.tile_blocks * block_bytes)
+    local = tl.arange(0, FORMAT.tile_blocks)[:, None] * block_bytes + columns[None, :]
+    left = tl.minimum(code_bytes - first_byte, FORMAT.tile_blocks * block_bytes).to(tl.int32)
+    width_ok = columns[None, :] < block_bytes
+    store_some(codes_ptr + first_byte + local, codes, local, left, width_ok, WHOLE, FORMAT.width != FORMAT.block_size)
+
+
+@triton.jit
 def store_tile(
     values,
     payload_ptr,
@@ -114,20 +127,7 @@ def store_tile(
             words_ptr = (payload_ptr + codes_start + first_block * 24).to(tl.pointer_type(tl.int32))
             store_six_bits(words_ptr + words, codes, blocks[:, None] < blocks_left, FORMAT.tile_blocks)
         else:
-            per_byte: tl.constexpr = 2 if element == "int4" or element == "mxfp4" else 1
-            block_bytes: tl.constexpr = FORMAT.block_size // per_byte
-            byte_columns = tl.arange(0, FORMAT.width // per_byte)
-            first_byte = first_block * block_bytes
-            local = blocks[:, None] * block_bytes + byte_columns[None, :]
-            store_some(
-                payload_ptr + codes_start + first_byte + local,
-                codes.to(tl.uint8),
-                local,
-                tl.minimum(code_bytes - first_byte, FORMAT.tile_blocks * block_bytes).to(tl.int32),
-                byte_columns[None, :] < block_bytes,
-                WHOLE,
-                FORMAT.width != FORMAT.block_size,
-            )
+            store_codes(codes.to(tl.uint8), payload_ptr + codes_start, tile, code_bytes, FORMAT, WHOLE)
 
         if tile == 0:  # zeros between scales and codes
             pad = tl.arange(0, 16 // scale_bytes)

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zeropp_fp8.formats.noise import Seed
-from zeropp_fp8.kernels.elements import rotate
-from zeropp_fp8.kernels.wire.dequantize import load_quantized, load_unquantized, write_tile
+from zeropp_fp8.kernels.elements import numbers_of, rotate
+from zeropp_fp8.kernels.wire.dequantize import load_codes, load_quantized, load_unquantized, write_tile
 from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
 from zeropp_fp8.kernels.wire.quantize import segment_of_program, store_tile
 
@@ -27,6 +27,10 @@ def add_rank(total, received_ptr, tile, numel, num_blocks, code_bytes, FORMAT: t
     """fp32 `total` plus one rank's tile, in the rotated domain where the format rotates."""
     if FORMAT.scale == "none":
         total += load_unquantized(received_ptr, tile, numel, FORMAT, WHOLE).to(tl.float32)
+    elif FORMAT.scale == "shared":
+        element: tl.constexpr = FORMAT.element
+        codes = load_codes(received_ptr, tile, numel, FORMAT, WHOLE)
+        total += numbers_of(codes, element, FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)
     else:
         numbers, scales = load_quantized(received_ptr, tile, num_blocks, code_bytes, FORMAT, WHOLE)
         if FORMAT.scale == "bf16":
@@ -53,11 +57,16 @@ def mean_of_tiles(
     FORMAT: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """fp32 mean of the same tile of every rank; `received_ptr` is at rank 0's, `rank_bytes` from one to the next."""
+    """fp32 mean of the same tile of every rank; `received_ptr` is at rank 0's, `rank_bytes` from one to the next.
+
+    Of codes with a shared scale it is the sum of their numbers.
+    """
     BLOCKS: tl.constexpr = FORMAT.tile_blocks
     WIDTH: tl.constexpr = FORMAT.width
-    # -0: the sum with the first rank's numbers is these, also where they are -0. (tl.full makes 0 of -0.0.)
-    total = tl.full((BLOCKS, WIDTH), -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+    # -0: the sum with the first rank's numbers is these, also where they are -0. (tl.full makes 0 of -0.0.) Sums of
+    # codes begin with 0.
+    zero: tl.constexpr = 0 if FORMAT.scale == "shared" else -0x80000000
+    total = tl.full((BLOCKS, WIDTH), zero, tl.int32).to(tl.float32, bitcast=True)
     if RANKS <= 16:
         for rank in tl.static_range(RANKS):  # unrolled, so that all loads are under way before the first sum
             rank_ptr = received_ptr + tl.multiple_of(rank_bytes * rank, 16)
@@ -66,7 +75,8 @@ def mean_of_tiles(
         for rank in range(RANKS):
             rank_ptr = received_ptr + tl.multiple_of(rank_bytes * rank, 16)
             total = add_rank(total, rank_ptr, tile, numel, num_blocks, code_bytes, FORMAT, WHOLE)
-    total *= inverse_ranks
+    if FORMAT.scale != "shared":
+        total *= inverse_ranks
     if FORMAT.hadamard:
         total = rotate(total, BLOCKS, WIDTH)
     if FORMAT.hadamard or (not WHOLE and (FORMAT.scale == "rceil" or FORMAT.scale == "floor")):

@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, codes_of, load_some, numbers_of, store_some
+from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, codes_of
 from zeropp_fp8.kernels.wire.dequantize import write_tile
 from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
-from zeropp_fp8.kernels.wire.quantize import load_tile, segment_of_program, slice_of_tensor, store_zeros
+from zeropp_fp8.kernels.wire.quantize import load_tile, segment_of_program, slice_of_tensor, store_codes, store_zeros
+from zeropp_fp8.kernels.wire.reduce import mean_of_tiles
 
 
 @triton.jit
@@ -38,15 +39,6 @@ def shared_codes(values, multiplier, counts_ptr, FORMAT: tl.constexpr):
     if vanished > 0:
         tl.atomic_add(counts_ptr + 1, vanished.to(tl.int64))
     return codes
-
-
-@triton.jit
-def store_codes(codes, destination_ptr, tile, end, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
-    """Store a tile's codes [tile_blocks, width] where it lies before `end` (elements)."""
-    local = tl.arange(0, FORMAT.tile_blocks)[:, None] * FORMAT.width + tl.arange(0, FORMAT.width)[None, :]
-    start = tile * FORMAT.tile_numel
-    left = tl.minimum(end - start, FORMAT.tile_numel).to(tl.int32)
-    store_some(destination_ptr + start + local, codes, local, left, True, WHOLE, False)
 
 
 @triton.jit
@@ -90,29 +82,6 @@ def encode_kernel(
 
 
 @triton.jit
-def sum_of_codes(received_ptr, rank_bytes, tile, numel, RANKS: tl.constexpr, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
-    """fp32 sum over ranks of the numbers of the same tile; `received_ptr` is at rank 0's."""
-    element: tl.constexpr = FORMAT.element
-    BLOCKS: tl.constexpr = FORMAT.tile_blocks
-    WIDTH: tl.constexpr = FORMAT.width
-    local = tl.arange(0, BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    start = tile * FORMAT.tile_numel
-    left = tl.minimum(numel - start, FORMAT.tile_numel).to(tl.int32)
-    total = tl.zeros((BLOCKS, WIDTH), tl.float32)
-    if RANKS <= 16:
-        for rank in tl.static_range(RANKS):  # unrolled, so that all loads are under way before the first sum
-            pointers = received_ptr + tl.multiple_of(rank_bytes * rank, 16) + start + local
-            codes = load_some(pointers, local, left, True, WHOLE, False)
-            total += numbers_of(codes, element, FORMAT.native_fp8, BLOCKS, WIDTH)
-    else:
-        for rank in range(RANKS):
-            pointers = received_ptr + tl.multiple_of(rank_bytes * rank, 16) + start + local
-            codes = load_some(pointers, local, left, True, WHOLE, False)
-            total += numbers_of(codes, element, FORMAT.native_fp8, BLOCKS, WIDTH)
-    return total
-
-
-@triton.jit
 def sum_to_payload_kernel(
     received_ptr,
     payload_ptr,
@@ -137,10 +106,10 @@ def sum_to_payload_kernel(
     offset, _, _, _, total_bytes = segment_of_program(segments_out_ptr, segment, element)
     payload_ptr += tl.multiple_of(row * row_bytes_out, 16) + offset
     if numel - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
-        total = sum_of_codes(received_ptr, rank_bytes, tile, numel, RANKS, FORMAT, True)
+        total = mean_of_tiles(received_ptr, rank_bytes, 1.0, tile, numel, 0, numel, RANKS, FORMAT, True)
         store_codes(shared_codes(total, 1.0, counts_ptr, FORMAT), payload_ptr, tile, numel, FORMAT, True)
     else:
-        total = sum_of_codes(received_ptr, rank_bytes, tile, numel, RANKS, FORMAT, False)
+        total = mean_of_tiles(received_ptr, rank_bytes, 1.0, tile, numel, 0, numel, RANKS, FORMAT, False)
         store_codes(shared_codes(total, 1.0, counts_ptr, FORMAT), payload_ptr, tile, numel, FORMAT, False)
     if tile == 0:
         store_zeros(payload_ptr, numel, total_bytes)
@@ -175,13 +144,13 @@ def sum_to_tensors_kernel(
     received_ptr += offset
     factor = tl.load(factors_ptr + segment)
     if end - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
-        total = sum_of_codes(received_ptr, rank_bytes, tile, numel, RANKS, FORMAT, True)
+        total = mean_of_tiles(received_ptr, rank_bytes, 1.0, tile, numel, 0, numel, RANKS, FORMAT, True)
         if KEEP_CODES:
             store_codes(shared_codes(total, 1.0, counts_ptr, FORMAT), base_ptr + start, tile, end, FORMAT, True)
         else:
             write_tile(total * factor, base_ptr + start, end, tile, ACCUMULATE, FORMAT, True)
     else:
-        total = sum_of_codes(received_ptr, rank_bytes, tile, numel, RANKS, FORMAT, False)
+        total = mean_of_tiles(received_ptr, rank_bytes, 1.0, tile, numel, 0, numel, RANKS, FORMAT, False)
         if KEEP_CODES:
             # What lies beyond the end is padding: zeros, which are not counted.
             store_codes(shared_codes(total, 1.0, counts_ptr, FORMAT), base_ptr + start, tile, end, FORMAT, False)
