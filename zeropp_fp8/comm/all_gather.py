@@ -49,20 +49,19 @@ def _all_gather(payload: Tensor, level: Level, ledger: WireLedger | None, async_
     if level.size == 1:
         return payload, None
     gathered = torch.empty(level.size * payload.numel(), dtype=payload.dtype, device=payload.device)
-    work = _all_gather_single(gathered, payload, group=level.group, async_op=async_op)
-    if ledger is not None:
-        ledger.sent(level.link, (level.size - 1) * payload.numel())
-    return gathered, work
+    return gathered, start_level(gathered, payload, level, ledger, async_op)
 
 
-def start_level(gathered: Tensor, payload: Tensor, level: Level, ledger: WireLedger | None) -> dist.Work | None:
+def start_level(
+    gathered: Tensor, payload: Tensor, level: Level, ledger: WireLedger | None, async_op: bool = True
+) -> dist.Work | None:
     """Start one hop: flat uint8 `gathered` becomes the payloads of the level's ranks; None where it is one rank.
 
     `payload` may be this rank's part of `gathered` (in place).
     """
     if level.size == 1:
         return None
-    work = _all_gather_single(gathered, payload, group=level.group, async_op=True)
+    work = _all_gather_single(gathered, payload, group=level.group, async_op=async_op)
     if ledger is not None:
         ledger.sent(level.link, (level.size - 1) * payload.numel())
     return work

@@ -177,58 +177,42 @@ class ReducePlan:
             return
         first.after_current()
 
+        arrived, ranks = rings.received_within, per_node
         if per_node > 1:  # hop 1, inside the node
             with first:
-                received, work = self._exchange("within", sent, rings.received_within, ledger)
+                received, work = self._exchange("within", sent, arrived, ledger)
             yield
-            ranks = 1 if self.adds_codes else per_node
-            contributions = received.view(ranks, self.column_rows, self.column.row_bytes)
-            if nodes == 1:
-                with last:
+        if nodes > 1:
+            with first:
+                if per_node > 1:
                     work.wait()
                     sent_ring.give_back(sent)
-                    if self.adds_codes:
-                        self._count_largest(received, shared)
-                    self.last.reduce_to_tensors(
-                        contributions.squeeze(1), results, accumulate, self.scales_of(self.last, shared)
-                    )
-                    rings.received_within.give_back(received)
-                return
-            with first:
-                work.wait()
-                sent_ring.give_back(sent)
-                if self.adds_codes:  # they are added already
-                    sent, sent_ring = received, rings.received_within
-                else:
-                    sent_ring = rings.sent_between
-                    sent = sent_ring.take(self.column_rows * self.second.row_bytes)
-                sent_rows = sent.view(self.column_rows, self.second.row_bytes)
-                seed = self.second.draw_seed(generator)
-                if self.adds_codes:
-                    self._count_largest(sent, shared)
-                elif error_feedback is None:
-                    self.column.reduce_to_payload(contributions, self.second, sent_rows, seed, shared)
-                else:
-                    means = (self.column.mean(contributions, i) for i in range(len(self.column.slice_numels)))
-                    self._encode_with_residuals(means, sent_rows, seed, error_feedback, keys)
-                if not self.adds_codes:
-                    rings.received_within.give_back(received)
-
-        with first:  # hop 2, between nodes
-            received, work = self._exchange("between", sent, rings.received_between, ledger)
-        yield
+                    seed = self.second.draw_seed(generator)
+                    if self.adds_codes:  # they are added already
+                        sent, sent_ring = received, arrived
+                        self._count_largest(sent, shared)
+                    else:
+                        contributions = received.view(per_node, self.column_rows, self.column.row_bytes)
+                        sent_ring = rings.sent_between
+                        sent = sent_ring.take(self.column_rows * self.second.row_bytes)
+                        sent_rows = sent.view(self.column_rows, self.second.row_bytes)
+                        if error_feedback is None:
+                            self.column.reduce_to_payload(contributions, self.second, sent_rows, seed, shared)
+                        else:
+                            means = (self.column.mean(contributions, i) for i in range(len(self.column.slice_numels)))
+                            self._encode_with_residuals(means, sent_rows, seed, error_feedback, keys)
+                        arrived.give_back(received)
+                arrived, ranks = rings.received_between, nodes
+                received, work = self._exchange("between", sent, arrived, ledger)  # hop 2, between nodes
+            yield
         with last:
             work.wait()
             sent_ring.give_back(sent)
             if self.adds_codes:
                 self._count_largest(received, shared)
-            self.last.reduce_to_tensors(
-                received.view(1 if self.adds_codes else nodes, self.last.row_bytes),
-                results,
-                accumulate,
-                self.scales_of(self.last, shared),
-            )
-            rings.received_between.give_back(received)
+            rows_of_ranks = received.view(1 if self.adds_codes else ranks, self.last.row_bytes)
+            self.last.reduce_to_tensors(rows_of_ranks, results, accumulate, self.scales_of(self.last, shared))
+            arrived.give_back(received)
 
     def _exchange(
         self, hop: str, sent: Tensor, ring: BufferRing, ledger: WireLedger | None

@@ -76,13 +76,3 @@ def sylvester_matrix(scratch: Scratch) -> Tensor:
         torch.neg(first, out=matrix[half : 2 * half, half : 2 * half])
         half *= 2
     return matrix
-
-
-def rotate(values: Tensor) -> Tensor:
-    """H x / 32 on consecutive groups of 32; the number of fp32 `values` must be a multiple of 32."""
-    return rotate_(values.clone(memory_format=torch.contiguous_format), Scratch(values.device))
-
-
-def rotate_back(values: Tensor) -> Tensor:
-    """The inverse of `rotate`."""
-    return rotate_back_(values.clone(memory_format=torch.contiguous_format), Scratch(values.device))

@@ -122,11 +122,11 @@ class StateBuffer:
         """fp32 [numel] of every segment."""
         return [self.decode(segment) for segment in range(len(self.segments))]
 
-    def encode_all_(self, values: Tensor | Sequence[Tensor], seed: Seed | None = None) -> None:
+    def encode_all_(self, values: Tensor | Sequence[Tensor]) -> None:
         """Replace all numbers, from a list of tensors or from a flat fp32 tensor laid out by the segments."""
         for segment in range(len(self.segments)):
             one = self.segments.view(values, segment) if isinstance(values, Tensor) else values[segment]
-            self.encode_(segment, one.detach().reshape(-1).to(torch.float32), seed)
+            self.encode_(segment, one.detach().reshape(-1).to(torch.float32))
 
     def noise(self, segment: int, seed: Seed) -> Tensor:
         """fp32 [numel] in [0, 1): the number of an element depends on the seed, the segment's id and its place."""
