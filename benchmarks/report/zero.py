@@ -313,7 +313,7 @@ BLOCKS = {
     "kernels_say": Block(kernels_say, ("kernels/h200-1-local", "step_profile/h200-4-nvlink")),
     "accuracy": Block(
         accuracy,
-        ("bit_parity/h200-4-nvlink-lossless", "bit_parity/h200-4-nvlink-fp8_lm", "bit_parity/h200-2-nvlink-units"),
+        ("bit_parity/h200-4-nvlink-lossless", "bit_parity/h200-4-nvlink-fp8_lm", "bit_parity/h200-2-nvlink"),
     ),
     "fidelity_says": Block(fidelity_says, ("gradient_fidelity/h200-4-nvlink",)),
     "kernels_on_cpu_say": Block(kernels_on_cpu_say, ("kernels/cpu-1-local",)),

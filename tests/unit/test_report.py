@@ -80,10 +80,10 @@ def test_what_was_cut_short_says_so(name):
 
 
 def test_sources():
-    files = ("bit_parity/h200-2-nvlink-units", "two_nodes/h200-4-25gbit")
+    files = ("bit_parity/h200-2-nvlink", "two_nodes/h200-4-25gbit")
     made = Block(lambda *given: f"{len(given)} results", files).text()
     assert made == (
-        "2 results\n\nSource: `benchmarks/results/bit_parity/h200-2-nvlink-units.json` (commit `923a83c`),\n"
+        "2 results\n\nSource: `benchmarks/results/bit_parity/h200-2-nvlink.json` (commit `0bcc829`),\n"
         "`benchmarks/results/two_nodes/h200-4-25gbit.json` (kept since `a5a0d20`).\n"
     )
 
