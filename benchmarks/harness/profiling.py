@@ -28,11 +28,7 @@ KINDS = (
         ("cast_tensor", "cast_rows", "cast_whole", "cast_blocks", "cast_tiles", "amax", "scales_kernel", "swiglu_cast")
         + ("rms_norm_cast", "row_statistics", "transpose_kernel", "round_trip", "swiglu_backward"),
     ),
-    (
-        "wire formats",
-        ("quantize_kernel", "reduce_to_payload", "reduce_to_tensors", "encode_kernel", "sum_to_payload")
-        + ("sum_to_tensors",),
-    ),
+    ("wire formats", ("quantize_kernel", "reduce_to_payload", "reduce_to_tensors")),
     ("optimizer", ("adam", "squares_kernel", "lpnorm", "l2norm")),
     ("copies", ("memcpy", "memset", "catarray", "copy")),
 )

@@ -154,7 +154,7 @@ POINTERS = {{"payload_ptr": "*u8", "received_ptr": "*u8", "slices_ptr": "*i32", 
              "tile_starts_ptr": "*i32"}}
 MATRICES = ("base_ptr", "matrix_ptr", "rows_ptr", "columns_ptr")
 BASE = {{"ALIGNED": True, "LIMIT": 3.38e38, "RANKS": 8, "ACCUMULATE": True, "ALONG_ROWS": True, "ALONG_COLUMNS": True,
-         "SIDE": 64, "STARTS": 8}}
+         "SIDE": 64, "STARTS": 8, **dict.fromkeys(("multipliers_ptr", "amax_ptr", "counts_ptr", "factors_ptr"))}}
 CODES = {{"int8": "v2.b32", "fp8_e4m3": "v2.b32", "fp8_e5m2": "v2.b32", "int4": "b32", "bf16": "v4.b32",
           "mxfp8_e4m3": "v2.b32", "mxfp8_e5m2": "v2.b32", "mxfp6_e2m3": "b32", "mxfp6_e3m2": "b32", "mxfp4": "b32",
           "mxint8": "v2.b32"}}

@@ -249,9 +249,10 @@ from ptxas import said_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from zeropp_fp8.formats import SharedScaleFormat
-from zeropp_fp8.kernels.wire.shared_scale import encode_kernel, sum_to_payload_kernel, sum_to_tensors_kernel
 from zeropp_fp8.kernels.optimizer.squares import squares_kernel
 from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
+from zeropp_fp8.kernels.wire.quantize import quantize_kernel
+from zeropp_fp8.kernels.wire.reduce import reduce_to_payload_kernel, reduce_to_tensors_kernel
 
 CAPABILITY = {capability}
 POINTERS = {{
@@ -259,16 +260,18 @@ POINTERS = {{
     **dict.fromkeys(("tensors_ptr", "segments_ptr", "segments_in_ptr", "segments_out_ptr", "counts_ptr"), "*i64"),
     **dict.fromkeys(("multipliers_ptr", "factors_ptr", "amax_ptr", "partial_ptr"), "*fp32"),
     "slices_ptr": "*i32",
+    "inverse_ranks": "fp32",
 }}
 
 def compile(kernel, base, name, **constants):
     if not turn():
         return
     form = replace(KernelFormat.of(SharedScaleFormat(name)), native_fp8=CAPABILITY >= 89)
-    sums = kernel in (sum_to_payload_kernel, sum_to_tensors_kernel)
-    constants = {{"ELEMENT": form.element, "FORMAT": form.with_tiles(form.sum_blocks) if sums else form, "RANKS": 8,
-                  "ALIGNED": True, "NATIVE_FP8": CAPABILITY >= 89, "TILE": 1024, "TILES": 4, "ACCUMULATE": False,
-                  "KEEP_CODES": False, **constants}}
+    sums = kernel in (reduce_to_payload_kernel, reduce_to_tensors_kernel)
+    form_of_sums = form.with_tiles(form.sum_blocks)
+    constants = {{"ELEMENT": form.element, "FORMAT": form_of_sums if sums else form, "FORMAT_IN": form_of_sums,
+                  "RANKS": 8, "ALIGNED": True, "NATIVE_FP8": CAPABILITY >= 89, "TILE": 1024, "TILES": 4,
+                  "ACCUMULATE": False, **constants}}
     constants = {{key: value for key, value in constants.items() if key in kernel.arg_names}}
     signature, attributes = {{}}, {{}}
     for place, argument in enumerate(kernel.arg_names):
@@ -276,7 +279,7 @@ def compile(kernel, base, name, **constants):
             signature[argument] = "constexpr"
         else:
             signature[argument] = base if argument == "base_ptr" else POINTERS.get(argument, "i32")
-            if argument != "num_tiles":
+            if argument not in ("num_tiles", "inverse_ranks"):
                 attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     warps = form.sum_warps if sums else 4 if kernel is squares_kernel else form.num_warps
@@ -287,23 +290,23 @@ def compile(kernel, base, name, **constants):
     assert "0 bytes spill stores, 0 bytes spill loads" in said, (what, said)
     assert ".local" not in code, what
     assert kernel is squares_kernel or "fma.rn.f32" not in code, what
-    if kernel is encode_kernel:
+    if kernel is quantize_kernel:
         assert "ld.global.v4.b32" in code and "st.global.v2.b32" in code, what
-    if kernel is sum_to_tensors_kernel and base in ("*fp32", "*bf16"):
+    if kernel is reduce_to_tensors_kernel and base in ("*fp32", "*bf16"):
         assert "st.global.v4.b32" in code, what
-    if kernel is sum_to_payload_kernel or base == "*u8":
+    if kernel is reduce_to_payload_kernel or base == "*u8":
         assert "st.global.v2.b32" in code or "st.global.v4.b32" in code, what
     if sums:
         assert "ld.global.v2.b32" in code or "ld.global.v4.b32" in code, what
 
 for name in ("fp8_e4m3", "fp8_e5m2") if CAPABILITY == 90 else ("fp8_e4m3",):
-    compile(encode_kernel, "*bf16", name)
-    compile(sum_to_payload_kernel, None, name)
-    compile(sum_to_tensors_kernel, "*u8", name, KEEP_CODES=True)
+    compile(quantize_kernel, "*bf16", name)
+    compile(reduce_to_payload_kernel, None, name)
+    compile(reduce_to_tensors_kernel, "*u8", name)
     compile(squares_kernel, None, name)
-compile(encode_kernel, "*fp32", "fp8_e4m3")
-compile(sum_to_tensors_kernel, "*fp32", "fp8_e4m3", ACCUMULATE=True)
-compile(sum_to_tensors_kernel, "*bf16", "fp8_e4m3", RANKS=64)
+compile(quantize_kernel, "*fp32", "fp8_e4m3")
+compile(reduce_to_tensors_kernel, "*fp32", "fp8_e4m3", ACCUMULATE=True)
+compile(reduce_to_tensors_kernel, "*bf16", "fp8_e4m3", RANKS=64)
 print("done")
 """
     assert run(script, interpret=False, processes=2).count("done") == 2

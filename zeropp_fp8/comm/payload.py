@@ -138,47 +138,41 @@ class PayloadLayout:
         """
         for index, group in enumerate(self._groups):
             members = [tensors[i] for i in group.members]
+            scales = None
             if isinstance(group.wire_format, SharedScaleFormat):
-                if shared is not None:
-                    self._encode_shared(index, group, members, order, payload, shared)
-                continue
+                if shared is None:
+                    continue
+                scales = shared.of(group.members, group.index)
             if group.segments is not None:
                 from zeropp_fp8 import kernels
 
                 table = self._table(index, "source", members, group.segments)
-                kernels.quantize(members[0], table, group.segments, order.on_device, payload, seed)
-                continue
-            for place, (i, tensor) in enumerate(zip(group.members, members)):
-                rows = slices_of(tensor, self.slice_numels[i], order)
-                wire_format = group.wire_format
-                wire_format.encode_rows_seeded(rows, seed.of_tensor(place) if seed else None, self._part(payload, i))
+                kernels.quantize(members[0], table, group.segments, order.on_device, payload, seed, scales)
+            else:
+                self._encode_by_torch(group, members, order, payload, seed, scales)
+            if scales is not None and scales.amax.data_ptr() != shared.amax[group.members[0] :].data_ptr():
+                shared.amax[group.index] = scales.amax  # members that are no neighbours were copied
 
-    def _encode_shared(
+    def _encode_by_torch(
         self,
-        index: int,
         group: _Group,
         members: list[Tensor],
         order: SliceOrder,
         payload: Tensor,
-        shared: SharedScales,
+        seed: Seed | None,
+        scales: SharedScales | None,
     ) -> None:
-        scales = shared.of(group.members, group.index)
-        amax, counts = scales.amax, scales.counts[OF_GRADIENTS]
-        if group.segments is not None:
-            from zeropp_fp8.kernels.wire.shared_scale import encode_shared
-
-            table = self._table(index, "source", members, group.segments)
-            encode_shared(members[0], table, group.segments, order.on_device, payload, scales.encode, amax, counts)
-        else:
-            for place, (i, tensor) in enumerate(zip(group.members, members)):
-                rows = slices_of(tensor, self.slice_numels[i], order)
-                scale = scales.encode[place : place + 1]
-                group.wire_format.encode_scaled(rows, scale, self._part(payload, i), counts)
-                magnitudes = rows.float().abs()
-                finite = magnitudes.masked_fill_(magnitudes.isfinite().logical_not_(), 0.0)
-                amax[place] = torch.maximum(amax[place], finite.amax())
-        if amax.data_ptr() != shared.amax[group.members[0] :].data_ptr():
-            shared.amax[group.index] = amax  # members that are no neighbours were copied
+        for place, (i, tensor) in enumerate(zip(group.members, members)):
+            rows = slices_of(tensor, self.slice_numels[i], order)
+            if scales is None:
+                tensor_seed = seed.of_tensor(place) if seed else None
+                group.wire_format.encode_rows_seeded(rows, tensor_seed, self._part(payload, i))
+                continue
+            scale = scales.encode[place : place + 1]
+            group.wire_format.encode_scaled(rows, scale, self._part(payload, i), scales.counts[OF_GRADIENTS])
+            magnitudes = rows.float().abs()
+            finite = magnitudes.masked_fill_(magnitudes.isfinite().logical_not_(), 0.0)
+            scales.amax[place] = torch.maximum(scales.amax[place], finite.amax())
 
     # -- rows -> tensors ---------------------------------------------------------------------------------------------
 
@@ -230,29 +224,23 @@ class PayloadLayout:
         With a shared scale it is the sum of the codes, because their mean would lose bits.
         """
         for group, next_group in zip(self._groups, then._groups):
-            if isinstance(group.wire_format, SharedScaleFormat):
-                counts = shared.counts[OF_PARTIAL_SUMS]
-                if group.segments is not None:
-                    from zeropp_fp8.kernels.wire.shared_scale import sum_to_payload
-
-                    sum_to_payload(received, group.segments, next_group.segments, payload, counts)
-                    continue
-                for i in group.members:
-                    total = group.wire_format.sum_of_rows(self._part(received, i), self.slice_numels[i])
-                    next_group.wire_format.encode_scaled(
-                        total, torch.ones_like(shared.encode[:1]), then._part(payload, i), counts
-                    )
-                continue
+            is_shared = isinstance(group.wire_format, SharedScaleFormat)
             if group.segments is not None and next_group.segments is not None:
                 from zeropp_fp8 import kernels
 
                 if kernels.can_chain(group.segments, next_group.segments):
-                    kernels.reduce_to_payload(received, group.segments, next_group.segments, payload, seed)
+                    scales = shared if is_shared else None
+                    kernels.reduce_to_payload(received, group.segments, next_group.segments, payload, seed, scales)
                     continue
             for place, i in enumerate(group.members):
-                next_group.wire_format.encode_rows_seeded(
-                    self.mean(received, i), seed.of_tensor(place) if seed else None, then._part(payload, i)
-                )
+                part = then._part(payload, i)
+                if is_shared:
+                    total = group.wire_format.sum_of_rows(self._part(received, i), self.slice_numels[i])
+                    one, counts = torch.ones_like(shared.encode[:1]), shared.counts[OF_PARTIAL_SUMS]
+                    next_group.wire_format.encode_scaled(total, one, part, counts)
+                    continue
+                tensor_seed = seed.of_tensor(place) if seed else None
+                next_group.wire_format.encode_rows_seeded(self.mean(received, i), tensor_seed, part)
 
     @torch.no_grad()
     def reduce_to_tensors(
@@ -269,51 +257,34 @@ class PayloadLayout:
         """
         for index, group in enumerate(self._groups):
             members = [tensors[i] for i in group.members]
+            scales = None
             if isinstance(group.wire_format, SharedScaleFormat):
-                self._sum_shared(index, group, received, members, accumulate, shared)
-                continue
+                scales = shared.of(group.members, group.index)
+                if accumulate and any(tensor.dtype == torch.uint8 for tensor in members):
+                    raise ValueError("codes with a shared scale cannot be added to codes; accumulate in 16 or 32 bits")
             if group.segments is not None:
                 from zeropp_fp8 import kernels
 
                 table = self._table(index, "result", members, group.segments)
-                kernels.reduce_to_tensors(received, group.segments, members[0], table, accumulate)
+                kernels.reduce_to_tensors(received, group.segments, members[0], table, accumulate, scales)
                 continue
-            for i, tensor in zip(group.members, members):
-                mean = self.mean(received.unsqueeze(1), i).view(-1)[: tensor.numel()].view(tensor.shape)
+            for place, (i, tensor) in enumerate(zip(group.members, members)):
+                rows = received.unsqueeze(1)
+                if scales is None:
+                    mean = self.mean(rows, i)
+                else:
+                    mean = group.wire_format.sum_of_rows(self._part(rows, i), self.slice_numels[i])
+                mean = mean.view(-1)[: tensor.numel()].view(tensor.shape)
+                if tensor.dtype == torch.uint8:
+                    one, counts = torch.ones_like(scales.decode[:1]), scales.counts[OF_RESULTS]
+                    group.wire_format.encode_scaled(mean.view(1, -1), one, tensor.view(1, -1), counts)
+                    continue
+                if scales is not None:
+                    mean = mean * scales.decode[place]
                 if accumulate:
                     tensor += mean.to(tensor.dtype)
                 else:
                     tensor.copy_(mean)
-
-    def _sum_shared(
-        self,
-        index: int,
-        group: _Group,
-        received: Tensor,
-        members: list[Tensor],
-        accumulate: bool,
-        shared: SharedScales,
-    ) -> None:
-        scales = shared.of(group.members, group.index)
-        counts = scales.counts[OF_RESULTS]
-        if accumulate and any(tensor.dtype == torch.uint8 for tensor in members):
-            raise ValueError("codes with a shared scale cannot be added to codes; accumulate in 16 or 32 bits")
-        if group.segments is not None:
-            from zeropp_fp8.kernels.wire.shared_scale import sum_to_tensors
-
-            table = self._table(index, "result", members, group.segments)
-            sum_to_tensors(received, group.segments, members[0], table, scales.decode, counts, accumulate)
-            return
-        for place, (i, tensor) in enumerate(zip(group.members, members)):
-            total = group.wire_format.sum_of_rows(self._part(received.unsqueeze(1), i), self.slice_numels[i])
-            total = total.view(-1)[: tensor.numel()].view(tensor.shape)
-            if tensor.dtype == torch.uint8:
-                one = torch.ones_like(scales.decode[:1])
-                group.wire_format.encode_scaled(total.view(1, -1), one, tensor.view(1, -1), counts)
-            elif accumulate:
-                tensor += (total * scales.decode[place]).to(tensor.dtype)
-            else:
-                tensor.copy_(total * scales.decode[place])
 
 
 def slices_of(tensor: Tensor, slice_numel: int, order: SliceOrder) -> Tensor:

@@ -6,7 +6,6 @@ format:
     quantize.py       tensors -> payload rows: slice reorder, Hadamard rotation, rounding, packing in one pass
     dequantize.py     payload rows -> tensors, NF4 and double-quantized scales included
     reduce.py         payloads of several ranks -> their fp32 mean -> tensors, or a payload for the next hop
-    shared_scale.py   FP8 codes with scales that all ranks share
     launch_tables.py  the description of a launch
 
 casts/, for computing:

@@ -65,7 +65,7 @@ def supports(wire_format: WireFormat) -> bool:
 def decodes(wire_format: WireFormat) -> bool:
     """Whether `dequantize` handles the format: those that `supports` names, NF4 and double-quantized scales.
 
-    Codes with a shared scale are decoded by other kernels (shared_scale.py).
+    Codes with a shared scale are operands as they come, or sums (reduce.py).
     """
     if isinstance(wire_format, BlockScaledFormat):
         return _has_usual_blocks(wire_format)

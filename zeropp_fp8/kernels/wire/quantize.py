@@ -2,6 +2,10 @@
 
     payload[r] = for each tensor: encode(tensor.flat[s * S : (s + 1) * S]) with s = slices[r], S = its slice size
 
+With a scale a tensor that all ranks share, the tensor's amax is found on the way, and codes at the largest magnitude
+and numbers that became zero are counted: two integer atomics a program, whose sums do not depend on the order of
+programs. The formulas are those of formats/shared_scale.py.
+
 The order of `slices` is qgZ's slice reordering (ZeRO++ section 3.3), which costs nothing here. Elements beyond a
 tensor's end count as zeros.
 """
@@ -14,7 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from zeropp_fp8.formats.noise import Seed
-from zeropp_fp8.kernels.elements import block_scales, codes_of, load_some, narrowed, rotate, store_some, uniform
+from zeropp_fp8.formats.shared_scale import OF_GRADIENTS, SharedScales
+from zeropp_fp8.kernels.elements import (
+    EXPONENT_OF_INF,
+    block_scales,
+    codes_of,
+    load_some,
+    narrowed,
+    rotate,
+    store_some,
+    uniform,
+)
 from zeropp_fp8.kernels.mx_elements import mx_codes_of, mx_scale_blocks, pack_four_bits, store_six_bits
 from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
 
@@ -65,6 +79,25 @@ def store_codes(codes, codes_ptr, tile, code_bytes, FORMAT: tl.constexpr, WHOLE:
 
 
 @triton.jit
+def shared_codes(values, multiplier, counts_ptr, FORMAT: tl.constexpr):
+    """uint8 codes of fp32 values, counted."""
+    element: tl.constexpr = FORMAT.element
+    bad = (values.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= EXPONENT_OF_INF
+    scaled = tl.where(bad, 0.0, values * multiplier)
+    codes = codes_of(scaled, scaled, element, "nearest", FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)
+    codes = tl.where(bad, 0x7F, codes).to(tl.uint8)
+    magnitudes = codes & 0x7F
+    top: tl.constexpr = 0x7E if element == "fp8_e4m3" else 0x7B
+    saturated = tl.sum(tl.sum((magnitudes == top).to(tl.int32), axis=1), axis=0)
+    vanished = tl.sum(tl.sum(((magnitudes == 0) & (values != 0.0)).to(tl.int32), axis=1), axis=0)
+    if saturated > 0:
+        tl.atomic_add(counts_ptr, saturated.to(tl.int64))
+    if vanished > 0:
+        tl.atomic_add(counts_ptr + 1, vanished.to(tl.int64))
+    return codes
+
+
+@triton.jit
 def store_tile(
     values,
     payload_ptr,
@@ -76,10 +109,15 @@ def store_tile(
     total_bytes,
     seed_low,
     seed_high,
+    multiplier,
+    counts_ptr,
     FORMAT: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Encode fp32 [tile_blocks, width] (zeros beyond the slice) into the payload of one tensor's slice."""
+    """Encode fp32 [tile_blocks, width] (zeros beyond the slice) into the payload of one tensor's slice.
+
+    `multiplier`, `counts_ptr`: of a shared scale, see `shared_codes`.
+    """
     element: tl.constexpr = FORMAT.element
     rounding: tl.constexpr = FORMAT.rounding
     blocks = tl.arange(0, FORMAT.tile_blocks)
@@ -93,6 +131,10 @@ def store_tile(
         if values.dtype != dtype:
             values = narrowed(values, dtype, FORMAT.interpreted)
         store_some(payload_ptr.to(tl.pointer_type(dtype)) + first + local, values, local, left, True, WHOLE, False)
+        codes_start = num_blocks * 0
+    elif FORMAT.scale == "shared":
+        codes = shared_codes(values.to(tl.float32), multiplier, counts_ptr, FORMAT)
+        store_codes(codes, payload_ptr, tile, code_bytes, FORMAT, WHOLE)
         codes_start = num_blocks * 0
     else:
         x = values.to(tl.float32)
@@ -160,6 +202,9 @@ def quantize_kernel(
     slices_ptr,
     tensors_ptr,
     segments_ptr,
+    multipliers_ptr,
+    amax_ptr,
+    counts_ptr,
     row_bytes,
     seed_low,
     seed_high,
@@ -178,19 +223,24 @@ def quantize_kernel(
     tensor_ptr, end = slice_of_tensor(base_ptr, tensors_ptr, segment, slice_index, slice_numel, ALIGNED)
     payload_ptr += tl.multiple_of(row * row_bytes, 16) + offset
     seed_low = (seed_low.to(tl.int64) + segment) & 0x7FFFFFFF
+    multiplier = 1.0 if FORMAT.scale != "shared" else tl.load(multipliers_ptr + segment)
     # The body is compiled twice, so that a whole tile has neither masks nor branches.
     if end - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
         x = load_tile(tensor_ptr, end, tile, FORMAT, True)
         store_tile(
             x, payload_ptr, row, tile, slice_numel, num_blocks, code_bytes, total_bytes, seed_low, seed_high,
-            FORMAT, True,
+            multiplier, counts_ptr, FORMAT, True,
         )  # fmt: skip
     else:
         x = load_tile(tensor_ptr, end, tile, FORMAT, False)
         store_tile(
             x, payload_ptr, row, tile, slice_numel, num_blocks, code_bytes, total_bytes, seed_low, seed_high,
-            FORMAT, False,
+            multiplier, counts_ptr, FORMAT, False,
         )  # fmt: skip
+    if FORMAT.scale == "shared":
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        finite = tl.where(bits < EXPONENT_OF_INF, bits, 0)
+        tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)) + segment, tl.max(tl.max(finite, axis=1), axis=0))
 
 
 def quantize(
@@ -200,6 +250,7 @@ def quantize(
     slices: Tensor,
     payload: Tensor,
     seed: Seed | None = None,
+    shared: SharedScales | None = None,
 ) -> None:
     """Encode slices of tensors into payload rows.
 
@@ -209,6 +260,7 @@ def quantize(
         slices: int32 [rows], which slice each row holds.
         payload: uint8 [rows, row bytes], contiguous; only the bytes of these tensors are written.
         seed: for stochastic rounding; tensor i of the launch uses `seed.of_tensor(i)`.
+        shared: of these tensors, where their format's scale is shared; `amax` and `counts` are brought up to date.
     """
     rows, row_bytes = payload.shape
     seed = seed or Seed(0, 0)
@@ -220,6 +272,7 @@ def quantize(
             slices,
             tensors.entries,
             segments.segments,
+            *((shared.encode, shared.amax, shared.counts[OF_GRADIENTS]) if shared else (None, None, None)),
             row_bytes,
             seed.low,
             seed.high,

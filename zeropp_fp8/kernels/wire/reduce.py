@@ -5,6 +5,9 @@
     out[r]  = encode(mean[r])          (reduce_to_payload: the hop between nodes follows)
     tensor  = mean[0], or tensor += it (reduce_to_tensors: the last hop)
 
+Of FP8 codes with a scale a tensor that all ranks share it is the sum instead, which becomes codes without a multiplier,
+or numbers by a factor (formats/shared_scale.py).
+
 One pass: the mean lives in registers only. With 8 ranks of int8 and an int4 result that is 1.07 bytes an input element.
 """
 
@@ -16,10 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from zeropp_fp8.formats.noise import Seed
+from zeropp_fp8.formats.shared_scale import OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
 from zeropp_fp8.kernels.elements import numbers_of, rotate
 from zeropp_fp8.kernels.wire.dequantize import load_codes, load_quantized, load_unquantized, write_tile
 from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
-from zeropp_fp8.kernels.wire.quantize import segment_of_program, store_tile
+from zeropp_fp8.kernels.wire.quantize import segment_of_program, shared_codes, store_codes, store_tile
 
 
 @triton.jit
@@ -95,6 +99,7 @@ def reduce_to_payload_kernel(
     payload_ptr,
     segments_in_ptr,
     segments_out_ptr,
+    counts_ptr,
     rank_bytes,
     row_bytes_in,
     row_bytes_out,
@@ -126,7 +131,7 @@ def reduce_to_payload_kernel(
         )
         store_tile(
             mean, payload_ptr, row, tile, numel, blocks_out, code_bytes_out, total_bytes, seed_low, seed_high,
-            FORMAT, True,
+            1.0, counts_ptr, FORMAT, True,
         )  # fmt: skip
     else:
         mean = mean_of_tiles(
@@ -134,8 +139,30 @@ def reduce_to_payload_kernel(
         )
         store_tile(
             mean, payload_ptr, row, tile, numel, blocks_out, code_bytes_out, total_bytes, seed_low, seed_high,
-            FORMAT, False,
+            1.0, counts_ptr, FORMAT, False,
         )  # fmt: skip
+
+
+@triton.jit
+def write_mean(
+    mean,
+    tensor_ptr,
+    end,
+    tile,
+    factor,
+    counts_ptr,
+    ACCUMULATE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """A tile of a mean, or of a sum of codes with a shared scale, to a tensor's slice."""
+    if tensor_ptr.dtype.element_ty == tl.uint8:
+        # What lies beyond the end is padding: zeros, which are not counted.
+        store_codes(shared_codes(mean, 1.0, counts_ptr, FORMAT), tensor_ptr, tile, end, FORMAT, WHOLE)
+    else:
+        if FORMAT.scale == "shared":
+            mean *= factor
+        write_tile(mean, tensor_ptr, end, tile, ACCUMULATE, FORMAT, WHOLE)
 
 
 @triton.jit
@@ -144,6 +171,8 @@ def reduce_to_tensors_kernel(
     base_ptr,
     tensors_ptr,
     segments_ptr,
+    factors_ptr,
+    counts_ptr,
     rank_bytes,
     inverse_ranks,
     RANKS: tl.constexpr,
@@ -163,17 +192,18 @@ def reduce_to_tensors_kernel(
         start = tl.multiple_of(start, 16 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8))
     end = tl.minimum(numel, tl.load(tensors_ptr + 2 * segment + 1))
     received_ptr += offset
+    factor = 1.0 if FORMAT.scale != "shared" else tl.load(factors_ptr + segment)
     # The body is compiled twice, so that a whole tile has neither masks nor branches.
     if end - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
         mean = mean_of_tiles(
             received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes, RANKS, FORMAT, True
         )
-        write_tile(mean, base_ptr + start, end, tile, ACCUMULATE, FORMAT, True)
+        write_mean(mean, base_ptr + start, end, tile, factor, counts_ptr, ACCUMULATE, FORMAT, True)
     else:
         mean = mean_of_tiles(
             received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes, RANKS, FORMAT, False
         )
-        write_tile(mean, base_ptr + start, end, tile, ACCUMULATE, FORMAT, False)
+        write_mean(mean, base_ptr + start, end, tile, factor, counts_ptr, ACCUMULATE, FORMAT, False)
 
 
 def can_chain(first: SegmentTable, then: SegmentTable) -> bool:
@@ -188,6 +218,7 @@ def reduce_to_payload(
     segments_out: SegmentTable,
     payload: Tensor,
     seed: Seed | None = None,
+    shared: SharedScales | None = None,
 ) -> None:
     """Encode the mean over ranks, row by row.
 
@@ -195,6 +226,7 @@ def reduce_to_payload(
         received: uint8 [ranks, rows, row bytes in], contiguous.
         segments_in, segments_out: the same tensors in the two formats; `can_chain` must hold.
         payload: uint8 [rows, row bytes out], contiguous.
+        shared: of these tensors, where their format's scale is shared; `counts` is brought up to date.
     """
     ranks, rows, row_bytes_in = received.shape
     seed = seed or Seed(0, 0)
@@ -205,6 +237,7 @@ def reduce_to_payload(
             payload,
             segments_in.segments,
             segments_out.segments,
+            shared.counts[OF_PARTIAL_SUMS] if shared else None,
             rows * row_bytes_in,
             row_bytes_in,
             payload.shape[1],
@@ -220,14 +253,21 @@ def reduce_to_payload(
 
 
 def reduce_to_tensors(
-    received: Tensor, segments: SegmentTable, base: Tensor, tensors: TensorTable, accumulate: bool = False
+    received: Tensor,
+    segments: SegmentTable,
+    base: Tensor,
+    tensors: TensorTable,
+    accumulate: bool = False,
+    shared: SharedScales | None = None,
 ) -> None:
     """Write the mean over ranks of the single row to tensors, or add it to them.
 
     Args:
         received: uint8 [ranks, row bytes], contiguous.
-        base: the first of the destination tensors, fp32, bf16 or fp16.
+        base: the first of the destination tensors, fp32, bf16 or fp16; with a shared scale it may be uint8, which gets
+            the codes of the sums.
         tensors: the places of all of them, each with at most its slice's elements.
+        shared: of these tensors, where their format's scale is shared; `counts` is brought up to date.
     """
     ranks, row_bytes = received.shape
     form = segments.format
@@ -237,6 +277,7 @@ def reduce_to_tensors(
             base,
             tensors.entries,
             segments.segments,
+            *((shared.decode, shared.counts[OF_RESULTS]) if shared else (None, None)),
             row_bytes,
             1.0 / ranks,
             RANKS=ranks,

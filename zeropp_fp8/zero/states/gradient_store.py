@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8.formats import SharedScaleFormat
+from zeropp_fp8.formats.shared_scale import SharedScales
 from zeropp_fp8.optim import FP8Gradients
 from zeropp_fp8.optim.state_formats import TILE
 from zeropp_fp8.zero.reduce.scales import GradientScales
@@ -146,12 +147,12 @@ class GradientStore:
         multipliers[index] = scales
         if segments.device.type == "cuda":
             from zeropp_fp8 import kernels
-            from zeropp_fp8.kernels.wire.shared_scale import encode_shared
 
             places = kernels.TensorTable(sums, table, segments.device)
             whole = torch.zeros(1, dtype=torch.int32, device=segments.device)
-            counts = torch.zeros(2, dtype=torch.int64, device=segments.device)
-            encode_shared(sums[0], places, table, whole, codes.view(1, -1), encode, amax, counts)
+            uncounted = torch.zeros(3, 2, dtype=torch.int64, device=segments.device)
+            shared = SharedScales(encode, scales, amax, uncounted)
+            kernels.quantize(sums[0], places, table, whole, codes.view(1, -1), shared=shared)
             return
         for i, (k, values) in enumerate(zip(members, sums)):
             self.format.encode_scaled(values.view(1, -1), encode[i : i + 1], segments.view(codes, k).view(1, -1))
