@@ -1,8 +1,6 @@
-"""Test-wide settings: CPU accelerator, one thread, and the helpers of tests/ on the path."""
+"""Test-wide settings: CPU accelerator, one thread. What tests import beside packages is on setup.cfg's pythonpath."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,8 +8,6 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu" if os.environ.get("ZEROPP_FP8_TEST
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("ZEROPP_FP8_COMMIT", "tests")  # of results that nobody keeps: the history may not be there
 os.environ.pop("ZEROPP_FP8_RECIPE", None)  # it would make another thing of every stage-3 ds_config without a section
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from hypothesis import HealthCheck, settings

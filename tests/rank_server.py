@@ -5,7 +5,6 @@ import functools
 import gc
 import importlib
 import pkgutil
-import sys
 from pathlib import Path
 
 import deepspeed
@@ -38,9 +37,7 @@ IF_THERE = (
     "torch._subclasses.schema_check_mode",
     "torch.profiler._cupti_monitor",
 )
-TESTS = Path(__file__).parent
-JOBS = TESTS / "distributed"
-sys.path += [str(TESTS.parent / "examples" / "rlhf"), str(TESTS), str(JOBS)]
+JOBS = Path(__file__).parent / "distributed"
 for name in (*NEEDED, *(path.stem for path in sorted(JOBS.glob("*_jobs.py")))):
     importlib.import_module(name)
 for name in IF_THERE:

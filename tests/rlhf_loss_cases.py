@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "rlhf"))
-
 from common.losses import grpo_loss
 
 CLOSE = {torch.float64: {"rtol": 1e-12, "atol": 1e-12}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}}

@@ -15,10 +15,6 @@ from parity_jobs import switch
 from ranks import printed
 
 RLHF = Path(__file__).resolve().parents[2] / "examples" / "rlhf"
-for _folder in (RLHF, RLHF.parent):
-    if str(_folder) not in sys.path:
-        sys.path.append(str(_folder))
-
 KEPT_GATHERED = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}
 
 

@@ -6,11 +6,6 @@ import importlib
 import sys
 from pathlib import Path
 
-RLHF = Path(__file__).resolve().parents[2] / "examples" / "rlhf"
-for _folder in (RLHF, RLHF.parent):
-    if str(_folder) not in sys.path:
-        sys.path.append(str(_folder))
-
 
 def main_of(script, words):
     """What `python SCRIPT WORDS` does."""

@@ -1,17 +1,12 @@
 """What the RLHF examples start from in tests: models, adapters, rows."""
 
 import json
-import sys
-from pathlib import Path
 
 import torch
+from common.tokenizer import make_byte_tokenizer
 from models import llama
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
-from common.tokenizer import make_byte_tokenizer
 
 TOKENIZER = make_byte_tokenizer()
 

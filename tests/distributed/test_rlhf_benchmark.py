@@ -16,7 +16,6 @@ from benchmarks import rlhf_limits, rlhf_step
 from benchmarks.rlhf_step import compare, measure, parse, show
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / folder) for folder in rlhf_step.QUESTION.folders]  # of the ranks
 
 # The tiny Llama: hidden 256, 3 layers with 4 heads of which 2 have keys, MLP of 768, 512 tokens.
 LINEAR = 3 * (256 * 256 + 2 * 256 * 128 + 256 * 256 + 3 * 256 * 768)

@@ -5,14 +5,11 @@ import shutil
 import sys
 from pathlib import Path
 
+import launching
+import pipeline
 import pytest
 import rlhf_pipeline_jobs as jobs
 from ranks import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
-import launching
-import pipeline
 
 DEMO = Path(__file__).parents[2] / "examples" / "rlhf" / "demo.json"
 FEW = [

@@ -74,7 +74,7 @@ def test_the_commit_that_is_measured(tmp_path, monkeypatch):
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
 
     monkeypatch.setattr(environment, "ROOT", tmp_path)
-    monkeypatch.delenv("ZEROPP_FP8_COMMIT", raising=False)
+    monkeypatch.setenv("ZEROPP_FP8_COMMIT", "")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(SystemExit, match="set ZEROPP_FP8_COMMIT"):
         environment.measured_commit()

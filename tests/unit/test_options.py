@@ -8,23 +8,20 @@ import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
-import pytest
-import torch.distributed as dist
-from hang_guard import HANG
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
 import dpo
 import evaluate
 import grpo
 import make_data
 import options
 import ppo
+import pytest
 import reward
 import sft
+import torch.distributed as dist
 from common import arguments
 from common.arguments import FieldParser, PipelineArguments, PPOArguments
 from common.state import Checkpoints
+from hang_guard import HANG
 from options import finite, kept, new_file, new_folder, whole
 
 ROOT = Path(__file__).parents[2]

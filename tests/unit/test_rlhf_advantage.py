@@ -3,19 +3,11 @@
 import copy
 import math
 import statistics
-import sys
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from ranks import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
 from common.advantage import (
     AdaptiveKL,
     FixedKL,
@@ -27,6 +19,9 @@ from common.advantage import (
     token_rewards,
     whiten,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
 
 # Prompts of 4 tokens, then responses: position t speaks of token t+1, so the first one is at position 3.
 START, POSITIONS = 3, 10

@@ -8,21 +8,18 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import make_data
 import pytest
 import torch
-from hang_guard import HANG
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
-import make_data
 from common import tasks
 from common.order import Order
 from common.rows import read_rows
 from common.tasks import KINDS, Difficulty, Task, make_tasks, preference_rows, prompt_rows, sft_rows, wrong_answers
 from common.tokenizer import make_byte_tokenizer
+from hang_guard import HANG
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RLHF = Path(make_data.__file__).parent
 

@@ -3,15 +3,11 @@
 import json
 import re
 import shlex
-import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
 import pipeline
+import pytest
 from common import arguments
 from common.rows import checked_row
 from common.verifiers import reward_function

@@ -1,16 +1,10 @@
 """Optimizers of trained models, and what frozen copies of these are stored in."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import basics
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-import basics
 from common.engines import frozen_ds_config
 
 ONE_SCALE = {"format": "fp8_e4m3", "scales": "tensor"}

@@ -1,12 +1,16 @@
 """Log-probabilities and entropies in the RLHF examples, beside written-out formulas in plain Python (float64)."""
 
 import math
-import sys
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
+from common import losses
+from common.losses import (
+    sequence_logprobs,
+    token_entropy,
+    token_logprobs,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rlhf_loss_cases import (
@@ -15,15 +19,6 @@ from rlhf_loss_cases import (
     make_batch,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
-from common import losses
-from common.losses import (
-    sequence_logprobs,
-    token_entropy,
-    token_logprobs,
-)
 
 
 def written_out(logits, input_ids, temperature):

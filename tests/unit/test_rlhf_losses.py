@@ -1,12 +1,19 @@
 """Losses of the RLHF examples beside written-out formulas in plain Python (float64)."""
 
 import math
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from common.losses import (
+    dpo_loss,
+    grpo_loss,
+    ppo_policy_loss,
+    ppo_value_loss,
+    reward_loss,
+    sft_loss,
+    tokens_a_micro_batch,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -20,18 +27,6 @@ from rlhf_loss_cases import (
     grpo,
     log_sigmoid,
     make_batch,
-)
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
-from common.losses import (
-    dpo_loss,
-    grpo_loss,
-    ppo_policy_loss,
-    ppo_value_loss,
-    reward_loss,
-    sft_loss,
-    tokens_a_micro_batch,
 )
 
 # --- supervised losses beside written-out formulas ---------------------------------------------------------------

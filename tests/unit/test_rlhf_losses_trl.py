@@ -1,17 +1,10 @@
 """Losses of the RLHF examples beside those of TRL's own trainers, on the same batches."""
 
-import sys
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from models import llama
-from rlhf_loss_cases import GRPO_ARGUMENTS, POSITIONS, TARGET, grpo, make_batch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
 from common import losses
 from common.losses import (
     dpo_loss,
@@ -22,6 +15,8 @@ from common.losses import (
     token_entropy,
     token_logprobs,
 )
+from models import llama
+from rlhf_loss_cases import GRPO_ARGUMENTS, POSITIONS, TARGET, grpo, make_batch
 
 
 @pytest.fixture(scope="module")

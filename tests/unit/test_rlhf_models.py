@@ -8,15 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from models import llama
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaForSequenceClassification, T5Config
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
 from common import models, rollout
 from common.arguments import (
     PPOArguments,
@@ -48,6 +39,11 @@ from common.models import (
 from common.roles import Role, scores_of, values_of
 from common.rollout import Sampling, as_rollout, end_tokens, roll_out, seed_of, seeded
 from common.tokenizer import make_byte_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import llama
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaForSequenceClassification, T5Config
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 TOKENIZER = make_byte_tokenizer()

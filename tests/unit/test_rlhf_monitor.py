@@ -3,20 +3,16 @@
 import csv
 import json
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from common.monitor import Monitor, draw, draw_curves, mean_over_ranks, memory_and_bytes, read_log
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import batches, ds_config, llama, section
 from ranks import printed, run_ranks
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
-from common.monitor import Monitor, draw, draw_curves, mean_over_ranks, memory_and_bytes, read_log
 
 
 def lines_of(path):

@@ -8,16 +8,13 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pipeline
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
-import pipeline
 from common.arguments import FieldParser, PipelineArguments, PPOArguments
 from common.tasks import KINDS as TASKS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from launching import device
 from pipeline import Stage, check_folder, command_line, merged, plan, read_settings, run
 

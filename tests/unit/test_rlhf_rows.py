@@ -1,16 +1,11 @@
 """Reading rows for the RLHF examples: kinds and columns, files and data sets, and every way a row can be bad."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from common.rows import BadRow, RowError, Rows, checked_row, conversational, read_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
-from common.rows import BadRow, RowError, Rows, checked_row, conversational, read_rows
 
 datasets = pytest.importorskip("datasets", reason="the extra `examples` installs datasets")
 

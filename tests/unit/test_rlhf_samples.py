@@ -1,15 +1,9 @@
 """What a policy says to prompts of its rows: which prompts, when, and what is counted."""
 
 import importlib
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
 from common.arguments import check_sequences
 from common.samples import Samples, prompt_of
 from common.supervised import tokens_of

@@ -6,12 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hang_guard import HANG
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
 from common.tokenizer import make_byte_tokenizer
 from common.tokens import encode_sft
+from hang_guard import HANG
 
 from benchmarks.rlhf_sft import parse, show, write_rows
 

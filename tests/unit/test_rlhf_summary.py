@@ -3,21 +3,16 @@
 import json
 import math
 import random
-import sys
-from pathlib import Path
 from statistics import NormalDist
 
+import evaluate
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
-import evaluate
 from common import summary
 from common.arguments import EvaluationArguments
 from common.intervals import paired_difference, wilson_interval
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 Z = NormalDist().inv_cdf(0.975)
 

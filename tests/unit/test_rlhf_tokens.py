@@ -1,17 +1,7 @@
 """Rows as tokens for the RLHF examples: the byte-level tokenizer, what is learned of a row, padding and masks."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
 from common.rows import RowError
 from common.tokenizer import ROLE_TOKENS, SPECIAL_TOKENS, byte_characters, make_byte_tokenizer
 from common.tokens import (
@@ -25,6 +15,10 @@ from common.tokens import (
     encode_sft,
     pack_text,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 PAD, END, SYSTEM, USER, ASSISTANT = range(256, 261)
 

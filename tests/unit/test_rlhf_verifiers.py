@@ -1,19 +1,14 @@
 """Reward functions by name: what they give, whose functions are found, and what a function may return."""
 
 import math
-import sys
 from decimal import Decimal
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from common.verifiers import VERIFIERS, columns_of, last_number, needed_columns, reward_function
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rlhf"))
-
-from common.verifiers import VERIFIERS, columns_of, last_number, needed_columns, reward_function
 
 OWN = '''
 from dataclasses import dataclass
