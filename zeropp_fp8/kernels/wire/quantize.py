@@ -133,8 +133,8 @@ def store_tile(
         store_some(payload_ptr.to(tl.pointer_type(dtype)) + first + local, values, local, left, True, WHOLE, False)
         codes_start = num_blocks * 0
     elif FORMAT.scale == "shared":
-        codes = shared_codes(values.to(tl.float32), multiplier, counts_ptr, FORMAT)
-        store_codes(codes, payload_ptr, tile, code_bytes, FORMAT, WHOLE)
+        codes = shared_codes(values, multiplier, counts_ptr, FORMAT)
+        store_codes(codes, payload_ptr, tile, numel, FORMAT, WHOLE)
         codes_start = num_blocks * 0
     else:
         x = values.to(tl.float32)
@@ -227,18 +227,22 @@ def quantize_kernel(
     # The body is compiled twice, so that a whole tile has neither masks nor branches.
     if end - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
         x = load_tile(tensor_ptr, end, tile, FORMAT, True)
+        if FORMAT.scale == "shared":
+            x = x.to(tl.float32)
         store_tile(
             x, payload_ptr, row, tile, slice_numel, num_blocks, code_bytes, total_bytes, seed_low, seed_high,
             multiplier, counts_ptr, FORMAT, True,
         )  # fmt: skip
     else:
         x = load_tile(tensor_ptr, end, tile, FORMAT, False)
+        if FORMAT.scale == "shared":
+            x = x.to(tl.float32)
         store_tile(
             x, payload_ptr, row, tile, slice_numel, num_blocks, code_bytes, total_bytes, seed_low, seed_high,
             multiplier, counts_ptr, FORMAT, False,
         )  # fmt: skip
     if FORMAT.scale == "shared":
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         finite = tl.where(bits < EXPONENT_OF_INF, bits, 0)
         tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)) + segment, tl.max(tl.max(finite, axis=1), axis=0))
 
