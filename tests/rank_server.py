@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib
 import pkgutil
+import sys
 from pathlib import Path
 
 import deepspeed
@@ -37,7 +38,10 @@ IF_THERE = (
     "torch._subclasses.schema_check_mode",
     "torch.profiler._cupti_monitor",
 )
-JOBS = Path(__file__).parent / "distributed"
+TESTS = Path(__file__).parent
+JOBS = TESTS / "distributed"
+RLHF = TESTS.parent / "examples" / "rlhf"
+sys.path += [str(folder) for folder in (TESTS, JOBS, RLHF.parent, RLHF)]  # benchmarks start ranks too, without pytest
 for name in (*NEEDED, *(path.stem for path in sorted(JOBS.glob("*_jobs.py")))):
     importlib.import_module(name)
 for name in IF_THERE:
