@@ -30,7 +30,7 @@ from benchmarks.harness.sizes import SIZES, Size
 from examples.options import whole
 from zeropp_fp8.comm import Topology, WireLedger, make_topology
 from zeropp_fp8.comm.lanes import Lane
-from zeropp_fp8.comm.reduce_scatter import ReduceLanes, ReduceScatterPlan, Rings
+from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan, Reduction, Rings
 from zeropp_fp8.formats import SharedScaleFormat, make_format
 from zeropp_fp8.formats.shared_scale import SharedScales
 
@@ -80,7 +80,7 @@ class TwoHopExchange:
             for grads in layers
         ]
         self._rings = Rings.on(device)
-        self._lanes = ReduceLanes(Lane(device), Lane(device))
+        self._lanes = Lane(device), Lane(device)
         shared = isinstance(formats[1], SharedScaleFormat)
         self._scales = [self._shared_scales(grads) if shared else None for grads in layers]
         self._results = [
@@ -101,11 +101,11 @@ class TwoHopExchange:
 
     def __call__(self, ledger: WireLedger) -> None:
         for plan, grads, results, scales in zip(self._plans, self._layers, self._results, self._scales):
-            steps = plan.run(grads, results, rings=self._rings, lanes=self._lanes, ledger=ledger, shared=scales)
-            for _ in steps:
+            reduction = Reduction(self._rings, *self._lanes, ledger, shared=scales)
+            for _ in plan.run(grads, results, reduction):
                 pass
-        self._lanes.first.before_current()
-        self._lanes.last.before_current()
+        for lane in self._lanes:
+            lane.before_current()
         if self._scales[0] is not None:  # once a step: the amax of all tensors, and the counts
             for table in (torch.cat([scales.amax for scales in self._scales]), self._scales[0].counts):
                 dist.all_reduce(table, op=dist.ReduceOp.MAX)

@@ -88,6 +88,17 @@ class PayloadLayout:
             by_key[(format_key(mine), format_key(partner), dtype)].append(index)
         self._groups = [self._make_group(members, partners, use_kernels) for members in by_key.values()]
         self._tables: dict[Hashable, object] = {}
+        self._use_kernels = use_kernels
+        self._joined: dict[Hashable, PayloadLayout] = {}
+
+    def joined(self, rows: int, tensors: Sequence[Tensor]) -> PayloadLayout:
+        """The layout of `rows` rows as one, for as many times the tensors, which have the dtypes of `tensors`."""
+        dtypes = tuple(tensor.dtype for tensor in tensors)
+        key = (rows, dtypes)
+        if key not in self._joined:
+            args = (self.slice_numels * rows, self.formats * rows, dtypes * rows, self.device)
+            self._joined[key] = PayloadLayout(*args, use_kernels=self._use_kernels)
+        return self._joined[key]
 
     def _make_group(self, members: list[int], partners: Sequence[WireFormat], use_kernels: bool) -> _Group:
         group = _Group(members, self.formats[members[0]])

@@ -72,11 +72,24 @@ class Rings:
 
 
 @dataclass
-class ReduceLanes:
-    """Where the steps of a reduction are issued: the first hop and the sum after it; the last sum."""
+class Reduction:
+    """What one reduction works with.
 
+    Attributes:
+        first: the lane of the first hop and of the sum after it.
+        last: the lane of the last sum.
+        error_feedback, keys: residuals of the hop between nodes, and a stable name for each tensor.
+        shared: scales of all tensors, where the plan's formats are SharedScaleFormat.
+    """
+
+    rings: Rings
     first: Lane
     last: Lane
+    ledger: WireLedger | None = None
+    generator: torch.Generator | None = None
+    error_feedback: ErrorFeedback | None = None
+    keys: Sequence[str] | None = None
+    shared: SharedScales | None = None
 
 
 class ReducePlan:
@@ -123,15 +136,8 @@ class ReducePlan:
         self,
         tensors: Sequence[Tensor],
         results: Sequence[Tensor],
-        *,
+        reduction: Reduction,
         accumulate: bool = False,
-        rings: Rings | None = None,
-        lanes: ReduceLanes | None = None,
-        ledger: WireLedger | None = None,
-        generator: torch.Generator | None = None,
-        error_feedback: ErrorFeedback | None = None,
-        keys: Sequence[str] | None = None,
-        shared: SharedScales | None = None,
     ) -> Iterator[None]:
         """Reduce `tensors` into `results`: a generator that yields wherever it would have to wait for other ranks.
 
@@ -140,85 +146,166 @@ class ReducePlan:
 
         Args:
             tensors: contiguous, as the plan was made for.
-            results: for each tensor at most its slice's elements, fp32, bf16 or fp16, contiguous.
+            results: for each tensor at most its slice's elements, fp32, bf16 or fp16, contiguous; with scales that
+                ranks share it may be uint8.
             accumulate: add to `results` instead of writing them.
-            error_feedback, keys: residuals of the hop between nodes, and a stable name for each tensor.
-            shared: scales of all tensors, where the plan's formats are SharedScaleFormat; `results` may be uint8 then.
         """
-        topology = self.topology
-        nodes, per_node = topology.nodes, topology.ranks_per_node
-        rings = rings or Rings.on(self.device)
-        here = Lane.here()
-        first, last = (lanes.first, lanes.last) if lanes else (here, here)
-
+        topology, shared = self.topology, reduction.shared
         if topology.world_size == 1 and shared is None:
             for tensor, result in zip(tensors, results):
                 mean = tensor.view(-1).view(result.shape).to(result.dtype)
                 result.add_(mean) if accumulate else result.copy_(mean)
             return
 
-        results = self.destinations(results)
-        rows = len(self.first_order.slices)
-        sent_ring = rings.sent_within if per_node > 1 or nodes == 1 else rings.sent_between
-        sent = sent_ring.take(rows * self.first.row_bytes)
-        sent_rows = sent.view(rows, self.first.row_bytes)
-        seed = self.first.draw_seed(generator)
-        if per_node == 1 and error_feedback is not None:
-            sizes = zip(tensors, self.first.slice_numels)
-            whole = (slices_of(tensor, size, self.first_order).float() for tensor, size in sizes)
-            self._encode_with_residuals(whole, sent_rows, seed, error_feedback, keys)
-        else:
-            scales = self.scales_of(self.first, shared)
-            self.first.encode(self.sources(tensors), self.first_order, sent_rows, seed, scales)
-            self.amax_recorded(scales, shared)
+        scales = self.scales_of(self.last, shared)
+        sent, sent_ring = self._encode_first(tensors, reduction)
         if topology.world_size == 1:  # nothing to send, but codes to make
-            self.last.reduce_to_tensors(sent_rows, results, accumulate, self.scales_of(self.last, shared))
+            rows = sent.view(-1, self.first.row_bytes)
+            self.last.reduce_to_tensors(rows, self.destinations(results), accumulate, scales)
             sent_ring.give_back(sent)
             return
-        first.after_current()
-
-        arrived, ranks = rings.received_within, per_node
-        if per_node > 1:  # hop 1, inside the node
-            with first:
-                received, work = self._exchange("within", sent, arrived, ledger)
+        reduction.first.after_current()
+        if topology.ranks_per_node > 1:
+            with reduction.first:
+                received, work = self._exchange("within", sent, reduction)
             yield
-        if nodes > 1:
-            with first:
-                if per_node > 1:
+        if topology.nodes > 1:
+            with reduction.first:
+                if topology.ranks_per_node > 1:
                     work.wait()
                     sent_ring.give_back(sent)
-                    seed = self.second.draw_seed(generator)
-                    if self.adds_codes:  # they are added already
-                        sent, sent_ring = received, arrived
-                        self._count_largest(sent, shared)
-                    else:
-                        contributions = received.view(per_node, self.column_rows, self.column.row_bytes)
-                        sent_ring = rings.sent_between
-                        sent = sent_ring.take(self.column_rows * self.second.row_bytes)
-                        sent_rows = sent.view(self.column_rows, self.second.row_bytes)
-                        if error_feedback is None:
-                            self.column.reduce_to_payload(contributions, self.second, sent_rows, seed, shared)
-                        else:
-                            means = (self.column.mean(contributions, i) for i in range(len(self.column.slice_numels)))
-                            self._encode_with_residuals(means, sent_rows, seed, error_feedback, keys)
-                        arrived.give_back(received)
-                arrived, ranks = rings.received_between, nodes
-                received, work = self._exchange("between", sent, arrived, ledger)  # hop 2, between nodes
+                    sent, sent_ring = self._encode_again(received, reduction)
+                received, work = self._exchange("between", sent, reduction)
             yield
-        with last:
+        with reduction.last:
+            work.wait()
+            sent_ring.give_back(sent)
+            self._write(received, results, accumulate, scales, reduction)
+
+    # -- the two hops apart: sums over several backward passes rest inside the node ----------------------------------
+
+    def new_sums(self, dtype: torch.dtype) -> list[Tensor]:
+        """Zeros, flat, for `sum_in_node`: for each tensor of the second hop what this rank sends of it."""
+        sizes = [self.column_rows * numel for numel in self.column.slice_numels]
+        return [torch.zeros(size, dtype=dtype, device=self.device) for size in sizes]
+
+    def sum_in_node(
+        self, tensors: Sequence[Tensor], sums: Sequence[Tensor], reduction: Reduction, accumulate: bool
+    ) -> Iterator[None]:
+        """The first hop alone, a generator like `run`: write the mean over the node's ranks to `sums`, or add it."""
+        per_node, shared = self.topology.ranks_per_node, reduction.shared
+        if per_node == 1:
+            for source, total in zip(self.sources(tensors), sums):
+                total = total[: source.numel()]
+                total.add_(source.view(-1)) if accumulate else total.copy_(source.view(-1))
+            if shared is not None:
+                norms = torch._foreach_norm([tensor.view(-1) for tensor in tensors], torch.inf)
+                amax = torch.stack([norm.float() for norm in norms]).nan_to_num(0.0, 0.0, 0.0)
+                torch.maximum(shared.amax, amax, out=shared.amax)
+            return
+        sent, sent_ring = self._encode_first(tensors, reduction)
+        reduction.first.after_current()
+        with reduction.first:
+            received, work = self._exchange("within", sent, reduction)
+        yield
+        with reduction.first:
             work.wait()
             sent_ring.give_back(sent)
             if self.adds_codes:
                 self._count_largest(received, shared)
-            rows_of_ranks = received.view(1 if self.adds_codes else ranks, self.last.row_bytes)
-            self.last.reduce_to_tensors(rows_of_ranks, results, accumulate, self.scales_of(self.last, shared))
-            arrived.give_back(received)
+            rows = received.view(1 if self.adds_codes else per_node, -1)
+            by_row = [total.view(self.column_rows, -1)[row] for row in range(self.column_rows) for total in sums]
+            scales = self.scales_of(self.column, shared)
+            if scales is not None:
+                scales = scales.of_sums_in_node(self.topology.nodes, self.column_rows)
+            self.column.joined(self.column_rows, sums).reduce_to_tensors(rows, by_row, accumulate, scales)
+            reduction.rings.received_within.give_back(received)
 
-    def _exchange(
-        self, hop: str, sent: Tensor, ring: BufferRing, ledger: WireLedger | None
-    ) -> tuple[Tensor, dist.Work]:
+    def spread(
+        self,
+        sums: Sequence[Tensor],
+        results: Sequence[Tensor],
+        reduction: Reduction,
+        accumulate: bool,
+        headroom: float = 1.0,
+    ) -> Iterator[None]:
+        """The second hop alone, a generator like `run`: the mean over nodes of what `sum_in_node` has left in `sums`.
+
+        Args:
+            headroom: with shared scales, how many times larger than one gradient a sum may be.
+        """
+        per_node, rows, shared = self.topology.ranks_per_node, self.column_rows, reduction.shared
+        scales = self.scales_of(self.second, shared)
+        if scales is not None:
+            scales = scales.to_spread(self.topology.nodes, headroom)
+        reduction.first.after_current()
+        # Where there is no first hop, the ring's buffers are taken on the current stream.
+        with reduction.first if per_node > 1 else Lane.here():
+            sent_ring = reduction.rings.sent_between
+            sent = sent_ring.take(rows * self.second.row_bytes)
+            sent_rows = sent.view(rows, self.second.row_bytes)
+            seed = self.second.draw_seed(reduction.generator)
+            if reduction.error_feedback is not None:
+                self._encode_with_residuals(
+                    (total.view(rows, -1).float() for total in sums), sent_rows, seed, reduction
+                )
+            else:
+                order = SliceOrder(range(rows), self.device)
+                self.second.joined(1, sums).encode(sums, order, sent_rows, seed, scales)
+        reduction.first.after_current()
+        with reduction.first:
+            received, work = self._exchange("between", sent, reduction)
+        yield
+        with reduction.last:
+            work.wait()
+            sent_ring.give_back(sent)
+            scales = self.scales_of(self.last, shared)
+            if scales is not None:
+                scales = scales.of_spread(headroom)
+            self._write(received, results, accumulate, scales, reduction)
+
+    # -- the parts of a reduction ------------------------------------------------------------------------------------
+
+    def _encode_first(self, tensors: Sequence[Tensor], reduction: Reduction) -> tuple[Tensor, BufferRing]:
+        """(what is sent first, whose ring that buffer is of)."""
+        nodes, per_node = self.topology.nodes, self.topology.ranks_per_node
+        rows, shared = len(self.first_order.slices), reduction.shared
+        ring = reduction.rings.sent_within if per_node > 1 or nodes == 1 else reduction.rings.sent_between
+        sent = ring.take(rows * self.first.row_bytes)
+        sent_rows = sent.view(rows, self.first.row_bytes)
+        seed = self.first.draw_seed(reduction.generator)
+        if per_node == 1 and reduction.error_feedback is not None:
+            sizes = zip(tensors, self.first.slice_numels)
+            whole = (slices_of(tensor, size, self.first_order).float() for tensor, size in sizes)
+            self._encode_with_residuals(whole, sent_rows, seed, reduction)
+        else:
+            scales = self.scales_of(self.first, shared)
+            self.first.encode(self.sources(tensors), self.first_order, sent_rows, seed, scales)
+            self.amax_recorded(scales, shared)
+        return sent, ring
+
+    def _encode_again(self, received: Tensor, reduction: Reduction) -> tuple[Tensor, BufferRing]:
+        """(what is sent between nodes, its ring): the mean of what the node's ranks have sent."""
+        rings, shared = reduction.rings, reduction.shared
+        seed = self.second.draw_seed(reduction.generator)
+        if self.adds_codes:  # they are added already
+            self._count_largest(received, shared)
+            return received, rings.received_within
+        contributions = received.view(self.topology.ranks_per_node, self.column_rows, self.column.row_bytes)
+        sent = rings.sent_between.take(self.column_rows * self.second.row_bytes)
+        sent_rows = sent.view(self.column_rows, self.second.row_bytes)
+        if reduction.error_feedback is None:
+            self.column.reduce_to_payload(contributions, self.second, sent_rows, seed, shared)
+        else:
+            means = (self.column.mean(contributions, i) for i in range(len(self.column.slice_numels)))
+            self._encode_with_residuals(means, sent_rows, seed, reduction)
+        rings.received_within.give_back(received)
+        return sent, rings.sent_between
+
+    def _exchange(self, hop: str, sent: Tensor, reduction: Reduction) -> tuple[Tensor, dist.Work]:
         """Start a hop; (what will have arrived, its handle)."""
         level = self.topology.within if hop == "within" else self.topology.between
+        ring, ledger = getattr(reduction.rings, f"received_{hop}"), reduction.ledger
         if self.adds_codes:
             received = ring.take(sent.numel() // level.size)
             codes = self.first.formats[0].dtype
@@ -231,6 +318,24 @@ class ReducePlan:
         by_all = self.sent_by_all.get(hop)
         return received, _start_exchange(received, sent, level, ledger, incoming, outgoing, by_all)
 
+    def _write(
+        self,
+        received: Tensor,
+        results: Sequence[Tensor],
+        accumulate: bool,
+        scales: SharedScales | None,
+        reduction: Reduction,
+    ) -> None:
+        """Write or add the mean of what the last hop has brought."""
+        nodes, per_node, rings = self.topology.nodes, self.topology.ranks_per_node, reduction.rings
+        ranks, ring = (nodes, rings.received_between) if nodes > 1 else (per_node, rings.received_within)
+        if self.adds_codes:
+            ranks = 1
+            self._count_largest(received, reduction.shared)
+        rows = received.view(ranks, self.last.row_bytes)
+        self.last.reduce_to_tensors(rows, self.destinations(results), accumulate, scales)
+        ring.give_back(received)
+
     def _count_largest(self, codes: Tensor, shared: SharedScales) -> None:
         """Count the codes at the largest magnitude among partial sums that the backend has made."""
         largest = LARGEST_CODE[self.first.formats[0].name]
@@ -241,12 +346,11 @@ class ReducePlan:
         means: Iterable[Tensor],
         rows: Tensor,
         seed: Seed | None,
-        error_feedback: ErrorFeedback,
-        keys: Sequence[str],
+        reduction: Reduction,
     ) -> None:
         """Encode fp32 [nodes, slice numel] of each tensor, corrected by what earlier rounding dropped."""
-        layout = self.second
-        for i, (mean, key) in enumerate(zip(means, keys)):
+        layout, error_feedback = self.second, reduction.error_feedback
+        for i, (mean, key) in enumerate(zip(means, reduction.keys)):
             wire_format = layout.formats[i]
             corrected = not isinstance(wire_format, UnquantizedFormat)
             if corrected:
@@ -352,7 +456,7 @@ def quantized_reduce_scatter(
         tensors: fp32, bf16 or fp16 tensors of any shape, the same shapes and order on every rank.
         intra_format, inter_format, quantize_vectors: see ReduceScatterPlan.
         generator: a CPU generator, the source of seeds for stochastic rounding.
-        error_feedback, keys: see ReduceScatterPlan.run.
+        error_feedback, keys: see Reduction.
 
     Returns:
         for each tensor, fp32 [ceil(numel / world_size)]: this rank's slice of the mean. What lies beyond the
@@ -371,13 +475,8 @@ def quantized_reduce_scatter(
         quantize_vectors,
     )
     results = [torch.zeros(size, dtype=torch.float32, device=device) for size in plan.slice_numels]
-    for _ in plan.run(
-        [t.detach().contiguous() for t in tensors],
-        results,
-        ledger=ledger,
-        generator=generator,
-        error_feedback=error_feedback,
-        keys=keys,
-    ):
+    here = Lane.here()
+    reduction = Reduction(Rings.on(device), here, here, ledger, generator, error_feedback, keys)
+    for _ in plan.run([t.detach().contiguous() for t in tensors], results, reduction):
         pass
     return results

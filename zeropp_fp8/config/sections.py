@@ -129,6 +129,12 @@ class GradientsConfig(_Section):
     store_format: Annotated[str, OneOf(("none", *FP8_FORMATS))] = Field(
         "none", description="what reduced gradients rest in until the step; none: 16 or 32 bits"
     )
+    accumulate_in: Literal["auto", "node", "world"] = Field(
+        "auto",
+        description="where gradients of several micro-batches add up. node: on the ranks of the node, which takes "
+        "1/ranks-per-node of them in memory, and they cross between nodes once a step; world: each is reduced to the "
+        "end; auto: node where that takes at most a tenth of a device's memory",
+    )
     reduction: Literal["two_hop", "nccl"] = Field(
         "two_hop",
         description="two_hop: codes are exchanged and added in fp32; nccl: NCCL adds FP8 codes on the way (with shared "

@@ -122,6 +122,23 @@ class SharedScales:
     amax: Tensor
     counts: Tensor
 
+    def of_sums_in_node(self, nodes: int, rows: int) -> SharedScales:
+        """For `rows` times the tensors: the mean over the ranks of a node = sum of their codes * decode."""
+        decode = (self.decode * nodes).repeat(rows)
+        return SharedScales(decode, decode, decode, self.counts)  # nothing is encoded with them
+
+    def to_spread(self, nodes: int, headroom: float) -> SharedScales:
+        """To encode means over nodes' ranks that are up to `headroom` times as large as a gradient.
+
+        They are partial sums to the counts, and no gradients to the amax.
+        """
+        encode = 1.0 / (self.decode * (nodes * headroom))
+        return SharedScales(encode, encode, torch.zeros_like(self.amax), self.counts[OF_PARTIAL_SUMS:])
+
+    def of_spread(self, headroom: float) -> SharedScales:
+        """To decode the sum over nodes of what `to_spread` has encoded."""
+        return SharedScales(self.encode, self.decode * headroom, self.amax, self.counts)
+
     def of(self, members: Sequence[int], index: Tensor) -> SharedScales:
         """Those of some of the tensors, in ascending order. Neighbours share memory with the whole.
 

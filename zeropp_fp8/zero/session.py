@@ -47,6 +47,7 @@ class Session:
         self.config = config
         self.conversion = conversion
         self.state_formats: StateFormats | None = None  # what master weights and moments rest in; None: fp32
+        self.sums_in_node = False  # whether gradients of several backward passes add up inside the node
         self.collected = False  # the engine is being collected: nothing collective can be done
         self.topology: Topology = make_topology(group, ranks_per_node)
         sharing = secondary_ranks(config, ranks_per_node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from deepspeed import comm as ds_comm
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.config import SECTION
 from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.offload import ZeroppOffload
+from zeropp_fp8.zero.reduce.node_sums import sums_rest_in_node
 from zeropp_fp8.zero.reduce.order import FixedOrder, reduction_units
 from zeropp_fp8.zero.reduce.reducer import GradientReducer
 from zeropp_fp8.zero.reduce.scales import GradientScales
@@ -39,10 +42,13 @@ class ZeroppStage3(Stage3Base):
         self._reducer: GradientReducer | None = None
         self._order: FixedOrder | None = None
         self._reduced: set[int] = set()  # ds_id of what this backward has reduced already
+        self._written: set[int] = set()  # ds_id of what has a mean gradient since the last step, with sums in the node
         self._in_backward = False  # it has reached the model, and has not ended
         if session.config.quantizes_gradients:
             kwargs["reduce_scatter"] = True
             kwargs["contiguous_gradients"] = False  # DeepSpeed's bucket, a gigabyte by default, would not be used
+        dtype = kwargs.get("gradient_accumulation_dtype", torch.float32)
+        session.sums_in_node = sums_rest_in_node(session, list(module.parameters()), dtype)
         config = session.config
         keeps_optimizer = session.state_formats is None
         if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
@@ -171,20 +177,72 @@ class ZeroppStage3(Stage3Base):
                 )
         grads = [param.grad.contiguous() for param in params]
         names = [self.param_names.get(p, str(p.ds_id)) for p in params]
-        # A parameter whose gradient comes twice in one backward adds to what it has reduced before.
-        twice = params[0].ds_id in self._reduced
-        again = self.micro_step_id > 0 or twice
-        self._reduced.update(p.ds_id for p in params)
-        if self.offload_optimizer:
-            slices = self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
-            with _Replaced(self, "micro_step_id", max(self.micro_step_id, int(again))):  # DeepSpeed adds from 1 on
-                super().partition_grads(params, slices)
-            return
-        results, arrived = self._gradient_results(params, again, twice)
-        self.reducer.start(params, grads, names, results, again, arrived)
+        if self.session.sums_in_node and not self._at_boundary():
+            self.reducer.sum_in_node(params, grads, names, self.gradient_accumulation_dtype)
+            self._reduced.update(p.ds_id for p in params)
+        else:
+            self._finish_unit(params, names, grads)
         for param in params:
             # Encoding was the last use, on this stream: the memory may be used again at once.
             param.grad = None
+
+    def _finish_unit(self, params: Sequence[Parameter], names: list[str], grads: list[Tensor] | None) -> None:
+        """Let the mean of a unit's gradients, those that rest in the node too, arrive in the gradient partitions."""
+        # A parameter whose gradient comes twice in one backward adds to what it has reduced before.
+        twice = params[0].ds_id in (self._written if self.session.sums_in_node else self._reduced)
+        again = twice or (self.micro_step_id > 0 and not self.session.sums_in_node)
+        self._reduced.update(p.ds_id for p in params)
+        self._written.update(p.ds_id for p in params)
+        if self.offload_optimizer:
+            slices = self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
+            self._partition_grads(params, slices, again)
+            return
+        results, arrived = self._gradient_results(params, again, twice)
+        if grads is None:
+            self.reducer.spread(params, names, results, again, arrived)
+        else:
+            self.reducer.start(params, grads, names, results, again, arrived)
+
+    def partition_grads(self, params_to_release: list[Parameter], grad_partitions: list[Tensor]):
+        """What DeepSpeed has reduced by itself, when it is told to put that off: the first of a step is no addition."""
+        if not self.session.sums_in_node:
+            return super().partition_grads(params_to_release, grad_partitions)
+        buffers = []
+        for param, part in zip(params_to_release, grad_partitions):
+            buffers += self._partition_grads([param], [part], param.ds_id in self._written)
+            self._written.add(param.ds_id)
+        return buffers
+
+    def _partition_grads(self, params: Sequence[Parameter], parts: list[Tensor], again: bool) -> list[Tensor]:
+        with _Replaced(self, "micro_step_id", int(again)):  # DeepSpeed adds from 1 on
+            return super().partition_grads(params, parts)
+
+    def _at_boundary(self) -> bool:
+        """Whether the step follows this backward."""
+        boundary = self.is_gradient_accumulation_boundary  # in DeepSpeed 0.18.0 no method yet
+        return bool(boundary() if callable(boundary) else boundary)
+
+    @torch.no_grad()
+    def _finish_resting(self) -> None:
+        """End the reduction of all that rests in the node. Collective."""
+        self.reducer.drain()
+        for params in self.reducer.resting:
+            self._finish_unit(params, [self.param_names.get(p, str(p.ds_id)) for p in params], None)
+        self.reducer.drain()
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """The step begins, without having been announced to the last backward. (Not in DeepSpeed 0.18.)"""
+        self.set_gradient_accumulation_boundary(True)
+        self._finish_resting()
+        super().finalize_gradient_accumulation_boundary()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._forget_resting()
+
+    def _forget_resting(self) -> None:
+        self.reducer.forget_sums()
+        self._written.clear()
 
     def _coalesce_reduction_is_on(self) -> bool:
         # DeepSpeedEngine.coalesce_grad_reduction(), which DeepSpeed 0.18 does not have.
@@ -219,6 +277,8 @@ class ZeroppStage3(Stage3Base):
             self._order.start_again()
         self._reduced.clear()
         self.reducer.drain()
+        if self.micro_step_id == 0:
+            self._forget_resting()
         for bucket in self.ipg_buckets.values():
             bucket.params.clear()
             bucket.elements = 0
@@ -239,6 +299,8 @@ class ZeroppStage3(Stage3Base):
         if not self.session.config.quantizes_gradients:
             super().independent_gradient_partition_epilogue()
             return
+        if self._at_boundary():
+            self._finish_resting()  # what has come twice in an earlier backward
         self.reducer.drain()  # the current stream now waits for all results, so that the host need not
         if any(bucket.params for bucket in self.ipg_buckets.values()):  # DeepSpeed's own work on that stream
             super().independent_gradient_partition_epilogue()
@@ -261,12 +323,51 @@ class ZeroppStage3(Stage3Base):
         grads = [p.grad.view(p.ds_shape) for p in params]
         return self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
 
+    def get_fp32_grad_for_param(self, param: Parameter) -> Tensor | None:
+        self._finish_resting()
+        return super().get_fp32_grad_for_param(param)
+
+    def set_fp32_grad_for_param(self, value: Tensor, param: Parameter) -> None:
+        self._finish_resting()
+        super().set_fp32_grad_for_param(value, param)
+
+    def update_fp32_grad_for_param_vectorized(self, update_func, param_list) -> None:
+        self._finish_resting()
+        super().update_fp32_grad_for_param_vectorized(update_func, param_list)
+
+    def get_local_fp32_grad_for_param(self, param: Parameter) -> Tensor | None:
+        self._refuse_resting()
+        return super().get_local_fp32_grad_for_param(param)
+
+    def set_local_grad_for_param(self, value: Tensor, param: Parameter) -> None:
+        self._refuse_resting()
+        super().set_local_grad_for_param(value, param)
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
+        self._refuse_resting()
+        return super().get_fp32_grad_partitions()
+
+    def _refuse_resting(self) -> None:
+        """One rank alone cannot end a reduction.
+
+        Raises:
+            RuntimeError: something rests in the node.
+        """
+        if self.reducer.resting:
+            raise RuntimeError(
+                "gradients of earlier micro-batches rest inside the node until the step, and one rank alone cannot "
+                "finish them: look at them with safe_get_full_grad on all ranks, or set "
+                f'"{SECTION}.gradients.accumulate_in": "world"'
+            )
+
     # -- the step --------------------------------------------------------------------------------------------------
 
     def step(self, closure=None) -> None:
         loss_scale = self.loss_scale
+        self._finish_resting()
         self._drop_gradients_of_frozen()
         super().step(closure)
+        self._forget_resting()
         residuals = self.reducer.error_feedback
         if residuals and (self.overflow or self.loss_scale != loss_scale):
             residuals.reset()

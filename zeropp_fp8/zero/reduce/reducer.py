@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,7 +12,9 @@ from torch.nn import Parameter
 
 from zeropp_fp8.comm import ErrorFeedback
 from zeropp_fp8.comm.lanes import Lane
-from zeropp_fp8.comm.reduce_scatter import ReduceLanes, ReducePlan, Rings, slice_numel
+from zeropp_fp8.comm.reduce_scatter import ReducePlan, Reduction, Rings, slice_numel
+from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.zero.reduce.node_sums import NodeSums
 from zeropp_fp8.zero.reduce.scales import GradientScales
 from zeropp_fp8.zero.session import Session
 
@@ -28,8 +31,9 @@ class GradientReducer:
         self.error_feedback = ErrorFeedback() if session.config.gradients.error_feedback else None
         self._plans: dict[tuple, ReducePlan] = {}
         self._rings = Rings.on(session.device)
-        self._lanes = ReduceLanes(Lane(session.device), Lane(session.device, last_stream))
+        self._first, self._last = Lane(session.device), Lane(session.device, last_stream)
         self._under_way: deque[Iterator[None]] = deque()
+        self._sums: dict[tuple, NodeSums] = {}  # by ds_id of a unit's parameters, in the order of reduction
         self.scales: GradientScales | None = None  # where ranks share scales: set once the order of reduction is known
 
     def _plan_of(self, params: Sequence[Parameter], grads: Sequence[Tensor]) -> ReducePlan:
@@ -67,27 +71,97 @@ class GradientReducer:
             results: for each parameter this rank's elements, fp32, bf16 or fp16; uint8 gets FP8 codes.
             arrived: called once they are written, where they are (on a GPU: on that stream).
         """
+        self._count_stock(params)
+        if self.rests(params):
+            sums = self._sums[_key(params)]
+            steps = itertools.chain(self._add_to(sums, grads, names), self._spread(sums, names, results, accumulate))
+        else:
+            reduction = self._reduction(names, self._scales_of(params, grads))
+            steps = self._plan_of(params, grads).run(grads, results, reduction, accumulate)
+        self._begin(steps, arrived)
+
+    def sum_in_node(
+        self, params: Sequence[Parameter], grads: Sequence[Tensor], names: Sequence[str], dtype: torch.dtype
+    ) -> None:
+        """Start adding gradients to what rests in the node, in `dtype`; the next `start` or `spread` sends the sums."""
+        key = _key(params)
+        if key not in self._sums:
+            plan = self._plan_of(params, grads)
+            self._sums[key] = NodeSums(params, plan, plan.new_sums(dtype))
+        self._count_stock(params)
+        self._begin(self._add_to(self._sums[key], grads, names))
+
+    def _add_to(self, sums: NodeSums, grads: Sequence[Tensor], names: Sequence[str]) -> Iterator[None]:
+        reduction = self._reduction(names, self._scales_of(sums.params, grads, to_the_end=False))
+        sums.backward_passes += 1
+        return sums.plan.sum_in_node(grads, sums.tensors, reduction, accumulate=sums.backward_passes > 1)
+
+    def _spread(
+        self, sums: NodeSums, names: Sequence[str], results: Sequence[Tensor], accumulate: bool
+    ) -> Iterator[None]:
+        shared = self.scales.of_sums(sums.params) if self.scales is not None else None
+        headroom, sums.backward_passes = sums.headroom, 0
+        return sums.plan.spread(sums.tensors, results, self._reduction(names, shared), accumulate, headroom)
+
+    @property
+    def resting(self) -> list[Sequence[Parameter]]:
+        """The units whose gradients, or some of them, rest in the node."""
+        return [sums.params for sums in self._sums.values() if sums.backward_passes]
+
+    def rests(self, params: Sequence[Parameter]) -> bool:
+        """Whether gradients of a unit rest in the node."""
+        sums = self._sums.get(_key(params))
+        return sums is not None and sums.backward_passes > 0
+
+    def spread(
+        self,
+        params: Sequence[Parameter],
+        names: Sequence[str],
+        results: Sequence[Tensor],
+        accumulate: bool,
+        arrived: Callable[[], None] | None = None,
+    ) -> None:
+        """`start` for a unit of `resting`, of whose gradients no more come."""
+        self._begin(self._spread(self._sums[_key(params)], names, results, accumulate), arrived)
+
+    def forget_sums(self) -> None:
+        """Drop what rests in the node; `drain` must have been called."""
+        for sums in self._sums.values():
+            sums.backward_passes = 0
+
+    def num_bytes_of_sums(self) -> int:
+        """Bytes of the sums that rest in the node."""
+        return sum(t.numel() * t.element_size() for sums in self._sums.values() for t in sums.tensors)
+
+    def _count_stock(self, params: Sequence[Parameter]) -> None:
+        ledger, world = self.session.ledger, self.session.topology.world_size
+        with ledger.counting("gradients"):
+            ledger.stock_would_send(sum(slice_numel(p.ds_numel, world) for p in params) * world)
+
+    def _scales_of(
+        self, params: Sequence[Parameter], grads: Sequence[Tensor], to_the_end: bool = True
+    ) -> SharedScales | None:
+        if self.scales is None:
+            return None
+        with self.session.ledger.counting("gradients"):
+            return self.scales.of(params, grads, to_the_end)
+
+    def _reduction(self, names: Sequence[str], shared: SharedScales | None) -> Reduction:
         session = self.session
-        plan = self._plan_of(params, grads)
-        with session.ledger.counting("gradients"):
-            world = session.topology.world_size
-            session.ledger.stock_would_send(sum(slice_numel(p.ds_numel, world) for p in params) * world)
-        shared = None
-        if self.scales is not None:
-            with session.ledger.counting("gradients"):
-                shared = self.scales.of(params, grads)
-        steps = plan.run(
-            grads,
-            results,
-            accumulate=accumulate,
-            rings=self._rings,
-            lanes=self._lanes,
-            ledger=session.ledger,
-            generator=session.generators["gradients"],
-            error_feedback=self.error_feedback,
-            keys=names,
-            shared=shared,
+        return Reduction(
+            self._rings,
+            self._first,
+            self._last,
+            session.ledger,
+            session.generators["gradients"],
+            self.error_feedback,
+            names,
+            shared,
         )
+
+    def _begin(self, steps: Iterator[None], arrived: Callable[[], None] | None = None) -> None:
+        """Let a reduction go as far as it does without waiting on the host."""
+        session = self.session
         if arrived is not None:
             steps = self._followed_by(steps, arrived)
         with session.ledger.counting("gradients"):
@@ -106,7 +180,7 @@ class GradientReducer:
         if self.session.topology.world_size == 1:  # all is issued on the current stream
             arrived()
             return
-        with self._lanes.last:
+        with self._last:
             arrived()
 
     def drain(self) -> None:
@@ -116,18 +190,32 @@ class GradientReducer:
                 for _ in steps:
                     pass
         self._under_way.clear()
-        self._lanes.first.before_current()
-        self._lanes.last.before_current()
+        self._first.before_current()
+        self._last.before_current()
 
     def reduce(
-        self, params: Sequence[Parameter], grads: Sequence[Tensor], names: Sequence[str], dtype: torch.dtype
+        self,
+        params: Sequence[Parameter],
+        grads: Sequence[Tensor] | None,
+        names: Sequence[str],
+        dtype: torch.dtype,
     ) -> list[Tensor]:
-        """For each parameter this rank's slice of the mean gradient, without padding, in `dtype`; complete."""
+        """For each parameter this rank's slice of the mean gradient, without padding, in `dtype`; complete.
+
+        `grads`: None of a unit of `resting`, for what rests of it alone.
+        """
         device = self.session.device
         results = [torch.empty(self.session.own_numel(p), dtype=dtype, device=device) for p in params]
-        # Scales that ranks share lie in the order of reduction, and what is asked for here may not.
-        for run in [range(len(params))] if self.scales is None else self.scales.runs(params):
-            some = [[values[i] for i in run] for values in (params, grads, names, results)]
-            self.start(some[0], [g.contiguous() for g in some[1]], some[2], some[3], accumulate=False)
+        if grads is None:
+            self.spread(params, names, results, accumulate=False)
+        else:
+            # Scales that ranks share lie in the order of reduction, and what is asked for here may not.
+            for run in [range(len(params))] if self.scales is None else self.scales.runs(params):
+                some = [[values[i] for i in run] for values in (params, grads, names, results)]
+                self.start(some[0], [g.contiguous() for g in some[1]], some[2], some[3], accumulate=False)
         self.drain()
         return results
+
+
+def _key(params: Sequence[Parameter]) -> tuple:
+    return tuple(p.ds_id for p in params)

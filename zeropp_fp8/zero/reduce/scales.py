@@ -63,7 +63,8 @@ class GradientScales:
         self._encode = torch.ones(len(params), device=device)  # fp32 [tensors]
         self._decode = torch.ones(len(params), device=device)
         self._counts = torch.zeros(3, 2, dtype=torch.int64, device=device)  # see SharedScales
-        self._elements = 0  # of all tensors that this step has reduced; the same on every rank
+        # Of all tensors that this step has encoded, and that it has reduced to the end: the same on every rank.
+        self._encoded = self._reduced = 0
         # Copies of an element, by stage: every rank's gradient, every node's sum, the owner's result.
         copies = (session.topology.world_size, session.topology.nodes, 1)
         self._copies = torch.tensor(copies, dtype=torch.float64).view(3, 1).to(device)
@@ -86,21 +87,41 @@ class GradientScales:
         return found
 
     @torch.no_grad()
-    def of(self, params: Sequence[Parameter], grads: Sequence[Tensor]) -> SharedScales:
+    def of(self, params: Sequence[Parameter], grads: Sequence[Tensor], to_the_end: bool = True) -> SharedScales:
         """The scales of one reduction of neighbours, views of the tables.
 
         Collective (one all-reduce of a number a tensor) while one of them has no history.
 
+        Args:
+            to_the_end: both hops; else the first one, and `of_sums` gives the scales of the second.
+
         Raises:
             ValueError: they are no neighbours.
         """
+        places = self._places_of(params)
+        numel = self._quantized_numel(params)
+        self._encoded += numel
+        self._reduced += numel if to_the_end else 0
+        if not self._without_history.isdisjoint(places):
+            self._take_current_amax(list(zip(places, grads)))
+        return self._shared(places)
+
+    def of_sums(self, params: Sequence[Parameter]) -> SharedScales:
+        """The scales of the second hop of neighbours whose gradients have added up inside the node."""
+        self._reduced += self._quantized_numel(params)
+        return self._shared(self._places_of(params))
+
+    def _places_of(self, params: Sequence[Parameter]) -> range:
         first = self._index[params[0].ds_id]
         places = range(first, first + len(params))
         if any(self._index[p.ds_id] != place for p, place in zip(params, places)):
             raise ValueError("gradients that are reduced together must be neighbours in the order of reduction")
-        self._elements += sum(p.ds_numel for p in params if self._index[p.ds_id] in self._quantized)
-        if not self._without_history.isdisjoint(places):
-            self._take_current_amax(list(zip(places, grads)))
+        return places
+
+    def _quantized_numel(self, params: Sequence[Parameter]) -> int:
+        return sum(p.ds_numel for p in params if self._index[p.ds_id] in self._quantized)
+
+    def _shared(self, places: range) -> SharedScales:
         whole = slice(places.start, places.stop)
         return SharedScales(self._encode[whole], self._decode[whole], self.history.current[whole], self._counts)
 
@@ -151,7 +172,10 @@ class GradientScales:
         if overflow:
             history.current.zero_()
         else:
-            self._shares = (self._counts.double() / (self._copies * max(1, self._elements))).amax(dim=0)
+            shares = self._counts.double() / self._copies
+            shares[0] /= max(1, self._encoded)
+            shares[1:] /= max(1, self._reduced)
+            self._shares = shares.amax(dim=0)
             if self.policy == "auto":
                 moved = torch.where(self._shares[0] > TOLERATED_SHARE, self.mu * 0.5, self.mu * GROWTH)
                 self.mu = moved.clamp_(SMALLEST_MU, LARGEST_MU)
@@ -159,7 +183,7 @@ class GradientScales:
         if loss_scale_change != 1.0:  # gradients grow and shrink with it
             history.table *= loss_scale_change
         self._counts.zero_()
-        self._elements = 0
+        self._encoded = self._reduced = 0
         largest = history.largest()
         if self._without_history:
             # Looking waits for the device; tensors are new in the first step, and seldom later.
@@ -206,5 +230,5 @@ class GradientScales:
         self.mu.copy_(state["mu"] if state else self._ones)
         self.history.load(amax_history)
         self._counts.zero_()
-        self._elements = 0
+        self._encoded = self._reduced = 0
         self._encode, self._decode = self._multipliers(self.history.largest())

@@ -56,8 +56,9 @@ class StoredGradientsStage3(AtRestStage3):
     def _gradient_results(self, params: list[Parameter], again: bool, twice: bool):
         if twice:
             self.reducer.drain()  # what a second gradient is added to must be there
-        boundary = self.is_gradient_accumulation_boundary  # in DeepSpeed 0.18.0 no method yet
-        last = boundary() if callable(boundary) else boundary
+        # Codes with a shared scale would be those of one gradient; what has added up has a scale of its own.
+        has_own_scale = self.scales is not None and self.reducer.rests(params)
+        last = self._at_boundary() and not has_own_scale
         results = [self.store.destination(p, last, again) for p in params]
         return results, functools.partial(self.store.arrived, params)
 
