@@ -27,6 +27,7 @@ DEFAULTS = {
     "gradients.scale_policy": "auto",
     "gradients.amax_history": 16,
     "gradients.store_format": "none",
+    "gradients.accumulate_in": "auto",
     "gradients.reduction": "two_hop",
     "compute.format": "none",
     "compute.scaling": "delayed",

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
+import torch
 import torch.distributed as dist
+from late_key_jobs import ON_CPU, UNMANAGED
 from models import batches, ds_config, full_fp32_weights, llama, make_engine, section
 from parity_jobs import switch
 
 import zeropp_fp8
+from zeropp_fp8.comm import ErrorFeedback, make_topology
+from zeropp_fp8.comm.lanes import Lane
+from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan, Reduction, Rings
+from zeropp_fp8.formats import make_format
 
 
-def train(recipe, micro_batches, accumulate_in=None, steps=3, dtype="fp32", style="managed", gradients=None, **options):
-    """Losses, fp32 weights and bytes a step; recipe None: stock. `style`: who says when the step follows."""
+def engine_of(recipe, accumulate_in, dtype="fp32", offload=False, model=None, gradients=None, **options):
+    """An engine over a small Llama; recipe None: stock."""
     switch(recipe is not None)
     chosen = None
     if recipe is not None:
         given = {"accumulate_in": accumulate_in} if accumulate_in else {}
         chosen = section(recipe, gradients={**given, **(gradients or {})})
+    options = {"gradient_clipping": 0.5, **(ON_CPU if offload else {}), **options}
+    return make_engine(model or llama(), ds_config(chosen, dtype, **options))
+
+
+def train(recipe, micro_batches, accumulate_in=None, steps=3, style="managed", **options):
+    """Losses, gradient norms, fp32 weights and bytes a step. `style`: who says when the step follows."""
     if style == "managed":
         options["gradient_accumulation_steps"] = micro_batches
     if style == "unmanaged":
-        options["managed_gradient_accumulation"] = False
-    engine = make_engine(llama(), ds_config(chosen, dtype, gradient_clipping=0.5, **options))
+        options.update(UNMANAGED)
+    engine = engine_of(recipe, accumulate_in, **options)
     data, losses, norms = batches(steps * micro_batches, dist.get_rank()), [], []
     for _ in range(steps):
         for place in range(micro_batches):
@@ -29,7 +44,7 @@ def train(recipe, micro_batches, accumulate_in=None, steps=3, dtype="fp32", styl
             tokens = next(data)
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss if style == "managed" else loss / micro_batches)
-            losses.append(float(loss))
+            losses.append(loss.item())
             if style == "managed":
                 engine.step()
         if style != "managed":
@@ -42,4 +57,158 @@ def train(recipe, micro_batches, accumulate_in=None, steps=3, dtype="fp32", styl
 
 
 def runs(cases):
+    """A run for each."""
     return [train(**case) for case in cases]
+
+
+# -- the two hops apart ------------------------------------------------------------------------------------------------
+
+
+def hops_apart(format_names, dtype, passes, residuals, seed):
+    """(what `run` gives of the sum of all passes, what the hops apart give, the exact mean of the sum).
+
+    Tensors of odd shapes; a matrix smaller than the number of ranks, too.
+    """
+    topology = make_topology(ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
+    device = torch.device("cpu")
+    formats = [None if name == "none" else make_format(name, block_size=32) for name in format_names]
+    shapes = [(33, 17), (5,), (1, 3), (64, 8)]
+    plan = ReduceScatterPlan(shapes, [dtype] * len(shapes), topology, *formats, device)
+    here = Lane.here()
+
+    def reduction():
+        names = [str(i) for i in range(len(shapes))]
+        feedback = ErrorFeedback() if residuals else None
+        return Reduction(Rings.on(device), here, here, error_feedback=feedback, keys=names)
+
+    generators = [torch.Generator().manual_seed(seed + rank) for rank in range(topology.world_size)]
+    of_ranks = [[[torch.randn(s, generator=g).to(dtype) for s in shapes] for _ in range(passes)] for g in generators]
+    mine = of_ranks[topology.rank]
+    exact = [
+        sum(grads[i].double() for of_rank in of_ranks for grads in of_rank) / topology.world_size
+        for i in range(len(shapes))
+    ]
+    own = []
+    for full, size in zip(exact, plan.slice_numels):
+        flat = torch.nn.functional.pad(full.view(-1), (0, size * topology.world_size - full.numel()))
+        own.append(flat[topology.rank * size : (topology.rank + 1) * size])
+
+    apart = [torch.full((size,), 7.0) for size in plan.slice_numels]
+    sums, used = plan.new_sums(torch.float32), reduction()
+    for index, grads in enumerate(mine):
+        for _ in plan.sum_in_node(grads, sums, used, accumulate=index > 0):
+            pass
+    for _ in plan.spread(sums, apart, used, accumulate=False):
+        pass
+    whole = [torch.zeros(size) for size in plan.slice_numels]
+    used = reduction()
+    for index, grads in enumerate(mine):
+        for _ in plan.run(grads, whole, used, accumulate=index > 0):
+            pass
+    return whole, apart, own
+
+
+def several_hops_apart(cases):
+    return [hops_apart(**case) for case in cases]
+
+
+# -- what happens in the middle of a step ------------------------------------------------------------------------------
+
+
+def in_the_middle(recipe, offload=False):
+    """Looks, failures and saves between the micro-batches of a step; what became of each."""
+    from deepspeed.utils import safe_get_full_grad, safe_get_local_grad
+
+    found = {}
+    tokens = list(batches(6, dist.get_rank()))
+
+    def backward(engine, which):
+        engine.backward(engine(input_ids=tokens[which], labels=tokens[which]).loss)
+
+    def full_grads(engine):
+        return {n: safe_get_full_grad(p) for n, p in engine.module.named_parameters()}
+
+    # In 8 bits, whose errors are small enough to see anything else.
+    gradients = {"inter_format": "int8"} if recipe == "zeropp" else {}
+
+    def engines():
+        options = {"offload": offload, "gradients": gradients, "gradient_accumulation_steps": 3}
+        return (engine_of(recipe, way, **options) for way in ("world", "node"))
+
+    looked = []
+    for engine in engines():
+        for which in range(2):
+            backward(engine, which)
+            engine.step()
+        if engine.optimizer.session.sums_numel:
+            try:
+                safe_get_local_grad(next(engine.module.parameters()))
+            except RuntimeError as error:
+                found["refused"] = str(error)
+        if not offload:
+            looked.append(full_grads(engine))
+        backward(engine, 2)
+        looked.append(full_grads(engine))
+        found["local"] = safe_get_local_grad(next(engine.module.parameters())) is not None
+        engine.step()
+        looked.append(full_fp32_weights(engine.module))
+        engine.destroy()
+    found["looked"] = looked
+
+    engine = engine_of(recipe, "node", offload=offload, gradient_accumulation_steps=3)
+    backward(engine, 3)
+    engine.step()
+    engine.optimizer.zero_grad()  # begins the step again
+    engine.micro_steps = 0
+    for which in range(3):
+        backward(engine, which)
+        engine.step()
+    found["again"] = full_fp32_weights(engine.module)
+    engine.destroy()
+    return found
+
+
+def fresh(recipe, offload):
+    """Weights after the first step of an engine that has done nothing before."""
+    engine = engine_of(recipe, "node", offload=offload, gradient_accumulation_steps=3)
+    for tokens in list(batches(3, dist.get_rank())):
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    weights = full_fp32_weights(engine.module)
+    engine.destroy()
+    return weights
+
+
+def skipped_and_right_again(recipe):
+    """fp16: a gradient of Inf in the first of three micro-batches on one rank; whether steps were skipped, weights."""
+    from parity_jobs import allow_fp16_on_cpu
+
+    allow_fp16_on_cpu()
+    engine = engine_of(recipe, "node", dtype="fp16", gradient_accumulation_steps=3)
+    data, skipped, changed = batches(9, dist.get_rank()), [], []
+    for step in range(3):
+        before = full_fp32_weights(engine.module)
+        for place in range(3):
+            tokens = next(data)
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            bad = step == 1 and place == 0 and dist.get_rank() == 1
+            engine.backward(loss * float("inf") if bad else loss)
+            engine.step()
+        skipped.append(engine.skipped_steps)
+        after = full_fp32_weights(engine.module)
+        changed.append(any(not torch.equal(before[name], after[name]) for name in before))
+        with contextlib.suppress(StopIteration):
+            assert all(weight.isfinite().all() for weight in after.values())
+    engine.destroy()
+    return skipped, changed
+
+
+def table_of(memory):
+    """The start table where a device has so much memory."""
+    from deepspeed.accelerator import get_accelerator
+    from ranks import printed
+
+    accelerator = type(get_accelerator())
+    accelerator.total_memory = lambda self, index=None: memory * (1 + dist.get_rank())
+    engine_of("zeropp", None).destroy()
+    return printed()

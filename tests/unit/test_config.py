@@ -248,6 +248,7 @@ def test_every_mistake_is_reported_at_once():
         ("gradients.scale_policy", ["post-scale", 2]),
         ("gradients.scales", ["row", 1, None]),
         ("gradients.amax_history", [0, 1.5, "16", 10**13]),
+        ("gradients.accumulate_in", ["rank", 2, None]),
         ("gradients.reduction", ["ring", 2]),
         ("compute.format", [8, None]),
         ("compute.scaling", ["tensor"]),

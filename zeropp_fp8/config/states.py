@@ -27,6 +27,11 @@ def check_gradients(gradients: GradientsConfig) -> None:
             f'"{where}.error_feedback" corrects the quantization between nodes; '
             'set "gradients.inter_format" (e.g. "int4") or remove error_feedback'
         )
+    if gradients.accumulate_in == "node" and hops == ("none", "none"):
+        raise ConfigError(
+            f'"{where}.accumulate_in": "node" goes with quantized gradients, which the plugin reduces; set '
+            '"gradients.intra_format" and "gradients.inter_format" (e.g. "int8" and "int4"), or leave it to "auto"'
+        )
     if gradients.store_format not in ("none", *FP8_FORMATS):
         raise ConfigError(
             f'"{where}.store_format": {gradients.store_format!r}: reduced gradients are kept as "none" (16 or 32 bits) '

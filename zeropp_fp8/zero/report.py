@@ -80,6 +80,9 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
         rows.append(("gradient scales", "one a tensor, shared", 0, remark))
     rows.append(gradient_row("within nodes", session.intra_format, topology.ranks_per_node))
     rows.append(gradient_row("between nodes", session.inter_format, topology.nodes))
+    if session.sums_numel:
+        remark = "of several micro-batches, on a rank of the node; they cross between nodes once a step"
+        rows.append(("gradient sums", "16 or 32 bits", session.sums_numel, remark))
     rows += _state_rows(session)
     if session.secondary_ranks is None and topology.nodes == 1:
         rows.append(("secondary shard", "none", 0, "one node: every shard is in it already"))

@@ -47,7 +47,7 @@ class Session:
         self.config = config
         self.conversion = conversion
         self.state_formats: StateFormats | None = None  # what master weights and moments rest in; None: fp32
-        self.sums_in_node = False  # whether gradients of several backward passes add up inside the node
+        self.sums_numel = 0  # gradients of several backward passes that add up on this rank inside the node; 0: world
         self.collected = False  # the engine is being collected: nothing collective can be done
         self.topology: Topology = make_topology(group, ranks_per_node)
         sharing = secondary_ranks(config, ranks_per_node)

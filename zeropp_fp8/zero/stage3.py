@@ -21,7 +21,7 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.config import SECTION
 from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.offload import ZeroppOffload
-from zeropp_fp8.zero.reduce.node_sums import sums_rest_in_node
+from zeropp_fp8.zero.reduce.node_sums import numel_of_sums
 from zeropp_fp8.zero.reduce.order import FixedOrder, reduction_units
 from zeropp_fp8.zero.reduce.reducer import GradientReducer
 from zeropp_fp8.zero.reduce.scales import GradientScales
@@ -48,7 +48,7 @@ class ZeroppStage3(Stage3Base):
             kwargs["reduce_scatter"] = True
             kwargs["contiguous_gradients"] = False  # DeepSpeed's bucket, a gigabyte by default, would not be used
         dtype = kwargs.get("gradient_accumulation_dtype", torch.float32)
-        session.sums_in_node = sums_rest_in_node(session, list(module.parameters()), dtype)
+        session.sums_numel = numel_of_sums(session, module.parameters(), dtype)
         config = session.config
         keeps_optimizer = session.state_formats is None
         if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
@@ -177,7 +177,7 @@ class ZeroppStage3(Stage3Base):
                 )
         grads = [param.grad.contiguous() for param in params]
         names = [self.param_names.get(p, str(p.ds_id)) for p in params]
-        if self.session.sums_in_node and not self._at_boundary():
+        if self.session.sums_numel and not self._at_boundary():
             self.reducer.sum_in_node(params, grads, names, self.gradient_accumulation_dtype)
             self._reduced.update(p.ds_id for p in params)
         else:
@@ -189,8 +189,8 @@ class ZeroppStage3(Stage3Base):
     def _finish_unit(self, params: Sequence[Parameter], names: list[str], grads: list[Tensor] | None) -> None:
         """Let the mean of a unit's gradients, those that rest in the node too, arrive in the gradient partitions."""
         # A parameter whose gradient comes twice in one backward adds to what it has reduced before.
-        twice = params[0].ds_id in (self._written if self.session.sums_in_node else self._reduced)
-        again = twice or (self.micro_step_id > 0 and not self.session.sums_in_node)
+        twice = params[0].ds_id in (self._written if self.session.sums_numel else self._reduced)
+        again = twice or (self.micro_step_id > 0 and not self.session.sums_numel)
         self._reduced.update(p.ds_id for p in params)
         self._written.update(p.ds_id for p in params)
         if self.offload_optimizer:
@@ -205,7 +205,7 @@ class ZeroppStage3(Stage3Base):
 
     def partition_grads(self, params_to_release: list[Parameter], grad_partitions: list[Tensor]):
         """What DeepSpeed has reduced by itself, when it is told to put that off: the first of a step is no addition."""
-        if not self.session.sums_in_node:
+        if not self.session.sums_numel:
             return super().partition_grads(params_to_release, grad_partitions)
         buffers = []
         for param, part in zip(params_to_release, grad_partitions):
@@ -225,6 +225,8 @@ class ZeroppStage3(Stage3Base):
     @torch.no_grad()
     def _finish_resting(self) -> None:
         """End the reduction of all that rests in the node. Collective."""
+        if not self._sums_rest():
+            return
         self.reducer.drain()
         for params in self.reducer.resting:
             self._finish_unit(params, [self.param_names.get(p, str(p.ds_id)) for p in params], None)
@@ -241,8 +243,13 @@ class ZeroppStage3(Stage3Base):
         self._forget_resting()
 
     def _forget_resting(self) -> None:
-        self.reducer.forget_sums()
         self._written.clear()
+        if self._sums_rest():
+            self.reducer.forget_sums()
+
+    def _sums_rest(self) -> bool:
+        """Whether there may be something that rests in the node."""
+        return bool(self.session.sums_numel) and not self.parameter_offload.destroyed
 
     def _coalesce_reduction_is_on(self) -> bool:
         # DeepSpeedEngine.coalesce_grad_reduction(), which DeepSpeed 0.18 does not have.
@@ -353,7 +360,7 @@ class ZeroppStage3(Stage3Base):
         Raises:
             RuntimeError: something rests in the node.
         """
-        if self.reducer.resting:
+        if self._sums_rest() and self.reducer.resting:
             raise RuntimeError(
                 "gradients of earlier micro-batches rest inside the node until the step, and one rank alone cannot "
                 "finish them: look at them with safe_get_full_grad on all ranks, or set "

@@ -8,7 +8,7 @@ gradient is then quantized for the network once instead of k times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,23 +45,25 @@ class NodeSums:
         return float(1 << (self.backward_passes - 1).bit_length())
 
 
-def sums_numel(session: Session, params: Sequence[Parameter]) -> int:
-    """Elements of this rank's sums of trainable parameters, ZeRO-3's or not yet."""
-    numel = sum(getattr(p, "ds_numel", p.numel()) for p in params if p.requires_grad)
-    return -(-numel // session.topology.ranks_per_node)
+def numel_of_sums(session: Session, params: Iterable[Parameter], dtype: torch.dtype) -> int:
+    """How many elements this rank's sums will have; 0: gradients of each backward pass are reduced to the end.
 
+    Collective where memory decides.
 
-def sums_rest_in_node(session: Session, params: Sequence[Parameter], dtype: torch.dtype) -> bool:
-    """Whether gradients of several backward passes add up inside the node. Collective where memory decides."""
+    Args:
+        params: of the model, ZeRO-3's or not yet.
+        dtype: of the sums.
+    """
     gradients, topology = session.config.gradients, session.topology
-    if not session.config.quantizes_gradients or topology.nodes == 1:
-        return False
-    if gradients.accumulate_in != "auto":
-        return gradients.accumulate_in == "node"
+    if not session.config.quantizes_gradients or topology.nodes == 1 or gradients.accumulate_in == "world":
+        return 0
+    trainable = sum(getattr(p, "ds_numel", p.numel()) for p in params if p.requires_grad)
+    numel = -(-trainable // topology.ranks_per_node)
+    if gradients.accumulate_in == "node":
+        return numel
     memory = get_accelerator().total_memory()
     if session.device.type == "cpu":
         memory /= topology.ranks_per_node
-    fits = sums_numel(session, params) * dtype.itemsize <= SHARE_OF_MEMORY * memory
-    decision = torch.tensor([int(fits)], device=session.device)
-    dist.all_reduce(decision, op=dist.ReduceOp.MIN, group=topology.group)
-    return bool(decision.item())
+    fits = torch.tensor([int(numel * dtype.itemsize <= SHARE_OF_MEMORY * memory)], device=session.device)
+    dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=topology.group)
+    return numel if fits.item() else 0
