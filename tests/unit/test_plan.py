@@ -115,12 +115,21 @@ def test_formats_are_those_of_the_recipes(recipe):
     assert (method.secondary_bytes > 0) == (section.get("secondary", {}).get("scope") == "node")
 
 
-def test_gradient_accumulation_gathers_again_only_without_a_secondary_copy():
+def test_gradient_accumulation_gathers_and_reduces_again_only_without_copies_and_sums_in_the_node():
     job = replace(NONE_KEPT, micro_batches=4)
     zeropp = METHODS["zeropp"]
     assert moved("stock", job) == 4 * moved("stock")
-    expected = zeropp.forward_traffic(job).inter + 4 * zeropp.gradient_traffic(job).inter
-    assert moved("zeropp", job) == expected
+    assert moved("zeropp", job) == zeropp.forward_traffic(job).inter + zeropp.gradient_traffic(job).inter
+    one, four = (estimate(zeropp, each, H200) for each in (NONE_KEPT, job))
+    assert four.intra_bytes > 3.5 * one.intra_bytes
+    # For it each rank of a node keeps its share of the gradient in 16 bits.
+    in_node = 2 * job.model.parameters / job.cluster.ranks_per_node
+    assert four.memory.gradients - one.memory.gradients == pytest.approx(in_node)
+    alone = replace(job, cluster=Cluster(1, job.cluster.ranks_per_node))
+    assert (
+        estimate(zeropp, alone, H200).memory.gradients
+        == estimate(zeropp, replace(alone, micro_batches=1), H200).memory.gradients
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)

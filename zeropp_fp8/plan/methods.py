@@ -36,6 +36,7 @@ class Method:
         later_from_secondary: forward passes of later micro-batches gather from that copy too.
         reduce: route of the gradients; "node" is HSDP's, with an all-reduce between nodes.
         gradient_intra, gradient_inter: bytes a gradient on the two levels.
+        sums_in_node: gradients of several micro-batches add up in the node and cross between nodes once a step.
         gathered_by: what is gathered at once.
         deepspeed: DeepSpeed's ZeRO-3 runs the step: live parameters are kept from forward to backward. Else FSDP2,
             which keeps its root group (embeddings, head) gathered.
@@ -59,6 +60,7 @@ class Method:
     reduce: Route = "ring"
     gradient_intra: float = BYTES_16BIT
     gradient_inter: float = BYTES_16BIT
+    sums_in_node: bool = False
     gathered_by: Literal["tensor", "block"] = "tensor"
     deepspeed: bool = True
     host_by_tensor: bool = True
@@ -100,9 +102,11 @@ class Method:
         gathered = job.model.parameters - self.kept_parameters(job)
         return _gather(self.backward_gather, self.backward_bytes * gathered, job.cluster, self.hops_overlap)
 
-    def gradient_traffic(self, job: Job) -> Traffic:
-        """Gradients of one backward pass."""
+    def gradient_traffic(self, job: Job, last: bool = True) -> Traffic:
+        """Gradients of one backward pass, the `last` of a step or an earlier one."""
         inter, intra = (b * job.model.parameters for b in (self.gradient_inter, self.gradient_intra))
+        if self.sums_in_node and not last:
+            return within_node(intra, job.cluster)
         if self.reduce == "two-level":
             return two_levels(inter, intra, job.cluster, self.hops_overlap)
         return (hybrid_reduction if self.reduce == "node" else flat_ring)(inter, job.cluster)
@@ -123,7 +127,14 @@ _OWN = {
     "hops_overlap": True,
 }
 # FP8-LM's levels: gradients in FP8 on both levels and at rest; scales that all ranks share cost nothing.
-_FP8_LM = {**_OWN, "reduce": "two-level", "gradient_intra": 1.0, "gradient_inter": 1.0, "stored_gradient_bytes": 1.0}
+_FP8_LM = {
+    **_OWN,
+    "reduce": "two-level",
+    "gradient_intra": 1.0,
+    "gradient_inter": 1.0,
+    "sums_in_node": True,
+    "stored_gradient_bytes": 1.0,
+}
 _FP8_STATES = {"state_bytes": 5.0, "fused_update": True}
 
 
@@ -131,6 +142,7 @@ def _zeropp(weight_bytes: float) -> dict:
     """The received codes kept as secondary shard; gradients in INT8 in the node and INT4 between."""
     kept = {"backward_gather": "node", "secondary_bytes": weight_bytes, "later_from_secondary": True}
     gradients = {"reduce": "two-level", "gradient_intra": INT8_BLOCK_128, "gradient_inter": INT4_BLOCK_128}
+    gradients["sums_in_node"] = True
     return {**_OWN, "weight_bytes": weight_bytes, "backward_bytes": weight_bytes, **kept, **gradients}
 
 

@@ -142,8 +142,8 @@ def _forward(method: Method, job: Job, hardware: Hardware, first: bool) -> PassT
     return _pass_time(wire, parts, job.model.units, hardware.overlap)
 
 
-def _backward(method: Method, job: Job, hardware: Hardware) -> PassTime:
-    weights, gradients = method.backward_traffic(job), method.gradient_traffic(job)
+def _backward(method: Method, job: Job, hardware: Hardware, last: bool) -> PassTime:
+    weights, gradients = method.backward_traffic(job), method.gradient_traffic(job, last)
     gather = wire_parts(weights, method.gathers(job), job, hardware)
     reduce = wire_parts(gradients, job.model.units, job, hardware)
     wire = _wire_seconds(weights, gather) + _wire_seconds(gradients, reduce)
@@ -174,21 +174,22 @@ def estimate(method: Method, job: Job, hardware: Hardware) -> StepEstimate:
         )
     first = _forward(method, job, hardware, first=True)
     later = _forward(method, job, hardware, first=False)
-    backward = _backward(method, job, hardware)
+    earlier, last = (_backward(method, job, hardware, last=last) for last in (False, True))
     optimizer = optimizer_seconds(method, job, hardware)
     repeats = job.micro_batches
-    forward_s, backward_s = first.seconds + (repeats - 1) * later.seconds, repeats * backward.seconds
+    forward_s = first.seconds + (repeats - 1) * later.seconds
+    backward_s = (repeats - 1) * earlier.seconds + last.seconds
 
     time_bound_by: dict[str, float] = {"optimizer": optimizer}
-    for one, times in ((first, 1), (later, repeats - 1), (backward, repeats)):
+    for one, times in ((first, 1), (later, repeats - 1), (earlier, repeats - 1), (last, 1)):
         time_bound_by[one.bound] = time_bound_by.get(one.bound, 0.0) + times * one.seconds
 
-    forwards = (method.forward_traffic(job), method.forward_traffic(job, first=False))
-    others = (method.backward_traffic(job), method.gradient_traffic(job))
+    once = (method.forward_traffic(job), method.gradient_traffic(job), method.backward_traffic(job))
+    again = (method.forward_traffic(job, first=False), method.gradient_traffic(job, last=False), once[-1])
 
     def moved(link: str) -> float:
-        one, further = (getattr(traffic, link) for traffic in forwards)
-        return one + (repeats - 1) * further + repeats * sum(getattr(traffic, link) for traffic in others)
+        one, further = (sum(getattr(traffic, link) for traffic in each) for each in (once, again))
+        return one + (repeats - 1) * further
 
     return StepEstimate(
         method=method.name,
