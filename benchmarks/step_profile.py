@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--gbit", type=finite(least=0), help="two nodes with so much between them; else one node")
     parser.add_argument("--model", choices=MODELS, default="1.3b" if on_gpu else "small")
     parser.add_argument("--micro-batch", type=whole(1), default=1)
+    parser.set_defaults(accumulation=1)
     parser.add_argument("--tokens", type=whole(1), default=1024 if on_gpu else 128)
     parser.add_argument("--steps", type=whole(1), default=6)
     parser.add_argument("--warmup", type=whole(0), default=4)

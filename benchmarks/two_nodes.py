@@ -29,13 +29,13 @@ from pathlib import Path
 from benchmarks.harness.environment import NO_IN_TREE, describe, forget_memory, join
 from benchmarks.harness.measuring import random_tokens
 from benchmarks.harness.nodes import GBIT, MAX_GBIT, launch, sent_bytes, set_rate_everywhere, two_nodes
-from benchmarks.harness.peers import FSDP, IN_TREE, MODELS, QUANTIZED, RANKS, RUNS, made
+from benchmarks.harness.peers import FSDP, IN_TREE, MODELS, QUANTIZED, RANKS, RUNS, WORLD, made
 from benchmarks.harness.results import append_to, begin_result, end_result, read_result, write_result
 from benchmarks.harness.sizes import SIZES
 from examples.options import finite, new_file, whole
 
 ONE_NODE = "nvlink"  # all ranks in one node
-SETTINGS = ("model", "micro_batch", "tokens")
+SETTINGS = ("model", "micro_batch", "accumulation", "tokens")
 
 
 def parse(argv=None):
@@ -54,7 +54,8 @@ def parse(argv=None):
     )
     parser.add_argument("--runs", help=f"some of {','.join(RUNS)} (default: all that run here)")
     parser.add_argument("--model", choices=MODELS, help=f"default {on_gpu.format('1.3b', 'small')}")
-    parser.add_argument("--micro-batch", type=whole(1), default=1, help="sequences per rank and step")
+    parser.add_argument("--micro-batch", type=whole(1), default=1, help="sequences per rank and micro-batch")
+    parser.add_argument("--accumulation", type=whole(1), default=1, help="micro-batches a step (default 1)")
     parser.add_argument("--tokens", type=whole(1), help=f"tokens in a sequence (default {on_gpu.format(1024, 128)})")
     parser.add_argument("--steps", type=whole(1), default=6, help="timed steps at each rate")
     parser.add_argument(
@@ -86,7 +87,7 @@ def _complete(args, parser) -> None:
     on_gpu = torch.cuda.is_available()
     args.model = args.model or ("1.3b" if on_gpu else "small")
     args.tokens = args.tokens or (1024 if on_gpu else 128)
-    names = args.runs.split(",") if args.runs else [run for run in RUNS if on_gpu or run not in IN_TREE]
+    names = args.runs.split(",") if args.runs else [run for run in RUNS if _by_default(run, args, on_gpu)]
     for run in names:
         if run not in RUNS:
             parser.error(f"--runs: {run} is none of {', '.join(RUNS)}")
@@ -97,6 +98,11 @@ def _complete(args, parser) -> None:
     args.runs = names
     args.gbit = _rates(args.gbit or ("nvlink,25,10" if on_gpu else "0.2,0.5"), parser)
     args.quantized_gbit = _rates(args.quantized_gbit, parser) if args.quantized_gbit else []
+
+
+def _by_default(run: str, args, on_gpu: bool) -> bool:
+    """Whether a run is measured where none is named."""
+    return (on_gpu or run not in IN_TREE) and (args.accumulation > 1 or run not in WORLD)
 
 
 def _rates(text: str, parser) -> list:
@@ -128,7 +134,7 @@ def measure(run: str, args, device) -> None:
     for index, rate in enumerate([*args.gbit, *more]):
         _set_rate(rate)
         row = {"run": run, "gbit": rate}
-        row |= _time_steps(trainer, batches, args.warmup if index == 0 else 1, args.steps, device)
+        row |= _time_steps(trainer, batches, args, args.warmup if index == 0 else 1, device)
         row |= _bytes_and_floor(trainer.session, row, rate)
         if device.type == "cuda":
             # DeepSpeed's engines leave about 5 GiB behind after destroy(): a run's peak is counted from what it found.
@@ -148,20 +154,20 @@ def _set_rate(rate) -> None:
         set_rate_everywhere(rate or None)
 
 
-def _time_steps(trainer, batches, warmup: int, steps: int, device) -> dict:
+def _time_steps(trainer, batches, args, warmup: int, device) -> dict:
     import torch
     import torch.distributed as dist
 
-    times, losses = [], []
+    times, losses, steps = [], [], args.steps
     for step in range(warmup + steps):
-        tokens = next(batches)
+        tokens = [next(batches) for _ in range(args.accumulation)]
         if step == warmup:
             dist.barrier()
             sent, counted = sent_bytes(), _ledger_bytes(trainer.session)
         if device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
-        loss = trainer.step(tokens)
+        loss = trainer.step(*tokens)
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))

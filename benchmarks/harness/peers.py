@@ -1,11 +1,14 @@
 """ZeRO-3 of all kinds and FSDP on one transformers Llama: what this project is compared with between nodes.
 
-Each builds its engine and gives step(tokens) -> loss, session (the plugin's engine, or None) and close().
+Each builds its engine and gives step(*tokens) -> loss (tokens of a micro-batch each), session (the plugin's engine, or
+None) and close().
 
     stock, stock-leaf        DeepSpeed ZeRO-3; with every decoder layer as a z3 leaf module
     lossless, zeropp, ...    ZeRO-3 with this project's recipes
+    zeropp-world, ...        the same, each micro-batch's gradients reduced to the end
     in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
-    fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes
+    fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes, which is
+                             reduced over once a step
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from benchmarks.harness.sizes import SIZES
 
 RANKS = 4
 QUANTIZED = ("zeropp", "zeropp-4bit")
-RECIPES = ("lossless", *QUANTIZED)
+WORLD = {f"{recipe}-world": recipe for recipe in QUANTIZED}  # gradients of each micro-batch cross between nodes
+RECIPES = ("lossless", *QUANTIZED, *WORLD)
 IN_TREE = ("in-tree", "in-tree-leaf")
 FSDP = ("fsdp2", "hsdp")
 RUNS = ("stock", "stock-leaf", *RECIPES, *FSDP, *IN_TREE)
@@ -64,13 +68,16 @@ def ds_config(run: str, args) -> dict:
         }
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch,
+        "gradient_accumulation_steps": args.accumulation,
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": True},
         "zero_optimization": zero,
     }
     if run in RECIPES:
-        config["zeropp_fp8"] = {"recipe": run, "report": {"every": 0}}
+        config["zeropp_fp8"] = {"recipe": WORLD.get(run, run), "report": {"every": 0}}
+    if run in WORLD:
+        config["zeropp_fp8"]["gradients"] = {"accumulate_in": "world"}
     return config
 
 
@@ -94,10 +101,11 @@ class DeepSpeedRun:
         self.engine = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)[0]
         self.session = self.engine if run in RECIPES else None
 
-    def step(self, tokens):
-        loss = self.engine(input_ids=tokens, labels=tokens).loss
-        self.engine.backward(loss)
-        self.engine.step()
+    def step(self, *micro_batches):
+        for tokens in micro_batches:
+            loss = self.engine(input_ids=tokens, labels=tokens).loss
+            self.engine.backward(loss)
+            self.engine.step()
         return loss
 
     def close(self) -> None:
@@ -139,9 +147,11 @@ class FsdpRun:
                     module.set_force_sum_reduction_for_comms(True)
         self.optimizer = make_optimizer(self.model)
 
-    def step(self, tokens):
-        loss = self.model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+    def step(self, *micro_batches):
+        for index, tokens in enumerate(micro_batches):
+            self.model.set_requires_all_reduce(index == len(micro_batches) - 1)
+            loss = self.model(input_ids=tokens, labels=tokens).loss
+            (loss / len(micro_batches)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

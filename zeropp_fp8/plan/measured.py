@@ -48,6 +48,7 @@ def emulated_job(
     sequence: int | None = None,
     nodes: int = NODES,
     ranks_per_node: int = RANKS_PER_NODE,
+    micro_batches: int = 1,
 ) -> Job:
     """The job of benchmarks/two_nodes.py: `gbit` Gbit/s, 0 for its link as it is, "nvlink" for one node of all ranks.
 
@@ -55,12 +56,12 @@ def emulated_job(
         PlanError: a rate that is none of these.
     """
     if gbit in ONE_NODE:
-        return Job(model, Cluster(1, nodes * ranks_per_node), tokens, sequence)
+        return Job(model, Cluster(1, nodes * ranks_per_node), tokens, sequence, micro_batches)
     try:
         rate = float(gbit)
     except ValueError:
         raise PlanError(f'gbit must be a rate in Gbit/s, 0 (not shaped) or "nvlink" (one node); got {gbit!r}') from None
-    return Job(model, Cluster(nodes, ranks_per_node, rate or UNSHAPED_GBIT), tokens, sequence)
+    return Job(model, Cluster(nodes, ranks_per_node, rate or UNSHAPED_GBIT), tokens, sequence, micro_batches)
 
 
 def _peers() -> tuple[MeasuredPoint, ...]:
@@ -141,6 +142,7 @@ def _point(row: dict, source: str) -> MeasuredPoint:
         sequence,
         row.get("nodes", NODES),
         row.get("ranks_per_node", RANKS_PER_NODE),
+        row.get("accumulation", 1),
     )
     peak = row.get("peak_gib")
     return MeasuredPoint(_run_name(row), job, row["step_ms"] / 1e3, source, peak * 2**30 if peak else None)

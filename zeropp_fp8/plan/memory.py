@@ -69,7 +69,7 @@ def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
     if gradient_bytes is None:
         gradient_bytes = FP32_BYTES if method.fp32_gradients else BYTES_16BIT
     sums = 0.0
-    if method.sums_in_node and job.micro_batches > 1 and cluster.nodes > 1:
+    if method.sums_in_node and method.states_sharded_over == "world" and job.micro_batches > 1 and cluster.nodes > 1:
         sums = BYTES_16BIT * model.parameters / cluster.ranks_per_node
     return MemoryEstimate(
         weights=BYTES_16BIT * shard if method.deepspeed else 0.0,

@@ -36,7 +36,8 @@ class Method:
         later_from_secondary: forward passes of later micro-batches gather from that copy too.
         reduce: route of the gradients; "node" is HSDP's, with an all-reduce between nodes.
         gradient_intra, gradient_inter: bytes a gradient on the two levels.
-        sums_in_node: gradients of several micro-batches add up in the node and cross between nodes once a step.
+        sums_in_node: gradients of several micro-batches add up in the node and cross between nodes once a step (HSDP:
+            each replica keeps its own until the last one).
         gathered_by: what is gathered at once.
         deepspeed: DeepSpeed's ZeRO-3 runs the step: live parameters are kept from forward to backward. Else FSDP2,
             which keeps its root group (embeddings, head) gathered.
@@ -150,7 +151,13 @@ _QWZ = {"weight_bytes": IN_TREE_INT8, "backward_bytes": IN_TREE_INT8}
 _HPZ = {"backward_gather": "node", "secondary_bytes": BYTES_16BIT}
 _QGZ = {"reduce": "two-level", "gradient_intra": IN_TREE_INT4, "gradient_inter": IN_TREE_INT4}
 _FSDP2 = {"gathered_by": "block", "deepspeed": False, "host_by_tensor": False, "fp32_gradients": True}
-_HSDP = {"gather": "node", "backward_gather": "node", "reduce": "node", "states_sharded_over": "node"}
+_HSDP = {
+    "gather": "node",
+    "backward_gather": "node",
+    "reduce": "node",
+    "sums_in_node": True,
+    "states_sharded_over": "node",
+}
 
 METHODS: dict[str, Method] = {
     name: Method(name, **fields)
@@ -160,6 +167,8 @@ METHODS: dict[str, Method] = {
         "lossless": _OWN,
         "zeropp": _zeropp(INT8_BLOCK_256),
         "zeropp-4bit": _zeropp(INT4_BLOCK_128),
+        "zeropp-world": {**_zeropp(INT8_BLOCK_256), "sums_in_node": False},
+        "zeropp-4bit-world": {**_zeropp(INT4_BLOCK_128), "sums_in_node": False},
         "fp8-lm-o1": _FP8_LM,
         "fp8-lm-o2": {**_FP8_LM, **_FP8_STATES},
         "fp8-lm": {**_FP8_LM, **_FP8_STATES, "weight_bytes": 1.0, "backward_bytes": 1.0},
