@@ -3,9 +3,10 @@
     torchrun --nproc_per_node 4 --max-restarts 3 -m benchmarks.bit_parity --out bit_parity.json
     torchrun --nproc_per_node 4 -m benchmarks.bit_parity --device cpu --out bit_parity.json
 
-On GPUs over NCCL, on CPUs over gloo with a small model; an even number of ranks, one host. Every case builds an engine,
-trains it with `torch.use_deterministic_algorithms(True)`, eager attention and the seeds and data of all other cases,
-and destroys it.
+On GPUs over NCCL, on CPUs over gloo with a small model; an even number of ranks, one host. With more ranks than GPUs,
+ranks share them over gloo, which takes CUDA tensors: what streams and kernels do in nodes of several ranks, without as
+many GPUs. Every case builds an engine, trains it with `torch.use_deterministic_algorithms(True)`, eager attention and
+the seeds and data of all other cases, and destroys it.
 
     parity      fresh batches; losses and gradient norms of all steps and ranks and a hash of all weights (16-bit shards
                 and fp32 master shards of all ranks) must be those of another case, bit for bit: stock against itself,
@@ -370,13 +371,13 @@ def parse(argv=None):
 
 def chosen_cases(args) -> list[Case]:
     """The cases asked for, and those that they are compared with."""
-    import torch
+    import torch.distributed as dist
 
     words = args.cases.split(";") if args.cases else [""]
     names = set()
     for case in CASES:
         needs_nccl = case.fields.get("gradients", {}).get("reduction") == "nccl"
-        if needs_nccl and (args.device == "cpu" or not torch.cuda.is_available()):
+        if needs_nccl and dist.get_backend() != "nccl":
             continue
         if case.part in args.parts.split(",") and any(word in case.name for word in words):
             names |= {case.name, case.equal_to, "zeropp" if case.check else None}
@@ -401,20 +402,26 @@ def join(args):
     warnings.simplefilter("ignore", FutureWarning)
     on_gpu = args.device == "cuda" or (args.device is None and torch.cuda.is_available())
     os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    gpus = torch.cuda.device_count() if on_gpu else 0
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = args.fill_uninitialized
-    backend = "nccl" if on_gpu else "gloo"
+    backend = "nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"  # NCCL wants a GPU for each rank
     timeout = timedelta(seconds=GROUP_TIMEOUT)
     # torchrun keeps its store when it starts the ranks again: they must not read addresses of the ranks before.
     store, rank, world = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device if on_gpu else None
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
     )
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONTROL_TIMEOUT))
 
@@ -451,20 +458,29 @@ def head(args, device) -> dict:
             result["rows"].append(row)
             print(line(row), flush=True)
         return result
-    world = int(os.environ["WORLD_SIZE"])
+    import torch.distributed as dist
+
+    world, backend = int(os.environ["WORLD_SIZE"]), dist.get_backend()
     result = describe("bit_parity")
     result["command"] = result["command"].replace("python", f"torchrun --nproc_per_node {world}", 1)
     sizes = {part: vars(SIZES[device.type, part]) for part in ("parity", "features")}
-    more = {"ranks": world, "device": device.type, "dtype": "bf16", "steps": args.steps, "sizes": sizes}
+    more = {
+        "ranks": world,
+        "device": device.type,
+        "backend": backend,
+        "dtype": "bf16",
+        "steps": args.steps,
+        "sizes": sizes,
+    }
     hardware = result["hardware"]
     print(f"{world} x {hardware['gpu'] if device.type == 'cuda' else hardware['cpu']}, {result['versions']}")
-    print(f"{'case':<28}{'time':>8}  {'loss, mean of ranks':<20}  result", flush=True)
+    print(f"{'case':<36}{'time':>8}  {'loss, mean of ranks':<20}  result", flush=True)
     return {**result, **more, "records": {}, "rows": [], "under_way": None}
 
 
 def line(row: dict) -> str:
     losses = f"{row['losses'][0]:.5f} -> {row['losses'][-1]:.5f}" if "losses" in row else ""
-    return f"{row['case']:<28}{row.get('seconds', 0):>6.1f} s  {losses:<20}  {row['result']}"
+    return f"{row['case']:<36}{row.get('seconds', 0):>6.1f} s  {losses:<20}  {row['result']}"
 
 
 def run_all(args) -> bool:

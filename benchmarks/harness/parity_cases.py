@@ -67,17 +67,19 @@ def _plain(records: dict) -> dict:
     return records["zeropp"]
 
 
-def _one_fetch_a_step(record: dict, records: dict) -> None:
-    """Later micro-batches move no weight byte between nodes; each one reduces its gradients."""
-    wire, base = (r["wire"]["per_step"] for r in (record, _plain(records)))
-    ensure(
-        wire["weights_forward"]["inter"] == base["weights_forward"]["inter"],
-        "three micro-batches fetched weights between nodes more than once",
-    )
-    ensure(
-        wire["gradients"]["inter"] == 3 * base["gradients"]["inter"],
-        "three micro-batches did not send three times the gradients of one",
-    )
+def _sends_gradients(times: int) -> Callable[[dict, dict], None]:
+    """Three micro-batches fetch weights between nodes once, and send so many times the gradients of one."""
+
+    def check(record: dict, records: dict) -> None:
+        wire, base = (r["wire"]["per_step"] for r in (record, _plain(records)))
+        ensure(
+            wire["weights_forward"]["inter"] == base["weights_forward"]["inter"],
+            "three micro-batches fetched weights between nodes more than once",
+        )
+        sent = wire["gradients"]["inter"] / base["gradients"]["inter"]
+        ensure(sent == times, f"three micro-batches sent {sent:.3f} times the gradients of one, not {times}")
+
+    return check
 
 
 def _backward_sends(inter: bool, intra: bool) -> Callable[[dict, dict], None]:
@@ -132,11 +134,29 @@ CASES = (
     Case("zeropp large", "parity", "zeropp"),
     Case("zeropp large, again", "parity", "zeropp", "zeropp large"),
     Case("zeropp large, delays", "parity", "zeropp", "zeropp large", delays=True),
+    Case("zeropp large, accumulation", "parity", "zeropp", accumulation=3),
+    Case(
+        "zeropp large, accumulation, delays",
+        "parity",
+        "zeropp",
+        "zeropp large, accumulation",
+        accumulation=3,
+        delays=True,
+    ),
     Case("fp8-lm-o2 large", "parity", "fp8-lm-o2"),
     Case("fp8-lm-o2 large, delays", "parity", "fp8-lm-o2", "fp8-lm-o2 large", delays=True),
     Case("fp8-lm large", "parity", "fp8-lm"),
     Case("fp8-lm large, again", "parity", "fp8-lm", "fp8-lm large"),
     Case("fp8-lm large, delays", "parity", "fp8-lm", "fp8-lm large", delays=True),
+    Case("fp8-lm large, accumulation", "parity", "fp8-lm", accumulation=3),
+    Case(
+        "fp8-lm large, accumulation, delays",
+        "parity",
+        "fp8-lm",
+        "fp8-lm large, accumulation",
+        accumulation=3,
+        delays=True,
+    ),
     Case("fp8-lm large, 1 node, delays", "parity", "fp8-lm", nodes=1, delays=True),
     Case("zeropp", "features", "zeropp", check=_backward_sends(inter=False, intra=True)),
     Case(
@@ -155,7 +175,23 @@ CASES = (
         fields={"secondary": {"scope": "rank"}},
         check=_backward_sends(inter=False, intra=False),
     ),
-    Case("accumulation 3", "features", "zeropp", accumulation=3, check=_one_fetch_a_step),
+    Case("accumulation in node", "features", "zeropp", accumulation=3, check=_sends_gradients(1)),
+    Case(
+        "accumulation in world",
+        "features",
+        "zeropp",
+        accumulation=3,
+        fields={"gradients": {"accumulate_in": "world"}},
+        check=_sends_gradients(3),
+    ),
+    Case(
+        "accumulation, error feedback",
+        "features",
+        "zeropp",
+        accumulation=3,
+        fields={"gradients": {"error_feedback": True}},
+        check=_keeps_residuals,
+    ),
     Case(
         "error feedback", "features", "zeropp", fields={"gradients": {"error_feedback": True}}, check=_keeps_residuals
     ),
@@ -186,9 +222,11 @@ CASES = (
     Case("fp8-lm-o1", "features", "fp8-lm-o1", resume=True),
     Case("fp8-lm-o1, added by NCCL", "features", "fp8-lm-o1", fields={"gradients": {"reduction": "nccl"}}),
     Case("fp8-lm-o2", "features", "fp8-lm-o2", resume=True),
+    Case("fp8-lm-o1, accumulation", "features", "fp8-lm-o1", accumulation=3),
     Case("fp8-lm-o2, accumulation", "features", "fp8-lm-o2", accumulation=3),
     Case("fp8-lm", "features", "fp8-lm", resume=True),
     Case("fp8-lm, secondary", "features", "fp8-lm", "fp8-lm", fields={"secondary": {"scope": "node"}}),
+    Case("fp8-lm, accumulation", "features", "fp8-lm", accumulation=3),
     Case("fp8-lm, delays", "features", "fp8-lm", "fp8-lm", delays=True),
     Case("fp8-lm, zero.Init", "features", "fp8-lm", zero_init=True),
     Case("qlora", "features", resume=True, **QLORA),

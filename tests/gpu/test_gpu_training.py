@@ -44,6 +44,8 @@ def rows(tmp_path_factory):
         ("lossless module, 1 node", "stock"),
         ("zeropp large, again", "zeropp large"),
         ("zeropp large, delays", "zeropp large"),
+        ("zeropp large, accumulation, delays", "zeropp large, accumulation"),
+        ("fp8-lm large, accumulation, delays", "fp8-lm large, accumulation"),
     ],
 )
 def test_bit_parity(rows, case, reference):
@@ -55,5 +57,5 @@ def test_bit_parity(rows, case, reference):
 
 def test_features(rows):
     features = {name: row["result"] for name, row in rows.items() if row.get("part") == "features"}
-    assert len(features) == 40
+    assert len(features) == 44
     assert not {name: result for name, result in features.items() if result.startswith("FAILED")}
