@@ -403,7 +403,9 @@ def join(args):
     on_gpu = args.device == "cuda" or (args.device is None and torch.cuda.is_available())
     os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"
     gpus = torch.cuda.device_count() if on_gpu else 0
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus) if on_gpu else torch.device("cpu")
+    if on_gpu:  # DeepSpeed takes the device from there
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     else:

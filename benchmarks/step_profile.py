@@ -26,7 +26,7 @@ from benchmarks.harness.command import cut_into_nodes
 from benchmarks.harness.environment import describe, forget_memory, join
 from benchmarks.harness.measuring import random_tokens
 from benchmarks.harness.nodes import launch, two_nodes
-from benchmarks.harness.peers import MODELS, RANKS, RUNS, made
+from benchmarks.harness.peers import MODELS, RUNS, made
 from benchmarks.harness.profiling import device_profile, host_profile
 from benchmarks.harness.results import append_to, begin_result, end_result
 from benchmarks.harness.sizes import SIZES
@@ -98,6 +98,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--runs", type=lambda text: text.split(","), default=["stock", "zeropp", "fsdp2"])
     parser.add_argument("--gbit", type=finite(least=0), help="two nodes with so much between them; else one node")
+    parser.add_argument("--ranks", type=whole(1), default=4)
     parser.add_argument("--model", choices=MODELS, default="1.3b" if on_gpu else "small")
     parser.add_argument("--micro-batch", type=whole(1), default=1)
     parser.set_defaults(accumulation=1)
@@ -108,7 +109,6 @@ def main() -> None:
     parser.add_argument("--timeout", type=finite(above=0), default=600)
     parser.add_argument("--out", type=new_file, default="runs/step_profile.json")
     args = parser.parse_args()
-    args.ranks = RANKS
     cut_into_nodes(args, parser)
     unknown = [run for run in args.runs if run not in RUNS]
     if unknown:
@@ -117,9 +117,9 @@ def main() -> None:
     one_node = args.gbit is None
     link = contextlib.nullcontext() if one_node else two_nodes(args.gbit or None)
     with link, tempfile.TemporaryDirectory() as folder:
-        job = ["--worker", json.dumps(vars(args))]
-        store = Path(folder, "store")
-        launch("benchmarks.step_profile", job, RANKS, store, args.timeout, nodes=args.nodes, namespaces=not one_node)
+        job, store = ["--worker", json.dumps(vars(args))], Path(folder, "store")
+        names = {"nodes": args.nodes, "namespaces": not one_node}
+        launch("benchmarks.step_profile", job, args.ranks, store, args.timeout, **names)
     end_result(args.out)
 
 

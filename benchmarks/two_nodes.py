@@ -2,7 +2,7 @@
 
     python -m benchmarks.two_nodes --gbit nvlink,25,10 --quantized-gbit 6,4 --equivalence
 
-Runs as root (namespaces); on GPUs 4 ranks as 2 nodes x 2 over NCCL, else 4 gloo ranks on the CPU with a small model.
+Runs as root (namespaces); 4 ranks as 2 nodes x 2, on GPUs over NCCL, else over gloo on the CPU with a small model.
 Every run trains the same model on the same data in bf16, clips gradients at 1.0 and uses AdamW with fp32 master
 weights. Runs follow one another in the same processes, because starting them anew takes 35 s a run on GPUs; each is
 built once and then timed at every rate, the link being reshaped in between.
@@ -29,7 +29,7 @@ from pathlib import Path
 from benchmarks.harness.environment import NO_IN_TREE, describe, forget_memory, join
 from benchmarks.harness.measuring import random_tokens
 from benchmarks.harness.nodes import GBIT, MAX_GBIT, launch, sent_bytes, set_rate_everywhere, two_nodes
-from benchmarks.harness.peers import FSDP, IN_TREE, MODELS, QUANTIZED, RANKS, RUNS, WORLD, made
+from benchmarks.harness.peers import FSDP, IN_TREE, MODELS, QUANTIZED, RUNS, WORLD, made
 from benchmarks.harness.results import append_to, begin_result, end_result, read_result, write_result
 from benchmarks.harness.sizes import SIZES
 from examples.options import finite, new_file, whole
@@ -54,6 +54,7 @@ def parse(argv=None):
     )
     parser.add_argument("--runs", help=f"some of {','.join(RUNS)} (default: all that run here)")
     parser.add_argument("--model", choices=MODELS, help=f"default {on_gpu.format('1.3b', 'small')}")
+    parser.add_argument("--ranks", type=whole(2), default=4, help="of both nodes together (default 4)")
     parser.add_argument("--micro-batch", type=whole(1), default=1, help="sequences per rank and micro-batch")
     parser.add_argument("--accumulation", type=whole(1), default=1, help="micro-batches a step (default 1)")
     parser.add_argument("--tokens", type=whole(1), help=f"tokens in a sequence (default {on_gpu.format(1024, 128)})")
@@ -93,8 +94,10 @@ def _complete(args, parser) -> None:
             parser.error(f"--runs: {run} is none of {', '.join(RUNS)}")
         if run in IN_TREE and not on_gpu:
             parser.error(f"--runs {run}: {NO_IN_TREE}")
-    if on_gpu and torch.cuda.device_count() < RANKS:
-        parser.error(f"{RANKS} GPUs are needed, {torch.cuda.device_count()} found")
+    if args.ranks % 2:
+        parser.error("--ranks: as many in both nodes")
+    if on_gpu and torch.cuda.device_count() < args.ranks:
+        parser.error(f"{args.ranks} GPUs are needed, {torch.cuda.device_count()} found")
     args.runs = names
     args.gbit = _rates(args.gbit or ("nvlink,25,10" if on_gpu else "0.2,0.5"), parser)
     args.quantized_gbit = _rates(args.quantized_gbit, parser) if args.quantized_gbit else []
@@ -174,7 +177,7 @@ def _time_steps(trainer, batches, args, warmup: int, device) -> dict:
         losses.append(loss.item())
     dist.barrier()
     counted = None if counted is None else (_ledger_bytes(trainer.session) - counted) / steps
-    everyones = [None] * RANKS
+    everyones = [None] * args.ranks
     dist.all_gather_object(everyones, (sent_bytes() - sent) / steps)
     timed = times[warmup:]
     return {
@@ -196,7 +199,7 @@ def _ledger_bytes(engine) -> float | None:
 
     report = zeropp_fp8.wire_report(engine, total=True)
     inter = sum(kind["inter"] for kind in report["per_step"].values()) * report["steps"]
-    return inter * int(os.environ["LOCAL_WORLD_SIZE"]) / RANKS
+    return inter * int(os.environ["LOCAL_WORLD_SIZE"]) / int(os.environ["WORLD_SIZE"])
 
 
 def _bytes_and_floor(engine, row: dict, rate) -> dict:
@@ -231,8 +234,8 @@ def worker(args) -> None:
 def run_all(args) -> dict:
     """Measure everything; a run that fails is recorded and left out, the others go on in new processes."""
     head = describe("two_nodes")
-    settings = {key: getattr(args, key) for key in (*SETTINGS, "steps", "warmup")}
-    begin_result(args.out, {**head, **settings, "ranks": RANKS, "dtype": "bf16"})
+    settings = {key: getattr(args, key) for key in (*SETTINGS, "ranks", "steps", "warmup")}
+    begin_result(args.out, {**head, **settings, "dtype": "bf16"})
     deadline = time.monotonic() + args.timeout
     shaped = [rate for rate in args.gbit if rate != ONE_NODE]
     try:
@@ -258,7 +261,7 @@ def _run_group(runs: list, rates: list, args, deadline: float) -> None:
                 launch(
                     "benchmarks.two_nodes",
                     ["--worker", job],
-                    RANKS,
+                    args.ranks,
                     Path(folder, "store"),
                     deadline - time.monotonic(),
                     nodes=2 if with_link else 1,

@@ -23,7 +23,6 @@ from benchmarks.harness.environment import build_in_tree_op
 from benchmarks.harness.hf_llama import llama_config
 from benchmarks.harness.sizes import SIZES
 
-RANKS = 4
 QUANTIZED = ("zeropp", "zeropp-4bit")
 WORLD = {f"{recipe}-world": recipe for recipe in QUANTIZED}  # gradients of each micro-batch cross between nodes
 RECIPES = ("lossless", *QUANTIZED, *WORLD)
@@ -127,11 +126,11 @@ class FsdpRun:
 
         # ZeRO-3 replaces it for good with a Python function that saves memory; FSDP must not pay for that.
         torch.nn.functional.linear = STOCK_LINEAR
-        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        world, per_node = torch.distributed.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
         if run == "hsdp":
-            shape, names = (RANKS // per_node, per_node), ("replicate", "shard")
+            shape, names = (world // per_node, per_node), ("replicate", "shard")
         else:
-            shape, names = (RANKS,), ("shard",)
+            shape, names = (world,), ("shard",)
         reduce_dtype = torch.bfloat16 if args.fsdp_reduce_dtype == "bf16" else torch.float32
         options = {
             "mesh": init_device_mesh(device.type, shape, mesh_dim_names=names),
