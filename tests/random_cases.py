@@ -255,11 +255,14 @@ def _draw(rng: random.Random, seed: int, features: frozenset[str]) -> Case:
     differs = "ranks differ" in features and any(text.endswith(":branchy") for text in stages)
     differs = differs and not case.stale_as_stock and not any("non-re" in text for text in case.spans)
     case = dataclasses.replace(case, ranks_differ=differs and rng.random() < 0.8)
-    return dataclasses.replace(
+    case = dataclasses.replace(
         case,
         skips=_draw_skips(rng, case) if "skip" in features and rng.random() < 0.3 else (),
         events=tuple(_draw_events(rng, case, features)),
     )
+    if case.accumulation > 1 and not case.is_lossless and rng.random() < 0.3:  # else in the node, as memory allows
+        case.fields["gradients"] = {**case.fields.get("gradients", {}), "accumulate_in": "world"}
+    return case
 
 
 def _that_stock_can(case: Case) -> Case:

@@ -197,7 +197,8 @@ class ZeroppStage3(Stage3Base):
             slices = self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
             self._partition_grads(params, slices, again)
             return
-        results, arrived = self._gradient_results(params, again, twice)
+        headroom = self.reducer.headroom(params, more=int(grads is not None))
+        results, arrived = self._gradient_results(params, again, twice, headroom or 1.0)
         if grads is None:
             self.reducer.spread(params, names, results, again, arrived)
         else:

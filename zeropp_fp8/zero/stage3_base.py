@@ -37,13 +37,14 @@ class Stage3Base(DeepSpeedZeroOptimizer_Stage3):
         """In which quantized gradients of `params` are reduced."""
 
     def _gradient_results(
-        self, params: list[Parameter], again: bool, twice: bool
+        self, params: list[Parameter], again: bool, twice: bool, headroom: float
     ) -> tuple[Sequence[Tensor], Callable[[], None] | None]:
         """(where this rank's parts of a unit's mean gradients are to be written, what is called when they are).
 
         Args:
             again: they are added to what is there.
             twice: some of that is of this very backward.
+            headroom: how many times larger than with the shared scales alone the numbers of FP8 codes will be.
         """
         partitions = getattr(self, GRAD_PARTITIONS)
         return [partitions[p.ds_id].view(-1)[: self.session.own_numel(p)] for p in params], None

@@ -39,10 +39,9 @@ class NodeSums:
     tensors: list[Tensor]
     backward_passes: int = 0
 
-    @property
-    def headroom(self) -> float:
-        """How many times larger than a gradient a sum may be: a power of two, which rounds nothing by itself."""
-        return float(1 << (self.backward_passes - 1).bit_length())
+    def headroom(self, more: int = 0) -> float:
+        """How many times larger than a gradient a sum (with so many more) may be: a power of two rounds nothing."""
+        return float(1 << (self.backward_passes + more - 1).bit_length())
 
 
 def numel_of_sums(session: Session, params: Iterable[Parameter], dtype: torch.dtype) -> int:

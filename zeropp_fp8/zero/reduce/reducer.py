@@ -100,7 +100,7 @@ class GradientReducer:
         self, sums: NodeSums, names: Sequence[str], results: Sequence[Tensor], accumulate: bool
     ) -> Iterator[None]:
         shared = self.scales.of_sums(sums.params) if self.scales is not None else None
-        headroom, sums.backward_passes = sums.headroom, 0
+        headroom, sums.backward_passes = sums.headroom(), 0
         return sums.plan.spread(sums.tensors, results, self._reduction(names, shared), accumulate, headroom)
 
     @property
@@ -110,8 +110,15 @@ class GradientReducer:
 
     def rests(self, params: Sequence[Parameter]) -> bool:
         """Whether gradients of a unit rest in the node."""
+        return self.headroom(params) > 0
+
+    def headroom(self, params: Sequence[Parameter], more: int = 0) -> float:
+        """How many times larger than a gradient the codes may be that `start` (of one `more`) or `spread` will write.
+
+        0: nothing rests in the node.
+        """
         sums = self._sums.get(_key(params))
-        return sums is not None and sums.backward_passes > 0
+        return sums.headroom(more) if sums is not None and sums.backward_passes else 0.0
 
     def spread(
         self,
@@ -128,10 +135,6 @@ class GradientReducer:
         """Drop what rests in the node; `drain` must have been called."""
         for sums in self._sums.values():
             sums.backward_passes = 0
-
-    def num_bytes_of_sums(self) -> int:
-        """Bytes of the sums that rest in the node."""
-        return sum(t.numel() * t.element_size() for sums in self._sums.values() for t in sums.tensors)
 
     def _count_stock(self, params: Sequence[Parameter]) -> None:
         ledger, world = self.session.ledger, self.session.topology.world_size

@@ -1,9 +1,9 @@
 """Reduced gradients in FP8 until the step: 1 byte an element, with the scales that all ranks share.
 
-FP8-LM (arXiv 2310.18313), section 2.1. The last hop of a reduction writes codes at once. With gradient accumulation
-each micro-batch is reduced in FP8, this rank's part adds up in 16 or 32 bits, and becomes FP8 when the step begins: the
-1 byte an element is all there is only without accumulation. What has added up is scaled by its own amax, which no
-other rank has to know: the sum over micro-batches is larger than what the shared scale is made for.
+FP8-LM (arXiv 2310.18313), section 2.1. The last hop of a reduction writes codes at once, of sums over micro-batches
+that have added up inside the node, too. Where each micro-batch is reduced to the end, this rank's part adds up in 16 or
+32 bits here, and becomes FP8 when the step begins. It is then scaled by its own amax, which no other rank has to know:
+the sum is larger than what the shared scale is made for.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class GradientStore:
         self._summed: set[int] = set()  # ds_id of matrices whose gradient is in a sum
         # By id(group): fp32 [params], gradient = code * this; from `close` until the next gradient comes.
         self._multipliers: dict[int, Tensor] = {}
+        self._headroom: dict[int, float] = {}  # by ds_id: how many times the shared scale's a code stands for
+        self._headrooms: dict[tuple[float, ...], Tensor] = {}  # fp32, those of a group's parameters
 
     @staticmethod
     def _zeros(group: StateGroup, dtype: torch.dtype) -> Tensor:
@@ -65,13 +67,14 @@ class GradientStore:
         """Where the step will find this rank's part: FP8 codes (uint8) of a matrix, numbers of a vector."""
         return self._view(self._codes if self._place[param.ds_id][0].matrices else self._sums, param)
 
-    def destination(self, param: Parameter, last_micro_batch: bool, again: bool) -> Tensor:
+    def destination(self, param: Parameter, last_micro_batch: bool, again: bool, headroom: float = 1.0) -> Tensor:
         """Where a reduction writes this rank's part, or (`again`) adds to.
 
         Args:
             last_micro_batch: the step follows this backward.
             again: a gradient is there already, of an earlier micro-batch or of this backward. All reductions must have
                 arrived then.
+            headroom: how many times larger than with the shared scale alone the numbers of new codes are.
         """
         if not self._place[param.ds_id][0].matrices:
             return self._view(self._sums, param)
@@ -79,6 +82,7 @@ class GradientStore:
             self._multipliers.clear()
             self._summed.discard(param.ds_id)
             if last_micro_batch:
+                self._headroom[param.ds_id] = headroom
                 return self._new_codes(param)
             self._summed.add(param.ds_id)
         elif param.ds_id not in self._summed:
@@ -97,7 +101,10 @@ class GradientStore:
         """fp32 [params] of a group of matrices: what their codes are multiplied with."""
         if id(group) in self._multipliers:
             return self._multipliers[id(group)]
-        return self.scales.decode_of(group.params)
+        headrooms = tuple(self._headroom.get(p.ds_id, 1.0) for p in group.params)
+        if headrooms not in self._headrooms:
+            self._headrooms[headrooms] = torch.tensor(headrooms, device=group.segments.device)
+        return self.scales.decode_of(group.params) * self._headrooms[headrooms]
 
     @torch.no_grad()
     def read(self, param: Parameter) -> Tensor:

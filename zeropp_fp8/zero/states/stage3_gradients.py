@@ -53,13 +53,12 @@ class StoredGradientsStage3(AtRestStage3):
 
     # -- in backward -------------------------------------------------------------------------------------------------
 
-    def _gradient_results(self, params: list[Parameter], again: bool, twice: bool):
+    def _gradient_results(self, params: list[Parameter], again: bool, twice: bool, headroom: float):
         if twice:
             self.reducer.drain()  # what a second gradient is added to must be there
-        # Codes with a shared scale would be those of one gradient; what has added up has a scale of its own.
-        has_own_scale = self.scales is not None and self.reducer.rests(params)
-        last = self._at_boundary() and not has_own_scale
-        results = [self.store.destination(p, last, again) for p in params]
+        # What was frozen since, and rests in the node, becomes no codes: `_drop_gradient` could not forget them.
+        last = self._at_boundary() and all(p.requires_grad for p in params)
+        results = [self.store.destination(p, last, again, headroom) for p in params]
         return results, functools.partial(self.store.arrived, params)
 
     @torch.no_grad()
