@@ -147,6 +147,22 @@ def model_bytes(result: dict) -> float:
     return row["wire"]["stock_per_step"]["gradients"]["inter"] * ranks / (nodes * (ranks - 1))
 
 
+def accumulation(result: dict) -> str:
+    """Step times and bytes of several micro-batches a step, reduced between nodes once or each time."""
+    found, rates = by_rate(result), (25.0, 10.0)
+    labels = {"hsdp": LABELS["hsdp"]}
+    for run in QUANTIZED:
+        labels[run] = LABELS[run]
+        labels[f"{run}-world"] = f'`{run}`, `"accumulate_in": "world"`'
+    rows = []
+    for run, label in labels.items():
+        times = [f"{found[run, rate]['step_ms']:.0f}" for rate in rates]
+        rows.append([label, *times, f"{found[run, rates[0]]['tx_bytes_per_node_step'] / 1e6:.0f}"])
+    return table(
+        [f"{result['accumulation']} micro-batches, ms a step", "25 Gbit/s", "10 Gbit/s", "MB a node sends"], rows
+    )
+
+
 def step_bytes(result: dict) -> str:
     """Bytes between nodes by two counts, memory, and what a node keeps."""
     found, size = {run: row for (run, _), row in by_rate(result).items()}, model_bytes(result)
@@ -307,6 +323,7 @@ BLOCKS = {
         ("two_nodes/h200-4-nvlink", "two_nodes/h200-4-nvlink-4x2048", "step_profile/h200-4-nvlink"),
     ),
     "slower_link": Block(slower_link, ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit")),
+    "accumulation": Block(accumulation, ("two_nodes/h200-2-25_10gbit-k8",)),
     "step_bytes": Block(step_bytes, ("two_nodes/h200-4-25gbit",)),
     "profile_says": Block(profile_says, ("step_profile/h200-4-nvlink",)),
     "kernels": Block(kernels, ("kernels/h200-1-local",)),

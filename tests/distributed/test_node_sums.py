@@ -58,6 +58,21 @@ def test_sums_against_the_exact_mean(apart, world):
             assert (hops - exact).norm() <= 1.25 * (whole - exact).norm() + tolerance * exact.norm(), (world, case)
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_sum_has_the_direction_of_one_gradient_or_a_better_one(apart, world):
+    """The cosine to the exact mean, of three passes and of one."""
+    cosines = {}
+    for index, case in enumerate(CASES):
+        of_all = [of_rank[index] for of_rank in apart[world]]
+        hops, exact = (torch.cat([torch.cat([t.double() for t in o[which]]) for o in of_all]) for which in (1, 2))
+        cosines[case] = torch.cosine_similarity(hops, exact, dim=0).item()
+    both = [case for case in CASES if case[2] == 3 and (*case[:2], 1, case[3]) in cosines]
+    assert len(both) >= 2
+    for case in both:
+        # 1 - cosine is half the square of the relative error, whose estimate from 1,600 numbers is off by 4 %.
+        assert 1 - cosines[case] <= 1.2 * (1 - cosines[*case[:2], 1, case[3]]) + 1e-6, (world, case)
+
+
 @pytest.fixture(scope="module")
 def of_recipes():
     """By recipe: stock with 4 micro-batches; the recipe with one, with 4 in the world, with 4 in the node."""

@@ -83,7 +83,7 @@ def test_sources():
     files = ("bit_parity/h200-2-nvlink", "two_nodes/h200-4-25gbit")
     made = Block(lambda *given: f"{len(given)} results", files).text()
     assert made == (
-        "2 results\n\nSource: `benchmarks/results/bit_parity/h200-2-nvlink.json` (commit `0bcc829`),\n"
+        "2 results\n\nSource: `benchmarks/results/bit_parity/h200-2-nvlink.json` (commit `adbabb8`),\n"
         "`benchmarks/results/two_nodes/h200-4-25gbit.json` (kept since `a5a0d20`).\n"
     )
 
