@@ -70,7 +70,7 @@ def test_a_sum_has_the_direction_of_one_gradient_or_a_better_one(apart, world):
     assert len(both) >= 2
     for case in both:
         # 1 - cosine is half the square of the relative error, whose estimate from 1,600 numbers is off by 4 %.
-        assert 1 - cosines[case] <= 1.2 * (1 - cosines[*case[:2], 1, case[3]]) + 1e-6, (world, case)
+        assert 1 - cosines[case] <= 1.2 * (1 - cosines[(*case[:2], 1, case[3])]) + 1e-6, (world, case)
 
 
 @pytest.fixture(scope="module")
