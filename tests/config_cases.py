@@ -57,6 +57,7 @@ DEFAULTS = {
     "frozen.skip_modules": ["lm_head", "*embed*", "score", "classifier", "v_head"],
     "activations.wire_format": "none",
     "gather_granularity": "block",
+    "compile": "none",
     "checkpoint.verify": True,
     "report.every": 100,
 }

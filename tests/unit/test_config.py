@@ -266,6 +266,7 @@ def test_every_mistake_is_reported_at_once():
         ("frozen.double_quantize", [1]),
         ("activations.wire_format", [8, "int8", None]),
         ("gather_granularity", ["layer"]),
+        ("compile", ["model", True]),
         ("checkpoint.verify", [0, "no", None]),
         ("report.every", [-1, 1.5, "100"]),
     ],

@@ -162,6 +162,10 @@ FP8_MOMENT = {"exp_avg_format": "fp8_e4m3"}
             ['partition": "whole_tensor"', "nccl", 'use "two_hop"'],
         ),
         ({"partition_split": "none"}, ['partition_split"', '"partition": "whole_tensor"', "remove it"]),
+        (
+            {"compile": "blocks", "gather_granularity": "module"},
+            ['compile": "blocks"', '"gather_granularity": "module"', 'use "block"'],
+        ),
     ],
 )
 def test_impossible_with_states_and_shared_scales(section, words):

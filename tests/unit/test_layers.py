@@ -43,11 +43,13 @@ ROOMS = {
     "fragment": set(),
     "ulysses": {"session"},
     "linear_function": set(),
+    "compiled": set(),
     "fused_update": set(),
     "gather": {"session"},
     "reduce": {"session"},
     "report": {"session", "gather", "reduce"},
-    "offload": {"session", "gather", "report", "frozen", "owners"},  # the last two only where they are asked for
+    # The last two only where they are asked for.
+    "offload": {"session", "gather", "report", "compiled", "frozen", "owners"},
     "stage3_base": {"session"},
     "stage3": {"session", "stage3_base", "offload", "reduce", "report", "fused_update"},
     "states": {"stage3_base", "reduce"},

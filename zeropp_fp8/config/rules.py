@@ -95,6 +95,7 @@ def check_fields(config: PluginConfig) -> None:
     check_gradients(config.gradients)
     check_optimizer(config.optimizer)
     _check_partition(config)
+    _check_compile(config)
 
 
 def _check_usable(frozen: FrozenConfig) -> None:
@@ -126,6 +127,15 @@ def _check_tensor_scales(frozen: FrozenConfig) -> None:
             raise ConfigError(
                 f'"{SECTION}.frozen.{name}" belongs to scales of blocks; remove it, or set "scales": "block"'
             )
+
+
+def _check_compile(config: PluginConfig) -> None:
+    """Inside a compiled block there is nothing to gather."""
+    if config.compile == "blocks" and config.gather_granularity != "block":
+        raise ConfigError(
+            f'"{SECTION}.compile": "blocks" does not go with "gather_granularity": "{config.gather_granularity}": its '
+            'hooks stand inside of blocks; use "block"'
+        )
 
 
 def _check_partition(config: PluginConfig) -> None:

@@ -255,6 +255,9 @@ class PluginConfig(_Section):
     gather_granularity: Literal["block", "module", "parameter"] = Field(
         "block", description="what is gathered at once; block: a transformer block"
     )
+    compile: Literal["none", "blocks"] = Field(
+        "none", description="blocks: torch.compile each transformer block, between the hooks that gather for it"
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
     _recipe_variable: str | None = PrivateAttr(default=None)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import _recomputation_hook
 from torch.utils.hooks import RemovableHandle
 
 from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.zero.compiled import CompiledBlocks, leave_untraced
 from zeropp_fp8.zero.gather.adopted import STATE, is_stored
 from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
@@ -183,7 +184,12 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             max_live_numel=self._max_available_parameters_in_numel,
             max_reuse_numel=self._max_reuse_distance_in_numel,
         )
+        self._compiled = CompiledBlocks(self.blocks) if session.config.compile == "blocks" else None
         print_start_table(session, self.gatherer, module, self.blocks)
+
+    def setup_zero_stage3_hooks(self) -> None:
+        super().setup_zero_stage3_hooks()
+        leave_untraced((self.fwd_pre_hook, *self.forward_hooks, *self.backward_hooks))
 
     def _register_deepspeed_module(self, module, *args, **kwargs) -> None:
         """Put this project's autograd functions where DeepSpeed looks for its own before it makes them."""
@@ -302,6 +308,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             # A later engine over the model makes its own; these would call this one.
             for name in ("pre_bwd_fn", "post_bwd_fn"):
                 module.__dict__.pop(name, None)
+        if self._compiled is not None:
+            self._compiled.undo()
         for block in self._made_leaf:
             block._z3_leaf = False
             for param in block.parameters():

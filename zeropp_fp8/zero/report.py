@@ -96,6 +96,8 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
         found = f"{len(blocks)} blocks ({type(blocks[0]).__name__})" if blocks else ""
         remark = found or "no repeated block found in the model: gathered module by module"
     rows.append(("gather unit", config.gather_granularity, 0, remark))
+    if config.compile == "blocks":
+        rows.append(("compiled", "blocks", 0, "by torch.compile, at their first call"))
     return rows
 
 
