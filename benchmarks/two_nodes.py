@@ -11,6 +11,7 @@ built once and then timed at every rate, the link being reshaped in between.
     lossless, zeropp, ...    ZeRO-3 with this project's recipes
     in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
     fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes
+    ...-compiled             with decoder layers compiled (only where --runs names them)
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def _complete(args, parser) -> None:
 
 def _by_default(run: str, args, on_gpu: bool) -> bool:
     """Whether a run is measured where none is named."""
-    return (on_gpu or run not in IN_TREE) and (args.accumulation > 1 or run not in WORLD)
+    fits = on_gpu or run not in IN_TREE
+    return fits and (args.accumulation > 1 or run not in WORLD) and not run.endswith("-compiled")
 
 
 def _rates(text: str, parser) -> list:
@@ -287,7 +289,7 @@ def line(row: dict, first: dict) -> str:
 
     speed = first["step_ms"] / row["step_ms"] if first else None
     cells = (
-        f"{row['run']:<14}",
+        f"{row['run']:<20}",
         f"{number(row['step_ms']):>9}{number(row['min_ms']):>9}{number(row['max_ms']):>9}",
         f"{number(speed, 2):>8}",
         f"{number(row['tx_bytes_per_node_step'], 2, 1e6):>10}{number(row['ledger_bytes_per_node_step'], 2, 1e6):>10}",
@@ -299,8 +301,8 @@ def line(row: dict, first: dict) -> str:
 
 
 HEAD = (
-    f"{'':<14}{'median':>9}{'min':>9}{'max':>9}{'x first':>8}{'sent':>10}{'ledger':>10}{'floor':>9}{'x':>8}{'peak':>7}"
-    f"  loss\n{'':<14}{'ms':>9}{'ms':>9}{'ms':>9}{'':>8}{'MB/node':>10}{'MB/node':>10}{'ms':>9}{'floor':>8}{'GiB':>7}"
+    f"{'':<20}{'median':>9}{'min':>9}{'max':>9}{'x first':>8}{'sent':>10}{'ledger':>10}{'floor':>9}{'x':>8}{'peak':>7}"
+    f"  loss\n{'':<20}{'ms':>9}{'ms':>9}{'ms':>9}{'':>8}{'MB/node':>10}{'MB/node':>10}{'ms':>9}{'floor':>8}{'GiB':>7}"
 )
 
 

@@ -6,9 +6,11 @@ None) and close().
     stock, stock-leaf        DeepSpeed ZeRO-3; with every decoder layer as a z3 leaf module
     lossless, zeropp, ...    ZeRO-3 with this project's recipes
     zeropp-world, ...        the same, each micro-batch's gradients reduced to the end
+    zeropp-compiled, ...     the same, decoder layers compiled by torch.compile
     in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
     fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes, which is
                              reduced over once a step
+    fsdp2-compiled, ...      the same, decoder layers compiled
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from benchmarks.harness.hf_llama import llama_config
 from benchmarks.harness.sizes import SIZES
 
 QUANTIZED = ("zeropp", "zeropp-4bit")
-WORLD = {f"{recipe}-world": recipe for recipe in QUANTIZED}  # gradients of each micro-batch cross between nodes
-RECIPES = ("lossless", *QUANTIZED, *WORLD)
+# Gradients of each micro-batch cross between nodes.
+WORLD = {f"{recipe}-world": {"recipe": recipe, "gradients": {"accumulate_in": "world"}} for recipe in QUANTIZED}
+COMPILED = {f"{recipe}-compiled": {"recipe": recipe, "compile": "blocks"} for recipe in ("lossless", *QUANTIZED)}
+SECTIONS = {**{recipe: {"recipe": recipe} for recipe in ("lossless", *QUANTIZED)}, **WORLD, **COMPILED}
 IN_TREE = ("in-tree", "in-tree-leaf")
-FSDP = ("fsdp2", "hsdp")
-RUNS = ("stock", "stock-leaf", *RECIPES, *FSDP, *IN_TREE)
+FSDP = ("fsdp2", "hsdp", "fsdp2-compiled", "hsdp-compiled")
+RUNS = ("stock", "stock-leaf", *SECTIONS, *FSDP, *IN_TREE)
 MODELS = ("1.3b", "small", "tiny")
 STOCK_LINEAR = torch.nn.functional.linear  # torch's own, before ZeRO-3 replaces it
 
@@ -73,10 +77,8 @@ def ds_config(run: str, args) -> dict:
         "bf16": {"enabled": True},
         "zero_optimization": zero,
     }
-    if run in RECIPES:
-        config["zeropp_fp8"] = {"recipe": WORLD.get(run, run), "report": {"every": 0}}
-    if run in WORLD:
-        config["zeropp_fp8"]["gradients"] = {"accumulate_in": "world"}
+    if run in SECTIONS:
+        config["zeropp_fp8"] = {**SECTIONS[run], "report": {"every": 0}}
     return config
 
 
@@ -90,7 +92,7 @@ class DeepSpeedRun:
 
         if run in IN_TREE:
             build_in_tree_op()
-        zeropp_fp8.enable() if run in RECIPES else zeropp_fp8.disable()
+        zeropp_fp8.enable() if run in SECTIONS else zeropp_fp8.disable()
         # A group left by in-tree hpZ would shard the next run's parameters inside a node, and stop a second hpZ run.
         deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         model = build_model(args.model, device)
@@ -98,7 +100,7 @@ class DeepSpeedRun:
             deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
         config = ds_config(run, args)
         self.engine = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)[0]
-        self.session = self.engine if run in RECIPES else None
+        self.session = self.engine if run in SECTIONS else None
 
     def step(self, *micro_batches):
         for tokens in micro_batches:
@@ -127,7 +129,7 @@ class FsdpRun:
         # ZeRO-3 replaces it for good with a Python function that saves memory; FSDP must not pay for that.
         torch.nn.functional.linear = STOCK_LINEAR
         world, per_node = torch.distributed.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
-        if run == "hsdp":
+        if run.startswith("hsdp"):
             shape, names = (world // per_node, per_node), ("replicate", "shard")
         else:
             shape, names = (world,), ("shard",)
@@ -138,6 +140,8 @@ class FsdpRun:
         }
         self.model = build_model(args.model, device)
         for layer in self.model.model.layers:
+            if run.endswith("-compiled"):
+                layer.compile()
             fully_shard(layer, reshard_after_forward=True, **options)
         fully_shard(self.model, **options)  # by default the root stays gathered: backward needs it at once
         if device.type == "cpu":  # gloo has no mean
