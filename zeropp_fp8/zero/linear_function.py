@@ -60,11 +60,9 @@ def lean_linear(stock_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A replacement for DeepSpeed's zero3_linear_wrap, which keeps the cases that need more than plain eager code."""
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if (
-            torch.compiler.is_compiling()
-            or torch._C._are_functorch_transforms_active()
-            or torch.is_autocast_enabled(input.device.type)
-        ):
+        if torch.compiler.is_compiling():  # its graphs save the Parameter by themselves
+            return torch._C._nn.linear(input, weight, bias)
+        if torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled(input.device.type):
             return stock_linear(input, weight, bias)
         return _Linear.apply(input, weight, bias)
 
