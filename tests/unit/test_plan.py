@@ -213,9 +213,23 @@ def test_peers_are_met_within_15_percent():
         assert abs(residual.error) < 0.15, residual.point.label
 
 
+def of_four_ranks(point):
+    """Measured on one machine; those with two are of other days."""
+    return point.job.cluster.world_size == 4
+
+
+def test_several_micro_batches_are_met_within_15_percent():
+    """Of another machine, whose host was the bound: DeepSpeed waits for the device at each, so nothing overlaps."""
+    points = load_points(RESULTS / "h200-2-25_10gbit-k8.json")
+    assert {p.job.micro_batches for p in points} == {8} and len(points) == 10
+    machine = calibrate(points, EMULATED_H200, ("host_per_block_ms", "overlap"))
+    for residual in check(points, machine):
+        assert abs(residual.error) < 0.15, residual.point.label
+
+
 def test_every_run_measured_together_is_met_within_15_percent():
     """Four constants of GPU and host are fitted to the machine of that day; links and kernels stay as they are."""
-    points = load_points(RESULTS) + load_points(RESULTS.parent / "step_profile")
+    points = [p for p in load_points(RESULTS) + load_points(RESULTS.parent / "step_profile") if of_four_ranks(p)]
     assert len(points) > 25
     for residual in check(points, calibrate_machine(points, EMULATED_H200)):
         assert abs(residual.error) < 0.15, residual.point.label
@@ -224,6 +238,7 @@ def test_every_run_measured_together_is_met_within_15_percent():
 def test_quantized_runs_on_slow_links_need_no_fit():
     """Where the wire bounds the step, the constants fitted to other people's runs predict this project's."""
     points = [p for p in load_points(RESULTS) if p.run.startswith("zeropp") and p.job.cluster.nodes > 1]
+    points = [p for p in points if of_four_ranks(p)]
     assert len(points) == 8
     for residual in check(points, EMULATED_H200):
         assert abs(residual.error) < 0.05, residual.point.label

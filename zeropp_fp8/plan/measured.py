@@ -134,14 +134,14 @@ def _point(row: dict, source: str) -> MeasuredPoint:
         raise PlanError(f"{source}: model {name!r} is not known; models are {', '.join(MODELS)}")
     if isinstance(row.get("gbit"), (list, tuple)):
         raise PlanError(f'{source}: row {row["run"]!r} must say which of the rates {row["gbit"]} it ran at in "gbit"')
-    sequence = row.get("tokens", 1024)
+    sequence, nodes = row.get("tokens", 1024), row.get("nodes", NODES)
     job = emulated_job(
         row.get("gbit"),
         MODELS[name],
         row.get("micro_batch", 1) * sequence,
         sequence,
-        row.get("nodes", NODES),
-        row.get("ranks_per_node", RANKS_PER_NODE),
+        nodes,
+        row.get("ranks_per_node", row.get("ranks", nodes * RANKS_PER_NODE) // nodes),
         row.get("accumulation", 1),
     )
     peak = row.get("peak_gib")
