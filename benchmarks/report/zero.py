@@ -163,6 +163,16 @@ def accumulation(result: dict) -> str:
     )
 
 
+def compiled(result: dict) -> str:
+    """What compiled decoder layers take on NVLink."""
+    ms = {row["run"]: f"{row['step_ms']:.0f}" for row in result["rows"]}
+    return paragraph(
+        f"""With decoder layers compiled (`"compile": "blocks"`), 2 H200, NVLink, 1 x 1,024 tokens a GPU: `zeropp`
+        {ms["zeropp-compiled"]} ms instead of {ms["zeropp"]}, `lossless` {ms["lossless-compiled"]}, FSDP2 compiled
+        {ms["fsdp2-compiled"]}."""
+    )
+
+
 def step_bytes(result: dict) -> str:
     """Bytes between nodes by two counts, memory, and what a node keeps."""
     found, size = {run: row for (run, _), row in by_rate(result).items()}, model_bytes(result)
@@ -324,6 +334,7 @@ BLOCKS = {
     ),
     "slower_link": Block(slower_link, ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit")),
     "accumulation": Block(accumulation, ("two_nodes/h200-2-25_10gbit-k8",)),
+    "compiled": Block(compiled, ("two_nodes/h200-2-nvlink-compiled",)),
     "step_bytes": Block(step_bytes, ("two_nodes/h200-4-25gbit",)),
     "profile_says": Block(profile_says, ("step_profile/h200-4-nvlink",)),
     "kernels": Block(kernels, ("kernels/h200-1-local",)),

@@ -15,6 +15,11 @@ def test_trainer(tmp_path):
         assert (report["per_step"]["weights_backward"]["inter"] == 0) == (recipe == "zeropp")
 
 
+def test_torch_compile(tmp_path):
+    eager, compiled, graphs = run_two(jobs.train_compiled, recipe="zeropp", folder=str(tmp_path))[0]
+    assert compiled == eager and graphs > 1
+
+
 def test_reference_of_dpo_follows_the_policy(tmp_path):
     """TRL gathers policy and reference in one context to mix them: two engines' parameters."""
     pytest.importorskip("trl", reason="TRL is not installed (extra `rlhf`)")

@@ -54,10 +54,22 @@ def train_with_trainer(recipes, folder):
     return {recipe: _with_trainer(recipe, folder) for recipe in recipes}
 
 
-def _with_trainer(recipe, folder, steps=4):
+def train_compiled(recipe, folder):
+    """Losses of the Trainer without and with `torch_compile`, and how many graphs there are then."""
+    from torch._dynamo.utils import counters
+
+    eager, _ = _with_trainer(recipe, folder)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled, _ = _with_trainer(recipe, folder, torch_compile=True, torch_compile_backend="aot_eager")
+    return eager, compiled, counters["stats"]["unique_graphs"]
+
+
+def _with_trainer(recipe, folder, steps=4, **more):
     from transformers import Trainer, TrainingArguments
 
-    arguments = TrainingArguments(learning_rate=1e-3, **_arguments(section(recipe) if recipe else None, folder, steps))
+    arguments = _arguments(section(recipe) if recipe else None, folder, steps)
+    arguments = TrainingArguments(learning_rate=1e-3, **arguments, **more)
     trainer = Trainer(model=llama(), args=arguments, train_dataset=_Tokens())
     return _losses(trainer), zeropp_fp8.wire_report(trainer.model_wrapped) if recipe else None
 

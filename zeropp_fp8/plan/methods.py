@@ -8,7 +8,7 @@ ring and (N-1)/N of two levels, which `traffic.py` adds, and the scales, which a
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from zeropp_fp8.plan.job import BYTES_16BIT, Cluster, Job, PlanError
@@ -49,6 +49,7 @@ class Method:
         stored_gradient_bytes: bytes a gradient at rest where it is neither.
         state_bytes: bytes a parameter of master weight and moments.
         fused_update: the optimizer reads gradients where they are and makes no fp32 copies.
+        compiled: torch.compile runs the blocks.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Method:
     stored_gradient_bytes: float | None = None
     state_bytes: float = 12.0
     fused_update: bool = False
+    compiled: bool = False
 
     @property
     def quantizes_weights(self) -> bool:
@@ -159,7 +161,7 @@ _HSDP = {
     "states_sharded_over": "node",
 }
 
-METHODS: dict[str, Method] = {
+_EAGER = {
     name: Method(name, **fields)
     for name, fields in {
         "stock": {},
@@ -181,6 +183,11 @@ METHODS: dict[str, Method] = {
         "hsdp": {**_FSDP2, **_HSDP},
     }.items()
 }
+_COMPILED = [
+    replace(_EAGER[name], name=f"{name}-compiled", compiled=True)
+    for name in ("lossless", "zeropp", "zeropp-4bit", "fsdp2", "hsdp")
+]
+METHODS: dict[str, Method] = {**_EAGER, **{method.name: method for method in _COMPILED}}
 TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "fp8-lm", "in-tree", "fsdp2", "hsdp")
 
 

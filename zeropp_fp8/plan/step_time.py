@@ -115,11 +115,17 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
 
 def host_seconds(method: Method, job: Job, hardware: Hardware) -> float:
     """Python and launches of one micro-batch, forward and backward."""
-    milliseconds = job.model.layers * hardware.host_per_block_ms
+    milliseconds = job.model.layers * hardware.host_per_block_ms * (hardware.compiled_host if method.compiled else 1)
     if method.host_by_tensor:
         milliseconds += job.model.tensors * hardware.host_per_tensor_ms
         milliseconds += method.gathers(job) * hardware.host_per_gather_ms
     return milliseconds / 1e3
+
+
+def computing_seconds(method: Method, job: Job, hardware: Hardware, passes: int) -> float:
+    """The GPU's matrix products and what is between them, of so many forward passes' worth."""
+    seconds = passes * job.model.forward_flop(job.tokens, job.sequence_length) / (hardware.achieved_tflops * 1e12)
+    return seconds * (hardware.compiled_compute if method.compiled else 1)
 
 
 def _pass_time(wire: float, parts: dict[str, float], blocks: int, overlap: float) -> PassTime:
@@ -136,7 +142,7 @@ def _forward(method: Method, job: Job, hardware: Hardware, first: bool) -> PassT
     traffic = method.forward_traffic(job, first)
     parts = wire_parts(traffic, method.gathers(job), job, hardware)
     wire = _wire_seconds(traffic, parts)
-    parts[COMPUTE] = job.model.forward_flop(job.tokens, job.sequence_length) / (hardware.achieved_tflops * 1e12)
+    parts[COMPUTE] = computing_seconds(method, job, hardware, passes=1)
     parts[QUANTIZING] = codec_bytes(method, job)[0] / (hardware.memory_gbs * 1e9 * hardware.codec_efficiency)
     parts[HOST] = host_seconds(method, job, hardware) * FORWARD_SHARE
     return _pass_time(wire, parts, job.model.units, hardware.overlap)
@@ -148,8 +154,7 @@ def _backward(method: Method, job: Job, hardware: Hardware, last: bool) -> PassT
     reduce = wire_parts(gradients, job.model.units, job, hardware)
     wire = _wire_seconds(weights, gather) + _wire_seconds(gradients, reduce)
     parts = {name: gather[name] + reduce[name] for name in gather}
-    computing = (3 if job.checkpointing else 2) * job.model.forward_flop(job.tokens, job.sequence_length)
-    parts[COMPUTE] = computing / (hardware.achieved_tflops * 1e12)
+    parts[COMPUTE] = computing_seconds(method, job, hardware, passes=3 if job.checkpointing else 2)
     parts[QUANTIZING] = codec_bytes(method, job)[1] / (hardware.memory_gbs * 1e9 * hardware.codec_efficiency)
     parts[HOST] = host_seconds(method, job, hardware) * (1 - FORWARD_SHARE)
     return _pass_time(wire, parts, job.model.units, hardware.overlap)
