@@ -168,10 +168,12 @@ def in_the_middle(recipe, offload=False):
     return found
 
 
-def fresh(recipe, offload):
-    """Weights after the first step of an engine that has done nothing before."""
+def fresh(recipe, offload, saves_in=None):
+    """Weights after the first step of an engine that has done nothing before, but saved between its micro-batches."""
     engine = engine_of(recipe, "node", offload=offload, gradient_accumulation_steps=3)
-    for tokens in list(batches(3, dist.get_rank())):
+    for place, tokens in enumerate(batches(3, dist.get_rank())):
+        if saves_in is not None:
+            engine.save_checkpoint(saves_in, tag=f"before {place}")
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
     weights = full_fp32_weights(engine.module)

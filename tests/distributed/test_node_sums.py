@@ -115,7 +115,7 @@ def test_whoever_says_when_the_step_follows(recipe, options):
 
 
 @pytest.mark.parametrize("recipe, offload", [("zeropp", False), ("fp8-lm", False), ("zeropp", True)])
-def test_in_the_middle_of_a_step(recipe, offload):
+def test_in_the_middle_of_a_step(recipe, offload, tmp_path):
     found = run_ranks(jobs.in_the_middle, recipe=recipe, offload=offload)
     for of_rank in found:
         assert "look at them with safe_get_full_grad on all ranks, or set" in of_rank["refused"]
@@ -128,8 +128,10 @@ def test_in_the_middle_of_a_step(recipe, offload):
                 assert difference <= (0.06 if recipe == "fp8-lm" else 0.03) * expected.double().norm() + 1e-4, name
     again = [of_rank["again"] for of_rank in found]
     fresh = run_ranks(jobs.fresh, recipe=recipe, offload=offload)[0]
+    saved = run_ranks(jobs.fresh, recipe=recipe, offload=offload, saves_in=str(tmp_path))[0]
     for name, weight in fresh.items():
         assert all(torch.equal(weight, of_rank[name]) for of_rank in again), name
+        assert torch.equal(weight, saved[name]), "a checkpoint between micro-batches changes nothing"
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_leaves_nothing():
