@@ -195,6 +195,9 @@ CASES = (
     Case(
         "error feedback", "features", "zeropp", fields={"gradients": {"error_feedback": True}}, check=_keeps_residuals
     ),
+    Case("compiled blocks", "features", "zeropp", fields={"compile": "blocks"}),
+    Case("compiled blocks, again", "features", "zeropp", "compiled blocks", fields={"compile": "blocks"}),
+    Case("compiled blocks, LoRA", "features", fields={"compile": "blocks"}, checkpointing="non-reentrant", **LORA),
     Case("zero.Init", "features", "zeropp", zero_init=True),
     Case("LoRA", "features", **LORA),
     Case("LoRA, reentrant", "features", checkpointing="reentrant", **LORA),
