@@ -12,6 +12,7 @@ fused_update.py     torch's fused Adam where the user left the choice to torch
 report.py           the table printed at start
 fragment.py         what a checkpoint holds of a weight that rests as codes
 linear_function.py  ZeRO-3's linear function at less host cost
+compiled.py         torch.compile: blocks between hooks that are never traced
 ulysses.py          FP8 exchanges of DeepSpeed's sequence parallelism
 
 The wings, each with its way in its own docstring:
