@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from unittest import mock
 
 import torch
 from torch import nn
@@ -91,6 +92,18 @@ def make_engine(model, config, optimizer="adamw", lr=1e-3, model_parameters=None
         return deepspeed.initialize(model=model, config=copy.deepcopy(config))[0]
     chosen = torch.optim.AdamW(parameters, lr=lr) if optimizer == "adamw" else torch.optim.SGD(parameters, lr=lr)
     return deepspeed.initialize(model=model, optimizer=chosen, config=copy.deepcopy(config))[0]
+
+
+@contextlib.contextmanager
+def compiled_by(backend):
+    """`torch.compile` without a backend uses this one: kernels of the default one take a minute to compile on a CPU."""
+    compile_it = torch.compile
+
+    def compile_by(function, **options):
+        return compile_it(function, **{"backend": backend, **options})
+
+    with mock.patch.object(torch, "compile", compile_by):
+        yield
 
 
 def full_weights(module):

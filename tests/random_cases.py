@@ -25,6 +25,7 @@ FEATURES = frozenset(
         "allreduce again",  # engine.allreduce_gradients() after engine.backward()
         "called otherwise",  # by keyword, with several outputs, with a hook that computes the weight
         "checkpointed function",  # non-reentrant, over several modules
+        "compile",  # blocks, by a backend that fuses nothing
         "early read",  # of a parameter by the parent, before its own module runs
         "freeze",  # and unfreeze, in mid-training
         "looks",  # GatheredParameters and save_16bit_model in between
@@ -262,6 +263,11 @@ def _draw(rng: random.Random, seed: int, features: frozenset[str]) -> Case:
     )
     if case.accumulation > 1 and not case.is_lossless and rng.random() < 0.3:  # else in the node, as memory allows
         case.fields["gradients"] = {**case.fields.get("gradients", {}), "accumulate_in": "world"}
+    # torch gives up on functions that read codes as numbers, for all blocks of the class; not in the middle of a pass.
+    blocks = [text for text in case.stages if text.startswith("blocks")]
+    has_blocks = case.granularity == "block" and blocks and not any(text.endswith(":reads") for text in blocks)
+    if has_blocks and not case.is_lossless and "compile" in features and rng.random() < 0.8:
+        case.fields["compile"] = "blocks"  # which may change a last bit
     return case
 
 

@@ -11,7 +11,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from models import build, full_weights, make_engine
+from models import build, compiled_by, full_weights, make_engine
 from random_cases import ROUNDED, Case, parsed, tolerance, weight_error
 from random_models import VOCABULARY, RandomModel
 
@@ -68,9 +68,11 @@ def train(case: Case, plugin: bool, start=None) -> dict:
     `start`: weights to begin with, of a run whose recipe rounds them before the first step.
     """
     zeropp_fp8.enable() if plugin else zeropp_fp8.disable()
-    run = Run(case, plugin, start)
-    run.all_steps()
-    result = run.result()
+    torch._dynamo.reset()
+    with compiled_by("aot_eager"):
+        run = Run(case, plugin, start)
+        run.all_steps()
+        result = run.result()
     run.destroy()  # not after an error, which other ranks may not have met: it can be collective
     return result
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from models import KEPT, Mlp, batches, ds_config, full_fp32_weights, llama, make_engine, section
+from models import KEPT, Mlp, batches, compiled_by, ds_config, full_fp32_weights, llama, make_engine, section
 from parity_jobs import switch
 from torch._dynamo.utils import counters
 
@@ -30,16 +28,6 @@ def _lora(model):
 
 def _layers(engine):
     return [m for m in engine.module.modules() if type(m).__name__ == "LlamaDecoderLayer"]
-
-
-@contextlib.contextmanager
-def _compiled_by(backend):
-    """`torch.compile` without a backend uses this one; CPU kernels of the default one take a minute to compile."""
-    compile_it = torch.compile
-    with mock.patch.object(
-        torch, "compile", lambda f=None, **options: compile_it(f, **{"backend": backend, **options})
-    ):
-        yield
 
 
 def _engine(recipe, way, lora=False, checkpointing=None, dtype="fp32", **options):
@@ -71,7 +59,7 @@ def _traced():
 
 def train(recipe, way, backend="aot_eager", **options):
     """Losses, weights, and what was traced after each step and after an evaluation."""
-    with _compiled_by(backend):
+    with compiled_by(backend):
         engine = _engine(recipe, way, **options)
         _compile(engine, way, backend)
         losses, traced = [], []
@@ -102,7 +90,7 @@ def saved_tensors(recipe, way):
 
     Values of a block live in a buffer that is used again once the block is released.
     """
-    with _compiled_by("aot_eager"):
+    with compiled_by("aot_eager"):
         engine = _engine(recipe, way, dtype="bf16")
         found = []
 
@@ -124,7 +112,7 @@ def generated():
     """Tokens of eager and of compiled blocks, outside and inside of `zeropp_fp8.generation`."""
     found = []
     for way in ("eager", "blocks"):
-        with _compiled_by("aot_eager"):
+        with compiled_by("aot_eager"):
             engine = _engine("zeropp", way)
             prompt = next(batches(1, 0, length=5))
             ask = {"max_new_tokens": 6, "do_sample": False, "synced_gpus": True}
@@ -145,7 +133,7 @@ def copies():
     from zeropp_fp8.zero.compiled import CompiledBlocks
 
     torch._dynamo.reset()
-    with _compiled_by("eager"):
+    with compiled_by("eager"):
         first = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
         x = torch.randn(2, 4)
         plain = first[1].forward
