@@ -73,6 +73,12 @@ def test_a_sum_has_the_direction_of_one_gradient_or_a_better_one(apart, world):
         assert 1 - cosines[case] <= 1.2 * (1 - cosines[(*case[:2], 1, case[3])]) + 1e-6, (world, case)
 
 
+@pytest.mark.parametrize("world, per_node", [(4, 2), (2, 1)])
+def test_the_host_makes_nothing_for_the_device_a_second_time(world, per_node):
+    found = run_ranks(jobs.makes_nothing_anew, world=world, ranks_per_node=per_node, format_names=("int8", "int8"))
+    assert [sum(sums) for sums in zip(*found)] == pytest.approx([33 * 17, 5], rel=0.01)
+
+
 @pytest.fixture(scope="module")
 def of_recipes():
     """By recipe: stock with 4 micro-batches; the recipe with one, with 4 in the world, with 4 in the node."""

@@ -14,6 +14,7 @@ Blocks never straddle a slice or a tensor, so the result does not depend on how 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -184,6 +185,11 @@ class ReducePlan:
 
     # -- the two hops apart: sums over several backward passes rest inside the node ----------------------------------
 
+    @functools.cached_property
+    def _column_order(self) -> SliceOrder:
+        """Made once: it copies to the device, for which the host waits."""
+        return SliceOrder(range(self.column_rows), self.device)
+
     def new_sums(self, dtype: torch.dtype) -> list[Tensor]:
         """Zeros, flat, for `sum_in_node`: for each tensor of the second hop what this rank sends of it."""
         sizes = [self.column_rows * numel for numel in self.column.slice_numels]
@@ -250,8 +256,7 @@ class ReducePlan:
                     (total.view(rows, -1).float() for total in sums), sent_rows, seed, reduction
                 )
             else:
-                order = SliceOrder(range(rows), self.device)
-                self.second.joined(1, sums).encode(sums, order, sent_rows, seed, scales)
+                self.second.joined(1, sums).encode(sums, self._column_order, sent_rows, seed, scales)
         reduction.first.after_current()
         with reduction.first:
             received, work = self._exchange("between", sent, reduction)

@@ -107,7 +107,8 @@ def _state_rows(session: Session) -> list[tuple]:
     rows = []
     stored = config.gradients.store_format
     if stored != "none":
-        rows.append(("gradients at rest", stored, 0, "vectors, and sums over micro-batches, in 16 or 32 bits"))
+        others = "vectors" if session.sums_numel else "vectors, and sums over micro-batches,"
+        rows.append(("gradients at rest", stored, 0, f"{others} in 16 or 32 bits"))
     formats = session.state_formats
     if formats is not None:
         names = f"{formats.master}, {formats.exp_avg}, {formats.exp_avg_sq}"
