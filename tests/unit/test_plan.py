@@ -219,7 +219,7 @@ def of_four_ranks(point):
 
 
 def test_several_micro_batches_are_met_within_15_percent():
-    """Of another machine, whose host was the bound: DeepSpeed waits for the device at each, so nothing overlaps."""
+    """Of another machine, with two constants fitted to it: there hardly anything overlapped."""
     points = load_points(RESULTS / "h200-2-25_10gbit-k8.json")
     assert {p.job.micro_batches for p in points} == {8} and len(points) == 10
     machine = calibrate(points, EMULATED_H200, ("host_per_block_ms", "overlap"))
@@ -381,13 +381,16 @@ def test_memory_by_hand():
 def test_memory_of_measured_peaks():
     """Peaks of the runs at 1,024 tokens; in-tree ZeRO++ keeps buffers that are not modelled.
 
-    Of FSDP2 on two ranks 17 % too much is modelled: gradients and activations are counted together at their largest.
+    Of FSDP2 on two ranks up to 18 % too much is modelled: gradients and activations count together at their largest.
     """
     points = [p for p in load_points(RESULTS) if p.peak_bytes and p.job.tokens == 1024 and "in-tree" not in p.run]
     assert len(points) > 10
     for point in points:
         modelled = memory_per_gpu(METHODS[point.run], point.job).peak
-        assert modelled == pytest.approx(point.peak_bytes, rel=0.15 if of_four_ranks(point) else 0.18), point.label
+        if point.run.startswith("fsdp2") and not of_four_ranks(point):
+            assert 1.0 <= modelled / point.peak_bytes < 1.2, point.label
+        else:
+            assert modelled == pytest.approx(point.peak_bytes, rel=0.15), point.label
 
 
 def test_checkpointing_saves_activations_and_costs_time():

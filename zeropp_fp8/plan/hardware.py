@@ -42,8 +42,10 @@ class Hardware:
     achieved_tflops: float
     link_efficiency: float = 0.9
     host_per_block_ms: float = 3.94
-    compiled_host: float = 0.77  # 2 H200, NVLink, 1 x 1,024 tokens: FSDP2 119 ms instead of 154
-    compiled_compute: float = 0.81  # 4 x 2,048 tokens: FSDP2 176 ms instead of 218
+    # FSDP2 on 2 H200, NVLink: 119 ms instead of 154 at 1 x 1,024 tokens, 176 instead of 218 at 4 x 2,048
+    # (benchmarks/results/two_nodes/h200-2-nvlink*-compiled_zero3_linear.json).
+    compiled_host: float = 0.77
+    compiled_compute: float = 0.81
     host_per_tensor_ms: float = 0.43
     host_per_gather_ms: float = 0.78
     codec_efficiency: float = 0.8
