@@ -6,7 +6,7 @@ One GPU (or a CPU, tiny). Ranks are emulated: in each step the gradients of so m
 after the other, and all policies reduce the same ones in FP8 E4M3 as the two hops of this project do: a code a number,
 the codes of a node of --ranks-per-node added in fp32 and rounded to FP8 again, the nodes' sums added and stored as FP8.
 The exact mean (fp32) trains the model, so all policies see one training. Scales come from the largest amax of the last
-16 steps, as in zeropp_fp8/zero/reduce/scales.py, whose formulas are written out here again.
+16 steps, as in zeropp_fp8/zero/reduce/gradient_scales.py, whose formulas are written out here again.
 
 For each policy and step: signal-to-noise ratio of the reduced gradient against the exact mean (dB, over all matrices,
 and of the worst matrix), the share of numbers at the largest code, and the share of numbers that became zero, of the
@@ -29,7 +29,7 @@ from benchmarks.harness.llama import Llama
 from benchmarks.harness.results import append_to, begin_result, end_result, read_result
 from benchmarks.harness.sizes import SIZES
 from examples.options import finite, new_file, several, whole
-from zeropp_fp8.zero.reduce.scales import GROWTH, TOLERATED_SHARE
+from zeropp_fp8.zero.reduce.gradient_scales import GROWTH, TOLERATED_SHARE
 
 POLICIES = ("pre", "post", "auto")
 LARGEST = 448.0  # of E4M3

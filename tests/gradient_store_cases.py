@@ -8,7 +8,7 @@ import torch
 
 from zeropp_fp8.config import resolve
 from zeropp_fp8.formats import SharedScaleFormat
-from zeropp_fp8.zero.reduce import scales as gradient_scales
+from zeropp_fp8.zero.reduce import gradient_scales
 from zeropp_fp8.zero.states.gradient_store import GradientStore
 from zeropp_fp8.zero.states.groups import make_state_groups
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from zeropp_fp8.config import resolve
+from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 from zeropp_fp8.zero.reduce.reducer import GradientReducer
-from zeropp_fp8.zero.reduce.scales import GradientScales
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.states.gradient_store import GradientStore
 from zeropp_fp8.zero.states.groups import make_state_groups

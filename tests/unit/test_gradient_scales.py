@@ -4,8 +4,8 @@ import pytest
 import torch
 from gradient_store_cases import SHAPES, fake_params, fake_session, filled_store, names
 
-from zeropp_fp8.zero.reduce import scales as gradient_scales
-from zeropp_fp8.zero.reduce.scales import GROWTH, LARGEST_MU, SMALLEST_MU, GradientScales
+from zeropp_fp8.zero.reduce import gradient_scales
+from zeropp_fp8.zero.reduce.gradient_scales import GROWTH, LARGEST_MU, SMALLEST_MU, GradientScales
 
 CPU = torch.device("cpu")
 

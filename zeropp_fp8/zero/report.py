@@ -15,7 +15,7 @@ from zeropp_fp8.zero.session import Session
 
 if TYPE_CHECKING:
     from zeropp_fp8.zero.gather.gatherer import Gatherer
-    from zeropp_fp8.zero.reduce.scales import GradientScales
+    from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 
 MEGA = 1e6
 

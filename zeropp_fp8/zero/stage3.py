@@ -21,10 +21,10 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.config import SECTION
 from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.offload import ZeroppOffload
+from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 from zeropp_fp8.zero.reduce.node_sums import numel_of_sums
 from zeropp_fp8.zero.reduce.order import FixedOrder, reduction_units
 from zeropp_fp8.zero.reduce.reducer import GradientReducer
-from zeropp_fp8.zero.reduce.scales import GradientScales
 from zeropp_fp8.zero.report import print_progress_line
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage3_base import Freed, Stage3Base

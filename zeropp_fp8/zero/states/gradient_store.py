@@ -18,7 +18,7 @@ from zeropp_fp8.formats import SharedScaleFormat
 from zeropp_fp8.formats.shared_scale import SharedScales
 from zeropp_fp8.optim import FP8Gradients
 from zeropp_fp8.optim.state_formats import TILE
-from zeropp_fp8.zero.reduce.scales import GradientScales
+from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 from zeropp_fp8.zero.states.groups import StateGroup
 
 
