@@ -11,7 +11,8 @@ from models import Mlp, batches, ds_config, full_weights, llama, make_engine, se
 from parity_jobs import allow_fp16_on_cpu, switch
 from torch import nn
 
-from zeropp_fp8.compute.linear import GATHERED_OPERAND, READ_AS_NUMBERS, LowPrecisionLinear
+from zeropp_fp8.compute.linear import LowPrecisionLinear
+from zeropp_fp8.compute.products import GATHERED_OPERAND, READ_AS_NUMBERS
 
 KEPT = {"stage3_max_reuse_distance": 10**9, "stage3_max_live_parameters": 10**9, "stage3_prefetch_bucket_size": 10**9}
 

@@ -10,7 +10,7 @@ from ranks import printed
 from zero_jobs import shared_folder
 
 import zeropp_fp8
-from zeropp_fp8.compute.linear import GATHERED_OPERAND
+from zeropp_fp8.compute.products import GATHERED_OPERAND
 from zeropp_fp8.formats import UnquantizedFormat
 
 

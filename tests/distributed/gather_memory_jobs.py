@@ -16,7 +16,7 @@ from parity_jobs import switch
 from pipeline_jobs import with_limits
 from ranks import printed
 
-from zeropp_fp8.compute.linear import GATHERED_OPERAND
+from zeropp_fp8.compute.products import GATHERED_OPERAND
 from zeropp_fp8.zero.gather import gatherer as gatherer_module
 
 BUFFERS_FOR = {

@@ -11,7 +11,7 @@ from models import build, ds_config, full_weights, llama, make_engine, section, 
 from parity_jobs import switch
 
 import zeropp_fp8
-from zeropp_fp8.compute.linear import GATHERED_OPERAND
+from zeropp_fp8.compute.products import GATHERED_OPERAND
 
 NEW_TOKENS = 6
 

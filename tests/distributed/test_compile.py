@@ -19,7 +19,7 @@ CASES = {
     "mxfp8": {"recipe": "mxfp8", "ways": ALL},
     "fp8-lm": {"recipe": "fp8-lm", "ways": BLOCKS},
 }
-OPAQUE = ("qlora", "mxfp8", "fp8-lm")  # their layers are called by graphs, and not traced
+OPAQUE = ("qlora",)  # its layers are called by graphs, and not traced
 
 
 @pytest.fixture(scope="module")

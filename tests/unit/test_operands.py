@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zeropp_fp8.compute import casts, convert_linear_layers
 from zeropp_fp8.compute import scaling as scaling_module
-from zeropp_fp8.compute.linear import GATHERED_OPERAND
+from zeropp_fp8.compute.products import GATHERED_OPERAND
 
 # -- what is quantized, and how often --------------------------------------------------------------------------------
 

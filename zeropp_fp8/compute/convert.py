@@ -15,13 +15,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeropp_fp8.compute.fused_module import restore_fused
-from zeropp_fp8.compute.linear import LinearPrecision, LowPrecisionLinear, _LowPrecisionModule
+from zeropp_fp8.compute.linear import LowPrecisionLinear, _LowPrecisionModule
+from zeropp_fp8.compute.products import LinearPrecision
 from zeropp_fp8.compute.rms_norm import fuse_rms_norms
 from zeropp_fp8.compute.scaling import SCALINGS, Scaling
 from zeropp_fp8.compute.swiglu import fuse_swiglu
 from zeropp_fp8.config import ComputeConfig, check_compute, completed_compute
 from zeropp_fp8.config.patterns import matches
 
+# Layers of one module that get the same input, in Llama and its relatives.
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ALIGNMENT = 16  # FP8 GEMMs want both features in multiples of it, or 16-byte rows
 BLOCK = 128
 
@@ -136,10 +139,23 @@ def convert_linear_layers(model: nn.Module, compute: ComputeConfig | Mapping[str
             continue
         is_conv1d = type(module) is conv1d
         module.__class__ = low_precision_conv1d if is_conv1d else LowPrecisionLinear
-        module.precision = LinearPrecision(report.scaling, report.scaling.add_layer(), name, is_conv1d)
+        module.compute_in(LinearPrecision(report.scaling, report.scaling.add_layer(), name, is_conv1d))
         report.converted[name] = module
+    _share_casts(model)
     report.fused = fuse_swiglu(model) + fuse_rms_norms(model)
     return report
+
+
+def _share_casts(model: nn.Module) -> None:
+    """Let layers that get the same input, by their names, cast it by the scale of the first, as eager code finds out.
+
+    Where they get different ones after all, these share a scale.
+    """
+    for module in model.modules():
+        for names in _SAME_INPUT:
+            layers = [layer for name in names if type(layer := getattr(module, name, None)) is LowPrecisionLinear]
+            for layer in layers[1:]:
+                layer.casts_input = (layers[0],)
 
 
 def restore_linear_layers(model: nn.Module) -> None:
@@ -151,5 +167,4 @@ def restore_linear_layers(model: nn.Module) -> None:
 def _restore(module: nn.Module) -> None:
     restore_fused(module)
     if isinstance(module, _LowPrecisionModule):
-        module.__class__ = nn.Linear if isinstance(module, nn.Linear) else _conv1d_classes()[0]
-        del module.precision
+        module.compute_as(nn.Linear if isinstance(module, nn.Linear) else _conv1d_classes()[0])

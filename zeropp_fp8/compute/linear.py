@@ -1,11 +1,4 @@
-"""A linear layer whose three GEMMs run in low precision.
-
-    y           = x  W^T           forward
-    grad_input  = g  W             backward
-    grad_weight = g^T x            backward
-
-Each product sums over another axis, so each matrix is quantized along both of its axes. Biases, and sums of gradients
-over tokens, stay in high precision.
+"""A linear layer whose three GEMMs (products.py) run in low precision.
 
 Under ZeRO-3 the Parameter itself is saved for backward, not its values, and they are gathered again if nobody did.
 """
@@ -13,99 +6,16 @@ Under ZeRO-3 the Parameter itself is saved for backward, not its values, and the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from zeropp_fp8.compute.gemm import matmul_nt
+from zeropp_fp8.compute import operators
 from zeropp_fp8.compute.operand import Float8Operand
-from zeropp_fp8.compute.scaling import Operand, Scaling
-
-# The attribute of a Parameter that holds its codes as they were gathered; its own values are NaN meanwhile, ...
-GATHERED_OPERAND = "zeropp_fp8_operand"
-# ... unless this one says that somebody else than the layer reads them (DoRA's norm of the weight, a product that a
-# model forms by itself): they are then decoded whenever the codes are there, for backward needs them too.
-READ_AS_NUMBERS = "zeropp_fp8_read_as_numbers"
-
-
-@dataclass(frozen=True)
-class LinearPrecision:
-    """How one layer computes.
-
-    Attributes:
-        weight_is_transposed: the weight is [in, out] (transformers' Conv1D), not [out, in].
-    """
-
-    scaling: Scaling
-    layer: int
-    name: str
-    weight_is_transposed: bool = False
-
-    @property
-    def backward_in_high_precision(self) -> bool:
-        return self.scaling.formats["gradients"] == "none"
-
-    def weight_operand(
-        self, weight: Tensor, forward: bool, scale: Tensor | None = None, training: bool = True
-    ) -> Operand:
-        """The weight for y = x W^T, [out, in], or for grad_input = g W, [in, out]."""
-        plain = forward != self.weight_is_transposed
-        gathered: Float8Operand | None = getattr(weight, GATHERED_OPERAND, None)
-        if gathered is not None:
-            if plain:
-                return gathered
-            if gathered.granularity != "row":
-                return gathered.transposed()
-            weight = gathered.dequantize(weight.dtype)  # its scales are those of the other axis
-        pair = self.scaling.quantize(self.layer, "weights", weight.detach(), plain, not plain, scale, training)
-        return pair[0] if plain else pair[1]
-
-    def weight_values(self, weight: Tensor) -> Tensor:
-        """The weight in its own dtype, as it is stored; a gradient reaches the weight."""
-        gathered: Float8Operand | None = getattr(weight, GATHERED_OPERAND, None)
-        return weight if gathered is None else _Decoded.apply(weight, gathered)
-
-
-class _Decoded(torch.autograd.Function):
-    """The values of a weight that is there as codes; the gradient goes to the weight as it is."""
-
-    @staticmethod
-    def forward(ctx, weight: Tensor, gathered: Float8Operand) -> Tensor:
-        return gathered.dequantize(weight.dtype)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad, None
-
-
-@torch.compiler.disable
-@torch.inference_mode(False)  # what an evaluation in inference mode decodes, training may find
-@torch.no_grad()
-def decode_for_readers(weight: Tensor) -> None:
-    """Let a Parameter that is there as codes hold their values too, now and whenever it is gathered again."""
-    gathered: Float8Operand | None = getattr(weight, GATHERED_OPERAND, None)
-    if gathered is not None and not getattr(weight, READ_AS_NUMBERS, False):
-        setattr(weight, READ_AS_NUMBERS, True)
-        weight.data = gathered.dequantize(weight.dtype)
-
-
-class _Gathered:
-    """Context in which a ZeRO-3 parameter's values are there."""
-
-    def __init__(self, weight: Tensor) -> None:
-        status = getattr(weight, "ds_status", None)
-        self._weight = weight if status is not None and status.name == "NOT_AVAILABLE" else None
-
-    def __enter__(self) -> None:
-        if self._weight is not None:
-            self._weight.all_gather()
-
-    def __exit__(self, *exc) -> None:
-        if self._weight is not None:
-            self._weight.partition()
+from zeropp_fp8.compute.products import LinearPrecision, decode_for_readers, product, products_of_gradient
+from zeropp_fp8.compute.scaling import Operand
 
 
 class _LowPrecisionLinear(torch.autograd.Function):
@@ -114,15 +24,11 @@ class _LowPrecisionLinear(torch.autograd.Function):
         in_high = precision.backward_in_high_precision
         needs_x_t = training and weight.requires_grad and not in_high
         x_q, x_t_q = precision.scaling.quantize_input(precision.layer, x, needs_x_t, training)
-        weight_q = precision.weight_operand(weight, forward=True, training=training)
-        y = matmul_nt(x_q, weight_q, x.dtype, bias, fast_accumulation=True)
+        y, weight_scale = product(x_q, weight, bias, precision, x.dtype, training)
         if training:
             ctx.precision = precision
             ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
             ctx.bias_dtype = None if bias is None else bias.dtype
-            # A scale found in forward serves backward too: one pass less over the weight.
-            one_scale = isinstance(weight_q, Float8Operand) and weight_q.granularity == "tensor"
-            weight_scale = weight_q.scale if one_scale else None
             # Layers that share an input may have made a copy that this one, frozen, does not need; a recomputation in
             # activation checkpointing may not find it, and must save as many tensors.
             x_t_q = x_t_q if needs_x_t else None
@@ -136,48 +42,22 @@ class _LowPrecisionLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
+        weight, weight_scale, *saved_x = ctx.saved_tensors
+        weight = weight if ctx.parameter is None else ctx.parameter
+        precision: LinearPrecision = ctx.precision
+        precision.scaling.forget_input()
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad = grad_output.reshape(-1, grad_output.shape[-1])
+        x = ctx.rebuild_x(saved_x)
+        if isinstance(x, Tensor) and precision.backward_in_high_precision:
+            x = x.reshape(-1, ctx.x_shape[-1])
         # Also when loss.backward() is called inside autocast's context: the GEMMs have their precision.
         with torch.autocast(grad_output.device.type, enabled=False):
-            return _backward(ctx, grad_output)
-
-
-def _backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    weight, weight_scale, *saved_x = ctx.saved_tensors
-    weight = weight if ctx.parameter is None else ctx.parameter
-    precision: LinearPrecision = ctx.precision
-    scaling, transposed_weight = precision.scaling, precision.weight_is_transposed
-    scaling.forget_input()
-    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    grad = grad_output.reshape(-1, grad_output.shape[-1])
-    grad_input = grad_weight = grad_bias = None
-    if precision.backward_in_high_precision:
-        if needs_input:
-            with _Gathered(weight):
-                values = precision.weight_values(weight).to(grad.dtype)
-                grad_input = grad @ (values.t() if transposed_weight else values)
-        if needs_weight:
-            x = ctx.rebuild_x(saved_x).reshape(-1, ctx.x_shape[-1])
-            grad_weight = x.t() @ grad if transposed_weight else grad.t() @ x
-    elif needs_input or needs_weight:
-        grad_q, grad_t_q = scaling.quantize(precision.layer, "gradients", grad, needs_input, needs_weight)
-        if needs_input:
-            with _Gathered(weight):
-                weight_t_q = precision.weight_operand(weight, forward=False, scale=weight_scale)
-                grad_input = matmul_nt(grad_q, weight_t_q, ctx.x_dtype)
-                del weight_t_q
-        if needs_weight:
-            x_t_q = ctx.rebuild_x(saved_x)
-            a, b = (x_t_q, grad_t_q) if transposed_weight else (grad_t_q, x_t_q)
-            grad_weight = matmul_nt(a, b, ctx.x_dtype)
-    if needs_bias:
-        grad_bias = grad.sum(0).to(ctx.bias_dtype)
-    return (
-        None if grad_input is None else grad_input.view(ctx.x_shape),
-        None if grad_weight is None else grad_weight.to(weight.dtype),
-        grad_bias,
-        None,
-        None,
-    )
+            grad_input, grad_weight = products_of_gradient(
+                grad, x, weight, weight_scale, precision, ctx.x_dtype, needs_input, needs_weight
+            )
+            grad_bias = grad.sum(0).to(ctx.bias_dtype) if needs_bias else None
+        return None if grad_input is None else grad_input.view(ctx.x_shape), grad_weight, grad_bias, None, None
 
 
 def _saved(operand: Operand | None) -> tuple[list[Tensor], Callable[[list[Tensor]], Operand]]:
@@ -190,41 +70,65 @@ def _saved(operand: Operand | None) -> tuple[list[Tensor], Callable[[list[Tensor
     return [operand.codes, operand.scale], lambda tensors: Float8Operand(*tensors, shape, granularity)
 
 
-# torch.compile runs the block around it and leaves the layer itself as it is: the casts are kernels of their own.
-@torch.compiler.disable
-def low_precision_linear(x: Tensor, weight: Tensor, bias: Tensor | None, precision: LinearPrecision) -> Tensor:
-    """x [..., in] times the weight, plus bias [out], with the operands that `precision` says; [..., out] of x's dtype.
-
-    Under autocast x, and the result, have autocast's dtype.
-    """
-    device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
-        x = x.to(torch.get_autocast_dtype(device_type))
-    if x.numel() == 0:  # no token: nothing to quantize
-        values = precision.weight_values(weight).to(x.dtype)
-        return F.linear(x, values.t() if precision.weight_is_transposed else values, bias)
-    training = torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-    with torch.autocast(device_type, enabled=False):
-        return _LowPrecisionLinear.apply(x, weight, bias, precision, training)
-
-
 class _LowPrecisionModule(nn.Module):
-    """What converted modules share; `precision` is set by compute.convert_linear_layers."""
+    """What converted modules share; compute.convert_linear_layers makes them.
+
+    Attributes:
+        number: by which operators find it (operators.py).
+        casts_input: (the layer by whose scale its input is cast in graphs,), in a tuple so that it is no submodule.
+    """
 
     precision: LinearPrecision
+    number: Tensor
+    casts_input: tuple[_LowPrecisionModule]
+
+    def compute_in(self, precision: LinearPrecision) -> None:
+        """Compute in low precision from now on."""
+        self.precision, self.casts_input = precision, (self,)
+        self.number = operators.number_of(self)
+
+    def compute_as(self, module_class: type[nn.Module]) -> None:
+        """Be a plain layer again."""
+        del self.precision, self.casts_input, self.number
+        self.__class__ = module_class
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)  # a copy is a layer of its own
+        self.number = operators.number_of(self)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        """The forward pass. Subclasses define `forward`, whose argument has the name that the plain class gives it."""
-        compute = self.precision.scaling.compute
-        weight = self._own_weight()
-        if not self.training and compute.evaluate_in == "high_precision":
-            values = self.precision.weight_values(weight)
-            return F.linear(x, values.t() if self.precision.weight_is_transposed else values, self.bias)
-        return low_precision_linear(x, weight, self.bias, self.precision)
+        """The forward pass. Subclasses define `forward`, whose argument has the name that the plain class gives it.
 
-    def _own_weight(self) -> Tensor:
+        Under autocast the input, and the result, have autocast's dtype.
+        """
+        in_high = not self.training and self.precision.scaling.compute.evaluate_in == "high_precision"
+        if in_high or x.numel() == 0:  # no token: nothing to quantize
+            return self._multiply_in_high_precision(x)
+        device_type = x.device.type
+        if torch.is_autocast_enabled(device_type):
+            x = x.to(torch.get_autocast_dtype(device_type))
+        if not torch.compiler.is_compiling():
+            return self._multiply_eagerly(x)
+        if "weight" in self._parameters:
+            return operators.linear(self, x, self._parameters["weight"], self.bias)
+        return self._multiply_untraced(x)
+
+    def _multiply_eagerly(self, x: Tensor) -> Tensor:
+        weight, bias = self.own_weight(), self.bias
+        training = torch.is_grad_enabled() and (
+            x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+        )
+        with torch.autocast(x.device.type, enabled=False):
+            return _LowPrecisionLinear.apply(x, weight, bias, self.precision, training)
+
+    _multiply_untraced = torch.compiler.disable(_multiply_eagerly)
+
+    @torch.compiler.disable
+    def _multiply_in_high_precision(self, x: Tensor) -> Tensor:
+        values = self.precision.weight_values(self.own_weight()).to(x.dtype)
+        return F.linear(x, values.t() if self.precision.weight_is_transposed else values, self.bias)
+
+    def own_weight(self) -> Tensor:
         """The weight, for the layer itself, which takes codes."""
         if "weight" not in self._parameters:  # old-style weight_norm computes it before each forward
             return self.weight
@@ -245,7 +149,7 @@ class _LowPrecisionModule(nn.Module):
         return value
 
     def _apply(self, fn, recurse=True):
-        weight = self._own_weight()
+        weight = self.own_weight()
         if not self.precision.scaling.compute.allow_fp16 and weight.dtype != torch.float16:
             probe = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
             if probe.dtype == torch.float16:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp_fp8.compute import casts
-from zeropp_fp8.compute.operand import Float8Operand
+from zeropp_fp8.compute.operand import Float8Operand, Granularity
 from zeropp_fp8.compute.rounded import rounded_operands
 from zeropp_fp8.config import MX_FORMATS, ComputeConfig, operand_formats
 from zeropp_fp8.formats import make_format
@@ -34,7 +34,13 @@ FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class Scaling:
-    """Shared by all layers of one conversion."""
+    """Shared by all layers of one conversion.
+
+    Attributes:
+        granularity: what shares a scale in operands of activations and gradients; "rounded": see rounded.py.
+    """
+
+    granularity: Granularity | Literal["rounded"] = "tensor"
 
     def __init__(self, compute: ComputeConfig) -> None:
         self.compute = compute
@@ -44,6 +50,10 @@ class Scaling:
     def add_layer(self) -> int:
         """A number for a new layer, its first argument to `quantize`."""
         return 0
+
+    def codes_dtype(self, role: Role, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of an operand's codes, of a matrix of `dtype`."""
+        return FP8_DTYPES[self.formats[role]] if self.granularity != "rounded" else dtype
 
     def quantize(
         self,
@@ -130,12 +140,16 @@ class CurrentScaling(Scaling):
 class PerChannelScaling(Scaling):
     """A scale for each row of each operand: each token, each output feature, ..."""
 
+    granularity = "row"
+
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
         return casts.cast_per_row(matrix, FP8_DTYPES[self.formats[role]], plain=plain, transposed=transposed)
 
 
 class BlockScaling(Scaling):
     """128 elements along the summed axis share a scale; of weights 128 x 128, which serves both GEMMs."""
+
+    granularity = "block"
 
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
         cast = casts.cast_tiles if role == "weights" else casts.cast_blocks
@@ -144,6 +158,8 @@ class BlockScaling(Scaling):
 
 class MXScaling(Scaling):
     """Blocks of 32 with a power-of-two scale. The operands are the rounded values themselves (see gemm.py)."""
+
+    granularity = "rounded"
 
     def __init__(self, compute: ComputeConfig) -> None:
         super().__init__(compute)

@@ -195,7 +195,7 @@ def check_owners(config) -> None:
 
 def _refuse_left_over(model) -> None:
     """Refuse a model that an engine of the plugin still holds: DeepSpeed alone would not know what it meets."""
-    from zeropp_fp8.compute.linear import LinearPrecision
+    from zeropp_fp8.compute.products import LinearPrecision
     from zeropp_fp8.zero.gather.adopted import STATE, is_stored
 
     layer = next(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.compute.linear import GATHERED_OPERAND
 from zeropp_fp8.compute.operand import Float8Operand
+from zeropp_fp8.compute.products import GATHERED_OPERAND
 from zeropp_fp8.formats import WireFormat
 from zeropp_fp8.zero.fragment import QuantizedFragment
 from zeropp_fp8.zero.frozen.checkpoint import fragment_of

@@ -34,7 +34,7 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark, used_last
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.reduce_scatter import slice_numel
-from zeropp_fp8.compute.linear import GATHERED_OPERAND, READ_AS_NUMBERS
+from zeropp_fp8.compute.products import GATHERED_OPERAND, READ_AS_NUMBERS
 from zeropp_fp8.formats import WireFormat
 from zeropp_fp8.zero.gather.adopted import STATE, ParameterWire, gather_by_engine, partition_by_engine
 from zeropp_fp8.zero.gather.gemm_weights import GemmWeights

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8.compute import casts
-from zeropp_fp8.compute.linear import LinearPrecision
 from zeropp_fp8.compute.operand import BLOCK, Float8Operand, Granularity
+from zeropp_fp8.compute.products import LinearPrecision
 from zeropp_fp8.compute.scaling import SCALE_STRIDE
 from zeropp_fp8.zero.session import Session
 

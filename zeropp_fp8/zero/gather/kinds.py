@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_pa
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.compute.linear import GATHERED_OPERAND
+from zeropp_fp8.compute.products import GATHERED_OPERAND
 from zeropp_fp8.zero.gather.adopted import STATE
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import Unit

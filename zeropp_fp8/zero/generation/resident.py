@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zeropp_fp8.compute.linear import READ_AS_NUMBERS, LowPrecisionLinear
+from zeropp_fp8.compute.linear import LowPrecisionLinear
+from zeropp_fp8.compute.products import READ_AS_NUMBERS
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.units import Unit
 

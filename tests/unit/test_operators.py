@@ -1,0 +1,184 @@
+"""Low-precision layers in graphs of torch.compile: the operators keep torch's contract, and give eager code's bits."""
+
+import copy
+import itertools
+from types import MethodType
+
+import pytest
+import torch
+from models import compiled_by
+from torch import nn
+from torch._dynamo.utils import counters
+
+from zeropp_fp8.compute import convert_linear_layers, operators, restore_linear_layers
+
+SCALINGS = {
+    "delayed": {"format": "fp8", "scaling": "delayed"},
+    "current": {"format": "fp8", "scaling": "current"},
+    "hybrid": {"format": "fp8_hybrid", "scaling": "current"},
+    "per_channel": {"format": "fp8", "scaling": "per_channel"},
+    "block": {"format": "fp8", "scaling": "block"},
+    "mx": {"format": "mxfp8_e4m3"},
+    "gradients in high precision": {
+        "format": {"weights": "mxfp8_e4m3", "activations": "mxfp6_e2m3", "gradients": "none"}
+    },
+}
+WIDTH = 128
+STEPS = 3
+
+
+class Block(nn.Module):
+    """As a decoder layer: three layers with one input, one with another."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q_proj = nn.Linear(WIDTH, WIDTH)
+        self.k_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.v_proj = nn.Linear(WIDTH, WIDTH)
+        self.o_proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.o_proj(self.q_proj(y) * torch.sigmoid(self.k_proj(y)) + self.v_proj(y))
+
+
+def blocks(scaling, dtype=torch.float32, count=3):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(count))).to(dtype)
+    return model, convert_linear_layers(model, SCALINGS[scaling]).scaling
+
+
+def compiled(model):
+    """One graph for all blocks."""
+    torch._dynamo.reset()
+    counters.clear()
+    forward = torch.compile(Block.forward)
+    for block in model:
+        block.forward = MethodType(forward, block)
+    return model
+
+
+def trained(model, scaling, frozen=(), autocast=False):
+    """Losses, gradients, and what the scales remember."""
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(part in name for part in frozen))
+    found = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        x = torch.randn(3, 7, WIDTH).to(model[0].norm.weight.dtype).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        found += [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.sub_(0.1 * param.grad)
+        model.zero_grad()
+        scaling.end_step()
+    with torch.no_grad():
+        found.append(model(torch.ones(5, WIDTH, dtype=x.dtype)))
+    return found, scaling.state_dict()
+
+
+def assert_same(one, other):
+    assert_same_numbers(one, other)
+    assert one[1].keys() == other[1].keys()
+    for key, value in one[1].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[1][key])), key
+
+
+def assert_same_numbers(one, other):
+    assert len(one[0]) == len(other[0])
+    assert all(torch.equal(a, b) for a, b in zip(one[0], other[0]))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_bits_of_eager_code(scaling, dtype):
+    """Histories too: layers that share an input record it once, in both."""
+    with compiled_by("aot_eager"):
+        expected = trained(*blocks(scaling, dtype))
+        model, scales = blocks(scaling, dtype)
+        found = trained(compiled(model), scales)
+    assert_same(expected, found)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"], "training, and evaluation"
+
+
+@pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("q_proj", "o_proj.weight"), ("0.",)], ids=str)
+def test_what_is_frozen(frozen):
+    """Where q is frozen and k is not, k casts by itself in eager code and records it; so do all under autocast."""
+    for scaling in ("delayed", "mx", "gradients in high precision"):
+        with compiled_by("aot_eager"):
+            expected = trained(*blocks(scaling), frozen)
+            model, scales = blocks(scaling)
+            assert_same_numbers(expected, trained(compiled(model), scales, frozen))
+
+
+def test_under_autocast():
+    with compiled_by("aot_eager"):
+        expected = trained(*blocks("delayed"), autocast=True)
+        model, scales = blocks("delayed")
+        assert_same_numbers(expected, trained(compiled(model), scales, autocast=True))
+
+
+def test_a_copy_has_weights_and_scales_of_its_own():
+    with compiled_by("aot_eager"):
+        model, _ = blocks("delayed")
+        copied = copy.deepcopy(model)
+        scales = copied[0].q_proj.precision.scaling
+        expected = trained(*blocks("delayed"))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(torch.nan)
+        assert_same(expected, trained(compiled(copied), scales))
+    assert {int(m.number) for m in model.modules() if hasattr(m, "number")}.isdisjoint(
+        int(m.number) for m in copied.modules() if hasattr(m, "number")
+    )
+    assert copied[1].k_proj.casts_input == (copied[1].q_proj,)
+
+
+def test_layers_are_let_go_of():
+    model, _ = blocks("current", count=1)
+    numbers = [int(layer.number) for layer in (model[0].q_proj, model[0].v_proj)]
+    assert all(number in operators._layers for number in numbers)
+    restore_linear_layers(model)
+    assert not {"number", "casts_input", "precision"} & model[0].q_proj.__dict__.keys()
+    del model
+    assert not any(number in operators._layers for number in numbers)
+
+
+def check_contract(operator, arguments, tables):
+    """Shapes, strides and dtypes as promised; nothing that is returned lies where anything else does."""
+    torch.library.opcheck(operator, arguments, test_utils=("test_autograd_registration", "test_faketensor"))
+    results = operator(*arguments)
+    given = [t for t in (*arguments, *tables) if isinstance(t, torch.Tensor)]
+    new, old = ([t.untyped_storage().data_ptr() for t in tensors if t.numel()] for tensors in (results, given))
+    assert len(set(new)) == len(new) and not set(new) & set(old)
+    return results
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("rows", [1, 16, 19, 130])
+def test_the_contract_of_torch(scaling, rows):
+    for dtype, transposed in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        model, scales = blocks(scaling, dtype, count=1)
+        layer = model[0].q_proj
+        x, granularity = torch.randn(rows, WIDTH).to(dtype), scales.granularity
+        cast = (x, layer.number, granularity, scales.codes_dtype("activations", dtype), transposed, transposed)
+        for _ in range(2):  # the second time delayed scaling has a table
+            tables = [t for t in (getattr(scales, "_scale", None),) if t is not None]
+            parts = check_contract(torch.ops.zeropp_fp8.cast_input.default, cast, tables)
+            saves_input = layer.precision.backward_in_high_precision and transposed
+            returns_scale = transposed and scaling in ("current", "hybrid")
+            arguments = (x.clone().requires_grad_(transposed), *parts, layer.weight, layer.bias, layer.number)
+            arguments += (granularity, WIDTH, saves_input, returns_scale, transposed)
+            _, weight_scale = check_contract(torch.ops.zeropp_fp8.linear.default, arguments, tables)
+            if transposed:
+                saved = (x, parts[3]) if saves_input else parts[2:]
+                grad = torch.randn(rows, WIDTH).to(dtype)
+                backward = (grad, *saved, weight_scale.detach(), layer.number, granularity, dtype, [WIDTH] * 2, dtype)
+                for needs in ((True, True), (True, False), (False, True)):
+                    check_contract(torch.ops.zeropp_fp8.linear_backward.default, (*backward, *needs), tables)
+            scales.end_step()
