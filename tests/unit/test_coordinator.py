@@ -134,6 +134,10 @@ class FakeGatherer:
         self.ahead = []  # (unit, elements in flight before, elements live, kind)
         self.stuck = set()  # id of parameters that cannot be released
 
+    @property
+    def in_flight_numel(self):
+        return sum(unit.numel for unit in self.units if unit.in_flight)
+
     def names(self, what):
         """Indices of the units of all calls of one kind so far, in order; forgets every call."""
         found = [self.units.index(unit) for name, unit in self.calls if name == what]

@@ -6,7 +6,6 @@ several exchanges before it waits for the first one overlaps on both.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 
 import torch
@@ -25,12 +24,14 @@ class Lane:
         return cls(torch.device("cpu"))
 
     def __enter__(self) -> Lane:
-        self._context = contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-        self._context.__enter__()
+        if self.stream is not None:
+            self._context = torch.cuda.stream(self.stream)
+            self._context.__enter__()
         return self
 
     def __exit__(self, *exc) -> None:
-        self._context.__exit__(*exc)
+        if self.stream is not None:
+            self._context.__exit__(*exc)
 
     def after_current(self) -> None:
         """What is issued here from now on runs after all that the current stream has been given."""

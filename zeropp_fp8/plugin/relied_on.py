@@ -56,7 +56,7 @@ RELIED_ON: dict[tuple[str, str], str] = {
     (_OFFLOAD, "DeepSpeedZeRoOffload"): """
         __init__(module, ds_config, overlap_comm) pre_sub_module_forward_function(sub_module)
         post_sub_module_forward_function(sub_module) pre_sub_module_backward_function(sub_module) destroy
-        get_param_coordinator post_sub_module_backward_function(sub_module)
+        get_param_coordinator post_sub_module_backward_function(sub_module) partition_all_parameters
     """,
     (_PARTITION, "Init"): """
         __init__(config_dict_or_path, config, zero_quantized_weights) _post_init_method(module)
@@ -89,6 +89,7 @@ RELIED_ON_ATTRIBUTES: dict[tuple[str, str], str] = {
         reduce_and_partition_stream reduce_bucket_size _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         averaged_gradients clip_grad dp_process_group fp16_partitioned_groups_flat_id fp32_partitioned_groups_flat
         grad_partitions_flat_buffer grad_position sub_group_to_group_id _z3_optimizer
+        _grad_acc_hooks
     """,
     (_OFFLOAD, "DeepSpeedZeRoOffload"): """
         module ds_z3_leaf_module param_coordinator pre_bwd_fn post_bwd_fn _max_available_parameters_in_numel

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from deepspeed.runtime.zero import parameter_offload
@@ -87,11 +86,20 @@ def _after_backward_of(offload: ZeroppOffload, module: nn.Module) -> type[torch.
     return PostBackwardFunctionModule
 
 
-@contextlib.contextmanager
-def _ordinary_tensors() -> Iterator[None]:
+class _OrdinaryTensors:
     """No autograd, and no inference tensors either: what an evaluation gathers or keeps, training uses afterwards."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+
+    def __enter__(self) -> None:
+        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._inference is not None:
+            self._inference.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *exc) -> None:
+        torch._C._set_grad_enabled(self._grad)
+        if self._inference is not None:
+            self._inference.__exit__(*exc)
 
 
 def _only_saves() -> bool:
@@ -217,6 +225,10 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         """DeepSpeed's hooks ask for the coordinator each time."""
         return self.param_coordinator
 
+    def partition_all_parameters(self) -> None:
+        """After a step, without DeepSpeed's walk over the model; the coordinator looks whether all are released."""
+        self.param_coordinator.release_and_reset_all(self.module)
+
     # -- what the ledger calls the bytes of a gather: the hooks know which pass it is -------------------------------
 
     def _kind(self, forward: bool) -> str:
@@ -237,7 +249,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             if sub_module is not self.module:  # of which DeepSpeed's own hook tells the coordinator
                 self.param_coordinator.submodule_called(sub_module)
         parameter_offload.FWD_MODULE_STACK.append(sub_module)
-        with _ordinary_tensors(), self.session.ledger.counting(self._kind(forward=True)):
+        with _OrdinaryTensors(), self.session.ledger.counting(self._kind(forward=True)):
             # Saved are parameters too. They stay until the backward that waits for them is over.
             self.param_coordinator.fetch_sub_module(sub_module, forward=not _only_saves())
         self.gatherer.module_depth += 1
@@ -271,28 +283,27 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         stack = parameter_offload.FWD_MODULE_STACK  # whose first entry is always the model
         if sub_module in stack[len(stack) - self.gatherer.module_depth :]:
             return  # it has called itself, and may go on
-        with _ordinary_tensors():
+        with _OrdinaryTensors():
             self.param_coordinator.release_sub_module(sub_module, forward=True)
 
-    @torch.no_grad()
     def pre_sub_module_backward_function(self, sub_module, begins: bool = True) -> None:
         self._evaluating = False
         if self.before_backward is not None:
             self.before_backward()
-        with self.session.ledger.counting(self._kind(forward=False)):
+        with _OrdinaryTensors(), self.session.ledger.counting(self._kind(forward=False)):
             self.param_coordinator.fetch_sub_module(sub_module, forward=False)
         if begins:
             self.param_coordinator.backward_begins(sub_module)
 
-    @torch.no_grad()
     def post_sub_module_backward_function(self, sub_module) -> None:
         if not self.param_coordinator.backward_ends(sub_module):
             return  # of a call from within another one, whose backward still needs the parameters
         # Autograd runs what was done last first, so all gradients of the module's own parameters are there by now, but
         # for those of other uses.
-        if self.after_backward_of is not None:
-            self.after_backward_of(sub_module)
-        self.param_coordinator.release_sub_module(sub_module, forward=False)
+        with _OrdinaryTensors():
+            if self.after_backward_of is not None:
+                self.after_backward_of(sub_module)
+            self.param_coordinator.release_sub_module(sub_module, forward=False)
 
     def destroy(self) -> None:
         """Take the hooks off, and give the parameters DeepSpeed's own gathers back. The second time it does nothing."""

@@ -19,6 +19,7 @@ class Slices:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._own_numel: dict[int, int] = {}  # by ds_id
 
     def slice_of(self, param: Parameter) -> Range:
         """This rank's slice, without the padding of the last ones."""
@@ -33,7 +34,10 @@ class Slices:
 
     def own_numel(self, param: Parameter) -> int:
         """Elements that this rank has of a parameter, without padding."""
-        return sum(numel for _, numel in self.ranges(param))
+        known = self._own_numel.get(param.ds_id)
+        if known is None:
+            known = self._own_numel[param.ds_id] = sum(numel for _, numel in self.ranges(param))
+        return known
 
     def reduce_plan(self, params: Sequence[Parameter], *args, add_codes: bool) -> ReducePlan:
         """How gradients of parameters get to the ranks that keep them; `args` are those of `ReduceScatterPlan`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from deepspeed import comm as ds_comm
@@ -38,12 +38,15 @@ AVG_SCATTER_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 class ZeroppStage3(Stage3Base):
     """ZeRO stage 3 with quantized collectives."""
 
+    _coalesce_grad_reduction = False  # DeepSpeedEngine.coalesce_grad_reduction() sets it; DeepSpeed 0.18 has no such
+
     def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
         self._reducer: GradientReducer | None = None
         self._order: FixedOrder | None = None
         self._reduced: set[int] = set()  # ds_id of what this backward has reduced already
         self._written: set[int] = set()  # ds_id of what has a mean gradient since the last step, with sums in the node
         self._in_backward = False  # it has reached the model, and has not ended
+        self._seen_backward = -1  # autograd's number of the last one that brought a gradient
         if session.config.quantizes_gradients:
             kwargs["reduce_scatter"] = True
             kwargs["contiguous_gradients"] = False  # DeepSpeed's bucket, a gigabyte by default, would not be used
@@ -108,6 +111,7 @@ class ZeroppStage3(Stage3Base):
         together without it, and gives the same buckets as stock's leaf modules.
         """
         trainable = [param for group in self.fp16_groups for param in group]
+        self._names = {param.ds_id: self.param_names.get(param, str(param.ds_id)) for param in trainable}
         self.parameter_offload.before_backward = self._begin_backward
         if self._uses_fixed_order():
             quantized = self.session.config.quantizes_gradients
@@ -134,15 +138,38 @@ class ZeroppStage3(Stage3Base):
             super().create_reduce_and_remove_grad_hooks()
             for param, leaf in leaf_of.items():
                 setattr(param, _LEAF, leaf)
+            for param, handle in zip((p for p in trainable if p.requires_grad), self._grad_acc_hooks, strict=True):
+                hooks = handle.hooks_dict_ref()
+                hooks[handle.id] = self._gradient_hook(param, hooks[handle.id])
         else:
             super().create_reduce_and_remove_grad_hooks()
+
+    def _gradient_hook(self, param: Parameter, stock_hook: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        """What is called when a gradient is there: DeepSpeed's hook for the first of a backward, whose end it sees to.
+
+        For all others it would do that again, which takes 30 calls in Python a parameter.
+        """
+
+        def gradient_is_there(tensor: Tensor) -> None:
+            running = torch._C._current_graph_task_id()
+            if running == self._seen_backward:
+                self.reduce_ready_partitions_and_remove_grads(param)
+            else:
+                self._seen_backward = running
+                stock_hook(tensor)
+
+        return gradient_is_there
+
+    def should_refresh_expected_hook_count(self) -> bool:
+        """Never: the end of a backward is told by autograd, not by a count of DeepSpeed's hooks."""
+        return False
 
     def _uses_fixed_order(self) -> bool:
         """Always, except that `lossless` at module granularity promises stock's buckets, filled as gradients come."""
         return self.session.config.quantizes or self.session.config.gather_granularity == "block"
 
     def reduce_ready_partitions_and_remove_grads(self, param: Parameter) -> None:
-        if self._coalesce_reduction_is_on() or self._order is None:
+        if self._coalesce_grad_reduction or self._order is None:
             super().reduce_ready_partitions_and_remove_grads(param)
         elif getattr(param, "ds_grad_is_ready", True):  # not while a tiled computation goes on adding to it
             self._order.is_ready(param)
@@ -153,7 +180,7 @@ class ZeroppStage3(Stage3Base):
         if params is None:
             params = [p for p in module.parameters(recurse=z3_leaf_module(module)) if self._users[id(p)] == 1]
             self._used_by_only[id(module)] = params
-        if params and not self._coalesce_reduction_is_on():
+        if params and not self._coalesce_grad_reduction:
             self._order.module_ended(params)
 
     def _put_into_bucket(self, params: list[Parameter]) -> None:
@@ -176,10 +203,10 @@ class ZeroppStage3(Stage3Base):
                     f"its parameter {param.ds_numel}"
                 )
         grads = [param.grad.contiguous() for param in params]
-        names = [self.param_names.get(p, str(p.ds_id)) for p in params]
+        names = [self._names[p.ds_id] for p in params]
         if self.session.sums_numel and not self._at_boundary():
             self.reducer.sum_in_node(params, grads, names, self.gradient_accumulation_dtype)
-            self._reduced.update(p.ds_id for p in params)
+            self._reduced.update([p.ds_id for p in params])
         else:
             self._finish_unit(params, names, grads)
         for param in params:
@@ -191,8 +218,9 @@ class ZeroppStage3(Stage3Base):
         # A parameter whose gradient comes twice in one backward adds to what it has reduced before.
         twice = params[0].ds_id in (self._written if self.session.sums_numel else self._reduced)
         again = twice or (self.micro_step_id > 0 and not self.session.sums_numel)
-        self._reduced.update(p.ds_id for p in params)
-        self._written.update(p.ds_id for p in params)
+        ids = [p.ds_id for p in params]
+        self._reduced.update(ids)
+        self._written.update(ids)
         if self.offload_optimizer:
             slices = self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
             self._partition_grads(params, slices, again)
@@ -230,7 +258,7 @@ class ZeroppStage3(Stage3Base):
             return
         self.reducer.drain()
         for params in self.reducer.resting:
-            self._finish_unit(params, [self.param_names.get(p, str(p.ds_id)) for p in params], None)
+            self._finish_unit(params, [self._names[p.ds_id] for p in params], None)
         self.reducer.drain()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
@@ -251,10 +279,6 @@ class ZeroppStage3(Stage3Base):
     def _sums_rest(self) -> bool:
         """Whether there may be something that rests in the node."""
         return bool(self.session.sums_numel) and not self.parameter_offload.destroyed
-
-    def _coalesce_reduction_is_on(self) -> bool:
-        # DeepSpeedEngine.coalesce_grad_reduction(), which DeepSpeed 0.18 does not have.
-        return getattr(self, "_coalesce_grad_reduction", False)
 
     def _begin_backward(self) -> None:
         self._in_backward = True
@@ -293,7 +317,7 @@ class ZeroppStage3(Stage3Base):
         for param in (param for group in self.fp16_groups for param in group):
             param.grad = None
         # In a first micro-batch the next gradients take the place of those that have been reduced.
-        if self.micro_step_id > 0 or self._coalesce_reduction_is_on():
+        if self.micro_step_id > 0 or self._coalesce_grad_reduction:
             raise RuntimeError(
                 "an exception has ended the last backward after some of its gradients may have been added to those of "
                 "earlier micro-batches; call engine.optimizer.zero_grad() and begin the step again"
@@ -327,7 +351,7 @@ class ZeroppStage3(Stage3Base):
                 session.ledger.stock_would_send(numel)
             stock = getattr(super(), AVG_SCATTER_GRADS)
             return stock(params) if communication_data_type is None else stock(params, communication_data_type)
-        names = [self.param_names.get(p, str(p.ds_id)) for p in params]
+        names = [self._names[p.ds_id] for p in params]
         grads = [p.grad.view(p.ds_shape) for p in params]
         return self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
 

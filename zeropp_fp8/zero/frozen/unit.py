@@ -160,8 +160,10 @@ class StoredUnit(SlicedUnit):
             check_usable(param)
             check_untouched(param)
 
-    def check_untouched(self, param: Parameter) -> None:
-        check_untouched(param)
+    def check_untouched(self, params: Iterable[Parameter]) -> None:
+        for param in params:
+            check_untouched(param)
 
-    def note(self, param: Parameter) -> None:
-        note_version(param)
+    def note(self, params: Iterable[Parameter]) -> None:
+        for param in params:
+            note_version(param)

@@ -141,7 +141,7 @@ class UnitCoordinator:
             return
         gatherer = self.gatherer
         start = max(self._prefetched_until, self._trace.position)
-        ahead = sum(unit.numel for unit in gatherer.units if unit.in_flight and unit not in needed_now)
+        ahead = gatherer.in_flight_numel - sum([unit.numel for unit in needed_now if unit.in_flight])
         for position, unit, kind in self._trace.coming(start):
             self._prefetched_until = position
             if unit.live:
@@ -198,8 +198,10 @@ class UnitCoordinator:
             unit.active_modules.discard(module.ds_id)
 
     def _release(self, unit: Unit) -> None:
-        if not any(param.is_external_param for param in unit.params):
-            self.gatherer.release(unit)
+        for param in unit.params:
+            if param.is_external_param:
+                return
+        self.gatherer.release(unit)
 
     def release_backward_leftovers(self) -> None:
         """Release modules whose hook after backward never came.

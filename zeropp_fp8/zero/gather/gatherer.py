@@ -76,7 +76,7 @@ class Gatherer:
     Attributes:
         adopted: its parameters, by ds_id; `units`: what they are gathered in; `kinds`: what these are.
         module_depth: > 0 while a module of the model runs.
-        live_numel: elements of parameters that hold their values now.
+        live_numel, in_flight_numel: elements of units whose parameters hold their values now, or get them.
         resident: weights stay, for generation: nobody else gathers or drops them.
     """
 
@@ -85,7 +85,7 @@ class Gatherer:
         self.adopted: dict[int, Parameter] = {}
         self.units: list[Unit] = []
         self.module_depth = 0
-        self.live_numel = 0
+        self.live_numel = self.in_flight_numel = 0
         self.resident = False
         self._network = Lane(self.device)
         self._node = Lane(self.device)
@@ -94,6 +94,7 @@ class Gatherer:
         self._gathered_ring = BufferRing(self.device, 2)
         self._outsized: set[Unit] = set()  # units whose buffers do not come from the rings
         self._weights_ready = None  # device event: the last write to the weights
+        self._padded_numel: dict[int, int] = {}  # by ds_id: elements that stock would gather
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._nan: dict[torch.dtype, Tensor] = {}
         self._converted: set[int] = set()  # id of the weights of layers that compute in low precision
@@ -124,6 +125,8 @@ class Gatherer:
                 param.all_gather = self._all_gather_closure(param)
                 param.partition = self._partition_closure(param)
                 self.adopted[param.ds_id] = param
+                world = self.route.world_size
+                self._padded_numel[param.ds_id] = slice_numel(param.ds_numel, world) * world
         self._outsized = outsized_units(self.units, self.bytes_of)
 
     def give_back(self) -> None:
@@ -244,7 +247,9 @@ class Gatherer:
         self.start_first_hops(unit)
         if unit.flight is None:
             unit.flight = Flight(unit.secondary)
-        unit.flight.asked_for = True
+        if not unit.flight.asked_for:
+            unit.flight.asked_for = True
+            self.in_flight_numel += unit.numel
         if not (ahead and unit.flight.first_work and self.device.type == "cpu"):
             self._start_last_hop(unit, unit.flight)
 
@@ -264,7 +269,6 @@ class Gatherer:
             if last.size > 1:
                 flight.last_work = unit.last_hop(flight.held, flight.gathered)
 
-    @torch.compiler.disable  # torch.compile traces hooks, but not attributes that are put on Parameters and taken off
     def finish(self, unit: Unit) -> None:
         """Make the parameters of a unit available on the current stream; those that are stay as they are."""
         missing = [p for p in unit.params if p.ds_status != ZeroParamStatus.AVAILABLE]
@@ -275,13 +279,12 @@ class Gatherer:
             self._lend_shards(unit, missing)
             return
         self.start(unit)
-        world = self.route.world_size
-        self.session.ledger.stock_would_send(sum(slice_numel(p.ds_numel, world) for p in missing) * world)
+        self.session.ledger.stock_would_send(sum([self._padded_numel[p.ds_id] for p in missing]))
         self._wait_for_last_hop(unit.flight)
         values, operands, lent = unit.decode(unit.flight.gathered)
         for param, value, exact in values:
             if param.ds_status != ZeroParamStatus.AVAILABLE:
-                _let_hold(unit, param, value, lossy=not exact)
+                _let_hold(param, value, lossy=not exact)
         for param, operand in operands:
             if param.ds_status != ZeroParamStatus.AVAILABLE:
                 setattr(param, GATHERED_OPERAND, operand)
@@ -291,7 +294,8 @@ class Gatherer:
                 else:
                     # Whoever reads the values in a way that compute/linear.py does not notice shall see it.
                     value = self._not_a_number(dtype).expand(param.ds_shape)
-                _let_hold(unit, param, value, lossy=True)
+                _let_hold(param, value, lossy=True)
+        unit.note(missing)
         self._end(unit, lent)
         self._is_live(unit)
 
@@ -313,7 +317,8 @@ class Gatherer:
         GatheredParameters makes a copy all the same: what is written there without `modifier_rank` is to be dropped.
         """
         for param in missing:
-            _let_hold(unit, param, param.ds_tensor.data[: param.ds_numel].view(param.ds_shape), lossy=True)
+            _let_hold(param, param.ds_tensor.data[: param.ds_numel].view(param.ds_shape), lossy=True)
+        unit.note(missing)
         self._is_live(unit)
 
     def _not_a_number(self, dtype: torch.dtype) -> Tensor:
@@ -327,6 +332,8 @@ class Gatherer:
         `lent`: operands lie in it; it goes back when the unit is released.
         """
         flight, unit.flight = unit.flight, None
+        if flight.asked_for:
+            self.in_flight_numel -= unit.numel
         for ring, buffer in flight.taken:
             if ring is None:
                 used_last(buffer)  # operands in it keep it until the release, as tensors do
@@ -348,21 +355,22 @@ class Gatherer:
             self._network.before_current()
         self._end(unit)
 
-    @torch.compiler.disable  # as finish
     def release(self, unit: Unit) -> None:
         """Drop the values of a unit's parameters."""
-        for param in unit.params:
-            if param.ds_status == ZeroParamStatus.AVAILABLE and not param.ds_active_sub_modules:
-                unit.check_untouched(param)
-                dtype = unit.dtype_of(param)
-                if dtype not in self._nothing:
-                    self._nothing[dtype] = torch.empty(0, dtype=dtype, device=self.device)
-                # The values were made and used on the compute stream only, so no stream has to be told.
-                param.__dict__.pop(GATHERED_OPERAND, None)
-                param.data = self._nothing[dtype]
-                param.ds_status = ZeroParamStatus.NOT_AVAILABLE
-                getattr(param, STATE).lossy = False
-                unit.note(param)
+        there = [p for p in unit.params if p.ds_status == ZeroParamStatus.AVAILABLE and not p.ds_active_sub_modules]
+        unit.check_untouched(there)
+        for param in there:
+            dtype = unit.dtype_of(param)
+            if dtype not in self._nothing:
+                self._nothing[dtype] = torch.empty(0, dtype=dtype, device=self.device)
+            # The values were made and used on the compute stream only, so no stream has to be told.
+            param.data = self._nothing[dtype]
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            state = param.__dict__
+            state[STATE].lossy = False
+            if GATHERED_OPERAND in state:
+                del state[GATHERED_OPERAND]
+        unit.note(there)
         if unit.live:
             unit.live = False
             self.live_numel -= unit.numel
@@ -401,7 +409,8 @@ class Gatherer:
 
     def let_hold(self, unit: Unit, param: Parameter, value: Tensor) -> None:
         """Make one parameter of a unit available with a value that was decoded elsewhere."""
-        _let_hold(unit, param, value, lossy=not unit.is_exact(param))
+        _let_hold(param, value, lossy=not unit.is_exact(param))
+        unit.note([param])
         self._is_live(unit)
 
     # -- gathers of parameters -----------------------------------------------------------------------------------
@@ -482,9 +491,8 @@ class Gatherer:
             conversion.scaling.load_state_dict({})
 
 
-def _let_hold(unit: Unit, param: Parameter, value: Tensor, lossy: bool) -> None:
+def _let_hold(param: Parameter, value: Tensor, lossy: bool) -> None:
     """Let a parameter have a value; `lossy`: not every bit of what rests."""
     param.data = value
     param.ds_status = ZeroParamStatus.AVAILABLE
-    getattr(param, STATE).lossy = lossy
-    unit.note(param)
+    param.__dict__[STATE].lossy = lossy

@@ -74,7 +74,7 @@ class SlicedUnit(Unit):
         self.packed: list[Parameter] = []
         self.operands: list[Parameter] = []
         self.payload: Tensor | None = None
-        self._made_for: tuple = ()
+        self._made_for: list[tuple[torch.dtype, int]] = []
 
     def bytes_of(self, param: Parameter) -> int:
         if self.travels_as_operand(param):
@@ -84,7 +84,7 @@ class SlicedUnit(Unit):
     # -- layout ------------------------------------------------------------------------------------------------------
 
     def lay_out(self) -> None:
-        made_for = tuple((self.dtype_of(p), p.ds_tensor.ds_numel) for p in self.params)
+        made_for = [(p.ds_tensor.dtype, p.ds_tensor.ds_numel) for p in self.params]
         if self.layout is not None and self._made_for == made_for:
             return
         route, self._made_for = self.route, made_for
@@ -98,6 +98,7 @@ class SlicedUnit(Unit):
         self._regions = Regions([self.layout.row_bytes, *operand_bytes])
         self._places = Places(self.packed, dtypes, left_out)
         self._encoded_numels = self._unpadded_numels()
+        self._exact = [self.is_exact(p) for p in self.packed]
         self.payload = None  # it was made for the old one
 
     def _not_decoded(self) -> list[int]:
@@ -170,8 +171,8 @@ class SlicedUnit(Unit):
 
     def decode(self, gathered: Tensor) -> Arrived:
         values = self._values_in(self.codes_in(gathered))
-        exact = [(p, value, self.is_exact(p)) for p, value in zip(self.packed, values) if value is not None]
-        return Arrived(exact, self._operands_in(gathered), bool(self.operands) and self.route.in_rank_order)
+        values = [one for one in zip(self.packed, values, self._exact) if one[1] is not None]
+        return Arrived(values, self._operands_in(gathered), bool(self.operands) and self.route.in_rank_order)
 
     def _values_in(self, codes: Tensor) -> list[Tensor | None]:
         values = self._places.empty(self.route.device)

@@ -23,7 +23,6 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.lanes import BufferRing
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
-from zeropp_fp8.zero.gather.route import Route
 
 if TYPE_CHECKING:
     from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight  # needs Triton, which is loaded on first use
@@ -70,6 +69,7 @@ class Unit(ABC):
 
     Attributes:
         persistent: kept gathered between steps.
+        route: the hops.
         numel: elements of all its parameters.
         flight: its gather under way.
         secondary, secondary_is_current: the secondary shard, flat uint8, and whether it is of the weights as they are.
@@ -80,6 +80,7 @@ class Unit(ABC):
 
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
         self.params, self.kind, self.persistent = params, kind, persistent
+        self.route = kind.route
         self.numel = sum(p.ds_numel for p in params)
         self.flight: Flight | None = None
         self.secondary: Tensor | None = None
@@ -87,11 +88,6 @@ class Unit(ABC):
         self.lent: list[tuple[BufferRing, Tensor]] = []
         self.live = False
         self.active_modules: set[int] = set()
-
-    @property
-    def route(self) -> Route:
-        """The hops."""
-        return self.kind.route
 
     @property
     def in_flight(self) -> bool:
@@ -177,11 +173,11 @@ class Unit(ABC):
     def check_usable(self, params: Iterable[Parameter]) -> None:
         """Raise RuntimeError where a parameter may not be computed with."""
 
-    def check_untouched(self, param: Parameter) -> None:
+    def check_untouched(self, params: Iterable[Parameter]) -> None:
         """Raise RuntimeError where a parameter was written, which would be lost."""
 
-    def note(self, param: Parameter) -> None:
-        """A parameter's values were put there, or dropped, by the plugin."""
+    def note(self, params: Iterable[Parameter]) -> None:
+        """The values of parameters were put there, or dropped, by the plugin."""
 
     # -- codes, for who keeps them and multiplies with them (generation/) ---------------------------------------------
 

@@ -52,8 +52,7 @@ class _Resident:
             param.__dict__.pop(READ_AS_NUMBERS, None)
         self._marked.clear()
         for unit in self.gatherer.units:
-            for param in unit.params:
-                unit.note(param)  # an adapter may have been merged into the values: they are dropped with it
+            unit.note(unit.params)  # an adapter may have been merged into the values: they are dropped with it
             if unit.in_flight:
                 self.gatherer.cancel(unit)
             if not unit.persistent:

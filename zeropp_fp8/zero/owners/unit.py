@@ -243,7 +243,7 @@ class OwnedUnit(Unit):
         super().__init__(params, kind, persistent)
         self.layout: OwnedLayout | None = None
         self.payload: Tensor | None = None
-        self._made_for: tuple = ()
+        self._made_for: list[tuple[torch.dtype, int]] = []
 
     def bytes_of(self, param: Parameter) -> float:
         wire_format = SharedScaleFormat(WIRE_FORMAT) if self.travels_as_operand(param) else self.format_of(param)
@@ -251,7 +251,7 @@ class OwnedUnit(Unit):
         return sum(sizes) / self.route.world_size
 
     def lay_out(self) -> None:
-        made_for = tuple((p.ds_tensor.dtype, p.ds_tensor.ds_numel) for p in self.params)
+        made_for = [(p.ds_tensor.dtype, p.ds_tensor.ds_numel) for p in self.params]
         if self.layout is not None and self._made_for == made_for:
             return
         self._made_for = made_for
@@ -259,6 +259,7 @@ class OwnedUnit(Unit):
         self.layout = self.kind.layout_of(self.params, [self.format_of(p) for p in self.params], operands)
         self._packed = [p for i, p in enumerate(self.params) if i not in self.layout.operand_places]
         self._places = Places(self._packed, [self.dtype_of(p) for p in self._packed])
+        self._exact = [self.is_exact(p) for p in self._packed]
         self.payload = None  # it was made for the old one
 
     @property
@@ -321,7 +322,7 @@ class OwnedUnit(Unit):
             in_place = in_place or len(codes) == 1
             param, all_codes = self.params[index], codes[0] if len(codes) == 1 else torch.cat(codes)
             operands.append((param, self.route.gemm_weights.operand(param, all_codes)))
-        return Arrived([(p, value, self.is_exact(p)) for p, value in values.items()], operands, in_place)
+        return Arrived(list(zip(values, values.values(), self._exact)), operands, in_place)
 
     def changed(self) -> None:
         super().changed()

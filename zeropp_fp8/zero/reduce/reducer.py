@@ -30,6 +30,7 @@ class GradientReducer:
         self.session = session
         self.error_feedback = ErrorFeedback() if session.config.gradients.error_feedback else None
         self._plans: dict[tuple, ReducePlan] = {}
+        self._stock_numel: dict[tuple, int] = {}  # elements that stock would reduce, by ds_id of a unit's parameters
         self._rings = Rings.on(session.device)
         self._first, self._last = Lane(session.device), Lane(session.device, last_stream)
         self._under_way: deque[Iterator[None]] = deque()
@@ -37,7 +38,7 @@ class GradientReducer:
         self.scales: GradientScales | None = None  # where ranks share scales: set once the order of reduction is known
 
     def _plan_of(self, params: Sequence[Parameter], grads: Sequence[Tensor]) -> ReducePlan:
-        key = tuple((p.ds_id, g.dtype) for p, g in zip(params, grads))
+        key = tuple([(p.ds_id, g.dtype) for p, g in zip(params, grads)])
         plan = self._plans.get(key)
         if plan is None:
             session = self.session
@@ -137,9 +138,11 @@ class GradientReducer:
             sums.backward_passes = 0
 
     def _count_stock(self, params: Sequence[Parameter]) -> None:
-        ledger, world = self.session.ledger, self.session.topology.world_size
+        ledger, world, key = self.session.ledger, self.session.topology.world_size, _key(params)
+        if key not in self._stock_numel:
+            self._stock_numel[key] = sum(slice_numel(p.ds_numel, world) for p in params) * world
         with ledger.counting("gradients"):
-            ledger.stock_would_send(sum(slice_numel(p.ds_numel, world) for p in params) * world)
+            ledger.stock_would_send(self._stock_numel[key])
 
     def _scales_of(
         self, params: Sequence[Parameter], grads: Sequence[Tensor], to_the_end: bool = True
@@ -221,4 +224,4 @@ class GradientReducer:
 
 
 def _key(params: Sequence[Parameter]) -> tuple:
-    return tuple(p.ds_id for p in params)
+    return tuple([p.ds_id for p in params])

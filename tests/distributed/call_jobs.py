@@ -1,0 +1,62 @@
+"""Jobs that count what a training step calls in Python."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from models import ds_config, llama, make_engine, section
+from parity_jobs import switch
+
+import zeropp_fp8
+
+_ZERO = Path(zeropp_fp8.__file__).parent / "zero"
+_DEEPSPEED = Path(deepspeed.__file__).parent
+NOTHING_STAYS = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "reduce_bucket_size": 10**8,
+    "stage3_prefetch_bucket_size": 10**8,
+}
+
+
+def _calls(layers: int, recipe: str) -> Counter:
+    """Functions of zero/ and of DeepSpeed that one step calls, after some that have learned its order."""
+    switch(True)
+    engine = make_engine(llama(layers), ds_config(section(recipe), "bf16", zero_optimization=NOTHING_STAYS))
+    tokens = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    found: Counter = Counter()
+
+    def count(frame, event, _) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and (path.is_relative_to(_ZERO) or path.is_relative_to(_DEEPSPEED)):
+            found[f"{path.stem}.{frame.f_code.co_name}"] += 1
+
+    def step() -> None:
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+
+    for _ in range(4):
+        step()
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    engine.destroy()
+    return found
+
+
+def of_a_block(recipes: list[str]) -> dict[str, tuple[float, dict[str, float]]]:
+    """By recipe: calls that one more block costs, and which they are."""
+    found = {}
+    for recipe in recipes:
+        few, many = (_calls(layers, recipe) for layers in (2, 6))
+        each = {name: (count - few[name]) / 4 for name, count in many.items() if count != few[name]}
+        found[recipe] = sum(each.values()), each
+    return found
