@@ -47,9 +47,9 @@ SECTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "compute": [{"scaling": "current"}, {"scaling": "delayed"}, {"evaluate_in": "high_precision"}],
 }
-QUANTIZED = ("zeropp", "zeropp-4bit", "fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "qlora")
-COMPUTES = ("fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8")
-STATES = ("fp8-lm-o2", "fp8-lm")  # these keep AdamW's states in low precision
+QUANTIZED = ("zeropp", "zeropp-4bit", "fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "qlora", "fp8-lm-zeropp")
+COMPUTES = ("fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "fp8-lm-zeropp")
+STATES = ("fp8-lm-o2", "fp8-lm", "fp8-lm-zeropp")  # these keep AdamW's states in low precision
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ WAYS = {
     "FP8 store": ("zeropp", {"gradients": {"store_format": "fp8_e4m3"}}),
     "fp8-lm-o2": ("fp8-lm-o2", {"compute": _FP8}),
     "fp8-lm": ("fp8-lm", {"compute": _FP8}),
+    "fp8-lm-zeropp": ("fp8-lm-zeropp", {"compute": _FP8}),
     "fp8-lm, node's copy": ("fp8-lm", {"compute": _FP8, "secondary": {"scope": "node"}}),
 }
 

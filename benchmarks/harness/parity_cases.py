@@ -158,6 +158,8 @@ CASES = (
         delays=True,
     ),
     Case("fp8-lm large, 1 node, delays", "parity", "fp8-lm", nodes=1, delays=True),
+    Case("fp8-lm-zeropp large", "parity", "fp8-lm-zeropp"),
+    Case("fp8-lm-zeropp large, delays", "parity", "fp8-lm-zeropp", "fp8-lm-zeropp large", delays=True),
     Case("zeropp", "features", "zeropp", check=_backward_sends(inter=False, intra=True)),
     Case(
         "secondary none",
@@ -232,6 +234,8 @@ CASES = (
     Case("fp8-lm, accumulation", "features", "fp8-lm", accumulation=3),
     Case("fp8-lm, delays", "features", "fp8-lm", "fp8-lm", delays=True),
     Case("fp8-lm, zero.Init", "features", "fp8-lm", zero_init=True),
+    Case("fp8-lm-zeropp", "features", "fp8-lm-zeropp", resume=True),
+    Case("fp8-lm-zeropp, accumulation", "features", "fp8-lm-zeropp", accumulation=3),
     Case("qlora", "features", resume=True, **QLORA),
     Case("qlora, delays", "features", equal_to="qlora", delays=True, **QLORA),
     Case("qlora, no secondary", "features", equal_to="qlora", fields={"secondary": {"scope": "none"}}, **QLORA),

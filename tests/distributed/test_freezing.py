@@ -29,8 +29,14 @@ def test_lossless_is_stock_bit_for_bit(way, granularity, accumulation, schedules
 
 
 # Of the loss, at weights that have moved far. Copies that are not renewed are off by 4 to 18 %. Delayed scaling lets
-# activations saturate that grow by half in a step: 0.1 to 2.6 % seen.
-TOLERANCE = {"zeropp-4bit": 0.08, "mxfp8": 0.03, "fp8-lm-o2": 0.05, "lossless, delayed FP8 compute": 0.05}
+# activations saturate that grow by half in a step: 0.1 to 2.8 % seen.
+TOLERANCE = {
+    "zeropp-4bit": 0.08,
+    "mxfp8": 0.03,
+    "fp8-lm-o2": 0.05,
+    "fp8-lm-zeropp": 0.05,
+    "lossless, delayed FP8 compute": 0.05,
+}
 
 
 CASES = [*((way, "progressive") for way in WAYS), ("zeropp", "in turns"), ("FP8 operands", "and back")]

@@ -14,6 +14,7 @@ CASES = {
     "fp8-lm-o1": ("fp8-lm-o1", {}),
     "fp8-lm-o2": ("fp8-lm-o2", {}),
     "fp8-lm": ("fp8-lm", {}),
+    "fp8-lm-zeropp": ("fp8-lm-zeropp", {}),
     "FP8 store of blocks": ("zeropp", {"gradients": {"store_format": "fp8_e4m3"}}),
 }
 FACTORS = (1.0, 1e24, 1e-30)  # each gives a norm of about the same

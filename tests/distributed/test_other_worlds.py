@@ -10,6 +10,7 @@ RECIPES = {
     "zeropp": ("zeropp", {"gradients": {"error_feedback": True, "rounding": "stochastic"}}),
     "fp8-lm": ("fp8-lm", {}),
     "fp8-lm-o2": ("fp8-lm-o2", {}),
+    "fp8-lm-zeropp": ("fp8-lm-zeropp", {}),
     "mxfp8": ("mxfp8", {}),
     "qlora": ("qlora", {}),
 }

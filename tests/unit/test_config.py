@@ -116,6 +116,17 @@ FP8_LM = {
         ("fp8-lm-o1", FP8_LM_O1),
         ("fp8-lm-o2", FP8_LM_O2),
         ("fp8-lm", FP8_LM),
+        (
+            "fp8-lm-zeropp",
+            {
+                **FP8_LM,
+                "secondary.scope": "node",
+                "gradients.intra_format": "int8",
+                "gradients.inter_format": "int4",
+                "gradients.hadamard": True,
+                "gradients.scales": "block",
+            },
+        ),
     ],
 )
 def test_recipes(recipe, different):

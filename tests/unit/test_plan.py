@@ -372,6 +372,9 @@ def test_memory_by_hand():
     assert memory_per_gpu(METHODS["zeropp-4bit"], job).secondary == pytest.approx(7e9 * (0.5 + 2 / 128) / 4)
     assert memory_per_gpu(METHODS["in-tree"], job).secondary == pytest.approx(7e9 * 2 / 4)
     assert memory_per_gpu(METHODS["fp8-lm-o1"], job).held == pytest.approx(15 * 7e9 / 8)
+    kept = memory_per_gpu(METHODS["fp8-lm-zeropp"], job)
+    assert kept.secondary == pytest.approx(7e9 / 4)
+    assert kept.held - kept.secondary == pytest.approx((8 + 1 / 128) * 7e9 / 8)
     for name in ("fp8-lm-o2", "fp8-lm"):  # 2 a weight, 6 of states and gradient
         assert memory_per_gpu(METHODS[name], job).held == pytest.approx(8 * 7e9 / 8)
     assert memory_per_gpu(METHODS["hsdp"], job).held == pytest.approx(16 * 7e9 / 4)

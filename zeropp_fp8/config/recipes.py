@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+_ZEROPP_GRADIENTS = {"intra_format": "int8", "inter_format": "int4", "block_size": 128, "hadamard": True}
 _FP8_LM_GRADIENTS = {
     "intra_format": "fp8_e4m3",
     "inter_format": "fp8_e4m3",
@@ -19,12 +20,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "zeropp": {
         "weights": {"format": "int8", "block_size": 256},
         "secondary": {"scope": "node"},
-        "gradients": {"intra_format": "int8", "inter_format": "int4", "block_size": 128, "hadamard": True},
+        "gradients": _ZEROPP_GRADIENTS,
     },
     "zeropp-4bit": {
         "weights": {"format": "int4", "block_size": 128, "hadamard": True},
         "secondary": {"scope": "node"},
-        "gradients": {"intra_format": "int8", "inter_format": "int4", "block_size": 128, "hadamard": True},
+        "gradients": _ZEROPP_GRADIENTS,
     },
     "mxfp8": {
         "weights": {"format": "mxfp8_e4m3"},
@@ -44,11 +45,21 @@ RECIPES: dict[str, dict[str, Any]] = {
         "partition": "whole_tensor",
         "activations": {"wire_format": "detect"},
     },
+    # The same with ZeRO++'s hops: half of what crosses between nodes, for a copy of the codes in each node.
+    "fp8-lm-zeropp": {
+        "weights": {"format": "fp8_e4m3"},
+        "secondary": {"scope": "node"},
+        "compute": {"format": "fp8"},
+        "gradients": {**_ZEROPP_GRADIENTS, "store_format": "fp8_e4m3"},
+        "optimizer": _FP8_LM_OPTIMIZER,
+        "partition": "whole_tensor",
+        "activations": {"wire_format": "detect"},
+    },
     # QLoRA (arXiv 2305.14314): frozen linear weights in NF4 with double quantization; the rest as `zeropp`.
     "qlora": {
         "frozen": {"format": "nf4", "block_size": 64, "double_quantize": True},
         "weights": {"format": "int8", "block_size": 256},
         "secondary": {"scope": "node"},
-        "gradients": {"intra_format": "int8", "inter_format": "int4", "block_size": 128, "hadamard": True},
+        "gradients": _ZEROPP_GRADIENTS,
     },
 }

@@ -174,6 +174,7 @@ _EAGER = {
         "fp8-lm-o1": _FP8_LM,
         "fp8-lm-o2": {**_FP8_LM, **_FP8_STATES},
         "fp8-lm": {**_FP8_LM, **_FP8_STATES, "weight_bytes": 1.0, "backward_bytes": 1.0},
+        "fp8-lm-zeropp": {**_zeropp(1.0), **_FP8_STATES, "stored_gradient_bytes": 1 + 1 / 128},
         "in-tree": {**_QWZ, **_HPZ, **_QGZ},
         "in-tree-leaf": {**_QWZ, **_HPZ, **_QGZ, "gathered_by": "block"},
         "in-tree-qwz": _QWZ,
