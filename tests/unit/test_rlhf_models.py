@@ -24,6 +24,7 @@ from common.models import (
     POLICY,
     REFERENCE,
     REWARD,
+    Adapters,
     Start,
     TokenScores,
     find_start,
@@ -33,7 +34,6 @@ from common.models import (
     load_tokenizer,
     lora_config,
     save_model,
-    using_adapter,
     without_dropout,
 )
 from common.roles import Role, scores_of, values_of
@@ -113,7 +113,7 @@ def test_policy_and_reference_are_the_same_adapter_and_only_one_is_trained(folde
     model.eval()
     with torch.no_grad():
         for name, oracle in ((POLICY, expected), (REFERENCE, expected), (None, base)):
-            with using_adapter(model, name):
+            with Adapters(model).using(name):
                 assert torch.equal(model(ids).logits, oracle.eval()(ids).logits)
     assert not torch.equal(expected(ids).logits, base(ids).logits)
 
@@ -126,14 +126,14 @@ def test_switching_changes_nothing_but_what_computes(adapter):
             param.data.normal_()
     before, ids = trained(model), tokens()
     active = model(ids).logits
-    with using_adapter(model, REFERENCE):
+    with Adapters(model).using(REFERENCE):
         assert trained(model) == before
         reference = model(ids).logits
-        with using_adapter(model, None):
+        with Adapters(model).using(None):
             assert trained(model) == before
             none = model(ids).logits
         assert torch.equal(model(ids).logits, reference)
-    with pytest.raises(KeyError), using_adapter(model, None):
+    with pytest.raises(KeyError), Adapters(model).using(None):
         raise KeyError
     assert torch.equal(model(ids).logits, active) and trained(model) == before
     for name, logits in ((POLICY, active), (REFERENCE, reference)):  # as PEFT itself switches
@@ -146,17 +146,20 @@ def test_switching_changes_nothing_but_what_computes(adapter):
 
 def test_unknown_adapters_are_refused_and_plain_models_left_alone(adapter):
     model = load_policy(adapter, PLAIN, lora_of(adapter), reference=True)
-    with pytest.raises(ValueError, match="no adapter 'critic'; it has policy, reference"), using_adapter(model, CRITIC):
+    with (
+        pytest.raises(ValueError, match="no adapter 'critic'; it has policy, reference"),
+        Adapters(model).using(CRITIC),
+    ):
         pass
     plain = llama()
-    with using_adapter(plain, POLICY):
+    with Adapters(plain).using(POLICY):
         pass
 
 
 def test_gradients_reach_the_trained_adapter_alone(adapter):
     model = load_policy(adapter, PLAIN, lora_of(adapter), reference=True)
     ids = tokens()
-    with using_adapter(model, REFERENCE):
+    with Adapters(model).using(REFERENCE):
         assert not model(ids).logits.requires_grad
     model(ids).logits.square().mean().backward()
     assert {name for name, param in model.named_parameters() if param.grad is not None} == trained(model)
@@ -303,7 +306,7 @@ def test_the_head_of_a_scoring_model_is_kept(folders):
         for name, param in critic.named_parameters():
             if name in trained(critic):
                 param.add_(0.1)
-    with using_adapter(critic, None):
+    with Adapters(critic).using(None):
         assert torch.equal(critic(batch.input_ids, batch.attention_mask), wanted)
     start = find_start(str(folders / "scorer adapter"))
     merged = load_scorer(start, PLAIN, None, new_head="zero").eval()

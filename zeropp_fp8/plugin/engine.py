@@ -72,6 +72,31 @@ def engine_class(stock_class):
             with _zero_classes_of(session):
                 return super()._configure_zero_optimizer(optimizer)
 
+        def _forward_prologue(self, inputs, kwargs):
+            stock = super()._forward_prologue
+            if self.zeropp_fp8_session is None:
+                return stock(inputs, kwargs)
+            self._zeropp_fp8_offload.gather_what_is_read(True)
+            with self._zeropp_fp8_not_walked():
+                return stock(inputs, kwargs)
+
+        def _forward_epilogue(self):
+            stock = super()._forward_epilogue
+            if self.zeropp_fp8_session is None:
+                return stock()
+            self._zeropp_fp8_offload.gather_what_is_read(False)
+            with self._zeropp_fp8_not_walked():
+                return stock()
+
+        @contextmanager
+        def _zeropp_fp8_not_walked(self):
+            """Without DeepSpeed's own walk over all modules, which this is asked before."""
+            self.__dict__["zero_optimization_partition_weights"] = lambda: False
+            try:
+                yield
+            finally:
+                del self.__dict__["zero_optimization_partition_weights"]
+
         def destroy(self):
             if self._zeropp_fp8_destroyed:
                 # DeepSpeed calls it again when the engine is collected. A later engine may have the model by then
@@ -105,8 +130,12 @@ def engine_class(stock_class):
             super().__del__()
 
         @property
+        def _zeropp_fp8_offload(self):
+            return getattr(self.optimizer, "parameter_offload", self.optimizer)
+
+        @property
         def _zeropp_fp8_gatherer(self):
-            return getattr(self.optimizer, "parameter_offload", self.optimizer).gatherer
+            return self._zeropp_fp8_offload.gatherer
 
         def _get_param_fragment_func(self, param):
             stock = functools.partial(super()._get_param_fragment_func, param)

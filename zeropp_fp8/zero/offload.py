@@ -113,11 +113,32 @@ def _only_saves() -> bool:
     return hooks is not None and hooks[0].__qualname__.startswith(_recomputation_hook.__qualname__)
 
 
+def _parameters_by_name(model: nn.Module) -> list[ZeROOrderedDict]:
+    """What modules find their parameters in.
+
+    Two walks over a model of 2,500 modules, as DeepSpeed does them in every forward, take 5 ms with nn.Module.modules.
+    """
+    seen, waiting, found = set(), [model], []
+    while waiting:
+        module = waiting.pop()
+        if module is None or module in seen:
+            continue
+        seen.add(module)
+        waiting.extend(module._modules.values())
+        if type(module._parameters) is not ZeROOrderedDict:
+            _order_parameters(module)  # of what was attached to the model later
+        if type(module._parameters) is ZeROOrderedDict:
+            found.append(module._parameters)
+    return found
+
+
+_order_parameters = getattr(parameter_offload, "ensure_zero_ordered_dict", lambda module: None)  # since 0.19
+
+
 def _gathers_what_is_read(model: nn.Module, yes: bool) -> None:
     """Whether DeepSpeed gathers a parameter that is read by its name and is not there."""
-    for module in model.modules():
-        if isinstance(module._parameters, ZeROOrderedDict):  # not of what was attached to the model later
-            module._parameters._in_forward = yes
+    for parameters in _parameters_by_name(model):
+        parameters._in_forward = yes
 
 
 def _begin_alone(module: nn.Module, args) -> None:
@@ -168,6 +189,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             block._z3_leaf = True  # DeepSpeed then fetches and releases the block as one unit
         self.destroyed = False
         self._evaluating = False
+        self._by_name: list[ZeROOrderedDict] = []
         self.generating = False  # inside zeropp_fp8.generation (generation/context.py)
         self.announced: str | None = None  # where weights stayed in the last one
         self.before_backward: Callable[[], None] | None = None  # told that a module's backward begins
@@ -194,6 +216,13 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         )
         self._compiled = CompiledBlocks(self.blocks) if session.config.compile == "blocks" else None
         print_start_table(session, self.gatherer, module, self.blocks)
+
+    def gather_what_is_read(self, yes: bool) -> None:
+        """A forward of the engine begins, or has ended: whether a parameter is gathered that is read by its name."""
+        if yes:
+            self._by_name = _parameters_by_name(self.module)
+        for parameters in self._by_name:
+            parameters._in_forward = yes
 
     def setup_zero_stage3_hooks(self) -> None:
         super().setup_zero_stage3_hooks()

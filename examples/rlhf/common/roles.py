@@ -7,6 +7,8 @@ quantized.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +25,7 @@ from common.models import (
     POLICY,
     REFERENCE,
     REWARD,
+    Adapters,
     Start,
     find_start,
     load_policy,
@@ -30,7 +33,6 @@ from common.models import (
     load_tokenizer,
     lora_config,
     recompute_activations,
-    using_adapter,
     without_dropout,
 )
 
@@ -45,8 +47,16 @@ class Role:
     engine: deepspeed.DeepSpeedEngine
     adapter: str | None = None
 
+    @functools.cached_property
+    def _adapters(self) -> Adapters:
+        return Adapters(self.engine.module)
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the engine's model computes with this role's adapter."""
+        return self._adapters.using(self.adapter)
+
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, **more):
-        with using_adapter(self.engine.module, self.adapter):
+        with self.computing():
             return self.engine(input_ids=input_ids, attention_mask=attention_mask, **more)
 
 

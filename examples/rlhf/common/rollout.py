@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 
 import zeropp_fp8
 from common.batch import Tokens
-from common.models import gathered_weights, transformers_model, using_adapter
+from common.models import gathered_weights, transformers_model
 from common.roles import Role
 from common.tokens import collate, collate_left
 
@@ -96,7 +96,7 @@ def roll_out(
         size = batch or len(prompts)
         parts = [prompts[first : first + size] for first in range(0, len(prompts), size)]
         with (
-            using_adapter(model, policy.adapter),
+            policy.computing(),
             choosing(model, sampling, ends, tokenizer.pad_token_id),
             generating(policy.engine) as generate,
             seeded(seed),
