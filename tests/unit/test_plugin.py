@@ -3,6 +3,7 @@
 import deepspeed
 import pytest
 from deepspeed.runtime.zero import parameter_offload, partition_parameters, stage3
+from torch import nn
 
 import zeropp_fp8
 from zeropp_fp8 import plugin
@@ -143,3 +144,19 @@ def test_run_without_a_script_says_how(capsys):
     with pytest.raises(SystemExit) as stop:
         run.main([])
     assert stop.value.code == 2 and "usage: python -m zeropp_fp8.run" in capsys.readouterr().out
+
+
+def test_every_module_lets_its_parameters_be_read():
+    """As DeepSpeed's walk: also a module in two places, one that knows its parent, and what was attached later."""
+    from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict, _inject_parameters
+
+    from zeropp_fp8.zero.offload import _gathers_what_is_read
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), None]))
+    model.append(model[0])
+    model[1].parent = model
+    _inject_parameters(model, ZeROOrderedDict)
+    model[0].later = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    for yes in (True, False):
+        _gathers_what_is_read(model, yes)
+        assert [module._parameters._in_forward for module in model.modules()] == [yes] * 6

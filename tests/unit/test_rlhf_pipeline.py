@@ -323,7 +323,7 @@ def test_the_settings_of_the_demo():
         ("--stages reward: give each once, and one of sft, dpo, ppo, grpo at least", {}, {"stages": ["reward"]}),
         ("--stages sft sft: give each once", {}, {"stages": ["sft", "sft"]}),
         ("--model a/ppo: policies are told apart by their last names", {}, {"model": "a/ppo", "stages": ["ppo"]}),
-        ("--recipe zerop: neither a file nor one of fp8-lm, fp8-lm-o1, fp8-lm-o2, lossless,", {}, {"recipe": "zerop"}),
+        ("--recipe zerop: neither a file nor one of fp8-lm, fp8-lm-o1, fp8-lm-o2,", {}, {"recipe": "zerop"}),
         ("--data nowhere has no sft.jsonl; name the files as make_data.py does, or give", {}, {"data": "nowhere"}),
         ("settings of sft: argument --steps: ten: give a whole number of at least 0", {"sft": {"steps": "ten"}}, {}),
         ("settings of data: argument --train: -1: give a whole number of", {"make_data": {"train": -1}}, {}),
