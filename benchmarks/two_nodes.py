@@ -11,7 +11,10 @@ built once and then timed at every rate, the link being reshaped in between.
     lossless, zeropp, ...    ZeRO-3 with this project's recipes
     in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
     fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes
-    ...-compiled             with decoder layers compiled (only where --runs names them)
+Only where --runs names them:
+    fp8-lm, ...              the same with FP8 compute, gradients and states
+    fsdp2-torchao            fully_shard of torchao's float8 training
+    ...-compiled             with decoder layers compiled
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from pathlib import Path
 from benchmarks.harness.environment import NO_IN_TREE, describe, forget_memory, join
 from benchmarks.harness.measuring import random_tokens
 from benchmarks.harness.nodes import GBIT, MAX_GBIT, launch, sent_bytes, set_rate_everywhere, two_nodes
-from benchmarks.harness.peers import FSDP, IN_TREE, MODELS, QUANTIZED, RUNS, WORLD, made
+from benchmarks.harness.peers import FSDP, IN_FP8, IN_TREE, MODELS, QUANTIZED, RUNS, TORCHAO, WORLD, made
 from benchmarks.harness.results import append_to, begin_result, end_result, read_result, write_result
 from benchmarks.harness.sizes import SIZES
 from examples.options import finite, new_file, whole
@@ -106,8 +109,9 @@ def _complete(args, parser) -> None:
 
 def _by_default(run: str, args, on_gpu: bool) -> bool:
     """Whether a run is measured where none is named."""
-    fits = on_gpu or run not in IN_TREE
-    return fits and (args.accumulation > 1 or run not in WORLD) and not run.endswith("-compiled")
+    if run.endswith("-compiled") or run in (*IN_FP8, *TORCHAO):
+        return False
+    return (on_gpu or run not in IN_TREE) and (args.accumulation > 1 or run not in WORLD)
 
 
 def _rates(text: str, parser) -> list:

@@ -4,18 +4,20 @@ Each builds its engine and gives step(*tokens) -> loss (tokens of a micro-batch 
 None) and close().
 
     stock, stock-leaf        DeepSpeed ZeRO-3; with every decoder layer as a z3 leaf module
-    lossless, zeropp, ...    ZeRO-3 with this project's recipes
+    lossless, zeropp, ...    ZeRO-3 with this project's recipes (FP8 compute where the recipe says so)
     zeropp-world, ...        the same, each micro-batch's gradients reduced to the end
     zeropp-compiled, ...     the same, decoder layers compiled by torch.compile
     in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
     fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes, which is
                              reduced over once a step
+    fsdp2-torchao            fully_shard of torchao's float8 training: a scale a tensor, weights gathered in FP8
     fsdp2-compiled, ...      the same, decoder layers compiled
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -26,12 +28,15 @@ from benchmarks.harness.hf_llama import llama_config
 from benchmarks.harness.sizes import SIZES
 
 QUANTIZED = ("zeropp", "zeropp-4bit")
+IN_FP8 = ("fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp")
 # Gradients of each micro-batch cross between nodes.
 WORLD = {f"{recipe}-world": {"recipe": recipe, "gradients": {"accumulate_in": "world"}} for recipe in QUANTIZED}
-COMPILED = {f"{recipe}-compiled": {"recipe": recipe, "compile": "blocks"} for recipe in ("lossless", *QUANTIZED)}
-SECTIONS = {**{recipe: {"recipe": recipe} for recipe in ("lossless", *QUANTIZED)}, **WORLD, **COMPILED}
+RECIPES = ("lossless", *QUANTIZED, *IN_FP8)
+COMPILED = {f"{recipe}-compiled": {"recipe": recipe, "compile": "blocks"} for recipe in RECIPES}
+SECTIONS = {**{recipe: {"recipe": recipe} for recipe in RECIPES}, **WORLD, **COMPILED}
 IN_TREE = ("in-tree", "in-tree-leaf")
-FSDP = ("fsdp2", "hsdp", "fsdp2-compiled", "hsdp-compiled")
+TORCHAO = ("fsdp2-torchao", "fsdp2-torchao-compiled")
+FSDP = ("fsdp2", "hsdp", "fsdp2-compiled", "hsdp-compiled", *TORCHAO)
 RUNS = ("stock", "stock-leaf", *SECTIONS, *FSDP, *IN_TREE)
 MODELS = ("1.3b", "small", "tiny")
 STOCK_LINEAR = torch.nn.functional.linear  # torch's own, before ZeRO-3 replaces it
@@ -139,6 +144,9 @@ class FsdpRun:
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype),
         }
         self.model = build_model(args.model, device)
+        self.after_step = lambda model: None
+        if run in TORCHAO:
+            self.after_step = in_float8(self.model, device)
         for layer in self.model.model.layers:
             if run.endswith("-compiled"):
                 layer.compile()
@@ -157,11 +165,25 @@ class FsdpRun:
             (loss / len(micro_batches)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
+        self.after_step(self.model)
         self.optimizer.zero_grad()
         return loss
 
     def close(self) -> None:
         self.model = self.optimizer = None
+
+
+def in_float8(model: nn.Module, device: torch.device) -> Callable[[nn.Module], None]:
+    """Let linear layers train in FP8 by torchao, gathered in FP8 too; returns what is to be called after each step."""
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=device.type == "cpu")
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: "lm_head" not in name)
+    return precompute_float8_dynamic_scale_for_fsdp
 
 
 def made(run: str, args, device: torch.device) -> DeepSpeedRun | FsdpRun:
