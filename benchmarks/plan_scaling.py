@@ -110,7 +110,7 @@ def published_cluster() -> list[dict]:
 
 def measured(results: Path) -> list[dict]:
     """Measured step times of the two emulated nodes with the model's."""
-    points = [point for point in load_points(results) if point.run in METHODS]
+    points = [point for point in load_points(results) if point.run in METHODS and point.job.lora is None]
     machine = calibrate_machine(points, EMULATED_H200)  # its host and GPU; links and kernels stay as they are
     return [
         {
