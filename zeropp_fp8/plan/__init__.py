@@ -11,21 +11,22 @@ host. `step_time.py` has the formulas. Everything here is plain arithmetic: no t
     methods.py    the methods that are compared: which collective carries what, in which format
     step_time.py  from bytes to seconds
     memory.py     bytes held by a GPU
-    measured.py   measured points: peers, and the JSON of benchmarks/two_nodes.py
+    measured.py   measured points: peers, and the JSON of benchmarks that time training steps
     calibrate.py  model against measurement, and fitting the rates no data sheet gives
 """
 
 from zeropp_fp8.plan.calibrate import Residual, calibrate, calibrate_machine, check
 from zeropp_fp8.plan.hardware import EMULATED_H200, H200, PRESETS, V100, Hardware
-from zeropp_fp8.plan.job import Cluster, Job, Model, PlanError
+from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError
 from zeropp_fp8.plan.measured import PEERS, MeasuredPoint, load_points
 from zeropp_fp8.plan.memory import MemoryEstimate, memory_per_gpu
-from zeropp_fp8.plan.methods import METHODS, TABLE_METHODS, Method, method_named
+from zeropp_fp8.plan.methods import LORA_METHODS, METHODS, TABLE_METHODS, Method, method_named
 from zeropp_fp8.plan.step_time import StepEstimate, estimate
 
 __all__ = [
     "EMULATED_H200",
     "H200",
+    "LORA_METHODS",
     "METHODS",
     "PEERS",
     "PRESETS",
@@ -34,6 +35,7 @@ __all__ = [
     "Cluster",
     "Hardware",
     "Job",
+    "Lora",
     "MeasuredPoint",
     "MemoryEstimate",
     "Method",

@@ -1,7 +1,8 @@
 """A table of all methods for one job, or the model beside measured points.
 
 python -m zeropp_fp8.plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 2048
-python -m zeropp_fp8.plan --check benchmarks/results
+python -m zeropp_fp8.plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 2048 --lora-rank 16
+python -m zeropp_fp8.plan --check benchmarks/results/lora_step --fit host_per_block_ms
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from dataclasses import asdict, replace
 
 from zeropp_fp8.plan.calibrate import Residual, calibrate, calibrate_machine, check
 from zeropp_fp8.plan.hardware import EMULATED_H200, PRESETS, Hardware
-from zeropp_fp8.plan.job import Cluster, Job, Model, PlanError
+from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError
 from zeropp_fp8.plan.measured import PEERS, load_points
-from zeropp_fp8.plan.methods import METHODS, TABLE_METHODS, method_named
+from zeropp_fp8.plan.methods import LORA_METHODS, LORA_TABLE_METHODS, METHODS, TABLE_METHODS, method_named
 from zeropp_fp8.plan.step_time import StepEstimate, estimate
 
-GIGA, GIB = 1e9, 2**30
+MEGA, GIGA, GIB = 1e6, 1e9, 2**30
 # Fields of Hardware that an option overrides.
 OVERRIDES = ("achieved_tflops", "intra_gbs", "memory_gbs", "link_efficiency", "codec_efficiency", "overlap")
 
@@ -44,6 +45,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     job.add_argument("--micro-batches", type=int, default=1, help="gradient accumulation steps")
     job.add_argument("--kept", type=float, default=2e8, help="parameters ZeRO-3 keeps gathered (max_live_parameters)")
     job.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
+    job.add_argument("--lora-rank", type=int, help="fine-tune adapters of this rank; everything else is frozen")
+    job.add_argument("--lora-layers", type=int, help="linear layers of a block that have an adapter; default: all")
     machine = parser.add_argument_group("the machine (a preset, and what differs from it)")
     machine.add_argument("--gpu", choices=PRESETS, default="h200")
     machine.add_argument("--tflops", dest="achieved_tflops", type=float, help="TFLOP/s a GPU achieves in training")
@@ -53,7 +56,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     machine.add_argument("--codec-efficiency", type=float, help="share of --memory-gbs that quantizing reaches")
     machine.add_argument("--overlap", type=float, help="1: wire and GPU work side by side; 0: one after the other")
     output = parser.add_argument_group("output")
-    output.add_argument("--methods", default=",".join(TABLE_METHODS), help=f"out of {', '.join(METHODS)}")
+    output.add_argument(
+        "--methods", help=f"out of {', '.join(METHODS)}; with --lora-rank out of {', '.join(LORA_METHODS)}"
+    )
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument(
         "--check", nargs="*", metavar="PATH", help="results at PATH against the model; without PATH the peers known"
@@ -64,6 +69,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.fit and arguments.check is None:
         parser.error("--fit needs --check: it fits to measured points")
+    if arguments.lora_layers is not None and arguments.lora_rank is None:
+        parser.error("--lora-layers needs --lora-rank: it says which layers have adapters")
+    if arguments.methods is None:
+        arguments.methods = ",".join(TABLE_METHODS if arguments.lora_rank is None else LORA_TABLE_METHODS)
     return arguments
 
 
@@ -83,6 +92,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
         arguments.micro_batches,
         arguments.kept,
         arguments.checkpointing,
+        None if arguments.lora_rank is None else Lora(arguments.lora_rank, arguments.lora_layers),
     )
 
 
@@ -90,9 +100,10 @@ def table(estimates: Sequence[StepEstimate], job: Job) -> str:
     """One line a method; the speed-up is over the first."""
     model, cluster = job.model, job.cluster
     link = f"{cluster.inter_gbit:g} Gbit/s between nodes" if cluster.nodes > 1 else "one node"
+    trains = f"LoRA of rank {job.lora.rank}, {job.trained_parameters / MEGA:.3g} M trained, " if job.lora else ""
     lines = [
         f"{model.parameters / GIGA:.3g} B parameters ({model.layers} layers, hidden {model.hidden}), {cluster.nodes} x "
-        f"{cluster.ranks_per_node} GPUs, {link}, {job.micro_batches} x {job.tokens} tokens a GPU (modelled)",
+        f"{cluster.ranks_per_node} GPUs, {link}, {trains}{job.micro_batches} x {job.tokens} tokens a GPU (modelled)",
         f"{'method':<14}{'step':>10}{'speed-up':>10}{'tokens/s':>10}{'between nodes':>15}{'in the node':>13}"
         f"{'memory':>9}  bound by",
         f"{'':<14}{'ms':>10}{'':>10}{'a GPU':>10}{'GB a node':>15}{'GB a GPU':>13}{'GiB':>9}",

@@ -99,15 +99,53 @@ class Model:
         """Tensors that are gathered."""
         return self.layers * self.tensors_per_layer + 2
 
-    def forward_flop(self, tokens: float, sequence: int) -> float:
-        """Floating point operations of one forward pass over `tokens` tokens; the backward pass takes twice as many.
+    def matrix_flop(self, tokens: float) -> float:
+        """Floating point operations of one forward pass in products with weights: 2 a parameter and token. The input
+        embedding is a look-up."""
+        return 2 * tokens * (self.parameters - self.vocabulary * self.hidden)
 
-        2 a parameter and token in matrix products (the input embedding is a look-up), and 2 * 2 * sequence * hidden a
-        token and layer for scores and values, halved by the causal mask (arXiv 2104.04473, appendix).
+    def forward_flop(self, tokens: float, sequence: int) -> float:
+        """Floating point operations of one forward pass over `tokens` tokens.
+
+        Beside products with weights 2 * 2 * sequence * hidden a token and layer for scores and values, halved by the
+        causal mask (arXiv 2104.04473, appendix).
         """
-        matrices = self.parameters - self.vocabulary * self.hidden
-        attention = 2 * self.layers * sequence * self.hidden
-        return tokens * (2 * matrices + attention)
+        return self.matrix_flop(tokens) + 2 * tokens * self.layers * sequence * self.hidden
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (Hu et al., arXiv 2106.09685): beside a frozen matrix [out, in] two that are trained,
+    [rank, in] and [out, rank]. Embeddings, head and norms are frozen too.
+
+    Stock's host time for each tensor is not counted for adapters: most of their matrices lie below its persistence
+    threshold of 1e5 elements.
+
+    Args:
+        rank: of the adapters.
+        layers: linear layers of a block that have one; all where not given.
+    """
+
+    rank: int
+    layers: int | None = None
+
+    def __post_init__(self) -> None:
+        require_whole(rank=self.rank)
+        if self.layers is not None:
+            require_whole(layers=self.layers)
+
+    def in_block(self, model: Model) -> int:
+        """Adapted layers of a block."""
+        return self.layers or model.tensors_per_layer
+
+    def sides(self, model: Model) -> tuple[float, float]:
+        """The sides of a block's matrix. One of them is the hidden size, the other is the mean of the layers, so that
+        adapters on all linear layers have their exact number of parameters, up to norms."""
+        return model.hidden, model.block_parameters / model.tensors_per_layer / model.hidden
+
+    def parameters(self, model: Model) -> float:
+        """Of all adapters."""
+        return model.layers * self.in_block(model) * self.rank * sum(self.sides(model))
 
 
 @dataclass(frozen=True)
@@ -145,6 +183,10 @@ class Job:
         kept_parameters: parameters that ZeRO-3 keeps gathered from the forward to the backward pass (the smaller of
             stage3_max_live_parameters and stage3_max_reuse_distance, which DeepSpeed sets to 1e9).
         checkpointing: activation checkpointing of every block; the backward pass then computes the forward again.
+        lora: what is trained where it is not everything.
+
+    Raises:
+        PlanError: an impossible number; more adapted layers than a block has; adapters as large as what they adapt.
     """
 
     model: Model
@@ -154,6 +196,7 @@ class Job:
     micro_batches: int = 1
     kept_parameters: float = 2e8
     checkpointing: bool = False
+    lora: Lora | None = None
 
     def __post_init__(self) -> None:
         require_whole(tokens=self.tokens, micro_batches=self.micro_batches)
@@ -162,7 +205,45 @@ class Job:
             if self.tokens % self.sequence:
                 raise PlanError(f"tokens ({self.tokens}) must be a multiple of sequence ({self.sequence})")
         require_at_least_zero(kept_parameters=self.kept_parameters)
+        if self.lora is not None:
+            self._check_lora(self.lora)
+
+    def _check_lora(self, lora: Lora) -> None:
+        adapted = lora.in_block(self.model)
+        if adapted > self.model.tensors_per_layer:
+            raise PlanError(
+                f"adapters on {adapted} linear layers of a block (--lora-layers), which has "
+                f"{self.model.tensors_per_layer}; give at most that many, or leave it out for all"
+            )
+        height, width = lora.sides(self.model)
+        if lora.rank * (height + width) >= height * width:
+            raise PlanError(
+                f"adapters of rank {lora.rank} (--lora-rank) are as large as matrices of {height:.0f} x {width:.0f}; "
+                f"give a rank below {height * width / (height + width):.0f}"
+            )
 
     @property
     def sequence_length(self) -> int:
         return self.sequence or self.tokens
+
+    @property
+    def trained_parameters(self) -> float:
+        """What has gradients and optimizer states."""
+        return self.model.parameters if self.lora is None else self.lora.parameters(self.model)
+
+    @property
+    def all_parameters(self) -> float:
+        """The model's, and adapters."""
+        return self.model.parameters + (self.trained_parameters if self.lora else 0)
+
+    @property
+    def forward_flop(self) -> float:
+        """Of one micro-batch on one GPU; adapters take 2 a parameter and token."""
+        adapters = 2 * self.tokens * self.trained_parameters if self.lora else 0
+        return self.model.forward_flop(self.tokens, self.sequence_length) + adapters
+
+    @property
+    def backward_flop(self) -> float:
+        """Without what checkpointing computes again: twice the forward pass, once for the gradients of inputs and once
+        for those of weights, which frozen weights do not need."""
+        return 2 * self.forward_flop - (self.model.matrix_flop(self.tokens) if self.lora else 0)

@@ -1,13 +1,13 @@
-"""Measured step times: peers, and what benchmarks/two_nodes.py writes."""
+"""Measured step times: peers, and what benchmarks/two_nodes.py and other benchmarks of training steps write."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zeropp_fp8.plan.job import Cluster, Job, Model, PlanError, require_positive
+from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError, require_positive
 
 # The models of benchmarks/two_nodes.py.
 MODELS = {
@@ -19,6 +19,13 @@ NODES, RANKS_PER_NODE = 2, 2  # of benchmarks/two_nodes.py
 ONE_NODE = (None, "nvlink")  # values of "gbit" that mean: all ranks in one node
 UNSHAPED_GBIT = 72.0  # "gbit" 0: the link is there but not shaped; NCCL over its TCP moves about 9 GB/s
 ALIASES = {"intree": "in-tree", "zero++": "in-tree", "intree-leaf": "in-tree-leaf", "zero++-leaf": "in-tree-leaf"}
+# Runs of benchmarks/harness/lora.py, and the adapters that all of them train.
+ALIASES |= {"stock-lora": "stock-leaf", "lossless-lora": "lossless", "zeropp-lora": "zeropp"}
+ALIASES |= {"nf4-dq": "qlora", "nf4-dq-rank": "qlora-rank"}
+LORA = Lora(rank=16)
+OF_LORA = ("lora_step", "lora_memory", "lora_limits")  # values of "question"
+NOTHING_KEPT = ("lora_memory", "lora_limits", "fp8_lm_memory")  # ran with stage3_max_live_parameters 0
+OF_SEVERAL_MODELS = ("rlhf_step", "rlhf_limits")  # a step is an iteration of PPO
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,8 @@ class MeasuredPoint:
     def label(self) -> str:
         cluster = self.job.cluster
         link = f"{cluster.inter_gbit:g} Gbit/s" if cluster.nodes > 1 else "one node"
-        return f"{self.run} @ {link}, {self.job.tokens} tokens"
+        trains = " (LoRA)" if self.job.lora else ""
+        return f"{self.run}{trains} @ {link}, {self.job.tokens} tokens"
 
 
 def emulated_job(
@@ -105,9 +113,10 @@ def _files(path: Path) -> list[Path]:
 
 
 def _rows(result: dict) -> Iterator[dict]:
-    """Each row with what it inherits: {"gbit": .., "rows": [..]}, {"rates": [{"gbit": .., "rows": [..]}]}, and rows
-    that carry "gbit", "model" or "tokens" themselves."""
-    inherited = {key: value for key, value in result.items() if key not in ("rows", "rates")}
+    """Each row with what it inherits: {"gbit": .., "rows": [..]}, {"rates": [{"gbit": .., "rows": [..]}]}, {"settings":
+    {"gbit": ..}, "rows": [..]}, and rows that carry "gbit", "model" or "tokens" themselves."""
+    inherited = {key: value for key, value in result.items() if key not in ("rows", "rates", "settings")}
+    inherited |= result.get("settings", {})
     for rate in result.get("rates", []):
         yield from _rows({**inherited, **rate})
     for row in result.get("rows", []):
@@ -128,29 +137,50 @@ def _run_name(row: dict) -> str:
     return ALIASES.get(name, name) + ("-fp32-gradients" if row.get("reduce_dtype") == "fp32" else "")
 
 
-def _point(row: dict, source: str) -> MeasuredPoint:
+def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> Model:
+    """The Llama of these sizes (benchmarks/harness/sizes.py)."""
+    attention = 2 * hidden**2 * (1 + kv_heads / heads)
+    blocks = layers * (attention + 3 * hidden * intermediate + 2 * hidden)
+    return Model(blocks + 2 * vocabulary * hidden + hidden, hidden, layers, vocabulary)
+
+
+def _model(row: dict, source: str) -> Model:
+    """By its name, or its sizes."""
     name = row.get("model", "1.3b")
+    if isinstance(name, dict):
+        return llama(**name)
     if name not in MODELS:
         raise PlanError(f"{source}: model {name!r} is not known; models are {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def _point(row: dict, source: str) -> MeasuredPoint:
     if isinstance(row.get("gbit"), (list, tuple)):
         raise PlanError(f'{source}: row {row["run"]!r} must say which of the rates {row["gbit"]} it ran at in "gbit"')
-    sequence, nodes = row.get("tokens", 1024), row.get("nodes", NODES)
+    sequence, nodes = row.get("sequence", row.get("tokens", 1024)), row.get("nodes", NODES)
+    model, question = _model(row, source), row.get("question")
     job = emulated_job(
         row.get("gbit"),
-        MODELS[name],
+        model,
         row.get("micro_batch", 1) * sequence,
         sequence,
         nodes,
         row.get("ranks_per_node", row.get("ranks", nodes * RANKS_PER_NODE) // nodes),
         row.get("accumulation", 1),
     )
-    peak = row.get("peak_gib")
-    return MeasuredPoint(_run_name(row), job, row["step_ms"] / 1e3, source, peak * 2**30 if peak else None)
+    job = replace(
+        job,
+        kept_parameters=0 if question in NOTHING_KEPT else job.kept_parameters,
+        checkpointing=bool(row.get("checkpointing", False)),
+        lora=LORA if question in OF_LORA else None,
+    )
+    peak = row["peak_gib"] * 2**30 if row.get("peak_gib") else row.get("peak_bytes")
+    return MeasuredPoint(_run_name(row), job, row["step_ms"] / 1e3, source, peak)
 
 
 def load_points(path: str | Path) -> list[MeasuredPoint]:
-    """Points of a result of benchmarks/two_nodes.py, or of every *.json below a folder. Rows without a step time
-    (a run that failed), files without rows and runs on a CPU are left out.
+    """Points of a result of a benchmark that times training steps, or of every *.json below a folder. Rows without a
+    step time (a run that failed), files without rows, runs on a CPU and iterations of RLHF are left out.
 
     Raises:
         PlanError: no such file, no JSON, a model that is not known, a row that does not say its rate, or something
@@ -167,10 +197,11 @@ def _points_of(file: Path) -> list[MeasuredPoint]:
     if not isinstance(result, dict) or not {"rows", "rates"} & set(result):
         return []
     try:
-        if not _ran_on_gpu(result):
+        if not _ran_on_gpu(result) or result.get("question") in OF_SEVERAL_MODELS:
             return []
         return [_point(row, file.name) for row in _rows(result) if row.get("step_ms") and "run" in row]
     except PlanError:
         raise
-    except (TypeError, ValueError, AttributeError) as error:  # anything may stand where a number or list belongs
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        # Anything may stand where a number or list belongs.
         raise PlanError(f"{file}: not as benchmarks/two_nodes.py writes it ({error})") from None

@@ -3,8 +3,9 @@
 Weights, optimizer states, gradients and the secondary shard are exact up to padding. Gathered blocks are a bound from
 the settings. Activations are rough (within a factor of about 1.5): 34 bytes a token, layer and hidden unit in 16 bits
 with fused attention (Korthikanti et al., arXiv 2205.05198, eq. 1 without the scores), and 10 bytes a token and word for
-the logits, their fp32 copy and its gradient. Memory that the CUDA context (about 0.5 GB), NCCL's buffers and the
-allocator's fragmentation take is not counted.
+the logits, their fp32 copy and its gradient. With LoRA they are the same: an adapter saves the input, which its frozen
+layer need not, and little more. Frozen weights have no gradients and no optimizer states. Memory that the CUDA context
+(about 0.5 GB), NCCL's buffers and the allocator's fragmentation take is not counted.
 """
 
 from __future__ import annotations
@@ -60,7 +61,13 @@ def activation_bytes(job: Job) -> float:
 def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
     """What each part takes on one GPU; FSDP2 keeps fp32 parameters and gradients and no 16-bit copy of the shard."""
     model, cluster = job.model, job.cluster
-    shard = model.parameters / method.state_ranks(job)
+    method.check(job)
+    ranks, weights = method.state_ranks(job), method.weights(job)
+    shard = job.trained_parameters / ranks
+    at_rest = sum(part.numel * (part.code_bytes or BYTES_16BIT) for part in weights) / ranks
+    copied, sharing = 0.0, method.copy_ranks(cluster)
+    if sharing is not None:
+        copied = sum(part.numel * (part.code_bytes or method.secondary_bytes) for part in weights) / sharing
     gathered = method.kept_parameters(job) + PREFETCHED_BLOCKS * model.block_parameters
     updated = min(shard, SUB_GROUP) if method.deepspeed else shard
     # DeepSpeed makes an fp32 copy of the gradients of the sub-group it updates.
@@ -70,12 +77,12 @@ def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
         gradient_bytes = FP32_BYTES if method.fp32_gradients else BYTES_16BIT
     sums = 0.0
     if method.sums_in_node and method.states_sharded_over == "world" and job.micro_batches > 1 and cluster.nodes > 1:
-        sums = BYTES_16BIT * model.parameters / cluster.ranks_per_node
+        sums = BYTES_16BIT * job.trained_parameters / cluster.ranks_per_node
     return MemoryEstimate(
-        weights=BYTES_16BIT * shard if method.deepspeed else 0.0,
+        weights=at_rest if method.deepspeed else 0.0,
         states=method.state_bytes * shard,
         gradients=gradient_bytes * shard + sums,
-        secondary=method.secondary_bytes * model.parameters / cluster.ranks_per_node,
+        secondary=copied,
         gathered=BYTES_16BIT * min(gathered, model.parameters),
         activations=activation_bytes(job),
         update=0.0 if method.fused_update else copies * FP32_BYTES * updated,

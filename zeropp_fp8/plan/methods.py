@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zeropp_fp8.plan.job import BYTES_16BIT, Cluster, Job, PlanError
 from zeropp_fp8.plan.traffic import Traffic, flat_ring, hybrid_reduction, two_levels, within_node
@@ -22,18 +22,34 @@ INT4_BLOCK_128 = 0.5 + SCALE_BYTES / 128
 IN_TREE_INT8 = 1 + 4 / 8000
 IN_TREE_INT4 = 0.5 + 4 / 2048
 
-Route = Literal["ring", "two-level", "node"]
+Route = Literal["ring", "two-level", "node", "rank"]
+
+
+class Weights(NamedTuple):
+    """Parameters that rest and travel alike.
+
+    Attributes:
+        numel: how many.
+        frozen: they are not trained.
+        code_bytes: bytes a parameter at rest and on the wire where they rest as codes; None where in 16 bits.
+    """
+
+    numel: float
+    frozen: bool = False
+    code_bytes: float | None = None
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to train with sharded weights.
+    """One way to train with sharded weights, all of them or LoRA adapters alone.
 
     Attributes:
         gather, weight_bytes: route of the forward gather, bytes a parameter of what travels.
-        backward_gather, backward_bytes: the same for the backward pass.
-        secondary_bytes: bytes a parameter of a copy that each node keeps (hpZ); 0: none.
-        later_from_secondary: forward passes of later micro-batches gather from that copy too.
+        backward_gather, backward_bytes: the same for the backward pass. "rank": nothing travels, every rank has a copy.
+        secondary_bytes: bytes a parameter of a copy that each node (or rank) keeps (hpZ); 0: none.
+        later_from_secondary: forward passes of later micro-batches gather from that copy too, and those of frozen
+            weights in all steps but the first.
+        stored_bytes: bytes a parameter of the blocks' frozen weights, which rest and travel as codes; None: 16 bits.
         reduce: route of the gradients; "node" is HSDP's, with an all-reduce between nodes.
         gradient_intra, gradient_inter: bytes a gradient on the two levels.
         sums_in_node: gradients of several micro-batches add up in the node and cross between nodes once a step (HSDP:
@@ -59,6 +75,7 @@ class Method:
     backward_bytes: float = BYTES_16BIT
     secondary_bytes: float = 0.0
     later_from_secondary: bool = False
+    stored_bytes: float | None = None
     reduce: Route = "ring"
     gradient_intra: float = BYTES_16BIT
     gradient_inter: float = BYTES_16BIT
@@ -85,7 +102,38 @@ class Method:
     def kept_parameters(self, job: Job) -> float:
         """Parameters that stay gathered from forward to backward, so that the backward pass does not gather them."""
         kept = job.kept_parameters if self.deepspeed else job.model.embedding_parameters
-        return min(kept, job.model.parameters)
+        return min(kept, job.all_parameters)
+
+    def weights(self, job: Job) -> list[Weights]:
+        """What is gathered. Codes are those of all the blocks' parameters, norms counted in. The backward pass needs
+        the frozen embedding where its output requires gradients, as checkpointing makes it (Hugging Face's
+        enable_input_require_grads), and is counted so."""
+        if job.lora is None:
+            return [Weights(job.model.parameters)]
+        embeddings = job.model.embedding_parameters
+        blocks = Weights(job.model.parameters - embeddings, True, self.stored_bytes)
+        return [Weights(job.trained_parameters), blocks, Weights(embeddings, True)]
+
+    def check(self, job: Job) -> None:
+        """Raise PlanError where this method does not train what the job trains, or is not modelled for it."""
+        if job.lora is None and self.stored_bytes is not None:
+            raise PlanError(
+                f"{self.name}: its codes are of frozen weights, and a full training has none; give --lora-rank, or "
+                f"take it out of --methods"
+            )
+        if job.lora is not None and self.name not in LORA_METHODS:
+            raise PlanError(
+                f"{self.name}: its LoRA is not modelled; take --methods out of {', '.join(LORA_METHODS)}, or leave out "
+                f"--lora-rank"
+            )
+
+    def copy_ranks(self, cluster: Cluster) -> int | None:
+        """Ranks that share one copy of the secondary shards; None where there is none. This project makes none where
+        all ranks would share it; DeepSpeed's hpZ does."""
+        ranks = 1 if self.backward_gather == "rank" else cluster.ranks_per_node
+        if not self.secondary_bytes or (ranks == cluster.world_size and not self.host_by_tensor):
+            return None
+        return ranks
 
     def state_ranks(self, job: Job) -> int:
         """Ranks over which one copy of weights and optimizer states is spread."""
@@ -96,18 +144,26 @@ class Method:
         return job.model.tensors if self.gathered_by == "tensor" else job.model.units
 
     def forward_traffic(self, job: Job, first: bool = True) -> Traffic:
-        """Weights of one forward pass; `first` micro-batch of a step or a later one."""
-        route = "node" if self.later_from_secondary and not first else self.gather
-        return _gather(route, self.weight_bytes * job.model.parameters, job.cluster, self.hops_overlap)
+        """Weights of one forward pass; `first` micro-batch of a step (not the first step) or a later one."""
+        traffic = Traffic()
+        for part in self.weights(job):
+            has_copy = self.later_from_secondary and (part.frozen or not first)
+            route = self.backward_gather if has_copy else self.gather
+            num_bytes = part.numel * (part.code_bytes or self.weight_bytes)
+            traffic += _gather(route, num_bytes, job.cluster, self.hops_overlap)
+        return traffic
 
     def backward_traffic(self, job: Job) -> Traffic:
-        """Weights of one backward pass."""
-        gathered = job.model.parameters - self.kept_parameters(job)
-        return _gather(self.backward_gather, self.backward_bytes * gathered, job.cluster, self.hops_overlap)
+        """Weights of one backward pass. What is kept from the forward pass is taken evenly from all."""
+        gathered, traffic = 1 - self.kept_parameters(job) / job.all_parameters, Traffic()
+        for part in self.weights(job):
+            num_bytes = part.numel * gathered * (part.code_bytes or self.backward_bytes)
+            traffic += _gather(self.backward_gather, num_bytes, job.cluster, self.hops_overlap)
+        return traffic
 
     def gradient_traffic(self, job: Job, last: bool = True) -> Traffic:
         """Gradients of one backward pass, the `last` of a step or an earlier one."""
-        inter, intra = (b * job.model.parameters for b in (self.gradient_inter, self.gradient_intra))
+        inter, intra = (b * job.trained_parameters for b in (self.gradient_inter, self.gradient_intra))
         if self.sums_in_node and not last:
             return within_node(intra, job.cluster)
         if self.reduce == "two-level":
@@ -116,6 +172,8 @@ class Method:
 
 
 def _gather(route: Route, num_bytes: float, cluster: Cluster, hops_overlap: bool) -> Traffic:
+    if route == "rank":
+        return Traffic()
     if route == "two-level":
         return two_levels(num_bytes, num_bytes, cluster, hops_overlap)
     return (within_node if route == "node" else flat_ring)(num_bytes, cluster)
@@ -188,8 +246,26 @@ _COMPILED = [
     replace(_EAGER[name], name=f"{name}-compiled", compiled=True)
     for name in ("lossless", "zeropp", "zeropp-4bit", "fsdp2", "hsdp")
 ]
-METHODS: dict[str, Method] = {**_EAGER, **{method.name: method for method in _COMPILED}}
+# Frozen weights as codes in blocks of 64 with a bf16 scale (NF4: fp32), or with scales in 8 bits and an fp32 scale for
+# 256 of those ("-dq", arXiv 2305.14314, section 3); `qlora` is NF4 with these. "-rank": every rank keeps all codes.
+_DOUBLE = (1 + 4 / 256) / 64
+_STORED = {
+    "int8": 1 + SCALE_BYTES / 64,
+    "int8-dq": 1 + _DOUBLE,
+    "int4": 0.5 + SCALE_BYTES / 64,
+    "int4-dq": 0.5 + _DOUBLE,
+    "nf4": 0.5 + 4 / 64,
+    "qlora": 0.5 + _DOUBLE,
+}
+_STORES = [
+    replace(_EAGER["zeropp"], name=f"{name}{suffix}", stored_bytes=stored_bytes, backward_gather=copies)
+    for suffix, copies in (("", "node"), ("-rank", "rank"))
+    for name, stored_bytes in _STORED.items()
+]
+METHODS: dict[str, Method] = {**_EAGER, **{method.name: method for method in (*_COMPILED, *_STORES)}}
 TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "fp8-lm", "in-tree", "fsdp2", "hsdp")
+LORA_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", *(method.name for method in _STORES))
+LORA_TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "int8", "int4", "nf4", "qlora", "qlora-rank")
 
 
 def method_named(name: str) -> Method:

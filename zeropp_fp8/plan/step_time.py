@@ -11,7 +11,8 @@ time and the first block's gather or the last block's reduction. Forward and bac
 waits for the last gradient:
 
     step = forward + backward + optimizer
-    busy = max(computing + quantizing, host)           one third of the host's time is the forward pass
+    busy = max(computing + quantizing, host)           one third of the host's time is the forward pass, which
+                                                       activation checkpointing runs again in the backward pass
     wire = bytes a node sends / link rate  and  bytes a GPU sends / rate within the node, at once (ring) or in turn
            + hops a collective * latency of a hop * collectives
 
@@ -94,18 +95,23 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
     """Memory traffic of quantizing and dequantizing on one GPU, (forward, backward), bytes, in fused passes.
 
     Weights: read the 16-bit shard, write its codes; read all codes, write all weights in 16 bits, once a pass.
+    Frozen weights that rest as codes, or whose copies stay from step to step, are encoded no more. One rank alone
+    sends nothing and only decodes what rests as codes.
     Gradients: read 16 bits, write codes; read the node's contributions, write their mean as codes; read the nodes'
     contributions, write the fp32 mean.
     """
-    total, world, per_node = job.model.parameters, job.cluster.world_size, job.cluster.ranks_per_node
+    total, world, per_node = job.trained_parameters, job.cluster.world_size, job.cluster.ranks_per_node
     forward = backward = 0.0
-    if world == 1:
-        return forward, backward
-    if method.quantizes_weights:
-        one = method.weight_bytes + BYTES_16BIT
-        forward += one * total / world + one * total
-        backward += one * (total - method.kept_parameters(job))
-    if method.quantizes_gradients:
+    gathered = 1 - method.kept_parameters(job) / job.all_parameters
+    for part in method.weights(job):
+        if part.code_bytes is None and (world == 1 or not method.quantizes_weights):
+            continue
+        one = (part.code_bytes or method.weight_bytes) + BYTES_16BIT
+        if part.code_bytes is None and not (part.frozen and method.later_from_secondary):
+            forward += one * part.numel / world
+        forward += one * part.numel
+        backward += one * part.numel * gathered
+    if method.quantizes_gradients and world > 1:
         intra, inter = method.gradient_intra, method.gradient_inter
         backward += (BYTES_16BIT + intra) * total
         backward += intra * total + inter * total / per_node
@@ -116,16 +122,17 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
 def host_seconds(method: Method, job: Job, hardware: Hardware) -> float:
     """Python and launches of one micro-batch, forward and backward."""
     milliseconds = job.model.layers * hardware.host_per_block_ms * (hardware.compiled_host if method.compiled else 1)
+    if job.lora:
+        milliseconds *= 1 + hardware.adapter_host * job.lora.in_block(job.model)
     if method.host_by_tensor:
         milliseconds += job.model.tensors * hardware.host_per_tensor_ms
         milliseconds += method.gathers(job) * hardware.host_per_gather_ms
     return milliseconds / 1e3
 
 
-def computing_seconds(method: Method, job: Job, hardware: Hardware, passes: int) -> float:
-    """The GPU's matrix products and what is between them, of so many forward passes' worth."""
-    seconds = passes * job.model.forward_flop(job.tokens, job.sequence_length) / (hardware.achieved_tflops * 1e12)
-    return seconds * (hardware.compiled_compute if method.compiled else 1)
+def computing_seconds(method: Method, flop: float, hardware: Hardware) -> float:
+    """The GPU's matrix products and what is between them."""
+    return flop / (hardware.achieved_tflops * 1e12) * (hardware.compiled_compute if method.compiled else 1)
 
 
 def _pass_time(wire: float, parts: dict[str, float], blocks: int, overlap: float) -> PassTime:
@@ -142,7 +149,7 @@ def _forward(method: Method, job: Job, hardware: Hardware, first: bool) -> PassT
     traffic = method.forward_traffic(job, first)
     parts = wire_parts(traffic, method.gathers(job), job, hardware)
     wire = _wire_seconds(traffic, parts)
-    parts[COMPUTE] = computing_seconds(method, job, hardware, passes=1)
+    parts[COMPUTE] = computing_seconds(method, job.forward_flop, hardware)
     parts[QUANTIZING] = codec_bytes(method, job)[0] / (hardware.memory_gbs * 1e9 * hardware.codec_efficiency)
     parts[HOST] = host_seconds(method, job, hardware) * FORWARD_SHARE
     return _pass_time(wire, parts, job.model.units, hardware.overlap)
@@ -154,15 +161,16 @@ def _backward(method: Method, job: Job, hardware: Hardware, last: bool) -> PassT
     reduce = wire_parts(gradients, job.model.units, job, hardware)
     wire = _wire_seconds(weights, gather) + _wire_seconds(gradients, reduce)
     parts = {name: gather[name] + reduce[name] for name in gather}
-    parts[COMPUTE] = computing_seconds(method, job, hardware, passes=3 if job.checkpointing else 2)
+    again = 1 if job.checkpointing else 0  # the forward pass
+    parts[COMPUTE] = computing_seconds(method, job.backward_flop + again * job.forward_flop, hardware)
     parts[QUANTIZING] = codec_bytes(method, job)[1] / (hardware.memory_gbs * 1e9 * hardware.codec_efficiency)
-    parts[HOST] = host_seconds(method, job, hardware) * (1 - FORWARD_SHARE)
+    parts[HOST] = host_seconds(method, job, hardware) * (1 + (again - 1) * FORWARD_SHARE)
     return _pass_time(wire, parts, job.model.units, hardware.overlap)
 
 
 def optimizer_seconds(method: Method, job: Job, hardware: Hardware) -> float:
-    """The update is bound by memory: bytes a parameter of the shard over the copy bandwidth."""
-    shard = job.model.parameters / method.state_ranks(job)
+    """The update is bound by memory: bytes a trained parameter of the shard over the copy bandwidth."""
+    shard = job.trained_parameters / method.state_ranks(job)
     return shard * hardware.optimizer_bytes / (hardware.memory_gbs * 1e9)
 
 
@@ -170,8 +178,9 @@ def estimate(method: Method, job: Job, hardware: Hardware) -> StepEstimate:
     """Time, bytes and memory of one optimizer step.
 
     Raises:
-        PlanError: fewer parameters than ranks.
+        PlanError: fewer parameters than ranks, or a method that cannot train what the job does.
     """
+    method.check(job)
     if job.model.parameters < job.cluster.world_size:
         raise PlanError(
             f"{method.name}: {job.cluster.world_size} ranks cannot share {job.model.parameters:g} parameters; "

@@ -30,6 +30,16 @@ class Traffic:
     node_hops: int = 0
     at_once: bool = False
 
+    def __add__(self, other: Traffic) -> Traffic:
+        """Of parts of the model that travel in messages of their own: the hops of both follow each other."""
+        return Traffic(
+            self.inter + other.inter,
+            self.intra + other.intra,
+            self.net_hops + other.net_hops,
+            self.node_hops + other.node_hops,
+            self.at_once or other.at_once,
+        )
+
 
 def flat_ring(num_bytes: float, cluster: Cluster) -> Traffic:
     """One ring over all ranks: all-gather or reduce-scatter of `num_bytes`."""
