@@ -244,7 +244,7 @@ _EAGER = {
 }
 _COMPILED = [
     replace(_EAGER[name], name=f"{name}-compiled", compiled=True)
-    for name in ("lossless", "zeropp", "zeropp-4bit", "fsdp2", "hsdp")
+    for name in ("lossless", "zeropp", "zeropp-4bit", "fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp", "fsdp2", "hsdp")
 ]
 # Frozen weights as codes in blocks of 64 with a bf16 scale (NF4: fp32), or with scales in 8 bits and an fp32 scale for
 # 256 of those ("-dq", arXiv 2305.14314, section 3); `qlora` is NF4 with these. "-rank": every rank keeps all codes.
