@@ -178,6 +178,24 @@ def written_from_outside():
     return losses
 
 
+def norms_written_from_outside():
+    """Losses after norms were written: of an engine made of these weights, and of the one that has trained them."""
+    import deepspeed
+
+    tokens, config = next(batches(1, dist.get_rank(), seed=7)), config_of(fp8("delayed"), weights="none")
+    engine = make_engine(small_llama(), config)
+    train(engine, 2)
+    norms = [param for name, param in engine.module.named_parameters() if "norm" in name]
+    with deepspeed.zero.GatheredParameters(norms, modifier_rank=0):
+        if dist.get_rank() == 0:
+            for param in norms:
+                param.data.mul_(8)
+    after = evaluate(engine, tokens)
+    model = small_llama()
+    model.load_state_dict(full_weights(engine.module))
+    return evaluate(make_engine(model, config), tokens), after
+
+
 # -- ranks that differ -----------------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,12 @@ def test_weights_from_outside_are_not_scaled_by_the_history_of_others():
     assert after_training == fresh
 
 
+def test_weights_of_others_that_are_written_do_not_let_inputs_saturate():
+    """Norms that are eight times larger give layers inputs that no step has seen."""
+    fresh, after_writing = run_ranks(jobs.norms_written_from_outside, world=2)[0]
+    assert after_writing == fresh
+
+
 # -- ranks that differ
 
 

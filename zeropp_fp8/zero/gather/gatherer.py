@@ -97,7 +97,6 @@ class Gatherer:
         self._padded_numel: dict[int, int] = {}  # by ds_id: elements that stock would gather
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._nan: dict[torch.dtype, Tensor] = {}
-        self._converted: set[int] = set()  # id of the weights of layers that compute in low precision
 
     # -- adoption ------------------------------------------------------------------------------------------------
 
@@ -106,8 +105,6 @@ class Gatherer:
         self.units = list(units)
         for kind in self.kinds:
             kind.adopt([param for unit in units if unit.kind is kind for param in unit.params])
-        if self.session.conversion is not None:
-            self._converted = {id(module.weight) for module in self.session.conversion.converted.values()}
         for unit in units:
             for param in unit.params:
                 previous = getattr(param, STATE, None)  # another engine's, over the same parameter
@@ -458,7 +455,7 @@ class Gatherer:
         finally:
             if written:  # after the write: the gather lane waits for what the current stream was given
                 self.weights_changed(written)
-                self._forget_amax(written)
+                self._forget_amax()
 
     def _count_update(self, params: Iterable[Parameter]) -> None:
         """GatheredParameters(modifier_rank=...) broadcasts each parameter before it partitions it again."""
@@ -481,14 +478,14 @@ class Gatherer:
             kind.changed(params)
         self._weights_ready = mark(self.device)
 
-    def _forget_amax(self, params: Iterable[Parameter]) -> None:
-        """Weights of converted layers were written from outside: what earlier steps have shown of operands is past.
+    def _forget_amax(self) -> None:
+        """Weights were written from outside: what earlier steps have shown of operands is past.
 
-        Delayed scaling would let the new ones saturate until a step has seen them, in evaluations too.
+        Delayed scaling would let the new ones saturate until a step has seen them, in evaluations too; and not only
+        those of the layer that was written: what others get, forward and backward, has changed with it.
         """
-        conversion = self.session.conversion
-        if conversion is not None and any(id(param) in self._converted for param in params):
-            conversion.scaling.load_state_dict({})
+        if self.session.conversion is not None:
+            self.session.conversion.scaling.load_state_dict({})
 
 
 def _let_hold(param: Parameter, value: Tensor, lossy: bool) -> None:
