@@ -5,6 +5,7 @@ Under ZeRO-3 the Parameter itself is saved for backward, not its values, and the
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -51,8 +52,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
         x = ctx.rebuild_x(saved_x)
         if isinstance(x, Tensor) and precision.backward_in_high_precision:
             x = x.reshape(-1, ctx.x_shape[-1])
-        # Also when loss.backward() is called inside autocast's context: the GEMMs have their precision.
-        with torch.autocast(grad_output.device.type, enabled=False):
+        with _without_autocast(grad_output.device.type):  # in whose context loss.backward() may be called
             grad_input, grad_weight = products_of_gradient(
                 grad, x, weight, weight_scale, precision, ctx.x_dtype, needs_input, needs_weight
             )
@@ -68,6 +68,16 @@ def _saved(operand: Operand | None) -> tuple[list[Tensor], Callable[[list[Tensor
         return [operand], lambda tensors: tensors[0]
     shape, granularity = operand.shape, operand.granularity
     return [operand.codes, operand.scale], lambda tensors: Float8Operand(*tensors, shape, granularity)
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[None]:
+    """Context in which GEMMs have their own precision; mostly nothing, for entering autocast's takes 20 calls."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class _LowPrecisionModule(nn.Module):
@@ -118,7 +128,7 @@ class _LowPrecisionModule(nn.Module):
         training = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x.device.type):
             return _LowPrecisionLinear.apply(x, weight, bias, self.precision, training)
 
     _multiply_untraced = torch.compiler.disable(_multiply_eagerly)
