@@ -6,7 +6,7 @@ operand.py, casts.py    matrices to FP8, with a scale per tensor, row, block or 
 rounded.py              the same for MX, whose values travel through a 16-bit GEMM
 gemm.py                 the product of two operands
 scaling.py              which scales, and what they remember between steps
-linear.py               the three GEMMs of a layer
+products.py, linear.py  the three GEMMs of a layer, and the layer; operators.py: the same for torch.compile's graphs
 convert.py              finding the layers of a model
 rms_norm.py, swiglu.py  modules whose result is cast as it is made; fused_module.py: what both share
 direct_cast.py, error_diffusion.py   inference and post-training quantization
