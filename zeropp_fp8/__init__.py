@@ -102,6 +102,7 @@ def generation(engine, weights: str = "auto", merge_adapters: bool = True):
             is free on the rank with the least.
         merge_adapters: where values stay, merge the active PEFT adapters into them (into them only), which saves two
             of three products of a LoRA layer. Sums are rounded to the weights' dtype, like those of a merged model.
+            What is not merged is multiplied in one forward a layer; PEFT's variants of LoRA by PEFT.
 
     Yields:
         `engine.module`. Its `generate` has use_cache=True and the right synced_gpus unless told otherwise.

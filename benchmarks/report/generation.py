@@ -50,7 +50,8 @@ def generation_says(nodes: dict, alone: dict) -> str:
         f"""Entering takes {span("enter_ms")} ms, leaving {span("leave_ms")}. The plain model was the first run in its
         processes on two nodes, and {by_run(nodes)["plain"]["token_ms"]:.1f} ms says more about that than about the
         model; on one GPU it is the faster of two rounds. A token of this model is bound by Python, not by the GPU:
-        that is why adapters beside their layers, as with `"codes"`, cost as much as all the rest."""
+        that is why adapters beside their layers cost as much as all the rest by PEFT's own forward, which `"codes"`
+        had in these runs; now it has [one of its own](generation.md)."""
     )
 
 

@@ -6,7 +6,7 @@ import gc
 
 import torch
 import torch.distributed as dist
-from frozen_jobs import frozen, with_lora
+from frozen_jobs import TARGETS, frozen, with_lora
 from models import build, ds_config, full_weights, llama, make_engine, section, train
 from parity_jobs import switch
 
@@ -16,12 +16,46 @@ from zeropp_fp8.compute.products import GATHERED_OPERAND
 NEW_TOKENS = 6
 
 
+def several_adapters(model):
+    """Two active adapters of different ranks, scalings and layers."""
+    from peft import LoraConfig
+
+    model = with_lora(model)
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model.add_adapter("second", config)
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def some_adapters(model, **options):
+    """One adapter with PEFT's options."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False, **options))
+
+
+# What `lora` may be: True, or one of these, and how many layers of a block have a forward of their own in generation.
+ADAPTERS = {
+    False: (lambda model: model, 0),
+    True: (with_lora, 3),
+    "several": (several_adapters, 4),
+    "ranks": (
+        lambda model: some_adapters(
+            model, rank_pattern={"v_proj": 1, "down_proj": 9}, alpha_pattern={"v_proj": 5}, use_rslora=True
+        ),
+        3,
+    ),
+    "dora": (lambda model: some_adapters(model, use_dora=True), 0),
+}
+
+
 def engine_of(fields=None, recipe="lossless", lora=False, dtype="fp32", zero_init=False, layers=2, **overrides):
     """An engine over the small Llama, with `fields` of the section."""
     switch(True)
     config = ds_config(section(recipe, **(fields or {})), dtype, **overrides)
     model = build(lambda: llama(layers), config, zero_init)
-    return make_engine(with_lora(model) if lora else model, config, lr=1e-2), config
+    return make_engine(ADAPTERS[lora][0](model), config, lr=1e-2), config
 
 
 def prompts(rank=0):
@@ -86,7 +120,7 @@ def equals_a_plain_model(fields=None, recipe="lossless", lora=False, ways=(("val
     engine, _ = engine_of(fields, recipe, lora, dtype, **more)
     losses = train(engine, 2)
     plain = llama()
-    plain = (with_lora(plain) if lora else plain).to(next(engine.module.parameters()).dtype)
+    plain = ADAPTERS[lora][0](plain).to(next(engine.module.parameters()).dtype)
     plain.load_state_dict({name: value.to(plain.dtype) for name, value in seen_weights(engine).items()})
     plain.eval()
     rank = dist.get_rank()
@@ -106,10 +140,12 @@ def equals_a_plain_model(fields=None, recipe="lossless", lora=False, ways=(("val
             handle.remove()
             logits = logits_of(model, rank)
             training = model.training
+            adapted = [m for m in model.modules() if hasattr(m, "lora_A")]
+            direct = sum("forward" in m.__dict__ for m in adapted)
             merged = sum(bool(getattr(m, "merged", False)) for m in model.modules())
         equal = torch.equal(tokens, expected)
         error = float((logits - expected_logits).abs().max() / expected_logits.abs().max())
-        del tokens, logits, model, inner, handle
+        del tokens, logits, model, inner, handle, adapted
         seen.append(
             {
                 "way": (weights, merge),
@@ -121,6 +157,7 @@ def equals_a_plain_model(fields=None, recipe="lossless", lora=False, ways=(("val
                 "cached": all(caches) and len(caches) == NEW_TOKENS,
                 "grown": living_bytes() - before,
                 "held": inside - before,
+                "direct": direct,
                 "merged_inside": merged,
                 "merged_after": any(getattr(m, "merged", False) for m in engine.module.modules()),
                 "hooks_are_back": hooks
@@ -150,6 +187,41 @@ def both(**options):
     alone = trains_alone(**options)
     same = all(torch.equal(alone["weights"][n], generated["weights"][n]) for n in alone["weights"])
     return generated | {"weights": None, "alone": alone["losses"], "same_weights": same}
+
+
+def changed_inside():
+    """Errors of logits with adapters that are changed inside the context, against a plain model's with the same."""
+    found = {}
+    engine, _ = engine_of({"frozen": frozen("nf4")}, "qlora", "several")
+    train(engine, 1)
+    plain = several_adapters(llama())
+    plain.load_state_dict(seen_weights(engine))
+    plain.eval()
+    for weights in ("values", "codes"):
+
+        def note(name, weights=weights, **more):
+            with torch.no_grad():
+                mine, theirs = (m(**prompts(), **more).logits for m in (engine.module, plain))
+            found[f"{weights}, {name}"] = float((mine - theirs).abs().max() / theirs.abs().max()), float(mine.sum())
+
+        with (
+            engine.module.disable_adapter(),
+            plain.disable_adapter(),
+            zeropp_fp8.generation(engine, weights=weights),
+        ):
+            note("disabled before")
+        with zeropp_fp8.generation(engine, weights=weights, merge_adapters=False) as model:
+            note("both")
+            note("each its own", adapter_names=["default", "__base__", "second"])
+            with model.disable_adapter(), plain.disable_adapter():
+                note("disabled")
+            for m in (model, plain):
+                m.set_adapter("second", inference_mode=True)
+            note("second")
+            for m in (model, plain):
+                m.base_model.set_adapter(["default", "second"], inference_mode=True)
+            note("both again")
+    return found
 
 
 def bytes_between_tokens(weights):

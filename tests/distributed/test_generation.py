@@ -52,8 +52,9 @@ def check(result, lora):
         assert way["cached"] and not way["training_inside"] and way["training_after"], way
         assert way["hooks_are_back"] and way["forwards_are_back"] and way["generate_is_back"], way
         assert way["grown"] == 0, way
-        merges = lora and way["way"][1] and way["chosen"] == "values"
+        merges = bool(lora) and way["way"][1] and way["chosen"] == "values"
         assert bool(way["merged_inside"]) == merges and not way["merged_after"], way
+        assert merges or way["direct"] == (0 if way["way"][0] == "sharded" else 2 * jobs.ADAPTERS[lora][1]), way
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -69,6 +70,34 @@ def test_equals_a_plain_model(name):
             assert codes["held"] < 0.35 * values["held"]
         elif "zeropp" in name or name in ("qlora", "int4, one node"):
             assert codes["held"] < 0.75 * values["held"]
+
+
+@pytest.mark.parametrize("lora", [name for name in jobs.ADAPTERS if isinstance(name, str)])
+def test_adapters(lora):
+    """Of several kinds, beside codes and values: the tokens of PEFT's own forward; DoRA's are PEFT's own."""
+    options = {**ENGINES["qlora"], "lora": lora, "zero_init": lora == "several"}
+    ways = (("values", False), ("codes", True), ("values", True))
+    # Merging DoRA leaves a norm of each weight in the layer, as PEFT does.
+    for result in run_two(jobs.both, ways=ways[: 2 if lora == "dora" else 3], **options):
+        check(result, lora)
+
+
+def test_adapters_in_bf16():
+    """One rounding less a layer than PEFT's."""
+    for result in run_two(jobs.both, dtype="bf16", ways=(("codes", True),), **{**ENGINES["qlora"], "lora": "several"}):
+        (way,) = result["ways"]
+        assert way["error"] < 0.02 and way["direct"] == 8 and way["grown"] == 0, way
+        assert result["losses"] == result["alone"] and result["same_weights"]
+
+
+def test_adapters_that_change_inside():
+    for found in run_two(jobs.changed_inside):
+        assert all(error < 1e-4 for error, _ in found.values()), found
+        assert found["codes, both"] == found["codes, both again"]
+        assert found["codes, disabled"] == found["codes, disabled before"]
+        assert (
+            len({round(found[f"codes, {name}"][1], 1) for name in ("both", "each its own", "disabled", "second")}) == 4
+        )
 
 
 @pytest.mark.parametrize("name", ["lossless", "qlora"])

@@ -1,5 +1,7 @@
 """Generation inside an engine that trains.
 
+layers.py    which layers are linear, or LoRA around a linear one, and nothing else
+adapters.py  such a LoRA layer in one forward
 resident.py  weights that stay on a rank: their values, or their codes
 context.py   the context: hooks aside, adapters merged, evaluation
 """

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.zero.generation.resident import ResidentCodes, ResidentValues, linear_layers
+from zeropp_fp8.zero.generation.adapters import direct_forward
+from zeropp_fp8.zero.generation.layers import linear_layers, lora_layers
+from zeropp_fp8.zero.generation.resident import ResidentCodes, ResidentValues
 from zeropp_fp8.zero.offload import ZeroppOffload
 
 WEIGHTS = ("auto", "values", "codes", "sharded")
@@ -52,7 +54,7 @@ def generation(engine, weights: str = "auto", merge_adapters: bool = True) -> It
             stack.enter_context(_hooks_aside(offload))
             if chosen is values:
                 stack.enter_context(_adapters_merged(layers))
-            stack.enter_context(_direct_linear_layers(module, chosen))
+            stack.enter_context(_direct_layers(module, chosen))
             stack.enter_context(_refusing_gradients(module))
         yield module
 
@@ -197,15 +199,17 @@ def _refusing_gradients(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _direct_linear_layers(module: nn.Module, resident: ResidentValues | ResidentCodes) -> Iterator[None]:
-    """Linear layers multiply with what is resident, and not through DeepSpeed's function or in FP8."""
-    layers = list(linear_layers(module))
+def _direct_layers(module: nn.Module, resident: ResidentValues | ResidentCodes) -> Iterator[None]:
+    """Linear layers, and LoRA around them, multiply with what is resident, not by DeepSpeed's function or in FP8."""
+    forwards = {layer: resident.linear(layer) for layer in linear_layers(module)}
+    forwards |= {layer: direct_forward(layer, resident.linear) for layer in lora_layers(module)}
+    forwards = {layer: forward for layer, forward in forwards.items() if forward is not None}
     try:
-        for layer in layers:
-            layer.forward = resident.linear(layer)
+        for layer, forward in forwards.items():
+            layer.forward = forward
         yield
     finally:
-        for layer in layers:
+        for layer in forwards:
             layer.__dict__.pop("forward", None)
 
 

@@ -7,17 +7,18 @@ layers' weights as they came over the wire. Both are what the training forward c
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zeropp_fp8.compute.linear import LowPrecisionLinear
 from zeropp_fp8.compute.products import READ_AS_NUMBERS
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.units import Unit
+from zeropp_fp8.zero.generation.adapters import Adapter, with_adapters
+from zeropp_fp8.zero.generation.layers import multipliable_weights
 
 _DECODED_UNITS = 2  # a block may consist of two units with codes: stored weights, and others that travel quantized
 
@@ -58,10 +59,10 @@ class _Resident:
             if not unit.persistent:
                 self.gatherer.release(unit)
 
-    def linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+    def linear(self, module: nn.Linear, adapters: Sequence[Adapter] = ()) -> Callable[[Tensor], Tensor]:
         """The forward of a linear layer whose weight is there: without DeepSpeed's autograd function around it."""
         weight, bias = module.weight.data, None if module.bias is None else module.bias.data
-        return lambda input: torch.ops.aten.linear(input, weight, bias)
+        return with_adapters(lambda input: torch.ops.aten.linear.default(input, weight, bias), adapters)
 
 
 class ResidentValues(_Resident):
@@ -129,23 +130,28 @@ class ResidentCodes(_Resident):
         self._decoded.clear()
         super().release()
 
-    def linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+    def linear(self, module: nn.Linear, adapters: Sequence[Adapter] = ()) -> Callable[[Tensor], Tensor]:
         """The forward of a linear layer."""
         param = dict.__getitem__(module._parameters, "weight")
         if id(param) not in self._unit_of:
-            return super().linear(module)
+            return super().linear(module, adapters)
         bias = None if module.bias is None else module.bias.data
-        unit, few_rows, multiply = self._unit_of[id(param)], 0, None
-        if self.gatherer.device.type == "cuda":
-            from zeropp_fp8.kernels.linear.quantized_linear import FEW_ROWS, quantized_linear
+        unit = self._unit_of[id(param)]
+        decoded = with_adapters(
+            lambda input: torch.ops.aten.linear.default(input, self._values_of(unit)[id(param)], bias), adapters
+        )
+        on_gpu = self.gatherer.device.type == "cuda"
+        weight = unit.quantized_weight(param, self._codes_of[id(unit)]) if on_gpu else None
+        if weight is None:
+            return decoded
+        from zeropp_fp8.kernels.linear.quantized_linear import FEW_ROWS, quantized_linear
 
-            weight = unit.quantized_weight(param, self._codes_of[id(unit)])
-            few_rows, multiply = (0, None) if weight is None else (FEW_ROWS, quantized_linear)
+        multiply = with_adapters(lambda input: quantized_linear(input, weight, bias), adapters)
+        most, dtype = FEW_ROWS * weight.shape[1], weight.dtype
 
         def forward(input: Tensor) -> Tensor:
-            if input.numel() <= few_rows * input.shape[-1] and input.dtype == weight.dtype:
-                return multiply(input, weight, bias)
-            return torch.ops.aten.linear(input, self._values_of(unit)[id(param)], bias)
+            few = input.numel() <= most and input.dtype == dtype
+            return multiply(input) if few else decoded(input)
 
         return forward
 
@@ -156,29 +162,3 @@ class ResidentCodes(_Resident):
                 self._decoded.popitem(last=False)
             values = self._decoded[id(unit)] = unit.decode_codes(self._codes_of[id(unit)])
         return values
-
-
-def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:
-    """Layers whose forward is that of a linear layer, and nothing else."""
-    for layer in module.modules():
-        plain = type(layer).forward in (nn.Linear.forward, LowPrecisionLinear.forward)
-        if plain and "forward" not in layer.__dict__ and "weight" in layer._parameters:
-            yield layer
-
-
-def multipliable_weights(module: nn.Module) -> set[int]:
-    """id of each weight that is read by the forward of one linear layer only.
-
-    A PEFT layer reads its adapters' weights. The weight of the layer within it, plain LoRA leaves to that layer; DoRA
-    and other adapters read it.
-    """
-    users = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
-    read = set()
-    for layer in module.modules():
-        if hasattr(layer, "get_base_layer"):
-            base = layer.get_base_layer()
-            is_lora = hasattr(layer, "lora_A") and not getattr(layer, "lora_variant", None)
-            read |= {id(m) for m in layer.modules() if m is not base or not is_lora}
-    layers = [layer for layer in linear_layers(module) if type(layer) is nn.Linear and id(layer) not in read]
-    weights = {id(dict.__getitem__(layer._parameters, "weight")) for layer in layers}
-    return {weight for weight in weights if users[weight] == 1}

@@ -1,0 +1,48 @@
+"""Layers that compute what their class says and nothing else: linear ones, and LoRA around them."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from zeropp_fp8.compute.linear import LowPrecisionLinear
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer's forward is that of a linear layer."""
+    plain = type(layer).forward in (nn.Linear.forward, LowPrecisionLinear.forward)
+    return plain and "forward" not in layer.__dict__ and "weight" in layer._parameters
+
+
+def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:
+    """Layers whose forward is that of a linear layer, and nothing else."""
+    return filter(is_linear, module.modules())
+
+
+def lora_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Layers whose forward is PEFT's LoRA around one layer, a linear one or transformers' Conv1D."""
+    lora = sys.modules.get("peft.tuners.lora.layer")  # a model that has such layers has imported it
+    for layer in module.modules() if lora is not None else ():
+        if type(layer).forward is lora.Linear.forward and "forward" not in layer.__dict__:
+            yield layer
+
+
+def multipliable_weights(module: nn.Module) -> set[int]:
+    """id of each weight that is read by the forward of one linear layer only.
+
+    A PEFT layer reads its adapters' weights. The weight of the layer within it, plain LoRA leaves to that layer; DoRA
+    and other adapters read it.
+    """
+    users = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
+    read = set()
+    for layer in module.modules():
+        if hasattr(layer, "get_base_layer"):
+            base = layer.get_base_layer()
+            is_lora = hasattr(layer, "lora_A") and not getattr(layer, "lora_variant", None)
+            read |= {id(m) for m in layer.modules() if m is not base or not is_lora}
+    layers = [layer for layer in linear_layers(module) if type(layer) is nn.Linear and id(layer) not in read]
+    weights = {id(dict.__getitem__(layer._parameters, "weight")) for layer in layers}
+    return {weight for weight in weights if users[weight] == 1}
