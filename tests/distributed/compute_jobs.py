@@ -54,12 +54,12 @@ def cast_and_gathered(**kwargs):
 
 def operands_are_the_payload(compute, node_size, fields=None):
     """Where the operands of forward and backward GEMMs lie, and what reading a weight's values gives meanwhile."""
-    from zeropp_fp8.compute import linear
+    from zeropp_fp8.compute import products
 
     engine = engine_of(compute, "fp8_e4m3", node_size, fields=fields or {})
     gatherer = engine.optimizer.gatherer
     seen = []
-    real = linear.matmul_nt
+    real = products.matmul_nt
 
     def watched(a, b, *args, **kwargs):
         buffers = [buffer for unit in gatherer.units for _, buffer in unit.lent]
@@ -68,11 +68,11 @@ def operands_are_the_payload(compute, node_size, fields=None):
         seen.append(b.codes.untyped_storage().data_ptr() in storages)
         return real(a, b, *args, **kwargs)
 
-    linear.matmul_nt = watched
+    products.matmul_nt = watched
     tokens = next(batches(1, dist.get_rank()))
     loss = engine(input_ids=tokens, labels=tokens).loss
     forward, seen = seen, []
-    linear.matmul_nt = real
+    products.matmul_nt = real
     reductions = count_reductions()
     engine.backward(loss)
     engine.step()
