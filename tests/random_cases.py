@@ -47,7 +47,9 @@ SECTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "compute": [{"scaling": "current"}, {"scaling": "delayed"}, {"evaluate_in": "high_precision"}],
 }
-QUANTIZED = ("zeropp", "zeropp-4bit", "fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "qlora", "fp8-lm-zeropp")
+QUANTIZED = ("zeropp", "zeropp-4bit", "fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "qlora")
+# Recipes that came later, and which one they take half of the places of: a longer list would draw all cases anew.
+INSTEAD_OF = {"fp8-lm": "fp8-lm-zeropp"}
 COMPUTES = ("fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "fp8-lm-zeropp")
 STATES = ("fp8-lm-o2", "fp8-lm", "fp8-lm-zeropp")  # these keep AdamW's states in low precision
 
@@ -212,6 +214,8 @@ def draw(seed: int, features: frozenset[str] = FEATURES) -> Case:
 
 def _draw(rng: random.Random, seed: int, features: frozenset[str]) -> Case:
     recipe = "lossless" if rng.random() < 0.5 else rng.choice(QUANTIZED)
+    if recipe in INSTEAD_OF and seed % 2:
+        recipe = INSTEAD_OF[recipe]
     computes = recipe in COMPUTES
     world = rng.choice((1, 1, 2, 2, 2, 2, 2, 2, 2, 4))
     stages = draw_stages(rng, features)
