@@ -4,9 +4,9 @@
     torchrun --nproc_per_node 4 -m benchmarks.bit_parity --device cpu --out bit_parity.json
 
 On GPUs over NCCL, on CPUs over gloo with a small model; an even number of ranks, one host. With more ranks than GPUs,
-ranks share them over gloo, which takes CUDA tensors: what streams and kernels do in nodes of several ranks, without as
-many GPUs. Every case builds an engine, trains it with `torch.use_deterministic_algorithms(True)`, eager attention and
-the seeds and data of all other cases, and destroys it.
+ranks share them, and NCCL takes each rank for a host of its own (2 ranks on one H200: 2 ms a collective): what streams
+and kernels do in nodes of several ranks, without as many GPUs. Every case builds an engine, trains it with
+`torch.use_deterministic_algorithms(True)`, eager attention and the seeds and data of all other cases, and destroys it.
 
     parity      fresh batches; losses and gradient norms of all steps and ranks and a hash of all weights (16-bit shards
                 and fp32 master shards of all ranks) must be those of another case, bit for bit: stock against itself,
@@ -403,6 +403,8 @@ def join(args):
     on_gpu = args.device == "cuda" or (args.device is None and torch.cuda.is_available())
     os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"
     gpus = torch.cuda.device_count() if on_gpu else 0
+    if on_gpu and gpus < int(os.environ["LOCAL_WORLD_SIZE"]):  # of one host NCCL wants a GPU for each rank
+        os.environ["NCCL_HOSTID"] = f"rank{os.environ['RANK']}"
     if on_gpu:  # DeepSpeed takes the device from there
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
@@ -412,7 +414,7 @@ def join(args):
         torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = args.fill_uninitialized
-    backend = "nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"  # NCCL wants a GPU for each rank
+    backend = "nccl" if on_gpu else "gloo"
     timeout = timedelta(seconds=GROUP_TIMEOUT)
     # torchrun keeps its store when it starts the ranks again: they must not read addresses of the ranks before.
     store, rank, world = next(dist.rendezvous("env://"))
