@@ -50,18 +50,20 @@ def _scaled(hardware: Hardware, field: str, log_factor: float) -> Hardware:
 def calibrate_machine(points: Sequence[MeasuredPoint], hardware: Hardware) -> Hardware:
     """The four constants of a GPU and its host, fitted to runs of one machine on one day.
 
-    First FSDP2 in one node, whose step is its blocks' Python or their computing; then what DeepSpeed adds, from all.
+    First methods that work by block, in one node: their step is the blocks' Python or their computing. Then what
+    DeepSpeed adds, from all.
 
     Raises:
-        PlanError: fewer than two points of FSDP2 in one node.
+        PlanError: fewer than two points of methods that work by block in one node.
     """
-    fsdp2 = [p for p in points if p.run == "fsdp2" and p.job.cluster.nodes == 1]
-    own = calibrate(fsdp2, hardware, ("host_per_block_ms", "achieved_tflops"))
+    by_block = [p for p in points if not method_named(p.run).host_by_tensor and p.job.cluster.nodes == 1]
+    own = calibrate(by_block, hardware, ("host_per_block_ms", "achieved_tflops"))
     return calibrate(points, own, ("host_per_tensor_ms", "host_per_gather_ms"))
 
 
 def calibrate(points: Sequence[MeasuredPoint], hardware: Hardware, fields: Sequence[str]) -> Hardware:
-    """Fit up to three rates or constants to measured points: least squares of the log ratio, by coordinate search.
+    """Fit up to three rates or constants to the steady of measured points: least squares of the log ratio, by coordinate
+    search.
 
     Args:
         hardware: where the search starts; the fields that are not named stay as they are.
@@ -75,6 +77,7 @@ def calibrate(points: Sequence[MeasuredPoint], hardware: Hardware, fields: Seque
         raise PlanError(f"hardware has no {unknown[0]!r}; fields are {', '.join(vars(hardware))}")
     if not 1 <= len(fields) <= MOST_FIELDS:
         raise PlanError(f"fit 1 to {MOST_FIELDS} fields at a time, got {len(fields)}")
+    points = [point for point in points if point.steady]
     if len(points) < len(fields):
         raise PlanError(f"{len(fields)} fields need at least as many measured points, got {len(points)}")
     zeros = [field for field in fields if getattr(hardware, field) == 0]
@@ -83,13 +86,10 @@ def calibrate(points: Sequence[MeasuredPoint], hardware: Hardware, fields: Seque
 
     best, misfit, step = hardware, _misfit(points, hardware), FIRST_STEP
     while step > LAST_STEP:
-        moved = False
-        for field in fields:
-            for log_factor in (step, -step):
-                trial = _scaled(best, field, log_factor)
-                trial_misfit = _misfit(points, trial)
-                if trial_misfit < misfit:
-                    best, misfit, moved = trial, trial_misfit, True
-        if not moved:
+        trials = [_scaled(best, field, log_factor) for field in fields for log_factor in (step, -step)]
+        found = min(trials, key=lambda trial: _misfit(points, trial))
+        if _misfit(points, found) < misfit:
+            best, misfit = found, _misfit(points, found)
+        else:
             step /= 2
     return best

@@ -8,6 +8,7 @@ from zeropp_fp8.plan.job import PlanError, require_at_least_zero, require_positi
 
 MICRO = 1e-6
 ABOVE_ZERO = ("intra_gbs", "memory_gbs", "achieved_tflops", "link_efficiency", "codec_efficiency")
+ABOVE_ZERO += ("matrix_tflops", "fp8_tflops")
 # Fields that are at most 1.
 SHARES = ("link_efficiency", "codec_efficiency", "overlap", "compiled_host", "compiled_compute", "adapter_host")
 
@@ -23,6 +24,7 @@ class Hardware:
             (src/graph/tuning.cc, hwLat, ring, Simple protocol: network 14.0, NVLink 3.4).
         optimizer_bytes: memory traffic of the update, bytes a parameter: fp32 AdamW reads gradient, master weight and
             two moments, writes three and the 16-bit weight, 30 in all.
+        matrix_tflops, fp8_tflops: a product alone, in 16 bits and in FP8; the same where the GPU has no FP8.
 
     Measured, or fitted with `calibrate`:
         achieved_tflops: TFLOP/s of a GPU in forward and backward passes, 16 bits.
@@ -31,6 +33,10 @@ class Hardware:
         compiled_host, compiled_compute: shares of a block's host time and of its computing that are left when
             torch.compile runs it, which fuses what is between its matrix products.
         adapter_host: host time of one LoRA adapter, as a share of its block's without adapters.
+        fp8_host: host time of a block's casts and scales in FP8 or MX, as a share of its block's in 16 bits.
+        reducer_host: the same of DeepSpeed's own reducer, which takes gradients tensor by tensor.
+        zero3_bytes, fp8_optimizer_bytes: memory traffic of a step that tokens do not change, bytes a parameter of the
+            shard: all of DeepSpeed's with fp32 AdamW, the update included, and with gradients and states in FP8.
         host_per_tensor_ms: what DeepSpeed's ZeRO-3 adds a step for each tensor it manages.
         host_per_gather_ms: what it adds a step for each unit it gathers, releases and reduces (hooks, handles).
         codec_efficiency: share of memory_gbs that quantizing and dequantizing reach, counted on the bytes that one
@@ -52,6 +58,20 @@ class Hardware:
     # 178 operations that are no views instead of 114 (0.08), and with 32 hidden units it takes 2.0 times as long on a
     # CPU (0.15).
     adapter_host: float = 0.11
+    # A linear layer of 8,192 tokens, the median of three shapes, "bf16" and "delayed" E4M3
+    # (benchmarks/results/fp8_linear/h200-1-local.json).
+    matrix_tflops: float = 774
+    fp8_tflops: float = 1350
+    # 1 x 1,024 tokens on 2 H200, NVLink, bound by the host: `fp8-lm` 245 ms, `zeropp` 150; without their updates 236 and
+    # 129 (benchmarks/results/before_after/h200-2-nvlink.json).
+    fp8_host: float = 0.83
+    # `lossless` with compiled blocks 127 ms, `zeropp` 101; not compiled and without the update 111
+    # (benchmarks/results/two_nodes/h200-2-nvlink-compiled.json).
+    reducer_host: float = 0.23
+    # `lossless` and `fp8-lm-o2` of 3.8 B parameters on one H200, 16 to 128 x 1,024 tokens, extended to none: 117 and
+    # 57 ms (benchmarks/results/fp8_lm_limits/h200-1-local-batch.json), the latter less casts of weights.
+    zero3_bytes: float = 132
+    fp8_optimizer_bytes: float = 57
     host_per_tensor_ms: float = 0.43
     host_per_gather_ms: float = 0.78
     codec_efficiency: float = 0.8
@@ -75,5 +95,5 @@ class Hardware:
 EMULATED_H200 = Hardware(intra_gbs=200, memory_gbs=4300, achieved_tflops=362, link_efficiency=0.995)
 H200 = replace(EMULATED_H200, link_efficiency=0.9)
 # Data sheet: NVLink 150 GB/s one way, memory 900 GB/s, 125 TFLOP/s; what training reaches of them is assumed.
-V100 = Hardware(intra_gbs=120, memory_gbs=800, achieved_tflops=60)
+V100 = Hardware(intra_gbs=120, memory_gbs=800, achieved_tflops=60, matrix_tflops=100, fp8_tflops=100)
 PRESETS = {"h200": H200, "emulated-h200": EMULATED_H200, "v100": V100}

@@ -90,6 +90,11 @@ class Model:
         return (self.parameters - self.embedding_parameters) / self.layers
 
     @property
+    def intermediate(self) -> float:
+        """Width between the matrices of the feed-forward, by SwiGLU's three beside four of attention."""
+        return max(self.block_parameters / self.hidden - 4 * self.hidden, 0) / 3
+
+    @property
     def units(self) -> int:
         """What is gathered at once with block granularity: the blocks, the input and the output embedding."""
         return self.layers + 2
@@ -103,6 +108,10 @@ class Model:
         """Floating point operations of one forward pass in products with weights: 2 a parameter and token. The input
         embedding is a look-up."""
         return 2 * tokens * (self.parameters - self.vocabulary * self.hidden)
+
+    def block_flop(self, tokens: float) -> float:
+        """Of these, what the blocks' linear layers take: without the head."""
+        return 2 * tokens * (self.parameters - self.embedding_parameters)
 
     def forward_flop(self, tokens: float, sequence: int) -> float:
         """Floating point operations of one forward pass over `tokens` tokens.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError, require_positive
 
@@ -25,18 +27,20 @@ ALIASES |= {"nf4-dq": "qlora", "nf4-dq-rank": "qlora-rank"}
 LORA = Lora(rank=16)
 OF_LORA = ("lora_step", "lora_memory", "lora_limits")  # values of "question"
 NOTHING_KEPT = ("lora_memory", "lora_limits", "fp8_lm_memory")  # ran with stage3_max_live_parameters 0
+UNSTEADY = 2.0
 OF_SEVERAL_MODELS = ("rlhf_step", "rlhf_limits")  # a step is an iteration of PPO
 
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """The median step time of one run."""
+    """The median step time of one run; `steady`: its slowest step took less than UNSTEADY times its fastest."""
 
     run: str
     job: Job
     step_s: float
     source: str = ""
     peak_bytes: float | None = None
+    steady: bool = True
 
     def __post_init__(self) -> None:
         require_positive(step_s=self.step_s)
@@ -175,7 +179,24 @@ def _point(row: dict, source: str) -> MeasuredPoint:
         lora=LORA if question in OF_LORA else None,
     )
     peak = row["peak_gib"] * 2**30 if row.get("peak_gib") else row.get("peak_bytes")
-    return MeasuredPoint(_run_name(row), job, row["step_ms"] / 1e3, source, peak)
+    steady = row.get("max_ms", 0) < UNSTEADY * row.get("min_ms", math.inf)
+    return MeasuredPoint(_run_name(row), job, row["step_ms"] / 1e3, source, peak, steady)
+
+
+def _over_rounds(points: list[tuple[str | None, MeasuredPoint]]) -> list[MeasuredPoint]:
+    """Rounds of one run, of one version of the code, as one point: median step time, largest peak."""
+    rounds: dict[tuple, list[MeasuredPoint]] = {}
+    for version, point in points:
+        rounds.setdefault((point.run, point.job, version), []).append(point)
+    return [
+        replace(
+            one[0],
+            step_s=median(point.step_s for point in one),
+            peak_bytes=max((point.peak_bytes for point in one if point.peak_bytes), default=None),
+            steady=all(point.steady for point in one),
+        )
+        for one in rounds.values()
+    ]
 
 
 def load_points(path: str | Path) -> list[MeasuredPoint]:
@@ -199,7 +220,8 @@ def _points_of(file: Path) -> list[MeasuredPoint]:
     try:
         if not _ran_on_gpu(result) or result.get("question") in OF_SEVERAL_MODELS:
             return []
-        return [_point(row, file.name) for row in _rows(result) if row.get("step_ms") and "run" in row]
+        rows = [row for row in _rows(result) if row.get("step_ms") and "run" in row]
+        return _over_rounds([(row.get("version"), _point(row, file.name)) for row in rows])
     except PlanError:
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:

@@ -1,9 +1,16 @@
 """Bytes a GPU holds, at the two moments that can be the peak: the end of the backward pass, and the optimizer step.
 
 Weights, optimizer states, gradients and the secondary shard are exact up to padding. Gathered blocks are a bound from
-the settings. Activations are rough (within a factor of about 1.5): 34 bytes a token, layer and hidden unit in 16 bits
-with fused attention (Korthikanti et al., arXiv 2205.05198, eq. 1 without the scores), and 10 bytes a token and word for
-the logits, their fp32 copy and its gradient. With LoRA they are the same: an adapter saves the input, which its frozen
+the settings. Activations are rough, those of a Llama with fused attention, counted tensor by tensor as Korthikanti et
+al. do (arXiv 2205.05198, section 4.1), for a token and layer and a hidden width h, intermediate width i:
+
+    16 bits      26 h + 8 i   8 h a norm (in fp32, as transformers writes it, normalized and scaled), 6 h of q, k and v,
+                              4 h of attention's result in two layouts, 2 i each of gate, up, SiLU and product
+    compiled     18 h + 6 i   4 h a norm; SiLU is computed again
+    FP8          15 h + 7 i   2 h a norm; what only linear layers read is a byte; in the first step, whose scales are not
+                              yet known, SwiGLU is not fused and keeps SiLU too
+
+and 10 bytes a token and word for the logits, their fp32 copy and its gradient. With LoRA they are the same: an adapter saves the input, which its frozen
 layer need not, and little more. Frozen weights have no gradients and no optimizer states. Memory that the CUDA context
 (about 0.5 GB), NCCL's buffers and the allocator's fragmentation take is not counted.
 """
@@ -16,17 +23,18 @@ from zeropp_fp8.plan.job import BYTES_16BIT, Job
 from zeropp_fp8.plan.methods import Method
 
 FP32_BYTES = 4
-ACTIVATION_BYTES = 34
 CHECKPOINT_BYTES = 2
 LOGIT_BYTES = 10
 SUB_GROUP = 1e9  # DeepSpeed's sub_group_size: parameters updated at once
 PREFETCHED_BLOCKS = 2
-TEMPORARIES = 1  # fp32 tensors of a sub-group's size that a torch optimizer needs beside the gradient
+# fp32 tensors of a sub-group's size in DeepSpeed's step, one of them its copy of the gradients; 1.7 were measured
+# (`zeropp`, benchmarks/results/two_nodes/h200-2-nvlink-compiled.json).
+UPDATE_COPIES = 2
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one GPU."""
+    """Bytes on one GPU; `late_gradients` are those not yet there when activations are at their largest."""
 
     weights: float
     states: float
@@ -35,6 +43,7 @@ class MemoryEstimate:
     gathered: float
     activations: float
     update: float
+    late_gradients: float
 
     @property
     def held(self) -> float:
@@ -44,13 +53,14 @@ class MemoryEstimate:
     @property
     def peak(self) -> float:
         """The larger of: end of the forward pass, with gathered blocks and activations; the optimizer step."""
-        return self.held + max(self.gathered + self.activations, self.update)
+        return self.held + max(self.gathered + self.activations - self.late_gradients, self.update)
 
 
-def activation_bytes(job: Job) -> float:
+def activation_bytes(method: Method, job: Job) -> float:
     """Saved for the backward pass of one micro-batch, logits included."""
     model = job.model
-    one_layer = ACTIVATION_BYTES * job.tokens * model.hidden
+    of_hidden, of_intermediate = (15, 7) if method.fp8_products else (18, 6) if method.compiled else (26, 8)
+    one_layer = job.tokens * (of_hidden * model.hidden + of_intermediate * model.intermediate)
     if job.checkpointing:
         layers = CHECKPOINT_BYTES * job.tokens * model.hidden * model.layers + one_layer
     else:
@@ -59,7 +69,8 @@ def activation_bytes(job: Job) -> float:
 
 
 def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
-    """What each part takes on one GPU; FSDP2 keeps fp32 parameters and gradients and no 16-bit copy of the shard."""
+    """What each part takes on one GPU; FSDP2 keeps fp32 parameters and gradients and no 16-bit copy of the shard, and
+    its gradients come into being in the backward pass of the first micro-batch."""
     model, cluster = job.model, job.cluster
     method.check(job)
     ranks, weights = method.state_ranks(job), method.weights(job)
@@ -69,9 +80,7 @@ def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
     if sharing is not None:
         copied = sum(part.numel * (part.code_bytes or method.secondary_bytes) for part in weights) / sharing
     gathered = method.kept_parameters(job) + PREFETCHED_BLOCKS * model.block_parameters
-    updated = min(shard, SUB_GROUP) if method.deepspeed else shard
-    # DeepSpeed makes an fp32 copy of the gradients of the sub-group it updates.
-    copies = TEMPORARIES if method.fp32_gradients else TEMPORARIES + 1
+    copies = method.deepspeed and not method.fused_update  # torch's fused AdamW updates in place
     gradient_bytes = method.stored_gradient_bytes
     if gradient_bytes is None:
         gradient_bytes = FP32_BYTES if method.fp32_gradients else BYTES_16BIT
@@ -84,6 +93,7 @@ def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
         gradients=gradient_bytes * shard + sums,
         secondary=copied,
         gathered=BYTES_16BIT * min(gathered, model.parameters),
-        activations=activation_bytes(job),
-        update=0.0 if method.fused_update else copies * FP32_BYTES * updated,
+        activations=activation_bytes(method, job),
+        update=UPDATE_COPIES * FP32_BYTES * min(shard, SUB_GROUP) if copies else 0.0,
+        late_gradients=0.0 if method.deepspeed or job.micro_batches > 1 else gradient_bytes * shard,
     )

@@ -18,6 +18,7 @@ SCALE_BYTES = 2  # one bf16 scale a block
 INT8_BLOCK_256 = 1 + SCALE_BYTES / 256
 INT8_BLOCK_128 = 1 + SCALE_BYTES / 128
 INT4_BLOCK_128 = 0.5 + SCALE_BYTES / 128
+MXFP8, MXFP4 = 1 + 1 / 32, 0.5 + 1 / 32  # a byte of scale a block of 32
 # DeepSpeed's own: fp32 scales, groups of up to 8,000 weights and of 2,048 gradients.
 IN_TREE_INT8 = 1 + 4 / 8000
 IN_TREE_INT4 = 0.5 + 4 / 2048
@@ -66,6 +67,10 @@ class Method:
         state_bytes: bytes a parameter of master weight and moments.
         fused_update: the optimizer reads gradients where they are and makes no fp32 copies.
         compiled: torch.compile runs the blocks.
+        cast_bytes: memory traffic of casting an operand for the products that read it, bytes an element; 0: the
+            blocks' linear layers compute in 16 bits.
+        fp8_products: they multiply at the rate of FP8; MX formats are multiplied in 16 bits.
+        reduces_by_tensor: DeepSpeed's reducer takes the gradients, although weights are gathered by block.
     """
 
     name: str
@@ -90,6 +95,9 @@ class Method:
     state_bytes: float = 12.0
     fused_update: bool = False
     compiled: bool = False
+    cast_bytes: float = 0.0
+    fp8_products: bool = False
+    reduces_by_tensor: bool = False
 
     @property
     def quantizes_weights(self) -> bool:
@@ -187,9 +195,14 @@ _OWN = {
     "host_by_tensor": False,
     "hops_overlap": True,
 }
+_LOSSLESS = {**_OWN, "reduces_by_tensor": True}
+# One pass reads 16 bits and writes codes in two layouts; MX blocks run along both axes, each a pass that writes 16 bits.
+_FP8_COMPUTE = {"cast_bytes": 2.0 + 2 * 1.0, "fp8_products": True}
+_MX_COMPUTE = {"cast_bytes": 2 * (2.0 + 2.0)}
 # FP8-LM's levels: gradients in FP8 on both levels and at rest; scales that all ranks share cost nothing.
 _FP8_LM = {
     **_OWN,
+    **_FP8_COMPUTE,
     "reduce": "two-level",
     "gradient_intra": 1.0,
     "gradient_inter": 1.0,
@@ -224,15 +237,17 @@ _EAGER = {
     for name, fields in {
         "stock": {},
         "stock-leaf": {"gathered_by": "block"},
-        "lossless": _OWN,
+        "lossless": _LOSSLESS,
         "zeropp": _zeropp(INT8_BLOCK_256),
         "zeropp-4bit": _zeropp(INT4_BLOCK_128),
         "zeropp-world": {**_zeropp(INT8_BLOCK_256), "sums_in_node": False},
         "zeropp-4bit-world": {**_zeropp(INT4_BLOCK_128), "sums_in_node": False},
+        "mxfp8": {**_zeropp(MXFP8), **_MX_COMPUTE, "gradient_intra": MXFP8, "gradient_inter": MXFP4},
+        "fp8-compute": {**_LOSSLESS, **_FP8_COMPUTE},
         "fp8-lm-o1": _FP8_LM,
         "fp8-lm-o2": {**_FP8_LM, **_FP8_STATES},
         "fp8-lm": {**_FP8_LM, **_FP8_STATES, "weight_bytes": 1.0, "backward_bytes": 1.0},
-        "fp8-lm-zeropp": {**_zeropp(1.0), **_FP8_STATES, "stored_gradient_bytes": 1 + 1 / 128},
+        "fp8-lm-zeropp": {**_zeropp(1.0), **_FP8_COMPUTE, **_FP8_STATES, "stored_gradient_bytes": 1 + 1 / 128},
         "in-tree": {**_QWZ, **_HPZ, **_QGZ},
         "in-tree-leaf": {**_QWZ, **_HPZ, **_QGZ, "gathered_by": "block"},
         "in-tree-qwz": _QWZ,

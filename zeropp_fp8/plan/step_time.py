@@ -11,6 +11,7 @@ time and the first block's gather or the last block's reduction. Forward and bac
 waits for the last gradient:
 
     step = forward + backward + optimizer
+    computing = operations / rate - operations of FP8 products * (1 / rate of 16 bits - 1 / rate of FP8)
     busy = max(computing + quantizing, host)           one third of the host's time is the forward pass, which
                                                        activation checkpointing runs again in the backward pass
     wire = bytes a node sends / link rate  and  bytes a GPU sends / rate within the node, at once (ring) or in turn
@@ -119,20 +120,49 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
     return forward, backward
 
 
+def cast_bytes(method: Method, job: Job) -> tuple[float, float]:
+    """Memory traffic of casting what the blocks' linear layers multiply, (forward, backward), bytes, checkpointing left
+    out: inputs forward (one cast for q, k, v and one for gate, up), gradients of outputs backward, and weights, of which
+    each pass makes the layout that it needs. Weights that arrive as codes are multiplied as they are.
+    """
+    model = job.model
+    hidden, intermediate = model.hidden, model.intermediate
+    weights = 0.0 if method.weight_bytes == 1 else (model.parameters - model.embedding_parameters) / 2
+    one_layer = job.tokens * model.layers
+    forward = one_layer * (3 * hidden + intermediate) + weights
+    backward = one_layer * (5 * hidden + 2 * intermediate) + weights
+    return method.cast_bytes * forward, method.cast_bytes * backward
+
+
 def host_seconds(method: Method, job: Job, hardware: Hardware) -> float:
     """Python and launches of one micro-batch, forward and backward."""
-    milliseconds = job.model.layers * hardware.host_per_block_ms * (hardware.compiled_host if method.compiled else 1)
+    share = hardware.compiled_host if method.compiled else 1
     if job.lora:
-        milliseconds *= 1 + hardware.adapter_host * job.lora.in_block(job.model)
+        share *= 1 + hardware.adapter_host * job.lora.in_block(job.model)
+    share += hardware.fp8_host if method.cast_bytes else 0
+    share += hardware.reducer_host if method.reduces_by_tensor else 0
+    milliseconds = job.model.layers * hardware.host_per_block_ms * share
     if method.host_by_tensor:
         milliseconds += job.model.tensors * hardware.host_per_tensor_ms
         milliseconds += method.gathers(job) * hardware.host_per_gather_ms
     return milliseconds / 1e3
 
 
-def computing_seconds(method: Method, flop: float, hardware: Hardware) -> float:
-    """The GPU's matrix products and what is between them."""
-    return flop / (hardware.achieved_tflops * 1e12) * (hardware.compiled_compute if method.compiled else 1)
+def computing_seconds(method: Method, flop: float, block_flop: float, hardware: Hardware) -> float:
+    """The GPU's matrix products and what is between them: all operations in 16 bits, less what products of the blocks
+    (`block_flop` operations of `flop`) save in FP8. What is between products takes as long."""
+    rate = hardware.achieved_tflops / (hardware.compiled_compute if method.compiled else 1)
+    seconds = flop / rate
+    if method.fp8_products:
+        # Products are no slower than all of the step, whatever rate is given or fitted.
+        in_16_bits = block_flop / max(rate, hardware.matrix_tflops)
+        seconds -= in_16_bits * (1 - hardware.matrix_tflops / hardware.fp8_tflops)
+    return seconds / 1e12
+
+
+def quantizing_seconds(num_bytes: float, hardware: Hardware) -> float:
+    """Of codecs and casts."""
+    return num_bytes / (hardware.memory_gbs * 1e9 * hardware.codec_efficiency)
 
 
 def _pass_time(wire: float, parts: dict[str, float], blocks: int, overlap: float) -> PassTime:
@@ -149,8 +179,8 @@ def _forward(method: Method, job: Job, hardware: Hardware, first: bool) -> PassT
     traffic = method.forward_traffic(job, first)
     parts = wire_parts(traffic, method.gathers(job), job, hardware)
     wire = _wire_seconds(traffic, parts)
-    parts[COMPUTE] = computing_seconds(method, job.forward_flop, hardware)
-    parts[QUANTIZING] = codec_bytes(method, job)[0] / (hardware.memory_gbs * 1e9 * hardware.codec_efficiency)
+    parts[COMPUTE] = computing_seconds(method, job.forward_flop, job.model.block_flop(job.tokens), hardware)
+    parts[QUANTIZING] = quantizing_seconds(codec_bytes(method, job)[0] + cast_bytes(method, job)[0], hardware)
     parts[HOST] = host_seconds(method, job, hardware) * FORWARD_SHARE
     return _pass_time(wire, parts, job.model.units, hardware.overlap)
 
@@ -162,8 +192,10 @@ def _backward(method: Method, job: Job, hardware: Hardware, last: bool) -> PassT
     wire = _wire_seconds(weights, gather) + _wire_seconds(gradients, reduce)
     parts = {name: gather[name] + reduce[name] for name in gather}
     again = 1 if job.checkpointing else 0  # the forward pass
-    parts[COMPUTE] = computing_seconds(method, job.backward_flop + again * job.forward_flop, hardware)
-    parts[QUANTIZING] = codec_bytes(method, job)[1] / (hardware.memory_gbs * 1e9 * hardware.codec_efficiency)
+    flop, block_flop = job.backward_flop + again * job.forward_flop, (2 + again) * job.model.block_flop(job.tokens)
+    parts[COMPUTE] = computing_seconds(method, flop, block_flop, hardware)
+    casts_forward, casts = cast_bytes(method, job)
+    parts[QUANTIZING] = quantizing_seconds(codec_bytes(method, job)[1] + casts + again * casts_forward, hardware)
     parts[HOST] = host_seconds(method, job, hardware) * (1 + (again - 1) * FORWARD_SHARE)
     return _pass_time(wire, parts, job.model.units, hardware.overlap)
 
@@ -171,7 +203,8 @@ def _backward(method: Method, job: Job, hardware: Hardware, last: bool) -> PassT
 def optimizer_seconds(method: Method, job: Job, hardware: Hardware) -> float:
     """The update is bound by memory: bytes a trained parameter of the shard over the copy bandwidth."""
     shard = job.trained_parameters / method.state_ranks(job)
-    return shard * hardware.optimizer_bytes / (hardware.memory_gbs * 1e9)
+    of_deepspeed = hardware.fp8_optimizer_bytes if method.fused_update else hardware.zero3_bytes
+    return shard * (of_deepspeed if method.deepspeed else hardware.optimizer_bytes) / (hardware.memory_gbs * 1e9)
 
 
 def estimate(method: Method, job: Job, hardware: Hardware) -> StepEstimate:
