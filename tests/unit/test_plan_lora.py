@@ -236,18 +236,32 @@ def test_lora_runs_are_met_within_15_percent(files, field, count):
 
 
 def test_the_page_says_how_well_it_fits():
-    """docs/planning.md: every line of its table, from the files it names."""
-    lines = re.findall(r"^\| (`.+`): (\d+)\b.* \| `(.+)` \| (\d+) % \|$", PAGE.read_text(), re.MULTILINE)
-    assert len(lines) == 10
+    """docs/planning.md: every line of its table, from the files it names. No result that the check reads is missing,
+    and no run is beyond 15 % but those that the page explains."""
+    lines = re.findall(r"^\| (`.+`): (\d+)\b.* \| (.+) \| (\d+) % \|$", PAGE.read_text(), re.MULTILINE)
+    beyond, checked = [], []
     for names, count, fields, largest in lines:
         files = [file for pattern in re.findall("`(.+?)`", names) for file in sorted(RESULTS.glob(f"{pattern}.json"))]
         points = [p for file in files for p in load_points(file) if p.run in METHODS]
-        if fields == "machine":
-            machine = calibrate_machine(points, EMULATED_H200)
-        else:
-            machine = calibrate(points, EMULATED_H200, fields.split(","))
-        errors = [100 * abs(residual.error) for residual in check(points, machine)]
-        assert (len(errors), round(max(errors))) == (int(count), int(largest)), names
+        machine = EMULATED_H200
+        if fields == "`machine`":
+            machine = calibrate_machine(points, machine)
+        elif fields != "nothing":
+            machine = calibrate(points, machine, fields.strip("`").split(","))
+        residuals = check(points, machine)
+        largest_found = round(max(100 * abs(residual.error) for residual in residuals))
+        assert (len(points), largest_found) == (int(count), int(largest)), names
+        beyond += [(r.point.source, r.point.run, r.point.job.tokens) for r in residuals if abs(r.error) > 0.15]
+        checked += files
+    assert sorted(beyond) == [
+        ("h200-1-local-sequence.json", "fp8-lm-o2", 8192),
+        ("h200-2-nvlink-compiled_zero3_linear.json", "lossless-compiled", 1024),
+        ("h200-2-nvlink-compiled_zero3_linear.json", "zeropp", 1024),
+        ("h200-2-nvlink-compiled_zero3_linear.json", "zeropp-compiled", 1024),
+    ]
+    assert sorted(checked) == [
+        file for file in sorted(RESULTS.rglob("*.json")) if any(p.run in METHODS for p in load_points(file))
+    ]
     unfitted = check([p for p in load_points(RESULTS) if p.job.lora and p.run in METHODS], EMULATED_H200)
     (said,) = re.findall(r"are modelled up to (\d+) % too fast", " ".join(PAGE.read_text().split()))
     assert round(-100 * min(residual.error for residual in unfitted)) == int(said)

@@ -124,7 +124,7 @@ def check_table(residuals: Sequence[Residual]) -> str:
         point = residual.point
         lines.append(
             f"{point.label:<46}{point.source:<24}{1e3 * point.step_s:>10.0f}{1e3 * residual.modelled_s:>10.0f}"
-            f"{100 * residual.error:>+8.1f}%"
+            f"{100 * residual.error:>+8.1f}%{'' if point.steady else '   unsteady: not fitted to'}"
         )
     worst = max(abs(residual.error) for residual in residuals)
     return "\n".join([*lines, f"largest error {100 * worst:.1f}% of {len(residuals)} points"])

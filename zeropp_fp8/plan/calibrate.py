@@ -62,8 +62,8 @@ def calibrate_machine(points: Sequence[MeasuredPoint], hardware: Hardware) -> Ha
 
 
 def calibrate(points: Sequence[MeasuredPoint], hardware: Hardware, fields: Sequence[str]) -> Hardware:
-    """Fit up to three rates or constants to the steady of measured points: least squares of the log ratio, by coordinate
-    search.
+    """Fit up to three rates or constants to measured points that are steady: least squares of the log ratio, by
+    coordinate search.
 
     Args:
         hardware: where the search starts; the fields that are not named stay as they are.

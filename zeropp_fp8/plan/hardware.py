@@ -62,8 +62,8 @@ class Hardware:
     # (benchmarks/results/fp8_linear/h200-1-local.json).
     matrix_tflops: float = 774
     fp8_tflops: float = 1350
-    # 1 x 1,024 tokens on 2 H200, NVLink, bound by the host: `fp8-lm` 245 ms, `zeropp` 150; without their updates 236 and
-    # 129 (benchmarks/results/before_after/h200-2-nvlink.json).
+    # 1 x 1,024 tokens on 2 H200, NVLink, bound by the host: `fp8-lm` 245 ms, `zeropp` 150; without their updates 236
+    # and 129 (benchmarks/results/before_after/h200-2-nvlink.json).
     fp8_host: float = 0.83
     # `lossless` with compiled blocks 127 ms, `zeropp` 101; not compiled and without the update 111
     # (benchmarks/results/two_nodes/h200-2-nvlink-compiled.json).

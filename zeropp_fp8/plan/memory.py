@@ -1,4 +1,4 @@
-"""Bytes a GPU holds, at the two moments that can be the peak: the end of the backward pass, and the optimizer step.
+"""Bytes a GPU holds, at the two moments that can be the peak: the end of the forward pass, and the optimizer step.
 
 Weights, optimizer states, gradients and the secondary shard are exact up to padding. Gathered blocks are a bound from
 the settings. Activations are rough, those of a Llama with fused attention, counted tensor by tensor as Korthikanti et
@@ -7,12 +7,13 @@ al. do (arXiv 2205.05198, section 4.1), for a token and layer and a hidden width
     16 bits      26 h + 8 i   8 h a norm (in fp32, as transformers writes it, normalized and scaled), 6 h of q, k and v,
                               4 h of attention's result in two layouts, 2 i each of gate, up, SiLU and product
     compiled     18 h + 6 i   4 h a norm; SiLU is computed again
-    FP8          15 h + 7 i   2 h a norm; what only linear layers read is a byte; in the first step, whose scales are not
-                              yet known, SwiGLU is not fused and keeps SiLU too
+    FP8          15 h + 7 i   2 h a norm; what only linear layers read is a byte; in the first step, whose scales are
+                              not yet known, SwiGLU is not fused and keeps SiLU too
 
-and 10 bytes a token and word for the logits, their fp32 copy and its gradient. With LoRA they are the same: an adapter saves the input, which its frozen
-layer need not, and little more. Frozen weights have no gradients and no optimizer states. Memory that the CUDA context
-(about 0.5 GB), NCCL's buffers and the allocator's fragmentation take is not counted.
+and 10 bytes a token and word for the logits, their fp32 copy and its gradient. With LoRA they are the same: an adapter
+saves the input, which its frozen layer need not, and little more. Frozen weights have no gradients and no optimizer
+states. Memory that the CUDA context (about 0.5 GB), NCCL's buffers and the allocator's fragmentation take is not
+counted.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ _OWN = {
     "hops_overlap": True,
 }
 _LOSSLESS = {**_OWN, "reduces_by_tensor": True}
-# One pass reads 16 bits and writes codes in two layouts; MX blocks run along both axes, each a pass that writes 16 bits.
+# A pass reads 16 bits and writes codes in two layouts. MX blocks run along both axes: two passes, which write 16 bits.
 _FP8_COMPUTE = {"cast_bytes": 2.0 + 2 * 1.0, "fp8_products": True}
 _MX_COMPUTE = {"cast_bytes": 2 * (2.0 + 2.0)}
 # FP8-LM's levels: gradients in FP8 on both levels and at rest; scales that all ranks share cost nothing.

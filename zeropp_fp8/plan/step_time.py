@@ -121,8 +121,10 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
 
 
 def cast_bytes(method: Method, job: Job) -> tuple[float, float]:
-    """Memory traffic of casting what the blocks' linear layers multiply, (forward, backward), bytes, checkpointing left
-    out: inputs forward (one cast for q, k, v and one for gate, up), gradients of outputs backward, and weights, of which
+    """Memory traffic of casting what the blocks' linear layers multiply, (forward, backward), bytes; checkpointing adds
+    the former to the latter.
+
+    Inputs forward (one cast for q, k, v and one for gate, up), gradients of outputs backward, and weights, of which
     each pass makes the layout that it needs. Weights that arrive as codes are multiplied as they are.
     """
     model = job.model
