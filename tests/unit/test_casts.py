@@ -352,9 +352,9 @@ def compile(kernel, launch, dtype="*bf16", aligned=True, ones=(), current=False,
         return
     form = Form(plain, transposed, largest, True, launch.tile_rows, launch.tile_columns)
     constants = {**BASE, "FORM": form, "CURRENT": current, "NORM": norm, "TILES": tiles}
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    constants = {name: value for name, value in constants.items() if name in kernel.jitted.arg_names}
     signature, attributes = {}, {}
-    for place, name in enumerate(kernel.arg_names):
+    for place, name in enumerate(kernel.jitted.arg_names):
         if name in constants or name in ones:
             signature[name] = "constexpr"
         else:
@@ -362,7 +362,7 @@ def compile(kernel, launch, dtype="*bf16", aligned=True, ones=(), current=False,
             if name != "num_partials" and (aligned or name not in ("rows", "columns")):
                 attributes[(place,)] = [["tt.divisibility", 16]]
     values = {**constants, **dict.fromkeys(ones, 1)}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+    source = ASTSource(fn=kernel.jitted, signature=signature, constexprs=values, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options())
     code = compiled.asm["ptx"]
     assert "fma.rn.f32" in code  # x * 0 + x

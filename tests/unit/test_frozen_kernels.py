@@ -147,9 +147,10 @@ LOADS = {{"nf4": "b32", "int4": "b32", "int8": "v2.b32", "fp8_e4m3": "v2.b32"}}
 for name in mine(("nf4", "nf4-double", "int4-double", "int8-double", "fp8_e4m3-double")):
     form = replace(KernelFormat.of(make(name)), native_fp8=CAPABILITY >= 89)
     constants = {{"LIMIT": 3.38e38, "FORMAT": form, "ALIGNED": True, "STARTS": 8}}
-    signature = {{a: "constexpr" if a in constants else POINTERS.get(a, "i32") for a in kernel.arg_names}}
-    attributes = {{(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if a not in constants}}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    names = kernel.jitted.arg_names
+    signature = {{a: "constexpr" if a in constants else POINTERS.get(a, "i32") for a in names}}
+    attributes = {{(i,): [["tt.divisibility", 16]] for i, a in enumerate(names) if a not in constants}}
+    source = ASTSource(fn=kernel.jitted, signature=signature, constexprs=constants, attrs=attributes)
     options = {{"num_warps": form.num_warps, "enable_fp_fusion": False}}
     code = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options).asm["ptx"]
     assert ".local" not in code and "fma.rn.f32" not in code and ".shared" not in code, name

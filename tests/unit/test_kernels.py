@@ -170,14 +170,14 @@ def compile(kernel, base, name, rounding="nearest", first=None, **constants):
     first = KernelFormat.of(make(first or name), form)
     form, first = (replace(each, native_fp8=CAPABILITY >= 89) for each in (form, first))
     num_warps = 4 if kernel is round_trip_kernel else form.num_warps
-    if "RANKS" in kernel.arg_names:
+    if "RANKS" in kernel.jitted.arg_names:
         tile = max(first, form, key=lambda form: form.sum_blocks)
         num_warps = tile.sum_warps
         form, first = form.with_tiles(tile.sum_blocks), first.with_tiles(tile.sum_blocks)
     constants = {{**BASE, "FORMAT": form, "FORMAT_IN": first, **constants}}
-    constants = {{name: value for name, value in constants.items() if name in kernel.arg_names}}
+    constants = {{name: value for name, value in constants.items() if name in kernel.jitted.arg_names}}
     signature, attributes = {{}}, {{}}
-    for place, argument in enumerate(kernel.arg_names):
+    for place, argument in enumerate(kernel.jitted.arg_names):
         if argument in constants:
             signature[argument] = "constexpr"
         elif argument == "inverse_ranks":
@@ -186,7 +186,7 @@ def compile(kernel, base, name, rounding="nearest", first=None, **constants):
             signature[argument] = base if argument in MATRICES else POINTERS.get(argument, "i32")
             if "seed" not in argument:
                 attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source = ASTSource(fn=kernel.jitted, signature=signature, constexprs=constants, attrs=attributes)
     options = {{"num_warps": num_warps, "enable_fp_fusion": False}}
     code = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options).asm["ptx"]
     what = kernel, constants

@@ -126,7 +126,7 @@ def compile(tensors="*bf16", capability=90, **changes):
     form = Form(**{name.lower(): value for name, value in constants.items() if name != "PASS"})
     constants = {"PASS": constants["PASS"], "FORM": form}
     signature, attributes = {}, {}
-    for place, argument in enumerate(adamw_kernel.arg_names):
+    for place, argument in enumerate(adamw_kernel.jitted.arg_names):
         if argument in constants:
             signature[argument] = "constexpr"
         elif argument.endswith("_ptr"):
@@ -134,7 +134,7 @@ def compile(tensors="*bf16", capability=90, **changes):
             attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[argument] = "i32" if "seed" in argument else "fp32"
-    source = ASTSource(fn=adamw_kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source = ASTSource(fn=adamw_kernel.jitted, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
     code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
     said = said_of(code)

@@ -222,11 +222,11 @@ POINTERS = {{"payload_ptr": "*u8", "rows_ptr": "*i32", "lookup_ptr": "*fp32", "m
 
 def compiled(kernel, constants, warps, aligned, **options):
     signature, attributes = {{}}, {{}}
-    for place, argument in enumerate(kernel.arg_names):
+    for place, argument in enumerate(kernel.jitted.arg_names):
         signature[argument] = "constexpr" if argument in constants else POINTERS.get(argument, "i32")
         if argument in POINTERS or (aligned and argument not in constants):
             attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source = ASTSource(fn=kernel.jitted, signature=signature, constexprs=constants, attrs=attributes)
     options = {{"num_warps": warps, "enable_fp_fusion": False, **options}}
     return triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options).asm["ptx"]
 

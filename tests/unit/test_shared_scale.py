@@ -272,16 +272,16 @@ def compile(kernel, base, name, **constants):
     constants = {{"ELEMENT": form.element, "FORMAT": form_of_sums if sums else form, "FORMAT_IN": form_of_sums,
                   "RANKS": 8, "ALIGNED": True, "NATIVE_FP8": CAPABILITY >= 89, "TILE": 1024, "TILES": 4,
                   "ACCUMULATE": False, **constants}}
-    constants = {{key: value for key, value in constants.items() if key in kernel.arg_names}}
+    constants = {{key: value for key, value in constants.items() if key in kernel.jitted.arg_names}}
     signature, attributes = {{}}, {{}}
-    for place, argument in enumerate(kernel.arg_names):
+    for place, argument in enumerate(kernel.jitted.arg_names):
         if argument in constants:
             signature[argument] = "constexpr"
         else:
             signature[argument] = base if argument == "base_ptr" else POINTERS.get(argument, "i32")
             if argument not in ("num_tiles", "inverse_ranks"):
                 attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source = ASTSource(fn=kernel.jitted, signature=signature, constexprs=constants, attrs=attributes)
     warps = form.sum_warps if sums else 4 if kernel is squares_kernel else form.num_warps
     code = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32),
                           options={{"num_warps": warps, "enable_fp_fusion": False}}).asm["ptx"]

@@ -187,6 +187,7 @@ class DelayedScaling(Scaling):
         self._known: set[int] = set()  # operands with a history
         self._recorded: AmaxHistory | None = None
         self._scale: Tensor | None = None  # fp32 [operands, 4], of which the first is used
+        self._entries: list[tuple[Tensor, Tensor]] = []  # views of the tables: an operand's scale and amax, fp32 [1]
 
     @property
     def _amax(self) -> Tensor | None:
@@ -200,30 +201,34 @@ class DelayedScaling(Scaling):
     @torch.inference_mode(False)  # what an evaluation in inference mode makes, training could not change
     def _place_tables(self, device: torch.device) -> None:
         """Make the tables, or let them follow the model."""
+        count = self._layers * len(ROLES)
         if self._recorded is not None:
             self._recorded.to(device)
             self._scale = self._scale.to(device)
-            return
-        count = self._layers * len(ROLES)
-        self._recorded = AmaxHistory(self.compute.amax_history, count, device, self.compute.amax_reduction)
-        self._scale = torch.ones(count, SCALE_STRIDE, device=device)
+        else:
+            self._recorded = AmaxHistory(self.compute.amax_history, count, device, self.compute.amax_reduction)
+            self._scale = torch.ones(count, SCALE_STRIDE, device=device)
+        # Made once: two views a cast cost the host as much as a launch.
+        self._entries = [(self._scale[index, :1], self._amax[index : index + 1]) for index in range(count)]
+
+    def _entry(self, index: int, device: torch.device, training: bool) -> tuple[Tensor, Tensor | None]:
+        """(scale, amax to record, in training) of an operand, fp32 [1] each."""
+        if not self._entries or self._scale.device != device:  # a copy, or moved, or a checkpoint was loaded
+            self._place_tables(device)
+        if training:
+            self._seen.add(index)
+        scale, amax = self._entries[index]
+        return scale, amax if training else None
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "_entries": []}
 
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
         index = layer * len(ROLES) + ROLES.index(role)
-        if self._amax is None or self._amax.device != matrix.device:  # moved, or a checkpoint was loaded
-            self._place_tables(matrix.device)
+        own_scale, amax = self._entry(index, matrix.device, training)
         if index in self._known:
-            scale = self._scale[index, :1]
-        if training:
-            self._seen.add(index)
-        return casts.cast_per_tensor(
-            matrix,
-            FP8_DTYPES[self.formats[role]],
-            scale=scale,
-            amax_out=self._amax[index : index + 1] if training else None,
-            plain=plain,
-            transposed=transposed,
-        )
+            scale = own_scale
+        return casts.cast_per_tensor(matrix, FP8_DTYPES[self.formats[role]], scale, amax, plain, transposed)
 
     def knows_input(self, layer: int) -> bool:
         """Whether a layer's input has a history, so that `swiglu_input` can be used."""
@@ -251,12 +256,7 @@ class DelayedScaling(Scaling):
 
     def _known_input(self, layer: int, device: torch.device, training: bool) -> tuple[Tensor, Tensor | None]:
         """(scale, amax to record, in training) of the input of a layer that has a history."""
-        index = layer * len(ROLES) + ROLES.index("activations")
-        if self._amax.device != device:
-            self._place_tables(device)
-        if training:
-            self._seen.add(index)
-        return self._scale[index, :1], self._amax[index : index + 1] if training else None
+        return self._entry(layer * len(ROLES) + ROLES.index("activations"), device, training)
 
     def end_step_bytes(self) -> int:
         return 0 if self._amax is None else self._amax.numel() * self._amax.element_size()
@@ -304,7 +304,7 @@ class DelayedScaling(Scaling):
         """
         self._known, self._seen = set(), set()
         device = self._amax.device if self._amax is not None else torch.device("cpu")
-        self._recorded = None
+        self._recorded, self._entries = None, []
         if not state:
             return
         operands = self._layers * len(ROLES)

@@ -31,9 +31,9 @@ optimizer/:
     adamw.py    a step of AdamW on master weights and moments in any format
     squares.py  sums of squares of FP8 codes
 
-`elements.py`, `mx_elements.py` and `nf4_levels.py` hold what all share. What computing calls is imported from these
-files, whose names are often those of their functions. Kernels are compiled by Triton when first used: no nvcc, no
-build step.
+`elements.py`, `mx_elements.py` and `nf4_levels.py` hold what all share; `launching.py` launches. What computing calls
+is imported from these files, whose names are often those of their functions. Kernels are compiled by Triton when first
+used: no nvcc, no build step.
 """
 
 from zeropp_fp8.kernels.wire.dequantize import dequantize

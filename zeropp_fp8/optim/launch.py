@@ -109,24 +109,23 @@ def kernel_step(
         width=width,
     )
     for step in ("first", "second") if per_tensor else ("only",):
-        with torch.cuda.device_of(segments.table):
-            adamw_kernel[(segments.num_tiles,)](
-                base,
-                given(grad_scales),
-                given(first_weight),
-                *quantities,
-                segments.tile_segments,
-                segments.table,
-                places.entries,
-                amax,
-                given(grad_scale),
-                *(constants[name] for name in CONSTANTS),
-                *((0, 0) if seed is None else (seed.low, seed.high)),
-                PASS=step,
-                FORM=form,
-                num_warps=NUM_WARPS,
-                enable_fp_fusion=False,
-            )
+        adamw_kernel[(segments.num_tiles,)](
+            base,
+            given(grad_scales),
+            given(first_weight),
+            *quantities,
+            segments.tile_segments,
+            segments.table,
+            places.entries,
+            amax,
+            given(grad_scale),
+            *(constants[name] for name in CONSTANTS),
+            *((0, 0) if seed is None else (seed.low, seed.high)),
+            PASS=step,
+            FORM=form,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
 
 
 def _places(segments: Segments, grads: list[Tensor | None] | None, weights: list[Tensor] | None) -> Places:

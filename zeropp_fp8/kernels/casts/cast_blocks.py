@@ -27,6 +27,7 @@ from zeropp_fp8.kernels.casts.matrices import (
     store_tile,
     tile_of_program,
 )
+from zeropp_fp8.kernels.launching import Kernel
 
 # A thread holds 64 values. Left alone, the compiler takes 153 registers a thread for blocks in both copies, and one
 # program would run on a multiprocessor at a time; with 128 (and 3 registers spilled) it is two.
@@ -43,6 +44,7 @@ def store_tile_scale(scale_ptr, scale, tile_row, tile_column, columns, scale_len
     tl.store(pointers, tl.where(place == 0, scale, 1.0), mask=place < count)
 
 
+@Kernel
 @triton.jit
 def cast_blocks_kernel(
     matrix_ptr,

@@ -28,6 +28,7 @@ from zeropp_fp8.kernels.casts.matrices import (
     tile_of_program,
     tiles,
 )
+from zeropp_fp8.kernels.launching import Kernel
 
 CAST = Launch(tile_rows=128, tile_columns=64, num_warps=4)
 # The amax pass writes 4 bytes for each row and column of its tiles, 1/32 of the bf16 elements it reads.
@@ -41,6 +42,7 @@ _ROWS_NUMEL = 4096
 _LARGEST_ROW = 16384
 
 
+@Kernel
 @triton.jit
 def tile_amax_kernel(
     matrix_ptr,
@@ -78,6 +80,7 @@ def scales_of_partials(
     tl.store(scale_ptr + index, scale_of_amax(amax, LARGEST), mask=index < count)
 
 
+@Kernel
 @triton.jit
 def scales_kernel(
     row_amax_ptr,
@@ -107,6 +110,7 @@ def scales_kernel(
             scales_of_partials(column_amax_ptr, scale_t_ptr, first, columns, partials, FORM.largest, SCALES, PARTIALS)
 
 
+@Kernel
 @triton.jit
 def cast_rows_kernel(
     matrix_ptr,
@@ -135,6 +139,7 @@ def cast_rows_kernel(
         store_tile(transposed_ptr, codes, first_column, first_row, columns, transposed_length)
 
 
+@Kernel
 @triton.jit
 def cast_whole_rows_kernel(
     matrix_ptr,
@@ -181,23 +186,22 @@ def cast_rows(
     if codes_t is not None:
         column_amax = _empty(matrix, triton.cdiv(rows, _AMAX_TILE), columns)
         scale_programs += triton.cdiv(columns, _SCALES)
-    with torch.cuda.device_of(matrix):
-        tile_amax_kernel[(tiles(rows, columns, _AMAX_TILE, _AMAX_TILE),)](
-            matrix, row_amax, column_amax, rows, columns, FORM=form, num_warps=_AMAX_WARPS
-        )
-        scales_kernel[(scale_programs,)](
-            row_amax,
-            column_amax,
-            matrix if scale is None else scale,
-            matrix if scale_t is None else scale_t,
-            rows,
-            columns,
-            FORM=form,
-            SCALES=_SCALES,
-            PARTIALS=_PARTIALS,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    tile_amax_kernel[(tiles(rows, columns, _AMAX_TILE, _AMAX_TILE),)](
+        matrix, row_amax, column_amax, rows, columns, FORM=form, num_warps=_AMAX_WARPS
+    )
+    scales_kernel[(scale_programs,)](
+        row_amax,
+        column_amax,
+        matrix if scale is None else scale,
+        matrix if scale_t is None else scale_t,
+        rows,
+        columns,
+        FORM=form,
+        SCALES=_SCALES,
+        PARTIALS=_PARTIALS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     launch_cast(cast_rows_kernel, CAST, (matrix,), codes, codes_t, (scale, scale_t))
 
 
@@ -206,18 +210,17 @@ def _cast_whole_rows(matrix: Tensor, codes: Tensor, scale: Tensor) -> None:
     # A row of the padded copy must fit, too: its length is at most the next power of two from 16 on.
     width = max(16, triton.next_power_of_2(columns))
     tile_rows = max(1, _ROWS_NUMEL // width)
-    with torch.cuda.device_of(matrix):
-        cast_whole_rows_kernel[(tiles(rows, 1, tile_rows, 1),)](
-            matrix,
-            codes.view(torch.uint8),
-            scale,
-            rows,
-            columns,
-            codes.shape[1],
-            FORM=Form.of(codes, None, tile_rows, width),
-            num_warps=max(4, tile_rows * width // 1024),
-            enable_fp_fusion=False,
-        )
+    cast_whole_rows_kernel[(tiles(rows, 1, tile_rows, 1),)](
+        matrix,
+        codes.view(torch.uint8),
+        scale,
+        rows,
+        columns,
+        codes.shape[1],
+        FORM=Form.of(codes, None, tile_rows, width),
+        num_warps=max(4, tile_rows * width // 1024),
+        enable_fp_fusion=False,
+    )
 
 
 def _empty(matrix: Tensor, *shape: int) -> Tensor:

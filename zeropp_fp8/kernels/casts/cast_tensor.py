@@ -26,6 +26,7 @@ from zeropp_fp8.kernels.casts.matrices import (
     store_tile,
     tile_of_program,
 )
+from zeropp_fp8.kernels.launching import Kernel
 
 # 128 codes of a row are a cache line of the transposed copy.
 CAST = Launch(tile_rows=128, tile_columns=64, num_warps=4)
@@ -36,6 +37,7 @@ _AMAX_TILE = 8192  # elements a program looks at before it goes on: 4 loads of 1
 _AMAX_WARPS = 8
 
 
+@Kernel
 @triton.jit
 def partial_amax_kernel(matrix_ptr, partials_ptr, numel, TILE: tl.constexpr):
     """Program p: the largest finite magnitude of tiles p, p + programs, p + 2 * programs ..."""
@@ -101,6 +103,7 @@ def cast_tile(
 
 
 # Scales and amaxes lie anywhere in the tables of a delayed scaling: specializing on it would compile the kernel twice.
+@Kernel
 @triton.jit(do_not_specialize=["num_partials"], do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
 def cast_tensor_kernel(
     matrix_ptr,
@@ -138,8 +141,7 @@ def partial_amax(matrix: Tensor) -> Tensor:
     """fp32 [n], n <= 512: their maximum is the largest finite magnitude of a contiguous bf16, fp16 or fp32 tensor."""
     programs = min(LARGEST_PARTIALS, triton.cdiv(matrix.numel(), _AMAX_TILE))
     partials = torch.empty(programs, dtype=torch.float32, device=matrix.device)
-    with torch.cuda.device_of(matrix):
-        partial_amax_kernel[(programs,)](matrix, partials, matrix.numel(), TILE=_AMAX_TILE, num_warps=_AMAX_WARPS)
+    partial_amax_kernel[(programs,)](matrix, partials, matrix.numel(), TILE=_AMAX_TILE, num_warps=_AMAX_WARPS)
     return partials
 
 

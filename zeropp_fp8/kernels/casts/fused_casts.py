@@ -28,6 +28,7 @@ from zeropp_fp8.kernels.casts.matrices import (
     tile_of_program,
 )
 from zeropp_fp8.kernels.elements import narrowed
+from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.wire.launch_tables import interpreted
 
 SWIGLU = Launch(tile_rows=128, tile_columns=64, num_warps=8)
@@ -36,6 +37,7 @@ _STATISTICS_WARPS = 4
 _LARGEST_PIECE = 4096  # elements of a row that a program holds: 32 a thread
 
 
+@Kernel
 @triton.jit(do_not_specialize=["eps"])
 def row_statistics_kernel(matrix_ptr, inverse_rms_ptr, columns, eps, PIECE: tl.constexpr):
     """One program: 1 / sqrt(mean of squares + eps) of one row."""
@@ -48,6 +50,7 @@ def row_statistics_kernel(matrix_ptr, inverse_rms_ptr, columns, eps, PIECE: tl.c
     tl.store(inverse_rms_ptr + row, tl.rsqrt(tl.sum(total, axis=0) / columns + eps))
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
 def fused_cast_kernel(
     first_ptr,
@@ -133,15 +136,14 @@ def rms_norm_cast(
     """
     rows, columns = matrix.shape
     inverse_rms = torch.empty(rows, dtype=torch.float32, device=matrix.device)
-    with torch.cuda.device_of(matrix):
-        row_statistics_kernel[(rows,)](
-            matrix,
-            inverse_rms,
-            columns,
-            eps,
-            PIECE=min(_LARGEST_PIECE, triton.next_power_of_2(columns)),
-            num_warps=_STATISTICS_WARPS,
-        )
+    row_statistics_kernel[(rows,)](
+        matrix,
+        inverse_rms,
+        columns,
+        eps,
+        PIECE=min(_LARGEST_PIECE, triton.next_power_of_2(columns)),
+        num_warps=_STATISTICS_WARPS,
+    )
     _launch(matrix, weight, inverse_rms, codes, codes_t, scale, amax_out, values)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from zeropp_fp8.kernels.elements import SMALLEST_SCALE, fp8_codes
+from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.wire.launch_tables import native_float8
 
 BLOCK = 128
@@ -160,7 +161,7 @@ def _form_of(plain: bool, transposed: bool, dtype: torch.dtype, device: torch.de
 
 
 def launch_cast(
-    kernel: triton.JITFunction,
+    kernel: Kernel,
     launch: Launch,
     inputs: tuple[Tensor, ...],
     codes: Tensor | None,
@@ -181,21 +182,20 @@ def launch_cast(
     rows, columns = like.shape
     plain, plain_length = code_bytes(codes, like)
     transposed, transposed_length = code_bytes(codes_t, like)
-    with torch.cuda.device_of(like):
-        kernel[(tiles(rows, columns, launch.tile_rows, launch.tile_columns),)](
-            *inputs,
-            plain,
-            transposed,
-            *(like if tensor is None else tensor for tensor in others),
-            rows,
-            columns,
-            plain_length,
-            transposed_length,
-            *lengths,
-            FORM=Form.of(codes, codes_t, launch.tile_rows, launch.tile_columns),
-            **constants,
-            **launch.options(),
-        )
+    kernel[(tiles(rows, columns, launch.tile_rows, launch.tile_columns),)](
+        *inputs,
+        plain,
+        transposed,
+        *(like if tensor is None else tensor for tensor in others),
+        rows,
+        columns,
+        plain_length,
+        transposed_length,
+        *lengths,
+        FORM=Form.of(codes, codes_t, launch.tile_rows, launch.tile_columns),
+        **constants,
+        **launch.options(),
+    )
 
 
 def tiles(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:
@@ -206,7 +206,7 @@ def tiles(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:
     """
     if max(rows, columns) > LARGEST_SIDE:
         raise ValueError(f"the kernels take matrices with sides up to {LARGEST_SIDE}, not {rows} x {columns}")
-    return triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns)
+    return -(-rows // tile_rows) * -(-columns // tile_columns)  # triton.cdiv takes 5 us
 
 
 def code_bytes(codes: Tensor | None, other: Tensor) -> tuple[Tensor, int]:

@@ -19,6 +19,7 @@ from zeropp_fp8.formats import MXFormat
 from zeropp_fp8.formats.base import check_encodable
 from zeropp_fp8.formats.noise import Seed, draw_seed
 from zeropp_fp8.kernels.elements import narrowed, uniform
+from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.mx_elements import mx_round, mx_scale_blocks, mx_scale_values, mx_times_scales
 from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
 
@@ -47,6 +48,7 @@ def round_tile(x, row, column, seed_low, seed_high, LIMIT: tl.constexpr, FORMAT:
 
 
 # Seeds are random: specializing on "divisible by 16" would compile the kernel twice.
+@Kernel
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def round_trip_kernel(
     matrix_ptr,
@@ -120,21 +122,20 @@ def round_trip(
     columns = matrix.new_empty(num_columns, num_rows) if along_columns else None
     if matrix.numel() == 0 or not (along_rows or along_columns):
         return rows, columns
-    with torch.cuda.device_of(matrix):
-        round_trip_kernel[(triton.cdiv(num_rows, SIDE) * triton.cdiv(num_columns, SIDE),)](
-            matrix,
-            matrix if rows is None else rows,
-            matrix if columns is None else columns,
-            num_rows,
-            num_columns,
-            seed.low,
-            seed.high,
-            ALONG_ROWS=along_rows,
-            ALONG_COLUMNS=along_columns,
-            LIMIT=torch.finfo(matrix.dtype).max,
-            FORMAT=KernelFormat.of(mx_format).on(matrix.device),
-            SIDE=SIDE,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=False,
-        )
+    round_trip_kernel[(triton.cdiv(num_rows, SIDE) * triton.cdiv(num_columns, SIDE),)](
+        matrix,
+        matrix if rows is None else rows,
+        matrix if columns is None else columns,
+        num_rows,
+        num_columns,
+        seed.low,
+        seed.high,
+        ALONG_ROWS=along_rows,
+        ALONG_COLUMNS=along_columns,
+        LIMIT=torch.finfo(matrix.dtype).max,
+        FORMAT=KernelFormat.of(mx_format).on(matrix.device),
+        SIDE=SIDE,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
     return rows, columns

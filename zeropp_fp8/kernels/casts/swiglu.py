@@ -16,12 +16,14 @@ from torch import Tensor
 
 from zeropp_fp8.kernels.casts.matrices import exponential
 from zeropp_fp8.kernels.elements import narrowed
+from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.wire.launch_tables import interpreted
 
 _TILE = 2048  # elements a program
 _WARPS = 4
 
 
+@Kernel
 @triton.jit
 def swiglu_backward_kernel(
     grad_ptr,
@@ -54,17 +56,16 @@ def swiglu_backward_kernel(
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of gate, gradient of up) of contiguous bf16, fp16 or fp32 tensors of one shape and dtype."""
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    with torch.cuda.device_of(gate):
-        swiglu_backward_kernel[(triton.cdiv(gate.numel(), _TILE),)](
-            grad,
-            gate,
-            up,
-            grad_gate,
-            grad_up,
-            gate.numel(),
-            INTERPRETED=interpreted(),
-            TILE=_TILE,
-            num_warps=_WARPS,
-            enable_fp_fusion=False,
-        )
+    swiglu_backward_kernel[(triton.cdiv(gate.numel(), _TILE),)](
+        grad,
+        gate,
+        up,
+        grad_gate,
+        grad_up,
+        gate.numel(),
+        INTERPRETED=interpreted(),
+        TILE=_TILE,
+        num_warps=_WARPS,
+        enable_fp_fusion=False,
+    )
     return grad_gate, grad_up

@@ -6,16 +6,17 @@ torch copies a transposed matrix element by element; here a tile goes through sh
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from zeropp_fp8.kernels.casts.matrices import Launch, load_tile, store_tile, tile_of_program, tiles
+from zeropp_fp8.kernels.launching import Kernel
 
 TRANSPOSE = Launch(tile_rows=128, tile_columns=128, num_warps=8)
 
 
+@Kernel
 @triton.jit
 def transpose_kernel(
     codes_ptr,
@@ -41,14 +42,13 @@ def transpose(codes: Tensor, transposed: Tensor) -> None:
     """
     rows, columns = codes.shape
     form = TRANSPOSE
-    with torch.cuda.device_of(codes):
-        transpose_kernel[(tiles(rows, columns, form.tile_rows, form.tile_columns),)](
-            codes,
-            transposed,
-            rows,
-            columns,
-            transposed.shape[1],
-            TILE_ROWS=form.tile_rows,
-            TILE_COLUMNS=form.tile_columns,
-            **form.options(),
-        )
+    transpose_kernel[(tiles(rows, columns, form.tile_rows, form.tile_columns),)](
+        codes,
+        transposed,
+        rows,
+        columns,
+        transposed.shape[1],
+        TILE_ROWS=form.tile_rows,
+        TILE_COLUMNS=form.tile_columns,
+        **form.options(),
+    )

@@ -27,6 +27,7 @@ from torch import Tensor
 from zeropp_fp8.formats import BlockScaledFormat
 from zeropp_fp8.formats.base import align_up
 from zeropp_fp8.kernels.elements import narrowed
+from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.linear.code_words import (
     SAFE_SCALE,
     halves_of,
@@ -355,6 +356,7 @@ def sums_of_bytes(x_ptr, weight, lookup_ptr, sizes, DTYPE: tl.constexpr, FORM: t
 
 
 # Compiled once a format and launch, not once a shape: what Triton would find out from sizes is said in the kernel.
+@Kernel
 @triton.jit(
     do_not_specialize=[
         "count",
@@ -578,22 +580,21 @@ def _launch(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Ten
     options = {"num_warps": launch.warps, "enable_fp_fusion": False}
     if torch.version.hip is None:
         options["maxnreg"] = launch.max_registers
-    with torch.cuda.device_of(rows):
-        quantized_linear_kernel[(triton.cdiv(outputs, 8 * launch.row_groups), triton.cdiv(count, 8 * launch.groups))](
-            rows,
-            weight.payload[:, weight.offset :],
-            weight.payload if order is None else order,
-            lookup_table(rows.device),
-            rows if bias is None else bias,
-            out,
-            count,
-            outputs,
-            columns,
-            weight.slice_numel,
-            weight.payload.stride(0),
-            weight.codes_start,
-            group_start,
-            group_start + 4 * triton.cdiv(blocks, SCALE_GROUP.value),
-            FORM=_form_of(wire_format, launch, times, rows.dtype, rows.device, order is not None, bias is not None),
-            **options,
-        )
+    quantized_linear_kernel[(triton.cdiv(outputs, 8 * launch.row_groups), triton.cdiv(count, 8 * launch.groups))](
+        rows,
+        weight.payload[:, weight.offset :],
+        weight.payload if order is None else order,
+        lookup_table(rows.device),
+        rows if bias is None else bias,
+        out,
+        count,
+        outputs,
+        columns,
+        weight.slice_numel,
+        weight.payload.stride(0),
+        weight.codes_start,
+        group_start,
+        group_start + 4 * triton.cdiv(blocks, SCALE_GROUP.value),
+        FORM=_form_of(wire_format, launch, times, rows.dtype, rows.device, order is not None, bias is not None),
+        **options,
+    )

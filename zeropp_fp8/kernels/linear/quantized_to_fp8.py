@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zeropp_fp8.kernels.casts.matrices import LARGEST_CODE, codes_of, numbers_of
 from zeropp_fp8.kernels.elements import narrowed
+from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
 from zeropp_fp8.kernels.wire.dequantize import decode_tile
 from zeropp_fp8.kernels.wire.launch_tables import KernelFormat, decodes, interpreted, lookup_table, native_float8
@@ -66,6 +67,7 @@ def fp8_tile(
         tl.store(codes_ptr + place, codes, mask=mask)
 
 
+@Kernel
 @triton.jit
 def quantized_to_fp8_kernel(
     payload_ptr,
@@ -163,27 +165,26 @@ def _launch(weight: QuantizedWeight, multiplier: Tensor, codes: Tensor) -> None:
     order = weight.row_of_slice
     slices = triton.cdiv(weight.numel, weight.slice_numel)
     tiles = triton.cdiv(min(weight.numel, weight.slice_numel), form.tile_blocks * form.block_size)
-    with torch.cuda.device_of(codes):
-        quantized_to_fp8_kernel[(tiles, slices)](
-            weight.payload[:, weight.offset :],
-            weight.payload if order is None else order,
-            lookup_table(codes.device),
-            multiplier,
-            codes,
-            weight.numel,
-            weight.shape[1],
-            codes.shape[1],
-            weight.slice_numel,
-            weight.wire_format.blocks(weight.slice_numel)[0],
-            weight.wire_format.code_bytes(weight.slice_numel),
-            weight.payload.stride(0),
-            DTYPE=_TRITON_DTYPES[weight.dtype],
-            LIMIT=torch.finfo(weight.dtype).max,
-            FORMAT=form,
-            ORDERED=order is not None,
-            PADDED=codes.shape[1] > weight.shape[1],
-            LARGEST=LARGEST_CODE[FLOAT8],
-            NATIVE_FP8=native_float8(codes.device),
-            num_warps=form.num_warps,
-            enable_fp_fusion=False,
-        )
+    quantized_to_fp8_kernel[(tiles, slices)](
+        weight.payload[:, weight.offset :],
+        weight.payload if order is None else order,
+        lookup_table(codes.device),
+        multiplier,
+        codes,
+        weight.numel,
+        weight.shape[1],
+        codes.shape[1],
+        weight.slice_numel,
+        weight.wire_format.blocks(weight.slice_numel)[0],
+        weight.wire_format.code_bytes(weight.slice_numel),
+        weight.payload.stride(0),
+        DTYPE=_TRITON_DTYPES[weight.dtype],
+        LIMIT=torch.finfo(weight.dtype).max,
+        FORMAT=form,
+        ORDERED=order is not None,
+        PADDED=codes.shape[1] > weight.shape[1],
+        LARGEST=LARGEST_CODE[FLOAT8],
+        NATIVE_FP8=native_float8(codes.device),
+        num_warps=form.num_warps,
+        enable_fp_fusion=False,
+    )

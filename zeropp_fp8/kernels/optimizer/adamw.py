@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, fp8_codes, narrowed, numbers_of, uniform
+from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.mx_elements import NAN_SCALE, SMALLEST_NORMAL, mx_scale_values, power_of_two
 
 TILE = 1024
@@ -420,6 +421,7 @@ def step_tile(
 
 
 # Seeds are random: specializing on "divisible by 16" would compile the kernel twice.
+@Kernel
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def adamw_kernel(
     grads_ptr,

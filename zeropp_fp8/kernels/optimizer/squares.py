@@ -14,11 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from zeropp_fp8.kernels.elements import numbers_of
+from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.wire.launch_tables import interpreted, native_float8
 
 _TILES = 4  # a program's, so that 4,096 elements are under way at once
 
 
+@Kernel
 @triton.jit
 def squares_kernel(
     codes_ptr,
@@ -43,15 +45,14 @@ def squares_of_tiles(codes: Tensor, element: str, tile: int) -> Tensor:
     num_tiles = codes.numel() // tile
     partial = torch.empty(num_tiles, dtype=torch.float32, device=codes.device)
     if num_tiles:
-        with torch.cuda.device_of(codes):
-            squares_kernel[(-(-num_tiles // _TILES),)](
-                codes,
-                partial,
-                num_tiles,
-                ELEMENT=element,
-                TILE=tile,
-                TILES=_TILES,
-                NATIVE_FP8=native_float8(codes.device) and not interpreted(),
-                enable_fp_fusion=False,
-            )
+        squares_kernel[(-(-num_tiles // _TILES),)](
+            codes,
+            partial,
+            num_tiles,
+            ELEMENT=element,
+            TILE=tile,
+            TILES=_TILES,
+            NATIVE_FP8=native_float8(codes.device) and not interpreted(),
+            enable_fp_fusion=False,
+        )
     return partial

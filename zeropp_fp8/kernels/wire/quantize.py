@@ -12,7 +12,6 @@ tensor's end count as zeros.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,6 +28,7 @@ from zeropp_fp8.kernels.elements import (
     store_some,
     uniform,
 )
+from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.mx_elements import mx_codes_of, mx_scale_blocks, pack_four_bits, store_six_bits
 from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
 
@@ -195,6 +195,7 @@ def load_tile(tensor_ptr, end, tile, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
 
 
 # Seeds are random: specializing on "divisible by 16" would compile the kernel twice.
+@Kernel
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def quantize_kernel(
     base_ptr,
@@ -269,19 +270,18 @@ def quantize(
     rows, row_bytes = payload.shape
     seed = seed or Seed(0, 0)
     form = segments.format
-    with torch.cuda.device_of(payload):
-        quantize_kernel[segments.grid(rows, form.tile_blocks)](
-            base,
-            payload,
-            slices,
-            tensors.entries,
-            segments.segments,
-            *((shared.encode, shared.amax, shared.counts[OF_GRADIENTS]) if shared else (None, None, None)),
-            row_bytes,
-            seed.low,
-            seed.high,
-            FORMAT=form,
-            ALIGNED=tensors.aligned,
-            num_warps=form.num_warps,
-            enable_fp_fusion=False,
-        )
+    quantize_kernel[segments.grid(rows, form.tile_blocks)](
+        base,
+        payload,
+        slices,
+        tensors.entries,
+        segments.segments,
+        *((shared.encode, shared.amax, shared.counts[OF_GRADIENTS]) if shared else (None, None, None)),
+        row_bytes,
+        seed.low,
+        seed.high,
+        FORMAT=form,
+        ALIGNED=tensors.aligned,
+        num_warps=form.num_warps,
+        enable_fp_fusion=False,
+    )

@@ -13,7 +13,6 @@ One pass: the mean lives in registers only. With 8 ranks of int8 and an int4 res
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.formats.shared_scale import OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
 from zeropp_fp8.kernels.elements import numbers_of, rotate
+from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.wire.dequantize import load_codes, load_quantized, load_unquantized, write_tile
 from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
 from zeropp_fp8.kernels.wire.quantize import segment_of_program, shared_codes, store_codes, store_tile
@@ -93,6 +93,7 @@ def mean_of_tiles(
 
 
 # Seeds are random: specializing on "divisible by 16" would compile the kernel twice.
+@Kernel
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def reduce_to_payload_kernel(
     received_ptr,
@@ -165,6 +166,7 @@ def write_mean(
         write_tile(mean, tensor_ptr, end, tile, ACCUMULATE, FORMAT, WHOLE)
 
 
+@Kernel
 @triton.jit
 def reduce_to_tensors_kernel(
     received_ptr,
@@ -231,25 +233,24 @@ def reduce_to_payload(
     ranks, rows, row_bytes_in = received.shape
     seed = seed or Seed(0, 0)
     tile = max(segments_in.format, segments_out.format, key=lambda f: f.sum_blocks)
-    with torch.cuda.device_of(payload):
-        reduce_to_payload_kernel[segments_in.grid(rows, tile.sum_blocks)](
-            received,
-            payload,
-            segments_in.segments,
-            segments_out.segments,
-            shared.counts[OF_PARTIAL_SUMS] if shared else None,
-            rows * row_bytes_in,
-            row_bytes_in,
-            payload.shape[1],
-            1.0 / ranks,
-            seed.low,
-            seed.high,
-            RANKS=ranks,
-            FORMAT_IN=segments_in.format.with_tiles(tile.sum_blocks),
-            FORMAT=segments_out.format.with_tiles(tile.sum_blocks),
-            num_warps=tile.sum_warps,
-            enable_fp_fusion=False,
-        )
+    reduce_to_payload_kernel[segments_in.grid(rows, tile.sum_blocks)](
+        received,
+        payload,
+        segments_in.segments,
+        segments_out.segments,
+        shared.counts[OF_PARTIAL_SUMS] if shared else None,
+        rows * row_bytes_in,
+        row_bytes_in,
+        payload.shape[1],
+        1.0 / ranks,
+        seed.low,
+        seed.high,
+        RANKS=ranks,
+        FORMAT_IN=segments_in.format.with_tiles(tile.sum_blocks),
+        FORMAT=segments_out.format.with_tiles(tile.sum_blocks),
+        num_warps=tile.sum_warps,
+        enable_fp_fusion=False,
+    )
 
 
 def reduce_to_tensors(
@@ -271,19 +272,18 @@ def reduce_to_tensors(
     """
     ranks, row_bytes = received.shape
     form = segments.format
-    with torch.cuda.device_of(received):
-        reduce_to_tensors_kernel[segments.grid(1, form.sum_blocks)](
-            received,
-            base,
-            tensors.entries,
-            segments.segments,
-            *((shared.decode, shared.counts[OF_RESULTS]) if shared else (None, None)),
-            row_bytes,
-            1.0 / ranks,
-            RANKS=ranks,
-            ACCUMULATE=accumulate,
-            FORMAT=form.with_tiles(form.sum_blocks),
-            ALIGNED=tensors.aligned,
-            num_warps=form.sum_warps,
-            enable_fp_fusion=False,
-        )
+    reduce_to_tensors_kernel[segments.grid(1, form.sum_blocks)](
+        received,
+        base,
+        tensors.entries,
+        segments.segments,
+        *((shared.decode, shared.counts[OF_RESULTS]) if shared else (None, None)),
+        row_bytes,
+        1.0 / ranks,
+        RANKS=ranks,
+        ACCUMULATE=accumulate,
+        FORMAT=form.with_tiles(form.sum_blocks),
+        ALIGNED=tensors.aligned,
+        num_warps=form.sum_warps,
+        enable_fp_fusion=False,
+    )
