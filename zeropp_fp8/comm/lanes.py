@@ -25,13 +25,12 @@ class Lane:
 
     def __enter__(self) -> Lane:
         if self.stream is not None:
-            self._context = torch.cuda.stream(self.stream)
-            self._context.__enter__()
+            self.stream.__enter__()  # torch.cuda.stream(self.stream) takes 10 us
         return self
 
     def __exit__(self, *exc) -> None:
         if self.stream is not None:
-            self._context.__exit__(*exc)
+            self.stream.__exit__(*exc)
 
     def after_current(self) -> None:
         """What is issued here from now on runs after all that the current stream has been given."""
