@@ -601,11 +601,13 @@ class QuantizedLinear:
         if out.numel():
             if rows.data_ptr() % 16:
                 rows = rows.clone()  # words of two numbers are loaded four at a time
-            reduced = rows
-            if lora is not None:
-                reduced = torch.mm(rows.to(lora.lora_A.dtype), self._reducing).to(lora.lora_B.dtype)  # under autocast
-            self.launch(rows, reduced, out)
+            self.launch(rows, rows if lora is None else self._reduced(rows, lora.lora_A.dtype), out)
         return out
+
+    def _reduced(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """x A^T in LoRA's dtype. `to` takes a microsecond also where there is nothing to do."""
+        reduced = torch.mm(rows if rows.dtype == dtype else rows.to(dtype), self._reducing)
+        return reduced if reduced.dtype == dtype else reduced.to(dtype)  # autocast has its own mind
 
     def launch(self, rows: Tensor, reduced: Tensor, out: Tensor) -> None:
         """Write the product of rows [M, K] to out [..., N]; `reduced`: x A^T [M, r], without LoRA anything."""
