@@ -318,7 +318,7 @@ def check_fp8(name):
     assert "st.global.v4.b32" in code and ".local" not in code
     assert "cvt.rn.satfinite.e4m3x2.f32" in code
 
-checks = [(check_linear, "int4", 1)]
+checks = [(check_lora, "int4", 1)]
 if CAPABILITY == 90:
     checks += [(check_linear, "int8", 1), (check_lora, "nf4-double", 32), (check_lora, "nf4-double", 8)]
     checks += [(check_fp8, "int4"), (check_fp8, "nf4-double")]

@@ -544,11 +544,12 @@ class Lora(NamedTuple):
 class QuantizedLinear:
     """A linear layer whose weight lies as codes, and LoRA beside it, by the kernel.
 
-    Made for up to 64 rows; more of them have the weight read and decoded again every 32 rows. For a few it takes two
-    launches with LoRA, one without, and it is made for being called again: Triton's own launch looks at every argument,
-    20 to 60 us of the host's time, for what never changes in a layer. Hence that is done once for each number of rows,
-    and from then on the kernel that it gave is handed addresses. Triton's launch is taken again where an address is no
-    multiple of 16, which kernels are compiled for, or where the layer's device is not the current one.
+    Made for up to 64 rows; more of them have the weight read and decoded again every 32 rows. It takes one launch, with
+    LoRA torch's product x A^T before it, and is made for being called again: Triton's own launch looks at every
+    argument for what never changes in a layer (`benchmarks.quantized_linear` shows the host's time). Hence that is done
+    once for each number of rows, and from then on the kernel that it gave is handed addresses, on the current stream.
+    Triton's launch is taken again where an address is no multiple of 16, which kernels are compiled for, or where the
+    layer's device is not the current one.
 
     Args:
         weight: [N, K] in int4, int8 or nf4, also with double-quantized scales, in any blocks that divide K. Blocks of a
