@@ -17,21 +17,25 @@ qlora-rank            codes that are on each rank anyway (secondary.scope "rank"
 A rollout is one call of `generate`. What is entered is timed by itself ("enter": weights are gathered and kept). Every
 run makes --tokens new tokens, those that gather for each token --slow-tokens; all ranks begin together. The time of a
 token is that of a rollout less that of one with a single new token, divided by the tokens between.
+
+What bounds it: "host" is how long Python takes to issue a token's forward pass, without `generate` around it; "kernels"
+how long the GPU computes in one, of so many "launches". --profile lists kernels and functions of one pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import profiling
 from benchmarks.harness.command import add_link, choose_runs, command, cut_into_nodes
 from benchmarks.harness.hf_llama import llama_config, sharded_llama
 from benchmarks.harness.lora import adamw, with_adapters
-from benchmarks.harness.measuring import Meter, random_tokens, timed
+from benchmarks.harness.measuring import Meter, host_ms, random_tokens, timed
 from benchmarks.harness.nodes import sent_bytes, set_rate_everywhere
 from benchmarks.harness.question import Question
 from benchmarks.harness.sizes import SIZES
@@ -104,6 +108,29 @@ def ready(run: str, engine) -> Iterator[nn.Module]:
         yield module
 
 
+def pass_of_a_token(model: nn.Module, prompt: Tensor) -> Callable[[], None]:
+    """The forward pass of a token behind a prompt, of one more at each call."""
+    with torch.no_grad():
+        cache = model(input_ids=prompt, use_cache=True).past_key_values
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(input_ids=prompt[:, -1:], past_key_values=cache, use_cache=True)
+
+    forward()
+    return forward
+
+
+def bounds(model: nn.Module, prompt: Tensor, device: torch.device, count: int) -> dict:
+    """What of a row says whether a token waits for the host or for the GPU, with the `count` largest parts of each."""
+    forward = pass_of_a_token(model, prompt)
+    found = {"host_ms": host_ms(forward, device)}
+    if device.type == "cuda":
+        profile = profiling.device_profile(forward, count)
+        found |= {"kernels_ms": profile["computing_ms"], "launches": profile["launches"], "device": profile}
+    return found | ({"host": profiling.host_profile(forward, count)} if count else {})
+
+
 def measure(run: str, args, device: torch.device) -> dict:
     """The row of a run."""
     if args.gbit is not None:
@@ -136,6 +163,7 @@ def measure(run: str, args, device: torch.device) -> dict:
     torch.distributed.barrier()
     sent = sent_bytes() - sent
     peak = meter.peak()
+    bounded_by = bounds(model, prompt, device, args.profile)
     left, _ = timed(stack.close, device)
     row = {
         "run": run,
@@ -150,6 +178,7 @@ def measure(run: str, args, device: torch.device) -> dict:
         "after_bytes": meter.bytes(),
         "peak_bytes": peak,
         "tx_bytes_per_node_token": sent / tokens if args.gbit is not None else None,
+        **bounded_by,
     }
     everyones = [None] * args.ranks
     torch.distributed.all_gather_object(everyones, row)
@@ -173,8 +202,9 @@ def show(result: dict) -> None:
     )
     print(
         f"{'':<14}{'ms a':>9}{'prompt':>9}{'enter':>9}{'leave':>8}{'kept':>8}{'at rest':>9}{'peak':>8}"
-        f"{'MB between':>12}{'x plain':>9}{'stock / it':>12}{'hpz / it':>10}\n"
-        f"{'':<14}{'token':>9}{'ms':>9}{'ms':>9}{'ms':>8}{'GiB':>8}{'GiB':>9}{'GiB':>8}{'a token':>12}"
+        f"{'MB between':>12}{'x plain':>9}{'stock / it':>12}{'hpz / it':>10}{'host':>8}{'kernels':>9}{'launches':>10}\n"
+        f"{'':<14}{'token':>9}{'ms':>9}{'ms':>9}{'ms':>8}{'GiB':>8}{'GiB':>9}{'GiB':>8}{'a token':>12}{'':31}"
+        f"{'ms':>8}{'ms':>9}"
     )
     for run, row in rows.items():
         against = [rows[name]["token_ms"] if name in rows else None for name in ("plain", "stock", "stock-hpz")]
@@ -187,7 +217,20 @@ def show(result: dict) -> None:
             + "".join(cell(value, 2, width=width) for value, width in zip(gib, (8, 9, 8)))
             + cell(sent, 1, 1e6, 12)
             + "".join(cell(value, 2, width=width) for value, width in zip(ratios, (9, 12, 10)))
+            + "".join(
+                cell(row.get(key), digits, width=width)
+                for key, digits, width in (("host_ms", 1, 8), ("kernels_ms", 1, 9), ("launches", 0, 10))
+            )
         )
+    for run, row in rows.items():
+        for title, entries in (
+            ("kernels", row.get("device", {}).get("kernels")),
+            ("CUDA calls of the host", row.get("device", {}).get("cuda_calls")),
+            ("Python functions by their own time, under cProfile", row.get("host", {}).get("functions")),
+        ):
+            if entries:
+                print(f"\n{run}: {title} of one token's forward pass")
+                profiling.show_top(entries)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -203,6 +246,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=whole(1), default=1, help="every other one backwards; the table has the fastest"
     )
+    parser.add_argument("--profile", type=whole(0), default=0, metavar="N", help="list N kernels and Python functions")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=on_gpu)
     args = parser.parse_args(argv)
     cut_into_nodes(args, parser)

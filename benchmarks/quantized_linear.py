@@ -9,8 +9,10 @@ on small shapes. Each result is checked against float64 first, and two runs agai
 
 A line says: microseconds, times as fast as torch's bf16 product of the same shape, GB/s of the weight's bytes (codes
 and scales, or bf16 numbers), and that as a share of the bytes a copy reads and writes in a second, measured in the same
-run. "decode" is what a layer does without the kernel: the dequantize kernel, then torch's product. The lines of FP8
-codes compare one pass with dequantize and cast.
+run. "decode" is what a layer does without the kernel: the dequantize kernel, then torch's product. "+ LoRA" is the
+product with an adapter of rank 16 in the same kernel, and "LoRA beside" the same with torch's operations after it. The
+lines of FP8 codes compare one pass with dequantize and cast. "host" is how long the host takes to issue a product
+outside of a graph, of a layer that is called again.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness.environment import describe
-from benchmarks.harness.measuring import milliseconds
+from benchmarks.harness.measuring import host_ms, milliseconds
 from benchmarks.harness.results import write_result
 from examples.options import new_file, several, whole
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
@@ -42,6 +44,8 @@ FORMATS = {
 }
 ORDER = (2, 0, 3, 1)  # slices of a weight, as 4 ranks send them
 FLOAT8 = torch.float8_e4m3fn
+RANK = 16
+CALLS = 200  # that the host issues at once, fewer than a GPU's queue holds
 CACHE = 1 << 28  # bytes that copies of a weight have at least: four times an H200's L2
 
 
@@ -111,9 +115,23 @@ def microseconds(work: Callable[[object], object], copies: Sequence, device: tor
     return 1e3 * milliseconds(graph.replay, device, repeats) / len(copies)
 
 
-def check(x: torch.Tensor, weight: QuantizedWeight, y: torch.Tensor) -> None:
-    """Against float64 of the same rounded numbers."""
+def host_microseconds(work: Callable[[object], object], copies: Sequence, device: torch.device) -> float:
+    """How long the host takes to issue `work` on one of several copies, after each of them was issued once."""
+
+    def often() -> None:
+        for i in range(CALLS):
+            work(copies[i % len(copies)])
+
+    for copy in copies:
+        work(copy)
+    return 1e3 * host_ms(often, device) / CALLS
+
+
+def check(x: torch.Tensor, weight: QuantizedWeight, y: torch.Tensor, lora=None) -> None:
+    """Against float64 of the same rounded numbers, or of those and an adapter."""
     wanted = x.double() @ weight.dequantize().double().t()
+    if lora is not None:
+        wanted += lora.scaling * (x.double() @ lora.lora_A.double().t() @ lora.lora_B.double().t())
     error = ((y.double() - wanted).norm() / wanted.norm()).item()
     if not error < 2**-8:
         raise SystemExit(f"{weight.wire_format} {weight.shape}: {x.shape[0]} rows are off by {error:.2e}")
@@ -128,14 +146,14 @@ def copy_bandwidth(device: torch.device, repeats: int) -> float:
 
 def measure(shapes: list[tuple[int, int]], counts: Sequence[int], device: torch.device, repeats: int) -> dict:
     """Rows of results, and the bandwidth they are compared with."""
-    from zeropp_fp8.kernels.linear.quantized_linear import quantized_linear
+    from zeropp_fp8.kernels.linear.quantized_linear import Lora, QuantizedLinear, quantized_linear
 
     copy = copy_bandwidth(device, repeats)
     print(f"copy {copy:.1f} GB/s")
     rows = []
 
-    def add(shape: tuple[int, int], count: int | None, name: str, us: float, num_bytes: float) -> None:
-        row = {"shape": f"{shape[0]}x{shape[1]}", "rows": count, "what": name, "us": us}
+    def add(shape: tuple[int, int], count: int | None, name: str, us: float, num_bytes: float, host_us=None) -> None:
+        row = {"shape": f"{shape[0]}x{shape[1]}", "rows": count, "what": name, "us": us, "host_us": host_us}
         row |= {"gb_per_s": num_bytes / us / 1e3, "share_of_copy": num_bytes / us / 1e3 / copy}
         base = {None: "fp8: dequantize, cast"}.get(count, "bf16")
         same = [r for r in rows if (r["shape"], r["rows"]) == (row["shape"], count) and r["what"].startswith(base)]
@@ -151,8 +169,22 @@ def measure(shapes: list[tuple[int, int]], counts: Sequence[int], device: torch.
             for _ in range(max(1, CACHE // size) if device.type == "cuda" else 1)
         ]
         xs = {count: torch.randn(count, shape[1], generator=generator, device=device).bfloat16() for count in counts}
+        lora = Lora(
+            (torch.randn(RANK, shape[1], generator=generator, device=device) * shape[1] ** -0.5).bfloat16(),
+            (torch.randn(shape[0], RANK, generator=generator, device=device) * 0.02).bfloat16(),
+            2.0,
+        )
+
+        def measured(work: Callable, copies: Sequence) -> tuple[float, float]:
+            return microseconds(work, copies, device, repeats), host_microseconds(work, copies, device)
+
+        def beside(layer: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
+            reduced = F.linear(x, lora.lora_A)  # noqa: B023
+            return torch.add(layer(x), F.linear(reduced, lora.lora_B), alpha=lora.scaling)  # noqa: B023
+
         for count, x in xs.items():
-            add(shape, count, "bf16", microseconds(lambda w: F.linear(x, w), plain, device, repeats), size)  # noqa: B023
+            us, host_us = measured(lambda w: F.linear(x, w), plain)  # noqa: B023
+            add(shape, count, "bf16", us, size, host_us)
         del plain
         for name in FORMATS:
             weights = Weights(shape, name, device)
@@ -162,8 +194,20 @@ def measure(shapes: list[tuple[int, int]], counts: Sequence[int], device: torch.
                 check(x, weights.weights[0], first)
                 if not torch.equal(first, quantized_linear(x, weights.weights[0])):
                     raise SystemExit(f"{name} {shape}: another result on another run")
-                us = microseconds(lambda w: quantized_linear(x, w), weights.weights, device, repeats)  # noqa: B023
-                add(shape, count, name, us, weights.bytes)
+                if device.type != "cuda":  # torch code
+                    us = microseconds(lambda w: quantized_linear(x, w), weights.weights, device, repeats)  # noqa: B023
+                    add(shape, count, name, us, weights.bytes)
+                    continue
+                plain_layers = [QuantizedLinear(w) for w in weights.weights]
+                with_lora = [QuantizedLinear(w, None, lora) for w in weights.weights]
+                check(x, weights.weights[0], with_lora[0](x), lora)
+                for what, work, layers in (
+                    (name, lambda layer: layer(x), plain_layers),  # noqa: B023
+                    (f"{name} + LoRA", lambda layer: layer(x), with_lora),  # noqa: B023
+                    (f"{name}, LoRA beside", lambda layer: beside(layer, x), plain_layers),  # noqa: B023
+                ):
+                    us, host_us = measured(work, layers)
+                    add(shape, count, what, us, weights.bytes, host_us)
             us = microseconds(lambda w: F.linear(x, decode(w)), weights.weights, device, repeats)  # noqa: B023
             add(shape, counts[-1], f"{name}, decode", us, weights.bytes)
             scale = casts.scale_of_amax(largest_magnitude(weights.weights[0]), FLOAT8)
@@ -189,6 +233,7 @@ def line(row: dict) -> str:
     return (
         f"{row['shape']:<14}{rows:<10}{row['what']:<34}{row['us']:>10.1f} us{row['speed_up']:>8.2f} x"
         f"{row['gb_per_s']:>10.1f} GB/s{100 * row['share_of_copy']:>7.1f} % of copy"
+        + ("" if row["host_us"] is None else f"{row['host_us']:>8.1f} us host")
     )
 
 

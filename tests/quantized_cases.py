@@ -7,9 +7,8 @@ from numerics import UNIT_ROUNDOFF
 
 from zeropp_fp8.compute import casts
 from zeropp_fp8.formats import make_format
-from zeropp_fp8.kernels.linear import quantized_linear as linear_module
 from zeropp_fp8.kernels.linear import quantized_to_fp8 as fp8_module
-from zeropp_fp8.kernels.linear.quantized_linear import quantized_linear
+from zeropp_fp8.kernels.linear.quantized_linear import Lora, QuantizedLinear, quantized_linear
 from zeropp_fp8.kernels.linear.quantized_to_fp8 import quantized_to_fp8
 from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight, largest_magnitude
 
@@ -87,20 +86,75 @@ def check_each_number(weight, rows=None, use_kernel=True):
     assert not differing, (weight.wire_format, weight.dtype, weight.shape, weight.slice_numel, differing[:5])
 
 
-def check_product(weight, x, bias=None, use_kernel=True):
-    """Against float64 of the same rounded numbers, to the error of fp32 sums and of rounding the result."""
+def lora_of(weight, rank, scaling=2.0, dtype=None, seed=5):
+    """An adapter whose product is as large as the weight's."""
+    (outputs, columns), dtype = weight.shape, dtype or weight.dtype
+    lora_A = normal(rank, columns, dtype=dtype, seed=seed)
+    lora_B = normal(outputs, rank, dtype=dtype, seed=seed + 1, scale=rank**-0.5 / scaling)
+    return Lora(lora_A.to(weight.device), lora_B.to(weight.device), scaling)
+
+
+def check_product(weight, x, bias=None, use_kernel=True, lora=None, layer=None):
+    """Against float64 of the same rounded numbers, to the error of fp32 sums and of rounding the result.
+
+    `lora`: x A^T is torch's. `layer`: the QuantizedLinear of all that, which may have been called before.
+    """
     outputs, columns = weight.shape
     values = on_cpu(weight).dequantize().double()
-    on_device = None if bias is None else bias.to(weight.device)
-    got = quantized_linear(x.to(weight.device), weight, on_device, use_kernel=use_kernel)
+    on_device, bias_on_device = x.to(weight.device), None if bias is None else bias.to(weight.device)
+    if lora is None and layer is None:
+        got = quantized_linear(on_device, weight, bias_on_device, use_kernel=use_kernel)
+    else:
+        got = (layer or QuantizedLinear(weight, bias_on_device, lora))(on_device)
     assert got.dtype == weight.dtype and got.shape == (*x.shape[:-1], outputs) and got.is_contiguous()
     x = x.cpu().double()
     wanted = x @ values.t() + (0 if bias is None else bias.double())
     sums = x.abs() @ values.abs().t() + wanted.abs()
+    if lora is not None:
+        rows = on_device.reshape(-1, columns).contiguous().clone()  # at an address that does not matter to torch
+        reduced = torch.mm(rows.to(lora.lora_A.dtype), lora.lora_A.t()).cpu().double()
+        lora_B = lora.lora_B.cpu().double()
+        wanted += (lora.scaling * reduced @ lora_B.t()).view(wanted.shape)
+        sums += (abs(lora.scaling) * reduced.abs() @ lora_B.abs().t()).view(wanted.shape)
     bound = UNIT_ROUNDOFF[weight.dtype] * wanted.abs() + 4 * columns**0.5 * 2.0**-24 * sums + 1e-30
     excess = ((got.cpu().double() - wanted).abs() / bound).max().item() if got.numel() else 0.0
-    assert excess <= 1, (weight.wire_format, weight.dtype, weight.shape, x.shape, excess)
+    assert excess <= 1, (weight.wire_format, weight.dtype, weight.shape, x.shape, lora and lora.lora_B.shape, excess)
     return got
+
+
+def check_lora_spoils(weight):
+    """NaN and overflow in LoRA: in B they spoil an output, in A or x all outputs of the rows that they meet."""
+    outputs, columns = weight.shape
+    x, places = normal(3, columns, dtype=weight.dtype).to(weight.device), range(3)
+    for place, value, wanted in (
+        ("lora_A", torch.nan, (places, range(outputs))),
+        ("lora_B", torch.nan, (places, [outputs - 1])),
+        ("x", torch.nan, ([1], range(outputs))),
+        ("lora_B", torch.inf, (places, [outputs - 1])),
+    ):
+        lora, some = lora_of(weight, 9), x.clone()
+        spoiled = some if place == "x" else getattr(lora, place)
+        spoiled[(1, 3) if place == "x" else (-1, 3)] = value
+        got = QuantizedLinear(weight, None, lora)(some).cpu()
+        expected = torch.zeros(3, outputs, dtype=torch.bool)
+        expected[torch.tensor(list(wanted[0]))[:, None], torch.tensor(list(wanted[1]))] = True
+        assert torch.equal(~got.isfinite(), expected), (place, value, weight.wire_format)
+
+
+def check_lora_beside_large_scales(wire_format, device=CPU):
+    """The sums of weights at the end of their dtype's range, which are made twice on a GPU, have LoRA's once."""
+    columns = wire_format.block_size * max(1, 128 // wire_format.block_size)
+    largest = torch.full((9, columns), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    weight = weight_of(largest, wire_format, 2, device=device)
+    lora, x = lora_of(weight, 5), torch.zeros(3, columns, dtype=torch.bfloat16, device=device)
+    x[:, 0] = 2.0**-100
+    lora = lora._replace(scaling=2.0**127)
+    got = QuantizedLinear(weight, None, lora)(x).double()
+    of_weight = x.double() @ on_cpu(weight).dequantize().double().to(device).t()
+    of_lora = lora.scaling * torch.mm(x, lora.lora_A.t()).double() @ lora.lora_B.double().t()
+    assert (of_lora.abs().amax(1) > of_weight.abs().amax(1) / 32).all()
+    bound = 2.0**-8 * (of_weight.abs() + of_lora.abs())
+    assert ((got - of_weight - of_lora).abs() <= bound).all(), (wire_format, got, of_weight, of_lora)
 
 
 def check_spoiled(weight_values, wire_format, slices, place, device=CPU, use_kernel=True):
@@ -134,9 +188,12 @@ def check_bounds(wire_format, device=CPU):
     longer = weight_of(normal(21, columns), wire_format, 1, device=device)
     weight = QuantizedWeight(longer.payload, 48, wire_format, longer.slice_numel, (9, columns), torch.bfloat16)
     x, multiplier = normal(3, columns).to(device), torch.ones(1, device=device)
+    with_lora = QuantizedLinear(weight, None, lora_of(weight, 5))
+    reduced = x @ with_lora.lora.lora_A.t()
     for size, launch in (
         (9 * columns, lambda out: fp8_module._launch(weight, multiplier, out.view(9, columns))),
-        (2 * 3 * 9, lambda out: linear_module._launch(x, weight, None, out.view(torch.bfloat16).view(3, 9))),
+        (2 * 3 * 9, lambda out: QuantizedLinear(weight).launch(x, x, out.view(torch.bfloat16).view(3, 9))),
+        (2 * 3 * 9, lambda out: with_lora.launch(x, reduced, out.view(torch.bfloat16).view(3, 9))),
     ):
         buffer = torch.full((size + 32768,), 77, dtype=torch.uint8, device=device)
         launch(buffer[:size])

@@ -20,17 +20,22 @@ def main():
     from peft import LoraConfig, get_peft_model
 
     import zeropp_fp8
+    from zeropp_fp8.kernels.linear.quantized_linear import QuantizedLinear
 
     zeropp_fp8.enable()
     deepspeed.init_distributed()
-    recipe, compute = sys.argv[1], sys.argv[2]
+    recipe, compute, dtype, adapters = sys.argv[1:]
     fields = {"compute": {"format": compute, "scaling": "current"}} if compute != "none" else {}
-    config = ds_config(section(recipe, ranks_per_node=1, **fields), "bf16")
+    config = ds_config(section(recipe, ranks_per_node=1, **fields), dtype)
     model = llama(layers=3, hidden=512, vocab=1024, intermediate=1024)
     if recipe == "qlora":
         torch.manual_seed(3)
         targets = ["q_proj", "v_proj", "down_proj"]
         model = get_peft_model(model, LoraConfig(r=8, target_modules=targets, init_lora_weights=False))
+        if adapters == "several":
+            second = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+            model.add_adapter("second", second)
+            model.base_model.set_adapter(["default", "second"])
     engine = make_engine(model, config)
     tokens = torch.randint(1024, (4, 32), generator=torch.Generator().manual_seed(1)).cuda()
 
@@ -45,11 +50,22 @@ def main():
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
+    def greedy(model):
+        return model.generate(input_ids=tokens, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+
+    multiplied, launch = [], QuantizedLinear.launch  # for each product with codes, whether LoRA was in its kernel
+
+    def watched(layer, *tensors):
+        multiplied.append(layer.lora is not None)
+        launch(layer, *tensors)
+
+    QuantizedLinear.launch = watched
     losses, found = [train() for _ in range(3)], {}
     for rows in (tokens, tokens[:, :1]):  # 128 rows are multiplied with decoded weights, 4 with codes
         engine.module.eval()
         with torch.no_grad():
             expected = engine.module(rows).logits.float()
+        expected_tokens = greedy(engine.module)
         engine.module.train()
         for weights, merge in (("values", False), ("values", True), ("codes", True), ("sharded", True)):
             before = memory()
@@ -57,9 +73,10 @@ def main():
                 held = memory() - before
                 with torch.no_grad():
                     logits = kept(rows).logits.float()
-                made = kept.generate(input_ids=tokens, max_new_tokens=8, do_sample=False, pad_token_id=0)
+                multiplied.clear()
+                made = greedy(kept)
                 error = float((logits - expected).norm() / expected.norm())
-                shape = list(made.shape)
+                shape, same = list(made.shape), torch.equal(made, expected_tokens)
                 del logits, made
             grown = memory() - before
             found[f"{weights}, {merge}, {rows.shape[1]}"] = {
@@ -67,6 +84,8 @@ def main():
                 "held": held,
                 "grown": grown,
                 "shape": shape,
+                "same_tokens": same,
+                "in_codes": [multiplied.count(False), multiplied.count(True)],
             }
     losses += [train() for _ in range(2)]
     print("RESULT " + json.dumps({"losses": losses, "found": found}))

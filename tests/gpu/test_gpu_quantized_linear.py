@@ -14,8 +14,11 @@ from quantized_cases import (
     check_each_number,
     check_fp8,
     check_largest,
+    check_lora_beside_large_scales,
+    check_lora_spoils,
     check_product,
     check_spoiled,
+    lora_of,
     make,
     normal,
     on_cpu,
@@ -25,7 +28,7 @@ from quantized_cases import (
 
 from zeropp_fp8.formats import make_format
 from zeropp_fp8.kernels.linear import quantized_linear as module
-from zeropp_fp8.kernels.linear.quantized_linear import Launch, quantized_linear
+from zeropp_fp8.kernels.linear.quantized_linear import Launch, QuantizedLinear, quantized_linear
 from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
 
 pytestmark = pytest.mark.gpu
@@ -68,6 +71,84 @@ def test_more_rows(name):
     for count in (9, 16, 17, 32, 33, 100):
         check_product(weight, normal(count, columns, seed=1), normal(67, seed=2, scale=50))
     check_each_number(weight_of(normal(67, columns_of(fmt, 200)), fmt, 2, device=CUDA))
+
+
+@pytest.mark.parametrize("name", ["nf4-double", "int4", "int8", "int8-3"])
+def test_lora(name):
+    """Ranks of any size in the same kernel; launched again, and with adapters that were written in the meantime."""
+    fmt = make(name)
+    weight = weight_of(normal(67, columns_of(fmt, 1500)), fmt, 4, device=CUDA)
+    bias = normal(67, seed=2, scale=50) if name == "int4" else None
+    every_launch = name == "nf4-double"  # each is compiled by itself
+    counts = (1, 8, 1, 16, 8, 20, 32, 16) if every_launch else (1, 8, 1, 16, 8)
+    for rank in (1, 4, 7, 8, 16, 64, 130)[: 7 if every_launch else 6]:
+        lora = lora_of(weight, rank, 0.3)
+        layer = QuantizedLinear(weight, None if bias is None else bias.to(CUDA), lora)
+        for count in counts:
+            first = check_product(weight, normal(count, weight.shape[1], seed=count), bias, lora=lora, layer=layer)
+            again = layer(normal(count, weight.shape[1], seed=count).to(CUDA))
+            assert torch.equal(first, again)
+        lora.lora_A.mul_(-2), lora.lora_B.add_(0.5)
+        check_product(weight, normal(8, weight.shape[1]), bias, lora=lora, layer=layer)
+        assert layer._compiled.keys() == set(counts)
+    check_lora_spoils(weight)
+    check_lora_beside_large_scales(fmt, CUDA)
+
+
+@pytest.mark.parametrize("dtype, of_lora", [("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16")])
+def test_lora_in_other_dtypes(dtype, of_lora):
+    weight = weight_of(normal(67, 1536, dtype=DTYPES[dtype]), make("nf4-double"), 4, device=CUDA)
+    for rank, count in ((3, 1), (16, 8), (16, 20), (130, 5)):
+        lora = lora_of(weight, rank, 1 / 3, DTYPES[of_lora])
+        check_product(weight, normal(count, 1536, dtype=DTYPES[dtype], seed=1), lora=lora)
+
+
+def test_lora_at_odd_addresses():
+    """B in the middle of a buffer, as gathered parameters lie; x that is copied to a multiple of 16."""
+    weight = weight_of(normal(67, 1536), make("nf4-double"), 4, device=CUDA)
+    lora = lora_of(weight, 5)
+    buffer = torch.empty(1 + lora.lora_B.numel(), dtype=torch.bfloat16, device=CUDA)
+    lora = lora._replace(lora_B=buffer[1:].view(67, 5).copy_(lora.lora_B))
+    layer, x = QuantizedLinear(weight, None, lora), normal(8, 1537, seed=1).to(CUDA)
+    for some in (x[:, :1536], x.view(-1)[1 : 1 + 8 * 1536].view(8, 1536), x[:4, 1:].view(2, 2, 1536)):
+        for _ in range(2):
+            check_product(weight, some, lora=lora, layer=layer)
+
+
+def test_lora_under_autocast():
+    """Which would have torch's part of the product in another dtype than the adapter's."""
+    weight = weight_of(normal(67, 512), make("nf4-double"), 4, device=CUDA)
+    lora, x = lora_of(weight, 16, 2.0, torch.float32), normal(8, 512, seed=1).to(CUDA)
+    layer = QuantizedLinear(weight, None, lora)
+    wanted = layer(x)
+    with torch.autocast("cuda", torch.bfloat16):
+        got = layer(x)
+    assert got.dtype == torch.bfloat16 and (got - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_other_streams():
+    """A kernel that is launched again runs on the stream that is current then."""
+    weight = weight_of(normal(1024, 4096), make("nf4-double"), 4, device=CUDA)
+    lora, x = lora_of(weight, 16), normal(8, 4096, seed=1).to(CUDA)
+    layer = QuantizedLinear(weight, None, lora)
+    wanted, stream = layer(x), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # 25 ms and more: what does not wait for it would read zeros
+        late = torch.zeros_like(x).copy_(x)
+        got = layer(late)
+    torch.cuda.synchronize()
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_current_device():
+    weight = weight_of(normal(67, 512), make("nf4-double"), 4, device=torch.device("cuda:1"))
+    lora, x = lora_of(weight, 16), normal(8, 512, seed=1)
+    layer = QuantizedLinear(weight, None, lora)
+    for device in (0, 1, 1, 0):
+        with torch.cuda.device(device):
+            check_product(weight, x, lora=lora, layer=layer)
 
 
 @pytest.mark.parametrize(
@@ -128,16 +209,20 @@ def test_graph_capture():
     weight = QuantizedWeight(
         first.payload.clone(), 48, fmt, first.slice_numel, (64, 512), torch.bfloat16, first.row_of_slice
     )
-    x = normal(3, 512, seed=2).to(CUDA)
-    quantized_linear(x, weight)
+    x, lora = normal(3, 512, seed=2).to(CUDA), lora_of(first, 16)
+    layers = QuantizedLinear(weight), QuantizedLinear(weight, None, lora)
+    for _ in range(2):
+        before = [layer(x) for layer in layers]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = quantized_linear(x, weight)
+        captured = [layer(x) for layer in layers]
     weight.payload.copy_(second.payload)
     weight.row_of_slice.copy_(second.row_of_slice)
-    x.mul_(2)
+    x.mul_(2), lora.lora_B.mul_(3)
     graph.replay()
-    assert torch.equal(y, quantized_linear(x, second))
+    wanted = quantized_linear(x, second), QuantizedLinear(second, None, lora)(x)
+    for y, other, old in zip(captured, wanted, before):
+        assert torch.equal(y, other) and not torch.equal(y, old)
 
 
 def test_weights_on_a_gpu():

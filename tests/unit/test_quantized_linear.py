@@ -22,6 +22,7 @@ from quantized_cases import (
     check_fp8,
     check_largest,
     check_spoiled,
+    lora_of,
     make,
     normal,
     weight_of,
@@ -30,7 +31,7 @@ from quantized_cases import (
 from zeropp_fp8.formats import make_format
 from zeropp_fp8.formats.nf4 import NF4_LEVELS
 from zeropp_fp8.kernels.linear import code_words
-from zeropp_fp8.kernels.linear.quantized_linear import Launch, launch_of, quantized_linear
+from zeropp_fp8.kernels.linear.quantized_linear import Launch, Lora, QuantizedLinear, launch_of, quantized_linear
 from zeropp_fp8.kernels.linear.quantized_to_fp8 import quantized_to_fp8
 from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight, can_multiply, largest_magnitude
 
@@ -62,6 +63,38 @@ for name, count, dtype in mine((
 print(done)
 """
     assert sum(map(int, run(script, interpret=True, processes=2).split())) == len(FORMATS) + 9
+
+
+def test_lora_in_the_interpreter():
+    """Any ranks, also beyond what a step of all warps takes; dtypes of adapters; scalings; few and many rows."""
+    script = """
+from quantized_cases import (
+    DTYPES, check_lora_beside_large_scales, check_lora_spoils, check_product, lora_of, make, normal, weight_of
+)
+
+for name, count, dtype, rank, of_lora, scaling in mine((
+    ("nf4-double", 1, "bf16", 16, "bf16", 2.0), ("nf4-double", 9, "bf16", 130, "bf16", 0.3),
+    ("nf4", 33, "bf16", 8, "bf16", -1.0), ("int4", 8, "bf16", 64, "fp32", 1 / 3), ("int4", 16, "fp16", 1, "fp16", 4.0),
+    ("int8", 2, "fp32", 7, "fp32", 1.7), ("int8-3", 3, "bf16", 4, "bf16", 2.0), ("int4-34", 17, "fp16", 17, "fp32", 2),
+    ("nf4-8", 5, "fp32", 129, "fp32", 0.5), ("int4-double", 4, "bf16", 3, "fp16", 2.0),
+)):
+    fmt = make(name)
+    columns = fmt.block_size * (512 // fmt.block_size)
+    weight = weight_of(normal(17, columns, dtype=DTYPES[dtype]), fmt, 6)
+    bias = normal(17, dtype=DTYPES[dtype], seed=2, scale=30) if count % 2 else None
+    x = normal(count, columns, dtype=DTYPES[dtype], seed=1)
+    check_product(weight, x, bias, lora=lora_of(weight, rank, scaling, DTYPES[of_lora]))
+for name in mine(("nf4-double", "int8-3", "int4")):
+    check_lora_spoils(weight_of(normal(18, 384), make(name), 3))
+    check_lora_beside_large_scales(make(name))
+if turn():
+    weight = weight_of(normal(9, 256), make("int4"), 2)
+    x = normal(6, 512, seed=1)
+    for some in (x[:, ::2], x.view(-1)[1:1537].view(6, 256), x[:, :256].reshape(2, 3, 256), x[0, :256], x[:0, :256]):
+        check_product(weight, some, lora=lora_of(weight, 4))
+print("done")
+"""
+    assert run(script, interpret=True, processes=2).split() == ["done"] * 2
 
 
 def test_slices_in_the_interpreter():
@@ -203,9 +236,13 @@ def test_inline_assembly(element, scale, clamp):
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles_without_a_gpu(capability):
-    """In the loops over codes: 16-byte loads of codes and x, tensor cores, and neither shared memory nor a barrier."""
+    """In the loops over codes: 16-byte loads of codes and x, tensor cores, and neither shared memory nor a barrier.
+
+    With LoRA they are the same loops, and no more registers are spilled.
+    """
     script = f"""
 import re
+import ptxas
 import triton
 import triton.language as tl
 from quantized_cases import make
@@ -218,12 +255,14 @@ from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
 
 CAPABILITY = {capability}
 POINTERS = {{"payload_ptr": "*u8", "rows_ptr": "*i32", "lookup_ptr": "*fp32", "multiplier_ptr": "*fp32",
-             "codes_ptr": "*u8", "x_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16"}}
+             "codes_ptr": "*u8", "x_ptr": "*bf16", "reduced_ptr": "*bf16", "bias_ptr": "*bf16", "lora_B_ptr": "*bf16",
+             "out_ptr": "*bf16"}}
+TYPES = {{**POINTERS, "scaling": "fp32"}}
 
 def compiled(kernel, constants, warps, aligned, **options):
     signature, attributes = {{}}, {{}}
     for place, argument in enumerate(kernel.jitted.arg_names):
-        signature[argument] = "constexpr" if argument in constants else POINTERS.get(argument, "i32")
+        signature[argument] = "constexpr" if argument in constants else TYPES.get(argument, "i32")
         if argument in POINTERS or (aligned and argument not in constants):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel.jitted, signature=signature, constexprs=constants, attrs=attributes)
@@ -238,16 +277,23 @@ def loops(code):
         if target and labels[target[1]] < i:
             yield "\\n".join(lines[labels[target[1]] : i + 1])
 
-def check_linear(name, count):
+def spilled(code):
+    return int(re.search(r"(\\d+) bytes spill stores", ptxas.said_of(code))[1])
+
+def check_lora(name, count):
+    plain, with_lora = (check_linear(name, count, steps) for steps in (0, 1))
+    assert spilled(with_lora) <= spilled(plain) + 16, (name, count, spilled(with_lora), spilled(plain))
+
+def check_linear(name, count, rank_steps=0):
     fmt = make(name)
     launch = launch_of(count, 4096)
     bits = fmt.element.bits
     scale = fmt.scale.name
     form = Form(
         element=fmt.name, scale=scale, pairs=16 // bits, pairing=pairing(fmt.name, scale), times=launch.times,
-        block=fmt.block_size * bits // 128 // launch.times, ordered=True, biased=True, limit=3.38e38, words=True,
-        ptx=True, settle=True, interpreted=False, warps=launch.warps, row_groups=launch.row_groups,
-        groups=launch.groups,
+        block=fmt.block_size * bits // 128 // launch.times, ordered=True, biased=True, rank_steps=rank_steps,
+        limit=3.38e38, words=True, ptx=True, settle=True, interpreted=False, warps=launch.warps,
+        row_groups=launch.row_groups, groups=launch.groups,
     )
     constants = dict(FORM=form)
     code = compiled(quantized_linear_kernel, constants, launch.warps, False, maxnreg=launch.max_registers)
@@ -260,6 +306,7 @@ def check_linear(name, count):
         assert loop.count("ld.global.v4.b32") == codes + x, (name, loop.count("ld.global.v4.b32"), codes, x)
         numbers = launch.times * launch.row_groups * 128 // bits
         assert loop.count("mma.sync") * 8 == numbers * launch.groups, (name, loop.count("mma.sync"))
+    return code
 
 def check_fp8(name):
     form = KernelFormat.of(make(name))
@@ -270,9 +317,9 @@ def check_fp8(name):
     assert "st.global.v4.b32" in code and ".local" not in code
     assert "cvt.rn.satfinite.e4m3x2.f32" in code
 
-checks = [(check_linear, "int4", 1)]
+checks = [(check_lora, "int4", 1)]
 if CAPABILITY == 90:
-    checks += [(check_linear, "int8", 1), (check_linear, "nf4-double", 32)]
+    checks += [(check_linear, "int8", 1), (check_lora, "nf4-double", 32), (check_lora, "nf4-double", 8)]
     checks += [(check_fp8, "int4"), (check_fp8, "nf4-double")]
 for check, *arguments in mine(checks):
     check(*arguments)
@@ -410,6 +457,21 @@ def test_what_products_refuse():
     ):
         with pytest.raises(error, match=message):
             quantized_linear(*arguments)
+    lora_A, lora_B, _ = lora_of(weight, 3)
+    for changed in (
+        (lora_A[:2], lora_B),
+        (lora_A[:, :32], lora_B),
+        (lora_A, lora_B[:3]),
+        (lora_A.float(), lora_B),
+        (lora_A.to("meta"), lora_B),
+        (lora_A, lora_B.t().contiguous().t()),
+    ):
+        with pytest.raises(
+            ValueError, match=r"LoRA must be A \[r, 64\] and B \[4, r\], contiguous, in one dtype on cpu"
+        ):
+            QuantizedLinear(weight, None, Lora(*changed, 1.0))
+    with pytest.raises(ValueError, match="has no gradient"):
+        QuantizedLinear(weight, None, Lora(lora_A, lora_B.clone().requires_grad_(), 1.0))(x)
     with torch.no_grad():
         assert not quantized_linear(x.clone().requires_grad_(), weight).requires_grad
     straddling = weight_of(normal(4, 48), make("int4-32"), 2)

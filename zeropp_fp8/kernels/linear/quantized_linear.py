@@ -1,6 +1,7 @@
-"""y = x @ W^T + bias with W as codes: a weight is read once, in 4 or 8 bits, and never stored in 16.
+"""y = x @ W^T + bias + LoRA with W as codes: a weight is read once, in 4 or 8 bits, and never stored in 16.
 
-    y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n],        w = decode(codes) rounded to the weight's dtype
+    y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n] + scaling * sum over r of (x A^T)[m, r] * B[n, r]
+    w = decode(codes) rounded to the weight's dtype,    x A^T rounded to A's    (https://arxiv.org/abs/2106.09685)
 
 Sums are fp32, over the same 16-bit numbers as those of `dequantize` and a matrix product, in another order. For few
 rows of x, as generation has them, the time is that of reading the weight.
@@ -8,15 +9,16 @@ rows of x, as generation has them, the time is that of reading the weight.
 A program makes 8 * ROW_GROUPS outputs for all rows of x. Its warps share the sum over k: in each step, a warp takes
 the next 4 spans of 16 or 32 bytes of codes of each of its weight rows, a thread one span a row. Numbers are decoded in
 the registers into which their codes were loaded, which are those that tensor cores read: the order of k in a product is
-free, so x is loaded in the order in which codes lie. There is no shared memory and no barrier but for the sum over
-warps at the end, in a fixed order: the same bits on every run. The codes of the next step are on their way while those
-of this one are multiplied.
+free, so x is loaded in the order in which codes lie. There is no shared memory and no barrier in the sum over k, only
+in that over warps at the end, in a fixed order: the same bits on every run. The codes of the next step are on their way
+while those of this one are multiplied. In LoRA's product the warps share the sum over r.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +54,7 @@ class Form:
         times: loads of 16 bytes that make a span of codes; 0: byte by byte.
         block: spans of a block; byte by byte its bytes.
         ordered, biased: whether there are an order of slices and a bias.
+        rank_steps: steps of 16 ranks a warp that LoRA's product takes; 0: no LoRA.
         limit: the largest finite number of the weight's dtype.
         words: numbers of x have 16 bits.
         ptx, settle: whether codes are decoded by PTX, and operands held as 16-bit numbers.
@@ -66,6 +69,7 @@ class Form:
     block: int
     ordered: bool
     biased: bool
+    rank_steps: int
     limit: float
     words: bool
     ptx: bool
@@ -355,10 +359,31 @@ def sums_of_bytes(x_ptr, weight, lookup_ptr, sizes, DTYPE: tl.constexpr, FORM: t
     return sums
 
 
+@triton.jit
+def sums_of_lora(lora, sizes, FORM: tl.constexpr):
+    """scaling * (x A^T) B^T as sums by warp, fp32 [WARPS, 8 * ROW_GROUPS, 8 * GROUPS]; a warp takes 16 ranks a step."""
+    reduced_ptr, lora_B_ptr, scaling, rank = lora
+    count, outputs, _ = sizes
+    WARPS: tl.constexpr = FORM.warps
+    STEPS: tl.constexpr = FORM.rank_steps
+    warp = tl.arange(0, WARPS)[:, None, None]
+    n = tl.program_id(0) * (8 * FORM.row_groups) + tl.arange(0, 8 * FORM.row_groups)[None, :, None]
+    m = tl.program_id(1) * (8 * FORM.groups) + tl.arange(0, 8 * FORM.groups)[None, None, :]
+    sums = tl.zeros((WARPS, 8 * FORM.row_groups, 8 * FORM.groups), tl.float32)
+    for step in tl.static_range(STEPS):
+        first = (step * WARPS + warp) * 16
+        left, right = first + tl.arange(0, 16)[None, None, :], first + tl.arange(0, 16)[None, :, None]
+        lora_B = tl.load(lora_B_ptr + (n.to(tl.int64) * rank + left), (n < outputs) & (left < rank), other=0.0)
+        reduced = tl.load(reduced_ptr + (m.to(tl.int64) * rank + right), (m < count) & (right < rank), other=0.0)
+        sums = product(lora_B, reduced, sums, FORM.interpreted)
+    return sums * scaling
+
+
 # Compiled once a format and launch, not once a shape: what Triton would find out from sizes is said in the kernel.
 @Kernel
 @triton.jit(
     do_not_specialize=[
+        "rank",
         "count",
         "outputs",
         "columns",
@@ -371,11 +396,15 @@ def sums_of_bytes(x_ptr, weight, lookup_ptr, sizes, DTYPE: tl.constexpr, FORM: t
 )
 def quantized_linear_kernel(
     x_ptr,
+    reduced_ptr,
+    out_ptr,
     payload_ptr,
     rows_ptr,
     lookup_ptr,
     bias_ptr,
-    out_ptr,
+    lora_B_ptr,
+    scaling,
+    rank,
     count,
     outputs,
     columns,
@@ -400,6 +429,8 @@ def quantized_linear_kernel(
             # scale is above 2^120 or NaN.
             if overflow:
                 sums, largest = sums_of_spans(x_ptr, weight, lookup_ptr, sizes, dtype, True, FORM)
+    if FORM.rank_steps:
+        sums += sums_of_lora((reduced_ptr, lora_B_ptr, scaling, rank), sizes, FORM)
     y = tl.sum(sums, axis=0)
     n = tl.program_id(0) * (8 * FORM.row_groups) + tl.arange(0, 8 * FORM.row_groups)
     m = tl.program_id(1) * (8 * FORM.groups) + tl.arange(0, 8 * FORM.groups)
@@ -472,6 +503,7 @@ def _form_of(
     device: torch.device,
     ordered: bool,
     biased: bool,
+    rank_steps: int,
 ) -> Form:
     bits, scale = wire_format.element.bits, wire_format.scale.name
     block_bytes = wire_format.block_size * bits // 8
@@ -484,6 +516,7 @@ def _form_of(
         block=block_bytes if times == 0 else block_bytes // (16 * times),
         ordered=ordered,
         biased=biased,
+        rank_steps=rank_steps,
         limit=torch.finfo(dtype).max,
         words=dtype.itemsize == 2,
         ptx=_has_ptx(device) and dtype == torch.bfloat16,
@@ -495,9 +528,119 @@ def _form_of(
     )
 
 
-def _check(input: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
-    outputs, columns = weight.shape
-    wire_format = weight.wire_format
+class Lora(NamedTuple):
+    """An adapter beside a weight [N, K], both matrices in one dtype: scaling * (x A^T) B^T.
+
+    Attributes:
+        lora_A: [r, K].
+        lora_B: [N, r], contiguous.
+        scaling: a factor.
+    """
+
+    lora_A: Tensor
+    lora_B: Tensor
+    scaling: float
+
+
+class QuantizedLinear:
+    """A linear layer whose weight lies as codes, and LoRA beside it, by the kernel.
+
+    Made for up to 64 rows; more of them have the weight read and decoded again every 32 rows. It takes one launch, with
+    LoRA torch's product x A^T before it. What never changes in a layer is looked at once.
+
+    Args:
+        weight: [N, K] in int4, int8 or nf4, also with double-quantized scales, in any blocks that divide K. Blocks of a
+            multiple of 16 bytes of codes, in slices of at least K elements, are fast; others are read byte by byte.
+        bias: [N] in the weight's dtype, or None.
+        lora: an adapter, in any dtype, or None. It is read where it lies: what is written there counts at once.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, blocks that do not divide K, another format, or sizes
+            beyond the kernel's.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None, lora: Lora | None = None) -> None:
+        _check_layer(weight, bias, lora)
+        self.weight, self.lora, self._bias = weight, lora, None if bias is None else bias.contiguous()
+        self._reducing = None if lora is None else lora.lora_A.t()
+        wire_format, payload = weight.wire_format, weight.payload[:, weight.offset :]
+        blocks = weight.slice_numel // wire_format.block_size
+        group_start = align_up(blocks)
+        self._fixed = (
+            payload,
+            payload if weight.row_of_slice is None else weight.row_of_slice,
+            lookup_table(weight.device),
+            payload if bias is None else self._bias,
+            payload if lora is None else lora.lora_B,
+            1.0 if lora is None else float(lora.scaling),
+            0 if lora is None else lora.lora_B.shape[1],
+        )
+        self._places = (
+            weight.slice_numel,
+            payload.stride(0),
+            weight.codes_start,
+            group_start,
+            group_start + 4 * triton.cdiv(blocks, SCALE_GROUP.value),
+        )
+        self._cuts: dict[int, tuple[tuple[int, int], dict]] = {}  # by rows of x
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """[..., K] in the weight's dtype -> [..., N]: summed in fp32 and rounded once, the same bits on every run.
+
+        Raises:
+            TypeError: the input has another dtype than the weight.
+            ValueError: a shape or device that does not fit, or a gradient that would be asked for.
+        """
+        weight, lora = self.weight, self.lora
+        _check_input(input, weight, self._bias, lora)
+        outputs, columns = weight.shape
+        rows = input.reshape(-1, columns).contiguous()
+        out = input.new_empty((*input.shape[:-1], outputs))
+        if out.numel():
+            if rows.data_ptr() % 16:
+                rows = rows.clone()  # words of two numbers are loaded four at a time
+            self.launch(rows, rows if lora is None else self._reduced(rows, lora.lora_A.dtype), out)
+        return out
+
+    def _reduced(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """x A^T in LoRA's dtype. `to` takes a microsecond also where there is nothing to do."""
+        reduced = torch.mm(rows if rows.dtype == dtype else rows.to(dtype), self._reducing)
+        return reduced if reduced.dtype == dtype else reduced.to(dtype)  # autocast has its own mind
+
+    def launch(self, rows: Tensor, reduced: Tensor, out: Tensor) -> None:
+        """Write the product of rows [M, K] to out [..., N]; `reduced`: x A^T [M, r], without LoRA anything."""
+        count = rows.shape[0]
+        if count not in self._cuts:
+            self._cuts[count] = self._cut(rows)
+        grid, constants = self._cuts[count]
+        quantized_linear_kernel[grid](
+            rows, reduced, out, *self._fixed, count, *self.weight.shape, *self._places, **constants
+        )
+
+    def _cut(self, rows: Tensor) -> tuple[tuple[int, int], dict]:
+        """(programs, constants of the kernel and Triton's options) for rows of x."""
+        weight, (count, columns), outputs = self.weight, rows.shape, self.weight.shape[0]
+        block_bytes = weight.wire_format.block_size * weight.wire_format.element.bits // 8
+        by_bytes = weight.slice_numel < columns or not _loads_of(block_bytes, 1)
+        launch = _SMALL if by_bytes or weight.dtype == torch.float32 else launch_of(count, outputs)
+        form = _form_of(
+            weight.wire_format,
+            launch,
+            0 if by_bytes else _loads_of(block_bytes, launch.times),
+            weight.dtype,
+            rows.device,
+            weight.row_of_slice is not None,
+            self._bias is not None,
+            0 if self.lora is None else triton.cdiv(self.lora.lora_B.shape[1], 16 * launch.warps),
+        )
+        constants = {"FORM": form, "num_warps": launch.warps, "enable_fp_fusion": False}
+        if torch.version.hip is None:
+            constants["maxnreg"] = launch.max_registers
+        return (triton.cdiv(outputs, 8 * launch.row_groups), triton.cdiv(count, 8 * launch.groups)), constants
+
+
+def _check_layer(weight: QuantizedWeight, bias: Tensor | None, lora: Lora | None) -> None:
+    (outputs, columns), wire_format = weight.shape, weight.wire_format
     if not can_multiply(wire_format):
         raise ValueError(f"a product with weights in the format {wire_format} is not there; dequantize it")
     if columns % wire_format.block_size:
@@ -505,96 +648,63 @@ def _check(input: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
             f"a product needs rows of whole blocks: {columns} inputs are no multiple of blocks of "
             f"{wire_format.block_size}"
         )
+    bits, slice_bytes = wire_format.element.bits, wire_format.payload_bytes(weight.slice_numel)
+    if max(slice_bytes, outputs * (columns * bits // 8) // 16) >= 2**31:
+        raise ValueError(
+            f"the kernel takes slices below 2^31 bytes and weights below 2^35, not {list(weight.shape)} in {bits} bits "
+            f"in slices of {slice_bytes} bytes"
+        )
+    if bias is not None and (bias.shape != (outputs,) or bias.dtype != weight.dtype or bias.device != weight.device):
+        raise ValueError(
+            f"the bias must be {weight.dtype} [{outputs}] on {weight.device}, not {bias.dtype} {list(bias.shape)} on "
+            f"{bias.device}"
+        )
+    if lora is None:
+        return
+    lora_A, lora_B, _ = lora
+    rank = lora_A.shape[0]
+    fits = lora_A.shape == (rank, columns) and lora_B.shape == (outputs, rank) and lora_B.is_contiguous()
+    if not fits or lora_A.dtype != lora_B.dtype or {lora_A.device, lora_B.device} != {weight.device}:
+        raise ValueError(
+            f"LoRA must be A [r, {columns}] and B [{outputs}, r], contiguous, in one dtype on {weight.device}, not "
+            f"{lora_A.dtype} {list(lora_A.shape)} on {lora_A.device} and {lora_B.dtype} {list(lora_B.shape)} with "
+            f"strides {lora_B.stride()} on {lora_B.device}"
+        )
+
+
+def _check_input(input: Tensor, weight: QuantizedWeight, bias: Tensor | None, lora: Lora | None) -> None:
     if input.dtype != weight.dtype:
         raise TypeError(f"the input is {input.dtype}, the weight stands for {weight.dtype}")
-    if input.dim() == 0 or input.shape[-1] != columns:
+    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"the input's last side must be {columns}, as the weight's {list(weight.shape)}, not {list(input.shape)}"
+            f"the input's last side must be {weight.shape[1]}, as the weight's {list(weight.shape)}, not "
+            f"{list(input.shape)}"
         )
     if input.device != weight.device:
         raise ValueError(f"the input is on {input.device}, the weight on {weight.device}")
-    if bias is not None and (bias.shape != (outputs,) or bias.dtype != input.dtype or bias.device != input.device):
-        raise ValueError(
-            f"the bias must be {input.dtype} [{outputs}] on {input.device}, not {bias.dtype} {list(bias.shape)} on "
-            f"{bias.device}"
-        )
-    if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (input, bias, *(lora or ())[:2]) if t is not None):
         raise ValueError("quantized_linear has no gradient: call it under torch.no_grad()")
 
 
 def quantized_linear(
     input: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, use_kernel: bool | None = None
 ) -> Tensor:
-    """A linear layer whose weight lies as codes.
-
-    Made for up to 64 rows; more of them have the weight read and decoded again every 32 rows.
+    """`QuantizedLinear` for one call.
 
     Args:
         input: [..., K] in the weight's dtype.
-        weight: [N, K] in int4, int8 or nf4, also with double-quantized scales, in any blocks that divide K. Blocks of a
-            multiple of 16 bytes of codes, in slices of at least K elements, are fast; others are read byte by byte.
-        bias: [N] in the same dtype, or None.
+        weight, bias: as there.
         use_kernel: the Triton kernel instead of torch operations, which decode the whole weight; None: on a GPU.
 
     Returns:
-        [..., N] in the same dtype: x @ W^T + bias, summed in fp32 and rounded once (by torch operations: as
-        torch.nn.functional.linear does). By the kernel, the same bits on every run.
+        [..., N] in the same dtype: x @ W^T + bias (by torch operations rounded as torch.nn.functional.linear does).
 
     Raises:
-        TypeError: the input has another dtype than the weight.
-        ValueError: shapes or devices that do not fit, blocks that do not divide K, another format, or a gradient that
-            would be asked for.
+        TypeError, ValueError: as there.
     """
-    _check(input, weight, bias)
-    outputs, columns = weight.shape
-    if columns == 0 or not (input.device.type == "cuda" if use_kernel is None else use_kernel):
-        with torch.no_grad():
-            return F.linear(input, weight.dequantize(), bias)
-    rows = input.detach().reshape(-1, columns).contiguous()
-    out = rows.new_empty(rows.shape[0], outputs)
-    if out.numel():
-        if rows.data_ptr() % 16:
-            rows = rows.clone()  # words of two numbers are loaded four at a time
-        _launch(rows, weight, None if bias is None else bias.contiguous(), out)
-    return out.view(*input.shape[:-1], outputs)
-
-
-def _launch(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
-    count, outputs = out.shape
-    columns = rows.shape[1]
-    wire_format = weight.wire_format
-    bits = wire_format.element.bits
-    block_bytes = wire_format.block_size * bits // 8
-    by_bytes = weight.slice_numel < columns or not _loads_of(block_bytes, 1)
-    launch = _SMALL if by_bytes or rows.dtype == torch.float32 else launch_of(count, outputs)
-    times = 0 if by_bytes else _loads_of(block_bytes, launch.times)
-    blocks = weight.slice_numel // wire_format.block_size
-    group_start = align_up(blocks)
-    slice_bytes = wire_format.payload_bytes(weight.slice_numel)
-    if max(slice_bytes, outputs * (columns * bits // 8) // 16) >= 2**31:
-        raise ValueError(
-            f"the kernel takes slices below 2^31 bytes and weights below 2^35, not {list(weight.shape)} in {bits} bits "
-            f"in slices of {slice_bytes} bytes"
-        )
-    order = weight.row_of_slice
-    options = {"num_warps": launch.warps, "enable_fp_fusion": False}
-    if torch.version.hip is None:
-        options["maxnreg"] = launch.max_registers
-    quantized_linear_kernel[(triton.cdiv(outputs, 8 * launch.row_groups), triton.cdiv(count, 8 * launch.groups))](
-        rows,
-        weight.payload[:, weight.offset :],
-        weight.payload if order is None else order,
-        lookup_table(rows.device),
-        rows if bias is None else bias,
-        out,
-        count,
-        outputs,
-        columns,
-        weight.slice_numel,
-        weight.payload.stride(0),
-        weight.codes_start,
-        group_start,
-        group_start + 4 * triton.cdiv(blocks, SCALE_GROUP.value),
-        FORM=_form_of(wire_format, launch, times, rows.dtype, rows.device, order is not None, bias is not None),
-        **options,
-    )
+    if weight.shape[1] and (input.device.type == "cuda" if use_kernel is None else use_kernel):
+        return QuantizedLinear(weight, bias)(input)
+    _check_layer(weight, bias, None)
+    _check_input(input, weight, bias, None)
+    with torch.no_grad():
+        return F.linear(input, weight.dequantize(), bias)

@@ -131,7 +131,7 @@ class ResidentCodes(_Resident):
         super().release()
 
     def linear(self, module: nn.Linear, adapters: Sequence[Adapter] = ()) -> Callable[[Tensor], Tensor]:
-        """The forward of a linear layer."""
+        """The forward of a linear layer, for few rows with its first adapter in the same kernel."""
         param = dict.__getitem__(module._parameters, "weight")
         if id(param) not in self._unit_of:
             return super().linear(module, adapters)
@@ -144,9 +144,11 @@ class ResidentCodes(_Resident):
         weight = unit.quantized_weight(param, self._codes_of[id(unit)]) if on_gpu else None
         if weight is None:
             return decoded
-        from zeropp_fp8.kernels.linear.quantized_linear import FEW_ROWS, quantized_linear
+        from zeropp_fp8.kernels.linear.quantized_linear import FEW_ROWS, Lora, QuantizedLinear
 
-        multiply = with_adapters(lambda input: quantized_linear(input, weight, bias), adapters)
+        fused = next((adapter for adapter in adapters if adapter.bias is None), None)
+        lora = None if fused is None else Lora(fused.lora_A, fused.lora_B, fused.scaling)
+        multiply = with_adapters(QuantizedLinear(weight, bias, lora), [a for a in adapters if a is not fused])
         most, dtype = FEW_ROWS * weight.shape[1], weight.dtype
 
         def forward(input: Tensor) -> Tensor:
