@@ -90,7 +90,6 @@ def test_lora(name):
             assert torch.equal(first, again)
         lora.lora_A.mul_(-2), lora.lora_B.add_(0.5)
         check_product(weight, normal(8, weight.shape[1]), bias, lora=lora, layer=layer)
-        assert layer._compiled.keys() == set(counts)
     check_lora_spoils(weight)
     check_lora_beside_large_scales(fmt, CUDA)
 

@@ -9,7 +9,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton_process import run
 
-from zeropp_fp8.kernels.launching import specialization
+from zeropp_fp8.kernels.launching import addresses, specializations
 
 INTEGERS = [
     0,
@@ -36,7 +36,7 @@ def of_triton(argument):
 
 
 def ours(argument):
-    return specialization(argument, argument.data_ptr() if isinstance(argument, torch.Tensor) else argument)
+    return tuple(specializations([argument], addresses([argument])))
 
 
 def tensors():

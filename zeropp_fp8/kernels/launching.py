@@ -8,14 +8,22 @@ dtypes of tensors, whether addresses and integers are multiples of 16, integers 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton import knobs
+
+
+class Last:
+    """The last arguments of a launch, its constants and options: looked at once, for launches that share them."""
+
+    def __init__(self, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
+        self.arguments, self.constants = tuple(arguments), constants
+        self.values = addresses(arguments)
+        self.kinds = (*specializations(arguments, self.values), *constants.items())
 
 
 class Kernel:
@@ -33,42 +41,56 @@ class Kernel:
         self._known: dict[Hashable, tuple[Any, tuple]] = {}  # Triton's CompiledKernel, the values of its constants
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return functools.partial(self._launch, grid)
+        return lambda *arguments, **constants: self.launch(grid, arguments, Last((), constants))
 
-    def _launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
-        device = arguments[0].get_device()
+    def launch(self, grid: tuple[int, ...], first: Sequence[Any], last: Last) -> None:
+        """Launch with arguments of which the last ones were looked at before; a tensor first."""
+        device = first[0].get_device()
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self._launch(grid, *arguments, **constants)
+                self.launch(grid, first, last)
             return
-        if (
-            self._by_triton
-            or device < 0
-            or knobs.runtime.launch_enter_hook.calls
-            or knobs.runtime.launch_exit_hook.calls
-        ):
-            self.jitted[grid](*arguments, **constants)
+        watched = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
+        if self._by_triton or device < 0 or watched:
+            self.jitted[grid](*first, *last.arguments, **last.constants)
             return
-        # Triton takes an address as it is, while it asks the driver where a tensor lies.
-        values = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
-        key = (device, *map(specialization, arguments, values), *constants.items())
+        values = addresses(first)
+        key = (device, *specializations(first, values), *last.kinds)
         known = self._known.get(key)
         if known is None:
-            compiled = self.jitted[grid](*arguments, **constants)
-            last = self.jitted.params[len(arguments) :]
-            self._known[key] = compiled, tuple(constants.get(param.name, param.default) for param in last)
+            compiled = self.jitted[grid](*first, *last.arguments, **last.constants)
+            others = self.jitted.params[len(first) + len(last.arguments) :]
+            self._known[key] = compiled, tuple(last.constants.get(param.name, param.default) for param in others)
             return
-        compiled, last = known
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        compiled, constants = known
         compiled.run(
-            *(*grid, 1, 1)[:3], stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *last
+            *(*grid, 1, 1)[:3],
+            torch._C._cuda_getCurrentRawStream(device),
+            compiled.function,
+            compiled.packed_metadata,
+            *(None, None, None),  # no hooks
+            *values,
+            *last.values,
+            *constants,
         )
 
 
-def specialization(argument: Any, value: Any) -> Hashable:
-    """What Triton compiles for an argument, `value` being a tensor's address: where this is equal, that is."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, value % 16 == 0
-    if type(argument) is int:  # an integer of 32 bits, of 64, or of 64 without a sign
-        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31, argument < 2**63
-    return type(argument)
+def addresses(arguments: Sequence[Any]) -> list[Any]:
+    """Arguments with addresses in the places of tensors: Triton asks the driver where a tensor lies."""
+    return [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
+
+
+def specializations(arguments: Sequence[Any], values: Sequence[Any]) -> list[Hashable]:
+    """What Triton compiles for arguments, `values` being those of `addresses`: where this is equal, that is."""
+    found: list[Hashable] = []
+    for argument, value in zip(arguments, values):
+        kind = type(argument)
+        if kind is int:
+            # Whether it is 1, a multiple of 16, and its bits: 32, 64, or 64 without a sign.
+            bits = 0 if -(2**31) <= value < 2**31 else 1 if value < 2**63 else 2
+            found.append((value == 1) + 2 * (value % 16 == 0) + 4 * bits)
+        elif isinstance(argument, Tensor):
+            found += (argument.dtype, value % 16 == 0)
+        else:
+            found.append(kind)
+    return found

@@ -29,7 +29,7 @@ from torch import Tensor
 from zeropp_fp8.formats import BlockScaledFormat
 from zeropp_fp8.formats.base import align_up
 from zeropp_fp8.kernels.elements import narrowed
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import Kernel, Last
 from zeropp_fp8.kernels.linear.code_words import (
     SAFE_SCALE,
     halves_of,
@@ -582,7 +582,7 @@ class QuantizedLinear:
             group_start,
             group_start + 4 * triton.cdiv(blocks, SCALE_GROUP.value),
         )
-        self._cuts: dict[int, tuple[tuple[int, int], dict]] = {}  # by rows of x
+        self._cuts: dict[int, tuple[tuple[int, int], Last]] = {}  # by rows of x
 
     def __call__(self, input: Tensor) -> Tensor:
         """[..., K] in the weight's dtype -> [..., N]: summed in fp32 and rounded once, the same bits on every run.
@@ -612,13 +612,11 @@ class QuantizedLinear:
         count = rows.shape[0]
         if count not in self._cuts:
             self._cuts[count] = self._cut(rows)
-        grid, constants = self._cuts[count]
-        quantized_linear_kernel[grid](
-            rows, reduced, out, *self._fixed, count, *self.weight.shape, *self._places, **constants
-        )
+        grid, last = self._cuts[count]
+        quantized_linear_kernel.launch(grid, (rows, reduced, out), last)
 
-    def _cut(self, rows: Tensor) -> tuple[tuple[int, int], dict]:
-        """(programs, constants of the kernel and Triton's options) for rows of x."""
+    def _cut(self, rows: Tensor) -> tuple[tuple[int, int], Last]:
+        """(programs, what all launches share) for rows of x."""
         weight, (count, columns), outputs = self.weight, rows.shape, self.weight.shape[0]
         block_bytes = weight.wire_format.block_size * weight.wire_format.element.bits // 8
         by_bytes = weight.slice_numel < columns or not _loads_of(block_bytes, 1)
@@ -636,7 +634,8 @@ class QuantizedLinear:
         constants = {"FORM": form, "num_warps": launch.warps, "enable_fp_fusion": False}
         if torch.version.hip is None:
             constants["maxnreg"] = launch.max_registers
-        return (triton.cdiv(outputs, 8 * launch.row_groups), triton.cdiv(count, 8 * launch.groups)), constants
+        last = Last((*self._fixed, count, outputs, columns, *self._places), constants)
+        return (triton.cdiv(outputs, 8 * launch.row_groups), triton.cdiv(count, 8 * launch.groups)), last
 
 
 def _check_layer(weight: QuantizedWeight, bias: Tensor | None, lora: Lora | None) -> None:
