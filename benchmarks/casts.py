@@ -81,6 +81,11 @@ class Matrix:
                 lambda: cast(F.rms_norm(x, x.shape[1:], weight, EPS)),
                 2,
             ),
+            "swiglu's gradients": (
+                lambda: sum(casts.swiglu_backward_cast(x, x, up, FLOAT8, (scale,) * 2, (amax,) * 2), ()),
+                lambda: sum((cast(values) for values in casts.gradients_of_swiglu(x, x, up)), ()),
+                3,
+            ),
         }
 
 

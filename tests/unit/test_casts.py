@@ -366,8 +366,9 @@ from zeropp_fp8.kernels.casts.matrices import Form
 POINTERS = {
     **dict.fromkeys(("plain_ptr", "transposed_ptr"), "*u8"),
     **dict.fromkeys(("gate_plain_ptr", "gate_transposed_ptr", "up_plain_ptr", "up_transposed_ptr"), "*u8"),
-    **dict.fromkeys(("scale_ptr", "scale_t_ptr", "partials_ptr", "amax_ptr", "row_amax_ptr", "column_amax_ptr"), "*fp32"),
-    **dict.fromkeys(("gate_scale_ptr", "up_scale_ptr", "gate_amax_ptr", "up_amax_ptr", "inverse_rms_ptr"), "*fp32"),
+    **dict.fromkeys(("scale_ptr", "scale_t_ptr", "partials_ptr", "amax_ptr", "row_amax_ptr"), "*fp32"),
+    **dict.fromkeys(("gate_scale_ptr", "up_scale_ptr", "gate_amax_ptr", "up_amax_ptr"), "*fp32"),
+    **dict.fromkeys(("column_amax_ptr", "inverse_rms_ptr"), "*fp32"),
 }
 BASE = {"INTERPRETED": False, "RECORD": True, "KEEP": False, "PARTIALS": 512}
 

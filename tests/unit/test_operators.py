@@ -281,7 +281,7 @@ def test_what_graphs_of_fused_modules_hold():
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
     with compiled_by(backend):
-        model, scaling = llama_of(True)
+        model, _ = llama_of(True)
         tokens = torch.arange(38).view(2, 19)
         model(input_ids=tokens, labels=tokens).loss.backward()
     forward, backward = graphs

@@ -251,7 +251,7 @@ def swiglu_backward_cast(
 
     Args:
         grad: of silu(gate) * up, bf16, fp16 or fp32 [R, C]; gate and up are like it.
-        scales, amax_outs: of the gradient of gate, and of that of up; see `cast_per_tensor`. Where a scale is None, both
+        scales, amax_outs: of the gradient of gate, and of that of up; see `cast_per_tensor`. Where one is None, both
             gradients are cast after they are made.
         transposed: whether to make that copy too.
 

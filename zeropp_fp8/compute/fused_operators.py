@@ -40,7 +40,7 @@ def swiglu(
     scaling = down.precision.scaling
     dtypes = (scaling.codes_dtype(role, gate.dtype) for role in ("activations", "gradients"))
     transposed = training and down._parameters["weight"].requires_grad
-    sources_t = any([source._parameters["weight"].requires_grad for source in sources])
+    sources_t = any(source._parameters["weight"].requires_grad for source in sources)
     numbers = [source.number for source in sources]
     return torch.ops.zeropp_fp8.swiglu(gate, up, down.number, numbers, *dtypes, transposed, sources_t, training)
 

@@ -270,8 +270,8 @@ class DelayedScaling(Scaling):
     ) -> tuple[Tensor | None, tuple[Operand, Operand | None]]:
         """(RMSNorm of x [R, C], if kept; its operands as the layer's input); weight is [C].
 
-        Two passes over x where the input has a history; one, where `statistics` is not epsilon but fp32 [R], the 1 / rms
-        of the rows.
+        Two passes over x where the input has a history; one where `statistics` is not epsilon but fp32 [R], the 1 / rms
+        of rows.
         """
         scale, amax = self._entry(layer, "activations", x.device, training)
         dtype = FP8_DTYPES[self.formats["activations"]]
