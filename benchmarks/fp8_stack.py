@@ -1,13 +1,17 @@
 """Speed of a training step of an 8B-shaped Llama stack with FP8 linear layers against bf16.
 
     python -m benchmarks.fp8_stack --runs bf16,current --modes eager,compile --profile 25 --out runs/fp8_stack.json
+    python -m benchmarks.fp8_stack --part blocks --size 1.3b --layers 8 --model transformers --batch 4 --sequence 2048
 
 One GPU; on a CPU a small stack, which shows that it runs and nothing else. The runs are those of harness/compute.py.
 
 Forward, backward and torch's fused AdamW (weights, gradients and moments in bf16); embedding, lm_head and attention
-stay in bf16. "compile" compiles each transformer layer, in which this project's linear layers stay kernels of their
-own. "host" is how long Python takes to issue a step, "busy" how long the device computed in a step under the profiler,
-both as a share of the step's time without it.
+stay in bf16. "--part blocks": forward and backward of the layers alone. "compile" compiles each transformer layer, in
+which this project's casts and GEMMs stay kernels of their own.
+
+"passes" is the device time of what neither multiplies nor attends: casts, norms, activations, sums. "host" is how long
+Python takes to issue a step, "busy" how long the device computed in a step under the profiler, both as a share of the
+step's time without it.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from torch import nn
 from benchmarks.harness import profiling
 from benchmarks.harness.compute import BF16, RUNS, TORCHAO, choose, converted, head_of
 from benchmarks.harness.hf_llama import llama_config
-from benchmarks.harness.llama import Llama
+from benchmarks.harness.llama import Llama, rotary_tables
 from benchmarks.harness.measuring import host_ms, synchronize
 from benchmarks.harness.results import write_result
 from benchmarks.harness.sizes import SIZES
@@ -59,6 +63,13 @@ class Trainer:
         ]
         self._from_transformers = args.model == "transformers"
         self._steps = 0
+        if args.part == "blocks":
+            self._layers = forward.layers
+            shape = (args.batch, args.sequence, args.size.hidden)
+            self._input, self._grad = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
+            head_size = args.size.hidden // args.size.heads
+            self._tables = rotary_tables(args.sequence, head_size, device, torch.bfloat16)
+            self.step = self._step_of_blocks
 
     def step(self) -> None:
         """One training step."""
@@ -71,6 +82,18 @@ class Trainer:
         if self.report is not None:
             self.report.scaling.end_step()
         self.loss = loss.detach()
+
+    def _step_of_blocks(self) -> None:
+        """Forward and backward of the layers."""
+        x = self._input.detach().requires_grad_()
+        tables = tuple(table[None] for table in self._tables) if self._from_transformers else self._tables
+        for layer in self._layers:
+            x = layer(x, position_embeddings=tables) if self._from_transformers else layer(x, tables)
+        x.backward(self._grad)
+        self.optimizer.zero_grad()
+        if self.report is not None:
+            self.report.scaling.end_step()
+        self.loss = x.detach().float().square().mean()
 
 
 def made_model(args) -> tuple[nn.Module, nn.Module]:
@@ -87,6 +110,7 @@ def made_model(args) -> tuple[nn.Module, nn.Module]:
 def measure(run: str, mode: str, args, device: torch.device) -> dict:
     """The row of one run."""
     row = {"run": run, "mode": mode, "batch": args.batch, "sequence": args.sequence, "layers": args.size.layers}
+    row |= {"part": args.part, "model": args.model}
     on_gpu = device.type == "cuda"
     trainer = None
     try:
@@ -105,6 +129,8 @@ def measure(run: str, mode: str, args, device: torch.device) -> dict:
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             row["device"] = profiling.device_profile(trainer.step, args.profile)
             row["busy_share"] = row["device"]["computing_ms"] / row["step_ms"]
+            by_kind = row["device"]["by_kind_ms"]
+            row["passes_ms"] = sum(ms for kind, ms in by_kind.items() if kind not in ("GEMM", "attention"))
         if args.profile:
             # backward, too, which else runs in a thread of its own
             with torch.autograd.set_multithreading_enabled(False):
@@ -147,12 +173,14 @@ def show(rows: list[dict], args) -> None:
     size = args.size
     parameters = next((row["parameters"] for row in rows if "parameters" in row), 0)
     print(
-        f"\nTraining step, {size.layers} layers of hidden {size.hidden} and intermediate {size.intermediate}, "
+        f"\n{'Training step' if args.part == 'step' else 'Forward and backward'}, "
+        f"{size.layers} layers of hidden {size.hidden} and intermediate {size.intermediate}, "
         f"{parameters / 1e9:.2f} B parameters, {args.batch} x {args.sequence} tokens, {args.model} model; "
         f"target {TARGET:g} x bf16 in the same mode, stretch {STRETCH:g}"
     )
     print(
         f"{'run':<22}{'mode':<9}{'ms':>8}{'tokens/s':>10}{'x bf16':>8}{'x eager':>9}{'GiB':>7}{'host':>7}{'busy':>7}"
+        f"{'launches':>10}{'passes':>8}"
         "   device ms by kind"
     )
     for row in rows:
@@ -162,10 +190,11 @@ def show(rows: list[dict], args) -> None:
         nan = float("nan")
         kinds = row.get("device", {}).get("by_kind_ms", {})
         print(
-            f"{row['run']:<22}{row['mode']:<9}{row['step_ms']:>8.1f}{row['tokens_per_s']:>10.0f}"
+            f"{row['run']:<22}{row['mode']:<9}{row['step_ms']:>8.2f}{row['tokens_per_s']:>10.0f}"
             f"{row.get('times_bf16', nan):>8.3f}{row.get('times_bf16_eager', nan):>9.3f}"
             f"{row.get('peak_gib', nan):>7.1f}"
-            f"{100 * row['host_ms'] / row['step_ms']:>6.0f}%{100 * row.get('busy_share', nan):>6.0f}%   "
+            f"{100 * row['host_ms'] / row['step_ms']:>6.0f}%{100 * row.get('busy_share', nan):>6.0f}%"
+            f"{row.get('device', {}).get('launches', nan):>10}{row.get('passes_ms', nan):>8.2f}   "
             + ", ".join(f"{kind} {ms:.1f}" for kind, ms in kinds.items())
         )
     for row in rows:
@@ -187,6 +216,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", default="eager,compile" if on_gpu else "eager", help="eager, compile or both")
     parser.add_argument("--size", choices=SIZES, default="8b-stack" if on_gpu else "tiny-gqa")
     parser.add_argument("--model", choices=("plain", "transformers"), default="plain")
+    parser.add_argument("--part", choices=("step", "blocks"), default="step", help="blocks: the layers alone")
     parser.add_argument("--layers", type=whole(1), help="default: those of the size")
     parser.add_argument("--batch", type=whole(1), default=1, help="sequences in a step")
     parser.add_argument("--sequence", type=whole(1), default=8192 if on_gpu else 128, help="tokens in a sequence")

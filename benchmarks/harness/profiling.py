@@ -25,8 +25,8 @@ KINDS = (
     ("GEMM", ("gemm", "cutlass", "cublas", "nvjet", "xmma", "cudnn")),
     (
         "casts to FP8",
-        ("cast_tensor", "cast_rows", "cast_whole", "cast_blocks", "cast_tiles", "amax", "scales_kernel", "swiglu_cast")
-        + ("rms_norm_cast", "row_statistics", "transpose_kernel", "round_trip", "swiglu_backward"),
+        ("cast_tensor", "cast_rows", "cast_whole", "cast_blocks", "cast_tiles", "amax", "scales_kernel", "fused_cast")
+        + ("row_statistics", "transpose_kernel", "round_trip", "swiglu_backward"),
     ),
     ("wire formats", ("quantize_kernel", "reduce_to_payload", "reduce_to_tensors")),
     ("optimizer", ("adam", "squares_kernel", "lpnorm", "l2norm")),

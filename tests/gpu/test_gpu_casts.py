@@ -6,6 +6,8 @@ both FP8 formats with sides of either kind; fp16 and fp32 go to one of them with
 with odd sides; single copies, single rows and sides of both kinds in one matrix are cast from bf16 to E4M3.
 """
 
+import itertools
+
 import pytest
 import torch
 from cast_cases import (
@@ -17,7 +19,9 @@ from cast_cases import (
     check_amax,
     check_cast,
     check_fused,
+    check_fused_with_statistics,
     check_operand,
+    check_swiglu_backward_cast,
     check_transpose,
     raw,
 )
@@ -119,6 +123,10 @@ def test_fused_casts():
     for matrix_dtype in (torch.bfloat16, torch.float16):
         for rows, columns in ((131, 70), (1, 1), (512, 1024), (33, 5000)):
             check_fused(rows, columns, matrix_dtype, torch.float8_e4m3fn, CUDA, exact=True)
+            if columns > 1:  # a single column is left to torch
+                check_fused_with_statistics(rows, columns, matrix_dtype, CUDA)
+                for transposed in (True, False):
+                    check_swiglu_backward_cast(rows, columns, matrix_dtype, torch.float8_e4m3fn, CUDA, transposed)
     for plain, transposed in COPIES:
         check_fused(300, 256, torch.bfloat16, torch.float8_e5m2, CUDA, True, plain, transposed)
 
@@ -142,6 +150,9 @@ def every_cast(matrix, scale, record):
         "delayed": lambda: casts.cast_per_tensor(matrix, torch.float8_e5m2, scale, record),
         "swiglu": lambda: casts.swiglu_cast(matrix, matrix, torch.float8_e4m3fn, scale, record)[:2],
         "rms norm": lambda: casts.rms_norm_cast(matrix, weight, 1e-5, torch.float8_e4m3fn, scale, record)[:2],
+        "swiglu's gradients": lambda: itertools.chain(
+            *casts.swiglu_backward_cast(matrix, matrix, matrix, torch.float8_e5m2, (scale,) * 2, (record,) * 2)
+        ),
     }
 
 

@@ -21,7 +21,7 @@ def casts_made(monkeypatch):
     from zeropp_fp8.compute import casts
 
     calls = []
-    for name in ("swiglu_cast", "rms_norm_cast", "cast_per_tensor"):
+    for name in ("swiglu_cast", "swiglu_backward_cast", "rms_norm_cast", "cast_per_tensor"):
         real = getattr(casts, name)
         monkeypatch.setattr(
             casts, name, lambda *a, _real=real, _name=name, **k: (calls.append(_name), _real(*a, **k))[1]
@@ -73,6 +73,57 @@ def test_the_layer_gets_what_was_handed_on(casts_made):
         report.scaling.end_step()
     # 7 weights twice and 7 gradients; of inputs only that of o_proj
     assert casts_made.count("cast_per_tensor") == 7 * 3 + 1
+
+
+def test_swiglu_in_a_graph_has_the_bits_of_eager_code():
+    """From the first step, in which no scale is known; 97 rows are padded in transposed copies."""
+    found = []
+    for compiled in (False, True):
+        module = llama(hidden=256, intermediate=512, layers=1).cuda().bfloat16().model.layers[0].mlp
+        report = convert_linear_layers(module, DELAYED)
+        assert len(report.fused) == 1
+        run = torch.compile(module, backend="aot_eager") if compiled else module
+        for step in range(3):
+            x = torch.randn(97, 256, generator=torch.Generator().manual_seed(step)).cuda().bfloat16().requires_grad_()
+            module.zero_grad()
+            y = run(x)
+            y.backward(torch.ones_like(y))
+            report.scaling.end_step()
+            found.append([y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())])
+        found.append([report.scaling.state_dict()["history"]])
+    for one, other in zip(found[:4], found[4:]):
+        assert len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_layers_train_as_eager_ones(casts_made, backend):
+    """With fewer casts: of gradients those of gate and up are made by SwiGLU, too."""
+    eager = llama(hidden=256, intermediate=512).cuda().bfloat16()
+    models = []
+    for model in (eager, copy.deepcopy(eager)):
+        report = convert_linear_layers(model, DELAYED)
+        if models:
+            torch._dynamo.reset()
+            for layer in model.model.layers:
+                layer.compile(backend=backend)
+        models.append((model, report.scaling))
+    tokens = torch.randint(0, 256, (2, 65), generator=torch.Generator().manual_seed(0)).cuda()
+    for _ in range(3):
+        losses, gradients = [], []
+        for model, scaling in models:
+            casts_made.clear()
+            model.zero_grad()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            scaling.end_step()
+            losses.append(loss.item())
+            gradients.append([p.grad.clone() for p in model.parameters()])
+        assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+        assert all(signal_to_noise_db(a, b) > 20 for a, b in zip(*gradients) if a.any())
+    assert casts_made.count("swiglu_cast") == casts_made.count("swiglu_backward_cast") == 2
+    assert casts_made.count("rms_norm_cast") == 4
+    # of each layer 7 weights twice, 5 gradients and the input of o_proj
+    assert casts_made.count("cast_per_tensor") == 2 * (7 * 2 + 5 + 1)
 
 
 def test_evaluation_and_generation(casts_made):

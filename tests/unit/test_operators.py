@@ -1,13 +1,16 @@
 """Low-precision layers in graphs of torch.compile: the operators keep torch's contract, and give eager code's bits."""
 
+import collections
 import copy
 import itertools
 from types import MethodType
 
 import pytest
 import torch
-from models import compiled_by
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from models import compiled_by, llama
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from zeropp_fp8.compute import convert_linear_layers, operators, restore_linear_layers
@@ -170,15 +173,199 @@ def test_the_contract_of_torch(scaling, rows):
         for _ in range(2):  # the second time delayed scaling has a table
             tables = [t for t in (getattr(scales, "_scale", None),) if t is not None]
             parts = check_contract(torch.ops.zeropp_fp8.cast_input.default, cast, tables)
-            saves_input = layer.precision.backward_in_high_precision and transposed
             returns_scale = transposed and scaling in ("current", "hybrid")
-            arguments = (x.clone().requires_grad_(transposed), *parts, layer.weight, layer.bias, layer.number)
-            arguments += (granularity, WIDTH, saves_input, returns_scale, transposed)
-            _, weight_scale = check_contract(torch.ops.zeropp_fp8.linear.default, arguments, tables)
+            arguments = (*parts[:2], layer.weight.detach(), layer.bias.detach(), layer.number, granularity, dtype)
+            arguments += (WIDTH, returns_scale, transposed)
+            _, weight_scale = check_contract(torch.ops.zeropp_fp8.product.default, arguments, tables)
             if transposed:
-                saved = (x, parts[3]) if saves_input else parts[2:]
+                in_high = layer.precision.backward_in_high_precision
+                saved = (x, parts[3]) if in_high else parts[2:]
                 grad = torch.randn(rows, WIDTH).to(dtype)
-                backward = (grad, *saved, weight_scale.detach(), layer.number, granularity, dtype, [WIDTH] * 2, dtype)
-                for needs in ((True, True), (True, False), (False, True)):
-                    check_contract(torch.ops.zeropp_fp8.linear_backward.default, (*backward, *needs), tables)
+                shapes = (granularity, dtype, WIDTH, [WIDTH] * 2, dtype)
+                given = [(grad, ())]
+                if not in_high:
+                    pair = scales.quantize(layer.precision.layer, "gradients", grad, True, True)
+                    given.append((None, operators.pair_of_parts(pair, grad)))
+                found = []
+                for of_grad, needs in itertools.product(given, ((True, True), (True, False), (False, True))):
+                    backward = (*of_grad, rows, *saved, weight_scale, layer.number, *shapes, *needs)
+                    found.append(check_contract(torch.ops.zeropp_fp8.linear_backward.default, backward, tables))
+                for one, other in zip(found, found[3:]):  # operands made before give the same products
+                    assert all(torch.equal(a, b) for a, b in zip(one, other))
             scales.end_step()
+
+
+# -- norms and SwiGLU --------------------------------------------------------------------------------------------------
+
+
+def llama_of(fused, frozen=(), dtype=torch.bfloat16, layers=2):
+    """A Llama with delayed scaling; `fused`: compiled layers, which share one graph."""
+    model = llama(hidden=64, intermediate=128, layers=layers).to(dtype)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(part in name for part in frozen))
+    report = convert_linear_layers(model, SCALINGS["delayed"])
+    assert len(report.fused) == 3 * layers
+    if fused:
+        torch._dynamo.reset()
+        counters.clear()
+        forward = torch.compile(type(model.model.layers[0]).forward)
+        for layer in model.model.layers:
+            layer.forward = MethodType(forward, layer)
+    return model, report.scaling
+
+
+def llama_trained(model, scaling):
+    """As `trained`."""
+    found = []
+    for step in range(STEPS):
+        tokens = torch.randint(0, 256, (2, 19), generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        scaling.end_step()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    model.eval()
+    with torch.no_grad():
+        found.append(model(input_ids=tokens).logits)
+    return found, scaling.state_dict()
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_fused_modules_in_a_graph(reentrant):
+    """Without a GPU eager code computes the modules as they were written."""
+    with compiled_by("aot_eager"):
+        found = []
+        for fused in (False, True):
+            model, scaling = llama_of(fused)
+            if reentrant is not None:
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+                model.enable_input_require_grads()
+            found.append(llama_trained(model, scaling))
+    assert_same(*found)
+    # with checkpointing, forward of the first run has no gradients or saves for another one
+    assert counters["stats"]["unique_graphs"] <= 3 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("frozen", [("proj.weight",), ("up_proj",), ("norm", "embed"), ("layers.0", "embed")], ids=str)
+def test_fused_modules_with_frozen_weights(frozen):
+    with compiled_by("aot_eager"):
+        assert_same_numbers(*(llama_trained(*llama_of(fused, frozen)) for fused in (False, True)))
+
+
+def test_fused_modules_in_fp32_and_under_autocast():
+    """The modules as they were written: autocast casts what a norm gives."""
+    for autocast in (False, True):
+        with compiled_by("aot_eager"), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            assert_same_numbers(*(llama_trained(*llama_of(fused, dtype=torch.float32)) for fused in (False, True)))
+
+
+VIEWS = ("view", "detach")
+
+
+def operators_of(graph):
+    """({name: count} of this project's operators, what others give that is as wide as the input of `down`)."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    own = collections.Counter(n.target.name().split("::")[1] for n in calls if "zeropp_fp8" in str(n.target))
+    results = [n.meta["val"] for n in calls if "aten" in str(n.target) and n.target.__name__.split(".")[0] not in VIEWS]
+    wide = [value for value in results if isinstance(value, torch.Tensor) and value.shape[-1] == 128]
+    return own, wide
+
+
+def test_what_graphs_of_fused_modules_hold():
+    """Of norms and SwiGLU operands only, forward and backward: 16 bits are not written between gate and down."""
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    with compiled_by(backend):
+        model, _ = llama_of(True)
+        tokens = torch.arange(38).view(2, 19)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    forward, backward = graphs
+    own, wide = operators_of(forward)
+    assert own == {"rms_norm_input": 2, "cast_input": 1, "swiglu_input": 1, "product": 7}, (
+        "o_proj's input is cast alone"
+    )
+    assert not wide
+    own, wide = operators_of(backward)
+    assert own == {"swiglu_gradients": 1, "linear_backward": 7}
+    handed = [n for n in backward.nodes if "linear_backward" in str(n.target) and n.args[0] is None]
+    assert len(handed) == 2 and not wide
+
+
+class Norm(nn.Module):
+    """LlamaRMSNorm, by its source."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(WIDTH)), 1e-5
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class Writer(nn.Module):
+    """Writes into what its norm gave, and reads that too."""
+
+    def __init__(self):
+        super().__init__()
+        self.input_layernorm, self.self_attn = Norm(), Block()
+
+    def forward(self, x):
+        y = self.input_layernorm(x)
+        first = self.self_attn.q_proj(y)
+        y.add_(1.0)
+        return first + self.self_attn.q_proj(y) + self.self_attn.k_proj(y) * y
+
+
+def test_a_norm_whose_result_is_written_to():
+    """Operands that were made with it no longer serve."""
+    found = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = Writer().bfloat16()
+        report = convert_linear_layers(model, SCALINGS["delayed"])
+        assert len(report.fused) == 1
+        run = torch.compile(model, backend="aot_eager") if fused else model
+        for _ in range(STEPS):
+            x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+            model.zero_grad()
+            y = run(x)
+            y.float().square().sum().backward()
+            report.scaling.end_step()
+            found.append([y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for one, other in zip(found, found[STEPS:]):
+        assert len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 19, 130])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_contract_of_fused_operators(rows, transposed):
+    model, scales = blocks("delayed", torch.bfloat16, count=1)
+    layer, other = model[0].q_proj, model[0].k_proj
+    options = torch.float8_e4m3fn, transposed
+    for _ in range(2):
+        x, gate, up, grad = torch.randn(4, rows, WIDTH).bfloat16()
+        tables = [t for t in (scales._scale,) if t is not None]
+        given = {
+            "rms_norm_input": (
+                x,
+                torch.rand(WIDTH).bfloat16(),
+                torch.rand(rows, 1),
+                layer.number,
+                *options,
+                transposed,
+            ),
+            "swiglu_input": (gate, up, layer.number, *options, transposed),
+            "swiglu_gradients": (grad, gate, up, layer.number, other.number, *options),
+        }
+        for name, arguments in given.items():
+            check_contract(getattr(torch.ops.zeropp_fp8, name).default, arguments, tables)
+        scales.end_step()

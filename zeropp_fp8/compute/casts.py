@@ -18,6 +18,8 @@ Nothing waits for the device, so every cast can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -202,17 +204,18 @@ def swiglu_cast(
     gate: Tensor,
     up: Tensor,
     dtype: torch.dtype,
-    scale: Tensor,
+    scale: Tensor | None,
     amax_out: Tensor | None = None,
     plain: bool = True,
     transposed: bool = True,
     keep_values: bool = False,
     use_kernels: bool | None = None,
 ) -> tuple[Float8Operand | None, Float8Operand | None, Tensor | None]:
-    """silu(gate) * up, rounded to the inputs' dtype after each, then cast per tensor with a given scale.
+    """silu(gate) * up, rounded to the inputs' dtype after each, then cast per tensor.
 
     Args:
         gate, up: bf16, fp16 or fp32 [R, C], of one dtype.
+        scale: see `cast_per_tensor`; None: a cast after the result is made.
         keep_values: also return the result before the cast.
         others: see `cast_per_tensor`.
 
@@ -220,9 +223,8 @@ def swiglu_cast(
         (operand [R, C], operand [C, R], result [R, C] in the inputs' dtype), None for what is not wanted.
     """
     gate, up = _checked(gate, dtype), _checked(up, dtype)
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(f"gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}")
-    if not (_with_kernels(gate, use_kernels) and (plain or transposed)):
+    _check_alike("gate", gate, "up", up)
+    if scale is None or not (_with_kernels(gate, use_kernels) and (plain or transposed)):
         return _cast_values(F.silu(gate) * up, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
     from zeropp_fp8.kernels.casts import fused_casts
 
@@ -235,35 +237,83 @@ def swiglu_cast(
 
 
 @torch.no_grad()
+def swiglu_backward_cast(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    dtype: torch.dtype,
+    scales: Sequence[Tensor | None],
+    amax_outs: Sequence[Tensor | None] = (None, None),
+    transposed: bool = True,
+    use_kernels: bool | None = None,
+) -> tuple[Operands, Operands]:
+    """The gradients of gate and up of silu(gate) * up, rounded as autograd rounds them, then cast per tensor.
+
+    Args:
+        grad: of silu(gate) * up, bf16, fp16 or fp32 [R, C]; gate and up are like it.
+        scales, amax_outs: of the gradient of gate, and of that of up; see `cast_per_tensor`. Where one is None, both
+            gradients are cast after they are made.
+        transposed: whether to make that copy too.
+
+    Returns:
+        For gate and for up (operand [R, C], operand [C, R] or None).
+    """
+    grad, gate, up = (_checked(matrix, dtype) for matrix in (grad, gate, up))
+    _check_alike("gate", gate, "up", up)
+    _check_alike("gate", gate, "grad", grad)
+    if any(scale is None for scale in scales) or not _with_kernels(gate, use_kernels):
+        return tuple(
+            cast_per_tensor(values, dtype, scale, amax_out, True, transposed, use_kernels)
+            for values, scale, amax_out in zip(gradients_of_swiglu(grad, gate, up), scales, amax_outs)
+        )
+    from zeropp_fp8.kernels.casts.swiglu import swiglu_backward_cast as cast_with_kernel
+
+    for scale, amax_out in zip(scales, amax_outs):
+        _check_scalar("scale", scale, gate)
+        _check_scalar("amax_out", amax_out, gate)
+    copies = tuple(_empty_codes(gate, dtype, ALIGNMENT, True, transposed) for _ in scales)
+    cast_with_kernel(grad, gate, up, copies, scales, amax_outs)
+    return tuple(_operands(gate, *copy[:1], scale, *copy[1:], scale, "tensor") for copy, scale in zip(copies, scales))
+
+
+def gradients_of_swiglu(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """(gradient of gate, gradient of up) of silu(gate) * up, with autograd's own operations."""
+    return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+
+
+@torch.no_grad()
 def rms_norm_cast(
     matrix: Tensor,
     weight: Tensor,
-    eps: float,
+    statistics: float | Tensor,
     dtype: torch.dtype,
-    scale: Tensor,
+    scale: Tensor | None,
     amax_out: Tensor | None = None,
     plain: bool = True,
     transposed: bool = True,
     keep_values: bool = False,
     use_kernels: bool | None = None,
 ) -> tuple[Float8Operand | None, Float8Operand | None, Tensor | None]:
-    """weight * (matrix / root mean square of each row), then cast per tensor with a given scale.
+    """weight * (matrix / root mean square of each row), then cast per tensor.
 
     Rounds as LlamaRMSNorm of transformers does: normalization in fp32, its result and the product to the matrix' dtype.
 
     Args:
         matrix: bf16, fp16 or fp32 [R, C].
         weight: [C], of the matrix' dtype.
-        eps: added to the mean square.
+        statistics: what is added to the mean square, a number; or fp32 [R], 1 / root mean square of each row, with it.
         others, result: see `swiglu_cast`.
     """
     matrix = _checked(matrix, dtype)
     if weight.shape != matrix.shape[1:] or weight.dtype != matrix.dtype:
         raise ValueError(f"weight must be {matrix.dtype} [{matrix.shape[1]}], not {weight.dtype} {list(weight.shape)}")
-    if not (_with_kernels(matrix, use_kernels) and (plain or transposed)):
+    if scale is None or not (_with_kernels(matrix, use_kernels) and (plain or transposed)):
         values = matrix.float()
-        normalized = values * torch.rsqrt(values.pow(2).mean(dim=1, keepdim=True) + eps)
-        values = weight * normalized.to(matrix.dtype)
+        if isinstance(statistics, Tensor):
+            inverse_rms = statistics.view(-1, 1)
+        else:
+            inverse_rms = torch.rsqrt(values.pow(2).mean(dim=1, keepdim=True) + statistics)
+        values = weight * (values * inverse_rms).to(matrix.dtype)
         return _cast_values(values, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
     from zeropp_fp8.kernels.casts import fused_casts
 
@@ -271,14 +321,15 @@ def rms_norm_cast(
     _check_scalar("amax_out", amax_out, matrix)
     codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
     values = torch.empty_like(matrix) if keep_values else None
-    fused_casts.rms_norm_cast(matrix, weight.contiguous(), eps, codes, codes_t, scale, amax_out, values)
+    inverse_rms = statistics if isinstance(statistics, Tensor) else fused_casts.inverse_rms(matrix, statistics)
+    fused_casts.rms_norm_cast(matrix, weight.contiguous(), inverse_rms, codes, codes_t, scale, amax_out, values)
     return *_operands(matrix, codes, scale, codes_t, scale, "tensor"), values
 
 
 def _cast_values(
     values: Tensor,
     dtype: torch.dtype,
-    scale: Tensor,
+    scale: Tensor | None,
     amax_out: Tensor | None,
     plain: bool,
     transposed: bool,
@@ -351,6 +402,13 @@ def _checked(matrix: Tensor, dtype: torch.dtype = FLOAT8_DTYPES[0]) -> Tensor:
     if matrix.dim() != 2 or matrix.numel() == 0:
         raise ValueError(f"casts take a matrix [R, C] with R, C >= 1, not a tensor of shape {tuple(matrix.shape)}")
     return matrix.contiguous()
+
+
+def _check_alike(name: str, matrix: Tensor, other_name: str, other: Tensor) -> None:
+    if matrix.shape != other.shape or matrix.dtype != other.dtype:
+        raise ValueError(
+            f"{name} is {matrix.dtype} {tuple(matrix.shape)}, {other_name} is {other.dtype} {tuple(other.shape)}"
+        )
 
 
 def _check_scalar(name: str, tensor: Tensor | None, matrix: Tensor) -> None:

@@ -38,11 +38,11 @@ def scales_are_known(linear: nn.Module | None) -> bool:
 
 
 def takes_codes(linear: nn.Module, x: Tensor, other_dtype: torch.dtype) -> bool:
-    """Whether a layer takes codes that are made of `x` and something of another dtype now, by kernels."""
-    if type(linear) is not LowPrecisionLinear or x.device.type != "cuda" or torch.compiler.is_compiling():
-        return False
-    if x.dtype != other_dtype or x.dtype.itemsize != 2 or x.numel() == 0:
+    """Whether a layer takes codes that are made of `x` and something of another dtype: by kernels, or in a graph."""
+    if type(linear) is not LowPrecisionLinear or x.dtype != other_dtype or x.dtype.itemsize != 2 or x.numel() == 0:
         return False
     if not linear.training and linear.precision.scaling.compute.evaluate_in == "high_precision":
         return False
-    return linear.precision.scaling.knows_input(linear.precision.layer)
+    if torch.compiler.is_compiling():  # operators of a graph look for scales when they run
+        return "weight" in linear._parameters
+    return x.device.type == "cuda" and linear.precision.scaling.knows_input(linear.precision.layer)

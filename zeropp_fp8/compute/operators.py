@@ -1,8 +1,12 @@
 """The parts of a low-precision linear layer as operators of torch, with which torch.compile keeps it in its graphs.
 
-    cast_input        the operands of x; a graph makes equal calls once, so layers that share an input share them
-    linear            y = x W^T
-    linear_backward   grad_input = g W, grad_weight = g^T x
+    linear            the layer, which a trace takes apart into
+      cast_input        the operands of x; a graph makes equal calls once, so layers that share an input share them
+      product           y = x W^T
+      linear_backward   grad_input = g W, grad_weight = g^T x
+
+Of x and of g `product` and `linear_backward` take nothing but operands where these were made before (handed_on.py): a
+graph then never writes x and g themselves, unless somebody else reads them.
 
 Blocks of one class share a graph, whose inputs are tensors. But a weight may be there as codes on its Parameter, and
 scales lie in tables that casts write to: a graph gets the number of the layer, as a tensor, by which its operators find
@@ -18,11 +22,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from zeropp_fp8.compute.handed_on import Parts, handed_on
 from zeropp_fp8.compute.operand import ALIGNMENT, BLOCK, Float8Operand
 from zeropp_fp8.compute.products import product, products_of_gradient
 from zeropp_fp8.compute.scaling import Operand
 
-_library = torch.library.Library("zeropp_fp8", "DEF")
+library = torch.library.Library("zeropp_fp8", "DEF")
 _layers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -32,6 +37,11 @@ def number_of(layer: nn.Module) -> Tensor:
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, device="cpu")
+
+
+def layer_of(number: Tensor) -> nn.Module:
+    """The layer that `number_of` gave a number."""
+    return _layers[number.item()]
 
 
 def linear(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,21 +58,21 @@ def linear(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     saves_input = training and weight.requires_grad and precision.backward_in_high_precision
     transposed = training and weight.requires_grad and not saves_input
     (caster,) = layer.casts_input
-    parts = torch.ops.zeropp_fp8.cast_input(
-        x.detach(),
+    return torch.ops.zeropp_fp8.linear(
+        x,
+        weight,
+        bias,
+        layer.number,
         caster.number,
         scaling.granularity,
         scaling.codes_dtype("activations", x.dtype),
+        weight.shape[1 if precision.weight_is_transposed else 0],
+        saves_input,
         transposed,
+        # With delayed scaling backward finds the scale in the table.
+        training and scaling.compute.scaling == "current",
         training,
     )
-    features = weight.shape[1 if precision.weight_is_transposed else 0]
-    # With delayed scaling backward finds the scale in the table.
-    returns_scale = training and scaling.compute.scaling == "current"
-    y, _ = torch.ops.zeropp_fp8.linear(
-        x, *parts, weight, bias, layer.number, scaling.granularity, features, saves_input, returns_scale, training
-    )
-    return y
 
 
 # -- an operand as tensors --------------------------------------------------------------------------------------------
@@ -92,142 +102,201 @@ def _like_parts(shape: Sequence[int], like: Tensor, granularity: str, dtype: tor
     return codes, empty(*{"tensor": (1,), "row": (rows, 1), "rounded": (0,)}[granularity])
 
 
-def _operand(codes: Tensor, scale: Tensor, shape: tuple[int, int], granularity: str) -> Operand:
-    return codes if granularity == "rounded" else Float8Operand(codes, scale, shape, granularity)
+def pair_of_parts(pair: tuple[Operand, Operand | None], like: Tensor) -> Parts:
+    """The tensors of the operands of a matrix `like`."""
+    return *_parts(pair[0], like), *_parts(pair[1], like)
+
+
+def like_pair_of_parts(x: Tensor, granularity: str, dtype: torch.dtype, transposed: bool) -> Parts:
+    """Tensors as `pair_of_parts` gives them of the operands of x [..., K]."""
+    rows, summed = x.shape[:-1].numel(), x.shape[-1]
+    plain = _like_parts((rows, summed), x, granularity, dtype)
+    return *plain, *(_like_parts((summed, rows), x, granularity, dtype) if transposed else _parts(None, x))
+
+
+def _operand(codes: Tensor, scale: Tensor, shape: Sequence[int], granularity: str) -> Operand:
+    return codes if granularity == "rounded" else Float8Operand(codes, scale, tuple(shape), granularity)
 
 
 # -- operators --------------------------------------------------------------------------------------------------------
 
-_library.define(
+library.define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor number, Tensor caster, str granularity, ScalarType dtype, "
+    "int features, bool saves_input, bool transposed, bool returns_scale, bool training) -> Tensor"
+)
+library.define(
     "cast_input(Tensor x, Tensor number, str granularity, ScalarType dtype, bool transposed, bool training) "
     "-> (Tensor codes, Tensor scale, Tensor codes_t, Tensor scale_t)"
 )
-_library.define(
-    "linear(Tensor x, Tensor codes, Tensor scale, Tensor codes_t, Tensor scale_t, Tensor weight, Tensor? bias, "
-    "Tensor number, str granularity, int features, bool saves_input, bool returns_scale, bool training) "
-    "-> (Tensor y, Tensor weight_scale)"
+library.define(
+    "product(Tensor codes, Tensor scale, Tensor weight, Tensor? bias, Tensor number, str granularity, "
+    "ScalarType dtype, int features, bool returns_scale, bool training) -> (Tensor y, Tensor weight_scale)"
 )
-_library.define(
-    "linear_backward(Tensor grad, Tensor saved, Tensor saved_scale, Tensor weight_scale, Tensor number, "
-    "str granularity, ScalarType dtype, SymInt[] weight_shape, ScalarType weight_dtype, bool needs_input, "
-    "bool needs_weight) -> (Tensor grad_input, Tensor grad_weight)"
+library.define(
+    "linear_backward(Tensor? grad, Tensor[] parts, SymInt rows, Tensor saved, Tensor saved_scale, Tensor weight_scale, "
+    "Tensor number, str granularity, ScalarType dtype, int features, SymInt[] weight_shape, ScalarType weight_dtype, "
+    "bool needs_input, bool needs_weight) -> (Tensor grad_input, Tensor grad_weight)"
 )
+
+
+@torch.library.impl(library, "linear", "CompositeImplicitAutograd")
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    number: Tensor,
+    caster: Tensor,
+    granularity: str,
+    dtype: torch.dtype,
+    features: int,
+    saves_input: bool,
+    transposed: bool,
+    returns_scale: bool,
+    training: bool,
+) -> Tensor:
+    parts = handed_on(x, transposed, training)
+    if parts is None:
+        parts = torch.ops.zeropp_fp8.cast_input(x.detach(), caster, granularity, dtype, transposed, training)
+    saved = x if saves_input else parts[2] if transposed else None
+    flags = (granularity, features, returns_scale, training)
+    return _Linear.apply(x, weight, bias, number, *parts[:2], saved, parts[3] if transposed else None, *flags)
+
+
+class _Linear(torch.autograd.Function):
+    """What autograd sees of a layer. Of x the product takes its operand only."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        number: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        saved: Tensor | None,
+        saved_scale: Tensor | None,
+        granularity: str,
+        features: int,
+        returns_scale: bool,
+        training: bool,
+    ) -> Tensor:
+        y, weight_scale = torch.ops.zeropp_fp8.product(
+            codes, scale, weight, bias, number, granularity, x.dtype, features, returns_scale, training
+        )
+        if training:
+            none = x.new_empty(0)
+            ctx.save_for_backward(
+                none if saved is None else saved, none if saved_scale is None else saved_scale, weight_scale, number
+            )
+            ctx.granularity = granularity
+            ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+            ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
+            ctx.bias_dtype = None if bias is None else bias.dtype
+        return y.view(*x.shape[:-1], features)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad = grad_y.reshape(-1, grad_y.shape[-1])
+        grad_input = grad_weight = None
+        if needs_input or needs_weight:
+            parts = handed_on(grad_y, transposed=needs_weight, training=True)
+            grad_input, grad_weight = torch.ops.zeropp_fp8.linear_backward(
+                grad if parts is None else None, parts or (), grad.shape[0], *ctx.saved_tensors, ctx.granularity,
+                ctx.x_dtype, ctx.x_shape[-1], ctx.weight_shape, ctx.weight_dtype, needs_input, needs_weight,
+            )  # fmt: skip
+        return (
+            grad_input.view(ctx.x_shape) if needs_input else None,
+            grad_weight if needs_weight else None,
+            grad.sum(0).to(ctx.bias_dtype) if needs_bias else None,
+            *(None,) * 9,
+        )
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-@torch.library.impl(_library, "cast_input", "CompositeExplicitAutograd")
+@torch.library.impl(library, "cast_input", "CompositeExplicitAutograd")
 def _cast_input(x: Tensor, number: Tensor, granularity: str, dtype: torch.dtype, transposed: bool, training: bool):
-    precision = _layers[number.item()].precision
+    precision = layer_of(number).precision
     matrix = x.reshape(-1, x.shape[-1])
     pair = precision.scaling.quantize(precision.layer, "activations", matrix, True, transposed, training=training)
-    return *_parts(pair[0], x), *_parts(pair[1], x)
+    return pair_of_parts(pair, x)
 
 
-@torch.library.register_fake("zeropp_fp8::cast_input", lib=_library)
+@torch.library.register_fake("zeropp_fp8::cast_input", lib=library)
 def _(x: Tensor, number: Tensor, granularity: str, dtype: torch.dtype, transposed: bool, training: bool):
-    rows, summed = x.shape[:-1].numel(), x.shape[-1]
-    plain = _like_parts((rows, summed), x, granularity, dtype)
-    return *plain, *(_like_parts((summed, rows), x, granularity, dtype) if transposed else _parts(None, x))
+    return like_pair_of_parts(x, granularity, dtype, transposed)
 
 
-@torch.library.impl(_library, "linear", "CompositeExplicitAutograd")
-def _linear(
-    x: Tensor,
+@torch.library.impl(library, "product", "CompositeExplicitAutograd")
+def _product(
     codes: Tensor,
     scale: Tensor,
-    codes_t: Tensor,
-    scale_t: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     number: Tensor,
     granularity: str,
+    dtype: torch.dtype,
     features: int,
-    saves_input: bool,
     returns_scale: bool,
     training: bool,
 ):
-    layer = _layers[number.item()]
-    x_q = _operand(codes, scale, (x.shape[:-1].numel(), x.shape[-1]), granularity)
-    y, weight_scale = product(x_q, layer.own_weight(), bias, layer.precision, x.dtype, training)
-    return y.view(*x.shape[:-1], features), weight_scale.clone() if returns_scale else _empty(x, 0)
+    layer = layer_of(number)
+    x_q = _operand(codes, scale, codes.shape, granularity)  # K is never padded: convert.py
+    y, weight_scale = product(x_q, layer.own_weight(), bias, layer.precision, dtype, training)
+    return y, weight_scale.clone() if returns_scale else _empty(codes, 0)
 
 
-@torch.library.register_fake("zeropp_fp8::linear", lib=_library)
-def _(x, codes, scale, codes_t, scale_t, weight, bias, number, granularity, features, *flags):
-    _, returns_scale, _ = flags
-    return _empty(x, *x.shape[:-1], features, dtype=x.dtype), _empty(x, 1 if returns_scale else 0)
+@torch.library.register_fake("zeropp_fp8::product", lib=library)
+def _(codes, scale, weight, bias, number, granularity, dtype, features, returns_scale, training):
+    return _empty(codes, codes.shape[0], features, dtype=dtype), _empty(codes, 1 if returns_scale else 0)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    x, _, _, codes_t, scale_t, weight, bias, number, granularity, _, saves_input, *_ = inputs
-    saved = (x, scale_t) if saves_input else (codes_t, scale_t)
-    ctx.save_for_backward(*saved, output[1], number)
-    ctx.granularity = granularity
-    ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-    ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _backward(ctx, grad_y: Tensor, _) -> tuple[Tensor | None, ...]:
-    saved, saved_scale, weight_scale, number = ctx.saved_tensors
-    needs_input, needs_weight, needs_bias = (ctx.needs_input_grad[place] for place in (0, 5, 6))
-    grad = grad_y.reshape(-1, grad_y.shape[-1])
-    grad_input = grad_weight = None
-    if needs_input or needs_weight:
-        grad_input, grad_weight = torch.ops.zeropp_fp8.linear_backward(
-            grad, saved, saved_scale, weight_scale, number, ctx.granularity, ctx.x_dtype, ctx.weight_shape,
-            ctx.weight_dtype, needs_input, needs_weight,
-        )  # fmt: skip
-    return (
-        grad_input.view(ctx.x_shape) if needs_input else None,
-        *(None,) * 4,
-        grad_weight if needs_weight else None,
-        grad.sum(0).to(ctx.bias_dtype) if needs_bias else None,
-        *(None,) * 6,
-    )
-
-
-torch.library.register_autograd("zeropp_fp8::linear", _backward, setup_context=_setup_context, lib=_library)
-
-
-@torch.library.impl(_library, "linear_backward", "CompositeExplicitAutograd")
+@torch.library.impl(library, "linear_backward", "CompositeExplicitAutograd")
 def _linear_backward(
-    grad: Tensor,
+    grad: Tensor | None,
+    parts: Sequence[Tensor],
+    rows: int,
     saved: Tensor,
     saved_scale: Tensor,
     weight_scale: Tensor,
     number: Tensor,
     granularity: str,
     dtype: torch.dtype,
+    features: int,
     weight_shape: Sequence[int],
     weight_dtype: torch.dtype,
     needs_input: bool,
     needs_weight: bool,
 ):
-    layer = _layers[number.item()]
+    layer = layer_of(number)
     x: Operand | None = None
     if needs_weight and layer.precision.backward_in_high_precision:
-        x = saved.reshape(-1, saved.shape[-1])
+        x = saved.reshape(-1, features)
     elif needs_weight:
-        x = _operand(saved, saved_scale, (saved.shape[0], grad.shape[0]), granularity)
+        x = _operand(saved, saved_scale, (features, rows), granularity)
+    operands = None
+    if parts:
+        codes, scale, codes_t, scale_t = parts
+        grad_t = _operand(codes_t, scale_t, (codes.shape[1], rows), granularity) if needs_weight else None
+        operands = _operand(codes, scale, codes.shape, granularity), grad_t
     grad_input, grad_weight = products_of_gradient(
         grad, x, layer.own_weight(), weight_scale if weight_scale.numel() else None, layer.precision, dtype,
-        needs_input, needs_weight,
+        needs_input, needs_weight, operands,
     )  # fmt: skip
     return (
-        _empty(grad, 0, dtype=dtype) if grad_input is None else grad_input,
-        _empty(grad, 0, dtype=weight_dtype) if grad_weight is None else grad_weight,
+        _empty(saved, 0, dtype=dtype) if grad_input is None else grad_input,
+        _empty(saved, 0, dtype=weight_dtype) if grad_weight is None else grad_weight,
     )
 
 
-@torch.library.register_fake("zeropp_fp8::linear_backward", lib=_library)
-def _(grad, saved, saved_scale, weight_scale, number, granularity, dtype, weight_shape, weight_dtype, *needs):
-    needs_input, needs_weight = needs
-    features = weight_shape[0] * weight_shape[1] // grad.shape[1]
+@torch.library.register_fake("zeropp_fp8::linear_backward", lib=library)
+def _(grad, parts, rows, saved, saved_scale, weight_scale, number, granularity, dtype, features, *others):
+    weight_shape, weight_dtype, needs_input, needs_weight = others
     return (
-        _empty(grad, *((grad.shape[0], features) if needs_input else (0,)), dtype=dtype),
-        _empty(grad, *(weight_shape if needs_weight else (0,)), dtype=weight_dtype),
+        _empty(saved, *((rows, features) if needs_input else (0,)), dtype=dtype),
+        _empty(saved, *(weight_shape if needs_weight else (0,)), dtype=weight_dtype),
     )

@@ -114,7 +114,7 @@ def product(
 
 
 def products_of_gradient(
-    grad: Tensor,
+    grad: Tensor | None,
     x: Operand | None,
     weight: Tensor,
     weight_scale: Tensor | None,
@@ -122,6 +122,7 @@ def products_of_gradient(
     dtype: torch.dtype,
     needs_input: bool,
     needs_weight: bool,
+    operands: tuple[Operand, Operand | None] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(grad_input [rows, in] of `dtype`, grad_weight like the weight) of grad [rows, out], None for what is not needed.
 
@@ -130,6 +131,7 @@ def products_of_gradient(
             high precision the input itself, [rows, in].
         weight: gathered for as long as it takes, if its values are not there.
         weight_scale: that of forward serves backward too: one pass less over the weight.
+        operands: those of the gradient, where they are made; `grad` is not looked at then.
     """
     scaling, transposed_weight = precision.scaling, precision.weight_is_transposed
     grad_input = grad_weight = None
@@ -141,7 +143,7 @@ def products_of_gradient(
         if needs_weight:
             grad_weight = x.t() @ grad if transposed_weight else grad.t() @ x
     elif needs_input or needs_weight:
-        grad_q, grad_t_q = scaling.quantize(precision.layer, "gradients", grad, needs_input, needs_weight)
+        grad_q, grad_t_q = operands or scaling.quantize(precision.layer, "gradients", grad, needs_input, needs_weight)
         if needs_input:
             with _Gathered(weight):
                 weight_t_q = precision.weight_operand(weight, forward=False, scale=weight_scale)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from zeropp_fp8.compute import fused_operators
 from zeropp_fp8.compute.fused_module import FusedModule, fuse, scales_are_known, takes_codes
 from zeropp_fp8.compute.linear import LowPrecisionLinear
 from zeropp_fp8.compute.source import says
@@ -62,6 +63,8 @@ class _RMSNormModule(FusedModule):
             return super().forward(hidden_states)
         trains = hidden_states.requires_grad or self.weight.requires_grad or linear.weight_requires_grad
         training = torch.is_grad_enabled() and trains
+        if torch.compiler.is_compiling():
+            return fused_operators.rms_norm(hidden_states, self.weight, self.variance_epsilon, linear, training)
         return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon, linear, training)
 
 

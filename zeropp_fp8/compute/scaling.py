@@ -211,52 +211,74 @@ class DelayedScaling(Scaling):
         # Made once: two views a cast cost the host as much as a launch.
         self._entries = [(self._scale[index, :1], self._amax[index : index + 1]) for index in range(count)]
 
-    def _entry(self, index: int, device: torch.device, training: bool) -> tuple[Tensor, Tensor | None]:
-        """(scale, amax to record, in training) of an operand, fp32 [1] each."""
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "_entries": []}
+
+    def _entry(
+        self, layer: int, role: Role, device: torch.device, training: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(scale, if the operand has a history; amax to record, in training) of an operand, fp32 [1] each."""
+        index = layer * len(ROLES) + ROLES.index(role)
         if not self._entries or self._scale.device != device:  # a copy, or moved, or a checkpoint was loaded
             self._place_tables(device)
         if training:
             self._seen.add(index)
         scale, amax = self._entries[index]
-        return scale, amax if training else None
-
-    def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "_entries": []}
+        return scale if index in self._known else None, amax if training else None
 
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
-        index = layer * len(ROLES) + ROLES.index(role)
-        own_scale, amax = self._entry(index, matrix.device, training)
-        if index in self._known:
-            scale = own_scale
+        own_scale, amax = self._entry(layer, role, matrix.device, training)
+        scale = scale if own_scale is None else own_scale
         return casts.cast_per_tensor(matrix, FP8_DTYPES[self.formats[role]], scale, amax, plain, transposed)
 
     def knows_input(self, layer: int) -> bool:
-        """Whether a layer's input has a history, so that `swiglu_input` can be used."""
+        """Whether a layer's input has a history, so that it can be cast as it is made."""
         return layer * len(ROLES) + ROLES.index("activations") in self._known
 
     def swiglu_input(
-        self, layer: int, gate: Tensor, up: Tensor, transposed: bool, training: bool
-    ) -> tuple[Tensor, tuple[Operand, Operand | None]]:
-        """(silu(gate) * up [R, C], its operands as the layer's input), in one pass; gate and up are [R, C]."""
-        scale, amax = self._known_input(layer, gate.device, training)
+        self, layer: int, gate: Tensor, up: Tensor, transposed: bool, training: bool, keep_values: bool = True
+    ) -> tuple[Tensor | None, tuple[Operand, Operand | None]]:
+        """(silu(gate) * up [R, C], if kept; its operands as the layer's input); gate and up are [R, C].
+
+        One pass where the input has a history.
+        """
+        scale, amax = self._entry(layer, "activations", gate.device, training)
         dtype = FP8_DTYPES[self.formats["activations"]]
-        *pair, values = casts.swiglu_cast(gate, up, dtype, scale, amax, transposed=transposed, keep_values=True)
+        *pair, values = casts.swiglu_cast(gate, up, dtype, scale, amax, transposed=transposed, keep_values=keep_values)
         return values, tuple(pair)
+
+    def swiglu_gradients(
+        self, layers: tuple[int, int], grad: Tensor, gate: Tensor, up: Tensor, transposed: bool
+    ) -> tuple[tuple[Operand, Operand | None], ...]:
+        """Operands of the gradients of gate and of up, as the layers' gradients, of that of silu(gate) * up [R, C].
+
+        One pass where both have a history.
+        """
+        scales, amaxes = zip(*(self._entry(layer, "gradients", gate.device, True) for layer in layers))
+        dtype = FP8_DTYPES[self.formats["gradients"]]
+        return casts.swiglu_backward_cast(grad, gate, up, dtype, scales, amaxes, transposed=transposed)
 
     def rms_norm_input(
-        self, layer: int, x: Tensor, weight: Tensor, epsilon: float, transposed: bool, training: bool
-    ) -> tuple[Tensor, tuple[Operand, Operand | None]]:
-        """(RMSNorm of x [R, C], its operands as the layer's input), in two passes over x; weight is [C]."""
-        scale, amax = self._known_input(layer, x.device, training)
+        self,
+        layer: int,
+        x: Tensor,
+        weight: Tensor,
+        statistics: float | Tensor,
+        transposed: bool,
+        training: bool,
+        keep_values: bool = True,
+    ) -> tuple[Tensor | None, tuple[Operand, Operand | None]]:
+        """(RMSNorm of x [R, C], if kept; its operands as the layer's input); weight is [C].
+
+        Two passes over x where the input has a history; one where `statistics` is not epsilon but fp32 [R], the 1 / rms
+        of rows.
+        """
+        scale, amax = self._entry(layer, "activations", x.device, training)
         dtype = FP8_DTYPES[self.formats["activations"]]
         *pair, values = casts.rms_norm_cast(
-            x, weight, epsilon, dtype, scale, amax, transposed=transposed, keep_values=True
+            x, weight, statistics, dtype, scale, amax, transposed=transposed, keep_values=keep_values
         )
         return values, tuple(pair)
-
-    def _known_input(self, layer: int, device: torch.device, training: bool) -> tuple[Tensor, Tensor | None]:
-        """(scale, amax to record, in training) of the input of a layer that has a history."""
-        return self._entry(layer * len(ROLES) + ROLES.index("activations"), device, training)
 
     def end_step_bytes(self) -> int:
         return 0 if self._amax is None else self._amax.numel() * self._amax.element_size()

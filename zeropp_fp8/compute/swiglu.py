@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from zeropp_fp8.compute import fused_operators
 from zeropp_fp8.compute.fused_module import FusedModule, fuse, scales_are_known, takes_codes
 from zeropp_fp8.compute.linear import LowPrecisionLinear
 from zeropp_fp8.compute.source import returns
@@ -53,7 +54,12 @@ class _SwiGLUModule(FusedModule):
         if takes_codes(down, gate, up.dtype):
             bias_trains = down.bias is not None and down.bias.requires_grad
             trains = gate.requires_grad or up.requires_grad or down.weight_requires_grad or bias_trains
-            return down(_SwiGLU.apply(gate, up, down, torch.is_grad_enabled() and trains))
+            training = torch.is_grad_enabled() and trains
+            if torch.compiler.is_compiling():
+                sources = (self.gate_proj, self.up_proj)
+                whole = training and x.requires_grad and all(scales_are_known(source) for source in sources)
+                return down(fused_operators.swiglu(gate, up, sources if whole else (), down, training))
+            return down(_SwiGLU.apply(gate, up, down, training))
         return down(self.act_fn(gate) * up)
 
 

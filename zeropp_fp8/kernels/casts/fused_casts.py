@@ -84,7 +84,10 @@ def fused_cast_kernel(
     else:
         factor = load_tile(second_ptr, first_row, first_column, rows, columns, FORM.rows, FORM.columns).to(tl.float32)
         x = narrowed(tl.div_rn(x, 1.0 + exponential(-x, INTERPRETED)), dtype, INTERPRETED).to(tl.float32)
-    y = narrowed(factor * x, dtype, INTERPRETED)
+    y = factor * x
+    if NORM:
+        y = tl.where((row < rows)[:, None], y, 0.0)  # and not -0 beyond the end, where the weight is negative
+    y = narrowed(y, dtype, INTERPRETED)
     if KEEP:
         store_tile(values_ptr, y, first_row, first_column, rows, columns)
     if RECORD:
@@ -117,33 +120,39 @@ def swiglu_cast(
     _launch(gate, up, None, codes, codes_t, scale, amax_out, values)
 
 
+def inverse_rms(matrix: Tensor, eps: float) -> Tensor:
+    """fp32 [R]: 1 / sqrt(mean of squares + eps) of each row of a contiguous matrix."""
+    rows, columns = matrix.shape
+    found = torch.empty(rows, dtype=torch.float32, device=matrix.device)
+    row_statistics_kernel[(rows,)](
+        matrix,
+        found,
+        columns,
+        eps,
+        PIECE=min(_LARGEST_PIECE, triton.next_power_of_2(columns)),
+        num_warps=_STATISTICS_WARPS,
+    )
+    return found
+
+
 def rms_norm_cast(
     matrix: Tensor,
     weight: Tensor,
-    eps: float,
+    inverse_rms: Tensor,
     codes: Tensor | None,
     codes_t: Tensor | None,
     scale: Tensor,
     amax_out: Tensor | None = None,
     values: Tensor | None = None,
 ) -> None:
-    """Cast the RMSNorm of a matrix' rows with a given scale; a pass before reads the matrix for its statistics.
+    """Cast the RMSNorm of a matrix' rows with a given scale, in one pass.
 
     Args:
         matrix: bf16, fp16 or fp32 [R, C], contiguous.
         weight: [C], of the matrix' dtype, contiguous.
+        inverse_rms: fp32 [R], contiguous; see the function of that name.
         codes, codes_t, scale, amax_out, values: see `swiglu_cast`.
     """
-    rows, columns = matrix.shape
-    inverse_rms = torch.empty(rows, dtype=torch.float32, device=matrix.device)
-    row_statistics_kernel[(rows,)](
-        matrix,
-        inverse_rms,
-        columns,
-        eps,
-        PIECE=min(_LARGEST_PIECE, triton.next_power_of_2(columns)),
-        num_warps=_STATISTICS_WARPS,
-    )
     _launch(matrix, weight, inverse_rms, codes, codes_t, scale, amax_out, values)
 
 
