@@ -8,6 +8,7 @@ import torch
 from ranks import run_ranks, run_two
 
 from zeropp_fp8.config import resolve
+from zeropp_fp8.plan import METHODS, Cluster, Job, Model, memory_per_gpu
 
 # models.llama(): embedding, two blocks, norm and head, of 16,640, 46,848 (twice), 256 and 16,640 bytes on two ranks.
 SOME, FEW = 70_000, 20_000
@@ -154,6 +155,22 @@ def test_the_start_table():
     assert re.search(r"error feedback +int8 \(block 128\) +124224  what the hop between nodes drops: 0\.0", table)
     assert re.search(r"gradients within nodes +- +one rank on this level", table)
     assert re.search(r"weights backward +0\.0\d+ +0\.000", table)
+
+
+def test_the_plan_counts_as_engines_do():
+    """Bytes of weights and what stays, with all copies and with some; up to norms and padding."""
+    for found in run_two(jobs.runs, cases=[{"secondary": limit, "accumulation": 2} for limit in LIMITS[1:]]):
+        for run in found:
+            model = Model(124_224, 64, 2, 256)
+            job = Job(model, Cluster(2, 1, 10), 32, micro_batches=2, kept_parameters=0, copies=run["kept bytes"])
+            method = METHODS["zeropp-pcie"]
+            modelled = memory_per_gpu(method, job)
+            passes = [method.forward_traffic(job, first) for first in (True, False)] + 2 * [
+                method.backward_traffic(job)
+            ]
+            assert sum(traffic.inter for traffic in passes) == pytest.approx(run["bytes"], rel=0.02)
+            assert modelled.secondary == pytest.approx(run["kept bytes"], rel=0.02)
+            assert modelled.residuals == pytest.approx(run["residuals"], rel=0.02)
 
 
 def test_the_recipe():
