@@ -16,6 +16,7 @@ DEFAULTS = {
     "weights.rounding": "nearest",
     "weights.scale_mode": "rceil",
     "secondary.scope": "none",
+    "secondary.memory_gb": "all",
     "gradients.intra_format": "none",
     "gradients.inter_format": "none",
     "gradients.block_size": 128,

@@ -49,7 +49,8 @@ SECTIONS: dict[str, list[dict[str, Any]]] = {
 }
 QUANTIZED = ("zeropp", "zeropp-4bit", "fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "qlora")
 # Recipes that came later, and which one they take half of the places of: a longer list would draw all cases anew.
-INSTEAD_OF = {"fp8-lm": "fp8-lm-zeropp"}
+INSTEAD_OF = {"fp8-lm": "fp8-lm-zeropp", "zeropp": "zeropp-pcie"}
+MEMORY_GB = ("auto", 5e-6, 0.0)  # of zeropp-pcie: for all of a model, a unit or two, none
 COMPUTES = ("fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "fp8-lm-zeropp")
 STATES = ("fp8-lm-o2", "fp8-lm", "fp8-lm-zeropp")  # these keep AdamW's states in low precision
 
@@ -257,6 +258,8 @@ def _draw(rng: random.Random, seed: int, features: frozenset[str]) -> Case:
         # gloo adds more than two ranks in an order that depends on the place in a bucket. The plugin's own order fills
         # other buckets than stock, and holds places for zeros: every gradient has a bucket of its own.
         case.zero["reduce_bucket_size"] = 1
+    if recipe == "zeropp-pcie":
+        case.fields["secondary"] = {"memory_gb": MEMORY_GB[seed // 2 % len(MEMORY_GB)]}
     differs = "ranks differ" in features and any(text.endswith(":branchy") for text in stages)
     differs = differs and not case.stale_as_stock and not any("non-re" in text for text in case.spans)
     case = dataclasses.replace(case, ranks_differ=differs and rng.random() < 0.8)

@@ -14,6 +14,7 @@ WAYS = {
     "lossless, delayed FP8 compute": ("lossless", {"compute": {**_FP8, "scaling": "delayed"}}),
     "zeropp": ("zeropp", {}),
     "zeropp, rank's copy": ("zeropp", {"secondary": {"scope": "rank"}}),
+    "zeropp-pcie, some copies": ("zeropp-pcie", {"secondary": {"memory_gb": 7e-5}}),
     "zeropp-4bit": ("zeropp-4bit", {}),
     "stochastic rounding": (
         "zeropp",

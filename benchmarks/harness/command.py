@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from benchmarks.harness.nodes import MAX_GBIT
 from benchmarks.harness.zero3 import without_refused
 from examples.options import finite, new_file, whole
 
@@ -105,8 +104,6 @@ def choose_sections(
 def cut_into_nodes(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Set args.nodes: two where --gbit says what is between them, else one; ends with an error where that cannot be."""
     args.nodes = 1 if args.gbit is None else 2
-    if args.gbit is not None and not 0 <= args.gbit <= MAX_GBIT:
-        parser.error(f"--gbit: from 0 (not shaped) to {MAX_GBIT:g}, what the queue can shape")
     if args.ranks % args.nodes:
         parser.error(f"{args.ranks} ranks cannot be cut into {args.nodes} nodes")
     if torch.cuda.is_available() and torch.cuda.device_count() < args.ranks:

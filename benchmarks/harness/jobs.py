@@ -24,13 +24,16 @@ class Job:
     """Work for a group of ranks.
 
     `runs` follow one another in the same processes; the worker announces each before it begins, so that the others can
-    go on without one that fails. They run in the folder `cwd`, from which they import first of all.
+    go on without one that fails. They run in the folder `cwd`, from which they import first of all, with `environment`
+    besides, and each rank in a namespace of its own where they are `apart`.
     """
 
     label: str
     runs: list[str]
     arguments: dict[str, Any] = field(default_factory=dict)
     cwd: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    apart: bool = False
 
 
 def dealt_jobs(runs: Sequence[str], groups: int) -> list[Job]:
@@ -98,7 +101,9 @@ def _run_job(
                     Path(folder, "store"),
                     left,
                     nodes=args.nodes,
-                    namespaces=namespaces,
+                    namespaces=namespaces or job.apart,
+                    apart=job.apart,
+                    environment=job.environment,
                     folders=folders,
                     cwd=job.cwd,
                 )

@@ -1,7 +1,11 @@
-"""Two nodes on one host: two network namespaces joined by a veth pair whose ends are shaped to a rate.
+"""Links on one host: network namespaces whose interfaces are shaped to a rate. Needs root, and pyroute2.
 
-Needs root and the pure-Python package pyroute2. Ranks 0 .. n-1 run in the first namespace, the others in the second,
-so that their traffic to each other passes the shaped link, while ranks of one namespace use shared memory or NVLink.
+Two nodes are two namespaces joined by a veth pair. Ranks 0 .. n-1 run in the first, the others in the second, so that
+their traffic to each other passes the shaped link, while ranks of one namespace use shared memory or NVLink.
+
+Ranks apart are a namespace each, all on one bridge: one node whose ranks have nothing but a link of their own, shaped
+to what each of them sends. What a rank receives is not shaped: in rings and exchanges it is as much as it sends.
+
 The interface's own tx_bytes counter is an independent check of the wire ledger. `launch` also starts ranks without
 namespaces, for measurements inside one node.
 """
@@ -9,21 +13,26 @@ namespaces, for measurements inside one node.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.harness.environment import ROOT
 
-NAMESPACES = ("zpp0", "zpp1")
-INTERFACES = ("zppveth0", "zppveth1")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PLACES = 8  # that ranks may be in
+NAMESPACES = [f"zpp{place}" for place in range(PLACES)]
+INTERFACES = [f"zppveth{place}" for place in range(PLACES)]
+ADDRESSES = [f"10.77.0.{1 + place}" for place in range(PLACES)]
+BRIDGE = "zppbridge"
 MTU = 65000
 GBIT = 1e9 / 8  # bytes per second
-MAX_GBIT = 34.0  # the tbf queue takes its rate as 32 bits of bytes per second: 34.36 Gbit/s
+TBF_GBIT = 34.0  # that queue takes its rate as 32 bits of bytes per second: 34.36 Gbit/s
+ROOT_QUEUE = 0xFFFFFFFF  # TC_H_ROOT
 
 
 @contextlib.contextmanager
@@ -32,63 +41,104 @@ def two_nodes(gbit_per_second: float | None = None) -> Iterator[None]:
     from pyroute2 import IPRoute, NetNS, netns
 
     _remove()
-    for name in NAMESPACES:
+    for name in NAMESPACES[:2]:
         netns.create(name)
     try:
         with IPRoute() as host:
             host.link("add", ifname=INTERFACES[0], kind="veth", peer=INTERFACES[1])
-            for name, interface in zip(NAMESPACES, INTERFACES):
+            for name, interface in zip(NAMESPACES[:2], INTERFACES):
                 host.link("set", index=host.link_lookup(ifname=interface)[0], net_ns_fd=name)
-        for name, interface, address in zip(NAMESPACES, INTERFACES, ADDRESSES):
-            with NetNS(name) as node:
-                index = node.link_lookup(ifname=interface)[0]
-                node.addr("add", index=index, address=address, prefixlen=24)
-                node.link("set", index=index, mtu=MTU)
-                node.link("set", index=index, state="up")
-                node.link("set", index=node.link_lookup(ifname="lo")[0], state="up")
-                if gbit_per_second is not None:
-                    _shape(node, index, gbit_per_second)
+        for place in range(2):
+            _set_up(place)
+            if gbit_per_second is not None:
+                with NetNS(NAMESPACES[place]) as node:
+                    _shape(node, node.link_lookup(ifname=INTERFACES[place])[0], gbit_per_second)
         yield
     finally:
         _remove()
 
 
+@contextlib.contextmanager
+def ranks_apart(ranks: int) -> Iterator[None]:
+    """Create a namespace for each of `ranks` ranks, all on one bridge (not shaped), and remove them again."""
+    from pyroute2 import IPRoute, netns
+
+    _remove()
+    try:
+        with IPRoute() as host:
+            host.link("add", ifname=BRIDGE, kind="bridge")
+            bridge = host.link_lookup(ifname=BRIDGE)[0]
+            host.link("set", index=bridge, mtu=MTU, state="up")
+            for place in range(ranks):
+                netns.create(NAMESPACES[place])
+                at_bridge = f"{BRIDGE}{place}"
+                host.link("add", ifname=INTERFACES[place], kind="veth", peer=at_bridge)
+                host.link("set", index=host.link_lookup(ifname=INTERFACES[place])[0], net_ns_fd=NAMESPACES[place])
+                host.link("set", index=host.link_lookup(ifname=at_bridge)[0], mtu=MTU, master=bridge, state="up")
+                _set_up(place)
+        yield
+    finally:
+        _remove()
+
+
+def _set_up(place: int) -> None:
+    """Give the interface of a namespace its address."""
+    from pyroute2 import NetNS
+
+    with NetNS(NAMESPACES[place]) as node:
+        index = node.link_lookup(ifname=INTERFACES[place])[0]
+        node.addr("add", index=index, address=ADDRESSES[place], prefixlen=24)
+        node.link("set", index=index, mtu=MTU)
+        node.link("set", index=index, state="up")
+        node.link("set", index=node.link_lookup(ifname="lo")[0], state="up")
+
+
 def _shape(node, index: int, gbit_per_second: float) -> None:
+    """Let an interface without a queue send at most so much."""
     rate = int(gbit_per_second * GBIT)
     burst = max(1 << 20, rate // 500)  # 2 ms of the rate
-    node.tc("replace", "tbf", index, 0x10000, rate=rate, latency="100ms", burst=burst)
+    if gbit_per_second <= TBF_GBIT:
+        node.tc("add", "tbf", index, 0x10000, rate=rate, latency="100ms", burst=burst)
+        return
+    node.tc("add", "htb", index, 0x10000, default=0x10001)
+    node.tc("add-class", "htb", index, 0x10001, parent=0x10000, rate=rate, ceil=rate, burst=burst, cburst=burst)
 
 
 def set_rate(gbit_per_second: float | None) -> None:
-    """Shape what this node sends, from inside its namespace; None: as fast as it goes. One rank a node calls it."""
+    """Shape what leaves this namespace, from inside; None: as fast as it goes. One of its ranks calls it."""
     from pyroute2 import IPRoute
     from pyroute2.netlink.exceptions import NetlinkError
 
     with IPRoute() as node:
         index = node.link_lookup(ifname=os.environ["NODE_INTERFACE"])[0]
+        try:
+            node.tc("del", index=index, parent=ROOT_QUEUE)
+        except NetlinkError as error:
+            if error.code != errno.ENOENT:  # there was no queue to delete
+                raise
         if gbit_per_second is not None:
             _shape(node, index, gbit_per_second)
-        else:
-            with contextlib.suppress(NetlinkError):  # there was no queue to delete
-                node.tc("del", index=index, parent=0xFFFF0000)  # TC_H_ROOT
 
 
 def set_rate_everywhere(gbit_per_second: float | None) -> None:
-    """`set_rate` on every node, by all ranks together and with nothing of theirs on the way."""
+    """`set_rate` in every namespace, by all ranks together and with nothing of theirs on the way."""
     import torch.distributed as dist
 
     dist.barrier()
-    if os.environ["LOCAL_RANK"] == "0":
+    if os.environ["NODE_SHAPER"] == os.environ["RANK"]:
         set_rate(gbit_per_second)
     dist.barrier()
 
 
 def _remove() -> None:
-    from pyroute2 import netns
+    from pyroute2 import IPRoute, netns
 
     for name in NAMESPACES:
         if name in netns.listnetns():
             netns.remove(name)
+    with IPRoute() as host:
+        for index in host.link_lookup(ifname=BRIDGE):
+            host.link("del", index=index)
 
 
 def launch(
@@ -100,21 +150,25 @@ def launch(
     *,
     nodes: int = 2,
     namespaces: bool = True,
+    apart: bool = False,
+    environment: Mapping[str, str] = MappingProxyType({}),
     folders: Sequence[str] = (),
     cwd: str | None = None,
 ) -> None:
     """Run `module` on `ranks` ranks, ended together: when one fails (RuntimeError) or time is up (TimeoutError).
 
-    With `namespaces` each of the two nodes is a namespace, else all ranks share the host's loopback. A rank finds RANK,
-    WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_INTERFACE and STORE_FILE in its environment. It can import from the
-    root of the repository, and from its `folders`; first of all from `cwd`, where it runs.
+    With `namespaces` each of the two nodes is a namespace, or each rank (`apart`), else all ranks share the host's
+    loopback. A rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_INTERFACE, NODE_SHAPER (the rank that
+    shapes that interface) and STORE_FILE in its environment, and what `environment` adds. It can import from the root
+    of the repository, and from its `folders`; first of all from `cwd`, where it runs.
     """
     path = [str(ROOT), *(str(ROOT / folder) for folder in folders), os.environ.get("PYTHONPATH", "")]
     per_node = ranks // nodes
     processes = []
     for rank in range(ranks):
         node, local = divmod(rank, per_node)
-        interface = INTERFACES[node] if namespaces else "lo"
+        place = rank if apart else node
+        interface = INTERFACES[place] if namespaces else "lo"
         env = {
             # NVLink multicast engages the fabric manager of the host, which others may share: off unless asked for.
             "NCCL_NVLS_ENABLE": "0",
@@ -129,13 +183,15 @@ def launch(
             "MASTER_PORT": "29511",
             "STORE_FILE": str(store),
             "NODE_INTERFACE": interface,
+            "NODE_SHAPER": str(rank if apart else node * per_node),
             "NCCL_HOSTID": f"node{node}",
             "NCCL_SOCKET_IFNAME": interface,
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_IB_DISABLE": "1",
             "CUDA_VISIBLE_DEVICES": ",".join(str(node * per_node + i) for i in range(per_node)),
+            **environment,
         }
-        enter = ["-m", __spec__.name, NAMESPACES[node]] if namespaces else []
+        enter = ["-m", __spec__.name, NAMESPACES[place]] if namespaces else []
         processes.append(subprocess.Popen([sys.executable, *enter, "-m", module, *arguments], env=env, cwd=cwd))
     deadline = time.monotonic() + timeout
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 
 @dataclass(frozen=True)
 class Size:
@@ -30,6 +32,7 @@ SIZES = {
     ("cpu", "features"): Size(128, 384, 2, 4, 256, 64, 100_000, lr=1e-3),
 }
 LORA_LR = 3e-3
+SOME_GB = 0.03 if torch.cuda.is_available() else 3e-4  # of codes: about half a model of "features"
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,23 @@ CASES = (
         "zeropp",
         fields={"secondary": {"scope": "rank"}},
         check=_backward_sends(inter=False, intra=False),
+    ),
+    Case(
+        "some copies",
+        "features",
+        "zeropp",
+        "zeropp",
+        fields={"secondary": {"scope": "rank", "memory_gb": SOME_GB}},
+        check=_backward_sends(inter=True, intra=True),
+    ),
+    Case("zeropp-pcie", "features", "zeropp-pcie", check=_keeps_residuals, resume=True),
+    Case(
+        "zeropp-pcie, some copies",
+        "features",
+        "zeropp-pcie",
+        "zeropp-pcie",
+        fields={"secondary": {"memory_gb": SOME_GB}},
+        delays=True,
     ),
     Case("accumulation in node", "features", "zeropp", accumulation=3, check=_sends_gradients(1)),
     Case(

@@ -3,6 +3,7 @@
 Each builds its engine and gives step(*tokens) -> loss (tokens of a micro-batch each), session (the plugin's engine, or
 None) and close().
 
+    stock-zero2              DeepSpeed ZeRO-2
     stock, stock-leaf        DeepSpeed ZeRO-3; with every decoder layer as a z3 leaf module
     lossless, zeropp, ...    ZeRO-3 with this project's recipes (FP8 compute where the recipe says so)
     zeropp-world, ...        the same, each micro-batch's gradients reduced to the end
@@ -31,13 +32,14 @@ QUANTIZED = ("zeropp", "zeropp-4bit")
 IN_FP8 = ("fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp")
 # Gradients of each micro-batch cross between nodes.
 WORLD = {f"{recipe}-world": {"recipe": recipe, "gradients": {"accumulate_in": "world"}} for recipe in QUANTIZED}
-RECIPES = ("lossless", *QUANTIZED, *IN_FP8)
+ONE_NODE_RUNS = ("stock-zero2", "zeropp-pcie")  # what one node without NVLink is for, or trains with
+RECIPES = ("lossless", *QUANTIZED, "zeropp-pcie", *IN_FP8)
 COMPILED = {f"{recipe}-compiled": {"recipe": recipe, "compile": "blocks"} for recipe in RECIPES}
 SECTIONS = {**{recipe: {"recipe": recipe} for recipe in RECIPES}, **WORLD, **COMPILED}
 IN_TREE = ("in-tree", "in-tree-leaf")
 TORCHAO = ("fsdp2-torchao", "fsdp2-torchao-compiled")
 FSDP = ("fsdp2", "hsdp", "fsdp2-compiled", "hsdp-compiled", *TORCHAO)
-RUNS = ("stock", "stock-leaf", *SECTIONS, *FSDP, *IN_TREE)
+RUNS = ("stock-zero2", "stock", "stock-leaf", *SECTIONS, *FSDP, *IN_TREE)
 MODELS = ("1.3b", "small", "tiny")
 STOCK_LINEAR = torch.nn.functional.linear  # torch's own, before ZeRO-3 replaces it
 
@@ -68,6 +70,8 @@ def ds_config(run: str, args) -> dict:
             "stage3_max_reuse_distance": 0,
             "stage3_param_persistence_threshold": 0,
         }
+    if run == "stock-zero2":
+        zero = {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": int(1e8)}
     if run in IN_TREE:
         zero |= {
             "zero_quantized_weights": True,

@@ -37,6 +37,7 @@ class Question:
         jobs: those of the arguments; default: each round in one group of ranks, odd rounds backwards.
         searches: it looks for a limit (limits.py), and needs no jobs.
         folders: in the repository, from which ranks import besides.
+        links: what is there while the jobs are done; default: two emulated nodes where there is a --gbit.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Question:
     jobs: Callable[[argparse.Namespace], list[Job]] | None = None
     searches: bool = False
     folders: Sequence[str] = ()
+    links: Callable[[argparse.Namespace], contextlib.AbstractContextManager] | None = None
 
     def answer(self) -> None:
         """Measure, print the table, and end with status 1 if a run failed; in a rank: do the runs of its job."""
@@ -66,7 +68,7 @@ class Question:
             jobs = (self.jobs or rounds_together)(args)
             link = args.gbit is not None
             options = {"side_by_side": getattr(args, "side_by_side", 1), "namespaces": link, "folders": self.folders}
-            with two_nodes() if link else contextlib.nullcontext():
+            with (self.links or _between_nodes)(args):
                 run_jobs(module, jobs, args, deadline, **options)
         result = end_result(args.out)
         if result["rows"]:
@@ -90,6 +92,10 @@ class Question:
                 append_to(args.out, "rows", row)
                 print(self.line(row), flush=True)
         torch.distributed.destroy_process_group()
+
+
+def _between_nodes(args) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if args.gbit is None else two_nodes()
 
 
 def rounds_together(args) -> list[Job]:

@@ -18,6 +18,7 @@ PAIRS = [
     ("zeropp", "fp8-lm"),
     ("fp8-lm", "fp8-lm"),
     ("fp8-lm", "FP8 operands, node's copy"),
+    ("fp8-lm", "zeropp-pcie, some copies"),
     ("zeropp, rank's copy", "stochastic rounding"),
 ]
 STORED = ["stock", "zeropp", "fp8-lm"]  # engines that train, beside one whose weights rest as codes

@@ -58,6 +58,14 @@ def test_format_that_is_there(field, name):
             {"gradients": {"error_feedback": True}},
             ['"zeropp_fp8.gradients.error_feedback"', 'set "gradients.inter_format"', "remove error_feedback"],
         ),
+        (
+            {"secondary": {"memory_gb": 8}},
+            ['"zeropp_fp8.secondary.memory_gb": 8.0', "there is none", '"secondary.scope" to "node"', "remove it"],
+        ),
+        (
+            {"recipe": "zeropp-pcie", "secondary": {"scope": "none"}},
+            ['"zeropp_fp8.secondary.memory_gb": "auto"', '"secondary.scope" to "node"'],
+        ),
         ({"compute": {"format": {"weights": "mxfp4"}}}, ['"zeropp_fp8.compute.format"', '"activations" is missing']),
         ({"compute": {"format": "fp9"}}, ['"zeropp_fp8.compute.format"', 'did you mean "fp8"']),
         ({"compute": {"format": "fp8", "scaling": "mx"}}, ['"zeropp_fp8.compute.scaling"', "use an MX format"]),

@@ -125,10 +125,10 @@ def test_distances_against_a_count_by_hand(data):
 class FakeGatherer:
     """Moves units between their states and writes down who asked for what."""
 
-    def __init__(self, units, device="cuda", secondary_ranks=None):
+    def __init__(self, units, device="cuda"):
         self.units = list(units)
         self.device = torch.device(device)
-        self.session = SimpleNamespace(ledger=WireLedger(2, 2), secondary_ranks=secondary_ranks)
+        self.session = SimpleNamespace(ledger=WireLedger(2, 2))
         self.live_numel = 0
         self.calls = []  # (what, unit)
         self.ahead = []  # (unit, elements in flight before, elements live, kind)
@@ -198,13 +198,15 @@ def module_of(*params):
 class Pipeline:
     """A coordinator over units of the given sizes, one module each, and the calls of DeepSpeed's hooks."""
 
-    def __init__(self, numels, prefetch=0, live=PLENTY, reuse=0, device="cuda", secondary_ranks=None, persistent=()):
+    def __init__(self, numels, prefetch=0, live=PLENTY, reuse=0, device="cuda", kept=(), persistent=()):
         units = [fake_unit(numel) for numel in numels]
+        for index in kept:
+            units[index].keeps_secondary = True
         for index in persistent:
             units[index].persistent = True
         self.units = units
         self.modules = [module_of(*unit.params) for unit in units]
-        self.gatherer = FakeGatherer(units, device, secondary_ranks)
+        self.gatherer = FakeGatherer(units, device)
         self.coordinator = UnitCoordinator(self.gatherer, prefetch, live, reuse)
 
     def fetch(self, index, forward=True, kind=None):
@@ -384,9 +386,9 @@ def test_an_evaluation_counts_as_what_it_is():
     assert [kind for *_, kind in pipeline.gatherer.ahead] == [OUTSIDE, OUTSIDE]
 
 
-def test_first_hops_of_all_units_start_with_the_forward():
-    pipeline = Pipeline([4, 4, 4], secondary_ranks=2)
-    pipeline.step([2, 0, 1])
+def test_first_hops_of_what_is_kept_start_with_the_forward():
+    pipeline = Pipeline([4, 4, 4, 4], kept=(0, 1, 2))
+    pipeline.step([2, 0, 3, 1])
     assert pipeline.gatherer.names("first hops") == [], "the order is not known yet"
     pipeline.coordinator.reset_step()
     pipeline.fetch(2)
@@ -401,7 +403,7 @@ def test_first_hops_of_all_units_start_with_the_forward():
 
 
 def test_first_hops_of_live_units_are_not_repeated():
-    pipeline = Pipeline([4, 4, 4], secondary_ranks=2, reuse=PLENTY).learned()
+    pipeline = Pipeline([4, 4, 4], kept=range(3), reuse=PLENTY).learned()
     pipeline.visit(0)
     pipeline.gatherer.calls.clear()
     pipeline.coordinator.reset_step()
@@ -514,7 +516,7 @@ def test_limits_hold_in_every_order(data):
     order = data.draw(st.lists(st.integers(0, len(numels) - 1), min_size=1, max_size=8))
     prefetch, live, reuse = (data.draw(st.sampled_from([0, 1, 12, 30, PLENTY])) for _ in range(3))
     device = data.draw(st.sampled_from(["cpu", "cuda"]))
-    pipeline = Pipeline(numels, prefetch, live, reuse, device, data.draw(st.sampled_from([None, 2])))
+    pipeline = Pipeline(numels, prefetch, live, reuse, device, data.draw(st.sets(st.sampled_from(range(len(numels))))))
     gatherer, units = pipeline.gatherer, pipeline.units
     visits = [(i, True) for i in order] + [(i, False) for i in reversed(order)]
     for known in (False, True, True):

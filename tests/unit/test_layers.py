@@ -39,14 +39,15 @@ PARTS = set(MAY_IMPORT) - {""}
 ROOMS = {
     "": set(),
     "session": {"placement"},
+    "memory": set(),
     "placement": set(),
     "fragment": set(),
     "ulysses": {"session"},
     "linear_function": set(),
     "compiled": set(),
     "fused_update": set(),
-    "gather": {"session"},
-    "reduce": {"session"},
+    "gather": {"session", "memory"},
+    "reduce": {"session", "memory"},
     "report": {"session", "gather", "reduce"},
     # The last two only where they are asked for.
     "offload": {"session", "gather", "report", "compiled", "frozen", "owners"},
@@ -57,7 +58,7 @@ ROOMS = {
     "frozen": {"session", "gather", "fragment"},
     "compose": {"session", "stage3", "states", "owners"},
     "checkpoint": {"session", "frozen"},
-    "generation": {"offload", "gather"},
+    "generation": {"offload", "gather", "memory"},
     "export": {"frozen"},
 }
 OPTIONAL = ("states", "owners", "frozen", "generation", "export", "checkpoint")

@@ -23,6 +23,7 @@ from zeropp_fp8.plan import (
     Cluster,
     Hardware,
     Job,
+    Lora,
     Model,
     PlanError,
     calibrate,
@@ -35,6 +36,7 @@ from zeropp_fp8.plan import (
 )
 from zeropp_fp8.plan.__main__ import main
 from zeropp_fp8.plan.measured import MODELS, emulated_job
+from zeropp_fp8.plan.memory import MARGIN, memory_for_copies
 from zeropp_fp8.plan.step_time import overlapped
 
 ROOT = Path(__file__).parent.parent.parent
@@ -100,7 +102,7 @@ def test_bytes_against_the_ledger_and_the_interface(name):
             assert modelled == pytest.approx(row["ledger_bytes_per_node_step"], rel=2e-3)
 
 
-@pytest.mark.parametrize("recipe", ["lossless", "zeropp", "zeropp-4bit", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["lossless", "zeropp", "zeropp-4bit", "zeropp-pcie", "mxfp8"])
 def test_formats_are_those_of_the_recipes(recipe):
     """The plan imports no torch, so it has the sizes of the formats a second time."""
     from zeropp_fp8.formats import make_format
@@ -114,10 +116,17 @@ def test_formats_are_those_of_the_recipes(recipe):
     section, method = RECIPES[recipe], METHODS[recipe]
     gradients = section.get("gradients", {})
     assert method.weight_bytes == bytes_per_element(**section.get("weights", {"format": "none"}))
-    for hop, modelled in (("intra", method.gradient_intra), ("inter", method.gradient_inter)):
+    hops = {"intra": method.gradient_intra, "inter": method.gradient_inter}
+    if recipe == "zeropp-pcie":
+        del hops["intra"]  # ranks are nodes
+    for hop, modelled in hops.items():
         expected = bytes_per_element(gradients.get(f"{hop}_format", "none"), gradients.get("block_size", 128))
         assert modelled == expected
-    assert (method.secondary_bytes > 0) == (section.get("secondary", {}).get("scope") == "node")
+    scope = section.get("secondary", {}).get("scope")
+    assert (method.secondary_bytes > 0) == (scope is not None)
+    assert (method.backward_gather == "rank") == (scope == "rank")
+    expected = make_format("int8", block_size=128).bits_per_element / 8 if gradients.get("error_feedback") else 0
+    assert method.residual_bytes == expected
 
 
 def test_what_recipes_compute_in():
@@ -153,6 +162,72 @@ def test_one_gpu_and_one_node(name):
     assert node.inter_bytes == 0 < node.intra_bytes
     one_each = estimate(METHODS[name], replace(NONE_KEPT, cluster=Cluster(4, 1, 25)), H200)
     assert one_each.intra_bytes == 0 < one_each.inter_bytes
+
+
+PCIE = METHODS["zeropp-pcie"]
+# One node of 4 GPUs without NVLink: as it is, and as nodes of a GPU each.
+ALONE = [replace(NONE_KEPT, cluster=cluster) for cluster in (Cluster(1, 4), Cluster(4, 1, 64))]
+
+
+def sent_by_a_gpu(job):
+    one = estimate(PCIE, job, H200)
+    return one.inter_bytes + one.intra_bytes
+
+
+@pytest.mark.parametrize("job", ALONE, ids=["one node", "a node a GPU"])
+def test_copies_on_every_gpu_send_weights_once(job):
+    weights, gradients = (1 + 2 / 256) * PARAMETERS * 3 / 4, (0.5 + 2 / 128) * PARAMETERS * 3 / 4
+    assert sent_by_a_gpu(job) == pytest.approx(weights + gradients)
+    assert sent_by_a_gpu(replace(job, micro_batches=5)) == pytest.approx(weights + gradients)
+    half = replace(job, copies=0.5 * (1 + 2 / 256) * PARAMETERS)
+    assert sent_by_a_gpu(half) == pytest.approx(1.5 * weights + gradients)
+    none = replace(job, copies=0, micro_batches=3)
+    assert sent_by_a_gpu(none) == pytest.approx(6 * weights + gradients)
+    assert estimate(PCIE, none, H200).step_s > estimate(PCIE, replace(job, micro_batches=3), H200).step_s
+
+
+@pytest.mark.parametrize("job", ALONE, ids=["one node", "a node a GPU"])
+def test_copies_and_residuals_take_memory(job):
+    whole = memory_per_gpu(PCIE, job)
+    assert whole.secondary == pytest.approx((1 + 2 / 256) * PARAMETERS)
+    assert whole.residuals == pytest.approx((1 + 2 / 128) * PARAMETERS)
+    some = memory_per_gpu(PCIE, replace(job, copies=1e8))
+    assert some.secondary == pytest.approx(1e8) and whole.held - some.held == pytest.approx(whole.secondary - 1e8)
+    assert memory_per_gpu(PCIE, replace(job, copies=1e12)) == whole
+    several = memory_per_gpu(PCIE, replace(job, micro_batches=2))
+    assert several.gradients - whole.gradients == pytest.approx(2 * PARAMETERS), "sums rest on each GPU"
+    # A quarter of the GPU is left; what there is without copies has been taken.
+    without = memory_per_gpu(PCIE, replace(job, copies=0)).held
+    assert memory_for_copies(PCIE, job, 24e9) == pytest.approx(0.75 * 24e9 - without)
+    assert memory_for_copies(PCIE, job, 1e9) == 0
+
+
+def test_frozen_weights_are_copied_first():
+    job = replace(ALONE[1], lora=Lora(16), copies=PARAMETERS)  # bytes: of all but some of the embeddings
+    adapters, blocks, embeddings = PCIE.copied(job)
+    assert adapters[1] == 0 and blocks[1] == 1 and 0 < embeddings[1] < 1
+
+
+def test_the_margin_is_the_one_of_the_recipe():
+    from zeropp_fp8.zero.gather.secondary import MARGIN as OF_THE_ENGINE
+
+    assert MARGIN == OF_THE_ENGINE
+
+
+def test_command_line_bounds_copies(capsys):
+    shared = ["--params", "1.35e9", "--nodes", "4", "--ranks-per-node", "1", "--kept", "0", "--methods", "zeropp-pcie"]
+
+    def planned(*more):
+        main([*shared, *more, "--json"])
+        return json.loads(capsys.readouterr().out)["methods"][0]
+
+    whole, some = planned(), planned("--secondary-gb", "0.5")
+    auto, small = (planned("--secondary-gb", "auto", "--gpu-gb", size) for size in ("80", "1"))
+    assert some["memory"]["secondary"] == pytest.approx(5e8) and small["memory"]["secondary"] == 0
+    assert auto == whole and whole["inter_bytes"] < some["inter_bytes"] < small["inter_bytes"]
+    for wrong in (["--secondary-gb", "auto"], ["--secondary-gb", "much"], ["--gpu-gb", "24"], ["--secondary-gb", "-1"]):
+        with pytest.raises(SystemExit):
+            main([*shared, *wrong])
 
 
 # -- time

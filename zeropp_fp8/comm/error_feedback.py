@@ -2,7 +2,8 @@
 
 The sender keeps, for each tensor, the difference between what it wanted to send and what the receiver decoded, in 8
 bits with a scale per block (LoCo, arXiv 2407.04480, keeps it in 8 bits too). Only the hop between nodes has one: there
-the codes have 4 bits, and the residual is 1/ranks_per_node of the gradient, not the whole of it.
+the codes have 4 bits, and the residual is 1/ranks_per_node of the gradient: all of it, 1.03 bytes a parameter, where
+each rank is a node.
 
 Reset rule: a residual is dropped (zero) when its tensor's gradient held NaN or Inf, when a step is skipped for
 overflow, when the loss scale changes (it is in units of the scaled gradient), and when a checkpoint of another world
@@ -26,6 +27,10 @@ class ErrorFeedback:
 
     def __len__(self) -> int:
         return len(self._payloads)
+
+    def num_bytes(self, rows: int, numel: int) -> int:
+        """Bytes of the residual of a tensor that is sent as `rows` slices of `numel` elements."""
+        return rows * self._format.payload_bytes(numel)
 
     def add_to_(self, key: str, rows: Tensor) -> None:
         """Add the stored residual to fp32 `rows` [nodes, n] in place."""

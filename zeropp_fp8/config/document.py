@@ -89,7 +89,7 @@ def _values(annotation: Any) -> list[str]:
         if known is not None:
             return [*map(_shown, known.names), *filter(None, (known.other,))]
         bounds = _bounds(given[1:])
-        return [_range(bounds)] if given[0] is int else _values(given[0])
+        return [_range(bounds)] if given[0] in (int, float) else _values(given[0])
     if origin is Literal:
         return [*map(_shown, given)]
     if origin in (Union, UnionType):

@@ -27,6 +27,14 @@ RECIPES: dict[str, dict[str, Any]] = {
         "secondary": {"scope": "node"},
         "gradients": _ZEROPP_GRADIENTS,
     },
+    # One node whose ranks have no fast link: each is a node of its own, keeps what codes it has memory for, and sends
+    # gradients once around, in INT4, whose error goes into the next ones.
+    "zeropp-pcie": {
+        "topology": {"ranks_per_node": 1},
+        "weights": {"format": "int8", "block_size": 256},
+        "secondary": {"scope": "rank", "memory_gb": "auto"},
+        "gradients": {**_ZEROPP_GRADIENTS, "error_feedback": True},
+    },
     "mxfp8": {
         "weights": {"format": "mxfp8_e4m3"},
         "secondary": {"scope": "node"},

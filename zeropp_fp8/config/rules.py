@@ -94,6 +94,7 @@ def check_fields(config: PluginConfig) -> None:
     check_compute(config.compute)
     check_gradients(config.gradients)
     check_optimizer(config.optimizer)
+    _check_secondary(config)
     _check_partition(config)
     _check_compile(config)
 
@@ -127,6 +128,15 @@ def _check_tensor_scales(frozen: FrozenConfig) -> None:
             raise ConfigError(
                 f'"{SECTION}.frozen.{name}" belongs to scales of blocks; remove it, or set "scales": "block"'
             )
+
+
+def _check_secondary(config: PluginConfig) -> None:
+    if config.secondary.scope == "none" and config.secondary.memory_gb != "all":
+        limit = json.dumps(config.secondary.memory_gb)
+        raise ConfigError(
+            f'"{SECTION}.secondary.memory_gb": {limit} bounds a copy of the codes, and there is none: set '
+            '"secondary.scope" to "node" or "rank", or remove it'
+        )
 
 
 def _check_compile(config: PluginConfig) -> None:

@@ -44,6 +44,7 @@ Flag = Annotated[bool, Strict()]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
 History = Annotated[int, Strict(), Field(ge=1, le=1 << 20)]  # numbers that are kept for each tensor
 Seed = Annotated[int, Strict(), Field(ge=0, lt=1 << 43)]  # times a million, and more, it seeds generators of 64 bits
+Memory = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 OnTheWire = Annotated[str, OneOf(WIRE_FORMATS)]
 AtRest = Annotated[str, OneOf(FROZEN_FORMATS)]
 OfState = Annotated[str, OneOf(STATE_FORMATS)]
@@ -98,6 +99,11 @@ class SecondaryConfig(_Section):
     scope: Literal["none", "node", "rank"] | PositiveInt = Field(
         "none",
         description="how many ranks share one copy of the codes: those of a node, one, or a divisor of a node's ranks",
+    )
+    memory_gb: Literal["all", "auto"] | Memory = Field(
+        "all",
+        description="how much of them a rank may keep, in GB (10^9 bytes); weights beyond it are gathered each time; "
+        "auto: what is free at start, without a quarter of the device's memory; all: no bound",
     )
 
 

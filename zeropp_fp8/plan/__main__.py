@@ -17,7 +17,15 @@ from zeropp_fp8.plan.calibrate import Residual, calibrate, calibrate_machine, ch
 from zeropp_fp8.plan.hardware import EMULATED_H200, PRESETS, Hardware
 from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError
 from zeropp_fp8.plan.measured import PEERS, load_points
-from zeropp_fp8.plan.methods import LORA_METHODS, LORA_TABLE_METHODS, METHODS, TABLE_METHODS, method_named
+from zeropp_fp8.plan.memory import memory_for_copies
+from zeropp_fp8.plan.methods import (
+    LORA_METHODS,
+    LORA_TABLE_METHODS,
+    METHODS,
+    TABLE_METHODS,
+    Method,
+    method_named,
+)
 from zeropp_fp8.plan.step_time import StepEstimate, estimate
 
 MEGA, GIGA, GIB = 1e6, 1e9, 2**30
@@ -45,10 +53,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     job.add_argument("--micro-batches", type=int, default=1, help="gradient accumulation steps")
     job.add_argument("--kept", type=float, default=2e8, help="parameters ZeRO-3 keeps gathered (max_live_parameters)")
     job.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
+    job.add_argument(
+        "--secondary-gb", help='GB of a GPU for copies of codes (secondary.memory_gb); or "auto", with --gpu-gb'
+    )
     job.add_argument("--lora-rank", type=int, help="fine-tune adapters of this rank; everything else is frozen")
     job.add_argument("--lora-layers", type=int, help="linear layers of a block that have an adapter; default: all")
     machine = parser.add_argument_group("the machine (a preset, and what differs from it)")
     machine.add_argument("--gpu", choices=PRESETS, default="h200")
+    machine.add_argument("--gpu-gb", type=float, help="memory of a GPU, for --secondary-gb auto")
     machine.add_argument("--tflops", dest="achieved_tflops", type=float, help="TFLOP/s a GPU achieves in training")
     machine.add_argument("--intra-gbs", type=float, help="GB/s a GPU sends within its node")
     machine.add_argument("--memory-gbs", type=float, help="copy bandwidth of a GPU, GB/s")
@@ -69,6 +81,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.fit and arguments.check is None:
         parser.error("--fit needs --check: it fits to measured points")
+    if arguments.secondary_gb not in (None, "auto"):
+        try:
+            arguments.secondary_gb = float(arguments.secondary_gb)
+        except ValueError:
+            parser.error(f'--secondary-gb: {arguments.secondary_gb!r} is neither a number of GB nor "auto"')
+    if (arguments.secondary_gb == "auto") != (arguments.gpu_gb is not None):
+        parser.error("--secondary-gb auto and --gpu-gb go together: what is left of a GPU is for copies")
     if arguments.lora_layers is not None and arguments.lora_rank is None:
         parser.error("--lora-layers needs --lora-rank: it says which layers have adapters")
     if arguments.methods is None:
@@ -94,6 +113,15 @@ def job_of(arguments: argparse.Namespace) -> Job:
         arguments.checkpointing,
         None if arguments.lora_rank is None else Lora(arguments.lora_rank, arguments.lora_layers),
     )
+
+
+def with_copies(job: Job, method: Method, arguments: argparse.Namespace) -> Job:
+    """The job with what copies of the codes may take on a GPU."""
+    limit = arguments.secondary_gb
+    if limit is None:
+        return job
+    limit = memory_for_copies(method, job, arguments.gpu_gb * GIGA) if limit == "auto" else limit * GIGA
+    return replace(job, copies=limit)
 
 
 def table(estimates: Sequence[StepEstimate], job: Job) -> str:
@@ -158,14 +186,15 @@ def run_check(arguments: argparse.Namespace) -> str:
 def run_plan(arguments: argparse.Namespace) -> str:
     """The table, or the same as JSON."""
     job, hardware = job_of(arguments), hardware_of(arguments, PRESETS[arguments.gpu])
-    estimates = [estimate(method_named(name), job, hardware) for name in arguments.methods.split(",")]
+    methods = [method_named(name) for name in arguments.methods.split(",")]
+    estimates = [estimate(method, with_copies(job, method, arguments), hardware) for method in methods]
     if not arguments.json:
         return table(estimates, job)
-    methods = [
+    found = [
         {**asdict(one), "step_s": one.step_s, "peak_bytes": one.memory.peak, "held_bytes": one.memory.held}
         for one in estimates
     ]
-    return json.dumps({"job": asdict(job), "hardware": asdict(hardware), "methods": methods}, indent=1)
+    return json.dumps({"job": asdict(job), "hardware": asdict(hardware), "methods": found}, indent=1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -193,6 +193,7 @@ class Job:
             stage3_max_live_parameters and stage3_max_reuse_distance, which DeepSpeed sets to 1e9).
         checkpointing: activation checkpointing of every block; the backward pass then computes the forward again.
         lora: what is trained where it is not everything.
+        copies: bytes that copies of codes may take on a GPU (`secondary.memory_gb`); no bound where not given.
 
     Raises:
         PlanError: an impossible number; more adapted layers than a block has; adapters as large as what they adapt.
@@ -206,6 +207,7 @@ class Job:
     kept_parameters: float = 2e8
     checkpointing: bool = False
     lora: Lora | None = None
+    copies: float | None = None
 
     def __post_init__(self) -> None:
         require_whole(tokens=self.tokens, micro_batches=self.micro_batches)
@@ -213,7 +215,7 @@ class Job:
             require_whole(sequence=self.sequence)
             if self.tokens % self.sequence:
                 raise PlanError(f"tokens ({self.tokens}) must be a multiple of sequence ({self.sequence})")
-        require_at_least_zero(kept_parameters=self.kept_parameters)
+        require_at_least_zero(kept_parameters=self.kept_parameters, copies=self.copies or 0)
         if self.lora is not None:
             self._check_lora(self.lora)
 

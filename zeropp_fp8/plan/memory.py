@@ -18,7 +18,7 @@ counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeropp_fp8.plan.job import BYTES_16BIT, Job
 from zeropp_fp8.plan.methods import Method
@@ -28,6 +28,7 @@ CHECKPOINT_BYTES = 2
 LOGIT_BYTES = 10
 SUB_GROUP = 1e9  # DeepSpeed's sub_group_size: parameters updated at once
 PREFETCHED_BLOCKS = 2
+MARGIN = 0.25  # of a GPU, that `secondary.memory_gb` "auto" leaves
 # fp32 tensors of a sub-group's size in DeepSpeed's step, one of them its copy of the gradients; 1.7 were measured
 # (`zeropp`, benchmarks/results/two_nodes/h200-2-nvlink-compiled.json).
 UPDATE_COPIES = 2
@@ -40,6 +41,7 @@ class MemoryEstimate:
     weights: float
     states: float
     gradients: float
+    residuals: float
     secondary: float
     gathered: float
     activations: float
@@ -49,7 +51,7 @@ class MemoryEstimate:
     @property
     def held(self) -> float:
         """What stays through the whole step."""
-        return self.weights + self.states + self.gradients + self.secondary
+        return self.weights + self.states + self.gradients + self.residuals + self.secondary
 
     @property
     def peak(self) -> float:
@@ -69,6 +71,12 @@ def activation_bytes(method: Method, job: Job) -> float:
     return layers + LOGIT_BYTES * job.tokens * model.vocabulary
 
 
+def memory_for_copies(method: Method, job: Job, gpu_bytes: float) -> float:
+    """Bytes that `secondary.memory_gb` "auto" gives to copies on a GPU that has so many."""
+    without = memory_per_gpu(method, replace(job, copies=0))
+    return max(0.0, (1 - MARGIN) * gpu_bytes - without.held)
+
+
 def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
     """What each part takes on one GPU; FSDP2 keeps fp32 parameters and gradients and no 16-bit copy of the shard, and
     its gradients come into being in the backward pass of the first micro-batch."""
@@ -79,19 +87,21 @@ def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
     at_rest = sum(part.numel * (part.code_bytes or BYTES_16BIT) for part in weights) / ranks
     copied, sharing = 0.0, method.copy_ranks(cluster)
     if sharing is not None:
-        copied = sum(part.numel * (part.code_bytes or method.secondary_bytes) for part in weights) / sharing
+        sizes = (share * part.numel * (part.code_bytes or method.secondary_bytes) for part, share in method.copied(job))
+        copied = sum(sizes) / sharing
     gathered = method.kept_parameters(job) + PREFETCHED_BLOCKS * model.block_parameters
     copies = method.deepspeed and not method.fused_update  # torch's fused AdamW updates in place
     gradient_bytes = method.stored_gradient_bytes
     if gradient_bytes is None:
         gradient_bytes = FP32_BYTES if method.fp32_gradients else BYTES_16BIT
-    sums = 0.0
-    if method.sums_in_node and method.states_sharded_over == "world" and job.micro_batches > 1 and cluster.nodes > 1:
-        sums = BYTES_16BIT * job.trained_parameters / cluster.ranks_per_node
+    sums, adding = 0.0, method.sum_ranks(cluster)
+    if adding is not None and method.states_sharded_over == "world" and job.micro_batches > 1:
+        sums = BYTES_16BIT * job.trained_parameters / adding
     return MemoryEstimate(
         weights=at_rest if method.deepspeed else 0.0,
         states=method.state_bytes * shard,
         gradients=gradient_bytes * shard + sums,
+        residuals=method.residual_bytes * job.trained_parameters if cluster.world_size > 1 else 0.0,
         secondary=copied,
         gathered=BYTES_16BIT * min(gathered, model.parameters),
         activations=activation_bytes(method, job),

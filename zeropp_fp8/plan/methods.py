@@ -51,7 +51,8 @@ class Method:
         later_from_secondary: forward passes of later micro-batches gather from that copy too, and those of frozen
             weights in all steps but the first.
         stored_bytes: bytes a parameter of the blocks' frozen weights, which rest and travel as codes; None: 16 bits.
-        reduce: route of the gradients; "node" is HSDP's, with an all-reduce between nodes.
+        reduce: route of the gradients; "node" is HSDP's, with an all-reduce between nodes; "ring" of this project is
+            one exchange between all ranks, and sums then rest on each rank alone.
         gradient_intra, gradient_inter: bytes a gradient on the two levels.
         sums_in_node: gradients of several micro-batches add up in the node and cross between nodes once a step (HSDP:
             each replica keeps its own until the last one).
@@ -64,6 +65,7 @@ class Method:
         states_sharded_over: ranks that share one copy of weights and optimizer states.
         fp32_gradients: the gradient shard is fp32 (FSDP2 with fp32 parameters), else 16 bits.
         stored_gradient_bytes: bytes a gradient at rest where it is neither.
+        residual_bytes: bytes a gradient of what error feedback keeps, on every rank.
         state_bytes: bytes a parameter of master weight and moments.
         fused_update: the optimizer reads gradients where they are and makes no fp32 copies.
         compiled: torch.compile runs the blocks.
@@ -92,6 +94,7 @@ class Method:
     states_sharded_over: Literal["world", "node"] = "world"
     fp32_gradients: bool = False
     stored_gradient_bytes: float | None = None
+    residual_bytes: float = 0.0
     state_bytes: float = 12.0
     fused_update: bool = False
     compiled: bool = False
@@ -143,6 +146,23 @@ class Method:
             return None
         return ranks
 
+    def copied(self, job: Job) -> list[tuple[Weights, float]]:
+        """Each of `weights`, and the share of it of which a copy stays: of frozen ones first, as far as memory goes."""
+        weights, ranks = self.weights(job), self.copy_ranks(job.cluster)
+        if job.copies is None or ranks is None or not self.later_from_secondary:
+            return [(part, 1.0) for part in weights]
+        shares, left = {}, job.copies
+        for part in sorted(weights, key=lambda part: not part.frozen):
+            needed = part.numel * (part.code_bytes or self.secondary_bytes) / ranks
+            shares[part] = min(1.0, left / needed)
+            left -= shares[part] * needed
+        return [(part, shares[part]) for part in weights]
+
+    def sum_ranks(self, cluster: Cluster) -> int | None:
+        """Ranks that share the sums of several micro-batches' gradients; None where each is reduced to the end."""
+        ranks = 1 if self.reduce == "ring" else cluster.ranks_per_node
+        return ranks if self.sums_in_node and ranks < cluster.world_size else None
+
     def state_ranks(self, job: Job) -> int:
         """Ranks over which one copy of weights and optimizer states is spread."""
         return job.cluster.ranks_per_node if self.states_sharded_over == "node" else job.cluster.world_size
@@ -154,26 +174,33 @@ class Method:
     def forward_traffic(self, job: Job, first: bool = True) -> Traffic:
         """Weights of one forward pass; `first` micro-batch of a step (not the first step) or a later one."""
         traffic = Traffic()
-        for part in self.weights(job):
-            has_copy = self.later_from_secondary and (part.frozen or not first)
-            route = self.backward_gather if has_copy else self.gather
+        for part, copied in self.copied(job):
             num_bytes = part.numel * (part.code_bytes or self.weight_bytes)
-            traffic += _gather(route, num_bytes, job.cluster, self.hops_overlap)
+            from_copy = copied if self.later_from_secondary and (part.frozen or not first) else 0.0
+            traffic += self._partly(from_copy, num_bytes, job.cluster)
         return traffic
 
     def backward_traffic(self, job: Job) -> Traffic:
         """Weights of one backward pass. What is kept from the forward pass is taken evenly from all."""
         gathered, traffic = 1 - self.kept_parameters(job) / job.all_parameters, Traffic()
-        for part in self.weights(job):
+        for part, copied in self.copied(job):
             num_bytes = part.numel * gathered * (part.code_bytes or self.backward_bytes)
-            traffic += _gather(self.backward_gather, num_bytes, job.cluster, self.hops_overlap)
+            traffic += self._partly(copied, num_bytes, job.cluster)
+        return traffic
+
+    def _partly(self, copied: float, num_bytes: float, cluster: Cluster) -> Traffic:
+        """A gather of which a share comes from copies."""
+        traffic = Traffic()
+        for route, share in ((self.backward_gather, copied), (self.gather, 1 - copied)):
+            if share:
+                traffic += _gather(route, share * num_bytes, cluster, self.hops_overlap)
         return traffic
 
     def gradient_traffic(self, job: Job, last: bool = True) -> Traffic:
         """Gradients of one backward pass, the `last` of a step or an earlier one."""
         inter, intra = (b * job.trained_parameters for b in (self.gradient_inter, self.gradient_intra))
         if self.sums_in_node and not last:
-            return within_node(intra, job.cluster)
+            return Traffic() if self.reduce == "ring" else within_node(intra, job.cluster)
         if self.reduce == "two-level":
             return two_levels(inter, intra, job.cluster, self.hops_overlap)
         return (hybrid_reduction if self.reduce == "node" else flat_ring)(inter, job.cluster)
@@ -220,6 +247,15 @@ def _zeropp(weight_bytes: float) -> dict:
     return {**_OWN, "weight_bytes": weight_bytes, "backward_bytes": weight_bytes, **kept, **gradients}
 
 
+# Every rank a node of its own: all codes as memory allows, one hop of gradients, whose rounding it keeps in INT8.
+_PCIE = {
+    **_zeropp(INT8_BLOCK_256),
+    "gather": "ring",
+    "backward_gather": "rank",
+    "reduce": "ring",
+    "gradient_intra": INT4_BLOCK_128,
+    "residual_bytes": INT8_BLOCK_128,
+}
 _QWZ = {"weight_bytes": IN_TREE_INT8, "backward_bytes": IN_TREE_INT8}
 _HPZ = {"backward_gather": "node", "secondary_bytes": BYTES_16BIT}
 _QGZ = {"reduce": "two-level", "gradient_intra": IN_TREE_INT4, "gradient_inter": IN_TREE_INT4}
@@ -240,6 +276,8 @@ _EAGER = {
         "lossless": _LOSSLESS,
         "zeropp": _zeropp(INT8_BLOCK_256),
         "zeropp-4bit": _zeropp(INT4_BLOCK_128),
+        "zeropp-pcie": _PCIE,
+        "zeropp-pcie-world": {**_PCIE, "sums_in_node": False},
         "zeropp-world": {**_zeropp(INT8_BLOCK_256), "sums_in_node": False},
         "zeropp-4bit-world": {**_zeropp(INT4_BLOCK_128), "sums_in_node": False},
         "mxfp8": {**_zeropp(MXFP8), **_MX_COMPUTE, "gradient_intra": MXFP8, "gradient_inter": MXFP4},
@@ -279,7 +317,15 @@ _STORES = [
 ]
 METHODS: dict[str, Method] = {**_EAGER, **{method.name: method for method in (*_COMPILED, *_STORES)}}
 TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "fp8-lm", "in-tree", "fsdp2", "hsdp")
-LORA_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", *(method.name for method in _STORES))
+LORA_METHODS = (
+    "stock",
+    "stock-leaf",
+    "lossless",
+    "zeropp",
+    "zeropp-4bit",
+    "zeropp-pcie",
+    *(method.name for method in _STORES),
+)
 LORA_TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "int8", "int4", "nf4", "qlora", "qlora-rank")
 
 

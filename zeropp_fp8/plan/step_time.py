@@ -99,23 +99,27 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
     Frozen weights that rest as codes, or whose copies stay from step to step, are encoded no more. One rank alone
     sends nothing and only decodes what rests as codes.
     Gradients: read 16 bits, write codes; read the node's contributions, write their mean as codes; read the nodes'
-    contributions, write the fp32 mean.
+    contributions, write the fp32 mean. In one exchange there is no second encoding. Residuals are read and written.
     """
     total, world, per_node = job.trained_parameters, job.cluster.world_size, job.cluster.ranks_per_node
     forward = backward = 0.0
     gathered = 1 - method.kept_parameters(job) / job.all_parameters
-    for part in method.weights(job):
+    for part, copied in method.copied(job):
         if part.code_bytes is None and (world == 1 or not method.quantizes_weights):
             continue
         one = (part.code_bytes or method.weight_bytes) + BYTES_16BIT
-        if part.code_bytes is None and not (part.frozen and method.later_from_secondary):
-            forward += one * part.numel / world
+        if part.code_bytes is None:
+            from_copy = copied if part.frozen and method.later_from_secondary else 0.0
+            forward += (1 - from_copy) * one * part.numel / world
         forward += one * part.numel
         backward += one * part.numel * gathered
     if method.quantizes_gradients and world > 1:
         intra, inter = method.gradient_intra, method.gradient_inter
-        backward += (BYTES_16BIT + intra) * total
-        backward += intra * total + inter * total / per_node
+        backward += (BYTES_16BIT + intra + 2 * method.residual_bytes) * total
+        if method.reduce == "two-level":
+            backward += intra * total + inter * total / per_node
+        else:
+            per_node = 1
         backward += inter * total / per_node + FP32_BYTES * total / world
     return forward, backward
 

@@ -50,6 +50,9 @@ def engine_class(stock_class):
                 super().__init__(args, model, *positional, config=config, config_class=config_class, **kwargs)
             except BaseException:
                 self._zeropp_fp8_let_go()
+                for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+                    if name in vars(self):  # of a model that another engine may get
+                        vars(self)[name].remove()
                 raise
             if plugin_config is None and self.global_rank == 0:
                 print(
@@ -70,7 +73,13 @@ def engine_class(stock_class):
             object.__setattr__(self, "zeropp_fp8_session", session)
             object.__setattr__(self, "_zeropp_fp8_activations", exchange_in_fp8(self.module, session))
             with _zero_classes_of(session):
-                return super()._configure_zero_optimizer(optimizer)
+                stage = super()._configure_zero_optimizer(optimizer)
+            try:
+                getattr(stage, "parameter_offload", stage).all_is_there()
+            except ConfigError:
+                stage.destroy()
+                raise
+            return stage
 
         def _forward_prologue(self, inputs, kwargs):
             stock = super()._forward_prologue

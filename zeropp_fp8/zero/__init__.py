@@ -3,6 +3,7 @@
 What all share:
 
 session.py          what one engine shares: configuration, topology, formats, ledger, generators
+memory.py           how much memory a rank has, and can still have
 placement.py        which elements of a parameter lie on which rank
 offload.py          subclass of DeepSpeedZeRoOffload: the hooks around modules (all there is without an optimizer)
 stage3.py           subclass of DeepSpeedZeroOptimizer_Stage3

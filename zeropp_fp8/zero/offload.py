@@ -20,6 +20,7 @@ from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
+from zeropp_fp8.zero.gather.secondary import keep_secondary_shards
 from zeropp_fp8.zero.gather.sliced import Sliced
 from zeropp_fp8.zero.gather.units import build_units
 from zeropp_fp8.zero.report import print_start_table
@@ -215,7 +216,11 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             max_reuse_numel=self._max_reuse_distance_in_numel,
         )
         self._compiled = CompiledBlocks(self.blocks) if session.config.compile == "blocks" else None
-        print_start_table(session, self.gatherer, module, self.blocks)
+
+    def all_is_there(self) -> None:
+        """The engine has allocated what it needs at start: decide which codes stay, and print the table. Collective."""
+        keep_secondary_shards(self.gatherer.units, self.session)
+        print_start_table(self.session, self.gatherer, self.module, self.blocks)
 
     def gather_what_is_read(self, yes: bool) -> None:
         """A forward of the engine begins, or has ended: whether a parameter is gathered that is read by its name."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zeropp_fp8.zero.gather.gatherer import Gatherer
     from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 
-MEGA = 1e6
+MEGA, GIGA = 1e6, 1e9
 
 
 def _without_kernel(session: Session, wire_format: WireFormat | None) -> str:
@@ -80,6 +80,9 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
         rows.append(("gradient scales", "one a tensor, shared", 0, remark))
     rows.append(gradient_row("within nodes", session.intra_format, topology.ranks_per_node))
     rows.append(gradient_row("between nodes", session.inter_format, topology.nodes))
+    if session.residual_bytes:
+        remark = f"what the hop between nodes drops: {session.residual_bytes / GIGA:.3g} GB a rank, from step 1 on"
+        rows.append(("error feedback", "int8 (block 128)", trainable, remark))
     if session.sums_numel:
         remark = "of several micro-batches, on a rank of the node; they cross between nodes once a step"
         rows.append(("gradient sums", "16 or 32 bits", session.sums_numel, remark))
@@ -89,8 +92,13 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
     elif session.secondary_ranks is None:
         rows.append(("secondary shard", "none", 0, "backward gathers cross the network again"))
     else:
+        kept = sum(unit.numel for unit in gatherer.units if unit.keeps_secondary)
         remark = f"one copy in {session.secondary_ranks} rank(s); backward stays there"
-        rows.append(("secondary shard", "as received", sum(p.ds_numel for p in params), remark))
+        rows.append(("secondary shard", "as received", kept, remark if kept else "no unit fits"))
+        if config.secondary.memory_gb != "all":
+            others = sum(unit.numel for unit in gatherer.units) - kept
+            limit = f"{session.secondary_bytes / GIGA:.3g} GB a rank, from memory_gb {config.secondary.memory_gb}"
+            rows.append(("", "gathered each time", others, f"beyond {limit}"))
     remark = ""
     if config.gather_granularity == "block":
         found = f"{len(blocks)} blocks ({type(blocks[0]).__name__})" if blocks else ""
@@ -149,12 +157,10 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
     weights = {"forward": {"inter": 0, "intra": 0}, "backward": {"inter": 0, "intra": 0}}
     gradients = {"inter": 0, "intra": 0}
     for param in gatherer.adopted.values():
-        held = gatherer.bytes_of(param)
+        held, unit = gatherer.bytes_of(param), gatherer.unit_of(param)
         # Copies of frozen weights stay valid from step to step: after the first one they are there.
-        is_kept = session.secondary_ranks is not None and gatherer.unit_of(param).is_frozen
-        for level, kept in [(level, session.secondary_ranks is not None) for level in before] + [
-            (a, False) for a in after
-        ]:
+        is_kept = unit.keeps_secondary and unit.is_frozen
+        for level, kept in [(level, unit.keeps_secondary) for level in before] + [(a, False) for a in after]:
             sent = held * (level.size - 1)
             held *= level.size
             weights["forward"][level.link] += 0 if kept and is_kept else sent

@@ -30,7 +30,8 @@ from zeropp_fp8.zero.placement import Slices
 class Session:
     """Configuration, topology, formats, ledger and random generators of one engine.
 
-    `conversion`: what became of its linear layers, where they compute in low precision.
+    `conversion`: what became of its linear layers, where they compute in low precision. `ranks_here`: of the group, on
+    this host.
     Made once the data-parallel group exists. Making it is collective over that group and, where there is one, over the
     model-parallel group.
 
@@ -43,10 +44,15 @@ class Session:
     ) -> None:
         world_size = dist.get_world_size(group)
         self.place = place_of(dist.get_rank(), config)
-        ranks_per_node, self.ranks_per_node_source = _ranks_per_node(config, self.place, group, model_parallel_group)
+        places = told_by_all(self.place, group)
+        ranks_per_node, self.ranks_per_node_source = _ranks_per_node(config, places, model_parallel_group)
+        self.ranks_here = sum(place.host == self.place.host for place in places)
         self.config = config
         self.conversion = conversion
         self.state_formats: StateFormats | None = None  # what master weights and moments rest in; None: fp32
+        self.secondary_bytes = 0  # that secondary shards may take, where that is bounded
+        self.residual_bytes = 0  # that error feedback will take
+        self.bytes_to_come = 0  # what residuals and sums will take, from the first backward passes on
         self.sums_numel = 0  # gradients of several backward passes that add up on this rank inside the node; 0: world
         self.collected = False  # the engine is being collected: nothing collective can be done
         self.topology: Topology = make_topology(group, ranks_per_node)
@@ -102,11 +108,11 @@ def told_by_all(mine: object, group) -> list:
     return told
 
 
-def _ranks_per_node(config: PluginConfig, place: Place, group, model_parallel_group) -> tuple[int, str]:
+def _ranks_per_node(config: PluginConfig, places: list[Place], model_parallel_group) -> tuple[int, str]:
     """(ranks of the data-parallel group on each node, where the number comes from), or an error on every rank."""
     refusal = found = None
     try:
-        found = find_ranks_per_node(told_by_all(place, group), dist.get_world_size())
+        found = find_ranks_per_node(places, dist.get_world_size())
         check_topology(config, found[0])
     except ConfigError as error:
         refusal = str(error)

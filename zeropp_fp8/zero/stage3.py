@@ -57,6 +57,8 @@ class ZeroppStage3(Stage3Base):
         if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
             print("zeropp_fp8: the optimizer leaves the choice to torch: its fused update is used", flush=True)
         super().__init__(module, init_optimizer, param_names, *args, session=session, **kwargs)
+        session.residual_bytes = self.reducer.residual_bytes(module.parameters())
+        session.bytes_to_come = session.residual_bytes + session.sums_numel * dtype.itemsize
 
     @property
     def reducer(self) -> GradientReducer:

@@ -90,7 +90,7 @@ class UnitCoordinator:
     def _start_all_first_hops(self) -> None:
         """Fill the secondary shards, unit by unit in the order in which this forward will need them."""
         for unit in self._trace.first_order():
-            if not unit.live:
+            if unit.keeps_secondary and not unit.live:
                 self.gatherer.start_first_hops(unit)
 
     # -- fetch and release -----------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class UnitCoordinator:
             for param in params:
                 param.ds_active_sub_modules.add(current_submodule.ds_id)
             fetched = tuple(unit for unit in units if not unit.persistent)
-            if fetched and self._trace.position == 0 and self.gatherer.session.secondary_ranks is not None:
+            if fetched and self._trace.position == 0:
                 self._start_all_first_hops()
             if fetched:
                 self._trace.fetched(fetched, gatherer.session.ledger.kind)

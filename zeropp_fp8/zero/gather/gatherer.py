@@ -210,12 +210,12 @@ class Gatherer:
             if at_rest is None:
                 flight.first_work = unit.first_hops(flight.held)
         unit.flight = flight
-        if self.session.secondary_ranks is not None:
+        if unit.keeps_secondary:
             unit.secondary, unit.secondary_is_current = flight.held, True
 
     def _held_buffer(self, unit: Unit, flight: Flight) -> Tensor:
         """For the first hops' result: the secondary shard's, or one for this gather."""
-        if self.session.secondary_ranks is None:
+        if not unit.keeps_secondary:
             return self._take(unit, flight, self._network, self._held_ring, unit.held_bytes)
         if unit.secondary is not None and unit.secondary.numel() == unit.held_bytes:
             return unit.secondary
@@ -385,11 +385,10 @@ class Gatherer:
                 "set ds3_gather_for_generation to False)"
             )
 
-    @property
-    def holds_all_codes(self) -> bool:
+    def holds_codes(self, unit: Unit) -> bool:
         """Whether this rank has the payloads of all ranks between gathers."""
         world = self.route.world_size
-        return world == 1 or (self.session.secondary_ranks == 1 and world == self.route.reached)
+        return world == 1 or (unit.keeps_secondary and world == self.route.reached)
 
     def take_codes(self, unit: Unit) -> Tensor:
         """uint8 [ranks, row bytes]: the payloads of all ranks, for `unit.decode_codes`. Collective.
@@ -399,7 +398,7 @@ class Gatherer:
         self.start(unit)
         self._wait_for_last_hop(unit.flight)
         codes = unit.codes_in(unit.flight.gathered)
-        if not self.holds_all_codes:
+        if not self.holds_codes(unit):
             codes = codes.clone()
         self._end(unit)
         return codes

@@ -145,7 +145,7 @@ class SlicedUnit(Unit):
 
         Those of the payload only: scales of weights that travel as operands are kept anyway.
         """
-        route, session = self.route, self.route.session
+        route = self.route
         if self.operands:
             route.gemm_weights.refresh_scales()
         for param, out in zip(self.operands, own[1:]):
@@ -158,10 +158,10 @@ class SlicedUnit(Unit):
             p.ds_tensor.data.view(-1)[:numel].to(route.device, non_blocking=True)
             for p, numel in zip(self.packed, self._encoded_numels)
         ]
-        self.layout.encode(shards, route.one_row, row, self.layout.draw_seed(session.generators["weights"]))
+        self.layout.encode(shards, route.one_row, row, self.layout.draw_seed(route.session.generators["weights"]))
         # A secondary shard holds it anyway, and nearest rounding gives the same bytes again.
-        if session.secondary_ranks is None and (self.layout.needs_seed or route.device.type == "cpu"):
-            self.payload = row.clone() if session.weight_format is not None else None
+        if not self.keeps_secondary and (self.layout.needs_seed or route.device.type == "cpu"):
+            self.payload = row.clone() if route.session.weight_format is not None else None
 
     def last_hop(self, held: Tensor, gathered: Tensor) -> list[dist.Work]:
         route = self.route

@@ -72,6 +72,7 @@ class Unit(ABC):
         route: the hops.
         numel: elements of all its parameters.
         flight: its gather under way.
+        keeps_secondary: what the first hops bring stays, until the weights change (secondary.py decides).
         secondary, secondary_is_current: the secondary shard, flat uint8, and whether it is of the weights as they are.
         lent: buffers in which operands of live parameters lie.
         live: the parameters hold their values.
@@ -83,6 +84,7 @@ class Unit(ABC):
         self.route = kind.route
         self.numel = sum(p.ds_numel for p in params)
         self.flight: Flight | None = None
+        self.keeps_secondary = False
         self.secondary: Tensor | None = None
         self.secondary_is_current = False
         self.lent: list[tuple[BufferRing, Tensor]] = []

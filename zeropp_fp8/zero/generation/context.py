@@ -11,7 +11,6 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.generation.adapters import direct_forward
 from zeropp_fp8.zero.generation.layers import linear_layers, lora_layers
 from zeropp_fp8.zero.generation.resident import ResidentCodes, ResidentValues
+from zeropp_fp8.zero.memory import free_bytes
 from zeropp_fp8.zero.offload import ZeroppOffload
 
 WEIGHTS = ("auto", "values", "codes", "sharded")
@@ -94,7 +94,7 @@ def _choose(weights: str, offload: ZeroppOffload, values: ResidentValues, codes:
         return weights
     needed = {"values": values.num_bytes(), "codes": codes.num_bytes()}
     session = offload.session
-    free = torch.tensor([_free_bytes(session.device, session.topology.ranks_per_node)], dtype=torch.int64)
+    free = torch.tensor([free_bytes(session.device, session.ranks_here)], dtype=torch.int64)
     free = free.to(session.device)
     dist.all_reduce(free, op=dist.ReduceOp.MIN, group=session.topology.group)
     least = int(free.item())
@@ -114,14 +114,6 @@ def _choose(weights: str, offload: ZeroppOffload, values: ResidentValues, codes:
         print(f"zeropp_fp8: generation: {what[weights]}", flush=True)
     offload.announced = weights
     return weights
-
-
-def _free_bytes(device: torch.device, ranks_here: int) -> int:
-    """Memory that this rank can still have: of its GPU, or its share of the host's."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    return psutil.virtual_memory().available // ranks_here
 
 
 # -- what is different while it lasts ---------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ class ResidentCodes(_Resident):
         for unit in self.gatherer.units:
             if unit.live or unit.shards_are_values:
                 continue
-            if id(unit) in with_codes and not self.gatherer.holds_all_codes:
+            if id(unit) in with_codes and not self.gatherer.holds_codes(unit):
                 total += sum(self.gatherer.bytes_of(p) for p in unit.params) * self.gatherer.route.world_size
             params = (p for p in unit.params if id(p) not in self._unit_of)
             total += sum(p.ds_numel * unit.dtype_of(p).itemsize for p in params)

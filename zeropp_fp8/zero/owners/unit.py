@@ -305,7 +305,7 @@ class OwnedUnit(Unit):
                 if piece.index in layout.operand_places:
                     out = row[layout.own.offsets[i] :][: piece.numel]
                     weights.encode_range(self.params[piece.index], piece.start, shard, out)
-        if route.session.secondary_ranks is None and (layout.own.needs_seed or route.device.type == "cpu"):
+        if not self.keeps_secondary and (layout.own.needs_seed or route.device.type == "cpu"):
             # Its scales may be found anew, so a payload with operands' codes is made again.
             self.payload = None if layout.operand_places else row.clone()
         return row

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.reduce_scatter import ReducePlan
+from zeropp_fp8.zero.memory import device_bytes
 from zeropp_fp8.zero.session import Session
 
 # Of a device's memory, that sums may take where the configuration leaves the choice: 8 billion parameters in fp32 on 8
@@ -60,9 +60,7 @@ def numel_of_sums(session: Session, params: Iterable[Parameter], dtype: torch.dt
     numel = -(-trainable // topology.ranks_per_node)
     if gradients.accumulate_in == "node":
         return numel
-    memory = get_accelerator().total_memory()
-    if session.device.type == "cpu":
-        memory /= topology.ranks_per_node
+    memory = device_bytes(session.device, session.ranks_here)
     fits = torch.tensor([int(numel * dtype.itemsize <= SHARE_OF_MEMORY * memory)], device=session.device)
     dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=topology.group)
     return numel if fits.item() else 0

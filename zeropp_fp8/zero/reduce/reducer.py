@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -53,6 +53,14 @@ class GradientReducer:
             add_codes = session.config.gradients.reduction == "nccl"
             plan = self._plans[key] = session.placement.reduce_plan(params, *args, add_codes=add_codes)
         return plan
+
+    def residual_bytes(self, params: Iterable[Parameter]) -> int:
+        """What residuals of parameters that are trained take once all have been reduced."""
+        nodes, world = self.session.topology.nodes, self.session.topology.world_size
+        if self.error_feedback is None or nodes == 1:
+            return 0
+        matrices = (p for p in params if p.requires_grad and len(p.ds_shape) > 1)
+        return sum(self.error_feedback.num_bytes(nodes, slice_numel(p.ds_numel, world)) for p in matrices)
 
     def start(
         self,

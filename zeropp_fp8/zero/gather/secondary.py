@@ -1,0 +1,73 @@
+"""Which units keep their secondary shard, where `secondary.memory_gb` bounds what all of them may take.
+
+A byte that is kept saves each later gather of it, whichever unit it is of; copies of frozen weights outlive steps, so
+these come first. Otherwise units go in the order of the model, and one that no longer fits is left out. Those that are
+gathered anew are then the last of a forward, when the first hops of the others, which a forward starts all at once, are
+over; and the first of the backward, which finds what stays live from the forward there. Parameters that stay gathered
+between steps are never gathered again within one: a copy of them would save nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from zeropp_fp8.config import SECTION, ConfigError
+from zeropp_fp8.zero.gather.units import Unit
+from zeropp_fp8.zero.memory import device_bytes, free_bytes
+from zeropp_fp8.zero.session import Session
+
+GB = 1e9
+# Of a device's memory, that "auto" leaves to activations, gathered blocks and what is on its way: 6 of 24 GB.
+MARGIN = 0.25
+
+
+def units_that_fit(units: Sequence[Unit], sizes: Sequence[int], limit: float) -> list[Unit]:
+    """Those that keep their secondary shards, of `sizes` bytes, in `limit` bytes."""
+    kept, left = [], limit
+    for unit, size in sorted(zip(units, sizes), key=lambda pair: not pair[0].is_frozen):
+        if size <= left and not unit.persistent:
+            kept.append(unit)
+            left -= size
+    return kept
+
+
+def keep_secondary_shards(units: Sequence[Unit], session: Session) -> None:
+    """Decide which units keep theirs, once all that the engine allocates at start is there.
+
+    Collective where memory is bounded: all ranks count with the largest shard and the least memory of any, so that they
+    agree on who gathers what.
+
+    Raises:
+        ConfigError: a rank has less than the configured memory, and the shards would take more than it has.
+    """
+    if session.secondary_ranks is None:
+        return
+    limit = session.config.secondary.memory_gb
+    if limit == "all":
+        for unit in units:
+            unit.keeps_secondary = True
+        return
+    for unit in units:
+        unit.lay_out()
+    place = (session.device, session.ranks_here)
+    available = free_bytes(*place) - session.bytes_to_come
+    if limit == "auto":
+        available -= int(MARGIN * device_bytes(*place))
+    largest = torch.tensor([*(unit.held_bytes for unit in units), -available], device=session.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=session.topology.group)
+    *sizes, less = largest.tolist()
+    available = max(0, -less)
+    session.secondary_bytes = available if limit == "auto" else int(limit * GB)
+    kept = units_that_fit(units, sizes, session.secondary_bytes)
+    taken = sum(size for unit, size in zip(units, sizes) if unit in kept)
+    if taken > available:
+        raise ConfigError(
+            f'"{SECTION}.secondary.memory_gb": {limit:g} lets secondary shards take {taken / GB:.3g} GB on each rank, '
+            f"and a rank has {available / GB:.3g} GB left for them; set it to less than that, which activations need "
+            'too, or to "auto"'
+        )
+    for unit in kept:
+        unit.keeps_secondary = True

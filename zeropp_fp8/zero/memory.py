@@ -1,0 +1,21 @@
+"""Memory of the device that a rank computes on: its GPU's, or its share of the host's."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from deepspeed.accelerator import get_accelerator
+
+
+def device_bytes(device: torch.device, ranks_here: int) -> int:
+    """All of it. `ranks_here`: ranks that share the host."""
+    total = get_accelerator().total_memory()
+    return total if device.type == "cuda" else total // ranks_here
+
+
+def free_bytes(device: torch.device, ranks_here: int) -> int:
+    """What this rank can still have; on a GPU, what torch's allocator keeps unused too."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return psutil.virtual_memory().available // ranks_here
