@@ -39,6 +39,11 @@ def generation(nodes: dict, alone: dict) -> str:
     return table(["", "2 nodes", "x faster than stock", "one GPU", "x plain", "GiB kept"], rows)
 
 
+def _kernels(result: dict, run: str) -> str:
+    """How long the GPU computes for a token."""
+    return f"{fastest(result, 'token_ms')[run]['kernels_ms']:.1f}"
+
+
 def generation_says(nodes: dict, alone: dict) -> str:
     """What else there is to the times; of entering and leaving, every round."""
     ours = [row for result in (nodes, alone) for row in result["rows"] if row["run"] in OF_THE_PLUGIN]
@@ -49,9 +54,10 @@ def generation_says(nodes: dict, alone: dict) -> str:
     return paragraph(
         f"""Entering takes {span("enter_ms")} ms, leaving {span("leave_ms")}. The plain model was the first run in its
         processes on two nodes, and {by_run(nodes)["plain"]["token_ms"]:.1f} ms says more about that than about the
-        model; on one GPU it is the faster of two rounds. A token of this model is bound by Python, not by the GPU:
-        that is why adapters beside their layers cost as much as all the rest by PEFT's own forward, which `"codes"`
-        had in these runs; now it has [one of its own](generation.md)."""
+        model; on one GPU it is the faster of two rounds. A token of this model is bound by Python, not by the GPU
+        ({_kernels(alone, "plain")} ms of kernels, {_kernels(alone, "qlora-codes")} with `qlora`, `"codes"`): that is
+        why adapters beside their layers cost as much as all the rest by PEFT's own forward. `"codes"` had that on two
+        nodes; on one GPU an adapter is part of [its layer's kernel](generation.md)."""
     )
 
 
