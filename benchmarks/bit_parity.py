@@ -168,6 +168,8 @@ class Run:
             route = gatherer.route
             of_session = route.format_of
             route.format_of = lambda p: of_session(p) if p in route.gemm_weights else UnquantizedFormat(p.dtype)
+            for unit in gatherer.units:
+                unit.layout = None  # made already where memory for copies is bounded
 
     def _tokens(self, step: int, micro: int):
         """[1, tokens] int64; the same in every case, different ones on every rank, and in every step of `parity`."""

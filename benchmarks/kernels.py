@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from benchmarks.harness.environment import describe
 from benchmarks.harness.measuring import milliseconds
 from benchmarks.harness.results import write_result
 from examples.options import new_file, whole
+from zeropp_fp8.comm.error_feedback import ErrorFeedback
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.formats import make_format
 
@@ -100,6 +102,15 @@ def measure(elements: int, device: torch.device, repeats: int) -> list[dict]:
     payload = torch.empty(4, layout.row_bytes, dtype=torch.uint8, device=device)
     moved = 2 * elements + 4 * layout.row_bytes
     add("reorder+quantize", "int8 block 128", lambda: layout.encode([values], reorder, payload), moved)
+    # error feedback in one exchange between 4 ranks: by the kernel, and by operations of torch
+    name, quarters = "int4 block 128 hadamard", SliceOrder(range(4), device)
+    kept = ErrorFeedback().of(["values"], [elements // 4], 4, device)
+    for by, use_kernels in (("", None), (", torch", False)):
+        layout = PayloadLayout([elements // 4], [made(name)], [values.dtype], device, use_kernels=use_kernels)
+        payload = torch.empty(4, layout.row_bytes, dtype=torch.uint8, device=device)
+        moved = values.nbytes + payload.nbytes + 2 * kept.rows.nbytes
+        work = partial(layout.encode, [values], quarters, payload, residuals=kept)
+        add("quantize+feedback", f"{name}{by}", work, moved)
 
     part = elements // RANKS
     for name, (first, then) in REDUCTIONS.items():

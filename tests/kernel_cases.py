@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from zeropp_fp8.comm.error_feedback import ErrorFeedback
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.formats import MX_NAMES, UnquantizedFormat, make_format
 from zeropp_fp8.formats.noise import Seed
@@ -106,6 +107,41 @@ def check_quantize_and_dequantize(wire_format, dtype, numels, world, slices, dev
         kernels.decode(expected.to(device), device_order, got)
         for a, b in zip(got, wanted):
             assert same(a, b), output
+
+
+def check_feed_back(wire_format, dtype, numels, world, slices, device):
+    """Three messages of one key after the other: the same bytes sent and kept, with NaN and Inf in the second."""
+    slice_numels = [-(-n // world) for n in numels]
+    reference, kernels = layouts(wire_format, slice_numels, dtype, device)
+    order, device_order = SliceOrder(slices, CPU), SliceOrder(slices, device)
+    keys, feedback = [str(i) for i in range(len(numels))], ErrorFeedback(wire_format.block_size)
+    feedback_there = ErrorFeedback(wire_format.block_size)
+    for step in range(3):
+        tensors = awkward(numels, dtype, step)
+        if step != 1:
+            tensors = [tensor.nan_to_num(1.0, 2.0, -2.0) for tensor in tensors]
+        seed = Seed(SEED.low + step, SEED.high) if wire_format.needs_seed else None
+        kept = feedback.of(keys, slice_numels, len(slices), CPU)
+        kept_there = feedback_there.of(keys, slice_numels, len(slices), device)
+        assert kernels_feed_back(kernels, kept_there), "the torch code would be compared with itself"
+        expected = torch.zeros(len(slices), reference.row_bytes, dtype=torch.uint8)
+        reference.encode(tensors, order, expected, seed, residuals=kept)
+        actual = torch.full_like(expected, 255, device=device)
+        kernels.encode([t.to(device) for t in tensors], device_order, actual, seed, residuals=kept_there)
+        for what, mine, wanted in (("sent", actual, expected), ("kept", kept_there.rows, kept.rows)):
+            differing = (mine.cpu() != wanted).nonzero().tolist()
+            assert not differing, (what, step, wire_format, dtype, numels, slices, differing[:5])
+    assert kept.rows.any(), "nothing was kept"
+
+
+def kernels_feed_back(layout, residuals) -> bool:
+    """Whether the kernel encodes every group of a layout."""
+    from zeropp_fp8.kernels import can_feed_back
+
+    groups = range(len(layout._groups))
+    return all(
+        can_feed_back(layout._groups[index].segments, layout._residual_table(index, residuals)) for index in groups
+    )
 
 
 def check_decoded_only(wire_format, dtype, numels, world, slices, device, outputs):

@@ -121,6 +121,7 @@ def fp8_wire(scaling: str, scope: str = "node") -> dict:
 
 BLOCK, MODULE = {"gather_granularity": "block"}, {"gather_granularity": "module"}
 BLOCK_SECONDARY = {**BLOCK, "secondary": {"scope": "node"}}
+SOME_COPIES = {"secondary": {"scope": "rank", "memory_gb": SOME_GB}}
 LORA = {"recipe": "zeropp", "lora": True, "check": _only_adapters_moved}
 QLORA = {**LORA, "recipe": "qlora"}
 CASES = (
@@ -185,7 +186,7 @@ CASES = (
         "features",
         "zeropp",
         "zeropp",
-        fields={"secondary": {"scope": "rank", "memory_gb": SOME_GB}},
+        fields=SOME_COPIES,
         check=_backward_sends(inter=True, intra=True),
     ),
     Case("zeropp-pcie", "features", "zeropp-pcie", check=_keeps_residuals, resume=True),
@@ -239,6 +240,15 @@ CASES = (
     Case("fp8, 16-bit wire, 2 nodes", "features", "zeropp", fields=fp8("current", "none")),
     Case("fp8 wire, 2 nodes", "features", "zeropp", "fp8, 16-bit wire, 2 nodes", **fp8_wire("current")),
     Case("fp8 wire, no secondary", "features", "zeropp", "fp8, 16-bit wire, 2 nodes", **fp8_wire("current", "none")),
+    Case(
+        "fp8 wire, some copies",
+        "features",
+        "zeropp",
+        "fp8, 16-bit wire, 2 nodes",
+        fields={**fp8("current", "fp8_e4m3"), **SOME_COPIES},
+        only_gemm_weights=True,
+        delays=True,
+    ),
     Case("fp8 blocks, 16-bit wire", "features", "zeropp", fields=fp8("block", "none")),
     Case("fp8 blocks, fp8 wire", "features", "zeropp", "fp8 blocks, 16-bit wire", **fp8_wire("block")),
     Case("fp8 delayed", "features", "zeropp", fields=fp8("delayed", "fp8_e4m3"), resume=True),
@@ -260,6 +270,7 @@ CASES = (
     Case("qlora, delays", "features", equal_to="qlora", delays=True, **QLORA),
     Case("qlora, no secondary", "features", equal_to="qlora", fields={"secondary": {"scope": "none"}}, **QLORA),
     Case("qlora, a copy a rank", "features", equal_to="qlora", fields={"secondary": {"scope": "rank"}}, **QLORA),
+    Case("qlora, some copies", "features", equal_to="qlora", fields=SOME_COPIES, delays=True, **QLORA),
     Case("qlora, zero.Init, non-reentrant", "features", zero_init=True, checkpointing="non-reentrant", **QLORA),
     Case("int4, fp8 compute", "features", fields={"frozen": {"format": "int4"}, **fp8("delayed", "none")}, **LORA),
     Case("stock-leaf, accumulation", "features", leaf=True, accumulation=3),

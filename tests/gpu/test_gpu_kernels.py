@@ -8,6 +8,7 @@ writing a value is fp32 whatever the tensor's dtype, so here they are paired:
                             offsets, with the dtypes in turn; other dtypes at odd offsets, where LIMIT and Inf matter
     NF4, double-quantized   only decoded: every format, at odd and at aligned offsets, to a dtype each
     other roundings         every element with one of the two, and each family of elements with both
+    error feedback          each family of elements with scales in bf16, and each rounding
     reduce                  each pair of formats in one dtype, every element first or next
     round_trip              every format from bf16, with sides divisible by 16 (scales rounded up) or not (floor);
                             every element with one other rounding and dtype; single axes, and sides of 1, on few
@@ -20,6 +21,7 @@ from kernel_cases import (
     FORMATS,
     FROZEN_FORMATS,
     check_decoded_only,
+    check_feed_back,
     check_quantize_and_dequantize,
     check_reduce,
     check_round_trip,
@@ -39,6 +41,25 @@ def test_quantize_and_dequantize(name):
     outputs = [] if name.endswith("-floor") else [torch.float32]  # decoding is the same for both scale modes
     for numels, slices in (([33, 500, 1001], [2, 0, 1]), ([100003], [0, 1, 2, 3])):
         check_quantize_and_dequantize(make(name), torch.bfloat16, numels, len(slices), slices, CUDA, outputs)
+
+
+@pytest.mark.parametrize(
+    "name, rounding, dtype",
+    [
+        ("int4-hadamard", "nearest", "bf16"),
+        ("int4-hadamard", "stochastic", "fp32"),
+        ("int4-34", "half_away", "fp16"),
+        ("int8", "stochastic", "bf16"),
+        ("int8-8192", "nearest", "fp32"),
+        ("fp8_e4m3", "nearest", "bf16"),
+        ("fp8_e5m2", "stochastic", "fp32"),
+    ],
+)
+def test_error_feedback(name, rounding, dtype):
+    """Small and odd, aligned with many tiles, and slices beyond a tensor's end."""
+    for numels, slices in (([33, 500, 1001], [2, 0, 1]), ([1 << 18, 100003], [3, 1, 0, 2]), ([9, 1, 2, 5], [7, 1])):
+        world = max(slices) + 1
+        check_feed_back(make(name, rounding), DTYPES[dtype], numels, world, slices, CUDA)
 
 
 @pytest.mark.parametrize(

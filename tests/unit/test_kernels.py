@@ -66,6 +66,26 @@ print("done")
     assert run(script, interpret=True, processes=2).split() == ["done"] * 2
 
 
+def test_error_feedback_in_the_interpreter():
+    """Every format with scales in bf16; odd sizes, slices out of order, slices beyond a tensor's end, all roundings."""
+    script = """
+import torch
+from kernel_cases import CPU, DTYPES, FORMATS, check_feed_back, make
+from thinning import thinned
+
+names = [name for name in FORMATS if not name.startswith("mx")]
+for name, rounding, dtype in mine(thinned(names, ("nearest", "half_away", "stochastic"), DTYPES)):
+    check_feed_back(make(name, rounding), DTYPES[dtype], [33, 1001], 3, [2, 0, 1], CPU)
+for name, numels, world, slices in mine((
+    ("int4-hadamard", [4096, 9000], 2, [0, 1]), ("int8", [9, 1, 2, 5], 8, [7, 1]), ("int4", [8192], 1, [0]),
+    ("int4-hadamard", [300, 5000], 4, [3, 1, 0, 2]),
+)):
+    check_feed_back(make(name), torch.bfloat16, numels, world, slices, CPU)
+print("done")
+"""
+    assert run(script, interpret=True, processes=2).split() == ["done"] * 2
+
+
 def test_round_trip_in_the_interpreter():
     """Every MX element, scale mode, rounding and dtype; ragged tiles and blocks, one row, one column, nothing."""
     script = """
@@ -143,6 +163,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from zeropp_fp8.formats.e8m0 import SCALE_MODES
 from zeropp_fp8.kernels.wire.dequantize import dequantize_kernel
+from zeropp_fp8.kernels.wire.feed_back import feed_back_kernel
 from zeropp_fp8.kernels.wire.quantize import quantize_kernel
 from zeropp_fp8.kernels.wire.reduce import reduce_to_payload_kernel, reduce_to_tensors_kernel
 from zeropp_fp8.kernels.casts.round_trip import round_trip_kernel
@@ -151,7 +172,7 @@ from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
 CAPABILITY = {capability}
 POINTERS = {{"payload_ptr": "*u8", "received_ptr": "*u8", "slices_ptr": "*i32", "tensors_ptr": "*i64",
              "segments_ptr": "*i64", "segments_in_ptr": "*i64", "segments_out_ptr": "*i64",
-             "tile_starts_ptr": "*i32"}}
+             "tile_starts_ptr": "*i32", "residual_ptr": "*u8", "residual_segments_ptr": "*i64"}}
 MATRICES = ("base_ptr", "matrix_ptr", "rows_ptr", "columns_ptr")
 BASE = {{"ALIGNED": True, "LIMIT": 3.38e38, "RANKS": 8, "ACCUMULATE": True, "ALONG_ROWS": True, "ALONG_COLUMNS": True,
          "SIDE": 64, "STARTS": 8, **dict.fromkeys(("multipliers_ptr", "amax_ptr", "counts_ptr", "factors_ptr"))}}
@@ -174,6 +195,9 @@ def compile(kernel, base, name, rounding="nearest", first=None, **constants):
         tile = max(first, form, key=lambda form: form.sum_blocks)
         num_warps = tile.sum_warps
         form, first = form.with_tiles(tile.sum_blocks), first.with_tiles(tile.sum_blocks)
+    if kernel is feed_back_kernel:
+        num_warps, form = form.sum_warps, form.with_tiles(form.sum_blocks)
+        constants["RESIDUAL"] = KernelFormat.of(make("int8")).with_tiles(form.sum_blocks)
     constants = {{**BASE, "FORMAT": form, "FORMAT_IN": first, **constants}}
     constants = {{name: value for name, value in constants.items() if name in kernel.jitted.arg_names}}
     signature, attributes = {{}}, {{}}
@@ -190,7 +214,7 @@ def compile(kernel, base, name, rounding="nearest", first=None, **constants):
     options = {{"num_warps": num_warps, "enable_fp_fusion": False}}
     code = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options).asm["ptx"]
     what = kernel, constants
-    if CAPABILITY == 90 and form.scale in SCALE_MODES:
+    if CAPABILITY == 90 and (form.scale in SCALE_MODES or kernel is feed_back_kernel):
         assert_nothing_spilled(code, what)
     assert ".local" not in code, what
     if kernel is round_trip_kernel:
@@ -199,10 +223,14 @@ def compile(kernel, base, name, rounding="nearest", first=None, **constants):
         assert code.count("ld.global") == code.count("ld.global.v4.b32") > 0, what
         assert code.count("st.global") == code.count("st.global.v4.b32") > 0, what
         return
-    codes_in = "st" if kernel is quantize_kernel else "ld"
+    codes_in = "st" if kernel in (quantize_kernel, feed_back_kernel) else "ld"
+    if kernel is feed_back_kernel:
+        assert all(f"{{way}}.global.v2.b32" in code for way in ("ld", "st")), what  # the residuals
+        assert code.count("bar.sync") > 1, "all threads read before one writes"
     assert f"{{codes_in}}.global." + CODES[first.element] in code, what
     if base:
-        assert ("ld" if kernel is quantize_kernel else "st") + ".global.v4.b32" in code, what
+        sources = (quantize_kernel, feed_back_kernel)
+        assert ("ld" if kernel in sources else "st") + ".global.v4.b32" in code, what
     # A fused product is rounded once, and bytes would differ; only the sum fuses on purpose, where products are exact.
     assert ("fma.rn.f32" in code) == ("RANKS" in constants and first.scale == "bf16"), what
 
@@ -223,6 +251,8 @@ def reduce_to_tensors(*names):
         compile(reduce_to_tensors_kernel, "*fp32", name)
 
 quantize("int8", "fp8_e4m3", "mxfp8_e4m3")
+compile(feed_back_kernel, "*bf16", "int4-hadamard")
+compile(feed_back_kernel, "*fp32", "int8", "stochastic")
 quantize("int8-hadamard", "fp8_e5m2", "mxfp8_e5m2-floor", rounding="stochastic")
 dequantize("int8", "fp8_e4m3", "fp8_e5m2", "mxfp8_e5m2")
 reduce("int8", "int4-hadamard")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numerics import error_bound, integer_reference
 
 from zeropp_fp8.comm.all_gather import rank_of_rows
+from zeropp_fp8.comm.error_feedback import ErrorFeedback
 from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark, used_last
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder, slices_of
 from zeropp_fp8.formats import make_format
@@ -326,6 +327,53 @@ def test_reduce_to_payload_uses_the_seed():
     for i in range(2):
         expected = stochastic.encode_rows_seeded(within.mean(received, i), seed.of_tensor(i))
         assert torch.equal(payload[:, between.offsets[i] : between.offsets[i] + between.sizes[i]], expected)
+
+
+# -- residuals
+
+INT4 = make_format("int4", block_size=32)
+
+
+def encoded(feedback, keys, tensors):
+    """(what is sent of tensors of 64 elements in two slices, their residuals)."""
+    layout = PayloadLayout([32] * len(keys), [INT4] * len(keys), [torch.float32] * len(keys), CPU)
+    payload, kept = filled(layout, 2), feedback.of(keys, [32] * len(keys), 2, CPU)
+    layout.encode(tensors, SliceOrder([0, 1], CPU), payload, residuals=kept)
+    return payload, kept
+
+
+def test_what_is_dropped_is_added_to_the_next():
+    feedback, value = ErrorFeedback(32), numbers(64, seed=1)
+    payloads = [encoded(feedback, ["a"], [value])[0] for _ in range(50)]
+    sent = [INT4.decode_rows(payload, 32, torch.float32).view(-1) for payload in payloads]
+    one, mean = ((each - value).norm() / value.norm() for each in (sent[0], sum(sent) / len(sent)))
+    assert mean < one / 20
+
+
+def test_residuals_go_with_their_tensors():
+    """Into other messages, and back; what nobody names any more is not kept twice."""
+    values = {name: numbers(64, seed=place) for place, name in enumerate("abc")}
+    together, apart = ErrorFeedback(32), ErrorFeedback(32)
+    for keys in ("abc", "ab", "c", "cba", "abc"):
+        payload, kept = encoded(together, list(keys), [values[key] for key in keys])
+        singles = {key: encoded(apart, [key], [values[key]]) for key in keys}
+        assert torch.equal(payload, torch.cat([singles[key][0] for key in keys], dim=1))
+        assert torch.equal(kept.rows, torch.cat([singles[key][1].rows for key in keys], dim=1))
+        assert len(together) == len(apart) == 3
+    assert len(together._messages) == 1 and len(apart._messages) == 3
+
+
+def test_what_is_saved_of_residuals_stays_as_it_was():
+    feedback, keys, values = ErrorFeedback(32), ["a", "b"], [numbers(64, seed=1), numbers(64, seed=2)]
+    encoded(feedback, keys, values)
+    saved = feedback.state_dict()
+    assert all(payload.is_contiguous() and payload.untyped_storage().nbytes() == 2 * 48 for payload in saved.values())
+    second = encoded(feedback, keys, values)[0]
+    again = ErrorFeedback(32)
+    again.load_state_dict(saved, CPU)
+    assert torch.equal(encoded(again, keys, values)[0], second), "it was overwritten"
+    again.reset()
+    assert len(again) == 0 and torch.equal(encoded(again, keys, values)[0], encoded(ErrorFeedback(32), keys, values)[0])
 
 
 # -- whose row is whose

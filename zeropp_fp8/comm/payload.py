@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeropp_fp8.formats import BlockScaledFormat, SharedScaleFormat, WireFormat
+from zeropp_fp8.comm.error_feedback import Residuals
+from zeropp_fp8.formats import BlockScaledFormat, SharedScaleFormat, UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.noise import Seed, draw_seed
 from zeropp_fp8.formats.shared_scale import OF_GRADIENTS, OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
 
@@ -88,6 +89,7 @@ class PayloadLayout:
             by_key[(format_key(mine), format_key(partner), dtype)].append(index)
         self._groups = [self._make_group(members, partners, use_kernels) for members in by_key.values()]
         self._tables: dict[Hashable, object] = {}
+        self._residual_tables: dict[Hashable, object] = {}
         self._use_kernels = use_kernels
         self._joined: dict[Hashable, PayloadLayout] = {}
 
@@ -141,11 +143,13 @@ class PayloadLayout:
         payload: Tensor,
         seed: Seed | None = None,
         shared: SharedScales | None = None,
+        residuals: Residuals | None = None,
     ) -> None:
         """Encode slices of contiguous `tensors` into `payload`, uint8 [rows, row_bytes].
 
         `shared`: the scales of all tensors, for those whose format is a SharedScaleFormat. Without, these are left out,
-        for a caller who writes such codes himself.
+        for a caller who writes such codes himself. `residuals`: what is kept of the rows; it is added to them, and gets
+        what rounding drops of the sum. Unquantized tensors have none.
         """
         for index, group in enumerate(self._groups):
             members = [tensors[i] for i in group.members]
@@ -154,7 +158,9 @@ class PayloadLayout:
                 if shared is None:
                     continue
                 scales = shared.of(group.members, group.index)
-            if group.segments is not None:
+            if residuals is not None and not isinstance(group.wire_format, UnquantizedFormat):
+                self._encode_with_residuals(index, members, order, payload, seed, residuals)
+            elif group.segments is not None:
                 from zeropp_fp8 import kernels
 
                 table = self._table(index, "source", members, group.segments)
@@ -184,6 +190,44 @@ class PayloadLayout:
             magnitudes = rows.float().abs()
             finite = magnitudes.masked_fill_(magnitudes.isfinite().logical_not_(), 0.0)
             scales.amax[place] = torch.maximum(scales.amax[place], finite.amax())
+
+    def _encode_with_residuals(
+        self,
+        index: int,
+        members: list[Tensor],
+        order: SliceOrder,
+        payload: Tensor,
+        seed: Seed | None,
+        residuals: Residuals,
+    ) -> None:
+        group = self._groups[index]
+        if group.segments is not None:
+            from zeropp_fp8 import kernels
+
+            kept_at = self._residual_table(index, residuals)
+            if kernels.can_feed_back(group.segments, kept_at):
+                table = self._table(index, "source", members, group.segments)
+                sources = members[0], table, group.segments, order.on_device, payload
+                kernels.quantize_with_residuals(*sources, kept_at, residuals.rows, seed)
+                return
+        for place, (i, tensor) in enumerate(zip(group.members, members)):
+            numel, part, kept = self.slice_numels[i], self._part(payload, i), residuals.of(i)
+            wanted = slices_of(tensor, numel, order).float()
+            wanted = wanted + residuals.wire_format.decode_rows(kept, numel, torch.float32)
+            group.wire_format.encode_rows_seeded(wanted, seed.of_tensor(place) if seed else None, part)
+            dropped = wanted - group.wire_format.decode_rows(part, numel, torch.float32)
+            residuals.wire_format.encode_rows_seeded(dropped.nan_to_num_(0.0, 0.0, 0.0), None, kept)
+
+    def _residual_table(self, index: int, residuals: Residuals) -> object:
+        """Where a group's residuals lie in their rows."""
+        key = (index, format_key(residuals.wire_format), *residuals.offsets)
+        if key not in self._residual_tables:
+            from zeropp_fp8 import kernels
+
+            members = self._groups[index].members
+            numels, offsets = [self.slice_numels[i] for i in members], [residuals.offsets[i] for i in members]
+            self._residual_tables[key] = kernels.SegmentTable(residuals.wire_format, numels, offsets, self.device)
+        return self._residual_tables[key]
 
     # -- rows -> tensors ---------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ Blocks never straddle a slice or a tensor, so the result does not depend on how 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -23,13 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp_fp8.comm.error_feedback import ErrorFeedback
+from zeropp_fp8.comm.error_feedback import ErrorFeedback, Residuals
 from zeropp_fp8.comm.lanes import BufferRing, Lane
 from zeropp_fp8.comm.ledger import WireLedger
-from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder, slices_of
+from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.comm.topology import Level, Topology
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
-from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.formats.shared_scale import LARGEST_CODE, OF_PARTIAL_SUMS, SharedScales
 
 
@@ -251,12 +250,8 @@ class ReducePlan:
             sent = sent_ring.take(rows * self.second.row_bytes)
             sent_rows = sent.view(rows, self.second.row_bytes)
             seed = self.second.draw_seed(reduction.generator)
-            if reduction.error_feedback is not None:
-                self._encode_with_residuals(
-                    (total.view(rows, -1).float() for total in sums), sent_rows, seed, reduction
-                )
-            else:
-                self.second.joined(1, sums).encode(sums, self._column_order, sent_rows, seed, scales)
+            kept = self._residuals(reduction)
+            self.second.joined(1, sums).encode(sums, self._column_order, sent_rows, seed, scales, kept)
         reduction.first.after_current()
         with reduction.first:
             received, work = self._exchange("between", sent, reduction)
@@ -279,14 +274,10 @@ class ReducePlan:
         sent = ring.take(rows * self.first.row_bytes)
         sent_rows = sent.view(rows, self.first.row_bytes)
         seed = self.first.draw_seed(reduction.generator)
-        if per_node == 1 and reduction.error_feedback is not None:
-            sizes = zip(tensors, self.first.slice_numels)
-            whole = (slices_of(tensor, size, self.first_order).float() for tensor, size in sizes)
-            self._encode_with_residuals(whole, sent_rows, seed, reduction)
-        else:
-            scales = self.scales_of(self.first, shared)
-            self.first.encode(self.sources(tensors), self.first_order, sent_rows, seed, scales)
-            self.amax_recorded(scales, shared)
+        scales = self.scales_of(self.first, shared)
+        kept = self._residuals(reduction) if per_node == 1 else None
+        self.first.encode(self.sources(tensors), self.first_order, sent_rows, seed, scales, kept)
+        self.amax_recorded(scales, shared)
         return sent, ring
 
     def _encode_again(self, received: Tensor, reduction: Reduction) -> tuple[Tensor, BufferRing]:
@@ -302,8 +293,9 @@ class ReducePlan:
         if reduction.error_feedback is None:
             self.column.reduce_to_payload(contributions, self.second, sent_rows, seed, shared)
         else:
-            means = (self.column.mean(contributions, i) for i in range(len(self.column.slice_numels)))
-            self._encode_with_residuals(means, sent_rows, seed, reduction)
+            means = [self.column.mean(contributions, i) for i in range(len(self.column.slice_numels))]
+            kept = self._residuals(reduction)
+            self.second.joined(1, means).encode(means, self._column_order, sent_rows, seed, None, kept)
         rings.received_within.give_back(received)
         return sent, rings.sent_between
 
@@ -346,26 +338,13 @@ class ReducePlan:
         largest = LARGEST_CODE[self.first.formats[0].name]
         shared.counts[OF_PARTIAL_SUMS, 0] += ((codes & 0x7F) == largest).sum()
 
-    def _encode_with_residuals(
-        self,
-        means: Iterable[Tensor],
-        rows: Tensor,
-        seed: Seed | None,
-        reduction: Reduction,
-    ) -> None:
-        """Encode fp32 [nodes, slice numel] of each tensor, corrected by what earlier rounding dropped."""
-        layout, error_feedback = self.second, reduction.error_feedback
-        for i, (mean, key) in enumerate(zip(means, reduction.keys)):
-            wire_format = layout.formats[i]
-            corrected = not isinstance(wire_format, UnquantizedFormat)
-            if corrected:
-                mean = mean.clone()
-                error_feedback.add_to_(key, mean)
-            encoded = wire_format.encode_rows_seeded(mean, seed.of_tensor(i) if seed else None)
-            if corrected:
-                decoded = wire_format.decode_rows(encoded, mean.shape[1], torch.float32)
-                error_feedback.store(key, mean, decoded)
-            rows[:, layout.offsets[i] : layout.offsets[i] + layout.sizes[i]] = encoded
+    def _residuals(self, reduction: Reduction) -> Residuals | None:
+        """What earlier rounding has dropped of what is sent between nodes; nothing of what is sent as it is."""
+        if reduction.error_feedback is None:
+            return None
+        second = self.second
+        numels = [0 if isinstance(f, UnquantizedFormat) else n for f, n in zip(second.formats, second.slice_numels)]
+        return reduction.error_feedback.of(reduction.keys, numels, self.column_rows, self.device)
 
 
 class ReduceScatterPlan(ReducePlan):

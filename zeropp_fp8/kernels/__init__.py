@@ -5,6 +5,7 @@ format:
 
     quantize.py       tensors -> payload rows: slice reorder, Hadamard rotation, rounding, packing in one pass
     dequantize.py     payload rows -> tensors, NF4 and double-quantized scales included
+    feed_back.py      quantize.py with error feedback
     reduce.py         payloads of several ranks -> their fp32 mean -> tensors, or a payload for the next hop
     launch_tables.py  the description of a launch
 
@@ -37,6 +38,7 @@ used: no nvcc, no build step.
 """
 
 from zeropp_fp8.kernels.wire.dequantize import dequantize
+from zeropp_fp8.kernels.wire.feed_back import can_feed_back, quantize_with_residuals
 from zeropp_fp8.kernels.wire.launch_tables import KernelFormat, SegmentTable, TensorTable, decodes, supports, table_key
 from zeropp_fp8.kernels.wire.quantize import quantize
 from zeropp_fp8.kernels.wire.reduce import can_chain, reduce_to_payload, reduce_to_tensors
@@ -46,9 +48,11 @@ __all__ = [
     "SegmentTable",
     "TensorTable",
     "can_chain",
+    "can_feed_back",
     "decodes",
     "dequantize",
     "quantize",
+    "quantize_with_residuals",
     "reduce_to_payload",
     "reduce_to_tensors",
     "supports",

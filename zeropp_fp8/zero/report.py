@@ -82,7 +82,7 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
     rows.append(gradient_row("between nodes", session.inter_format, topology.nodes))
     if session.residual_bytes:
         remark = f"what the hop between nodes drops: {session.residual_bytes / GIGA:.3g} GB a rank, from step 1 on"
-        rows.append(("error feedback", "int8 (block 128)", trainable, remark))
+        rows.append(("error feedback", f"int8 (block {config.gradients.block_size})", trainable, remark))
     if session.sums_numel:
         remark = "of several micro-batches, on a rank of the node; they cross between nodes once a step"
         rows.append(("gradient sums", "16 or 32 bits", session.sums_numel, remark))

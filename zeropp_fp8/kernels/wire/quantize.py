@@ -98,6 +98,76 @@ def shared_codes(values, multiplier, counts_ptr, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def encode_blocks(values, row, tile, seed_low, seed_high, FORMAT: tl.constexpr):
+    """(codes, scales) of fp32 [tile_blocks, width], as they are stored; of a format with a scale a block."""
+    element: tl.constexpr = FORMAT.element
+    rounding: tl.constexpr = FORMAT.rounding
+    blocks = tl.arange(0, FORMAT.tile_blocks)
+    columns = tl.arange(0, FORMAT.width)
+    first_block = tile * FORMAT.tile_blocks
+    x = values.to(tl.float32)
+    if FORMAT.hadamard:
+        x = rotate(x * (1.0 / 32.0), FORMAT.tile_blocks, FORMAT.width)
+    if FORMAT.scale == "bf16":
+        scales, factors, bad = block_scales(x, FORMAT.largest)
+        scaled = tl.where(bad[:, None], 0.0, x * factors[:, None])
+    else:
+        mode: tl.constexpr = FORMAT.scale
+        scales, scaled = mx_scale_blocks(x, element, mode)
+    noise = scaled
+    if rounding == "stochastic":
+        place = (first_block * FORMAT.block_size).to(tl.int32) + blocks[:, None] * FORMAT.block_size + columns
+        noise = uniform(seed_low, seed_high, row, place)
+    if FORMAT.scale == "bf16":
+        codes = codes_of(scaled, noise, element, rounding, FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)
+    else:
+        codes = mx_codes_of(scaled, noise, element, rounding, FORMAT.native_fp8)
+        if element == "mxfp4":
+            codes = pack_four_bits(codes, FORMAT.tile_blocks)
+    return codes, scales
+
+
+@triton.jit
+def store_blocks(
+    codes,
+    scales,
+    payload_ptr,
+    tile,
+    num_blocks,
+    code_bytes,
+    total_bytes,
+    FORMAT: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Write what `encode_blocks` gave to the payload of one tensor's slice, with the padding around it."""
+    element: tl.constexpr = FORMAT.element
+    blocks = tl.arange(0, FORMAT.tile_blocks)
+    first_block = tile * FORMAT.tile_blocks
+    scale_bytes: tl.constexpr = 2 if FORMAT.scale == "bf16" else 1
+    scale_dtype: tl.constexpr = tl.int16 if FORMAT.scale == "bf16" else tl.uint8
+    scales_ptr = payload_ptr.to(tl.pointer_type(scale_dtype))
+    blocks_left = tl.minimum(num_blocks - first_block, FORMAT.tile_blocks).to(tl.int32)
+    tl.store(scales_ptr + first_block + blocks, scales.to(scale_dtype), mask=blocks < blocks_left)
+    codes_start = tl.multiple_of((num_blocks * scale_bytes + 15) // 16 * 16, 16)
+
+    if element == "mxfp6_e2m3" or element == "mxfp6_e3m2":
+        words = blocks[:, None] * 6 + 3 * tl.arange(0, 2)[None, :]
+        words_ptr = (payload_ptr + codes_start + first_block * 24).to(tl.pointer_type(tl.int32))
+        store_six_bits(words_ptr + words, codes, blocks[:, None] < blocks_left, FORMAT.tile_blocks)
+    else:
+        store_codes(codes.to(tl.uint8), payload_ptr + codes_start, tile, code_bytes, FORMAT, WHOLE)
+
+    if tile == 0:  # zeros between scales and codes
+        pad = tl.arange(0, 16 // scale_bytes)
+        tl.store(
+            scales_ptr + num_blocks + pad,
+            tl.zeros((16 // scale_bytes,), scale_dtype),
+            mask=pad < (codes_start // scale_bytes - num_blocks).to(tl.int32),
+        )
+        store_zeros(payload_ptr, codes_start + code_bytes, total_bytes)
+
+
+@triton.jit
 def store_tile(
     values,
     payload_ptr,
@@ -119,67 +189,24 @@ def store_tile(
     `multiplier`, `counts_ptr`: of a shared scale, see `shared_codes`.
     """
     element: tl.constexpr = FORMAT.element
-    rounding: tl.constexpr = FORMAT.rounding
-    blocks = tl.arange(0, FORMAT.tile_blocks)
-    columns = tl.arange(0, FORMAT.width)
-    first_block = tile * FORMAT.tile_blocks
     if FORMAT.scale == "none":
         dtype: tl.constexpr = tl.bfloat16 if element == "bf16" else (tl.float16 if element == "fp16" else tl.float32)
-        local = blocks[:, None] * FORMAT.width + columns[None, :]
-        first = first_block * FORMAT.block_size
+        local = tl.arange(0, FORMAT.tile_blocks)[:, None] * FORMAT.width + tl.arange(0, FORMAT.width)[None, :]
+        first = tile * FORMAT.tile_blocks * FORMAT.block_size
         left = tl.minimum(numel - first, FORMAT.tile_blocks * FORMAT.width).to(tl.int32)
         if values.dtype != dtype:
             values = narrowed(values, dtype, FORMAT.interpreted)
         store_some(payload_ptr.to(tl.pointer_type(dtype)) + first + local, values, local, left, True, WHOLE, False)
-        codes_start = num_blocks * 0
+        if tile == 0:
+            store_zeros(payload_ptr, code_bytes, total_bytes)
     elif FORMAT.scale == "shared":
         codes = shared_codes(values, multiplier, counts_ptr, FORMAT)
         store_codes(codes, payload_ptr, tile, numel, FORMAT, WHOLE)
-        codes_start = num_blocks * 0
+        if tile == 0:
+            store_zeros(payload_ptr, code_bytes, total_bytes)
     else:
-        x = values.to(tl.float32)
-        if FORMAT.hadamard:
-            x = rotate(x * (1.0 / 32.0), FORMAT.tile_blocks, FORMAT.width)
-        if FORMAT.scale == "bf16":
-            scales, factors, bad = block_scales(x, FORMAT.largest)
-            scaled = tl.where(bad[:, None], 0.0, x * factors[:, None])
-        else:
-            mode: tl.constexpr = FORMAT.scale
-            scales, scaled = mx_scale_blocks(x, element, mode)
-        noise = scaled
-        if rounding == "stochastic":
-            place = (first_block * FORMAT.block_size).to(tl.int32) + blocks[:, None] * FORMAT.block_size + columns
-            noise = uniform(seed_low, seed_high, row, place)
-        if FORMAT.scale == "bf16":
-            codes = codes_of(scaled, noise, element, rounding, FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)
-        else:
-            codes = mx_codes_of(scaled, noise, element, rounding, FORMAT.native_fp8)
-            if element == "mxfp4":
-                codes = pack_four_bits(codes, FORMAT.tile_blocks)
-
-        scale_bytes: tl.constexpr = 2 if FORMAT.scale == "bf16" else 1
-        scale_dtype: tl.constexpr = tl.int16 if FORMAT.scale == "bf16" else tl.uint8
-        scales_ptr = payload_ptr.to(tl.pointer_type(scale_dtype))
-        blocks_left = tl.minimum(num_blocks - first_block, FORMAT.tile_blocks).to(tl.int32)
-        tl.store(scales_ptr + first_block + blocks, scales.to(scale_dtype), mask=blocks < blocks_left)
-        codes_start = tl.multiple_of((num_blocks * scale_bytes + 15) // 16 * 16, 16)
-
-        if element == "mxfp6_e2m3" or element == "mxfp6_e3m2":
-            words = blocks[:, None] * 6 + 3 * tl.arange(0, 2)[None, :]
-            words_ptr = (payload_ptr + codes_start + first_block * 24).to(tl.pointer_type(tl.int32))
-            store_six_bits(words_ptr + words, codes, blocks[:, None] < blocks_left, FORMAT.tile_blocks)
-        else:
-            store_codes(codes.to(tl.uint8), payload_ptr + codes_start, tile, code_bytes, FORMAT, WHOLE)
-
-        if tile == 0:  # zeros between scales and codes
-            pad = tl.arange(0, 16 // scale_bytes)
-            tl.store(
-                scales_ptr + num_blocks + pad,
-                tl.zeros((16 // scale_bytes,), scale_dtype),
-                mask=pad < (codes_start // scale_bytes - num_blocks).to(tl.int32),
-            )
-    if tile == 0:
-        store_zeros(payload_ptr, codes_start + code_bytes, total_bytes)
+        codes, scales = encode_blocks(values, row, tile, seed_low, seed_high, FORMAT)
+        store_blocks(codes, scales, payload_ptr, tile, num_blocks, code_bytes, total_bytes, FORMAT, WHOLE)
 
 
 @triton.jit

@@ -28,7 +28,8 @@ class GradientReducer:
 
     def __init__(self, session: Session, last_stream: torch.cuda.Stream | None = None) -> None:
         self.session = session
-        self.error_feedback = ErrorFeedback() if session.config.gradients.error_feedback else None
+        gradients = session.config.gradients
+        self.error_feedback = ErrorFeedback(gradients.block_size) if gradients.error_feedback else None
         self._plans: dict[tuple, ReducePlan] = {}
         self._stock_numel: dict[tuple, int] = {}  # elements that stock would reduce, by ds_id of a unit's parameters
         self._rings = Rings.on(session.device)
