@@ -236,11 +236,11 @@ def error_feedback(per_node, steps):
         "first": first,
         "mean": [total / steps for total in sums],
         "stored": len(feedback),
-        "state_dtypes": {payload.dtype for payload in feedback.state_dict().values()},
-        "state_bytes": {key: payload.numel() for key, payload in feedback.state_dict().items()},
+        "state_dtypes": {payload.dtype for payload in feedback.state_dict()["residuals"].values()},
+        "state_bytes": {key: payload.numel() for key, payload in feedback.state_dict()["residuals"].items()},
     }
     copy = ErrorFeedback()
-    copy.load_state_dict({key: payload.clone() for key, payload in feedback.state_dict().items()}, "cpu")
+    copy.load_state_dict(feedback.state_dict())
     out["next"], out["next_from_state"] = reduce(feedback), reduce(copy)
     feedback.reset()
     out["stored_after_reset"], out["after_reset"] = len(feedback), reduce(feedback)

@@ -367,13 +367,28 @@ def test_what_is_saved_of_residuals_stays_as_it_was():
     feedback, keys, values = ErrorFeedback(32), ["a", "b"], [numbers(64, seed=1), numbers(64, seed=2)]
     encoded(feedback, keys, values)
     saved = feedback.state_dict()
-    assert all(payload.is_contiguous() and payload.untyped_storage().nbytes() == 2 * 48 for payload in saved.values())
+    residuals = saved["residuals"].values()
+    assert all(payload.is_contiguous() and payload.untyped_storage().nbytes() == 2 * 48 for payload in residuals)
     second = encoded(feedback, keys, values)[0]
     again = ErrorFeedback(32)
-    again.load_state_dict(saved, CPU)
+    again.load_state_dict(saved)
     assert torch.equal(encoded(again, keys, values)[0], second), "it was overwritten"
     again.reset()
     assert len(again) == 0 and torch.equal(encoded(again, keys, values)[0], encoded(ErrorFeedback(32), keys, values)[0])
+
+
+def test_residuals_that_were_saved_in_other_blocks():
+    feedback, keys, values = ErrorFeedback(), ["a"], [numbers(64, seed=1)]
+    encoded(feedback, keys, values)
+    saved, second = feedback.state_dict(), encoded(feedback, keys, values)[0]
+    other = ErrorFeedback(64)
+    with pytest.raises(ValueError, match="residuals are in blocks of 128, gradients now in 64"):
+        other.load_state_dict(saved)
+    other.load_state_dict({})
+    assert len(other) == 0
+    older = ErrorFeedback()
+    older.load_state_dict(saved["residuals"])  # as it was saved before
+    assert torch.equal(encoded(older, keys, values)[0], second)
 
 
 # -- whose row is whose

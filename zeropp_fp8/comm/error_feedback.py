@@ -90,13 +90,23 @@ class ErrorFeedback:
         self._payloads.clear()
         self._messages.clear()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Payloads by key, on the CPU."""
-        return {
+    def state_dict(self) -> dict[str, object]:
+        """{"block_size", "residuals": payloads by key, on the CPU}."""
+        residuals = {
             key: payload.clone(memory_format=torch.contiguous_format).cpu() for key, payload in self._payloads.items()
         }
+        return {"block_size": self._format.block_size, "residuals": residuals}
 
-    def load_state_dict(self, state: dict[str, Tensor], device: torch.device | str) -> None:
-        """Take over what `state_dict` returned."""
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Take over what `state_dict` returned; an empty one starts afresh.
+
+        Raises:
+            ValueError: its residuals have other blocks.
+        """
         self.reset()
-        self._payloads = {key: payload.to(device) for key, payload in state.items()}
+        # Before they had the blocks of the gradients, a state was the residuals alone, in blocks of 128.
+        residuals = state.get("residuals", state)
+        block_size = state.get("block_size", 128)
+        if residuals and block_size != self._format.block_size:
+            raise ValueError(f"residuals are in blocks of {block_size}, gradients now in {self._format.block_size}")
+        self._payloads = dict(residuals)

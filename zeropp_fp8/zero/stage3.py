@@ -501,7 +501,8 @@ class ZeroppStage3(Stage3Base):
                 )
             return
         if self.reducer.error_feedback is not None and "error_feedback" in extra:
-            self.reducer.error_feedback.load_state_dict(extra["error_feedback"], self.session.device)
+            feedback = self.reducer.error_feedback
+            _load_or_start_afresh(feedback, extra["error_feedback"], {}, "error feedback starts afresh")
         for name, generator_state in extra.get("generators", {}).items():
             self.session.generators[name].set_state(generator_state)
 

@@ -10,13 +10,13 @@ orders of operations are those of comm/payload.py.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, clamp_keeping_nan, numbers_of, rotate
+from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.wire.dequantize import LARGEST_FP32, load_quantized
 from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
 from zeropp_fp8.kernels.wire.quantize import (
@@ -79,6 +79,7 @@ def feed_back_tile(
 
 
 # Seeds are random: specializing on "divisible by 16" would compile the kernel twice.
+@Kernel
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def feed_back_kernel(
     base_ptr,
@@ -151,22 +152,21 @@ def quantize_with_residuals(
     seed = seed or Seed(0, 0)
     # Tiles as of sums: 2048 elements at 2 warps spill registers, 512 take 91 with INT4 and its rotation.
     form, kept = (table.format.with_tiles(table.format.sum_blocks) for table in (segments, residual_segments))
-    with torch.cuda.device_of(payload):
-        feed_back_kernel[segments.grid(rows, form.tile_blocks)](
-            base,
-            payload,
-            residuals,
-            slices,
-            tensors.entries,
-            segments.segments,
-            residual_segments.segments,
-            row_bytes,
-            residuals.shape[1],
-            seed.low,
-            seed.high,
-            FORMAT=form,
-            RESIDUAL=kept,
-            ALIGNED=tensors.aligned,
-            num_warps=form.sum_warps,
-            enable_fp_fusion=False,
-        )
+    feed_back_kernel[segments.grid(rows, form.tile_blocks)](
+        base,
+        payload,
+        residuals,
+        slices,
+        tensors.entries,
+        segments.segments,
+        residual_segments.segments,
+        row_bytes,
+        residuals.shape[1],
+        seed.low,
+        seed.high,
+        FORMAT=form,
+        RESIDUAL=kept,
+        ALIGNED=tensors.aligned,
+        num_warps=form.sum_warps,
+        enable_fp_fusion=False,
+    )
