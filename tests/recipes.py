@@ -16,6 +16,8 @@ WAYS = {
     "zeropp, rank's copy": ("zeropp", {"secondary": {"scope": "rank"}}),
     "zeropp-pcie, some copies": ("zeropp-pcie", {"secondary": {"memory_gb": 7e-5}}),
     "zeropp-4bit": ("zeropp-4bit", {}),
+    "zeropp-diff": ("zeropp-diff", {}),
+    "zeropp-2bit, on INT8": ("zeropp-2bit", {"weights": {"format": "int8"}}),
     "stochastic rounding": (
         "zeropp",
         {"weights": {"format": "int8", "rounding": "stochastic"}, "secondary": {"scope": "none"}},

@@ -197,6 +197,17 @@ CASES = (
         fields={"secondary": {"memory_gb": SOME_GB}},
         delays=True,
     ),
+    Case("zeropp-diff", "features", "zeropp-diff", check=_backward_sends(inter=False, intra=True), resume=True),
+    Case("zeropp-diff, delays", "features", "zeropp-diff", "zeropp-diff", delays=True),
+    Case("zeropp-2bit", "features", "zeropp-2bit", fields={"weights": {"format": "int8"}}, resume=True),
+    Case(
+        "zeropp-2bit, delays",
+        "features",
+        "zeropp-2bit",
+        "zeropp-2bit",
+        fields={"weights": {"format": "int8"}},
+        delays=True,
+    ),
     Case("accumulation in node", "features", "zeropp", accumulation=3, check=_sends_gradients(1)),
     Case(
         "accumulation in world",
