@@ -113,7 +113,8 @@ def main() -> None:
     unknown = [run for run in args.runs if run not in RUNS]
     if unknown:
         parser.error(f"--runs: {unknown[0]} is none of {', '.join(RUNS)}")
-    begin_result(args.out, {**describe("step_profile"), "gbit": args.gbit})
+    settings = {name: getattr(args, name) for name in ("ranks", "nodes", "gbit", "model", "micro_batch", "tokens")}
+    begin_result(args.out, {**describe("step_profile"), **settings})
     one_node = args.gbit is None
     link = contextlib.nullcontext() if one_node else two_nodes(args.gbit or None)
     with link, tempfile.TemporaryDirectory() as folder:

@@ -25,6 +25,9 @@ FORMATS = {
     "fp8_e4m3": ("fp8_e4m3", {"block_size": 128}),
     "fp8_e5m2": ("fp8_e5m2", {"block_size": 128}),
     "int8-32": ("int8", {"block_size": 32}),
+    "int2": ("int2", {"block_size": 64}),
+    "int2-12": ("int2", {"block_size": 12}),
+    "int2-hadamard-96": ("int2", {"block_size": 96, "hadamard": True}),
     **{name: (name, {}) for name in MX_NAMES},
     **{f"{name}-floor": (name, {"scale_mode": "floor"}) for name in MX_NAMES},
 }
@@ -49,6 +52,7 @@ def make(name: str, rounding: str = "nearest", dtype: torch.dtype = torch.bfloat
     if name == "none":
         return make_format("none", dtype=dtype)
     element, options = (FORMATS | FROZEN_FORMATS)[name]
+    rounding = "nearest" if element == "int2" else rounding  # there is no other
     return make_format(element, rounding=rounding, **options)
 
 

@@ -49,7 +49,7 @@ SECTIONS: dict[str, list[dict[str, Any]]] = {
 }
 QUANTIZED = ("zeropp", "zeropp-4bit", "fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "qlora")
 # Recipes that came later, and which one they take half of the places of: a longer list would draw all cases anew.
-INSTEAD_OF = {"fp8-lm": "fp8-lm-zeropp", "zeropp": "zeropp-pcie"}
+INSTEAD_OF = {"fp8-lm": "fp8-lm-zeropp", "zeropp": "zeropp-pcie", "zeropp-4bit": "zeropp-diff"}
 MEMORY_GB = ("auto", 5e-6, 0.0)  # of zeropp-pcie: for all of a model, a unit or two, none
 COMPUTES = ("fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "fp8-lm-zeropp")
 STATES = ("fp8-lm-o2", "fp8-lm", "fp8-lm-zeropp")  # these keep AdamW's states in low precision
@@ -163,6 +163,8 @@ def _stochastic(config) -> float:
 def weight_error(case: Case) -> float:
     """The relative rounding error of a matrix on its way to the ranks; vectors travel as they are."""
     config = resolve(case.ds_config(plugin=True))
+    if config.weights.difference.format != "none":  # of what steps here change, which may be as much as there is
+        return _ROUNDING[config.weights.difference.format]
     return _stochastic(config) * _ROUNDING[config.weights.format]
 
 

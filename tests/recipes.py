@@ -16,6 +16,11 @@ WAYS = {
     "zeropp, rank's copy": ("zeropp", {"secondary": {"scope": "rank"}}),
     "zeropp-pcie, some copies": ("zeropp-pcie", {"secondary": {"memory_gb": 7e-5}}),
     "zeropp-4bit": ("zeropp-4bit", {}),
+    "zeropp-diff": ("zeropp-diff", {}),
+    "differences in 2 bits, on INT8": (
+        "zeropp-diff",
+        {"weights": {"format": "int8", "difference": {"format": "int2", "block_size": 64}}},
+    ),
     "stochastic rounding": (
         "zeropp",
         {"weights": {"format": "int8", "rounding": "stochastic"}, "secondary": {"scope": "none"}},

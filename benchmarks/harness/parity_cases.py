@@ -121,6 +121,7 @@ def fp8_wire(scaling: str, scope: str = "node") -> dict:
 
 BLOCK, MODULE = {"gather_granularity": "block"}, {"gather_granularity": "module"}
 BLOCK_SECONDARY = {**BLOCK, "secondary": {"scope": "node"}}
+TWO_BITS = {"weights": {"format": "int8", "difference": {"format": "int2", "block_size": 64}}}
 SOME_COPIES = {"secondary": {"scope": "rank", "memory_gb": SOME_GB}}
 LORA = {"recipe": "zeropp", "lora": True, "check": _only_adapters_moved}
 QLORA = {**LORA, "recipe": "qlora"}
@@ -198,6 +199,10 @@ CASES = (
         fields={"secondary": {"memory_gb": SOME_GB}},
         delays=True,
     ),
+    Case("zeropp-diff", "features", "zeropp-diff", check=_backward_sends(inter=False, intra=True), resume=True),
+    Case("zeropp-diff, delays", "features", "zeropp-diff", "zeropp-diff", delays=True),
+    Case("zeropp-diff, 2 bits", "features", "zeropp-diff", fields=TWO_BITS, resume=True),
+    Case("zeropp-diff, 2 bits, delays", "features", "zeropp-diff", "zeropp-diff, 2 bits", fields=TWO_BITS, delays=True),
     Case("accumulation in node", "features", "zeropp", accumulation=3, check=_sends_gradients(1)),
     Case(
         "accumulation in world",

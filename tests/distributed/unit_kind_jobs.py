@@ -81,8 +81,8 @@ class MaskedUnit(Unit):
             start += size
         return Arrived(values, [], False)
 
-    def changed(self):
-        super().changed()
+    def changed(self, by_step=False):
+        super().changed(by_step)
         self.kind.calls.append("changed")
 
 

@@ -98,6 +98,10 @@ FP8_LM = {
     [
         ("lossless", {}),
         ("zeropp", ZEROPP),
+        (
+            "zeropp-diff",
+            {**ZEROPP, "weights.format": "none", "weights.difference.format": "int4"},
+        ),
         ("zeropp-4bit", {**ZEROPP, "weights.format": "int4", "weights.block_size": 128, "weights.hadamard": True}),
         (
             "mxfp8",
@@ -138,9 +142,12 @@ def test_recipes(recipe, different):
 
 
 def test_the_table_of_defaults_covers_every_field():
-    fields = []
-    for name, value in resolved({}):
-        fields += [f"{name}.{part}" for part, _ in value] if hasattr(value, "model_fields_set") else [name]
+    def names(section):
+        for name, value in section:
+            parts = names(value) if hasattr(value, "model_fields_set") else ()
+            yield from (f"{name}.{part}" for part in parts) if parts else (name,)
+
+    fields = list(names(resolved({})))
     assert set(fields) - set(DEFAULTS) == {"recipe", "seed"}
 
 
@@ -158,6 +165,7 @@ def test_a_field_set_by_hand_overrides_its_recipe_and_nothing_else(recipe):
         ({"weights": {"format": "none"}}, "weights.format", "none"),
         ({"weights": {"format": "fp8_e4m3"}}, "weights.format", "fp8_e4m3"),
         ({"weights": {"rounding": "stochastic"}}, "weights.rounding", "stochastic"),
+        ({"weights": {"difference": {"format": "int3"}}}, "weights.difference.format", "int3"),
         ({"secondary": {"scope": "rank"}}, "secondary.scope", "rank"),
         ({"secondary": {"scope": 2}}, "secondary.scope", 2),
         ({"secondary": {"memory_gb": "auto"}}, "secondary.memory_gb", "auto"),
@@ -212,6 +220,7 @@ def test_recipe_of_a_wrong_type(recipe):
         ({"topology": {"ranks_pernode": 2}}, "topology.ranks_pernode", "ranks_per_node"),
         ({"weights": {"blocksize": 2}}, "weights.blocksize", "block_size"),
         ({"weights": {"fmt": "int8"}}, "weights.fmt", "format"),
+        ({"weights": {"difference": {"refresh": 1}}}, "weights.difference.refresh", "refresh_every"),
         ({"secondary": {"scop": "node"}}, "secondary.scop", "scope"),
         ({"gradients": {"inter_fromat": "int4"}}, "gradients.inter_fromat", "inter_format"),
         ({"optimizer": {"exp_avg_sq": "fp32"}}, "optimizer.exp_avg_sq", "exp_avg_sq_format"),
@@ -226,10 +235,8 @@ def test_unknown_key_names_the_nearest(section, where, nearest):
 
 def test_unknown_key_lists_the_keys_there():
     message = refusal({"weights": {"zzz": 1}})
-    assert (
-        message
-        == f'"{SECTION}.weights.zzz": unknown key; keys here are format, block_size, hadamard, rounding, scale_mode'
-    )
+    keys = "format, block_size, hadamard, rounding, scale_mode, difference"
+    assert message == f'"{SECTION}.weights.zzz": unknown key; keys here are {keys}'
 
 
 def test_every_mistake_is_reported_at_once():
@@ -249,6 +256,11 @@ def test_every_mistake_is_reported_at_once():
         ("weights.block_size", ["128", 128.0, 0, 1, -2, True, None]),
         ("weights.hadamard", [1, "yes", None]),
         ("weights.rounding", ["up", 1, None]),
+        ("weights.difference", ["int4", None]),
+        ("weights.difference.format", [4, None]),
+        ("weights.difference.block_size", [0, 128.0, "128"]),
+        ("weights.difference.hadamard", [1]),
+        ("weights.difference.refresh_every", [-1, 1.5, None]),
         ("secondary", ["node"]),
         ("secondary.scope", ["nodes", 0, -1, True, 2.0, None]),
         ("secondary.memory_gb", ["8", "none", -1, float("inf"), float("nan"), True, None]),

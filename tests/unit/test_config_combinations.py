@@ -66,6 +66,23 @@ def test_format_that_is_there(field, name):
             {"recipe": "zeropp-pcie", "secondary": {"scope": "none"}},
             ['"zeropp_fp8.secondary.memory_gb": "auto"', '"secondary.scope" to "node"'],
         ),
+        *(
+            ({"recipe": "zeropp-diff", **fields}, ['"zeropp_fp8.weights.difference', *words])
+            for fields, words in (
+                ({"secondary": {"scope": "none"}}, ["there is none", 'set "secondary.scope" to "node"']),
+                ({"weights": {"format": "int4"}}, ['"weights.format": "int4"', '"none" (16 bits) or "int8"']),
+                ({"weights": {"format": "fp8_e4m3"}}, ['"weights.format": "fp8_e4m3"', '"int8"']),
+                ({"weights": {"format": "int8", "rounding": "stochastic"}}, ['"weights.rounding"', '"nearest"']),
+                ({"partition": "whole_tensor"}, ['"partition": "whole_tensor"', '"slice"']),
+                ({"weights": {"difference": {"format": "fp8_e4m3"}}}, ["'fp8_e4m3'", "int8, int4, int3, int2"]),
+                ({"weights": {"difference": {"block_size": 12}}}, ["multiple of 8", "use 16"]),
+                ({"weights": {"difference": {"block_size": 40, "hadamard": True}}}, ["multiple of 32", "use 64"]),
+            )
+        ),
+        (
+            {"weights": {"difference": {"refresh_every": 3}}},
+            ['"zeropp_fp8.weights.difference.format" is "none"', "or remove them"],
+        ),
         ({"compute": {"format": {"weights": "mxfp4"}}}, ['"zeropp_fp8.compute.format"', '"activations" is missing']),
         ({"compute": {"format": "fp9"}}, ['"zeropp_fp8.compute.format"', 'did you mean "fp8"']),
         ({"compute": {"format": "fp8", "scaling": "mx"}}, ['"zeropp_fp8.compute.scaling"', "use an MX format"]),

@@ -106,6 +106,7 @@ def test_granules():
     expected = {"none": 1, "fp16": 1, "nf4": 64, **dict.fromkeys(("int8", "int4", "fp8_e4m3", "fp8_e5m2"), 128)}
     assert {name: make_format(name).granule for name in FORMAT_NAMES} == {
         **expected,
+        **{"int2": 64, "int3": 64},
         **{name: 32 for name in FORMAT_NAMES if name.startswith("mx")},
     }
     assert make_format("int4", block_size=96, hadamard=True).granule == 96

@@ -21,7 +21,7 @@ from numerics import (
     sylvester_matrix,
 )
 
-from zeropp_fp8.formats import FORMAT_NAMES, ROUNDING_MODES, chunks, make_format
+from zeropp_fp8.formats import FORMAT_NAMES, HALF_STEP_NAMES, ROUNDING_MODES, chunks, make_format
 from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.hadamard import rotate_, rotate_back_
 from zeropp_fp8.formats.noise import Seed
@@ -409,7 +409,7 @@ def test_rows_are_encoded_independently(name, hadamard, numel, rounding):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (7,), (1, 7)])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", [name for name in FORMAT_NAMES if name not in HALF_STEP_NAMES])
 def test_small_and_empty_tensors(name, shape, dtype):
     """Equal numbers sit at the largest code, where only the rounding of the scale is left."""
     tensor = torch.full(shape, 4.0, dtype=dtype)
@@ -503,8 +503,8 @@ def test_bits_per_element_of_none(dtype):
 
 
 def test_unknown_format_lists_the_names():
-    with pytest.raises(ValueError, match="unknown format 'int3'") as error:
-        make_format("int3")
+    with pytest.raises(ValueError, match="unknown format 'int5'") as error:
+        make_format("int5")
     assert all(name in str(error.value) for name in FORMAT_NAMES)
 
 

@@ -50,7 +50,7 @@ for first, then in mine((
     ("int8", "int4-hadamard"), ("int8", "int8"), ("int4-hadamard", "int4-hadamard"), ("none", "int4"), ("int8", "none"),
     ("none", "none"), ("fp8_e5m2", "fp8_e4m3"), ("int8-96", "int8"), ("mxfp8_e5m2", "mxfp6_e3m2"),
     ("mxfp6_e2m3", "mxfp8_e5m2"), ("mxfp4", "none"), ("mxint8", "mxfp8_e4m3-floor"), ("mxfp6_e3m2", "int8-32"),
-    ("none", "mxfp4"), ("mxfp8_e4m3", "int8"),
+    ("none", "mxfp4"), ("mxfp8_e4m3", "int8"), ("int2", "int2"), ("int8", "int2-hadamard-96"),
 )):
     check_reduce(make(first), make(then), torch.bfloat16, [33, 500, 1001], 2, 3, CPU, DTYPES.values())
 for first, then in mine((("int8", "int4"), ("mxfp6_e3m2", "mxfp4"))):
@@ -178,7 +178,7 @@ BASE = {{"ALIGNED": True, "LIMIT": 3.38e38, "RANKS": 8, "ACCUMULATE": True, "ALO
          "SIDE": 64, "STARTS": 8, **dict.fromkeys(("multipliers_ptr", "amax_ptr", "counts_ptr", "factors_ptr"))}}
 CODES = {{"int8": "v2.b32", "fp8_e4m3": "v2.b32", "fp8_e5m2": "v2.b32", "int4": "b32", "bf16": "v4.b32",
           "mxfp8_e4m3": "v2.b32", "mxfp8_e5m2": "v2.b32", "mxfp6_e2m3": "b32", "mxfp6_e3m2": "b32", "mxfp4": "b32",
-          "mxint8": "v2.b32"}}
+          "mxint8": "v2.b32", "int2": "b16"}}
 
 def assert_nothing_spilled(code, what):
     said = said_of(code)
@@ -260,9 +260,9 @@ reduce("mxfp8_e4m3", "mxfp8_e5m2")
 reduce_to_tensors("int8", "fp8_e5m2")
 compile(round_trip_kernel, "*bf16", "mxfp8_e4m3")
 if CAPABILITY == 90:
-    quantize("none", "mxfp6_e3m2", "mxfp4", "mxint8")
+    quantize("none", "mxfp6_e3m2", "mxfp4", "mxint8", "int2")
     quantize("int4-hadamard", rounding="half_away")
-    dequantize("int4-hadamard", "none", "mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8")
+    dequantize("int4-hadamard", "none", "mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8", "int2")
     reduce("int4-hadamard", "none", "int8")
     reduce("mxfp8_e5m2", "mxfp6_e2m3", "mxfp4")
     reduce_to_tensors("int4-hadamard", "none", "mxfp6_e3m2", "mxfp4")

@@ -37,7 +37,7 @@ from zeropp_fp8.plan import (
 from zeropp_fp8.plan.__main__ import main
 from zeropp_fp8.plan.measured import MODELS, emulated_job
 from zeropp_fp8.plan.memory import MARGIN, memory_for_copies
-from zeropp_fp8.plan.step_time import overlapped
+from zeropp_fp8.plan.step_time import codec_bytes, overlapped
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks/results/two_nodes"
@@ -102,7 +102,7 @@ def test_bytes_against_the_ledger_and_the_interface(name):
             assert modelled == pytest.approx(row["ledger_bytes_per_node_step"], rel=2e-3)
 
 
-@pytest.mark.parametrize("recipe", ["lossless", "zeropp", "zeropp-4bit", "zeropp-pcie", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["lossless", "zeropp", "zeropp-4bit", "zeropp-diff", "zeropp-pcie", "mxfp8"])
 def test_formats_are_those_of_the_recipes(recipe):
     """The plan imports no torch, so it has the sizes of the formats a second time."""
     from zeropp_fp8.formats import make_format
@@ -115,7 +115,10 @@ def test_formats_are_those_of_the_recipes(recipe):
 
     section, method = RECIPES[recipe], METHODS[recipe]
     gradients = section.get("gradients", {})
-    assert method.weight_bytes == bytes_per_element(**section.get("weights", {"format": "none"}))
+    weights = {"format": "none", **section.get("weights", {})}
+    difference = weights.pop("difference", None)
+    assert method.weight_bytes == bytes_per_element(**weights)
+    assert method.difference_bytes == (difference and bytes_per_element(**difference))
     hops = {"intra": method.gradient_intra, "inter": method.gradient_inter}
     if recipe == "zeropp-pcie":
         del hops["intra"]  # ranks are nodes
@@ -691,3 +694,17 @@ def test_scaling_plot(tmp_path, capsys):
     for row in result["published"]:
         ends = sorted(row["modelled"]["no overlap"] + row["modelled"]["full overlap"])
         assert 0.95 * ends[0] < row.get("lowest", row.get("typical")) < row["highest"] < 1.05 * ends[-1]
+
+
+def test_adding_differences_takes_memory_traffic_once_a_step():
+    zeropp, diff = METHODS["zeropp"], METHODS["zeropp-diff"]
+    held = NONE_KEPT.model.parameters / NONE_KEPT.cluster.ranks_per_node
+    assert codec_bytes(diff, NONE_KEPT)[0] == pytest.approx((0.5 + 2 / 128 + 4 + 24) * held)
+    assert codec_bytes(diff, replace(NONE_KEPT, micro_batches=4))[0] == codec_bytes(diff, NONE_KEPT)[0] / 4
+    assert moved("zeropp-diff") < moved("zeropp")
+    four = replace(NONE_KEPT, micro_batches=4)
+    assert moved("zeropp-diff", four) == pytest.approx(moved("zeropp-diff"))
+    # Copies that memory does not hold are gathered each time, in 16 bits.
+    none = replace(NONE_KEPT, copies=0)
+    assert moved("zeropp-diff", none) > moved("zeropp", none) > moved("zeropp")
+    assert zeropp.difference_bytes is None

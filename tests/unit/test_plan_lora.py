@@ -254,9 +254,14 @@ def test_the_page_says_how_well_it_fits():
         beyond += [(r.point.source, r.point.run, r.point.job.tokens) for r in residuals if abs(r.error) > 0.15]
         checked += files
     assert sorted(beyond) == [
+        ("h200-1-1x1024-before.json", "fp8-lm-o1-compiled", 1024),
+        ("h200-1-1x1024-before.json", "fsdp2", 1024),
+        ("h200-1-1x1024-before.json", "fsdp2-compiled", 1024),
         ("h200-1-1x1024-before.json", "zeropp-compiled", 1024),
+        ("h200-1-1x1024.json", "fp8-lm", 1024),
         ("h200-1-1x1024.json", "fsdp2-compiled", 1024),
         ("h200-1-1x1024.json", "zeropp-compiled", 1024),
+        ("h200-1-4x2048.json", "zeropp-compiled", 8192),
         ("h200-1-local-sequence.json", "fp8-lm-o2", 8192),
         ("h200-2-nvlink-compiled_zero3_linear.json", "lossless-compiled", 1024),
         ("h200-2-nvlink-compiled_zero3_linear.json", "zeropp", 1024),

@@ -55,12 +55,18 @@ def page() -> str:
 
 def _fields() -> Iterator[str]:
     """A table of what is directly in the section, and one for each of its parts."""
-    parts = {name: field for name, field in PluginConfig.model_fields.items() if _is_part(field)}
     yield "## The section itself\n"
-    yield from _table({name: field for name, field in PluginConfig.model_fields.items() if name not in parts})
-    for name, field in parts.items():
-        yield f"## {name}\n\n{inspect.getdoc(field.annotation)}\n"
-        yield from _table(field.annotation.model_fields)
+    yield from _table(PluginConfig.model_fields)
+    yield from _parts(PluginConfig)
+
+
+def _parts(model: type[BaseModel], within: str = "") -> Iterator[str]:
+    """A table of each part of a section, and of the parts of that."""
+    for name, field in model.model_fields.items():
+        if _is_part(field):
+            yield f"## {within}{name}\n\n{inspect.getdoc(field.annotation)}\n"
+            yield from _table(field.annotation.model_fields)
+            yield from _parts(field.annotation, f"{within}{name}.")
 
 
 def _is_part(field: FieldInfo) -> bool:
@@ -70,6 +76,8 @@ def _is_part(field: FieldInfo) -> bool:
 def _table(fields: dict[str, FieldInfo]) -> Iterator[str]:
     yield "| field | values | default | meaning |\n|---|---|---|---|"
     for name, field in fields.items():
+        if _is_part(field):
+            continue
         values = ", ".join(
             _values(Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation)
         )

@@ -35,6 +35,12 @@ RECIPES: dict[str, dict[str, Any]] = {
         "secondary": {"scope": "rank", "memory_gb": "auto"},
         "gradients": {**_ZEROPP_GRADIENTS, "error_feedback": True},
     },
+    # SDP4Bit (arXiv 2410.15526): how weights have changed, in 4 bits, added to 16-bit copies of them in each node.
+    "zeropp-diff": {
+        "weights": {"difference": {"format": "int4", "block_size": 128}},
+        "secondary": {"scope": "node"},
+        "gradients": _ZEROPP_GRADIENTS,
+    },
     "mxfp8": {
         "weights": {"format": "mxfp8_e4m3"},
         "secondary": {"scope": "node"},

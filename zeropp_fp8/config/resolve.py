@@ -78,12 +78,16 @@ def _merge(section: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any
             f'"{SECTION}.recipe": there is no recipe {recipe!r}{nearest(str(recipe), RECIPES)}; '
             f"recipes are {', '.join(sorted(RECIPES))}"
         )
-    for key, value in section.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
-            base[key] = {**base[key], **value}
-        else:
-            base[key] = copy.deepcopy(value)
-    return base
+    return _overridden(base, section)
+
+
+def _overridden(base: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `by`, part by part."""
+    result = copy.deepcopy({**base, **by})
+    for key, value in by.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+            result[key] = _overridden(base[key], value)
+    return result
 
 
 def _field_names(location: tuple) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from zeropp_fp8.config.compute import check_compute
 from zeropp_fp8.config.ds_config import IN_TREE_KEYS
 from zeropp_fp8.config.sections import (
+    DIFFERENCE_FORMATS,
     ELSEWHERE,
     FROZEN_FORMATS,
     HADAMARD_GROUP,
@@ -20,6 +21,7 @@ from zeropp_fp8.config.sections import (
     SECTION,
     WIRE_FORMATS,
     ConfigError,
+    DifferenceConfig,
     FrozenConfig,
     PluginConfig,
     nearest,
@@ -38,8 +40,9 @@ def check_in_tree_types(keys: Mapping[str, Any]) -> None:
 
 def check_in_tree_keys(config: PluginConfig, section: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
     """The in-tree keys must not contradict the section."""
+    weights, difference = config.weights.format, config.weights.difference.format
     chosen = {
-        "zero_quantized_weights": ("weights.format", config.weights.format),
+        "zero_quantized_weights": ("weights.format", weights if difference == "none" else difference),
         "zero_quantized_gradients": ("gradients.inter_format", _gradient_summary(config)),
         "zero_quantized_nontrainable_weights": ("frozen.format", config.frozen.format),
         "zero_hpz_partition_size": ("secondary.scope", config.secondary.scope),
@@ -95,6 +98,7 @@ def check_fields(config: PluginConfig) -> None:
     check_gradients(config.gradients)
     check_optimizer(config.optimizer)
     _check_secondary(config)
+    _check_difference(config)
     _check_partition(config)
     _check_compile(config)
 
@@ -137,6 +141,43 @@ def _check_secondary(config: PluginConfig) -> None:
             f'"{SECTION}.secondary.memory_gb": {limit} bounds a copy of the codes, and there is none: set '
             '"secondary.scope" to "node" or "rank", or remove it'
         )
+
+
+def _check_difference(config: PluginConfig) -> None:
+    """Differences are added to a copy that each node keeps, and that is finer than they are."""
+    weights, difference = config.weights, config.weights.difference
+    where = f"{SECTION}.weights.difference"
+    if difference.format == "none":
+        if difference != DifferenceConfig():
+            raise ConfigError(
+                f'"{where}.format" is "none", and other fields say how differences travel: set it, for example to '
+                '"int4", or remove them'
+            )
+        return
+    _check_format("weights.difference.format", difference.format, DIFFERENCE_FORMATS)
+    multiple = HADAMARD_GROUP if difference.hadamard else 8
+    if difference.block_size % multiple:
+        raise ConfigError(
+            f'"{where}.block_size": {difference.block_size} must be a multiple of {multiple}'
+            f"{' with hadamard' if difference.hadamard else ''}; use {-(-difference.block_size // multiple) * multiple}"
+        )
+    if config.secondary.scope == "none":
+        raise ConfigError(
+            f'"{where}" adds to a copy of the weights in each node, and there is none: set "secondary.scope" to "node" '
+            'or "rank", or remove it'
+        )
+    if weights.format not in ("none", "int8"):
+        raise ConfigError(
+            f'"{where}" does not go with "weights.format": "{weights.format}", in which what differences are added to '
+            'would rest: set that to "none" (16 bits) or "int8"'
+        )
+    if weights.format != "none" and weights.rounding == "stochastic":
+        raise ConfigError(
+            f'"{where}" does not go with "weights.rounding": "stochastic": each rank rounds what it has added to, and '
+            'all must get the same; set it to "nearest"'
+        )
+    if config.partition == "whole_tensor":
+        raise ConfigError(f'"{where}" does not go with "partition": "whole_tensor"; set that to "slice"')
 
 
 def _check_compile(config: PluginConfig) -> None:

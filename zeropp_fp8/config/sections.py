@@ -19,7 +19,13 @@ MX_BLOCK_SIZE = 32  # fixed by the OCP Microscaling specification
 FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2")
 WIRE_FORMATS = ("none", "int8", "int4", *FP8_FORMATS, *MX_FORMATS)
 FROZEN_FORMATS = ("none", "int4", "int8", "nf4", "fp8_e4m3", *MX_FORMATS)
-ELSEWHERE = {"nf4": "it is a format of frozen weights", "fp16": "it is a format of optimizer states"}
+ELSEWHERE = {
+    "nf4": "it is a format of frozen weights",
+    "fp16": "it is a format of optimizer states",
+    "int3": "it is a format of weight differences",
+    "int2": "it is a format of weight differences",
+}
+DIFFERENCE_FORMATS = ("none", "int8", "int4", "int3", "int2")
 STATE_FORMATS = ("fp32", "bf16", "fp16", *FP8_FORMATS)
 STATE_BLOCKS = tuple(16 << shift for shift in range(7))
 HADAMARD_GROUP = 32
@@ -79,6 +85,24 @@ class TopologyConfig(_Section):
     )
 
 
+class DifferenceConfig(_Section):
+    """What crosses between nodes is how weights have changed, which each node adds to a copy that it keeps of them.
+
+    It needs such a copy (`secondary.scope`). The copy rests, and travels inside a node, in `weights.format`: `none`,
+    the weights' own 16 bits, or `int8` with half of the bytes, whose rounding is in the next difference. Of frozen
+    weights nothing crosses after the first step. Everything crosses in `weights.format` at start, when weights were
+    written from outside, and after a difference above a quarter of the largest weight of its tensor. Norms and biases
+    cross as they are, and so do small weights that ZeRO-3 keeps gathered (`stage3_param_persistence_threshold`).
+    """
+
+    format: Annotated[str, OneOf(DIFFERENCE_FORMATS)] = Field("none", description="none: all of the weights cross")
+    block_size: BlockSize = Field(128, description="elements that share a scale, a multiple of 8")
+    hadamard: Flag = Field(False, description="rotate groups of 32 elements first; AdamW's steps have few outliers")
+    refresh_every: Annotated[int, Strict(), Field(ge=0)] = Field(
+        0, description="steps after which all of the weights cross again; 0: never, errors do not add up"
+    )
+
+
 class WeightsConfig(_Section):
     """qwZ: how weights travel when they are gathered.
 
@@ -91,6 +115,7 @@ class WeightsConfig(_Section):
     hadamard: Flag = Field(False, description=_ROTATE)
     rounding: Rounding = Field("nearest", description="nearest rounds halves to even")
     scale_mode: ScaleMode = Field("rceil", description=_SCALE_MODE)
+    difference: DifferenceConfig = DifferenceConfig()
 
 
 class SecondaryConfig(_Section):
@@ -285,6 +310,7 @@ class PluginConfig(_Section):
         return (
             self.quantizes_gradients
             or self.weights.format != "none"
+            or self.weights.difference.format != "none"
             or self.frozen.format != "none"
             or self.computes_in_low_precision
             or self.stores_states_in_low_precision

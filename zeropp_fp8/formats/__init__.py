@@ -15,6 +15,7 @@ formats, which share a power of two (`e8m0.py`). `mx.py` also rounds whole tenso
     quantized = mx_format.quantize(tensor, axis=0)            # .codes, .scales, .dequantize(dtype)
     rounded = mx_format.round_trip(tensor, axis=0)            # the values alone
 
+For differences of weights, what was lost of which is in the next one, `half_steps.py` has elements of 2 and 3 bits.
 For weights that stay as they are, `nf4.py` holds 4-bit normal-float elements, `double_quantized.py` formats whose
 scales are quantized themselves, and `tensor_scaled.py` FP8 as linear layers multiply it. A weight of which each rank
 stores a part is encoded part by part:
@@ -28,6 +29,7 @@ stores a part is encoded part by part:
 from zeropp_fp8.formats.base import WireFormat
 from zeropp_fp8.formats.block_scaled import BlockScaledFormat
 from zeropp_fp8.formats.double_quantized import DOUBLE_QUANTIZED_NAMES, DoubleQuantizedFormat
+from zeropp_fp8.formats.half_steps import HALF_STEP_NAMES
 from zeropp_fp8.formats.mx import MX_BLOCK, MX_NAMES, MXFormat, MXTensor
 from zeropp_fp8.formats.nf4 import NF4Format
 from zeropp_fp8.formats.registry import FORMAT_NAMES, make_format
@@ -39,6 +41,7 @@ from zeropp_fp8.formats.unquantized import UnquantizedFormat
 __all__ = [
     "DOUBLE_QUANTIZED_NAMES",
     "FORMAT_NAMES",
+    "HALF_STEP_NAMES",
     "MX_BLOCK",
     "MX_NAMES",
     "ROUNDING_MODES",

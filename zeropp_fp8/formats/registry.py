@@ -11,6 +11,7 @@ from zeropp_fp8.formats import float8
 from zeropp_fp8.formats.base import WireFormat
 from zeropp_fp8.formats.block_scaled import BlockScaledFormat, Element
 from zeropp_fp8.formats.double_quantized import DoubleQuantizedFormat
+from zeropp_fp8.formats.half_steps import HALF_STEP_NAMES, HalfStepFormat
 from zeropp_fp8.formats.integer import IntegerElement
 from zeropp_fp8.formats.mx import MX_NAMES, MXFormat
 from zeropp_fp8.formats.nf4 import NF4Format
@@ -24,7 +25,7 @@ _BF16_SCALED: dict[str, Callable[[], Element]] = {
     "fp8_e5m2": float8.e5m2,
 }
 
-FORMAT_NAMES = ("none", "fp16", *_BF16_SCALED, "nf4", *MX_NAMES)
+FORMAT_NAMES = ("none", "fp16", *_BF16_SCALED, *HALF_STEP_NAMES, "nf4", *MX_NAMES)
 
 
 def make_format(
@@ -33,16 +34,16 @@ def make_format(
     """A format object by name.
 
     Args:
-        name: "none", "fp16", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3",
-            "mxfp6_e3m2", "mxfp4" or "mxint8".
+        name: "none", "fp16", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "int2", "int3", "nf4", "mxfp8_e4m3", "mxfp8_e5m2",
+            "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4" or "mxint8".
         double_quantize: quantize the scales of blocks as well (double_quantized.py); for "int4", "int8", "nf4" and
             "fp8_e4m3", not with `hadamard`, one scale per tensor or stochastic rounding.
         scales: "tensor": an fp32 scale for a whole tensor, which its parts share (tensor_scaled.py); for "fp8_e4m3",
             without other options.
-        **options: for "none" `dtype` (torch.bfloat16 unless told); for the quantized formats `block_size` (128, in NF4
-            64; None for one scale per tensor; always 32 in MX formats), `hadamard` (False; not with NF4 and MX formats)
-            and `rounding` ("nearest", "half_away", "stochastic"; for NF4 "nearest"); for MX formats `scale_mode`
-            ("rceil", "floor").
+        **options: for "none" `dtype` (torch.bfloat16 unless told); for the quantized formats `block_size` (128, in NF4,
+            INT2 and INT3 64; None for one scale per tensor; always 32 in MX formats), `hadamard` (False; not with NF4
+            and MX formats) and `rounding` ("nearest", "half_away", "stochastic"; for NF4, INT2 and INT3 "nearest"); for
+            MX formats `scale_mode` ("rceil", "floor").
 
     Raises:
         ValueError: an unknown name, an option value that does not exist, or options that exclude each other.
@@ -66,6 +67,8 @@ def _plain_format(name: str, options: dict) -> WireFormat:
         return UnquantizedFormat(torch.float16, name="fp16", **options)
     if name in _BF16_SCALED:
         return BlockScaledFormat(name, _BF16_SCALED[name](), **options)
+    if name in HALF_STEP_NAMES:
+        return HalfStepFormat(name, **options)
     if name == "nf4":
         return NF4Format(**options)
     if name in MX_NAMES:

@@ -1,8 +1,8 @@
 """Functions on a tile of blocks, fp32 [blocks, elements of a block], that the kernels share.
 
-They are the formulas of formats/ (block_scaled.py, integer.py, float8.py, hadamard.py, noise.py) in the same order of
-operations. Kernels must be launched with `enable_fp_fusion=False`: a product fused into the following addition is
-rounded once instead of twice, and bytes would differ.
+They are the formulas of formats/ (block_scaled.py, integer.py, half_steps.py, float8.py, hadamard.py, noise.py) in the
+same order of operations. Kernels must be launched with `enable_fp_fusion=False`: a product fused into the following
+addition is rounded once instead of twice, and bytes would differ.
 """
 
 import triton
@@ -150,7 +150,13 @@ def codes_of(
     WIDTH: tl.constexpr,
 ):
     """uint8 code bytes [BLOCKS, WIDTH / codes per byte] of values with |v| <= the element's largest number."""
-    if ELEMENT == "int8" or ELEMENT == "int4":
+    if ELEMENT == "int2":
+        levels = tl.minimum(tl.maximum(tl.floor(scaled), -2.0), 1.0).to(tl.int32) + 2
+        even, odd = tl.split(tl.reshape(levels, (BLOCKS, WIDTH // 4, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        codes = (first | (second << 2) | (third << 4) | (fourth << 6)).to(tl.uint8)
+    elif ELEMENT == "int8" or ELEMENT == "int4":
         if ROUNDING == "nearest":
             # |v| is at most largest * (1 + 2^-22), so no clamp is needed.
             numbers = (scaled + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS
@@ -188,6 +194,10 @@ def numbers_of(codes, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCKS: t
         low = ((signed << 4) >> 4).to(tl.float32)
         high = (signed >> 4).to(tl.float32)
         numbers = tl.reshape(tl.join(low, high), (BLOCKS, WIDTH))
+    elif ELEMENT == "int2":
+        even = tl.join(codes & 3, (codes >> 4) & 3)
+        odd = tl.join((codes >> 2) & 3, codes >> 6)
+        numbers = tl.reshape(tl.join(even, odd), (BLOCKS, WIDTH)).to(tl.float32) - 1.5
     elif NATIVE_FP8:
         if ELEMENT == "fp8_e4m3":
             numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)

@@ -48,6 +48,8 @@ class Method:
         gather, weight_bytes: route of the forward gather, bytes a parameter of what travels.
         backward_gather, backward_bytes: the same for the backward pass. "rank": nothing travels, every rank has a copy.
         secondary_bytes: bytes a parameter of a copy that each node (or rank) keeps (hpZ); 0: none.
+        difference_bytes: bytes a parameter of what crosses between nodes where differences are added to that copy; None
+            where the weights cross.
         later_from_secondary: forward passes of later micro-batches gather from that copy too, and those of frozen
             weights in all steps but the first.
         stored_bytes: bytes a parameter of the blocks' frozen weights, which rest and travel as codes; None: 16 bits.
@@ -81,6 +83,7 @@ class Method:
     backward_gather: Route = "ring"
     backward_bytes: float = BYTES_16BIT
     secondary_bytes: float = 0.0
+    difference_bytes: float | None = None
     later_from_secondary: bool = False
     stored_bytes: float | None = None
     reduce: Route = "ring"
@@ -178,6 +181,10 @@ class Method:
             num_bytes = part.numel * (part.code_bytes or self.weight_bytes)
             from_copy = copied if self.later_from_secondary and (part.frozen or not first) else 0.0
             traffic += self._partly(from_copy, num_bytes, job.cluster)
+            if self.difference_bytes is not None and not from_copy and self.copy_ranks(job.cluster) is not None:
+                saved = copied * part.numel * (self.weight_bytes - self.difference_bytes)
+                nodes = job.cluster.nodes
+                traffic = replace(traffic, inter=traffic.inter - saved * (nodes - 1) / nodes)
         return traffic
 
     def backward_traffic(self, job: Job) -> Traffic:
@@ -247,6 +254,11 @@ def _zeropp(weight_bytes: float) -> dict:
     return {**_OWN, "weight_bytes": weight_bytes, "backward_bytes": weight_bytes, **kept, **gradients}
 
 
+def _difference(difference_bytes: float) -> dict:
+    """What has changed crosses, and is added to 16-bit copies."""
+    return {**_zeropp(BYTES_16BIT), "difference_bytes": difference_bytes}
+
+
 # Every rank a node of its own: all codes as memory allows, one hop of gradients, whose rounding it keeps in INT8.
 _PCIE = {
     **_zeropp(INT8_BLOCK_256),
@@ -276,6 +288,7 @@ _EAGER = {
         "lossless": _LOSSLESS,
         "zeropp": _zeropp(INT8_BLOCK_256),
         "zeropp-4bit": _zeropp(INT4_BLOCK_128),
+        "zeropp-diff": _difference(INT4_BLOCK_128),
         "zeropp-pcie": _PCIE,
         "zeropp-pcie-world": {**_PCIE, "sums_in_node": False},
         "zeropp-world": {**_zeropp(INT8_BLOCK_256), "sums_in_node": False},
@@ -323,6 +336,7 @@ LORA_METHODS = (
     "lossless",
     "zeropp",
     "zeropp-4bit",
+    "zeropp-diff",
     "zeropp-pcie",
     *(method.name for method in _STORES),
 )

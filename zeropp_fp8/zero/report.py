@@ -26,7 +26,7 @@ def _without_kernel(session: Session, wire_format: WireFormat | None) -> str:
         return ""
     from zeropp_fp8 import kernels
 
-    return "" if kernels.supports(wire_format) else "no kernel for blocks this long: torch code, slower"
+    return "" if kernels.supports(wire_format) else "no kernel for this format or blocks this long: torch code, slower"
 
 
 def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> list[tuple]:
@@ -46,9 +46,11 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
         exact = isinstance(wire_format, UnquantizedFormat)
         if topology.world_size == 1:
             reason = "one rank: nothing is sent"
+        elif unit.first_bytes_of(param) != unit.bytes_of(param):
+            reason = "in each node, where differences are added to them"
         elif not exact:
             reason = "frozen; 16 or 32 bits at rest" if not param.requires_grad else ""
-        elif len(param.ds_shape) < 2 and config.weights.format != "none":
+        elif len(param.ds_shape) < 2 and (config.weights.format != "none" or session.difference_format):
             reason = "fewer than 2 dimensions: norms and biases stay in high precision"
         else:
             reason = "weights.format is none"
@@ -58,6 +60,7 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
         ("weights", name, sum(p.ds_numel for p in members), f"{len(members)} tensors; {reason}".rstrip("; "))
         for (name, reason), members in by_format.items()
     ]
+    rows += _difference_rows(session, gatherer)
     for kind in gatherer.kinds:
         rows += kind.report_rows([unit for unit in gatherer.units if unit.kind is kind])
     if session.conversion is not None:
@@ -94,7 +97,8 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
     else:
         kept = sum(unit.numel for unit in gatherer.units if unit.keeps_secondary)
         remark = f"one copy in {session.secondary_ranks} rank(s); backward stays there"
-        rows.append(("secondary shard", "as received", kept, remark if kept else "no unit fits"))
+        how = "added to" if session.difference_format else "as received"
+        rows.append(("secondary shard", how, kept, remark if kept else "no unit fits"))
         if config.secondary.memory_gb != "all":
             others = sum(unit.numel for unit in gatherer.units) - kept
             limit = f"{session.secondary_bytes / GIGA:.3g} GB a rank, from memory_gb {config.secondary.memory_gb}"
@@ -107,6 +111,26 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
     if config.compile == "blocks":
         rows.append(("compiled", "blocks", 0, "by torch.compile, at their first call"))
     return rows
+
+
+def _difference_rows(session: Session, gatherer: Gatherer) -> list[tuple]:
+    """How weights have changed, where that is what crosses between nodes, and what it is added to."""
+    if session.config.weights.difference.format == "none":
+        return []
+    chosen = session.difference_format
+    if chosen is None:
+        one_node = "one rank or one node: no copy that differences could be added to; weights travel as they are"
+        return [("weight differences", "none", 0, one_node)]
+    units = [unit for unit in gatherer.units if unit.keeps_secondary]
+    params = [p for unit in units for p in unit.params if unit.first_bytes_of(p) != unit.bytes_of(p)]
+    every = session.config.weights.difference.refresh_every
+    held = gatherer.route.reached * sum(unit.bytes_of(p) for unit in units for p in unit.params) / GIGA
+    remarks = (
+        f"{len(params)} tensors; all of them cross at start" + (f" and every {every} steps" if every else ""),
+        f"added to copies of {held:.3g} GB a rank",
+        _without_kernel(session, chosen),
+    )
+    return [("weight differences", repr(chosen), sum(p.ds_numel for p in params), "; ".join(filter(None, remarks)))]
 
 
 def _state_rows(session: Session) -> list[tuple]:
@@ -157,13 +181,14 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
     weights = {"forward": {"inter": 0, "intra": 0}, "backward": {"inter": 0, "intra": 0}}
     gradients = {"inter": 0, "intra": 0}
     for param in gatherer.adopted.values():
-        held, unit = gatherer.bytes_of(param), gatherer.unit_of(param)
+        unit = gatherer.unit_of(param)
+        held, differs = unit.bytes_of(param), unit.first_bytes_of(param) / max(1, unit.bytes_of(param))
         # Copies of frozen weights stay valid from step to step: after the first one they are there.
         is_kept = unit.keeps_secondary and unit.is_frozen
         for level, kept in [(level, unit.keeps_secondary) for level in before] + [(a, False) for a in after]:
             sent = held * (level.size - 1)
             held *= level.size
-            weights["forward"][level.link] += 0 if kept and is_kept else sent
+            weights["forward"][level.link] += 0 if kept and is_kept else sent * (differs if kept else 1)
             weights["backward"][level.link] += 0 if kept else sent
         if param.requires_grad and session.config.quantizes_gradients:
             size = slice_numel(param.ds_numel, world)

@@ -13,6 +13,7 @@ from zeropp_fp8.config import (
     MX_FORMATS,
     SECTION,
     ConfigError,
+    DifferenceConfig,
     GradientsConfig,
     Place,
     PluginConfig,
@@ -67,6 +68,10 @@ class Session:
         if world_size == 1:  # nothing is sent, so nothing is gained by rounding it
             weights = weights.model_copy(update={"format": "none"})
         self.weight_format = _quantized(weights, weights.format, weights.hadamard)
+        difference = config.weights.difference
+        # Of what the ranks of a node share of the weights: without such a copy there is nothing to add to.
+        keeps = self.secondary_ranks is not None
+        self.difference_format = _quantized(difference, difference.format, difference.hadamard) if keeps else None
         self.intra_format = _quantized(
             gradients, gradients.intra_format, gradients.hadamard and gradients.intra_format == "int4"
         )
@@ -123,7 +128,9 @@ def _ranks_per_node(config: PluginConfig, places: list[Place], model_parallel_gr
     return found
 
 
-def _quantized(section: WeightsConfig | GradientsConfig, name: str, hadamard: bool = False) -> WireFormat | None:
+def _quantized(
+    section: WeightsConfig | DifferenceConfig | GradientsConfig, name: str, hadamard: bool = False
+) -> WireFormat | None:
     """The wire format `name` with the options of its section; None for "none"."""
     if name == "none":
         return None

@@ -89,7 +89,7 @@ class ZeroppStage3(Stage3Base):
     def _post_step(self, timer_names) -> None:
         """After the weights changed: drop what was derived from them, fetch the persistent parameters again."""
         # Of all that it holds: a parameter that was frozen since goes on moving, by momentum and weight decay.
-        self.gatherer.weights_changed(p for group in self.fp16_groups for p in group)
+        self.gatherer.weights_changed((p for group in self.fp16_groups for p in group), by_step=True)
         with self._persistent_parameters_gathered():
             super()._post_step(timer_names)
 
@@ -381,6 +381,11 @@ class ZeroppStage3(Stage3Base):
         self._refuse_resting()
         return super().get_fp32_grad_partitions()
 
+    def set_full_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
+        super().set_full_hp_param(value, param, optim_state_key)
+        if optim_state_key is None:  # a master weight, which the next step writes to the shards
+            self.gatherer.unit_of(param).begin_anew()
+
     def _refuse_resting(self) -> None:
         """One rank alone cannot end a reduction.
 
@@ -465,6 +470,9 @@ class ZeroppStage3(Stage3Base):
             extra["generators"] = {name: g.get_state() for name, g in self.session.generators.items()}
         if self.session.conversion is not None and self.session.conversion.scaling.state_dict():
             extra["compute"] = self.session.conversion.scaling.state_dict()
+        held = self.gatherer.held_states(self.param_names)
+        if held:
+            extra["held weights"] = held
         if extra:
             extra["world"] = (self.session.topology.nodes, self.session.topology.ranks_per_node)
             state[CHECKPOINT_ENTRY] = extra
@@ -500,6 +508,7 @@ class ZeroppStage3(Stage3Base):
                     f"({topology.nodes} x {topology.ranks_per_node} ranks); they start afresh"
                 )
             return
+        self._held_before = extra.get("held weights", {})
         if self.reducer.error_feedback is not None and "error_feedback" in extra:
             feedback = self.reducer.error_feedback
             _load_or_start_afresh(feedback, extra["error_feedback"], {}, "error feedback starts afresh")
@@ -511,11 +520,13 @@ class ZeroppStage3(Stage3Base):
         self.gatherer.weights_changed()  # master weights in low precision have rounded them
 
     def load_state_dict(self, *args, **kwargs) -> None:
+        self._held_before: dict = {}
         with self.session.ledger.counting(OUTSIDE):
             super().load_state_dict(*args, **kwargs)
         if kwargs.get("checkpoint_folder"):  # a universal checkpoint holds weights and optimizer state only
             self._load_own_entry(None)
         self.gatherer.weights_changed()
+        self.gatherer.hold_again(self._held_before, self.param_names)
 
 
 setattr(ZeroppStage3, AVG_SCATTER_GRADS, ZeroppStage3._avg_scatter_grads)

@@ -42,10 +42,9 @@ def load_unquantized(payload_ptr, tile, numel, FORMAT: tl.constexpr, WHOLE: tl.c
 
 @triton.jit
 def load_codes(codes_ptr, tile, code_bytes, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
-    """The bytes of a tile's codes of 4 or 8 bits, uint8 [tile_blocks, width / codes per byte]."""
-    per_byte: tl.constexpr = (
-        2 if FORMAT.element == "int4" or FORMAT.element == "mxfp4" or FORMAT.element == "nf4" else 1
-    )
+    """The bytes of a tile's codes of 2, 4 or 8 bits, uint8 [tile_blocks, width / codes per byte]."""
+    halves: tl.constexpr = FORMAT.element == "int4" or FORMAT.element == "mxfp4" or FORMAT.element == "nf4"
+    per_byte: tl.constexpr = 4 if FORMAT.element == "int2" else (2 if halves else 1)
     block_bytes: tl.constexpr = FORMAT.block_size // per_byte
     columns = tl.arange(0, FORMAT.width // per_byte)
     first_byte = tile * (FORMAT.tile_blocks * block_bytes)

@@ -16,7 +16,13 @@ import torch
 import triton
 from torch import Tensor
 
-from zeropp_fp8.formats import BlockScaledFormat, MXFormat, SharedScaleFormat, UnquantizedFormat, WireFormat
+from zeropp_fp8.formats import (
+    BlockScaledFormat,
+    MXFormat,
+    SharedScaleFormat,
+    UnquantizedFormat,
+    WireFormat,
+)
 from zeropp_fp8.formats.dynamic_map import dynamic_levels
 from zeropp_fp8.formats.nf4 import NF4_LEVELS
 from zeropp_fp8.formats.tables import fp32_table
@@ -55,7 +61,7 @@ DECODED_ONLY = ("fp32", "double")
 def supports(wire_format: WireFormat) -> bool:
     """Whether all kernels handle the format: encoding, decoding and sums.
 
-    They do not with scales per tensor, blocks above 16,384 elements, NF4 and double-quantized scales.
+    They do not with scales per tensor, blocks above 16,384 elements, INT3, NF4 and double-quantized scales.
     """
     if isinstance(wire_format, BlockScaledFormat):
         return _has_usual_blocks(wire_format) and wire_format.scale.name not in DECODED_ONLY
@@ -73,6 +79,8 @@ def decodes(wire_format: WireFormat) -> bool:
 
 
 def _has_usual_blocks(wire_format: BlockScaledFormat) -> bool:
+    if wire_format.name == "int3":
+        return False
     return wire_format.block_size is not None and wire_format.block_size <= LARGEST_BLOCK
 
 

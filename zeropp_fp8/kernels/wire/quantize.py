@@ -41,7 +41,7 @@ def segment_of_program(segments_ptr, segment, ELEMENT: tl.constexpr):
     # 16-bit tensor would lie 32 or 64 bytes apart. Unquantized numbers are accessed 16 bytes at a time.
     unquantized: tl.constexpr = ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32"
     halves: tl.constexpr = ELEMENT == "int4" or ELEMENT == "mxfp4"
-    alignment: tl.constexpr = 4 if halves else (16 if unquantized else 8)
+    alignment: tl.constexpr = 4 if halves else (16 if unquantized else (2 if ELEMENT == "int2" else 8))
     entry = segments_ptr + 5 * segment
     offset = tl.multiple_of(tl.load(entry), alignment)
     return offset, tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
@@ -68,7 +68,9 @@ def store_zeros(payload_ptr, start, end):
 @triton.jit
 def store_codes(codes, codes_ptr, tile, code_bytes, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
     """The inverse of `load_codes` (dequantize.py), for what is encoded: nothing at or beyond `code_bytes`."""
-    per_byte: tl.constexpr = 2 if FORMAT.element == "int4" or FORMAT.element == "mxfp4" else 1
+    per_byte: tl.constexpr = (
+        4 if FORMAT.element == "int2" else (2 if FORMAT.element == "int4" or FORMAT.element == "mxfp4" else 1)
+    )
     block_bytes: tl.constexpr = FORMAT.block_size // per_byte
     columns = tl.arange(0, FORMAT.width // per_byte)
     first_byte = tile * (FORMAT.tile_blocks * block_bytes)

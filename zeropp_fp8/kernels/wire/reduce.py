@@ -209,9 +209,12 @@ def reduce_to_tensors_kernel(
 
 
 def can_chain(first: SegmentTable, then: SegmentTable) -> bool:
-    """Whether reduce_to_payload can go from one format to the other: their blocks must cover the same elements."""
+    """Whether reduce_to_payload can go from one format to the other: their blocks must cover the same elements.
+
+    Not from INT2: it has no zero for what lies beyond the end of a slice, and that would enter the next scale.
+    """
     a, b = first.format, then.format
-    return (a.block_size, a.width) == (b.block_size, b.width)
+    return (a.block_size, a.width) == (b.block_size, b.width) and a.element != "int2"
 
 
 def reduce_to_payload(

@@ -18,13 +18,17 @@ On a GPU the hops run on lanes (streams) of their own: encoding and the hop betw
 on another, so that consecutive units use both kinds of link at the same time. Decoding runs on the compute stream just
 before the values are needed: 40 microseconds for a block of 50M parameters, and its buffer never crosses streams.
 
+Where nodes exchange differences (difference.py), a third lane adds what has come to what is held, and the hop within
+the node waits for it.
+
 What arrives lies in rings of buffers, which grow to the largest unit that they have seen. Units much larger than the
 others get buffers out of the compute stream's memory, for one gather each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -41,6 +45,9 @@ from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
 from zeropp_fp8.zero.gather.kinds import Kind, by_kind
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import Flight, Unit
+
+# Units whose differences are on their way at a time: one is sent, one is added, one waits.
+_MOST_COMING = 3
 
 
 def outsized_units(units: Sequence[Unit], bytes_of: Callable[[Parameter], float]) -> set[Unit]:
@@ -89,9 +96,12 @@ class Gatherer:
         self.resident = False
         self._network = Lane(self.device)
         self._node = Lane(self.device)
+        self._adding = Lane(self.device)
         # Without a secondary shard the first hops' results are as short-lived as the last hop's.
         self._held_ring = BufferRing(self.device, 3)
         self._gathered_ring = BufferRing(self.device, 2)
+        self._brought_ring = BufferRing(self.device, _MOST_COMING)
+        self._coming: deque[Unit] = deque()  # whose differences are not yet added
         self._outsized: set[Unit] = set()  # units whose buffers do not come from the rings
         self._weights_ready = None  # device event: the last write to the weights
         self._padded_numel: dict[int, int] = {}  # by ds_id: elements that stock would gather
@@ -136,7 +146,7 @@ class Gatherer:
             self.cancel(unit)
             unit.changed()
             unit.secondary = None
-        for ring in (self._held_ring, self._gathered_ring):
+        for ring in (self._held_ring, self._gathered_ring, self._brought_ring):
             ring.clear()
         for param in mine:  # of others a later engine over the same model has taken over
             state: ParameterWire = getattr(param, STATE)
@@ -194,6 +204,31 @@ class Gatherer:
         """Bytes of secondary shards that this rank can use now."""
         return sum(unit.secondary.numel() for unit in self.units if unit.secondary_is_current)
 
+    # -- what checkpoints hold of secondary shards -----------------------------------------------------------------
+
+    def held_states(self, names: Mapping[Parameter, str]) -> dict[tuple[str, ...], dict]:
+        """What each unit that gets differences holds of this rank's weights, by the names of its parameters."""
+        for unit in list(self._coming):
+            self._add_differences(unit)
+        for lane in (self._network, self._adding):
+            lane.before_current()
+        states = {tuple(names.get(p, "") for p in unit.params): unit.held_state() for unit in self.units}
+        return {key: state for key, state in states.items() if state}
+
+    def hold_again(self, states: Mapping[tuple[str, ...], dict], names: Mapping[Parameter, str]) -> None:
+        """Let units hold what they held when `held_states` was called. Collective; weights are there already."""
+        with self.session.ledger.counting(OUTSIDE):
+            for unit in self.units:
+                state = states.get(tuple(names.get(p, "") for p in unit.params))
+                unit.lay_out()
+                if state is None or not unit.keeps_secondary or not unit.can_hold(state):
+                    continue
+                unit.secondary = self._held_buffer(unit, Flight())
+                with self._network:
+                    for work in unit.hold_again(state, unit.secondary):
+                        work.wait()
+                unit.secondary_is_current = state["current"]
+
     # -- a unit's gather -----------------------------------------------------------------------------------------
 
     def start_first_hops(self, unit: Unit) -> None:
@@ -207,11 +242,31 @@ class Gatherer:
         flight.held = self._held_buffer(unit, flight) if at_rest is None else at_rest
         with self._network:
             after(self._weights_ready)
-            if at_rest is None:
+            brought_bytes = unit.brought_bytes
+            if brought_bytes:
+                flight.brought = self._brought_ring.take(brought_bytes)
+                flight.first_work = unit.send_differences(flight.held, flight.brought)
+            elif at_rest is None:
                 flight.first_work = unit.first_hops(flight.held)
         unit.flight = flight
         if unit.keeps_secondary:
             unit.secondary, unit.secondary_is_current = flight.held, True
+        if brought_bytes:
+            self._coming.append(unit)
+            while len(self._coming) >= _MOST_COMING:
+                self._add_differences(self._coming[0])
+
+    def _add_differences(self, unit: Unit) -> None:
+        """Add what the first hops of a unit bring to what is held, when it is there; on a CPU the host waits for it."""
+        flight = unit.flight
+        self._coming.remove(unit)
+        with self._adding:
+            for work in flight.first_work:
+                work.wait()
+            unit.add_differences(flight.brought, flight.held)
+            self._brought_ring.give_back(flight.brought)
+            flight.added = mark(self.device)
+        flight.first_work, flight.brought = [], None
 
     def _held_buffer(self, unit: Unit, flight: Flight) -> Tensor:
         """For the first hops' result: the secondary shard's, or one for this gather."""
@@ -252,10 +307,13 @@ class Gatherer:
 
     def _start_last_hop(self, unit: Unit, flight: Flight) -> None:
         last = self.route.last
+        if flight.brought is not None:
+            self._add_differences(unit)
         flight.gathered = flight.held
         if last.size > 1:
             flight.gathered = self._take(unit, flight, self._node, self._gathered_ring, unit.gathered_bytes)
         with self._node:
+            after(flight.added)
             if flight.first_work:
                 for work in flight.first_work:
                     work.wait()
@@ -344,6 +402,10 @@ class Gatherer:
         flight = unit.flight
         if flight is None:
             return
+        if flight.brought is not None:
+            self._add_differences(unit)
+            with self._network:  # which the next use of what is held waits for
+                after(flight.added)
         for work in flight.first_work:
             work.wait()
         if flight.gathered is not None:
@@ -464,15 +526,17 @@ class Gatherer:
 
     # -- invalidation --------------------------------------------------------------------------------------------
 
-    def weights_changed(self, params: Iterable[Parameter] | None = None) -> None:
+    def weights_changed(self, params: Iterable[Parameter] | None = None, by_step: bool = False) -> None:
         """Forget what was derived from `params` (None: all, frozen ones too). Call it on every rank, after the write.
+
+        `by_step` of the optimizer: then differences to what is held are small.
 
         Buffers of secondary shards stay allocated: the next step fills them again.
         """
         params = None if params is None else list(params)
         for unit in self.units if params is None else self.units_of(params):
             self.cancel(unit)
-            unit.changed()
+            unit.changed(by_step)
         for kind in self.kinds:
             kind.changed(params)
         self._weights_ready = mark(self.device)

@@ -18,6 +18,7 @@ from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.base import align_up
 from zeropp_fp8.zero.gather.buffers import Places, Regions
+from zeropp_fp8.zero.gather.difference import Difference
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import Arrived, Unit
@@ -66,6 +67,7 @@ class SlicedUnit(Unit):
         packed: parameters in the payload; `operands`: the others.
         payload: this rank's encoded shards, uint8 [row bytes]: kept where there is no secondary shard, so that forward,
             backward, every micro-batch and evaluation see the same bits, also with stochastic rounding.
+        difference: how the payload travels to ranks that hold what it was; None where it always travels as a whole.
     """
 
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
@@ -74,12 +76,26 @@ class SlicedUnit(Unit):
         self.packed: list[Parameter] = []
         self.operands: list[Parameter] = []
         self.payload: Tensor | None = None
+        self.difference: Difference | None = None
         self._made_for: list[tuple[torch.dtype, int]] = []
 
     def bytes_of(self, param: Parameter) -> int:
         if self.travels_as_operand(param):
             return align_up(self.route.gemm_weights.slice_bytes(param))
         return self.format_of(param).payload_bytes(param.ds_tensor.ds_numel)
+
+    def first_bytes_of(self, param: Parameter) -> float:
+        if not self._travels_as_difference(param) or not self.keeps_secondary:
+            return self.bytes_of(param)
+        return self.route.session.difference_format.payload_bytes(param.ds_tensor.ds_numel)
+
+    def is_exact(self, param: Parameter) -> bool:
+        return super().is_exact(param) and not self._travels_as_difference(param)
+
+    def _travels_as_difference(self, param: Parameter) -> bool:
+        """Whether a secondary shard of a parameter is made of differences. Small ones that stay gathered have none."""
+        differs = self.route.session.difference_format is not None and not self.kind.sends_what_rests
+        return differs and not self.persistent and len(param.ds_shape) >= 2
 
     # -- layout ------------------------------------------------------------------------------------------------------
 
@@ -100,6 +116,14 @@ class SlicedUnit(Unit):
         self._encoded_numels = self._unpadded_numels()
         self._exact = [self.is_exact(p) for p in self.packed]
         self.payload = None  # it was made for the old one
+        self.difference = None
+        if any(self._travels_as_difference(p) for p in self.packed):
+            differing = [
+                route.session.difference_format if self._travels_as_difference(p) else wire_format
+                for p, wire_format in zip(self.packed, formats)
+            ]
+            every = route.session.config.weights.difference.refresh_every
+            self.difference = Difference(numels, formats, differing, route.device, every)
 
     def _not_decoded(self) -> list[int]:
         """Indices of `packed` whose codes go to an operand directly."""
@@ -124,11 +148,16 @@ class SlicedUnit(Unit):
     # -- the way -----------------------------------------------------------------------------------------------------
 
     def first_hops(self, held: Tensor) -> list[dist.Work]:
-        route, own_row, works = self.route, self.route.own_row, []
-        regions = self._regions.all_of(held, route.reached)
+        regions, own_row = self._regions.all_of(held, self.route.reached), self.route.own_row
         self._encode([rows[own_row : own_row + 1] for rows in regions])
+        if self.difference is not None and self.keeps_secondary:
+            self.difference.begin()
+        return self._exchange(regions)
+
+    def _exchange(self, regions: list[Tensor]) -> list[dist.Work]:
+        """Start the first hops, which fill uint8 [reached, size] of each region, where this rank's row is."""
         # Every hop gathers in place, into the part of the next hop's result that is this rank's.
-        have = 1
+        route, own_row, works, have = self.route, self.route.own_row, [], 1
         for level in route.before:
             start = own_row // have * have
             mine = [rows[start : start + have].view(-1) for rows in regions]
@@ -139,6 +168,50 @@ class SlicedUnit(Unit):
             results = [rows[start : start + have].view(-1) for rows in regions]
             works = start_regions(results, mine, level, route.session.ledger)
         return works
+
+    @property
+    def brought_bytes(self) -> int:
+        if self.difference is None or not self.keeps_secondary or not self.difference.is_due:
+            return 0
+        return self.route.reached * self.difference.row_bytes
+
+    def send_differences(self, held: Tensor, brought: Tensor) -> list[dist.Work]:
+        own = slice(self.route.own_row, self.route.own_row + 1)
+        rows = brought.view(self.route.reached, -1)
+        self.difference.encode(self._shards(), self._payloads_in(held)[own], rows[own])
+        return self._exchange([rows])
+
+    def add_differences(self, brought: Tensor, held: Tensor) -> None:
+        self.difference.add(brought.view(self.route.reached, -1), self._payloads_in(held))
+
+    def held_state(self) -> dict:
+        difference = self.difference
+        if difference is None or not difference.begun or self.secondary is None:
+            return {}
+        if self.secondary_is_current and not difference.steps:
+            return {}  # the weights as they are: the next full gather brings the same
+        own = self._payloads_in(self.secondary)[self.route.own_row]
+        return {"row": own.cpu(), "current": self.secondary_is_current, **difference.state()}
+
+    def hold_again(self, state: dict, held: Tensor) -> list[dist.Work]:
+        rows = self._payloads_in(held)
+        rows[self.route.own_row].copy_(state["row"])
+        self.difference.continue_from(state)
+        return self._exchange([rows])
+
+    def can_hold(self, state: dict) -> bool:
+        """Whether a state is of a unit like this one; the same on all ranks."""
+        return self.difference is not None and state["row"].numel() == self.layout.row_bytes
+
+    def _payloads_in(self, held: Tensor) -> Tensor:
+        """uint8 [reached, row bytes]: the payloads in what the first hops bring."""
+        return self._regions.of(held, 0, self.route.reached)
+
+    def _shards(self) -> list[Tensor]:
+        """This rank's slices of what is packed, flat, without padding."""
+        device = self.route.device
+        slices = zip(self.packed, self._encoded_numels)
+        return [p.ds_tensor.data.view(-1)[:numel].to(device, non_blocking=True) for p, numel in slices]
 
     def _encode(self, own: list[Tensor]) -> None:
         """Encode into uint8 [1, size] of each region; without a secondary shard the bytes are kept for the next gather.
@@ -154,11 +227,9 @@ class SlicedUnit(Unit):
         if self.payload is not None:
             row.copy_(self.payload, non_blocking=True)
             return
-        shards = [
-            p.ds_tensor.data.view(-1)[:numel].to(route.device, non_blocking=True)
-            for p, numel in zip(self.packed, self._encoded_numels)
-        ]
-        self.layout.encode(shards, route.one_row, row, self.layout.draw_seed(route.session.generators["weights"]))
+        self.layout.encode(
+            self._shards(), route.one_row, row, self.layout.draw_seed(route.session.generators["weights"])
+        )
         # A secondary shard holds it anyway, and nearest rounding gives the same bytes again.
         if not self.keeps_secondary and (self.layout.needs_seed or route.device.type == "cpu"):
             self.payload = row.clone() if route.session.weight_format is not None else None
@@ -188,9 +259,15 @@ class SlicedUnit(Unit):
             operands.append((param, route.gemm_weights.operand(param, codes.view(-1))))
         return operands
 
-    def changed(self) -> None:
-        super().changed()
+    def changed(self, by_step: bool = False) -> None:
+        super().changed(by_step)
         self.payload = None
+        if not by_step:
+            self.begin_anew()
+
+    def begin_anew(self) -> None:
+        if self.difference is not None:
+            self.difference.forget()
 
     # -- codes -------------------------------------------------------------------------------------------------------
 

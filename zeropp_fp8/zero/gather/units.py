@@ -35,6 +35,8 @@ class Flight:
 
     Attributes:
         held, first_work: what the first hops bring, flat uint8; the hops.
+        brought, added: differences that these hops bring, flat uint8, where they do; after which device event `held`
+            has them.
         gathered, last_work: the last hop's result, or the buffer that it is being written to; the hop.
         asked_for: values are wanted. Otherwise only the secondary shard is being filled.
         taken: buffers for this gather alone, and the rings that they are from (None: memory of their own).
@@ -42,6 +44,8 @@ class Flight:
 
     held: Tensor | None = None
     first_work: list[dist.Work] = field(default_factory=list)
+    brought: Tensor | None = None
+    added: torch.cuda.Event | None = None
     gathered: Tensor | None = None
     last_work: list[dist.Work] = field(default_factory=list)
     asked_for: bool = False
@@ -125,6 +129,10 @@ class Unit(ABC):
     def bytes_of(self, param: Parameter) -> float:
         """Bytes that a rank sends of a parameter, on average."""
 
+    def first_bytes_of(self, param: Parameter) -> float:
+        """The same on the hops up to the secondary shard, in a step that is not the first."""
+        return self.bytes_of(param)
+
     # -- a gather, in the order of these -----------------------------------------------------------------------------
 
     @property
@@ -158,6 +166,22 @@ class Unit(ABC):
     def first_hops(self, held: Tensor) -> list[dist.Work]:
         """Encode this rank's shards and start the hops up to the secondary shard, whose result is `held`."""
 
+    @property
+    def brought_bytes(self) -> int:
+        """Bytes that the first hops bring of differences to what is held; 0: they bring all of it (`first_hops`).
+
+        The same on all ranks that exchange them.
+        """
+        return 0
+
+    def send_differences(self, held: Tensor, brought: Tensor) -> list[dist.Work]:
+        """Encode how this rank's shards differ from `held`, and start the first hops, whose result is `brought`."""
+        raise NotImplementedError(f"{type(self).__name__} has no differences")
+
+    def add_differences(self, brought: Tensor, held: Tensor) -> None:
+        """Add what the first hops have brought to `held`."""
+        raise NotImplementedError(f"{type(self).__name__} has no differences")
+
     @abstractmethod
     def last_hop(self, held: Tensor, gathered: Tensor) -> list[dist.Work]:
         """Start the last hop."""
@@ -166,9 +190,24 @@ class Unit(ABC):
     def decode(self, gathered: Tensor) -> Arrived:
         """Values and operands, out of what the last hop brought."""
 
-    def changed(self) -> None:
-        """The weights were written: what was derived from them is stale."""
+    def changed(self, by_step: bool = False) -> None:
+        """The weights were written, `by_step` of the optimizer: what was derived from them is stale."""
         self.secondary_is_current = False
+
+    def held_state(self) -> dict:
+        """What training depends on of what is held, while no gather is under way: empty, or `hold_again` needs it."""
+        return {}
+
+    def can_hold(self, state: dict) -> bool:
+        """Whether a state is of a unit like this one. The same on all ranks."""
+        return False
+
+    def hold_again(self, state: dict, held: Tensor) -> list[dist.Work]:
+        """Fill `held` with what was held when `state` was taken. Collective among the ranks of the first hops."""
+        raise NotImplementedError(f"{type(self).__name__} has no differences")
+
+    def begin_anew(self) -> None:
+        """The next change is no small one, whoever makes it. To be called on all ranks."""
 
     # -- parameters that somebody else may have written to -----------------------------------------------------------
 

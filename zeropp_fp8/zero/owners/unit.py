@@ -324,8 +324,8 @@ class OwnedUnit(Unit):
             operands.append((param, self.route.gemm_weights.operand(param, all_codes)))
         return Arrived(list(zip(values, values.values(), self._exact)), operands, in_place)
 
-    def changed(self) -> None:
-        super().changed()
+    def changed(self, by_step: bool = False) -> None:
+        super().changed(by_step)
         self.payload = None
 
 

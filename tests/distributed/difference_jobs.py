@@ -1,0 +1,266 @@
+"""Jobs on ranks whose nodes exchange how weights have changed."""
+
+from __future__ import annotations
+
+import itertools
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from models import batches, compiled_by, ds_config, full_weights, llama, make_engine, section
+from numerics import signal_to_noise_db
+from parity_jobs import switch
+from ranks import printed
+from zero_jobs import allow_fp16_on_cpu
+
+import zeropp_fp8
+from zeropp_fp8.formats import make_format
+
+MATRICES = 1  # dimensions more than which a tensor has codes
+
+
+def engine_of(recipe="zeropp-diff", dtype="fp32", lr=1e-3, frozen=(), config=None, seed=0, model=None, **fields):
+    """An engine over a small Llama; `frozen`: parts of names."""
+    switch(True)
+    model = model or llama(seed=seed)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(part in name for part in frozen))
+    return make_engine(model, ds_config(section(recipe, **fields), dtype, **(config or {})), lr=lr)
+
+
+def step_of(engine, data, accumulation=1):
+    """Losses of one optimizer step."""
+    losses = []
+    for _ in range(accumulation):
+        tokens = next(data)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        losses.append(loss.item())
+        engine.step()
+    return losses
+
+
+def evaluate(engine, tokens):
+    with torch.no_grad():
+        return engine(input_ids=tokens, labels=tokens).loss.item()
+
+
+def gathered_weights(engine):
+    """{name: fp32} of matrices as a forward computes with them."""
+    gatherer = engine.optimizer.gatherer
+    found = {}
+    for unit in gatherer.units:
+        gatherer.gather_now(unit.params)
+        for name, param in engine.module.named_parameters():
+            if param.dim() > MATRICES and any(param is one for one in unit.params):
+                found[name] = param.detach().float().clone()
+        gatherer.release(unit)
+    return found
+
+
+def snr(expected, found):
+    flat = [torch.cat([weights[name].flatten() for name in found]) for weights in (expected, found)]
+    return signal_to_noise_db(*flat)
+
+
+def in_int8(weights):
+    wire_format = make_format("int8", block_size=256)
+    return {
+        name: wire_format.decode(wire_format.encode(weight), weight.shape, torch.float32)
+        for name, weight in weights.items()
+        if weight.dim() > MATRICES
+    }
+
+
+def held(engine):
+    """The bytes of every secondary shard, as one tensor; on all ranks of one local index the same."""
+    units = engine.optimizer.gatherer.units
+    return torch.cat([unit.secondary for unit in units if unit.keeps_secondary])
+
+
+def agree(engine):
+    """Whether the ranks that hold the same rows hold the same bytes."""
+    route, mine = engine.optimizer.gatherer.route, held(engine)
+    same = True
+    for level in route.before:
+        everyone = [torch.empty_like(mine) for _ in range(level.size)]
+        dist.all_gather(everyone, mine, group=level.group)
+        same = same and all(torch.equal(mine, other) for other in everyone)
+    return same
+
+
+def fidelity(steps, at, recipe="zeropp-diff", accumulation=1, **options):
+    """After each step of `at`: whether holders agree, SNR of gathered weights, of INT8; losses of all; and bytes."""
+    engine = engine_of(recipe, config={"gradient_accumulation_steps": accumulation}, **options)
+    data, found, losses = batches(steps * accumulation, dist.get_rank()), [], []
+    for step in range(1, steps + 1):
+        losses += step_of(engine, data, accumulation)
+        if step in at:
+            exact = full_weights(engine.module)
+            found.append((snr(exact, gathered_weights(engine)), snr(exact, in_int8(exact)), agree(engine)))
+    engine.destroy()
+    return found, losses
+
+
+def sent(recipe, steps=3, accumulation=1, **options):
+    """Bytes between nodes of a step that is not the first, by kind; of the first; losses; weights."""
+    engine = engine_of(recipe, config={"gradient_accumulation_steps": accumulation}, **options)
+    ledger, data = engine.zeropp_fp8_session.ledger, batches(steps * accumulation, dist.get_rank())
+    losses, counted = [], []
+    for _ in range(steps):
+        losses += step_of(engine, data, accumulation)
+        counted.append({kind: dict(links) for kind, links in ledger._done.items()})
+    by_step = [counted[0]]
+    for before, after in itertools.pairwise(counted):
+        by_step.append({kind: {link: after[kind][link] - before[kind][link] for link in after[kind]} for kind in after})
+    weights = full_weights(engine.module)
+    engine.destroy()
+    return by_step, losses, weights
+
+
+def many(job, cases):
+    """One job after the other."""
+    return [globals()[job](**case) for case in cases]
+
+
+def table_of(recipe="zeropp-diff", **options):
+    """The start table, and what its last lines say that is sent."""
+    engine_of(recipe, **options)
+    return printed()
+
+
+def disturbed(what="", steps=4, **options):
+    """Losses of a training in which something happens in between that is to change nothing; whether holders agree."""
+
+    engine = engine_of(**options)
+    data, losses, other = batches(steps, dist.get_rank()), [], next(batches(1, 7))
+    for step in range(steps):
+        if what == "evaluate" and step:
+            evaluate(engine, other)
+        if what == "look":
+            with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+                pass
+        if what == "look to write":
+            with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+                pass
+        if what == "save":
+            engine.optimizer.state_dict()
+        losses += step_of(engine, data)
+    return losses, agree(engine)
+
+
+def written(how, **options):
+    """SNR of gathered weights after 3 steps, after somebody has written to them, and after 3 more steps; agreement."""
+    engine, found = engine_of(**options), []
+    data = batches(7, dist.get_rank())
+
+    def look():
+        exact = full_weights(engine.module)
+        found.append((snr(exact, gathered_weights(engine)), agree(engine)))
+
+    for _ in range(3):
+        step_of(engine, data)
+    look()
+    params = [p for name, p in engine.module.named_parameters() if "layers.0" in name]
+    if how == "gathered":
+        with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+            if dist.get_rank() == 0:
+                for param in params:
+                    param.data.mul_(-1.5)
+    elif how == "masters":
+        for param in params:
+            safe_set_full_fp32_param(param, -1.5 * safe_get_full_fp32_param(param))
+        step_of(engine, data)
+    elif how == "loaded":
+        engine.optimizer.load_state_dict([engine.optimizer.state_dict()] * dist.get_world_size())
+    look()
+    for _ in range(3):
+        step_of(engine, data)
+    look()
+    return found
+
+
+def jump(lr):
+    """A step of another size among usual ones: after each, SNR of gathered weights, agreement, and full gathers."""
+    engine = engine_of()
+    data, found = batches(7, dist.get_rank()), []
+    block = next(unit for unit in engine.optimizer.gatherer.units if len(unit.params) > 2)
+    for step in range(7):
+        for group in engine.optimizer.optimizer.param_groups:
+            group["lr"] = lr if step == 2 else 1e-4
+        step_of(engine, data)
+        weights = gathered_weights(engine)  # what the next forward computes with
+        found.append((snr(full_weights(engine.module), weights), agree(engine), block.difference.steps))
+    return found
+
+
+def skipped():
+    """fp16 with an overflow on one rank: losses, skipped steps, whether holders agree."""
+    allow_fp16_on_cpu()
+    engine = engine_of(dtype="fp16")
+    losses, data = [], list(batches(5, dist.get_rank()))
+    for step, tokens in enumerate(data):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        losses.append(loss.item())
+        engine.backward(loss * (float("inf") if step == 2 and dist.get_rank() == 3 else 1.0))
+        engine.step()
+    return losses, engine.skipped_steps, agree(engine), snr(full_weights(engine.module), gathered_weights(engine))
+
+
+def two_engines(**options):
+    """A policy and a reference that follows it: losses of both, agreement, SNR of both."""
+
+    policy = engine_of(**options)
+    reference = engine_of(**options)
+    data, losses = batches(4, dist.get_rank()), []
+    for _ in range(4):
+        losses += step_of(policy, data)
+        pairs = list(zip(reference.module.parameters(), policy.module.parameters()))
+        with deepspeed.zero.GatheredParameters([p for pair in pairs for p in pair], modifier_rank=0):
+            for old, new in pairs:
+                old.data.copy_(0.5 * old.data + 0.5 * new.data)
+        losses.append(evaluate(reference, next(batches(1, 0))))
+    return losses, [
+        (snr(full_weights(engine.module), gathered_weights(engine)), agree(engine)) for engine in (policy, reference)
+    ]
+
+
+def ways():
+    """Trainings with what goes with differences: losses, SNR of gathered weights, agreement, by name."""
+    found = {}
+
+    def train(name, engine):
+        data = batches(4, dist.get_rank())
+        losses = [loss for _ in range(4) for loss in step_of(engine, data)]
+        found[name] = losses, snr(full_weights(engine.module), gathered_weights(engine)), agree(engine)
+        engine.destroy()
+
+    train("plain", engine_of())
+    train("error feedback", engine_of(gradients={"error_feedback": True}))
+    train("by module", engine_of(gather_granularity="module"))
+    train("by parameter", engine_of(gather_granularity="parameter"))
+    train("some", engine_of(secondary={"memory_gb": 9e-5}))
+    fp8 = {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head"]}
+    train("FP8 compute", engine_of(compute=fp8))
+    train("kept gathered", engine_of(config={"zero_optimization": {"stage3_param_persistence_threshold": 5000}}))
+    train("offload", engine_of(config={"zero_optimization": {"offload_param": {"device": "cpu"}}}))
+    with compiled_by("eager"):
+        train("compiled", engine_of(compile="blocks"))
+    config = ds_config(section("zeropp-diff"))
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = llama()
+    train("zero.Init", engine_of(model=model))
+    return found
+
+
+def generated():
+    """Tokens that an engine generates, in each way that weights stay."""
+    engine, found = engine_of(), {}
+    data = batches(2, dist.get_rank())
+    tokens = next(batches(1, 0))[:, :4]
+    step_of(engine, data)
+    for weights in ("codes", "values", "sharded"):
+        with zeropp_fp8.generation(engine, weights=weights) as model, torch.no_grad():
+            found[weights] = model.generate(input_ids=tokens, max_new_tokens=4, do_sample=False).tolist()
+    return found, step_of(engine, data)

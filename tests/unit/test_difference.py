@@ -1,0 +1,117 @@
+"""What a rank sends of how weights have changed, and what everybody makes of it."""
+
+import math
+
+import pytest
+import torch
+from difference_cases import CPU, NUMELS, RANKS, steps_on
+from triton_process import run
+
+from zeropp_fp8.formats import make_format
+from zeropp_fp8.zero.gather import difference as module
+from zeropp_fp8.zero.gather.difference import Difference
+
+INT4, EXACT = make_format("int4", block_size=32), make_format("none", dtype=torch.float32)
+
+
+def pair(numel=64, **options):
+    """A difference of one matrix in fp32, and a payload that holds ones."""
+    one = Difference([numel], [EXACT], [INT4], CPU, **options)
+    one.begin()
+    return one, EXACT.encode_rows(torch.ones(2, numel))
+
+
+def send(one, held, weights):
+    brought = torch.empty(2, one.row_bytes, dtype=torch.uint8)
+    for rank in range(2):
+        one.encode([weights[rank]], held[rank : rank + 1], brought[rank : rank + 1])
+    one.add(brought, held)
+    return EXACT.decode_rows(held, weights.shape[1], torch.float32)
+
+
+def test_what_is_held_comes_as_near_as_the_format_is():
+    one, held = pair()
+    weights = torch.ones(2, 64) + 0.1 * torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    error = math.inf
+    for _ in range(4):  # the weights stay: each difference is what the last one lacked
+        now = (send(one, held, weights) - weights).abs().max().item()
+        assert now < error / 5
+        error = now
+    assert one.steps == 4 and one.is_due
+
+
+def test_padding_is_zero_whatever_a_difference_brings():
+    numel = 64
+    one, held = pair(numel)
+    held = EXACT.encode_rows(torch.zeros(2, numel))
+    for step in range(20):
+        brought = torch.empty(2, one.row_bytes, dtype=torch.uint8)
+        for rank in range(2):
+            one.encode([torch.full((40,), 0.1 * step)], held[rank : rank + 1], brought[rank : rank + 1])
+        one.add(brought, held)
+    assert EXACT.decode_rows(held, numel, torch.float32)[:, 40:].abs().max() < 0.05
+
+
+def test_one_that_does_not_fit():
+    one, held = pair()
+    send(one, held, torch.full((2, 64), 1.2))
+    assert one.is_due
+    send(one, held, torch.full((2, 64), 1.6))
+    assert not one.is_due and one.state() == {"steps": 2, "too large": True}
+    one.begin()
+    assert one.is_due and one.steps == 0
+    send(one, held, torch.full((2, 64), math.nan))
+    assert not one.is_due, "NaN fits nowhere"
+
+
+def test_when_everything_is_due():
+    one, held = pair(refresh_every=2)
+    for due in (True, True):
+        assert one.is_due is due
+        send(one, held, torch.ones(2, 64))
+    assert not one.is_due
+    one.begin()
+    assert one.is_due
+    one.forget()
+    assert not one.is_due
+    one.continue_from({"steps": 1, "too large": False})
+    assert one.is_due
+    one.continue_from({"steps": 1, "too large": True})
+    assert not one.is_due
+
+
+@pytest.mark.parametrize("difference", ["int4", "int2", "int3", "int8"])
+@pytest.mark.parametrize("rest, dtype", [("none", torch.bfloat16), ("none", torch.float32), ("int8", torch.bfloat16)])
+def test_bytes_do_not_depend_on_how_many_rows_are_added_at_once(difference, rest, dtype, monkeypatch):
+    expected, due = steps_on(CPU, difference, rest, dtype)
+    assert due
+    for at_once in (1, 2):
+        monkeypatch.setattr(module, "_AT_ONCE", at_once * sum(NUMELS))
+        found, _ = steps_on(CPU, difference, rest, dtype)
+        for (sent, held), (other_sent, other_held) in zip(found, expected):
+            assert torch.equal(sent, other_sent) and torch.equal(held, other_held) and len(held) == RANKS
+
+
+def test_by_kernels_in_the_interpreter():
+    """The same bytes; also of a unit with one tensor, whose tables look alike whatever the number of rows."""
+    pytest.importorskip("triton")
+    script = """
+import functools, torch
+import difference_cases as cases
+from zeropp_fp8.comm.payload import PayloadLayout
+from zeropp_fp8.zero.gather import difference as module
+
+for numels in (cases.NUMELS, [1000]):
+    cases.NUMELS = numels
+    for difference in mine(("int4", "int2")):
+        for rest, dtype in (("none", torch.bfloat16), ("int8", torch.bfloat16), ("none", torch.float32)):
+            module.PayloadLayout = PayloadLayout
+            expected, _ = cases.steps_on(cases.CPU, difference, rest, dtype, steps=2)
+            module.PayloadLayout = functools.partial(PayloadLayout, use_kernels=True)
+            found, _ = cases.steps_on(cases.CPU, difference, rest, dtype, steps=2)
+            for some, others in zip(found, expected):
+                for one, other in zip(some, others):
+                    assert torch.equal(one, other), (difference, rest, dtype)
+print("done")
+"""
+    assert run(script, interpret=True, processes=2).split() == ["done"] * 2

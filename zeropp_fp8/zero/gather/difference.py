@@ -1,0 +1,193 @@
+"""Quantized weight differences: between nodes travels how weights have changed, not what they are.
+
+Every rank that keeps a secondary shard holds what all weights were (W'). After a step each encodes W - W' of its own
+slice in 4, 3 or 2 bits (SDP4Bit, arXiv 2410.15526, section 3.1), the hops up to the secondary shard bring all of them,
+and every rank adds them to what it holds: the same operations on the same bytes, so that W' stays the same, bit for
+bit, wherever it is held. What quantization dropped is in the next difference: errors do not add up.
+
+W' rests in the format that weights travel in without differences (`weights.format`), which the hop behind the
+secondary shard sends on as ever. Differences are of the 16-bit weights and not of their fp32 masters: these are what a
+checkpoint, an exact gather and stock's forward have, and where W' has 16 bits too their rounding would come back.
+
+Vectors travel as they are. A full gather begins (and takes the place of) differences where nothing is held yet, where
+weights were written by anything but a step, every `refresh_every` steps, and where a difference did not fit: one whose
+largest number was more than a quarter of the largest weight of its tensor. That is seen by all ranks that hold it in
+what they decoded, and read by the host one step later, when the device has long been done.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
+from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+
+# A difference this large, in 4 bits at 18.6 dB, leaves weights 30.6 dB, as FP8 does; INT8 has 43.
+_LARGEST_SHARE = 0.25
+# Elements of held weights that are brought up to date at a time; in fp32 there are two buffers of as many.
+_AT_ONCE = 1 << 25
+
+
+class _Rows:
+    """So many rows of payloads as fp32 numbers: buffers for these, and how they are decoded and encoded.
+
+    Launch tables belong to tensors of one size and to one stream, so each number of rows has its own on each lane.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        numels: Sequence[int],
+        held_formats: Sequence[WireFormat],
+        formats: Sequence[WireFormat],
+        device: torch.device,
+    ) -> None:
+        wide = [torch.float32] * len(numels)
+        whole = [index for index, one in enumerate(formats) if isinstance(one, UnquantizedFormat)]
+        self.order = SliceOrder(range(rows), device)
+        self.differences = PayloadLayout(numels, formats, wide, device)
+        self.held = PayloadLayout(numels, held_formats, wide, device)
+        self.held_matrices = PayloadLayout(numels, held_formats, wide, device, left_out=whole)
+        self._shapes, self._device = [(rows, numel) for numel in numels], device
+        self._sizes = [rows * -(-numel // 4) * 4 for numel in numels]  # aligned to 16 bytes
+
+    def buffers(self) -> list[Tensor]:
+        """fp32 [rows, numel] for each tensor, in one buffer."""
+        flat = torch.empty(sum(self._sizes), dtype=torch.float32, device=self._device)
+        return [part[: math.prod(shape)].view(shape) for part, shape in zip(flat.split(self._sizes), self._shapes)]
+
+
+class Difference:
+    """What one unit's ranks send where they hold what its weights were.
+
+    Args:
+        numels: elements of a rank's slice, for each tensor.
+        held_formats: what they rest in in the secondary shard.
+        formats: what their differences travel in; unquantized: the tensor travels as it is.
+        device: where the secondary shard lies.
+        refresh_every: steps from one full gather to the next; 0: none is due.
+
+    Attributes:
+        row_bytes: of a payload with differences.
+        begun: something is held that differences can be added to.
+        steps: differences since the last full gather.
+    """
+
+    def __init__(
+        self,
+        numels: Sequence[int],
+        held_formats: Sequence[WireFormat],
+        formats: Sequence[WireFormat],
+        device: torch.device,
+        refresh_every: int = 0,
+    ) -> None:
+        self.device, self.refresh_every = device, refresh_every
+        self.row_bytes = sum(one.payload_bytes(numel) for one, numel in zip(formats, numels))
+        self._added = [
+            index
+            for index, (one, numel) in enumerate(zip(formats, numels))
+            if numel and not isinstance(one, UnquantizedFormat)
+        ]
+        self._rows_at_once = max(1, _AT_ONCE // max(1, sum(numels)))
+        self._make_rows = functools.partial(
+            _Rows, numels=numels, held_formats=held_formats, formats=formats, device=device
+        )
+        self._rows: dict[tuple[str, int], _Rows] = {}
+        self.begun = False
+        self.steps = 0
+        self._too_large: Tensor | None = None  # bool [], on the host once the event is over
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next gather brings differences. The same on all ranks that exchange them."""
+        if not self.begun or (self.refresh_every and self.steps >= self.refresh_every):
+            return False
+        return not self._was_too_large()
+
+    def _was_too_large(self) -> bool:
+        if self._copied is not None:
+            self._copied.synchronize()  # of the step before: nobody waits here
+            self._copied = None
+        return self._too_large is not None and bool(self._too_large)
+
+    def begin(self) -> None:
+        """A full gather has filled the secondary shard."""
+        self.begun, self.steps, self._too_large, self._copied = True, 0, None, None
+
+    def forget(self) -> None:
+        """What is held, or will be, is no base of a difference."""
+        self.begun = False
+
+    def _of(self, lane: str, rows: int) -> _Rows:
+        if (lane, rows) not in self._rows:
+            self._rows[lane, rows] = self._make_rows(rows)
+        return self._rows[lane, rows]
+
+    @torch.no_grad()
+    def encode(self, shards: Sequence[Tensor], held: Tensor, out: Tensor) -> None:
+        """Write what this rank sends to `out`, uint8 [1, row bytes].
+
+        Args:
+            shards: its slices, flat; what is missing at the end of one is padding, zeros.
+            held: uint8 [1, row bytes of the secondary shard], its own row there.
+        """
+        own = self._of("sent", 1)
+        values = own.buffers()
+        own.held_matrices.decode(held, own.order, values)
+        for index, (value, shard) in enumerate(zip(values, shards)):
+            if index in self._added:
+                value.neg_()
+            else:
+                value.zero_()
+            value.view(-1)[: shard.numel()].add_(shard)
+        own.differences.encode(values, own.order, out)
+
+    @torch.no_grad()
+    def add(self, brought: Tensor, held: Tensor) -> None:
+        """Bring uint8 `held` [rows, row bytes of the secondary shard] up to date with `brought` [rows, row bytes].
+
+        Element by element, and alike on all ranks.
+        """
+        largest = [[], []]  # of differences, of weights
+        for some_brought, some_held in zip(brought.split(self._rows_at_once), held.split(self._rows_at_once)):
+            some = self._of("added", len(some_held))
+            values, weights = some.buffers(), some.buffers()
+            some.differences.decode(some_brought, some.order, values)
+            some.held_matrices.decode(some_held, some.order, weights)
+            added = [(values[index], weights[index]) for index in self._added]
+            if added:
+                for found, tensors in zip(largest, zip(*added)):
+                    found.append(torch.stack(torch._foreach_norm(tensors, torch.inf)))
+                torch._foreach_add_([value for value, _ in added], [weight for _, weight in added])
+            some.held.encode(values, some.order, some_held)
+        self.steps += 1
+        if self._added:
+            self._look_at(*(torch.stack(found).amax(dim=0) for found in largest))
+
+    def _look_at(self, differences: Tensor, weights: Tensor) -> None:
+        """Remember whether a difference was too large, without waiting for the device. NaN is."""
+        fits = (differences <= _LARGEST_SHARE * weights).all()
+        if self.device.type != "cuda":
+            self._too_large = ~fits
+            return
+        self._too_large = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self._too_large.copy_(~fits, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    # -- what training depends on ------------------------------------------------------------------------------------
+
+    def state(self) -> dict:
+        """Differences since the last full gather, and whether the last one was too large."""
+        return {"steps": self.steps, "too large": self._was_too_large()}
+
+    def continue_from(self, state: dict) -> None:
+        """What was held has been put there again: go on where `state` was taken."""
+        self.begin()
+        self.steps, self._too_large = state["steps"], torch.tensor(state["too large"])
