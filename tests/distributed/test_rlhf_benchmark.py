@@ -164,7 +164,7 @@ def test_all_runs_by_default():
     "given, message",
     [
         (["--runs", "stock-lora,stock"], "unknown run stock; runs are stock-lora"),
-        (["--gbit", "35"], "--gbit: from 0 (not shaped) to 34"),
+        (["--gbit", "-1"], "--gbit: -1: give a finite number of at least 0"),
         (["--gbit", "25"], "1 ranks cannot be cut into 2 nodes"),
         (["--steps", "0"], "--steps: 0: give a whole number of at least 1"),
         (["--warmup", "0"], "--warmup: 0: give a whole number of at least 1"),

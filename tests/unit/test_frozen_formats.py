@@ -480,7 +480,7 @@ def test_nf4_has_one_rounding_and_no_rotation():
         *((name, {"rounding": "stochastic"}, f"{name}: double_quantize cannot be combined with stochastic")
           for name in DOUBLE if name != "nf4"),
         ("nf4", {"rounding": "stochastic"}, "nf4: rounding must be"),
-        ("int3", {}, "unknown format 'int3'"),
+        ("int5", {}, "unknown format 'int5'"),
     ],
 )  # fmt: skip
 def test_what_double_quantization_refuses(name, options, match):

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zeropp_fp8.formats import HALF_STEP_NAMES
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, clamp_keeping_nan, numbers_of, rotate
 from zeropp_fp8.kernels.launching import Kernel
@@ -126,10 +127,13 @@ def feed_back_kernel(
 
 
 def can_feed_back(segments: SegmentTable, residuals: SegmentTable) -> bool:
-    """Whether `quantize_with_residuals` knows the format: scales in bf16, in the blocks of the residuals."""
+    """Whether `quantize_with_residuals` knows the format: scales in bf16, in the blocks of the residuals.
+
+    No half steps, which gradients do not travel in.
+    """
     mine, kept = segments.format, residuals.format
     same_blocks = (mine.block_size, mine.width) == (kept.block_size, kept.width)
-    return mine.scale == "bf16" and same_blocks
+    return mine.scale == "bf16" and same_blocks and mine.element not in HALF_STEP_NAMES
 
 
 def quantize_with_residuals(
