@@ -249,7 +249,8 @@ from quantized_cases import make
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from zeropp_fp8.kernels.linear.code_words import pairing
-from zeropp_fp8.kernels.linear.quantized_linear import Form, launch_of, quantized_linear_kernel
+from zeropp_fp8.kernels.linear.quantized_linear import launch_of
+from zeropp_fp8.kernels.linear.quantized_linear_kernel import Form, quantized_linear_kernel
 from zeropp_fp8.kernels.linear.quantized_to_fp8 import quantized_to_fp8_kernel
 from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
 

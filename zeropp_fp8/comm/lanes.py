@@ -25,7 +25,7 @@ class Lane:
 
     def __enter__(self) -> Lane:
         if self.stream is not None:
-            self.stream.__enter__()  # torch.cuda.stream(self.stream) takes 10 us
+            self.stream.__enter__()  # in C, unlike torch.cuda.stream(self.stream)
         return self
 
     def __exit__(self, *exc) -> None:
