@@ -127,7 +127,12 @@ def fp32_from_float8(codes, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def fp8_codes(v, E4M3: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """uint8 codes in E4M3 or E5M2 of |v| <= the largest number; the instruction saturates and knows NaN too."""
+    """uint8 codes in E4M3 or E5M2 of |v| <= the largest number; the instruction saturates and knows NaN too.
+
+    Not by the instruction where a kernel stores codes and decodes them too: NVIDIA's assembler (12.8, with Triton 3.6
+    and 3.7) packs two pairs of codes in one instruction and takes their high bytes from a register of something else.
+    On an H200 master weights came out as 0 and NaN, and residuals were wrong; the stored codes were right.
+    """
     if not NATIVE_FP8:
         mantissa: tl.constexpr = 3 if E4M3 else 2
         bias: tl.constexpr = 7 if E4M3 else 15

@@ -275,8 +275,7 @@ def store_quantity(
             out = codes.to(tl.float32)
         else:
             # Nothing has to be clamped: amax <= X * largest.
-            # Master weights by integer operations, both ways: Triton 3.6 makes wrong code of the instruction where its
-            # result is stored and decoded too (weights came out as 0 and NaN on an H200; the stored codes were right).
+            # Master weights are stored and decoded: by integer operations, see `fp8_codes`.
             native: tl.constexpr = FORM.native_fp8 and COLUMN != 0
             codes = fp8_codes(scaled, STORAGE == "fp8_e4m3", native)
             out = scaled

@@ -10,6 +10,9 @@ orders of operations are those of comm/payload.py.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +22,7 @@ from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, clamp_keeping_nan, numbers_of, rotate
 from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.wire.dequantize import LARGEST_FP32, load_quantized
-from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
+from zeropp_fp8.kernels.wire.launch_tables import KernelFormat, SegmentTable, TensorTable
 from zeropp_fp8.kernels.wire.quantize import (
     encode_blocks,
     load_tile,
@@ -136,6 +139,12 @@ def can_feed_back(segments: SegmentTable, residuals: SegmentTable) -> bool:
     return mine.scale == "bf16" and same_blocks and mine.element not in HALF_STEP_NAMES
 
 
+@functools.cache
+def _stored_and_decoded(form: KernelFormat, blocks: int) -> KernelFormat:
+    """A format with other tiles whose codes are not made by FP8 instructions: see `fp8_codes`."""
+    return replace(form.with_tiles(blocks), native_fp8=False)
+
+
 def quantize_with_residuals(
     base: Tensor,
     tensors: TensorTable,
@@ -155,7 +164,7 @@ def quantize_with_residuals(
     rows, row_bytes = payload.shape
     seed = seed or Seed(0, 0)
     # Tiles as of sums: 2048 elements at 2 warps spill registers, 512 take 91 with INT4 and its rotation.
-    form, kept = (table.format.with_tiles(table.format.sum_blocks) for table in (segments, residual_segments))
+    form, kept = (_stored_and_decoded(table.format, table.format.sum_blocks) for table in (segments, residual_segments))
     feed_back_kernel[segments.grid(rows, form.tile_blocks)](
         base,
         payload,
