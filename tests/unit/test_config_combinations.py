@@ -73,7 +73,6 @@ def test_format_that_is_there(field, name):
                 ({"weights": {"format": "int4"}}, ['"weights.format": "int4"', '"none" (16 bits) or "int8"']),
                 ({"weights": {"format": "fp8_e4m3"}}, ['"weights.format": "fp8_e4m3"', '"int8"']),
                 ({"weights": {"format": "int8", "rounding": "stochastic"}}, ['"weights.rounding"', '"nearest"']),
-                ({"partition": "whole_tensor"}, ['"partition": "whole_tensor"', '"slice"']),
                 ({"weights": {"difference": {"format": "fp8_e4m3"}}}, ["'fp8_e4m3'", "int8, int4, int3, int2"]),
                 ({"weights": {"difference": {"block_size": 12}}}, ["multiple of 8", "use 16"]),
                 ({"weights": {"difference": {"block_size": 40, "hadamard": True}}}, ["multiple of 32", "use 64"]),

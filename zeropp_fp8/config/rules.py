@@ -176,8 +176,6 @@ def _check_difference(config: PluginConfig) -> None:
             f'"{where}" does not go with "weights.rounding": "stochastic": each rank rounds what it has added to, and '
             'all must get the same; set it to "nearest"'
         )
-    if config.partition == "whole_tensor":
-        raise ConfigError(f'"{where}" does not go with "partition": "whole_tensor"; set that to "slice"')
 
 
 def _check_compile(config: PluginConfig) -> None:
