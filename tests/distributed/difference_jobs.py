@@ -238,6 +238,9 @@ def ways():
 
     train("plain", engine_of())
     train("error feedback", engine_of(gradients={"error_feedback": True}))
+    for bits in (3, 2):
+        gradients = {"error_feedback": True, "inter_format": f"int{bits}"}
+        train(f"gradients in {bits} bits", engine_of(gradients=gradients))
     train("by module", engine_of(gather_granularity="module"))
     train("by parameter", engine_of(gather_granularity="parameter"))
     train("some", engine_of(secondary={"memory_gb": 9e-5}))

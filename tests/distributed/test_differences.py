@@ -152,9 +152,10 @@ def test_what_differences_go_with():
             if name in ("offload", "compiled"):
                 assert losses == plain, name
             elif name != "zero.Init":  # which draws other numbers
-                assert losses == pytest.approx(plain, rel=1e-3), name
+                assert losses == pytest.approx(plain, rel=3e-3 if "bits" in name else 1e-3), name
         assert found["some"][1] > found["plain"][1], "what is gathered each time is exact"
-        assert found["error feedback"][0] != plain
+        for name in ("error feedback", "gradients in 3 bits", "gradients in 2 bits"):
+            assert found[name][0] != plain
 
 
 def test_generation():

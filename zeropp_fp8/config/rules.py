@@ -12,6 +12,7 @@ from typing import Any
 from zeropp_fp8.config.compute import check_compute
 from zeropp_fp8.config.ds_config import IN_TREE_KEYS
 from zeropp_fp8.config.sections import (
+    BETWEEN_NODES_FORMATS,
     DIFFERENCE_FORMATS,
     ELSEWHERE,
     FROZEN_FORMATS,
@@ -82,7 +83,7 @@ def check_fields(config: PluginConfig) -> None:
     """Rules inside the section."""
     _check_format("weights.format", config.weights.format)
     _check_format("gradients.intra_format", config.gradients.intra_format)
-    _check_format("gradients.inter_format", config.gradients.inter_format)
+    _check_format("gradients.inter_format", config.gradients.inter_format, BETWEEN_NODES_FORMATS)
     _check_format("frozen.format", config.frozen.format, FROZEN_FORMATS)
     for name, section in (("weights", config.weights), ("gradients", config.gradients)):
         if section.hadamard and section.block_size % HADAMARD_GROUP:
