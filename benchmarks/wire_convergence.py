@@ -62,6 +62,8 @@ from examples.pretrain.data import Sequences, find_files
 QUESTION = "wire_convergence"
 PRETRAIN, SFT = "pretrain", "sft"
 NODES = 2
+# Elements: all gradients of 85 M parameters in one collective.
+BUCKETS = {"reduce_bucket_size": 10**8, "stage3_prefetch_bucket_size": 10**8}
 # What makes runs comparable.
 TRAINING = ("steps", "batch", "sequence", "lr", "warmup", "least_rate", "eval_sequences")
 SETTINGS = ("ranks", "unit_layers", "compile", *TRAINING)
@@ -221,7 +223,7 @@ def train(case: str, run: str, seed: int, args, data: tuple[Sequences, Sequences
             leaf=SECTIONS[run] is None,
             unit_layers=args.unit_layers,
             weights=str(weights_file) if case == SFT else None,
-            zero=zero,
+            zero={**BUCKETS, **zero},
         )
         row = {
             "run": run,
