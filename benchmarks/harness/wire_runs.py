@@ -18,6 +18,13 @@ SECTIONS = {
         "recipe": "zeropp-diff",
         "weights": {"difference": {"format": "int2", "block_size": 64}},
     },
+    **{
+        f"zeropp-{bits}bit-gradients": {
+            "recipe": "zeropp",
+            "gradients": {"inter_format": f"int{bits}", "block_size": 64, "error_feedback": True},
+        }
+        for bits in (3, 2)
+    },
     IN_TREE: None,
 }
 REFERENCES = (STOCK, LOSSLESS)
