@@ -63,7 +63,7 @@ class _Loader:
 
 
 def _watch(deepspeed):
-    unwatch()  # reloaded, it has the same classes
+    _put_back()  # reloaded, it has the same classes
     for owner in (deepspeed.DeepSpeedConfig, deepspeed.zero.Init):
         stock_init = owner.__init__
         owner.__init__ = _watching(owner, stock_init)
@@ -124,6 +124,10 @@ def unwatch():
     """End the watch: of DeepSpeed and the import system nothing is changed by this file any more."""
     if _Finder in sys.meta_path:
         sys.meta_path.remove(_Finder)
+    _put_back()
+
+
+def _put_back():
     while _stock_inits:
         owner, stock_init = _stock_inits.pop()
         owner.__init__ = stock_init
