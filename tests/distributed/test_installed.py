@@ -109,7 +109,11 @@ def test_installed_and_removed(python):
     """Of the installed package, not of this folder; its version; the newest one of the changelog."""
     code = "import zeropp_fp8; print(zeropp_fp8.__file__)"
     assert Path(run(python, "-c", code).strip()) == packages_of(python) / "zeropp_fp8" / "__init__.py"
-    assert run(python, "-m", "zeropp_fp8", "--version") == f"zeropp_fp8 {zeropp_fp8.__version__}\n"
+    said = [run(python, "-m", "zeropp_fp8", "--version", **off) for off in ({}, {"ZEROPP_FP8_AUTOLOAD": "0"})]
+    assert [line.split(": ")[0].split("(") for line in said] == [
+        [f"zeropp_fp8 {zeropp_fp8.__version__} ", "ds_configs are looked at)\n"],
+        [f"zeropp_fp8 {zeropp_fp8.__version__} ", "ds_configs are not looked at"],
+    ]
     assert f"Version: {zeropp_fp8.__version__}" in pip(python, "show", "zeropp_fp8")
     newest = re.search(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
     assert newest[1] == zeropp_fp8.__version__
