@@ -24,6 +24,7 @@ class Last:
         self.arguments, self.constants = tuple(arguments), constants
         self.values = addresses(arguments)
         self.kinds = (*specializations(arguments, self.values), *constants.items())
+        self.known: dict[Hashable, tuple[Any, tuple]] = {}  # by kernel and first arguments, which are few
 
 
 class Kernel:
@@ -55,13 +56,17 @@ class Kernel:
             self.jitted[grid](*first, *last.arguments, **last.constants)
             return
         values = addresses(first)
-        key = (device, *specializations(first, values), *last.kinds)
-        known = self._known.get(key)
+        short = (self, device, *specializations(first, values))
+        known = last.known.get(short)
         if known is None:
-            compiled = self.jitted[grid](*first, *last.arguments, **last.constants)
-            others = self.jitted.params[len(first) + len(last.arguments) :]
-            self._known[key] = compiled, tuple(last.constants.get(param.name, param.default) for param in others)
-            return
+            key = (*short, *last.kinds)
+            known = self._known.get(key)
+            if known is None:
+                compiled = self.jitted[grid](*first, *last.arguments, **last.constants)
+                others = self.jitted.params[len(first) + len(last.arguments) :]
+                self._known[key] = compiled, tuple(last.constants.get(param.name, param.default) for param in others)
+                return
+            last.known[short] = known
         compiled, constants = known
         compiled.run(
             *(*grid, 1, 1)[:3],
