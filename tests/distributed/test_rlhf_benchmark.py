@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hang_guard import HANG
-from ranks import run_ranks, run_two
+from ranks import run_ranks
 
 from benchmarks import rlhf_limits, rlhf_step, trl_profile
 from benchmarks.rlhf_step import compare, measure, parse, show
@@ -186,9 +186,10 @@ def test_a_limit_has_no_link(capsys):
 
 
 def test_profile_of_trl(capsys):
-    """Two GRPO iterations and the profile of a third: every forward of a sampled token is in it."""
+    """Two GRPO iterations and the profile of a third: every product of a sampled token is in it."""
     args = argparse.Namespace(size="tiny-gqa", batch=2, tokens=3, warmup=1, steps=1, profile=500)
-    row, _ = run_two(trl_profile.measure, run="grpo-lossless", args=args, device=torch.device("cpu"))
+    given = {"run": "grpo-lossless", "args": args, "device": torch.device("cpu")}
+    (row,) = run_ranks(trl_profile.measure, 1, ranks_per_node=1, **given)
     calls = {name.split(" ", 1)[1]: number for name, number, _ in row["functions"]}
     assert sum(calls.values()) <= row["package_calls"] < row["calls"] and 0 < row["package_ms"] < row["total_ms"]
     # 7 products of 3 layers, of 3 tokens and of training; the head's in training is a matmul of TRL's.
