@@ -35,7 +35,6 @@ NAN_CODE = 0x7F  # NaN in both formats; without it, CPU and GPU would write diff
 Operands = tuple[Float8Operand | None, Float8Operand | None]
 
 
-@torch.no_grad()
 def amax_of(matrix: Tensor, use_kernels: bool | None = None) -> Tensor:
     """fp32 [1]: the largest finite magnitude of a matrix, 0 where there is none."""
     matrix = _checked(matrix)
@@ -49,7 +48,6 @@ def amax_of(matrix: Tensor, use_kernels: bool | None = None) -> Tensor:
 # -- casts ----------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def cast_per_tensor(
     matrix: Tensor,
     dtype: torch.dtype,
@@ -102,7 +100,6 @@ def cast_per_tensor(
     return _operands(matrix, codes, scale, codes_t, scale, "tensor")
 
 
-@torch.no_grad()
 def cast_per_row(
     matrix: Tensor,
     dtype: torch.dtype,
@@ -130,7 +127,6 @@ def cast_per_row(
     )
 
 
-@torch.no_grad()
 def cast_blocks(
     matrix: Tensor,
     dtype: torch.dtype,
@@ -159,7 +155,6 @@ def cast_blocks(
     )
 
 
-@torch.no_grad()
 def cast_tiles(
     matrix: Tensor,
     dtype: torch.dtype,
@@ -199,7 +194,6 @@ def codes_of(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return _codes(matrix.float(), scale, dtype)
 
 
-@torch.no_grad()
 def swiglu_cast(
     gate: Tensor,
     up: Tensor,
@@ -236,7 +230,6 @@ def swiglu_cast(
     return *_operands(gate, codes, scale, codes_t, scale, "tensor"), values
 
 
-@torch.no_grad()
 def swiglu_backward_cast(
     grad: Tensor,
     gate: Tensor,
@@ -281,11 +274,20 @@ def gradients_of_swiglu(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
-@torch.no_grad()
+def inverse_rms(matrix: Tensor, epsilon: float, use_kernels: bool | None = None) -> Tensor:
+    """fp32 [R]: 1 / root of (mean square + epsilon) of each row of a bf16, fp16 or fp32 matrix [R, C]."""
+    matrix = _checked(matrix)
+    if _with_kernels(matrix, use_kernels):
+        from zeropp_fp8.kernels.casts import fused_casts
+
+        return fused_casts.inverse_rms(matrix, epsilon)
+    return torch.rsqrt(matrix.float().pow(2).mean(dim=1) + epsilon)
+
+
 def rms_norm_cast(
     matrix: Tensor,
     weight: Tensor,
-    statistics: float | Tensor,
+    inverse_rms: Tensor,
     dtype: torch.dtype,
     scale: Tensor | None,
     amax_out: Tensor | None = None,
@@ -301,19 +303,18 @@ def rms_norm_cast(
     Args:
         matrix: bf16, fp16 or fp32 [R, C].
         weight: [C], of the matrix' dtype.
-        statistics: what is added to the mean square, a number; or fp32 [R], 1 / root mean square of each row, with it.
+        inverse_rms: fp32 [R], 1 / root mean square of each row, as the function of that name gives it.
         others, result: see `swiglu_cast`.
     """
     matrix = _checked(matrix, dtype)
     if weight.shape != matrix.shape[1:] or weight.dtype != matrix.dtype:
         raise ValueError(f"weight must be {matrix.dtype} [{matrix.shape[1]}], not {weight.dtype} {list(weight.shape)}")
+    if inverse_rms.shape != matrix.shape[:1] or inverse_rms.dtype != torch.float32:
+        shape = list(inverse_rms.shape)
+        raise ValueError(f"inverse_rms must be fp32 [{matrix.shape[0]}], not {inverse_rms.dtype} {shape}")
+    weight = weight.detach()
     if scale is None or not (_with_kernels(matrix, use_kernels) and (plain or transposed)):
-        values = matrix.float()
-        if isinstance(statistics, Tensor):
-            inverse_rms = statistics.view(-1, 1)
-        else:
-            inverse_rms = torch.rsqrt(values.pow(2).mean(dim=1, keepdim=True) + statistics)
-        values = weight * (values * inverse_rms).to(matrix.dtype)
+        values = weight * (matrix.float() * inverse_rms.view(-1, 1)).to(matrix.dtype)
         return _cast_values(values, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
     from zeropp_fp8.kernels.casts import fused_casts
 
@@ -321,7 +322,6 @@ def rms_norm_cast(
     _check_scalar("amax_out", amax_out, matrix)
     codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
     values = torch.empty_like(matrix) if keep_values else None
-    inverse_rms = statistics if isinstance(statistics, Tensor) else fused_casts.inverse_rms(matrix, statistics)
     fused_casts.rms_norm_cast(matrix, weight.contiguous(), inverse_rms, codes, codes_t, scale, amax_out, values)
     return *_operands(matrix, codes, scale, codes_t, scale, "tensor"), values
 
@@ -394,14 +394,14 @@ def _view_uint8(codes: Tensor) -> Tensor:
 
 
 def _checked(matrix: Tensor, dtype: torch.dtype = FLOAT8_DTYPES[0]) -> Tensor:
-    """The matrix, contiguous."""
+    """The matrix, contiguous and without a history: no gradient goes through a cast."""
     if dtype not in FLOAT8_DTYPES:
         raise TypeError(f"casts are to {FLOAT8_DTYPES}, not to {dtype}")
     if matrix.dtype not in MATRIX_DTYPES:
         raise TypeError(f"casts take matrices of {MATRIX_DTYPES}, not of {matrix.dtype}")
     if matrix.dim() != 2 or matrix.numel() == 0:
         raise ValueError(f"casts take a matrix [R, C] with R, C >= 1, not a tensor of shape {tuple(matrix.shape)}")
-    return matrix.contiguous()
+    return (matrix.detach() if matrix.requires_grad else matrix).contiguous()
 
 
 def _check_alike(name: str, matrix: Tensor, other_name: str, other: Tensor) -> None:
@@ -436,12 +436,13 @@ def _empty_codes(
     matrix: Tensor, dtype: torch.dtype, multiple: int, plain: bool, transposed: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Uninitialised codes [R, C rounded up] and [C, R rounded up]; kernels write the padding too."""
-    rows, columns = matrix.shape
-
-    def empty(count: int, summed: int) -> Tensor:
-        return torch.empty(count, -(-summed // multiple) * multiple, dtype=dtype, device=matrix.device)
-
-    return empty(rows, columns) if plain else None, empty(columns, rows) if transposed else None
+    (rows, columns), device = matrix.shape, matrix.device
+    codes = codes_t = None
+    if plain:
+        codes = torch.empty(rows, -(-columns // multiple) * multiple, dtype=dtype, device=device)
+    if transposed:
+        codes_t = torch.empty(columns, -(-rows // multiple) * multiple, dtype=dtype, device=device)
+    return codes, codes_t
 
 
 def _empty_scale(matrix: Tensor, shape: tuple[int, int], multiple: int = 1) -> Tensor:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from zeropp_fp8.compute import operators
+from zeropp_fp8.compute.differentiable_once import differentiable_once
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.compute.products import LinearPrecision, decode_for_readers, product, products_of_gradient
 from zeropp_fp8.compute.scaling import Operand
@@ -41,7 +41,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_output: Tensor):
         weight, weight_scale, *saved_x = ctx.saved_tensors
         weight = weight if ctx.parameter is None else ctx.parameter

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from zeropp_fp8.kernels.elements import SMALLEST_SCALE, fp8_codes
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import PLANS, Kernel, Plan
 from zeropp_fp8.kernels.wire.launch_tables import native_float8
 
 BLOCK = 128
@@ -113,7 +113,7 @@ def store_tile(out_ptr, values, first_row, first_column, rows, columns):
 # -- launching ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one is as good as its identity, which needs no Python to be hashed
 class Launch:
     """How a kernel is cut into programs: the sides of a program's tile, its warps, a thread's registers (None: any)."""
 
@@ -179,23 +179,47 @@ def launch_cast(
         lengths: integers that follow those of the matrices.
     """
     like = inputs[0]
-    rows, columns = like.shape
-    plain, plain_length = code_bytes(codes, like)
-    transposed, transposed_length = code_bytes(codes_t, like)
-    kernel[(tiles(rows, columns, launch.tile_rows, launch.tile_columns),)](
-        *inputs,
-        plain,
-        transposed,
-        *(like if tensor is None else tensor for tensor in others),
-        rows,
-        columns,
-        plain_length,
-        transposed_length,
-        *lengths,
-        FORM=Form.of(codes, codes_t, launch.tile_rows, launch.tile_columns),
-        **constants,
-        **launch.options(),
+    plan = _plan(
+        kernel,
+        launch,
+        like.shape,
+        like.dtype,
+        like.device,
+        None if codes is None else codes.shape[1],
+        None if codes_t is None else codes_t.shape[1],
+        codes_t.dtype if codes is None else codes.dtype,
+        tuple([tensor is None for tensor in others]),
+        lengths,
+        *constants.items(),
     )
+    plan(
+        *inputs,
+        like if codes is None else codes.view(torch.uint8),
+        like if codes_t is None else codes_t.view(torch.uint8),
+        *[like if tensor is None else tensor for tensor in others],
+    )
+
+
+@functools.lru_cache(PLANS)
+def _plan(
+    kernel: Kernel,
+    launch: Launch,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    plain_length: int | None,
+    transposed_length: int | None,
+    code_dtype: torch.dtype,
+    absent: tuple[bool, ...],
+    lengths: tuple[int, ...],
+    *constants: tuple[str, object],
+) -> Plan:
+    """The launch of casts that differ in their tensors only; all that follows from the arguments is worked out once."""
+    plain, transposed = plain_length is not None, transposed_length is not None
+    form = _form_of(plain, transposed, code_dtype, device, launch.tile_rows, launch.tile_columns)
+    numbers = (*shape, plain_length or 0, transposed_length or 0, *lengths)
+    grid = (tiles(*shape, launch.tile_rows, launch.tile_columns),)
+    return Plan(kernel, grid, numbers, {"FORM": form, **dict(constants), **launch.options()})
 
 
 def tiles(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:

@@ -11,6 +11,8 @@ being kept.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +31,7 @@ from zeropp_fp8.kernels.casts.matrices import (
     tiles,
 )
 from zeropp_fp8.kernels.elements import narrowed
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import PLANS, Kernel, Plan
 from zeropp_fp8.kernels.wire.launch_tables import interpreted
 
 # 77 registers, three programs on a multiprocessor; 128 rows would take 151, and one program.
@@ -120,19 +122,14 @@ def swiglu_backward_cast_kernel(
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of gate, gradient of up) of contiguous bf16, fp16 or fp32 tensors of one shape and dtype."""
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    swiglu_backward_kernel[(triton.cdiv(gate.numel(), _TILE),)](
-        grad,
-        gate,
-        up,
-        grad_gate,
-        grad_up,
-        gate.numel(),
-        INTERPRETED=interpreted(),
-        TILE=_TILE,
-        num_warps=_WARPS,
-        enable_fp_fusion=False,
-    )
+    _plan(gate.numel(), gate.dtype)(grad, gate, up, grad_gate, grad_up)
     return grad_gate, grad_up
+
+
+@functools.lru_cache(PLANS)
+def _plan(numel: int, dtype: torch.dtype) -> Plan:
+    constants = {"INTERPRETED": interpreted(), "TILE": _TILE, "num_warps": _WARPS, "enable_fp_fusion": False}
+    return Plan(swiglu_backward_kernel, (triton.cdiv(numel, _TILE),), (numel,), constants)
 
 
 def swiglu_backward_cast(
