@@ -75,8 +75,7 @@ def cast_per_tensor(
         TypeError, ValueError: a dtype or shape that is not one of the above.
     """
     matrix = _checked(matrix, dtype)
-    _check_scalar("scale", scale, matrix)
-    _check_scalar("amax_out", amax_out, matrix)
+    _check_scalars(matrix, scale=scale, amax_out=amax_out)
     if _with_kernels(matrix, use_kernels):
         from zeropp_fp8.kernels.casts.cast_tensor import cast_tensor, partial_amax
 
@@ -220,13 +219,12 @@ def swiglu_cast(
     _check_alike("gate", gate, "up", up)
     if scale is None or not (_with_kernels(gate, use_kernels) and (plain or transposed)):
         return _cast_values(F.silu(gate) * up, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
-    from zeropp_fp8.kernels.casts import fused_casts
+    from zeropp_fp8.kernels.casts.fused_casts import swiglu_cast as cast_with_kernel
 
-    _check_scalar("scale", scale, gate)
-    _check_scalar("amax_out", amax_out, gate)
+    _check_scalars(gate, scale=scale, amax_out=amax_out)
     codes, codes_t = _empty_codes(gate, dtype, ALIGNMENT, plain, transposed)
     values = torch.empty_like(gate) if keep_values else None
-    fused_casts.swiglu_cast(gate, up, codes, codes_t, scale, amax_out, values)
+    cast_with_kernel(gate, up, codes, codes_t, scale, amax_out, values)
     return *_operands(gate, codes, scale, codes_t, scale, "tensor"), values
 
 
@@ -262,8 +260,7 @@ def swiglu_backward_cast(
     from zeropp_fp8.kernels.casts.swiglu import swiglu_backward_cast as cast_with_kernel
 
     for scale, amax_out in zip(scales, amax_outs):
-        _check_scalar("scale", scale, gate)
-        _check_scalar("amax_out", amax_out, gate)
+        _check_scalars(gate, scale=scale, amax_out=amax_out)
     copies = tuple(_empty_codes(gate, dtype, ALIGNMENT, True, transposed) for _ in scales)
     cast_with_kernel(grad, gate, up, copies, scales, amax_outs)
     return tuple(_operands(gate, *copy[:1], scale, *copy[1:], scale, "tensor") for copy, scale in zip(copies, scales))
@@ -278,9 +275,9 @@ def inverse_rms(matrix: Tensor, epsilon: float, use_kernels: bool | None = None)
     """fp32 [R]: 1 / root of (mean square + epsilon) of each row of a bf16, fp16 or fp32 matrix [R, C]."""
     matrix = _checked(matrix)
     if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.casts import fused_casts
+        from zeropp_fp8.kernels.casts.fused_casts import inverse_rms as with_kernel
 
-        return fused_casts.inverse_rms(matrix, epsilon)
+        return with_kernel(matrix, epsilon)
     return torch.rsqrt(matrix.float().pow(2).mean(dim=1) + epsilon)
 
 
@@ -316,13 +313,12 @@ def rms_norm_cast(
     if scale is None or not (_with_kernels(matrix, use_kernels) and (plain or transposed)):
         values = weight * (matrix.float() * inverse_rms.view(-1, 1)).to(matrix.dtype)
         return _cast_values(values, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
-    from zeropp_fp8.kernels.casts import fused_casts
+    from zeropp_fp8.kernels.casts.fused_casts import rms_norm_cast as cast_with_kernel
 
-    _check_scalar("scale", scale, matrix)
-    _check_scalar("amax_out", amax_out, matrix)
+    _check_scalars(matrix, scale=scale, amax_out=amax_out)
     codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
     values = torch.empty_like(matrix) if keep_values else None
-    fused_casts.rms_norm_cast(matrix, weight.contiguous(), inverse_rms, codes, codes_t, scale, amax_out, values)
+    cast_with_kernel(matrix, weight.contiguous(), inverse_rms, codes, codes_t, scale, amax_out, values)
     return *_operands(matrix, codes, scale, codes_t, scale, "tensor"), values
 
 
@@ -399,7 +395,7 @@ def _checked(matrix: Tensor, dtype: torch.dtype = FLOAT8_DTYPES[0]) -> Tensor:
         raise TypeError(f"casts are to {FLOAT8_DTYPES}, not to {dtype}")
     if matrix.dtype not in MATRIX_DTYPES:
         raise TypeError(f"casts take matrices of {MATRIX_DTYPES}, not of {matrix.dtype}")
-    if matrix.dim() != 2 or matrix.numel() == 0:
+    if len(matrix.shape) != 2 or 0 in matrix.shape:
         raise ValueError(f"casts take a matrix [R, C] with R, C >= 1, not a tensor of shape {tuple(matrix.shape)}")
     return (matrix.detach() if matrix.requires_grad else matrix).contiguous()
 
@@ -411,12 +407,14 @@ def _check_alike(name: str, matrix: Tensor, other_name: str, other: Tensor) -> N
         )
 
 
-def _check_scalar(name: str, tensor: Tensor | None, matrix: Tensor) -> None:
-    if tensor is None:
-        return
-    if tensor.shape != (1,) or tensor.dtype != torch.float32 or tensor.device != matrix.device:
+def _check_scalars(matrix: Tensor, **tensors: Tensor | None) -> None:
+    device = matrix.device
+    for name in tensors:
+        tensor = tensors[name]
+        if tensor is None or (tensor.shape == (1,) and tensor.dtype == torch.float32 and tensor.device == device):
+            continue
         raise ValueError(
-            f"{name} must be fp32 [1] on {matrix.device}, not {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            f"{name} must be fp32 [1] on {device}, not {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         )
 
 

@@ -38,6 +38,7 @@ class Scaling:
     """Shared by all layers of one conversion.
 
     Attributes:
+        backward_in_high_precision: whether gradients are no operands.
         granularity: what shares a scale in operands of activations and gradients; "rounded": see rounded.py.
     """
 
@@ -46,6 +47,7 @@ class Scaling:
     def __init__(self, compute: ComputeConfig) -> None:
         self.compute = compute
         self.formats = operand_formats(compute)
+        self.backward_in_high_precision = self.formats["gradients"] == "none"
         self._input: tuple | None = None
 
     def add_layer(self) -> int:

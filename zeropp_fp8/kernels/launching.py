@@ -9,13 +9,14 @@ dtypes of tensors, whether addresses and integers are multiples of 16, integers 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton import knobs
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PLANS = 4096  # that a kind of launch keeps: one a shape of its matrices, and a layer has some
 
 
@@ -42,7 +43,8 @@ class Kernel:
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self.launch(grid, arguments, constants)
-        if self._by_triton or device < 0 or watched():
+        watched = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
+        if self._by_triton or device < 0 or watched:
             self.jitted[grid](*arguments, **constants)
             return None
         values = addresses(arguments)
@@ -58,18 +60,24 @@ class Kernel:
         return known
 
 
-class Compiled:
+class Compiled(NamedTuple):
     """Triton's CompiledKernel on a device, with the values of its constants."""
 
-    def __init__(self, device: int, compiled: Any, constants: tuple) -> None:
-        self.device = device
-        self._run = compiled.run
-        self._what = compiled.function, compiled.packed_metadata, None, None, None  # no hooks
-        self._constants = constants
+    device: int
+    kernel: Any
+    constants: tuple
 
     def launch(self, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
         """Launch on the current stream, with what `addresses` gives of the arguments."""
-        self._run(*grid, torch._C._cuda_getCurrentRawStream(self.device), *self._what, *values, *self._constants)
+        self.kernel.run(
+            *grid,
+            torch._C._cuda_getCurrentRawStream(self.device),
+            self.kernel.function,
+            self.kernel.packed_metadata,
+            *(None, None, None),  # no hooks
+            *values,
+            *self.constants,
+        )
 
 
 class Plan:
@@ -87,27 +95,28 @@ class Plan:
         self._matters: tuple[bool, ...] = ()
 
     def __call__(self, *first: Tensor) -> None:
-        """Launch with tensors that are as many and have the dtypes of the first call's; None is none."""
+        """Launch with tensors that are as many, and of the device and the dtypes, as in the first call; None is none.
+
+        Tensors of FP8 count as their bytes.
+        """
         values = [tensor.data_ptr() for tensor in first]
         compiled = self._compiled
-        if compiled is not None and compiled.device == torch._C._cuda_getDevice() == first[0].get_device():
+        if compiled is not None and compiled.device == torch._C._cuda_getDevice():
             bits = 0
             for value, matters in zip(values, self._matters):
                 bits |= value if matters else 0
-            if bits % 16 == 0 and not watched():
+            hooks = knobs.runtime
+            if bits % 16 == 0 and not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls):
                 compiled.launch(self._grid_of_three, (*values, *self._last_values))
                 return
-        compiled = self._kernel.launch(self._grid, (*first, *self._last), self._constants)
+        # Triton before 3.7 has no pointers to float8 on devices without the type, and its interpreter has none at all.
+        given = [tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor for tensor in first]
+        compiled = self._kernel.launch(self._grid, (*given, *self._last), self._constants)
         if compiled is not None:
             params = self._kernel.jitted.params[: len(first)]
             matters = tuple(not param.do_not_specialize_on_alignment for param in params)
             if not any(value % 16 for value, own in zip(values, matters) if own):
                 self._compiled, self._matters = compiled, matters
-
-
-def watched() -> bool:
-    """Whether somebody has hooks on launches, which Triton calls."""
-    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 def addresses(arguments: Sequence[Any]) -> list[Any]:

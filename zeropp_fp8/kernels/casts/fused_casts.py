@@ -125,12 +125,12 @@ def swiglu_cast(
 def inverse_rms(matrix: Tensor, eps: float) -> Tensor:
     """fp32 [R]: 1 / sqrt(mean of squares + eps) of each row of a contiguous matrix."""
     found = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
-    _plan_of_statistics(matrix.shape, matrix.dtype, eps)(matrix, found)
+    _plan_of_statistics(matrix.shape, matrix.dtype, matrix.device, eps)(matrix, found)
     return found
 
 
 @functools.lru_cache(PLANS)
-def _plan_of_statistics(shape: torch.Size, dtype: torch.dtype, eps: float) -> Plan:
+def _plan_of_statistics(shape: torch.Size, dtype: torch.dtype, device: torch.device, eps: float) -> Plan:
     rows, columns = shape
     constants = {"PIECE": min(_LARGEST_PIECE, triton.next_power_of_2(columns)), "num_warps": _STATISTICS_WARPS}
     return Plan(row_statistics_kernel, (rows,), (columns, eps), constants)

@@ -152,11 +152,12 @@ class Form:
     def of(cls, codes: Tensor | None, codes_t: Tensor | None, rows: int, columns: int) -> Form:
         """The form of a cast that makes these copies, at least one, in tiles of rows x columns."""
         copy = codes_t if codes is None else codes
-        return _form_of(codes is not None, codes_t is not None, copy.dtype, copy.device, rows, columns)
+        return form_of(codes is not None, codes_t is not None, copy.dtype, copy.device, rows, columns)
 
 
 @functools.cache
-def _form_of(plain: bool, transposed: bool, dtype: torch.dtype, device: torch.device, rows: int, columns: int) -> Form:
+def form_of(plain: bool, transposed: bool, dtype: torch.dtype, device: torch.device, rows: int, columns: int) -> Form:
+    """The form of a cast to codes of `dtype`, in tiles of rows x columns."""
     return Form(plain, transposed, LARGEST_CODE[dtype], native_float8(device), rows, columns)
 
 
@@ -192,12 +193,7 @@ def launch_cast(
         lengths,
         *constants.items(),
     )
-    plan(
-        *inputs,
-        like if codes is None else codes.view(torch.uint8),
-        like if codes_t is None else codes_t.view(torch.uint8),
-        *[like if tensor is None else tensor for tensor in others],
-    )
+    plan(*inputs, *[like if tensor is None else tensor for tensor in (codes, codes_t, *others)])
 
 
 @functools.lru_cache(PLANS)
@@ -216,7 +212,7 @@ def _plan(
 ) -> Plan:
     """The launch of casts that differ in their tensors only; all that follows from the arguments is worked out once."""
     plain, transposed = plain_length is not None, transposed_length is not None
-    form = _form_of(plain, transposed, code_dtype, device, launch.tile_rows, launch.tile_columns)
+    form = form_of(plain, transposed, code_dtype, device, launch.tile_rows, launch.tile_columns)
     numbers = (*shape, plain_length or 0, transposed_length or 0, *lengths)
     grid = (tiles(*shape, launch.tile_rows, launch.tile_columns),)
     return Plan(kernel, grid, numbers, {"FORM": form, **dict(constants), **launch.options()})
@@ -231,11 +227,3 @@ def tiles(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:
     if max(rows, columns) > LARGEST_SIDE:
         raise ValueError(f"the kernels take matrices with sides up to {LARGEST_SIDE}, not {rows} x {columns}")
     return -(-rows // tile_rows) * -(-columns // tile_columns)  # triton.cdiv makes ten Python calls
-
-
-def code_bytes(codes: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
-    """(codes as uint8, length of a row) for a launch; `other`, any tensor, stands in for a copy that is not wanted.
-
-    Triton before 3.7 has no pointers to float8 on devices without the type, and its interpreter has none at all.
-    """
-    return (other, 0) if codes is None else (codes.view(torch.uint8), codes.shape[1])

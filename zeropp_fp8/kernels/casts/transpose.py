@@ -43,11 +43,11 @@ def transpose(codes: Tensor, transposed: Tensor) -> None:
         codes: uint8 [R, C], contiguous.
         transposed: uint8 [C, L] with R <= L <= R rounded up to 128, contiguous; zeros beyond R.
     """
-    _plan(codes.shape, transposed.shape[1])(codes, transposed)
+    _plan(codes.shape, transposed.shape[1], codes.device)(codes, transposed)
 
 
 @functools.lru_cache(PLANS)
-def _plan(shape: torch.Size, transposed_length: int) -> Plan:
+def _plan(shape: torch.Size, transposed_length: int, device: torch.device) -> Plan:
     form = TRANSPOSE
     constants = {"TILE_ROWS": form.tile_rows, "TILE_COLUMNS": form.tile_columns, **form.options()}
     grid = (tiles(*shape, form.tile_rows, form.tile_columns),)
