@@ -54,30 +54,30 @@ class Kernel:
             compiled = self.jitted[grid](*arguments, **constants)
             others = self.jitted.params[len(arguments) :]
             ends = tuple(constants.get(param.name, param.default) for param in others)
-            known = self._known[key] = Compiled(device, compiled, ends)
+            what = compiled.function, compiled.packed_metadata, None, None, None
+            known = self._known[key] = Compiled(device, compiled.run, what, ends)
         else:
             known.launch((*grid, 1, 1)[:3], values)
         return known
 
 
 class Compiled(NamedTuple):
-    """Triton's CompiledKernel on a device, with the values of its constants."""
+    """What Triton has compiled and launched once, on a device.
+
+    Attributes:
+        run: Triton's launcher.
+        kernel: the function on the device and its metadata, and no hooks.
+        constants: their values.
+    """
 
     device: int
-    kernel: Any
+    run: Callable[..., None]
+    kernel: tuple
     constants: tuple
 
     def launch(self, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
         """Launch on the current stream, with what `addresses` gives of the arguments."""
-        self.kernel.run(
-            *grid,
-            torch._C._cuda_getCurrentRawStream(self.device),
-            self.kernel.function,
-            self.kernel.packed_metadata,
-            *(None, None, None),  # no hooks
-            *values,
-            *self.constants,
-        )
+        self.run(*grid, torch._C._cuda_getCurrentRawStream(self.device), *self.kernel, *values, *self.constants)
 
 
 class Plan:
