@@ -77,7 +77,7 @@ class Matrix:
                 2,
             ),
             "rms norm": (
-                lambda: casts.rms_norm_cast(x, weight, EPS, FLOAT8, scale, amax),
+                lambda: casts.rms_norm_cast(x, weight, casts.inverse_rms(x, EPS), FLOAT8, scale, amax),
                 lambda: cast(F.rms_norm(x, x.shape[1:], weight, EPS)),
                 2,
             ),

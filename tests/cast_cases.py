@@ -139,7 +139,8 @@ def check_fused(rows, columns, matrix_dtype, dtype, device, exact, plain=True, t
         return casts.swiglu_cast(gate, up, dtype, scale, record, **flags, use_kernels=use_kernels)
 
     def rms_norm(use_kernels, record):
-        return casts.rms_norm_cast(gate, weight, 1e-5, dtype, scale, record, **flags, use_kernels=use_kernels)
+        inverse_rms = casts.inverse_rms(gate, 1e-5, use_kernels)
+        return casts.rms_norm_cast(gate, weight, inverse_rms, dtype, scale, record, **flags, use_kernels=use_kernels)
 
     for fused in (swiglu, rms_norm):
         where = (fused.__name__, rows, columns, matrix_dtype, dtype)

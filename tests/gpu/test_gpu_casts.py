@@ -149,7 +149,9 @@ def every_cast(matrix, scale, record):
         "row, plain": lambda: casts.cast_per_row(matrix, torch.float8_e4m3fn, transposed=False),
         "delayed": lambda: casts.cast_per_tensor(matrix, torch.float8_e5m2, scale, record),
         "swiglu": lambda: casts.swiglu_cast(matrix, matrix, torch.float8_e4m3fn, scale, record)[:2],
-        "rms norm": lambda: casts.rms_norm_cast(matrix, weight, 1e-5, torch.float8_e4m3fn, scale, record)[:2],
+        "rms norm": lambda: casts.rms_norm_cast(
+            matrix, weight, casts.inverse_rms(matrix, 1e-5), torch.float8_e4m3fn, scale, record
+        )[:2],
         "swiglu's gradients": lambda: itertools.chain(
             *casts.swiglu_backward_cast(matrix, matrix, matrix, torch.float8_e5m2, (scale,) * 2, (record,) * 2)
         ),

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from models import llama
 from numerics import signal_to_noise_db
 
-from zeropp_fp8.compute import convert_linear_layers
+from zeropp_fp8.compute import casts, convert_linear_layers
 from zeropp_fp8.compute.fused_module import restore_fused
+from zeropp_fp8.compute.rms_norm import gradients_of_rms_norm
 
 pytestmark = pytest.mark.gpu
 DELAYED = {"format": "fp8", "scaling": "delayed"}
@@ -18,8 +19,6 @@ DELAYED = {"format": "fp8", "scaling": "delayed"}
 @pytest.fixture
 def casts_made(monkeypatch):
     """Names of the casts that were called."""
-    from zeropp_fp8.compute import casts
-
     calls = []
     for name in ("swiglu_cast", "swiglu_backward_cast", "rms_norm_cast", "cast_per_tensor"):
         real = getattr(casts, name)
@@ -154,6 +153,36 @@ def test_swiglu_gradients():
         assert torch.equal(actual[1], up.grad)
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(actual[0], gate.grad, rtol=2 * eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1000, 512), (3, 70, 2048), (1, 96)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_rms_norm(dtype, shape):
+    """The bits of torch's own backward where it has the same 1 / rms; with that of the cast, the last bit of few."""
+    x, grad = ((torch.randn(shape, device="cuda") * 4).to(dtype) for _ in range(2))
+    weight = torch.rand(shape[-1:], device="cuda").to(dtype)
+    x.requires_grad_(), weight.requires_grad_()
+    F.rms_norm(x, weight.shape, weight, 1e-5).backward(grad)
+    values = x.detach(), weight.detach()
+    _, torchs = torch.ops.aten._fused_rms_norm(values[0], weight.shape, values[1], 1e-5)
+    for one, expected in zip(gradients_of_rms_norm(grad, *values, torchs, (True, True)), (x.grad, weight.grad)):
+        assert torch.equal(one, expected)
+    # Its sum of squares has another order: 1 / rms may be another fp32 number, by some of its last bits.
+    ours = casts.inverse_rms(values[0].flatten(0, -2), 1e-5).view(*shape[:-1], 1)
+    torch.testing.assert_close(ours, torchs, rtol=1e-6, atol=0)
+    found, ulp = gradients_of_rms_norm(grad, *values, ours, (True, True)), torch.finfo(dtype).eps
+    for one, expected in zip(found, (x.grad, weight.grad)):
+        torch.testing.assert_close(one, expected, rtol=2 * ulp, atol=1e-2 * ulp * expected.abs().max().item())
+        assert (one != expected).float().mean() < 0.02
+    # Against the formula in fp64.
+    numbers = (values[0].double().requires_grad_(), values[1].double().requires_grad_())
+    inverse = (numbers[0].square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    (numbers[1] * (numbers[0] * inverse)).backward(grad.double())
+    assert all(signal_to_noise_db(n.grad, one.double()) > 45 for n, one in zip(numbers, found))
+    only = gradients_of_rms_norm(grad, *values, ours, (True, False))
+    assert torch.equal(only[0], found[0]) and only[1] is None
+    only = gradients_of_rms_norm(grad, *values, ours, (False, True))
+    assert torch.equal(only[1], found[1]) and only[0] is None
 
 
 def test_nan_is_handed_on():

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import Kernel, Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -86,3 +86,33 @@ def test_hooks_see_every_launch(launches):
     finally:
         knobs.runtime.launch_enter_hook.remove(seen.append)
     assert len(seen) == 1
+
+
+def test_a_plan(launches):
+    """Tensors anywhere, on the current stream and in graphs, and with hooks; Triton launches the first ones only."""
+    kernel, seen = launches
+    plan = Plan(kernel, (16,), (1000, 0.5, None), {"SIZE": 64})
+    for _ in range(3):
+        for offsets in ((0, 0), (1, 0), (0, 3), (4, 8)):
+            x, y = (memory(offset) for offset in offsets)
+            plan(x, y)
+            torch.testing.assert_close(y, x + 0.5)
+    assert len(seen) == 3  # float 4 and 8 lie at multiples of 16 bytes again
+    x, y, stream, graph = memory(0), memory(0), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        plan(x, y)
+    stream.synchronize()
+    torch.testing.assert_close(y, x + 0.5)
+    with torch.cuda.graph(graph):
+        plan(x, y)
+    x.copy_(torch.arange(1000.0))
+    graph.replay()
+    torch.testing.assert_close(y, x + 0.5)
+    hooked = []
+    knobs.runtime.launch_enter_hook.add(hooked.append)
+    try:
+        plan(x, y)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hooked.append)
+    assert len(hooked) == 1

@@ -222,8 +222,11 @@ def test_what_is_refused():
             casts.cast_per_tensor(matrix, torch.float8_e4m3fn, amax_out=wrong)
     with pytest.raises(ValueError, match="gate is"):
         casts.swiglu_cast(matrix, torch.ones(4, 5), torch.float8_e4m3fn, torch.ones(1))
+    norm = torch.ones(4), torch.float8_e4m3fn, torch.ones(1)
     with pytest.raises(ValueError, match="weight must be"):
-        casts.rms_norm_cast(matrix, torch.ones(4).bfloat16(), 1e-5, torch.float8_e4m3fn, torch.ones(1))
+        casts.rms_norm_cast(matrix, torch.ones(4).bfloat16(), *norm)
+    with pytest.raises(ValueError, match="inverse_rms must be"):
+        casts.rms_norm_cast(matrix, torch.ones(matrix.shape[1]), torch.ones(1), *norm[1:])
     with pytest.raises(ValueError, match="grad is"):
         casts.swiglu_backward_cast(torch.ones(4, 5), matrix, matrix, torch.float8_e4m3fn, (torch.ones(1),) * 2)
 
@@ -246,7 +249,7 @@ def test_fused_casts_round_as_the_modules_do(dtype):
     scale, record = torch.full((1,), 0.02), torch.zeros(1)
     for wanted, fused in (
         (torch.nn.functional.silu(gate) * up, (casts.swiglu_cast, gate, up)),
-        (norm(gate).detach(), (casts.rms_norm_cast, gate, norm.weight, 1e-5)),
+        (norm(gate).detach(), (casts.rms_norm_cast, gate, norm.weight, casts.inverse_rms(gate, 1e-5))),
     ):
         cast, *inputs = fused
         operand, operand_t, values = cast(*inputs, torch.float8_e4m3fn, scale, record.zero_(), keep_values=True)

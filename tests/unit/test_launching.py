@@ -1,15 +1,17 @@
 """What a launch looks a compiled kernel up by says all that Triton compiles for."""
 
 import itertools
+from types import SimpleNamespace
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from triton import knobs
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton_process import run
 
-from zeropp_fp8.kernels.launching import addresses, specializations
+from zeropp_fp8.kernels.launching import Kernel, Plan, addresses, specializations
 
 INTEGERS = [
     0,
@@ -60,11 +62,69 @@ def test_integers_alike_here_are_alike_to_triton(one, other):
         assert of_triton(one) == of_triton(other)
 
 
+class Jitted:
+    """A kernel of four tensors, of which the last may lie anywhere, and what Triton would make of it."""
+
+    def __init__(self):
+        self.compiled, self.launched = [], []
+        names = {"x": False, "y": False, "z": False, "amax": True, "number": False}
+        self.params = [SimpleNamespace(name=n, do_not_specialize_on_alignment=a) for n, a in names.items()]
+        self.params.append(SimpleNamespace(name="SIZE", default=None))
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.compile(arguments)
+
+    def compile(self, arguments):
+        self.compiled.append(arguments)
+        which = len(self.compiled)
+        run = lambda *given: self.launched.append((which, given))  # noqa: E731
+        return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+
+
+def test_a_plan_launches_what_was_compiled_for_tensors_that_lie_alike(monkeypatch):
+    """On a pretended GPU: FP8 as bytes, addresses of the tensors given, and the general way where one is not at 16."""
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    jitted = Jitted()
+    kernel = Kernel(None)
+    kernel.jitted, kernel._by_triton = jitted, False
+    plan = Plan(kernel, (5, 2), (9,), {"SIZE": 32, "num_warps": 4})
+
+    def call(lead=0, amax=0):
+        x, y, z = (torch.zeros(64, dtype=torch.bfloat16) for _ in range(3))
+        codes, number = y.view(torch.float8_e4m3fn), torch.zeros(8)[amax : amax + 1]
+        plan(x[lead:], codes, z, number)
+        return x[lead:].data_ptr(), codes.data_ptr(), z.data_ptr(), number.data_ptr()
+
+    call()
+    assert [a.dtype for a in jitted.compiled[0][:4]] == [torch.bfloat16, torch.uint8, torch.bfloat16, torch.float32]
+    assert not jitted.launched, "Triton has launched what it compiled"
+    for amax in (0, 1):  # it lies anywhere
+        places = call(amax=amax)
+        expected = (5, 2, 1, 73, "function", "metadata", None, None, None, *places, 9, 32)
+        assert jitted.launched[-1] == (1, expected)
+    assert len(jitted.compiled) == 1
+    call(lead=1)
+    assert len(jitted.compiled) == 2 and len(jitted.launched) == 2
+    places = call(lead=1)
+    assert jitted.launched[-1][0] == 2 and jitted.launched[-1][1][9:13] == places
+    call()
+    assert jitted.launched[-1][0] == 1 and len(jitted.compiled) == 2
+    knobs.runtime.launch_enter_hook.add(print)
+    try:
+        call()
+    finally:
+        knobs.runtime.launch_enter_hook.remove(print)
+    assert len(jitted.compiled) == 3, "Triton calls hooks"
+
+
 def test_in_the_interpreter_triton_launches():
     script = """
 import torch, triton
 import triton.language as tl
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import Kernel, Plan
 
 @Kernel
 @triton.jit
@@ -76,6 +136,10 @@ x, y = torch.arange(100.0), torch.zeros(100)
 for number in (1, 2.5, 16):
     add_kernel[(7,)](x, y, 100, number, SIZE=16, num_warps=1)
     assert torch.equal(y, x + number)
+plan = Plan(add_kernel, (7,), (100, 2.5), {"SIZE": 16, "num_warps": 1})
+for x in (x, x[1:], x - 1):  # the second one lies elsewhere in its 16 bytes
+    plan(x, y)
+    assert torch.equal(y[: x.numel()], x + 2.5)
 print("done")
 """
     assert "done" in run(script, interpret=True)

@@ -178,7 +178,7 @@ def test_the_contract_of_torch(scaling, rows):
             arguments += (WIDTH, returns_scale, transposed)
             _, weight_scale = check_contract(torch.ops.zeropp_fp8.product.default, arguments, tables)
             if transposed:
-                in_high = layer.precision.backward_in_high_precision
+                in_high = layer.precision.scaling.backward_in_high_precision
                 saved = (x, parts[3]) if in_high else parts[2:]
                 grad = torch.randn(rows, WIDTH).to(dtype)
                 shapes = (granularity, dtype, WIDTH, [WIDTH] * 2, dtype)

@@ -9,6 +9,7 @@ scaling.py              which scales, and what they remember between steps
 products.py, linear.py  the three GEMMs of a layer, and the layer; operators.py: the same for torch.compile's graphs
 convert.py              finding the layers of a model
 rms_norm.py, swiglu.py  modules whose result is cast as it is made; fused_module.py: what both share
+differentiable_once.py  backward passes that cannot be differentiated
 fused_operators.py      the same for graphs; handed_on.py: how operands reach the layers there
 direct_cast.py, error_diffusion.py   inference and post-training quantization
 """

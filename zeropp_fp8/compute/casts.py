@@ -35,7 +35,6 @@ NAN_CODE = 0x7F  # NaN in both formats; without it, CPU and GPU would write diff
 Operands = tuple[Float8Operand | None, Float8Operand | None]
 
 
-@torch.no_grad()
 def amax_of(matrix: Tensor, use_kernels: bool | None = None) -> Tensor:
     """fp32 [1]: the largest finite magnitude of a matrix, 0 where there is none."""
     matrix = _checked(matrix)
@@ -49,7 +48,6 @@ def amax_of(matrix: Tensor, use_kernels: bool | None = None) -> Tensor:
 # -- casts ----------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def cast_per_tensor(
     matrix: Tensor,
     dtype: torch.dtype,
@@ -77,8 +75,7 @@ def cast_per_tensor(
         TypeError, ValueError: a dtype or shape that is not one of the above.
     """
     matrix = _checked(matrix, dtype)
-    _check_scalar("scale", scale, matrix)
-    _check_scalar("amax_out", amax_out, matrix)
+    _check_scalars(matrix, scale=scale, amax_out=amax_out)
     if _with_kernels(matrix, use_kernels):
         from zeropp_fp8.kernels.casts.cast_tensor import cast_tensor, partial_amax
 
@@ -102,7 +99,6 @@ def cast_per_tensor(
     return _operands(matrix, codes, scale, codes_t, scale, "tensor")
 
 
-@torch.no_grad()
 def cast_per_row(
     matrix: Tensor,
     dtype: torch.dtype,
@@ -130,7 +126,6 @@ def cast_per_row(
     )
 
 
-@torch.no_grad()
 def cast_blocks(
     matrix: Tensor,
     dtype: torch.dtype,
@@ -159,7 +154,6 @@ def cast_blocks(
     )
 
 
-@torch.no_grad()
 def cast_tiles(
     matrix: Tensor,
     dtype: torch.dtype,
@@ -199,7 +193,6 @@ def codes_of(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return _codes(matrix.float(), scale, dtype)
 
 
-@torch.no_grad()
 def swiglu_cast(
     gate: Tensor,
     up: Tensor,
@@ -226,17 +219,15 @@ def swiglu_cast(
     _check_alike("gate", gate, "up", up)
     if scale is None or not (_with_kernels(gate, use_kernels) and (plain or transposed)):
         return _cast_values(F.silu(gate) * up, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
-    from zeropp_fp8.kernels.casts import fused_casts
+    from zeropp_fp8.kernels.casts.fused_casts import swiglu_cast as cast_with_kernel
 
-    _check_scalar("scale", scale, gate)
-    _check_scalar("amax_out", amax_out, gate)
+    _check_scalars(gate, scale=scale, amax_out=amax_out)
     codes, codes_t = _empty_codes(gate, dtype, ALIGNMENT, plain, transposed)
     values = torch.empty_like(gate) if keep_values else None
-    fused_casts.swiglu_cast(gate, up, codes, codes_t, scale, amax_out, values)
+    cast_with_kernel(gate, up, codes, codes_t, scale, amax_out, values)
     return *_operands(gate, codes, scale, codes_t, scale, "tensor"), values
 
 
-@torch.no_grad()
 def swiglu_backward_cast(
     grad: Tensor,
     gate: Tensor,
@@ -269,8 +260,7 @@ def swiglu_backward_cast(
     from zeropp_fp8.kernels.casts.swiglu import swiglu_backward_cast as cast_with_kernel
 
     for scale, amax_out in zip(scales, amax_outs):
-        _check_scalar("scale", scale, gate)
-        _check_scalar("amax_out", amax_out, gate)
+        _check_scalars(gate, scale=scale, amax_out=amax_out)
     copies = tuple(_empty_codes(gate, dtype, ALIGNMENT, True, transposed) for _ in scales)
     cast_with_kernel(grad, gate, up, copies, scales, amax_outs)
     return tuple(_operands(gate, *copy[:1], scale, *copy[1:], scale, "tensor") for copy, scale in zip(copies, scales))
@@ -281,11 +271,20 @@ def gradients_of_swiglu(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
-@torch.no_grad()
+def inverse_rms(matrix: Tensor, epsilon: float, use_kernels: bool | None = None) -> Tensor:
+    """fp32 [R]: 1 / root of (mean square + epsilon) of each row of a bf16, fp16 or fp32 matrix [R, C]."""
+    matrix = _checked(matrix)
+    if _with_kernels(matrix, use_kernels):
+        from zeropp_fp8.kernels.casts.fused_casts import inverse_rms as with_kernel
+
+        return with_kernel(matrix, epsilon)
+    return torch.rsqrt(matrix.float().pow(2).mean(dim=1) + epsilon)
+
+
 def rms_norm_cast(
     matrix: Tensor,
     weight: Tensor,
-    statistics: float | Tensor,
+    inverse_rms: Tensor,
     dtype: torch.dtype,
     scale: Tensor | None,
     amax_out: Tensor | None = None,
@@ -301,28 +300,25 @@ def rms_norm_cast(
     Args:
         matrix: bf16, fp16 or fp32 [R, C].
         weight: [C], of the matrix' dtype.
-        statistics: what is added to the mean square, a number; or fp32 [R], 1 / root mean square of each row, with it.
+        inverse_rms: fp32 [R], 1 / root mean square of each row, as the function of that name gives it.
         others, result: see `swiglu_cast`.
     """
     matrix = _checked(matrix, dtype)
     if weight.shape != matrix.shape[1:] or weight.dtype != matrix.dtype:
         raise ValueError(f"weight must be {matrix.dtype} [{matrix.shape[1]}], not {weight.dtype} {list(weight.shape)}")
+    if inverse_rms.shape != matrix.shape[:1] or inverse_rms.dtype != torch.float32:
+        shape = list(inverse_rms.shape)
+        raise ValueError(f"inverse_rms must be fp32 [{matrix.shape[0]}], not {inverse_rms.dtype} {shape}")
+    weight = weight.detach()
     if scale is None or not (_with_kernels(matrix, use_kernels) and (plain or transposed)):
-        values = matrix.float()
-        if isinstance(statistics, Tensor):
-            inverse_rms = statistics.view(-1, 1)
-        else:
-            inverse_rms = torch.rsqrt(values.pow(2).mean(dim=1, keepdim=True) + statistics)
-        values = weight * (values * inverse_rms).to(matrix.dtype)
+        values = weight * (matrix.float() * inverse_rms.view(-1, 1)).to(matrix.dtype)
         return _cast_values(values, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
-    from zeropp_fp8.kernels.casts import fused_casts
+    from zeropp_fp8.kernels.casts.fused_casts import rms_norm_cast as cast_with_kernel
 
-    _check_scalar("scale", scale, matrix)
-    _check_scalar("amax_out", amax_out, matrix)
+    _check_scalars(matrix, scale=scale, amax_out=amax_out)
     codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
     values = torch.empty_like(matrix) if keep_values else None
-    inverse_rms = statistics if isinstance(statistics, Tensor) else fused_casts.inverse_rms(matrix, statistics)
-    fused_casts.rms_norm_cast(matrix, weight.contiguous(), inverse_rms, codes, codes_t, scale, amax_out, values)
+    cast_with_kernel(matrix, weight.contiguous(), inverse_rms, codes, codes_t, scale, amax_out, values)
     return *_operands(matrix, codes, scale, codes_t, scale, "tensor"), values
 
 
@@ -394,14 +390,14 @@ def _view_uint8(codes: Tensor) -> Tensor:
 
 
 def _checked(matrix: Tensor, dtype: torch.dtype = FLOAT8_DTYPES[0]) -> Tensor:
-    """The matrix, contiguous."""
+    """The matrix, contiguous and without a history: no gradient goes through a cast."""
     if dtype not in FLOAT8_DTYPES:
         raise TypeError(f"casts are to {FLOAT8_DTYPES}, not to {dtype}")
     if matrix.dtype not in MATRIX_DTYPES:
         raise TypeError(f"casts take matrices of {MATRIX_DTYPES}, not of {matrix.dtype}")
-    if matrix.dim() != 2 or matrix.numel() == 0:
+    if len(matrix.shape) != 2 or 0 in matrix.shape:
         raise ValueError(f"casts take a matrix [R, C] with R, C >= 1, not a tensor of shape {tuple(matrix.shape)}")
-    return matrix.contiguous()
+    return (matrix.detach() if matrix.requires_grad else matrix).contiguous()
 
 
 def _check_alike(name: str, matrix: Tensor, other_name: str, other: Tensor) -> None:
@@ -411,12 +407,14 @@ def _check_alike(name: str, matrix: Tensor, other_name: str, other: Tensor) -> N
         )
 
 
-def _check_scalar(name: str, tensor: Tensor | None, matrix: Tensor) -> None:
-    if tensor is None:
-        return
-    if tensor.shape != (1,) or tensor.dtype != torch.float32 or tensor.device != matrix.device:
+def _check_scalars(matrix: Tensor, **tensors: Tensor | None) -> None:
+    device = matrix.device
+    for name in tensors:
+        tensor = tensors[name]
+        if tensor is None or (tensor.shape == (1,) and tensor.dtype == torch.float32 and tensor.device == device):
+            continue
         raise ValueError(
-            f"{name} must be fp32 [1] on {matrix.device}, not {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            f"{name} must be fp32 [1] on {device}, not {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         )
 
 
@@ -436,12 +434,13 @@ def _empty_codes(
     matrix: Tensor, dtype: torch.dtype, multiple: int, plain: bool, transposed: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Uninitialised codes [R, C rounded up] and [C, R rounded up]; kernels write the padding too."""
-    rows, columns = matrix.shape
-
-    def empty(count: int, summed: int) -> Tensor:
-        return torch.empty(count, -(-summed // multiple) * multiple, dtype=dtype, device=matrix.device)
-
-    return empty(rows, columns) if plain else None, empty(columns, rows) if transposed else None
+    (rows, columns), device = matrix.shape, matrix.device
+    codes = codes_t = None
+    if plain:
+        codes = torch.empty(rows, -(-columns // multiple) * multiple, dtype=dtype, device=device)
+    if transposed:
+        codes_t = torch.empty(columns, -(-rows // multiple) * multiple, dtype=dtype, device=device)
+    return codes, codes_t
 
 
 def _empty_scale(matrix: Tensor, shape: tuple[int, int], multiple: int = 1) -> Tensor:

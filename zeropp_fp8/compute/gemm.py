@@ -65,7 +65,7 @@ def matmul_nt(
     if isinstance(a, Tensor):
         a, b_t = a.to(out_dtype), b.to(out_dtype).t()  # exact: rounded values have at most 8 significant bits
         return torch.mm(a, b_t) if bias is None else torch.addmm(bias.to(out_dtype), a, b_t)
-    if not (has_fp8_gemm(a.codes.device, a.granularity) and has_fp8_gemm(b.codes.device, b.granularity)):
+    if not has_fp8_gemm(a.codes.device, a.granularity):  # blocks are multiplied where tiles are
         out = _emulated(a, b).to(out_dtype)
     elif a.granularity == "tensor":
         # cuBLAS adds a bias in 16 bits only.

@@ -5,15 +5,14 @@ Under ZeRO-3 the Parameter itself is saved for backward, not its values, and the
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from zeropp_fp8.compute import operators
+from zeropp_fp8.compute.differentiable_once import differentiable_once
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.compute.products import LinearPrecision, decode_for_readers, product, products_of_gradient
 from zeropp_fp8.compute.scaling import Operand
@@ -22,7 +21,7 @@ from zeropp_fp8.compute.scaling import Operand
 class _LowPrecisionLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, precision: LinearPrecision, training: bool):
-        in_high = precision.backward_in_high_precision
+        in_high = precision.scaling.backward_in_high_precision
         needs_x_t = training and weight.requires_grad and not in_high
         x_q, x_t_q = precision.scaling.quantize_input(precision.layer, x, needs_x_t, training)
         y, weight_scale = product(x_q, weight, bias, precision, x.dtype, training)
@@ -41,7 +40,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_output: Tensor):
         weight, weight_scale, *saved_x = ctx.saved_tensors
         weight = weight if ctx.parameter is None else ctx.parameter
@@ -50,13 +49,13 @@ class _LowPrecisionLinear(torch.autograd.Function):
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = grad_output.reshape(-1, grad_output.shape[-1])
         x = ctx.rebuild_x(saved_x)
-        if isinstance(x, Tensor) and precision.backward_in_high_precision:
+        if isinstance(x, Tensor) and precision.scaling.backward_in_high_precision:
             x = x.reshape(-1, ctx.x_shape[-1])
-        with _without_autocast(grad_output.device.type):  # in whose context loss.backward() may be called
-            grad_input, grad_weight = products_of_gradient(
-                grad, x, weight, weight_scale, precision, ctx.x_dtype, needs_input, needs_weight
-            )
-            grad_bias = grad.sum(0).to(ctx.bias_dtype) if needs_bias else None
+        # loss.backward() may be called in autocast's context.
+        grad_input, grad_weight = _outside_autocast(
+            products_of_gradient, grad, x, weight, weight_scale, precision, ctx.x_dtype, needs_input, needs_weight
+        )
+        grad_bias = _outside_autocast(torch.sum, grad, 0).to(ctx.bias_dtype) if needs_bias else None
         return None if grad_input is None else grad_input.view(ctx.x_shape), grad_weight, grad_bias, None, None
 
 
@@ -70,14 +69,12 @@ def _saved(operand: Operand | None) -> tuple[list[Tensor], Callable[[list[Tensor
     return [operand.codes, operand.scale], lambda tensors: Float8Operand(*tensors, shape, granularity)
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[None]:
-    """Context in which GEMMs have their own precision; mostly nothing, for entering autocast's takes 20 calls."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return _NOTHING
-
-
-_NOTHING = contextlib.nullcontext()
+def _outside_autocast(function: Callable, tensor: Tensor, *others):
+    """function(tensor, *others) in its tensors' own precision."""
+    if not torch.is_autocast_enabled(tensor.device.type):  # entering a context takes 20 calls
+        return function(tensor, *others)
+    with torch.autocast(tensor.device.type, enabled=False):
+        return function(tensor, *others)
 
 
 class _LowPrecisionModule(nn.Module):
@@ -124,12 +121,12 @@ class _LowPrecisionModule(nn.Module):
         return self._multiply_untraced(x)
 
     def _multiply_eagerly(self, x: Tensor) -> Tensor:
-        weight, bias = self.own_weight(), self.bias
+        weight, own = self.own_weight(), self._parameters
+        bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 (ZeRO-3's dict gathers where it is indexed)
         training = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
-        with _without_autocast(x.device.type):
-            return _LowPrecisionLinear.apply(x, weight, bias, self.precision, training)
+        return _outside_autocast(_LowPrecisionLinear.apply, x, weight, bias, self.precision, training)
 
     _multiply_untraced = torch.compiler.disable(_multiply_eagerly)
 

@@ -55,7 +55,7 @@ def linear(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     training = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
-    saves_input = training and weight.requires_grad and precision.backward_in_high_precision
+    saves_input = training and weight.requires_grad and precision.scaling.backward_in_high_precision
     transposed = training and weight.requires_grad and not saves_input
     (caster,) = layer.casts_input
     return torch.ops.zeropp_fp8.linear(
@@ -274,7 +274,7 @@ def _linear_backward(
 ):
     layer = layer_of(number)
     x: Operand | None = None
-    if needs_weight and layer.precision.backward_in_high_precision:
+    if needs_weight and layer.precision.scaling.backward_in_high_precision:
         x = saved.reshape(-1, features)
     elif needs_weight:
         x = _operand(saved, saved_scale, (features, rows), granularity)

@@ -39,10 +39,6 @@ class LinearPrecision:
     name: str
     weight_is_transposed: bool = False
 
-    @property
-    def backward_in_high_precision(self) -> bool:
-        return self.scaling.formats["gradients"] == "none"
-
     def weight_operand(
         self, weight: Tensor, forward: bool, scale: Tensor | None = None, training: bool = True
     ) -> Operand:
@@ -135,7 +131,7 @@ def products_of_gradient(
     """
     scaling, transposed_weight = precision.scaling, precision.weight_is_transposed
     grad_input = grad_weight = None
-    if precision.backward_in_high_precision:
+    if scaling.backward_in_high_precision:
         if needs_input:
             with _Gathered(weight):
                 values = precision.weight_values(weight).to(grad.dtype)

@@ -7,12 +7,13 @@ the operands), its second one gate_proj (and up_proj).
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from collections.abc import Sequence
 
-from zeropp_fp8.compute import fused_operators
+import torch
+from torch import Tensor, nn
+
+from zeropp_fp8.compute import casts, fused_operators
+from zeropp_fp8.compute.differentiable_once import differentiable_once
 from zeropp_fp8.compute.fused_module import FusedModule, fuse, scales_are_known, takes_codes
 from zeropp_fp8.compute.linear import LowPrecisionLinear
 from zeropp_fp8.compute.source import says
@@ -35,23 +36,36 @@ class _RMSNorm(torch.autograd.Function):
         precision = linear.precision
         flat = x.reshape(-1, x.shape[-1])
         transposed = training and linear.weight_requires_grad
-        values, pair = precision.scaling.rms_norm_input(precision.layer, flat, weight, epsilon, transposed, training)
+        inverse_rms = casts.inverse_rms(flat, epsilon)
+        values, pair = precision.scaling.rms_norm_input(
+            precision.layer, flat, weight, inverse_rms, transposed, training
+        )
         if training:
-            ctx.epsilon = epsilon
             # A copy: ZeRO-3 may drop the Parameter's values before backward, and they are few.
-            ctx.save_for_backward(x, weight.detach().clone())
+            ctx.save_for_backward(x, weight.detach().clone(), inverse_rms.view(*x.shape[:-1], 1))
         values = values.view(x.shape)
         precision.scaling.offer_input(values, pair, training)
         return values
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad: Tensor):
-        x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
-        with torch.enable_grad():
-            y = F.rms_norm(x, weight.shape, weight, ctx.epsilon)
-        grad_x, grad_weight = torch.autograd.grad(y, (x, weight), grad)
-        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None, None
+        return *gradients_of_rms_norm(grad, *ctx.saved_tensors, ctx.needs_input_grad[:2]), None, None, None
+
+
+def gradients_of_rms_norm(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """(gradient of x, gradient of weight) of weight * (x * inverse_rms), by the kernel of torch's own backward.
+
+    Args:
+        grad, x: bf16, fp16 or fp32 [..., C], on a GPU: torch has the operator for no CPU.
+        weight: [C].
+        inverse_rms: fp32 [..., 1].
+        needed: which of them are asked for; None for the other.
+    """
+    found = torch.ops.aten._fused_rms_norm_backward.default(grad, x, weight.shape, inverse_rms, weight, list(needed))
+    return tuple(gradient if asked else None for gradient, asked in zip(found, needed))
 
 
 class _RMSNormModule(FusedModule):

@@ -28,6 +28,7 @@ from zeropp_fp8.formats.noise import draw_seed
 
 Role = Literal["activations", "weights", "gradients"]
 ROLES: tuple[Role, ...] = ("activations", "weights", "gradients")
+_OPERANDS, _OF_A_LAYER = {role: place for place, role in enumerate(ROLES)}, len(ROLES)  # places in tables
 Operand = Float8Operand | Tensor
 SCALE_STRIDE = 4  # cuBLAS wants scales at multiples of 16 bytes
 FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -37,6 +38,7 @@ class Scaling:
     """Shared by all layers of one conversion.
 
     Attributes:
+        backward_in_high_precision: whether gradients are no operands.
         granularity: what shares a scale in operands of activations and gradients; "rounded": see rounded.py.
     """
 
@@ -45,6 +47,7 @@ class Scaling:
     def __init__(self, compute: ComputeConfig) -> None:
         self.compute = compute
         self.formats = operand_formats(compute)
+        self.backward_in_high_precision = self.formats["gradients"] == "none"
         self._input: tuple | None = None
 
     def add_layer(self) -> int:
@@ -218,7 +221,7 @@ class DelayedScaling(Scaling):
         self, layer: int, role: Role, device: torch.device, training: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """(scale, if the operand has a history; amax to record, in training) of an operand, fp32 [1] each."""
-        index = layer * len(ROLES) + ROLES.index(role)
+        index = _OPERANDS[role] + layer * _OF_A_LAYER
         if not self._entries or self._scale.device != device:  # a copy, or moved, or a checkpoint was loaded
             self._place_tables(device)
         if training:
@@ -233,7 +236,7 @@ class DelayedScaling(Scaling):
 
     def knows_input(self, layer: int) -> bool:
         """Whether a layer's input has a history, so that it can be cast as it is made."""
-        return layer * len(ROLES) + ROLES.index("activations") in self._known
+        return _OPERANDS["activations"] + layer * _OF_A_LAYER in self._known
 
     def swiglu_input(
         self, layer: int, gate: Tensor, up: Tensor, transposed: bool, training: bool, keep_values: bool = True
@@ -263,20 +266,19 @@ class DelayedScaling(Scaling):
         layer: int,
         x: Tensor,
         weight: Tensor,
-        statistics: float | Tensor,
+        inverse_rms: Tensor,
         transposed: bool,
         training: bool,
         keep_values: bool = True,
     ) -> tuple[Tensor | None, tuple[Operand, Operand | None]]:
-        """(RMSNorm of x [R, C], if kept; its operands as the layer's input); weight is [C].
+        """(RMSNorm of x [R, C], if kept; its operands as the layer's input); weight is [C], inverse_rms fp32 [R].
 
-        Two passes over x where the input has a history; one where `statistics` is not epsilon but fp32 [R], the 1 / rms
-        of rows.
+        One pass over x where the input has a history.
         """
         scale, amax = self._entry(layer, "activations", x.device, training)
         dtype = FP8_DTYPES[self.formats["activations"]]
         *pair, values = casts.rms_norm_cast(
-            x, weight, statistics, dtype, scale, amax, transposed=transposed, keep_values=keep_values
+            x, weight, inverse_rms, dtype, scale, amax, transposed=transposed, keep_values=keep_values
         )
         return values, tuple(pair)
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from zeropp_fp8.compute import fused_operators
+from zeropp_fp8.compute.differentiable_once import differentiable_once
 from zeropp_fp8.compute.fused_module import FusedModule, fuse, scales_are_known, takes_codes
 from zeropp_fp8.compute.linear import LowPrecisionLinear
 from zeropp_fp8.compute.source import returns
@@ -37,7 +37,7 @@ class _SwiGLU(torch.autograd.Function):
         return values
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad: Tensor):
         from zeropp_fp8.kernels.casts.swiglu import swiglu_backward
 

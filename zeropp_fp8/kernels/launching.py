@@ -9,22 +9,15 @@ dtypes of tensors, whether addresses and integers are multiples of 16, integers 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton import knobs
 
-
-class Last:
-    """The last arguments of a launch, its constants and options: looked at once, for launches that share them."""
-
-    def __init__(self, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
-        self.arguments, self.constants = tuple(arguments), constants
-        self.values = addresses(arguments)
-        self.kinds = (*specializations(arguments, self.values), *constants.items())
-        self.known: dict[Hashable, tuple[Any, tuple]] = {}  # by kernel and first arguments, which are few
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+PLANS = 4096  # that a kind of launch keeps: one a shape of its matrices, and a layer has some
 
 
 class Kernel:
@@ -39,45 +32,91 @@ class Kernel:
         self.jitted = kernel
         # In Triton's interpreter it is none. On AMD's devices kernels are specialized for the size of tensors, too.
         self._by_triton = not isinstance(kernel, triton.JITFunction) or torch.version.hip is not None
-        self._known: dict[Hashable, tuple[Any, tuple]] = {}  # Triton's CompiledKernel, the values of its constants
+        self._known: dict[Hashable, Compiled] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments, **constants: self.launch(grid, arguments, Last((), constants))
+        return lambda *arguments, **constants: self.launch(grid, arguments, constants)
 
-    def launch(self, grid: tuple[int, ...], first: Sequence[Any], last: Last) -> None:
-        """Launch with arguments of which the last ones were looked at before; a tensor first."""
-        device = first[0].get_device()
+    def launch(self, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> Compiled | None:
+        """Launch, and give what ran; None where Triton has to launch every time."""
+        device = arguments[0].get_device()
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self.launch(grid, first, last)
-            return
+                return self.launch(grid, arguments, constants)
         watched = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
         if self._by_triton or device < 0 or watched:
-            self.jitted[grid](*first, *last.arguments, **last.constants)
-            return
-        values = addresses(first)
-        short = (self, device, *specializations(first, values))
-        known = last.known.get(short)
+            self.jitted[grid](*arguments, **constants)
+            return None
+        values = addresses(arguments)
+        key = (device, *specializations(arguments, values), *constants.items())
+        known = self._known.get(key)
         if known is None:
-            key = (*short, *last.kinds)
-            known = self._known.get(key)
-            if known is None:
-                compiled = self.jitted[grid](*first, *last.arguments, **last.constants)
-                others = self.jitted.params[len(first) + len(last.arguments) :]
-                self._known[key] = compiled, tuple(last.constants.get(param.name, param.default) for param in others)
+            compiled = self.jitted[grid](*arguments, **constants)
+            others = self.jitted.params[len(arguments) :]
+            ends = tuple(constants.get(param.name, param.default) for param in others)
+            what = compiled.function, compiled.packed_metadata, None, None, None
+            known = self._known[key] = Compiled(device, compiled.run, what, ends)
+        else:
+            known.launch((*grid, 1, 1)[:3], values)
+        return known
+
+
+class Compiled(NamedTuple):
+    """What Triton has compiled and launched once, on a device.
+
+    Attributes:
+        run: Triton's launcher.
+        kernel: the function on the device and its metadata, and no hooks.
+        constants: their values.
+    """
+
+    device: int
+    run: Callable[..., None]
+    kernel: tuple
+    constants: tuple
+
+    def launch(self, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
+        """Launch on the current stream, with what `addresses` gives of the arguments."""
+        self.run(*grid, torch._C._cuda_getCurrentRawStream(self.device), *self.kernel, *values, *self.constants)
+
+
+class Plan:
+    """A launch that is made again and again, with other tensors in front and all else as it was: looked at once.
+
+    Args:
+        last: the arguments after the tensors.
+        constants: and options.
+    """
+
+    def __init__(self, kernel: Kernel, grid: tuple[int, ...], last: Sequence[Any], constants: dict[str, Any]) -> None:
+        self._kernel, self._grid, self._last, self._constants = kernel, grid, tuple(last), constants
+        self._grid_of_three, self._last_values = (*grid, 1, 1)[:3], tuple(addresses(last))
+        self._compiled: Compiled | None = None  # for tensors that lie at multiples of 16 wherever it matters
+        self._matters: tuple[bool, ...] = ()
+
+    def __call__(self, *first: Tensor) -> None:
+        """Launch with tensors that are as many, and of the device and the dtypes, as in the first call; None is none.
+
+        Tensors of FP8 count as their bytes.
+        """
+        values = [tensor.data_ptr() for tensor in first]
+        compiled = self._compiled
+        if compiled is not None and compiled.device == torch._C._cuda_getDevice():
+            bits = 0
+            for value, matters in zip(values, self._matters):
+                bits |= value if matters else 0
+            hooks = knobs.runtime
+            if bits % 16 == 0 and not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls):
+                compiled.launch(self._grid_of_three, (*values, *self._last_values))
                 return
-            last.known[short] = known
-        compiled, constants = known
-        compiled.run(
-            *(*grid, 1, 1)[:3],
-            torch._C._cuda_getCurrentRawStream(device),
-            compiled.function,
-            compiled.packed_metadata,
-            *(None, None, None),  # no hooks
-            *values,
-            *last.values,
-            *constants,
-        )
+        # Triton before 3.7 has no pointers to float8 on devices without the type, and its interpreter has none at all.
+        given = [tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor for tensor in first]
+        compiled = self._kernel.launch(self._grid, (*given, *self._last), self._constants)
+        if compiled is not None:
+            params = self._kernel.jitted.params[: len(first)]
+            matters = tuple(not param.do_not_specialize_on_alignment for param in params)
+            if not any(value % 16 for value, own in zip(values, matters) if own):
+                self._compiled, self._matters = compiled, matters
 
 
 def addresses(arguments: Sequence[Any]) -> list[Any]:

@@ -11,6 +11,8 @@ unfused way, but for the mean of RMSNorm, whose sum has another order.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +30,7 @@ from zeropp_fp8.kernels.casts.matrices import (
     tile_of_program,
 )
 from zeropp_fp8.kernels.elements import narrowed
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import PLANS, Kernel, Plan
 from zeropp_fp8.kernels.wire.launch_tables import interpreted
 
 SWIGLU = Launch(tile_rows=128, tile_columns=64, num_warps=8)
@@ -122,17 +124,16 @@ def swiglu_cast(
 
 def inverse_rms(matrix: Tensor, eps: float) -> Tensor:
     """fp32 [R]: 1 / sqrt(mean of squares + eps) of each row of a contiguous matrix."""
-    rows, columns = matrix.shape
-    found = torch.empty(rows, dtype=torch.float32, device=matrix.device)
-    row_statistics_kernel[(rows,)](
-        matrix,
-        found,
-        columns,
-        eps,
-        PIECE=min(_LARGEST_PIECE, triton.next_power_of_2(columns)),
-        num_warps=_STATISTICS_WARPS,
-    )
+    found = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
+    _plan_of_statistics(matrix.shape, matrix.dtype, matrix.device, eps)(matrix, found)
     return found
+
+
+@functools.lru_cache(PLANS)
+def _plan_of_statistics(shape: torch.Size, dtype: torch.dtype, device: torch.device, eps: float) -> Plan:
+    rows, columns = shape
+    constants = {"PIECE": min(_LARGEST_PIECE, triton.next_power_of_2(columns)), "num_warps": _STATISTICS_WARPS}
+    return Plan(row_statistics_kernel, (rows,), (columns, eps), constants)
 
 
 def rms_norm_cast(

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from zeropp_fp8.kernels.elements import SMALLEST_SCALE, fp8_codes
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import PLANS, Kernel, Plan
 from zeropp_fp8.kernels.wire.launch_tables import native_float8
 
 BLOCK = 128
@@ -113,7 +113,7 @@ def store_tile(out_ptr, values, first_row, first_column, rows, columns):
 # -- launching ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one is as good as its identity, which needs no Python to be hashed
 class Launch:
     """How a kernel is cut into programs: the sides of a program's tile, its warps, a thread's registers (None: any)."""
 
@@ -152,11 +152,12 @@ class Form:
     def of(cls, codes: Tensor | None, codes_t: Tensor | None, rows: int, columns: int) -> Form:
         """The form of a cast that makes these copies, at least one, in tiles of rows x columns."""
         copy = codes_t if codes is None else codes
-        return _form_of(codes is not None, codes_t is not None, copy.dtype, copy.device, rows, columns)
+        return form_of(codes is not None, codes_t is not None, copy.dtype, copy.device, rows, columns)
 
 
 @functools.cache
-def _form_of(plain: bool, transposed: bool, dtype: torch.dtype, device: torch.device, rows: int, columns: int) -> Form:
+def form_of(plain: bool, transposed: bool, dtype: torch.dtype, device: torch.device, rows: int, columns: int) -> Form:
+    """The form of a cast to codes of `dtype`, in tiles of rows x columns."""
     return Form(plain, transposed, LARGEST_CODE[dtype], native_float8(device), rows, columns)
 
 
@@ -179,23 +180,42 @@ def launch_cast(
         lengths: integers that follow those of the matrices.
     """
     like = inputs[0]
-    rows, columns = like.shape
-    plain, plain_length = code_bytes(codes, like)
-    transposed, transposed_length = code_bytes(codes_t, like)
-    kernel[(tiles(rows, columns, launch.tile_rows, launch.tile_columns),)](
-        *inputs,
-        plain,
-        transposed,
-        *(like if tensor is None else tensor for tensor in others),
-        rows,
-        columns,
-        plain_length,
-        transposed_length,
-        *lengths,
-        FORM=Form.of(codes, codes_t, launch.tile_rows, launch.tile_columns),
-        **constants,
-        **launch.options(),
+    plan = _plan(
+        kernel,
+        launch,
+        like.shape,
+        like.dtype,
+        like.device,
+        None if codes is None else codes.shape[1],
+        None if codes_t is None else codes_t.shape[1],
+        codes_t.dtype if codes is None else codes.dtype,
+        tuple([tensor is None for tensor in others]),
+        lengths,
+        *constants.items(),
     )
+    plan(*inputs, *[like if tensor is None else tensor for tensor in (codes, codes_t, *others)])
+
+
+@functools.lru_cache(PLANS)
+def _plan(
+    kernel: Kernel,
+    launch: Launch,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    plain_length: int | None,
+    transposed_length: int | None,
+    code_dtype: torch.dtype,
+    absent: tuple[bool, ...],
+    lengths: tuple[int, ...],
+    *constants: tuple[str, object],
+) -> Plan:
+    """The launch of casts that differ in their tensors only; all that follows from the arguments is worked out once."""
+    plain, transposed = plain_length is not None, transposed_length is not None
+    form = form_of(plain, transposed, code_dtype, device, launch.tile_rows, launch.tile_columns)
+    numbers = (*shape, plain_length or 0, transposed_length or 0, *lengths)
+    grid = (tiles(*shape, launch.tile_rows, launch.tile_columns),)
+    return Plan(kernel, grid, numbers, {"FORM": form, **dict(constants), **launch.options()})
 
 
 def tiles(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:
@@ -207,11 +227,3 @@ def tiles(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:
     if max(rows, columns) > LARGEST_SIDE:
         raise ValueError(f"the kernels take matrices with sides up to {LARGEST_SIDE}, not {rows} x {columns}")
     return -(-rows // tile_rows) * -(-columns // tile_columns)  # triton.cdiv makes ten Python calls
-
-
-def code_bytes(codes: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
-    """(codes as uint8, length of a row) for a launch; `other`, any tensor, stands in for a copy that is not wanted.
-
-    Triton before 3.7 has no pointers to float8 on devices without the type, and its interpreter has none at all.
-    """
-    return (other, 0) if codes is None else (codes.view(torch.uint8), codes.shape[1])

@@ -11,6 +11,8 @@ being kept.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -18,10 +20,9 @@ from torch import Tensor
 
 from zeropp_fp8.kernels.casts.cast_tensor import cast_tile, record_amax
 from zeropp_fp8.kernels.casts.matrices import (
-    Form,
     Launch,
-    code_bytes,
     exponential,
+    form_of,
     load_tile,
     numbers_of,
     reciprocal,
@@ -29,7 +30,7 @@ from zeropp_fp8.kernels.casts.matrices import (
     tiles,
 )
 from zeropp_fp8.kernels.elements import narrowed
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import PLANS, Kernel, Plan
 from zeropp_fp8.kernels.wire.launch_tables import interpreted
 
 # 77 registers, three programs on a multiprocessor; 128 rows would take 151, and one program.
@@ -120,19 +121,14 @@ def swiglu_backward_cast_kernel(
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of gate, gradient of up) of contiguous bf16, fp16 or fp32 tensors of one shape and dtype."""
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    swiglu_backward_kernel[(triton.cdiv(gate.numel(), _TILE),)](
-        grad,
-        gate,
-        up,
-        grad_gate,
-        grad_up,
-        gate.numel(),
-        INTERPRETED=interpreted(),
-        TILE=_TILE,
-        num_warps=_WARPS,
-        enable_fp_fusion=False,
-    )
+    _plan_of_numbers(gate.numel(), gate.dtype, gate.device)(grad, gate, up, grad_gate, grad_up)
     return grad_gate, grad_up
+
+
+@functools.lru_cache(PLANS)
+def _plan_of_numbers(numel: int, dtype: torch.dtype, device: torch.device) -> Plan:
+    constants = {"INTERPRETED": interpreted(), "TILE": _TILE, "num_warps": _WARPS, "enable_fp_fusion": False}
+    return Plan(swiglu_backward_kernel, (triton.cdiv(numel, _TILE),), (numel,), constants)
 
 
 def swiglu_backward_cast(
@@ -152,24 +148,26 @@ def swiglu_backward_cast(
         scales: fp32 [1] each.
         amax_outs: fp32 [1] each, become the maximum of themselves and the gradient's largest finite magnitude; or None.
     """
-    rows, columns = gate.shape
-    pointers, lengths = [], []
-    for codes in (*copies[0], *copies[1]):
-        pointer, length = code_bytes(codes, gate)
-        pointers.append(pointer)
-        lengths.append(length)
-    swiglu_backward_cast_kernel[(tiles(rows, columns, CAST.tile_rows, CAST.tile_columns),)](
-        grad,
-        gate,
-        up,
-        *pointers,
-        *scales,
-        *(gate if amax is None else amax for amax in amax_outs),
-        rows,
-        columns,
-        *lengths[:2],
-        RECORD=amax_outs[0] is not None,
-        INTERPRETED=interpreted(),
-        FORM=Form.of(*copies[0], CAST.tile_rows, CAST.tile_columns),
-        **CAST.options(),
+    (codes, codes_t), others = copies[0], copies[1]
+    transposed_length = 0 if codes_t is None else codes_t.shape[1]
+    plan = _plan_of_cast(
+        gate.shape, gate.dtype, gate.device, codes.dtype, codes.shape[1], transposed_length, amax_outs[0] is not None
     )
+    tensors = grad, gate, up, codes, codes_t, *others, *scales, *amax_outs
+    plan(*[gate if tensor is None else tensor for tensor in tensors])
+
+
+@functools.lru_cache(PLANS)
+def _plan_of_cast(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    code_dtype: torch.dtype,
+    plain_length: int,
+    transposed_length: int,
+    record: bool,
+) -> Plan:
+    form = form_of(True, transposed_length > 0, code_dtype, device, CAST.tile_rows, CAST.tile_columns)
+    constants = {"RECORD": record, "INTERPRETED": interpreted(), "FORM": form, **CAST.options()}
+    grid = (tiles(*shape, CAST.tile_rows, CAST.tile_columns),)
+    return Plan(swiglu_backward_cast_kernel, grid, (*shape, plain_length, transposed_length), constants)

@@ -6,12 +6,15 @@ torch copies a transposed matrix element by element; here a tile goes through sh
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from zeropp_fp8.kernels.casts.matrices import Launch, load_tile, store_tile, tile_of_program, tiles
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import PLANS, Kernel, Plan
 
 TRANSPOSE = Launch(tile_rows=128, tile_columns=128, num_warps=8)
 
@@ -40,15 +43,12 @@ def transpose(codes: Tensor, transposed: Tensor) -> None:
         codes: uint8 [R, C], contiguous.
         transposed: uint8 [C, L] with R <= L <= R rounded up to 128, contiguous; zeros beyond R.
     """
-    rows, columns = codes.shape
+    _plan(codes.shape, transposed.shape[1], codes.device)(codes, transposed)
+
+
+@functools.lru_cache(PLANS)
+def _plan(shape: torch.Size, transposed_length: int, device: torch.device) -> Plan:
     form = TRANSPOSE
-    transpose_kernel[(tiles(rows, columns, form.tile_rows, form.tile_columns),)](
-        codes,
-        transposed,
-        rows,
-        columns,
-        transposed.shape[1],
-        TILE_ROWS=form.tile_rows,
-        TILE_COLUMNS=form.tile_columns,
-        **form.options(),
-    )
+    constants = {"TILE_ROWS": form.tile_rows, "TILE_COLUMNS": form.tile_columns, **form.options()}
+    grid = (tiles(*shape, form.tile_rows, form.tile_columns),)
+    return Plan(transpose_kernel, grid, (*shape, transposed_length), constants)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zeropp_fp8.formats import BlockScaledFormat
 from zeropp_fp8.formats.base import align_up
-from zeropp_fp8.kernels.launching import Last
+from zeropp_fp8.kernels.launching import Plan
 from zeropp_fp8.kernels.linear.code_words import pairing
 from zeropp_fp8.kernels.linear.quantized_linear_kernel import Form, quantized_linear_kernel
 from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight, can_multiply
@@ -160,7 +160,7 @@ class QuantizedLinear:
             group_start,
             group_start + 4 * triton.cdiv(blocks, SCALE_GROUP.value),
         )
-        self._cuts: dict[int, tuple[tuple[int, int], Last]] = {}  # by rows of x
+        self._plans: dict[int, Plan] = {}  # by rows of x
 
     def __call__(self, input: Tensor) -> Tensor:
         """[..., K] in the weight's dtype -> [..., N]: summed in fp32 and rounded once, the same bits on every run.
@@ -188,13 +188,12 @@ class QuantizedLinear:
     def launch(self, rows: Tensor, reduced: Tensor, out: Tensor) -> None:
         """Write the product of rows [M, K] to out [..., N]; `reduced`: x A^T [M, r], without LoRA anything."""
         count = rows.shape[0]
-        if count not in self._cuts:
-            self._cuts[count] = self._cut(rows)
-        grid, last = self._cuts[count]
-        quantized_linear_kernel.launch(grid, (rows, reduced, out), last)
+        if count not in self._plans:
+            self._plans[count] = self._plan(rows)
+        self._plans[count](rows, reduced, out)
 
-    def _cut(self, rows: Tensor) -> tuple[tuple[int, int], Last]:
-        """(programs, what all launches share) for rows of x."""
+    def _plan(self, rows: Tensor) -> Plan:
+        """The launch for rows of x."""
         weight, (count, columns), outputs = self.weight, rows.shape, self.weight.shape[0]
         block_bytes = weight.wire_format.block_size * weight.wire_format.element.bits // 8
         by_bytes = weight.slice_numel < columns or not _loads_of(block_bytes, 1)
@@ -212,8 +211,9 @@ class QuantizedLinear:
         constants = {"FORM": form, "num_warps": launch.warps, "enable_fp_fusion": False}
         if torch.version.hip is None:
             constants["maxnreg"] = launch.max_registers
-        last = Last((*self._fixed, count, outputs, columns, *self._places), constants)
-        return (triton.cdiv(outputs, 8 * launch.row_groups), triton.cdiv(count, 8 * launch.groups)), last
+        grid = triton.cdiv(outputs, 8 * launch.row_groups), triton.cdiv(count, 8 * launch.groups)
+        last = (*self._fixed, count, outputs, columns, *self._places)
+        return Plan(quantized_linear_kernel, grid, last, constants)
 
 
 def _check_layer(weight: QuantizedWeight, bias: Tensor | None, lora: Lora | None) -> None:
