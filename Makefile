@@ -14,7 +14,7 @@ UPSTREAM_ARGS ?=
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo rlhf-demo test test-quick test-upstream bench faults soak check docs format clean
+.PHONY: help demo rlhf-demo test test-quick test-upstream bench faults soak check docs dist format clean
 help:
 	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
 	@echo "make rlhf-demo  SFT, reward model and PPO of a tiny model on tasks with exact answers; results in runs/rlhf-demo"
@@ -26,6 +26,7 @@ help:
 	@echo "make soak     thousands of steps of every recipe, and whether anything grows (nightly); in runs/soak.json"
 	@echo "make check    ruff: lint and format; the documentation, built strictly"
 	@echo "make docs     configuration page and tables of results anew, and the documentation; in build/docs"
+	@echo "make dist     a wheel and an sdist, in dist"
 	@echo "make format   let ruff reformat"
 	@echo "make clean    remove .venv and caches"
 
@@ -90,12 +91,18 @@ docs: $(VENV)/.lint $(VENV)/.run
 	$(BIN)/python -m benchmarks.report
 	$(BIN)/mkdocs build --strict
 
+# A test builds both in the same way, installs the wheel into an environment of its own and trains there.
+dist: $(VENV)/.lint
+	$(BIN)/pip install --quiet -c constraints.txt build
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
 
 # Stamps: what is installed, remade when a version or a dependency changes.
 $(VENV)/.made: constraints.txt
@@ -112,7 +119,7 @@ $(VENV)/.torch: $(VENV)/.made
 	$(BIN)/pip install --progress-bar off -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@touch $@
 
-$(VENV)/.run: $(VENV)/.torch setup.cfg
+$(VENV)/.run: $(VENV)/.torch setup.cfg setup.py
 	$(BIN)/pip install --progress-bar off -c constraints.txt -e ".[examples]"
 	@touch $@
 

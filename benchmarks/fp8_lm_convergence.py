@@ -34,14 +34,13 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
-from benchmarks.harness.engines import EngineRun
+from benchmarks.harness.engine_trainer import EngineTrainer
 from benchmarks.harness.environment import describe, join
 from benchmarks.harness.jobs import announce, choose_gpus, dealt_jobs, run_jobs
-from benchmarks.harness.learning import BETAS, BF16, WEIGHT_DECAY, compare, load_data, merge, show, train_steps
+from benchmarks.harness.learning import BF16, compare, load_data, merge, show, train_steps
 from benchmarks.harness.results import append_to, begin_result, end_result, write_result
-from benchmarks.harness.sizes import SIZES, Size
+from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.zero3 import without_refused
 from examples.options import finite, new_file, several, whole
 from examples.pretrain.data import Sequences
@@ -93,61 +92,13 @@ TOLERATED_SHARE = 1e-5  # of saturated numbers, above which mu is halved
 SETTINGS = ("steps", "batch", "sequence", "lr", "warmup", "eval_sequences", "ranks")
 
 
-class EngineTrainer:
-    """An engine with what learning.train_steps asks for; `trace` grows by a step's mu and shares."""
-
-    def __init__(self, run: str, size: Size, seed: int, args, device: torch.device) -> None:
-        def groups(model: nn.Module) -> list[dict]:
-            matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) is many] for many in (True, False))
-            return [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-
-        self._rank, self._ranks, self._learning_rate = torch.distributed.get_rank(), args.ranks, args.lr
-        section = {"seed": seed, **SECTIONS[run]}
-        self.engine_run = EngineRun(
-            section,
-            size,
-            device,
-            micro_batch=args.batch // args.ranks,
-            seed=seed,
-            dtype=torch.float32,
-            groups=groups,
-            optimizer={"lr": args.lr, "betas": BETAS},
-        )
-        self.trace: dict[str, list[float]] = {}
-
-    def step(self, tokens: Tensor, rate_factor: float) -> Tensor:
-        """One step on this rank's part of the batch; its loss."""
-        for group in self.engine_run.engine.optimizer.param_groups:
-            group["lr"] = self._learning_rate * rate_factor
-        loss = self.engine_run.step(tokens[self._rank :: self._ranks].contiguous())
-        scales = self.engine_run.gradient_scales()
-        for name, value in (scales or {}).items():
-            self.trace.setdefault(name, []).append(float(f"{value:.6g}"))
-        return loss
-
-    @torch.no_grad()
-    def held_out_loss(self, held_out, sequences: int, batch: int) -> float:
-        """Mean loss over `sequences` sequences spread over the held-out text, each on one rank."""
-        engine = self.engine_run.engine
-        engine.eval()
-        batches = max(1, sequences // batch)
-        losses = []
-        for number in range(batches):
-            tokens = held_out.evaluation_batch(number, batches, batch)
-            losses.append(engine(tokens[self._rank :: self._ranks].contiguous()))
-        engine.train()
-        mean = torch.stack(losses).mean()
-        torch.distributed.all_reduce(mean)
-        return mean.item() / self._ranks
-
-
 def train(run: str, seed: int, args, data: tuple, device: torch.device) -> dict:
     """One run; its row of results."""
     training, held_out = data
     data = Sequences(training.tokens, training.length, seed), held_out
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    trainer = EngineTrainer(run, SIZES[args.size], seed, args, device)
+    trainer = EngineTrainer(SECTIONS[run], SIZES[args.size], seed, args, device)
     row = {
         "run": run,
         "seed": seed,

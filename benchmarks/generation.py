@@ -13,6 +13,8 @@ values, codes         zeropp: all weights, or their INT8 codes, stay on each ran
 qlora-values          NF4 store with LoRA; adapters merged into the values that stay
 qlora-codes           the same with codes that stay, and adapters beside them
 qlora-rank            codes that are on each rank anyway (secondary.scope "rank")
+...-graph             the same with `graph=True`: a token's pass is a CUDA graph; only on a GPU
+plain-compiled        plain with transformers' static cache, for which it compiles a token's pass on a GPU
 
 A rollout is one call of `generate`. What is entered is timed by itself ("enter": weights are gathered and kept). Every
 run makes --tokens new tokens, those that gather for each token --slow-tokens; all ranks begin together. The time of a
@@ -57,7 +59,11 @@ RUNS: dict[str, tuple[dict | None, str | None, bool]] = {
     "qlora-codes": ({"recipe": "qlora"}, "codes", True),
     "qlora-rank": ({"recipe": "qlora", "secondary": {"scope": "rank"}}, "codes", True),
 }
-PLAIN = ("plain", "plain-lora")
+GRAPH = "-graph"
+RUNS |= {run + GRAPH: RUNS[run] for run in ("values", "codes", "qlora-values", "qlora-codes")}
+COMPILED = "plain-compiled"
+RUNS[COMPILED] = RUNS["plain"]
+PLAIN = ("plain", "plain-lora", COMPILED)
 SLOW = ("stock", "stock-leaf", "stock-hpz", "sharded")
 
 
@@ -104,26 +110,44 @@ def ready(run: str, engine) -> Iterator[nn.Module]:
         module.eval()
         yield module
         return
-    with zeropp_fp8.generation(engine, weights=RUNS[run][1]) as module:
+    with zeropp_fp8.generation(engine, weights=RUNS[run][1], graph=run.endswith(GRAPH)) as module:
         yield module
 
 
-def pass_of_a_token(model: nn.Module, prompt: Tensor) -> Callable[[], None]:
-    """The forward pass of a token behind a prompt, of one more at each call."""
+def pass_of_a_token(model: nn.Module, prompt: Tensor, static: bool) -> Callable[[], None]:
+    """The forward pass of a token behind a prompt, of one more at each call.
+
+    With a static cache the mask is that of the first of them: made in the pass, it would ask the GPU for a length.
+    """
+    from transformers import StaticCache
+    from transformers.generation import GenerationMixin
+
+    cache, more = None, {}
+    inner = next(m for m in model.modules() if isinstance(m, GenerationMixin))
+    if static:
+        cache = StaticCache(inner.config, max_cache_len=prompt.shape[1] + 64)
     with torch.no_grad():
-        cache = model(input_ids=prompt, use_cache=True).past_key_values
+        cache = model(input_ids=prompt, past_key_values=cache, use_cache=True).past_key_values
+    if static:
+        places = torch.arange(prompt.shape[1] + 1, device=prompt.device).expand(len(prompt), -1)
+        attended = torch.ones_like(places)
+        made = inner.prepare_inputs_for_generation(
+            attended, 1, past_key_values=cache, attention_mask=attended, position_ids=places
+        )
+        more = {name: made[name] for name in ("attention_mask", "position_ids")}
 
     def forward() -> None:
         with torch.no_grad():
-            model(input_ids=prompt[:, -1:], past_key_values=cache, use_cache=True)
+            model(input_ids=prompt[:, -1:], past_key_values=cache, use_cache=True, **more)
 
-    forward()
+    for _ in range(2):  # a graph is recorded at the second
+        forward()
     return forward
 
 
-def bounds(model: nn.Module, prompt: Tensor, device: torch.device, count: int) -> dict:
+def bounds(model: nn.Module, prompt: Tensor, device: torch.device, count: int, static: bool) -> dict:
     """What of a row says whether a token waits for the host or for the GPU, with the `count` largest parts of each."""
-    forward = pass_of_a_token(model, prompt)
+    forward = pass_of_a_token(model, prompt, static)
     found = {"host_ms": host_ms(forward, device)}
     if device.type == "cuda":
         profile = profiling.device_profile(forward, count)
@@ -143,6 +167,7 @@ def measure(run: str, args, device: torch.device) -> dict:
     tokens = args.slow_tokens if run in SLOW else args.tokens
     synced = run not in PLAIN and RUNS[run][1] is None and args.ranks > 1
     options = {"do_sample": False, "pad_token_id": 0, "use_cache": True} | ({"synced_gpus": True} if synced else {})
+    options |= {"cache_implementation": "static"} if run == COMPILED else {}
 
     def generate(model: nn.Module, new: int) -> Tensor:
         attention = torch.ones_like(prompt)
@@ -151,7 +176,7 @@ def measure(run: str, args, device: torch.device) -> dict:
         )
 
     with ready(run, engine) as model:  # compiles kernels, fills the order of gathers
-        generate(model, 2)
+        generate(model, 1 + tokens if run == COMPILED else 2)  # a static cache of another length is compiled anew
     before = meter.bytes()
     meter.start_peak()
     stack = contextlib.ExitStack()
@@ -163,7 +188,8 @@ def measure(run: str, args, device: torch.device) -> dict:
     torch.distributed.barrier()
     sent = sent_bytes() - sent
     peak = meter.peak()
-    bounded_by = bounds(model, prompt, device, args.profile)
+    # transformers holds what it has compiled to itself.
+    bounded_by = {} if run == COMPILED else bounds(model, prompt, device, args.profile, run.endswith(GRAPH))
     left, _ = timed(stack.close, device)
     row = {
         "run": run,
@@ -251,7 +277,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     cut_into_nodes(args, parser)
     # hpZ in DeepSpeed itself needs a node of several ranks.
-    choose_runs(args, parser, [run for run in RUNS if run != "stock-hpz" or (args.nodes == 2 and args.ranks > 2)])
+    possible = [run for run in RUNS if run != "stock-hpz" or (args.nodes == 2 and args.ranks > 2)]
+    choose_runs(args, parser, [run for run in possible if on_gpu or not run.endswith(GRAPH)])
     return args
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeropp_fp8.formats import make_format
-from zeropp_fp8.zero.gather.difference import Difference
+from zeropp_fp8.zero.gather.difference import Contents, Difference
 
 CPU = torch.device("cpu")
 NUMELS = [1000, 64, 4096, 33]  # the second is a vector
@@ -18,14 +18,15 @@ def steps_on(device, difference, rest, dtype, steps=4):
     exact = make_format("none", dtype=dtype)
     held_formats = [exact if index == 1 else make_format(rest, **_options(rest, dtype)) for index in range(len(NUMELS))]
     formats = [exact if index == 1 else make_format(difference, block_size=64) for index in range(len(NUMELS))]
-    one = Difference(NUMELS, held_formats, formats, device)
+    contents = Contents(NUMELS, held_formats, formats)
+    one = Difference(contents, contents, device)
     weights = [torch.randn(RANKS, numel, generator=generator).to(dtype) for numel in NUMELS]
     rows = [wire_format.encode_rows(weight) for wire_format, weight in zip(held_formats, weights)]
     held, found = torch.cat(rows, dim=1).to(device), []
     one.begin()
     for _ in range(steps):
         weights = [w + (0.01 * torch.randn(w.shape, generator=generator)).to(dtype) for w in weights]
-        brought = torch.empty(RANKS, one.row_bytes, dtype=torch.uint8, device=device)
+        brought = torch.empty(RANKS, contents.row_bytes, dtype=torch.uint8, device=device)
         for rank in range(RANKS):
             shards = [w[rank].to(device) for w in weights]
             shards[-1] = shards[-1][: 20 if rank == OWN else 33]

@@ -21,6 +21,10 @@ WAYS = {
         "zeropp-diff",
         {"weights": {"format": "int8", "difference": {"format": "int2", "block_size": 64}}},
     ),
+    "differences to whole tensors": (
+        "fp8-lm-zeropp",
+        {"compute": _FP8, "weights": {"format": "none", "difference": {"format": "int4"}}},
+    ),
     "stochastic rounding": (
         "zeropp",
         {"weights": {"format": "int8", "rounding": "stochastic"}, "secondary": {"scope": "none"}},

@@ -82,7 +82,7 @@ def save_merged_16bit(engine_or_model, folder, max_shard_size="5GB") -> None:
     save(engine_or_model, folder, max_shard_size)
 
 
-def generation(engine, weights: str = "auto", merge_adapters: bool = True):
+def generation(engine, weights: str = "auto", merge_adapters: bool = True, graph: bool = False):
     """Context manager: generate with the model of an engine that trains. To be entered on every rank, between steps.
 
         with zeropp_fp8.generation(engine) as model:
@@ -103,16 +103,22 @@ def generation(engine, weights: str = "auto", merge_adapters: bool = True):
         merge_adapters: where values stay, merge the active PEFT adapters into them (into them only), which saves two
             of three products of a LoRA layer. Sums are rounded to the weights' dtype, like those of a merged model.
             What is not merged is multiplied in one forward a layer; PEFT's variants of LoRA by PEFT.
+        graph: record the forward pass of a token as a CUDA graph, at the second token of each call of `generate`, and
+            replay it for the others: then Python costs a token next to nothing. Needs a GPU, weights that stay, and a
+            decoder of transformers that attends to all tokens; `generate` uses its static cache, as long as the
+            sequence may become. Hooks on modules are called while a pass is recorded, and not when it is replayed.
 
     Yields:
-        `engine.module`. Its `generate` has use_cache=True and the right synced_gpus unless told otherwise.
+        `engine.module`. Its `generate` has use_cache=True, the right synced_gpus, and with `graph` the static cache
+        unless told otherwise. torch.compile compiles nothing inside the context, and what it has compiled rests.
 
     Raises:
-        ValueError: an engine without the plugin, or another `weights`.
+        ValueError: an engine without the plugin, another `weights`, or what a graph cannot be had for (beam search and
+            caches of other kinds when they are used).
         RuntimeError: inside another generation, or in the middle of a pass; a forward pass inside the context with
-            gradients; gathering parameters inside it.
+            gradients; gathering parameters inside it; a step that cannot be recorded.
         MemoryError: no memory on some rank for what is to stay; on every rank.
     """
     from zeropp_fp8.zero.generation.context import generation as generate_with
 
-    return generate_with(engine, weights, merge_adapters)
+    return generate_with(engine, weights, merge_adapters, graph)

@@ -40,10 +40,13 @@ class EngineRun:
 
     Args:
         section: the plugin's; None for stock DeepSpeed.
-        leaf: make every layer a z3 leaf module (stock only).
+        leaf: make every layer, or stage of layers, a z3 leaf module (stock only).
         dtype: of the initial weights; fp32 weights are drawn on the CPU, so that they are the same on every device.
         groups: what to call for the optimizer's groups of a model; all parameters alike without it.
         optimizer: keywords of torch.optim.AdamW.
+        unit_layers: of the model.
+        weights: a file with all of the model's weights, to begin with instead of random ones.
+        zero: more of the section "zero_optimization".
     """
 
     def __init__(
@@ -60,6 +63,9 @@ class EngineRun:
         dtype: torch.dtype = torch.bfloat16,
         groups=None,
         optimizer: dict | None = None,
+        unit_layers: int = 1,
+        weights: str | None = None,
+        zero: dict | None = None,
     ) -> None:
         import deepspeed
 
@@ -69,23 +75,27 @@ class EngineRun:
         self.device, self.found_bytes = device, live_bytes(device)
         torch.manual_seed(seed)
         if dtype == torch.float32:
-            model = Llama(size, checkpointing).to(device)
+            model = Llama(size, checkpointing, unit_layers)
+            if weights is not None:
+                model.load_state_dict(torch.load(weights, weights_only=True))
+            model.to(device)
         else:
             before = torch.get_default_dtype()
             torch.set_default_dtype(dtype)
             with device:
-                model = Llama(size, checkpointing)
+                model = Llama(size, checkpointing, unit_layers)
             torch.set_default_dtype(before)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.weight_bytes = live_bytes(device) - self.found_bytes
         if leaf:
-            deepspeed.utils.set_z3_leaf_modules(model, ["Block"])
+            deepspeed.utils.set_z3_leaf_modules(model, model._no_split_modules)
         chosen = torch.optim.AdamW(
             model.parameters() if groups is None else groups(model),
             **({"lr": 1e-4} | (optimizer or {})),
             fused=device.type == "cuda",
         )
         config = ds_config(section, micro_batch, small=size.small, lean=lean)
+        config["zero_optimization"] |= zero or {}
         self.engine = deepspeed.initialize(model=model, optimizer=chosen, config=config)[0]
         self.with_plugin = section is not None
 

@@ -134,6 +134,13 @@ def forget_memory(device) -> int:
     return torch.cuda.memory_allocated()
 
 
+def forget_in_tree_groups() -> None:
+    """A group left by in-tree hpZ would shard the next run's parameters inside a node, and stop a second hpZ run."""
+    import deepspeed
+
+    deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
 def build_in_tree_op() -> None:
     """Compile DeepSpeed's CUDA op of ZeRO++ (about 33 s, once a machine): rank 0 first, the others load its result."""
     import torch

@@ -106,6 +106,7 @@ def _run_job(
                     environment=job.environment,
                     folders=folders,
                     cwd=job.cwd,
+                    gpus=torch.cuda.device_count(),
                 )
                 return
             except RuntimeError as error:

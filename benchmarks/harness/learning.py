@@ -24,26 +24,32 @@ LOSS_EVERY = 50  # steps between reading losses from the device
 
 def load_data(args, device: torch.device) -> tuple[Sequences, Sequences]:
     """(training, held-out) sequences of bytes, on the device."""
-    training, held_out = split_tokens(read_documents(args.data), byte_tokens)
-    return Sequences(training.to(device), args.sequence), Sequences(held_out.to(device), args.sequence)
+    return sequences_of(read_documents(args.data), args.sequence, device)
 
 
-def rate_factor(step: int, warmup: int, steps: int) -> float:
-    """What the learning rate of step `step` (from 0) is multiplied by."""
+def sequences_of(documents: list[bytes], length: int, device: torch.device) -> tuple[Sequences, Sequences]:
+    """(training, held-out) sequences of so many bytes, on the device."""
+    training, held_out = split_tokens(documents, byte_tokens)
+    return Sequences(training.to(device), length), Sequences(held_out.to(device), length)
+
+
+def rate_factor(step: int, warmup: int, steps: int, least: float = LEAST_RATE) -> float:
+    """What the learning rate of step `step` (from 0) is multiplied by: up to 1, then along a cosine to `least`."""
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
-    return LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def train_steps(trainer, first: int, end: int, args, data: tuple[Sequences, Sequences], row: dict) -> None:
     """Steps `first` ... `end` - 1; losses and seconds, without those of held-out losses, are added to the row."""
     training, held_out = data
+    least_rate = getattr(args, "least_rate", LEAST_RATE)
     losses = []
     began = time.perf_counter()
     for step in range(first, end):
         tokens = training.training_batch(step * args.batch, args.batch)
-        losses.append(trainer.step(tokens, rate_factor(step, args.warmup, args.steps)))
+        losses.append(trainer.step(tokens, rate_factor(step, args.warmup, args.steps, least_rate)))
         done = step + 1
         evaluate = done % args.eval_every == 0 or done == args.steps
         if not evaluate and done % LOSS_EVERY and done != end:

@@ -6,6 +6,8 @@ norms take nine passes in eager mode; both would hide what the linear layers cos
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -84,18 +86,36 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class Stage(nn.Module):
+    """Layers that follow one another, which ZeRO-3 can gather at once."""
+
+    def __init__(self, layers: Iterable[Block]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, tables)
+        return x
+
+
 class Llama(nn.Module):
     """A causal language model; `forward` returns the mean loss of predicting every next token.
 
     Args:
         checkpointing: keep of every layer nothing but its input, and compute it again in backward.
+        unit_layers: layers that ZeRO-3 gathers at once; above 1 they are in stages, with the same initial weights.
     """
 
-    def __init__(self, size: Size, checkpointing: bool = False) -> None:
+    def __init__(self, size: Size, checkpointing: bool = False, unit_layers: int = 1) -> None:
         super().__init__()
         self.size, self.checkpointing = size, checkpointing
         self.embed = nn.Embedding(size.vocabulary, size.hidden)
-        self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
+        layers = [Block(size) for _ in range(size.layers)]
+        if unit_layers > 1:
+            layers = [Stage(layers[first : first + unit_layers]) for first in range(0, size.layers, unit_layers)]
+        self._no_split_modules = [type(layers[0]).__name__]  # as transformers names what stays together
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(size.hidden)
         self.lm_head = nn.Linear(size.hidden, size.vocabulary, bias=False)
         for parameter in self.parameters():

@@ -154,21 +154,24 @@ def launch(
     environment: Mapping[str, str] = MappingProxyType({}),
     folders: Sequence[str] = (),
     cwd: str | None = None,
+    gpus: int = 0,
 ) -> None:
     """Run `module` on `ranks` ranks, ended together: when one fails (RuntimeError) or time is up (TimeoutError).
 
     With `namespaces` each of the two nodes is a namespace, or each rank (`apart`), else all ranks share the host's
     loopback. A rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_INTERFACE, NODE_SHAPER (the rank that
     shapes that interface) and STORE_FILE in its environment, and what `environment` adds. It can import from the root
-    of the repository, and from its `folders`; first of all from `cwd`, where it runs.
+    of the repository, and from its `folders`; first of all from `cwd`, where it runs. Where there are `gpus` but fewer
+    than ranks, ranks share them; NCCL wants a GPU for each rank of a host, and takes each for a host of its own.
     """
     path = [str(ROOT), *(str(ROOT / folder) for folder in folders), os.environ.get("PYTHONPATH", "")]
-    per_node = ranks // nodes
+    per_node, shared = ranks // nodes, 0 < gpus < ranks
     processes = []
     for rank in range(ranks):
         node, local = divmod(rank, per_node)
         place = rank if apart else node
         interface = INTERFACES[place] if namespaces else "lo"
+        visible = [rank % gpus] if shared else [node * per_node + i for i in range(per_node)]
         env = {
             # NVLink multicast engages the fabric manager of the host, which others may share: off unless asked for.
             "NCCL_NVLS_ENABLE": "0",
@@ -176,7 +179,7 @@ def launch(
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "RANK": str(rank),
             "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(local),
+            "LOCAL_RANK": "0" if shared else str(local),  # the device among those that it sees
             "LOCAL_WORLD_SIZE": str(per_node),
             "LOCAL_SIZE": str(per_node),
             "MASTER_ADDR": ADDRESSES[0] if namespaces else "127.0.0.1",
@@ -184,11 +187,11 @@ def launch(
             "STORE_FILE": str(store),
             "NODE_INTERFACE": interface,
             "NODE_SHAPER": str(rank if apart else node * per_node),
-            "NCCL_HOSTID": f"node{node}",
+            "NCCL_HOSTID": f"rank{rank}" if shared else f"node{node}",
             "NCCL_SOCKET_IFNAME": interface,
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_IB_DISABLE": "1",
-            "CUDA_VISIBLE_DEVICES": ",".join(str(node * per_node + i) for i in range(per_node)),
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, visible)),
             **environment,
         }
         enter = ["-m", __spec__.name, NAMESPACES[place]] if namespaces else []

@@ -203,6 +203,15 @@ CASES = (
     Case("zeropp-diff, delays", "features", "zeropp-diff", "zeropp-diff", delays=True),
     Case("zeropp-diff, 2 bits", "features", "zeropp-diff", fields=TWO_BITS, resume=True),
     Case("zeropp-diff, 2 bits, delays", "features", "zeropp-diff", "zeropp-diff, 2 bits", fields=TWO_BITS, delays=True),
+    Case("zeropp-diff, whole tensors", "features", "zeropp-diff", fields={"partition": "whole_tensor"}, resume=True),
+    Case(
+        "zeropp-diff, whole tensors, delays",
+        "features",
+        "zeropp-diff",
+        "zeropp-diff, whole tensors",
+        fields={"partition": "whole_tensor"},
+        delays=True,
+    ),
     Case("accumulation in node", "features", "zeropp", accumulation=3, check=_sends_gradients(1)),
     Case(
         "accumulation in world",

@@ -24,9 +24,10 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from benchmarks.harness.environment import build_in_tree_op
+from benchmarks.harness.environment import build_in_tree_op, forget_in_tree_groups
 from benchmarks.harness.hf_llama import llama_config
 from benchmarks.harness.sizes import SIZES
+from benchmarks.harness.zero3 import in_tree_zero
 
 QUANTIZED = ("zeropp", "zeropp-4bit")
 IN_FP8 = ("fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp")
@@ -73,11 +74,7 @@ def ds_config(run: str, args) -> dict:
     if run == "stock-zero2":
         zero = {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": int(1e8)}
     if run in IN_TREE:
-        zero |= {
-            "zero_quantized_weights": True,
-            "zero_hpz_partition_size": int(os.environ["LOCAL_WORLD_SIZE"]),
-            "zero_quantized_gradients": True,
-        }
+        zero |= in_tree_zero(int(os.environ["LOCAL_WORLD_SIZE"]))
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "gradient_accumulation_steps": args.accumulation,
@@ -102,8 +99,7 @@ class DeepSpeedRun:
         if run in IN_TREE:
             build_in_tree_op()
         zeropp_fp8.enable() if run in SECTIONS else zeropp_fp8.disable()
-        # A group left by in-tree hpZ would shard the next run's parameters inside a node, and stop a second hpZ run.
-        deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        forget_in_tree_groups()
         model = build_model(args.model, device)
         if run.endswith("-leaf"):
             deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])

@@ -1,7 +1,8 @@
 """Result files: begun with what they were measured on, appended to by all ranks, finished, and read again.
 
 They are kept as benchmarks/results/QUESTION/HARDWARE-RANKS-LINK[-VARIANT].json, for example
-results/lora_step/h200-2-25gbit.json. The link is `local` for one rank, `nvlink`, `gloo`, or a rate between nodes.
+results/lora_step/h200-2-25gbit.json. The link is `local` for one rank, `nvlink`, `gloo`, a rate
+between nodes, or `sockets` where ranks share a GPU.
 """
 
 from __future__ import annotations

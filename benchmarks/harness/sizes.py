@@ -32,6 +32,7 @@ SIZES = {
     "8b-stack": Size(hidden=4096, intermediate=14336, layers=8, heads=32, kv_heads=8, vocabulary=32000),  # fits a GPU
     "7b-stack": Size(hidden=4096, intermediate=11008, layers=8, heads=32, kv_heads=32, vocabulary=32000),
     "100m": Size(hidden=768, intermediate=2048, layers=12, heads=12, kv_heads=12, vocabulary=256),  # of bytes
+    "25m": Size(hidden=512, intermediate=1408, layers=8, heads=8, kv_heads=8, vocabulary=256),
     "small": Size(hidden=256, intermediate=688, layers=6, heads=4, kv_heads=4, vocabulary=2048),  # outweighs latency
     "tiny": Size(hidden=128, intermediate=352, layers=4, heads=4, kv_heads=4, vocabulary=512),
     "tiny-gqa": Size(hidden=256, intermediate=768, layers=3, heads=4, kv_heads=2, vocabulary=512),

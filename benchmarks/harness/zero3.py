@@ -46,6 +46,15 @@ def ds_config(section: dict | None, micro_batch: int, *, small: bool, lean: bool
     return config
 
 
+def in_tree_zero(ranks_per_node: int) -> dict[str, Any]:
+    """What turns on DeepSpeed's own ZeRO++ in "zero_optimization"."""
+    return {
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": ranks_per_node,
+        "zero_quantized_gradients": True,
+    }
+
+
 def refusal(section: dict | None) -> str | None:
     """Why this version does not take a section; None where it does."""
     from zeropp_fp8.config import ConfigError, resolve

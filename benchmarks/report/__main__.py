@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness.environment import ROOT
-from benchmarks.report import compute, faults, fp8_lm, generation, lora, pictures, rlhf, upstream, zero
+from benchmarks.report import compute, faults, fp8_lm, generation, lora, pictures, rlhf, upstream, wire, zero
 from benchmarks.report.blocks import MARKED, Block, filled, named
 
 DOCUMENTS = (
@@ -26,7 +26,7 @@ DOCUMENTS = (
     "benchmarks/results/faults/README.md",
     "benchmarks/results/upstream/README.md",
 )
-TOPICS = (zero, compute, fp8_lm, lora, generation, rlhf, faults, upstream)
+TOPICS = (zero, compute, fp8_lm, lora, generation, rlhf, faults, upstream, wire)
 
 
 def all_blocks() -> dict[str, Block]:

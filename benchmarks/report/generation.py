@@ -10,6 +10,7 @@ LABELS = {
     "stock-hpz": "stock with in-tree hpZ",
     "plain": "transformers without DeepSpeed",
     "plain-lora": "the same, LoRA beside its layers",
+    "plain-compiled": "the same with a static cache, which it compiles",
     "sharded": '`zeropp`, `"sharded"` (from the node\'s copy)',
     "values": '`zeropp`, `"values"`',
     "codes": '`zeropp`, `"codes"`',
@@ -17,6 +18,8 @@ LABELS = {
     "qlora-codes": '`qlora`, `"codes"`',
 }
 OF_THE_PLUGIN = ("sharded", "values", "codes", "qlora-values", "qlora-codes")
+LABELS |= {f"{run}-graph": f"{LABELS[run]}, `graph=True`" for run in OF_THE_PLUGIN[1:]}
+OF_THE_PLUGIN += tuple(f"{run}-graph" for run in OF_THE_PLUGIN[1:])
 
 
 def times(run: str, base: dict, row: dict, digits: int, faster: bool) -> str:
@@ -28,13 +31,15 @@ def times(run: str, base: dict, row: dict, digits: int, faster: bool) -> str:
 def generation(nodes: dict, alone: dict) -> str:
     """Milliseconds a token on two nodes, and on one GPU, there of the faster of two rounds."""
     two, one, rows = by_run(nodes), fastest(alone, "token_ms"), []
-    for run in (run for run in LABELS if run in two):
-        ms, ours = f"{two[run]['token_ms']:.1f}", run in OF_THE_PLUGIN
-        ms = {"stock": f"{two[run]['token_ms']:.0f}", "plain": f"{ms}, see below"}.get(run, ms)
-        rows.append([LABELS[run], ms, times(run, two["stock"], two[run], 1, True) if ours or run == "stock" else ""])
+    for run in (run for run in LABELS if run in two or run in one):
+        ours, row = run in OF_THE_PLUGIN, [LABELS[run], "", ""]
+        if run in two:
+            row[1] = f"{two[run]['token_ms']:.{0 if run == 'stock' else 1}f}" + ", see below" * (run == "plain")
+            row[2] = times(run, two["stock"], two[run], 1, True) if ours or run == "stock" else ""
+        rows.append(row)
         rows[-1].append(f"{one[run]['token_ms']:.1f}" if run in one else "")
         rows[-1].append(times(run, one["plain"], one[run], 2, False) if run in one else "")
-        kept = two[run]["kept_bytes"]
+        kept = (two if run in two else one)[run]["kept_bytes"]
         rows[-1].append((f"{kept / GIB:.1f}" if kept else "0") if ours else "")
     return table(["", "2 nodes", "x faster than stock", "one GPU", "x plain", "GiB kept"], rows)
 

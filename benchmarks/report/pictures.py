@@ -7,6 +7,9 @@ import statistics
 from pathlib import Path
 
 from benchmarks.harness.results import RESULTS, finished_result, read_result
+from benchmarks.harness.seeds import TARGET_PERCENT
+from benchmarks.harness.wire_runs import SECTIONS, groups_of
+from benchmarks.report import wire
 
 NVLINK = "nvlink"  # the rate of one node
 OURS = ("lossless", "zeropp", "zeropp-4bit")
@@ -169,6 +172,41 @@ def quality(result: dict):
     return figure
 
 
+def learning(*results: dict):
+    """Held-out losses, and how far they are from the reference of the same seed; each seed thin, the mean thick."""
+    pyplot, groups = drawing(), groups_of(list(results))
+    figure, grid = pyplot.subplots(len(groups), 2, figsize=(13, 4.4 * len(groups)), layout="constrained", squeeze=False)
+    for (losses, differences), group in zip(grid, groups):
+        chosen = group["settings"]
+        million = chosen["batch"] * chosen["sequence"] / 1e6
+        curves: dict[str, dict[int, dict[int, float]]] = {}
+        for row in group["rows"]:
+            curves.setdefault(row["run"], {})[row["seed"]] = dict(row["held_out"])
+        named = [line["reference"] for line in group["comparison"] if "reference" in line]
+        base = curves[named[0]] if named else {}
+        for run, of_seeds in curves.items():
+            color = f"C{list(SECTIONS).index(run)}"
+            losses_of = list(of_seeds.values())
+            pairs = [
+                {step: 100 * (loss / base[seed][step] - 1) for step, loss in curve.items()}
+                for seed, curve in of_seeds.items()
+                if seed in base and base is not of_seeds
+            ]
+            for axis, each in ((losses, losses_of), (differences, pairs)):
+                for curve in each:
+                    axis.plot([s * million for s in curve], curve.values(), color=color, linewidth=0.6, alpha=0.4)
+                if each:
+                    means = [statistics.fmean(curve[step] for curve in each) for step in each[0]]
+                    label = f"{run}, {len(each)} seed(s)"
+                    axis.plot([s * million for s in each[0]], means, color=color, linewidth=1.9, label=label)
+        differences.axhline(TARGET_PERCENT, color="gray", linestyle=":", linewidth=0.8)
+        losses.set(xlabel="million tokens", ylabel="held-out loss (nats a byte)", yscale="log")
+        differences.set(xlabel="million tokens", ylabel=f"above {named[0]} of the same seed (%)" if named else "")
+        losses.set_title(f"{chosen['case']}, {group['rows'][0]['parameters'] / 1e6:.0f} M parameters")
+        losses.legend(frameon=False, fontsize=8)
+    return figure
+
+
 # Question: what is drawn of its results.
 DRAWN = {
     "two_nodes": step_time,
@@ -177,6 +215,7 @@ DRAWN = {
     "fp8_lm_convergence": traces,
     "fp8_lm_policies": policies,
     "rlhf_quality": quality,
+    wire.QUESTION: learning,
 }
 # What is kept: the picture, below benchmarks/results, its function, the results.
 KEPT = {
@@ -191,6 +230,8 @@ KEPT = {
     "fp8_lm_policies/h200-1-local": (policies, ("fp8_lm_policies/h200-1-local",)),
     "rlhf_quality/h200-1-local": (quality, ("rlhf_quality/h200-1-local",)),
 }
+if wire.FILES:
+    KEPT[f"{wire.QUESTION}/curves"] = (learning, wire.FILES)
 
 
 def draw_kept() -> None:

@@ -109,22 +109,31 @@ def saved_tensors(recipe, way):
 
 
 def generated():
-    """Tokens of eager and of compiled blocks, outside and inside of `zeropp_fp8.generation`."""
-    found = []
-    for way in ("eager", "blocks"):
-        with compiled_by("aot_eager"):
-            engine = _engine("zeropp", way)
-            prompt = next(batches(1, 0, length=5))
-            ask = {"max_new_tokens": 6, "do_sample": False, "synced_gpus": True}
-            said = [engine.module.generate(prompt, **ask)]
-            with zeropp_fp8.generation(engine):
-                said.append(engine.module.generate(prompt, **ask))
-            tokens = next(batches(1, dist.get_rank()))
-            loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss)
-            engine.step()
-            engine.destroy()
-        found.append((*said, loss.item()))
+    """By way: tokens outside and inside of `zeropp_fp8.generation`, what is traced inside of it, and a loss behind it.
+
+    Not outside with engine.compile(), where each length of the cache is a graph, and half a minute.
+    """
+    found = {}
+    for recipe, lora, ways in (("zeropp", False, ("eager", "blocks")), ("qlora", True, ("eager", "engine.compile"))):
+        for way in ways:
+            with compiled_by("aot_eager"):
+                engine = _engine(recipe, way, lora)
+                _compile(engine, way, "aot_eager")
+                prompt = next(batches(1, 0, length=5))
+                ask = {"max_new_tokens": 3, "do_sample": False, "synced_gpus": True}
+                said = [engine.module.generate(input_ids=prompt, **ask)] if way != "engine.compile" else []
+                before = _traced()
+                for weights in ("values", "codes"):
+                    with zeropp_fp8.generation(engine, weights=weights) as kept:
+                        said.append(kept.generate(input_ids=prompt, **ask))
+                inside = tuple(now - then for now, then in zip(_traced(), before))
+                tokens = next(batches(1, dist.get_rank()))
+                loss = engine(input_ids=tokens, labels=tokens).loss
+                engine.backward(loss)
+                engine.step()
+                behind = _traced()
+                engine.destroy()
+            found[recipe, way] = (said, inside, loss.item(), behind)
     return found
 
 

@@ -181,9 +181,9 @@ def written(how, **options):
     return found
 
 
-def jump(lr):
+def jump(lr, **fields):
     """A step of another size among usual ones: after each, SNR of gathered weights, agreement, and full gathers."""
-    engine = engine_of()
+    engine = engine_of(**fields)
     data, found = batches(7, dist.get_rank()), []
     block = next(unit for unit in engine.optimizer.gatherer.units if len(unit.params) > 2)
     for step in range(7):
@@ -238,9 +238,15 @@ def ways():
 
     train("plain", engine_of())
     train("error feedback", engine_of(gradients={"error_feedback": True}))
+    for bits in (3, 2):
+        gradients = {"error_feedback": True, "inter_format": f"int{bits}"}
+        train(f"gradients in {bits} bits", engine_of(gradients=gradients))
     train("by module", engine_of(gather_granularity="module"))
     train("by parameter", engine_of(gather_granularity="parameter"))
     train("some", engine_of(secondary={"memory_gb": 9e-5}))
+    train("whole tensors", engine_of(partition="whole_tensor"))
+    train("whole tensors, never cut", engine_of(partition="whole_tensor", partition_split="none"))
+    train("whole tensors by module", engine_of(partition="whole_tensor", gather_granularity="module"))
     fp8 = {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head"]}
     train("FP8 compute", engine_of(compute=fp8))
     train("kept gathered", engine_of(config={"zero_optimization": {"stage3_param_persistence_threshold": 5000}}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -174,6 +175,79 @@ def equals_a_plain_model(fields=None, recipe="lossless", lora=False, ways=(("val
     }
 
 
+def graphs_as_if_on_a_gpu():
+    """CUDA graphs are recordings of operators from here on; the list gets an entry for each."""
+    import recording
+
+    from zeropp_fp8.formats import BlockScaledFormat
+    from zeropp_fp8.zero.generation import context, replayed
+
+    made = []
+    BlockScaledFormat._may_exceed = lambda *_: True  # it looks at numbers on a CPU only
+
+    def recorded(step):
+        replay, outputs = recording.recorded(step)
+        made.append(0)
+
+        def counted():
+            made[-1] += 1
+            replay()
+
+        return counted, outputs
+
+    check = context.check_replayable
+    replayed.recorded = recorded
+    context.check_replayable = lambda module, device: check(module, torch.device("cuda"))
+    return made
+
+
+def replays(fields=None, recipe="lossless", lora=False, ways=("values", "codes"), **more):
+    """By way: tokens of steps that are replayed beside those without a graph, how many were, and what is left."""
+    engine, _ = engine_of(fields, recipe, lora, **more)
+    losses, made, found = train(engine, 2), graphs_as_if_on_a_gpu(), {}
+    model = next(m for m in engine.module.modules() if type(m).__name__ == "LlamaForCausalLM")
+    asked = [{}, {"max_new_tokens": 4}, {"output_hidden_states": True}]
+    asked.append({"num_return_sequences": 2, "do_sample": True, "top_k": 1})
+    for weights in ways:
+        before = living_bytes()
+        with zeropp_fp8.generation(engine, weights=weights, merge_adapters=False) as kept:
+            expected = [_said(kept, **some) for some in asked]
+        with zeropp_fp8.generation(engine, weights=weights, merge_adapters=False, graph=True) as kept, torch.no_grad():
+            got = []
+            for some in asked:
+                got.append(_said(kept, **some))
+                logits_of(kept, 0)  # a pass between two sequences, of what is decoded for it
+            replayed, _ = list(made), made.clear()
+            beams = raising(partial(greedy, kept, num_beams=2))
+            other = raising(partial(greedy, kept, cache_implementation="dynamic"))
+            model.model.rotary_emb.register_forward_pre_hook(_asks)
+            asks = raising(partial(greedy, kept))
+            model.model.rotary_emb._forward_pre_hooks.clear()
+            made.clear()
+        same = all(torch.equal(a, b) for mine, theirs in zip(got, expected) for a, b in zip(mine[:1], theirs[:1]))
+        error = max(float((a - b).abs().max()) for mine, theirs in zip(got, expected) for a, b in zip(mine, theirs))
+        del got, expected, kept
+        left = living_bytes() - before
+        found[weights] = (same, error, replayed, left, "forward" in model.__dict__, beams, other, asks)
+    return found, losses + train(engine, 2, seed=5)
+
+
+def _asks(module, args):
+    """A hook that waits for the device."""
+    assert args[0].abs().max().item() > 0
+
+
+def _said(model, **more):
+    """(tokens, the scores of each, hidden states if asked for)."""
+    said = greedy(model, return_dict_in_generate=True, output_logits=True, **more)
+    hidden = [layer[:, -1] for step in said.get("hidden_states") or () for layer in step]
+    return [said.sequences, *said.logits, *hidden]
+
+
+def replays_each(cases):
+    return [replays(**case) for case in cases]
+
+
 def trains_alone(fields=None, recipe="lossless", lora=False, dtype="fp32", **more):
     """The same steps without generation."""
     engine, _ = engine_of(fields, recipe, lora, dtype, **more)
@@ -258,6 +332,15 @@ def refusals():
         with zeropp_fp8.generation(engine, weights="some"):
             pass
 
+    def graph():
+        with zeropp_fp8.generation(engine, graph=True):
+            pass
+
+    def sharded_graph():
+        graphs_as_if_on_a_gpu()
+        with zeropp_fp8.generation(engine, weights="sharded", graph=True):
+            pass
+
     def nested():
         with zeropp_fp8.generation(engine), zeropp_fp8.generation(engine):
             pass
@@ -297,7 +380,7 @@ def refusals():
         finally:
             psutil.virtual_memory = real
 
-    for action in (unknown, nested, gradients, gathering, own_error, no_memory, in_a_pass):
+    for action in (unknown, graph, sharded_graph, nested, gradients, gathering, own_error, no_memory, in_a_pass):
         found[action.__name__] = raising(action)
         if action is not in_a_pass:  # after which a module counts as in use until the next backward
             found[f"{action.__name__}, then"] = train(engine, 1)[0]

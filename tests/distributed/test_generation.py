@@ -106,6 +106,27 @@ def test_one_rank(name):
     check(result, ENGINES[name].get("lora", False))
 
 
+REPLAYED = {
+    "qlora": ENGINES["qlora"] | {"lora": "several"},
+    "zeropp": ENGINES["zeropp"] | {"ways": ("codes",)},
+    "dora": ENGINES["qlora"] | {"lora": "dora", "ways": ("codes",)},
+}
+
+
+def test_replayed_steps():
+    """On recorded operators: the tokens and scores of steps by themselves; nothing a graph cannot see is needed."""
+    for cases in run_two(jobs.replays_each, cases=list(REPLAYED.values())):
+        for name, (found, losses) in zip(REPLAYED, cases):
+            assert losses[-1] < 10
+            for same, error, replayed, left, patched, beams, other, asks in found.values():
+                # The prompt gives the first token, and a step by itself the second.
+                new = jobs.NEW_TOKENS - 2
+                assert same and error < 1e-4 and replayed == [new, 2, new, new], (name, error, replayed)
+                assert left == 0 and not patched, (name, left)
+                assert "does not in beam search" in beams and "not DynamicLayer: leave cache_implementation" in other
+                assert "cannot be recorded as a CUDA graph; leave it out" in asks, asks
+
+
 def _on_one_rank(options):
     return options | {"fields": options.get("fields", {}) | {"topology": {"ranks_per_node": 1}}}
 
@@ -129,6 +150,8 @@ def test_bytes():
 def test_refusals():
     for found in run_two(jobs.refusals):
         assert found["unknown"] == "ValueError: generation: weights is one of auto, values, codes, sharded, not 'some'"
+        assert found["graph"] == "ValueError: generation: graph=True needs a CUDA device, not cpu: leave it out"
+        assert '"sharded" gathers them for each token' in found["sharded_graph"]
         assert "inside zeropp_fp8.generation already" in found["nested"]
         assert "put the pass under torch.no_grad()" in found["gradients"]
         assert "gather parameters before or after it" in found["gathering"]

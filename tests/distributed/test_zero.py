@@ -157,6 +157,7 @@ STOCHASTIC = {
         ("zeropp-pcie", {"secondary": {"memory_gb": 7e-5}}, "bf16"),
         ("zeropp-diff", None, "bf16"),
         ("zeropp-diff", {"weights": {"format": "int8", "difference": {"refresh_every": 3}}}, "fp32"),
+        ("zeropp-diff", {"partition": "whole_tensor"}, "bf16"),
         ("zeropp-diff", {**TWO_BITS, "secondary": {"scope": "rank"}}, "bf16"),
     ],
 )

@@ -67,19 +67,26 @@ def main():
             expected = engine.module(rows).logits.float()
         expected_tokens = greedy(engine.module)
         engine.module.train()
-        for weights, merge in (("values", False), ("values", True), ("codes", True), ("sharded", True)):
+        ways = [("values", False, False), ("values", True, False), ("codes", True, False), ("sharded", True, False)]
+        for weights, merge, graph in (*ways, ("values", True, True), ("codes", True, True)):
             before = memory()
-            with zeropp_fp8.generation(engine, weights=weights, merge_adapters=merge) as kept:
+            with zeropp_fp8.generation(engine, weights=weights, merge_adapters=merge, graph=graph) as kept:
                 held = memory() - before
                 with torch.no_grad():
                     logits = kept(rows).logits.float()
                 multiplied.clear()
                 made = greedy(kept)
+                if graph:  # a graph of its own, after a pass that decodes what the first one's step did
+                    in_one = list(multiplied)
+                    with torch.no_grad():
+                        kept(tokens)
+                    assert torch.equal(greedy(kept), made), "a second sequence"
+                    multiplied[:] = in_one
                 error = float((logits - expected).norm() / expected.norm())
                 shape, same = list(made.shape), torch.equal(made, expected_tokens)
                 del logits, made
             grown = memory() - before
-            found[f"{weights}, {merge}, {rows.shape[1]}"] = {
+            found[f"{weights}, {merge}, {rows.shape[1]}{', graph' if graph else ''}"] = {
                 "error": error,
                 "held": held,
                 "grown": grown,

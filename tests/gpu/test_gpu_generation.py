@@ -32,12 +32,17 @@ def test_generation(recipe, compute, dtype, adapters):
         # In fp32 sums in another order decide no token.
         bound = 1e-4 if dtype == "fp32" else 0.02 if compute == "none" else 0.15
         assert row["error"] < bound and (row["same_tokens"] or dtype != "fp32"), (name, row)
-        # All memory comes back. More may: a first pass of other shapes lets go of what training had cached.
-        assert row["grown"] < 2**16 and row["shape"] == [4, 40], (name, row)
-        # 7 tokens behind the prompt, of 3 layers with 7 products each.
-        with_lora = 7 * 3 * (4 if adapters == "several" else 3)
+        # All memory comes back. More may: a first pass of other shapes lets go of what training had cached. The first
+        # graph leaves cuBLAS its workspace for the stream on which graphs are recorded.
+        graph = name.endswith("graph")
+        most = 2**26 if name == "values, True, 32, graph" else 2**16
+        assert row["grown"] < most and row["shape"] == [4, 40], (name, row)
+        # 7 tokens behind the prompt, with a graph the first of them and the one that is recorded; of 3 layers with 7
+        # products each.
+        passes = 2 if graph else 7
+        with_lora = passes * 3 * (4 if adapters == "several" else 3)
         in_codes = name.startswith("codes") and recipe == "qlora" and compute == "none"
-        assert row["in_codes"] == ([7 * 21 - with_lora, with_lora] if in_codes else [0, 0]), (name, row)
+        assert row["in_codes"] == ([passes * 21 - with_lora, with_lora] if in_codes else [0, 0]), (name, row)
     if recipe == "qlora" and compute == "none" and dtype == "bf16":
         held = {name: row["held"] for name, row in result["found"].items()}
         assert held["codes, True, 32"] < 0.6 * held["values, True, 32"]

@@ -6,7 +6,7 @@ import pytest
 from config_cases import ds_config, refusal, resolved, values
 
 from zeropp_fp8.config import SECTION, WIRE_FORMATS, ConfigError, resolve
-from zeropp_fp8.config.sections import ELSEWHERE, FROZEN_FORMATS
+from zeropp_fp8.config.sections import BETWEEN_NODES_FORMATS, ELSEWHERE, FROZEN_FORMATS
 
 FORMAT_FIELDS = ("weights.format", "gradients.intra_format", "gradients.inter_format", "frozen.format")
 
@@ -15,7 +15,8 @@ FORMAT_FIELDS = ("weights.format", "gradients.intra_format", "gradients.inter_fo
 @pytest.mark.parametrize("name", [*ELSEWHERE, "int9", "INT8", "fp8"])
 def test_format_that_is_not_there(field, name):
     group, key = field.split(".")
-    there = FROZEN_FORMATS if group == "frozen" else WIRE_FORMATS
+    there = {"frozen": FROZEN_FORMATS, "gradients": BETWEEN_NODES_FORMATS}.get(group, WIRE_FORMATS)
+    there = WIRE_FORMATS if key == "intra_format" else there
     if name in there:
         return
     message = refusal({group: {key: name}})
@@ -58,6 +59,17 @@ def test_format_that_is_there(field, name):
             {"gradients": {"error_feedback": True}},
             ['"zeropp_fp8.gradients.error_feedback"', 'set "gradients.inter_format"', "remove error_feedback"],
         ),
+        *(
+            ({"recipe": "zeropp", "gradients": {"inter_format": "int2", **fields}}, words)
+            for fields, words in (
+                ({}, ['gradients.inter_format": "int2"', '"error_feedback" to true', '"int4"']),
+                ({"error_feedback": True, "rounding": "half_away"}, ['gradients.rounding": "half_away"', '"nearest"']),
+                (
+                    {"error_feedback": True, "block_size": 66, "hadamard": False},
+                    ["gradients.block_size", "multiple of 8", "use 72"],
+                ),
+            )
+        ),
         (
             {"secondary": {"memory_gb": 8}},
             ['"zeropp_fp8.secondary.memory_gb": 8.0', "there is none", '"secondary.scope" to "node"', "remove it"],
@@ -73,7 +85,6 @@ def test_format_that_is_there(field, name):
                 ({"weights": {"format": "int4"}}, ['"weights.format": "int4"', '"none" (16 bits) or "int8"']),
                 ({"weights": {"format": "fp8_e4m3"}}, ['"weights.format": "fp8_e4m3"', '"int8"']),
                 ({"weights": {"format": "int8", "rounding": "stochastic"}}, ['"weights.rounding"', '"nearest"']),
-                ({"partition": "whole_tensor"}, ['"partition": "whole_tensor"', '"slice"']),
                 ({"weights": {"difference": {"format": "fp8_e4m3"}}}, ["'fp8_e4m3'", "int8, int4, int3, int2"]),
                 ({"weights": {"difference": {"block_size": 12}}}, ["multiple of 8", "use 16"]),
                 ({"weights": {"difference": {"block_size": 40, "hadamard": True}}}, ["multiple of 32", "use 64"]),

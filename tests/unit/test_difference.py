@@ -9,20 +9,21 @@ from triton_process import run
 
 from zeropp_fp8.formats import make_format
 from zeropp_fp8.zero.gather import difference as module
-from zeropp_fp8.zero.gather.difference import Difference
+from zeropp_fp8.zero.gather.difference import Contents, Difference
 
 INT4, EXACT = make_format("int4", block_size=32), make_format("none", dtype=torch.float32)
 
 
 def pair(numel=64, **options):
     """A difference of one matrix in fp32, and a payload that holds ones."""
-    one = Difference([numel], [EXACT], [INT4], CPU, **options)
+    contents = Contents([numel], [EXACT], [INT4])
+    one = Difference(contents, contents, CPU, **options)
     one.begin()
     return one, EXACT.encode_rows(torch.ones(2, numel))
 
 
 def send(one, held, weights):
-    brought = torch.empty(2, one.row_bytes, dtype=torch.uint8)
+    brought = torch.empty(2, one.brought.row_bytes, dtype=torch.uint8)
     for rank in range(2):
         one.encode([weights[rank]], held[rank : rank + 1], brought[rank : rank + 1])
     one.add(brought, held)
@@ -45,7 +46,7 @@ def test_padding_is_zero_whatever_a_difference_brings():
     one, held = pair(numel)
     held = EXACT.encode_rows(torch.zeros(2, numel))
     for step in range(20):
-        brought = torch.empty(2, one.row_bytes, dtype=torch.uint8)
+        brought = torch.empty(2, one.brought.row_bytes, dtype=torch.uint8)
         for rank in range(2):
             one.encode([torch.full((40,), 0.1 * step)], held[rank : rank + 1], brought[rank : rank + 1])
         one.add(brought, held)

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "": {"plugin", "config", "zero"},  # zeropp_fp8/__init__.py
     "export": _MIDDLE | {"zero"},
     "run": {"", "children"},
+    "__main__": {""},
     "children": {""},
     "plugin": _MIDDLE | {"zero"},
     "zero": _MIDDLE,

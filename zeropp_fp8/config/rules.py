@@ -12,6 +12,7 @@ from typing import Any
 from zeropp_fp8.config.compute import check_compute
 from zeropp_fp8.config.ds_config import IN_TREE_KEYS
 from zeropp_fp8.config.sections import (
+    BETWEEN_NODES_FORMATS,
     DIFFERENCE_FORMATS,
     ELSEWHERE,
     FROZEN_FORMATS,
@@ -82,7 +83,7 @@ def check_fields(config: PluginConfig) -> None:
     """Rules inside the section."""
     _check_format("weights.format", config.weights.format)
     _check_format("gradients.intra_format", config.gradients.intra_format)
-    _check_format("gradients.inter_format", config.gradients.inter_format)
+    _check_format("gradients.inter_format", config.gradients.inter_format, BETWEEN_NODES_FORMATS)
     _check_format("frozen.format", config.frozen.format, FROZEN_FORMATS)
     for name, section in (("weights", config.weights), ("gradients", config.gradients)):
         if section.hadamard and section.block_size % HADAMARD_GROUP:
@@ -176,8 +177,6 @@ def _check_difference(config: PluginConfig) -> None:
             f'"{where}" does not go with "weights.rounding": "stochastic": each rank rounds what it has added to, and '
             'all must get the same; set it to "nearest"'
         )
-    if config.partition == "whole_tensor":
-        raise ConfigError(f'"{where}" does not go with "partition": "whole_tensor"; set that to "slice"')
 
 
 def _check_compile(config: PluginConfig) -> None:

@@ -22,10 +22,12 @@ FROZEN_FORMATS = ("none", "int4", "int8", "nf4", "fp8_e4m3", *MX_FORMATS)
 ELSEWHERE = {
     "nf4": "it is a format of frozen weights",
     "fp16": "it is a format of optimizer states",
-    "int3": "it is a format of weight differences",
-    "int2": "it is a format of weight differences",
+    "int3": "it is a format of weight differences, and of gradients between nodes",
+    "int2": "it is a format of weight differences, and of gradients between nodes",
 }
-DIFFERENCE_FORMATS = ("none", "int8", "int4", "int3", "int2")
+HALF_STEP_FORMATS = ("int3", "int2")
+BETWEEN_NODES_FORMATS = (*WIRE_FORMATS, *HALF_STEP_FORMATS)
+DIFFERENCE_FORMATS = ("none", "int8", "int4", *HALF_STEP_FORMATS)
 STATE_FORMATS = ("fp32", "bf16", "fp16", *FP8_FORMATS)
 STATE_BLOCKS = tuple(16 << shift for shift in range(7))
 HADAMARD_GROUP = 32
@@ -139,7 +141,9 @@ class GradientsConfig(_Section):
     """
 
     intra_format: OnTheWire = Field("none", description="inside a node; none: 16 or 32 bits, as stock")
-    inter_format: OnTheWire = Field("none", description="between nodes")
+    inter_format: Annotated[str, OneOf(BETWEEN_NODES_FORMATS)] = Field(
+        "none", description="between nodes; int3 and int2, an experiment, need error feedback"
+    )
     block_size: BlockSize = Field(128, description=_SHARE_A_SCALE)
     hadamard: Flag = Field(True, description=_ROTATE + "; inside a node only int4 is rotated")
     rounding: Rounding = Field("nearest", description="nearest rounds halves to even")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zeropp_fp8.config.sections import (
     FP8_FORMATS,
+    HALF_STEP_FORMATS,
     SECTION,
     STATE_BLOCKS,
     STATE_FORMATS,
@@ -27,6 +28,23 @@ def check_gradients(gradients: GradientsConfig) -> None:
             f'"{where}.error_feedback" corrects the quantization between nodes; '
             'set "gradients.inter_format" (e.g. "int4") or remove error_feedback'
         )
+    if gradients.inter_format in HALF_STEP_FORMATS:
+        name = gradients.inter_format
+        if not gradients.error_feedback:
+            raise ConfigError(
+                f'"{where}.inter_format": "{name}" drops much of a gradient, which has to be sent again: set '
+                '"error_feedback" to true, or use "int4"'
+            )
+        if gradients.rounding != "nearest":
+            raise ConfigError(
+                f'"{where}.rounding": "{gradients.rounding}" does not go with "{name}", whose levels are half steps; '
+                'set it to "nearest"'
+            )
+        if gradients.block_size % 8:
+            raise ConfigError(
+                f'"{where}.block_size": {gradients.block_size} must be a multiple of 8 with "{name}"; use '
+                f"{-(-gradients.block_size // 8) * 8}"
+            )
     if gradients.accumulate_in == "node" and hops == ("none", "none"):
         raise ConfigError(
             f'"{where}.accumulate_in": "node" goes with quantized gradients, which the plugin reduces; set '

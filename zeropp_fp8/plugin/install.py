@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from typing import Any
 
 from zeropp_fp8.config import IN_TREE_KEYS, load_ds_config, resolve, without_in_tree_keys
@@ -61,6 +62,7 @@ def enable() -> None:
     from zeropp_fp8.zero.linear_function import lean_linear
     from zeropp_fp8.zero.ulysses import replace_exchanges
 
+    _end_watch()
     _replace(deepspeed, "DeepSpeedEngine", engine_class(deepspeed.DeepSpeedEngine))
     _replace(deepspeed, "DeepSpeedHybridEngine", _refusing_hybrid_engine(deepspeed.DeepSpeedHybridEngine))
     _replace(deepspeed.DeepSpeedConfig, "__init__", _init_naming_file(deepspeed.DeepSpeedConfig.__init__))
@@ -84,12 +86,20 @@ def enable() -> None:
 
 def disable() -> None:
     """See zeropp_fp8.disable."""
+    _end_watch()
     while _restore:
         owner, name, value = _restore.pop()
         if isinstance(owner, dict):
             owner[name] = value
         else:
             setattr(owner, name, value)
+
+
+def _end_watch() -> None:
+    """Let zeropp_fp8_autoload, where it is installed, leave it to this file."""
+    autoload = sys.modules.get("zeropp_fp8_autoload")
+    if autoload is not None:
+        autoload.unwatch()
 
 
 def _init_naming_file(stock_init):

@@ -17,9 +17,9 @@ what they decoded, and read by the host one step later, when the device has long
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,26 +33,46 @@ _LARGEST_SHARE = 0.25
 _AT_ONCE = 1 << 25
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What lies in a row of payloads.
+
+    Attributes:
+        numels: elements of each tensor.
+        held_formats: what they rest in in the secondary shard.
+        formats: what their differences travel in; unquantized: the tensor travels as it is.
+    """
+
+    numels: Sequence[int]
+    held_formats: Sequence[WireFormat]
+    formats: Sequence[WireFormat]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a payload with differences."""
+        return sum(one.payload_bytes(numel) for one, numel in zip(self.formats, self.numels))
+
+    @property
+    def added(self) -> list[int]:
+        """Indices of the tensors that are added to what is held."""
+        some = enumerate(zip(self.formats, self.numels))
+        return [index for index, (one, numel) in some if numel and not isinstance(one, UnquantizedFormat)]
+
+
 class _Rows:
     """So many rows of payloads as fp32 numbers: buffers for these, and how they are decoded and encoded.
 
     Launch tables belong to tensors of one size and to one stream, so each number of rows has its own on each lane.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        numels: Sequence[int],
-        held_formats: Sequence[WireFormat],
-        formats: Sequence[WireFormat],
-        device: torch.device,
-    ) -> None:
-        wide = [torch.float32] * len(numels)
-        whole = [index for index, one in enumerate(formats) if isinstance(one, UnquantizedFormat)]
+    def __init__(self, rows: int, contents: Contents, device: torch.device) -> None:
+        numels, wide = contents.numels, [torch.float32] * len(contents.numels)
+        self.added = contents.added
+        whole = [index for index in range(len(numels)) if index not in set(self.added)]
         self.order = SliceOrder(range(rows), device)
-        self.differences = PayloadLayout(numels, formats, wide, device)
-        self.held = PayloadLayout(numels, held_formats, wide, device)
-        self.held_matrices = PayloadLayout(numels, held_formats, wide, device, left_out=whole)
+        self.differences = PayloadLayout(numels, contents.formats, wide, device)
+        self.held = PayloadLayout(numels, contents.held_formats, wide, device)
+        self.held_matrices = PayloadLayout(numels, contents.held_formats, wide, device, left_out=whole)
         self._shapes, self._device = [(rows, numel) for numel in numels], device
         self._sizes = [rows * -(-numel // 4) * 4 for numel in numels]  # aligned to 16 bytes
 
@@ -66,38 +86,21 @@ class Difference:
     """What one unit's ranks send where they hold what its weights were.
 
     Args:
-        numels: elements of a rank's slice, for each tensor.
-        held_formats: what they rest in in the secondary shard.
-        formats: what their differences travel in; unquantized: the tensor travels as it is.
+        own, brought: what lies in the row of this rank, and in each of those that the hops bring.
         device: where the secondary shard lies.
         refresh_every: steps from one full gather to the next; 0: none is due.
 
     Attributes:
-        row_bytes: of a payload with differences.
         begun: something is held that differences can be added to.
         steps: differences since the last full gather.
     """
 
-    def __init__(
-        self,
-        numels: Sequence[int],
-        held_formats: Sequence[WireFormat],
-        formats: Sequence[WireFormat],
-        device: torch.device,
-        refresh_every: int = 0,
-    ) -> None:
+    def __init__(self, own: Contents, brought: Contents, device: torch.device, refresh_every: int = 0) -> None:
+        self.own, self.brought = own, brought
         self.device, self.refresh_every = device, refresh_every
-        self.row_bytes = sum(one.payload_bytes(numel) for one, numel in zip(formats, numels))
-        self._added = [
-            index
-            for index, (one, numel) in enumerate(zip(formats, numels))
-            if numel and not isinstance(one, UnquantizedFormat)
-        ]
-        self._rows_at_once = max(1, _AT_ONCE // max(1, sum(numels)))
-        self._make_rows = functools.partial(
-            _Rows, numels=numels, held_formats=held_formats, formats=formats, device=device
-        )
-        self._rows: dict[tuple[str, int], _Rows] = {}
+        self._rows_at_once = max(1, _AT_ONCE // max(1, sum(brought.numels)))
+        self._own_row: _Rows | None = None
+        self._brought_rows: dict[int, _Rows] = {}
         self.begun = False
         self.steps = 0
         self._too_large: Tensor | None = None  # bool [], on the host once the event is over
@@ -124,24 +127,21 @@ class Difference:
         """What is held, or will be, is no base of a difference."""
         self.begun = False
 
-    def _of(self, lane: str, rows: int) -> _Rows:
-        if (lane, rows) not in self._rows:
-            self._rows[lane, rows] = self._make_rows(rows)
-        return self._rows[lane, rows]
-
     @torch.no_grad()
     def encode(self, shards: Sequence[Tensor], held: Tensor, out: Tensor) -> None:
         """Write what this rank sends to `out`, uint8 [1, row bytes].
 
         Args:
-            shards: its slices, flat; what is missing at the end of one is padding, zeros.
+            shards: its part of each tensor, flat; what is missing at the end of one is padding, zeros.
             held: uint8 [1, row bytes of the secondary shard], its own row there.
         """
-        own = self._of("sent", 1)
+        if self._own_row is None:
+            self._own_row = _Rows(1, self.own, self.device)
+        own = self._own_row
         values = own.buffers()
         own.held_matrices.decode(held, own.order, values)
         for index, (value, shard) in enumerate(zip(values, shards)):
-            if index in self._added:
+            if index in own.added:
                 value.neg_()
             else:
                 value.zero_()
@@ -156,18 +156,21 @@ class Difference:
         """
         largest = [[], []]  # of differences, of weights
         for some_brought, some_held in zip(brought.split(self._rows_at_once), held.split(self._rows_at_once)):
-            some = self._of("added", len(some_held))
+            rows = len(some_held)
+            if rows not in self._brought_rows:
+                self._brought_rows[rows] = _Rows(rows, self.brought, self.device)
+            some = self._brought_rows[rows]
             values, weights = some.buffers(), some.buffers()
             some.differences.decode(some_brought, some.order, values)
             some.held_matrices.decode(some_held, some.order, weights)
-            added = [(values[index], weights[index]) for index in self._added]
+            added = [(values[index], weights[index]) for index in some.added]
             if added:
                 for found, tensors in zip(largest, zip(*added)):
                     found.append(torch.stack(torch._foreach_norm(tensors, torch.inf)))
                 torch._foreach_add_([value for value, _ in added], [weight for _, weight in added])
             some.held.encode(values, some.order, some_held)
         self.steps += 1
-        if self._added:
+        if largest[0]:
             self._look_at(*(torch.stack(found).amax(dim=0) for found in largest))
 
     def _look_at(self, differences: Tensor, weights: Tensor) -> None:

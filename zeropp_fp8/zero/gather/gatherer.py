@@ -242,16 +242,16 @@ class Gatherer:
         flight.held = self._held_buffer(unit, flight) if at_rest is None else at_rest
         with self._network:
             after(self._weights_ready)
-            brought_bytes = unit.brought_bytes
-            if brought_bytes:
-                flight.brought = self._brought_ring.take(brought_bytes)
+            differs = unit.brings_differences
+            if differs:
+                flight.brought = self._brought_ring.take(unit.brought_bytes)
                 flight.first_work = unit.send_differences(flight.held, flight.brought)
             elif at_rest is None:
                 flight.first_work = unit.first_hops(flight.held)
         unit.flight = flight
         if unit.keeps_secondary:
             unit.secondary, unit.secondary_is_current = flight.held, True
-        if brought_bytes:
+        if differs:
             self._coming.append(unit)
             while len(self._coming) >= _MOST_COMING:
                 self._add_differences(self._coming[0])

@@ -16,9 +16,8 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.payload import PayloadLayout
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
-from zeropp_fp8.formats.base import align_up
 from zeropp_fp8.zero.gather.buffers import Places, Regions
-from zeropp_fp8.zero.gather.difference import Difference
+from zeropp_fp8.zero.gather.difference import Contents
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import Arrived, Unit
@@ -67,7 +66,6 @@ class SlicedUnit(Unit):
         packed: parameters in the payload; `operands`: the others.
         payload: this rank's encoded shards, uint8 [row bytes]: kept where there is no secondary shard, so that forward,
             backward, every micro-batch and evaluation see the same bits, also with stochastic rounding.
-        difference: how the payload travels to ranks that hold what it was; None where it always travels as a whole.
     """
 
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
@@ -76,26 +74,10 @@ class SlicedUnit(Unit):
         self.packed: list[Parameter] = []
         self.operands: list[Parameter] = []
         self.payload: Tensor | None = None
-        self.difference: Difference | None = None
         self._made_for: list[tuple[torch.dtype, int]] = []
 
-    def bytes_of(self, param: Parameter) -> int:
-        if self.travels_as_operand(param):
-            return align_up(self.route.gemm_weights.slice_bytes(param))
-        return self.format_of(param).payload_bytes(param.ds_tensor.ds_numel)
-
-    def first_bytes_of(self, param: Parameter) -> float:
-        if not self._travels_as_difference(param) or not self.keeps_secondary:
-            return self.bytes_of(param)
-        return self.route.session.difference_format.payload_bytes(param.ds_tensor.ds_numel)
-
-    def is_exact(self, param: Parameter) -> bool:
-        return super().is_exact(param) and not self._travels_as_difference(param)
-
-    def _travels_as_difference(self, param: Parameter) -> bool:
-        """Whether a secondary shard of a parameter is made of differences. Small ones that stay gathered have none."""
-        differs = self.route.session.difference_format is not None and not self.kind.sends_what_rests
-        return differs and not self.persistent and len(param.ds_shape) >= 2
+    def bytes_in(self, wire_format: WireFormat, param: Parameter) -> int:
+        return wire_format.payload_bytes(param.ds_tensor.ds_numel)
 
     # -- layout ------------------------------------------------------------------------------------------------------
 
@@ -116,14 +98,8 @@ class SlicedUnit(Unit):
         self._encoded_numels = self._unpadded_numels()
         self._exact = [self.is_exact(p) for p in self.packed]
         self.payload = None  # it was made for the old one
-        self.difference = None
-        if any(self._travels_as_difference(p) for p in self.packed):
-            differing = [
-                route.session.difference_format if self._travels_as_difference(p) else wire_format
-                for p, wire_format in zip(self.packed, formats)
-            ]
-            every = route.session.config.weights.difference.refresh_every
-            self.difference = Difference(numels, formats, differing, route.device, every)
+        contents = Contents(numels, formats, [self.format_of_difference(p) for p in self.packed])
+        self._let_differ(contents, contents)
 
     def _not_decoded(self) -> list[int]:
         """Indices of `packed` whose codes go to an operand directly."""
@@ -169,43 +145,26 @@ class SlicedUnit(Unit):
             works = start_regions(results, mine, level, route.session.ledger)
         return works
 
-    @property
-    def brought_bytes(self) -> int:
-        if self.difference is None or not self.keeps_secondary or not self.difference.is_due:
-            return 0
-        return self.route.reached * self.difference.row_bytes
-
     def send_differences(self, held: Tensor, brought: Tensor) -> list[dist.Work]:
-        own = slice(self.route.own_row, self.route.own_row + 1)
-        rows = brought.view(self.route.reached, -1)
-        self.difference.encode(self._shards(), self._payloads_in(held)[own], rows[own])
+        own, rows = self.route.own_row, brought.view(self.route.reached, -1)
+        self.difference.encode(self._shards(), self.own_held_row(held), rows[own : own + 1])
         return self._exchange([rows])
 
-    def add_differences(self, brought: Tensor, held: Tensor) -> None:
-        self.difference.add(brought.view(self.route.reached, -1), self._payloads_in(held))
+    @property
+    def rows_held(self) -> int:
+        return self.route.reached
 
-    def held_state(self) -> dict:
-        difference = self.difference
-        if difference is None or not difference.begun or self.secondary is None:
-            return {}
-        if self.secondary_is_current and not difference.steps:
-            return {}  # the weights as they are: the next full gather brings the same
-        own = self._payloads_in(self.secondary)[self.route.own_row]
-        return {"row": own.cpu(), "current": self.secondary_is_current, **difference.state()}
-
-    def hold_again(self, state: dict, held: Tensor) -> list[dist.Work]:
-        rows = self._payloads_in(held)
-        rows[self.route.own_row].copy_(state["row"])
-        self.difference.continue_from(state)
-        return self._exchange([rows])
-
-    def can_hold(self, state: dict) -> bool:
-        """Whether a state is of a unit like this one; the same on all ranks."""
-        return self.difference is not None and state["row"].numel() == self.layout.row_bytes
-
-    def _payloads_in(self, held: Tensor) -> Tensor:
-        """uint8 [reached, row bytes]: the payloads in what the first hops bring."""
+    def held_rows(self, held: Tensor) -> Tensor:
         return self._regions.of(held, 0, self.route.reached)
+
+    def own_held_row(self, held: Tensor) -> Tensor:
+        return self.held_rows(held)[self.route.own_row : self.route.own_row + 1]
+
+    def row_sizes(self) -> list[int]:
+        return [self.layout.row_bytes]
+
+    def bring_own_row(self, held: Tensor) -> list[dist.Work]:
+        return self._exchange([self.held_rows(held)])
 
     def _shards(self) -> list[Tensor]:
         """This rank's slices of what is packed, flat, without padding."""
@@ -262,12 +221,6 @@ class SlicedUnit(Unit):
     def changed(self, by_step: bool = False) -> None:
         super().changed(by_step)
         self.payload = None
-        if not by_step:
-            self.begin_anew()
-
-    def begin_anew(self) -> None:
-        if self.difference is not None:
-            self.difference.forget()
 
     # -- codes -------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """Generation with the model of a ZeRO-3 engine, in the middle of training.
 
 For as long as the context lasts, weights stay on the ranks (resident.py), DeepSpeed's hooks around modules are laid
-aside, LoRA adapters are merged into the values that stay, and the model evaluates with its KV cache on. Afterwards all
-is as it was: shards and stored codes are never written.
+aside, LoRA adapters are merged into the values that stay, and the model evaluates with its KV cache on. What is
+compiled rests: each length of the cache and each layer's forward would be compiled anew. Afterwards all is as it was:
+shards and stored codes are never written.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.generation.adapters import direct_forward
 from zeropp_fp8.zero.generation.layers import linear_layers, lora_layers
+from zeropp_fp8.zero.generation.replayed import STATIC, check_replayable, replayed
 from zeropp_fp8.zero.generation.resident import ResidentCodes, ResidentValues
 from zeropp_fp8.zero.memory import free_bytes
 from zeropp_fp8.zero.offload import ZeroppOffload
@@ -28,21 +31,30 @@ SHARE = 0.5  # of the free memory that "auto" gives to weights; the rest is for 
 
 
 @contextlib.contextmanager
-def generation(engine, weights: str = "auto", merge_adapters: bool = True) -> Iterator[nn.Module]:
+def generation(engine, weights: str, merge_adapters: bool, graph: bool) -> Iterator[nn.Module]:
     """See zeropp_fp8.generation."""
     if weights not in WEIGHTS:
         raise ValueError(f"generation: weights is one of {', '.join(WEIGHTS)}, not {weights!r}")
     offload = _offload_of(engine)
     _check_idle(offload)
     gatherer, module = offload.gatherer, engine.module
+    if graph:
+        check_replayable(module, offload.session.device)
     layers = _layers_to_merge(module) if merge_adapters else []
     written = [param for layer in layers for param in layer.get_base_layer().parameters(recurse=False)]
     values, codes = ResidentValues(gatherer, written), ResidentCodes(gatherer, module)
     chosen = {"values": values, "codes": codes, "sharded": None}[_choose(weights, offload, values, codes)]
+    if graph and chosen is None:
+        raise ValueError(
+            'generation: graph=True needs weights that stay on each rank, and "sharded" gathers them for each token: '
+            "leave it out, or make room for codes"
+        )
     world = offload.session.topology.world_size
     with contextlib.ExitStack() as stack:
         stack.enter_context(_evaluating(module))
-        stack.enter_context(_generating(module, synced_gpus=chosen is None and world > 1))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        defaults = {"use_cache": True, "synced_gpus": chosen is None and world > 1, **(STATIC if graph else {})}
+        stack.enter_context(_generating(module, defaults))
         offload.generating = True
         stack.callback(setattr, offload, "generating", False)
         if chosen is not None:
@@ -55,6 +67,8 @@ def generation(engine, weights: str = "auto", merge_adapters: bool = True) -> It
             if chosen is values:
                 stack.enter_context(_adapters_merged(layers))
             stack.enter_context(_direct_layers(module, chosen))
+            if graph:
+                stack.enter_context(replayed(module, chosen.forget))
             stack.enter_context(_refusing_gradients(module))
         yield module
 
@@ -132,8 +146,8 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _generating(module: nn.Module, synced_gpus: bool) -> Iterator[None]:
-    """`module.generate` with the KV cache on, and in step with the other ranks only where they gather together."""
+def _generating(module: nn.Module, defaults: dict[str, Any]) -> Iterator[None]:
+    """`module.generate` with arguments that are these unless given."""
     generate = getattr(module, "generate", None)
     if generate is None:
         yield
@@ -141,7 +155,7 @@ def _generating(module: nn.Module, synced_gpus: bool) -> Iterator[None]:
 
     @functools.wraps(generate)
     def with_defaults(*args, **kwargs):
-        return generate(*args, **{"use_cache": True, "synced_gpus": synced_gpus, **kwargs})
+        return generate(*args, **(defaults | kwargs))
 
     module.generate = with_defaults
     try:

@@ -47,6 +47,9 @@ class _Resident:
         """Take what the gather of a unit brings."""
         self.gatherer.finish(unit)
 
+    def forget(self) -> None:
+        """Drop what a forward pass leaves to the next one."""
+
     def release(self) -> None:
         """Drop what was kept. No communication."""
         for param in self._marked:
@@ -125,9 +128,12 @@ class ResidentCodes(_Resident):
                 # A copy: the values of a unit lie in one buffer, most of which is to be dropped.
                 self.gatherer.let_hold(unit, param, values[id(param)].clone())
 
+    def forget(self) -> None:
+        self._decoded.clear()
+
     def release(self) -> None:
         self._codes_of.clear()
-        self._decoded.clear()
+        self.forget()
         super().release()
 
     def linear(self, module: nn.Linear, adapters: Sequence[Adapter] = ()) -> Callable[[Tensor], Tensor]:

@@ -25,6 +25,7 @@ from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.shared_scale import SharedScales
 from zeropp_fp8.zero.gather.adopted import STATE
 from zeropp_fp8.zero.gather.buffers import Places
+from zeropp_fp8.zero.gather.difference import Contents
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
 from zeropp_fp8.zero.gather.kinds import Kind
@@ -41,6 +42,7 @@ class _Piece:
     index: int  # of the parameter in the unit
     start: int  # first element in the full tensor
     numel: int
+    owner: int  # a rank
 
 
 @dataclass
@@ -77,6 +79,10 @@ class Owned(Kind):
             stride = math.prod(sizes[hop + 1 :])
             digit = rank // stride % size
             self._brought.append([ranks_held(sizes, hop, rank + (i - digit) * stride) for i in range(size)])
+        self.hops_before = [hop for hop, level in enumerate(route.before) if level.size > 1]
+        # Whose rows they bring, in their order, and which of them are before this rank's.
+        self.held_ranks = ranks_held(sizes, len(route.before), rank)
+        self._ranks_before = self.held_ranks[: self.held_ranks.index(rank)]
         self._unused_scales: dict[int, SharedScales] = {}
 
     def takes(self, param: Parameter) -> bool:
@@ -141,32 +147,37 @@ class Owned(Kind):
         self, params: Sequence[Parameter], formats: Sequence[WireFormat], operands: Iterable[Parameter] = ()
     ) -> OwnedLayout:
         """The layout of parameters that travel in `formats`; `operands` of them as codes with a scale elsewhere."""
-        route, placement, operands = self.route, self.route.session.placement, set(operands)
+        route, operands = self.route, set(operands)
         codes = SharedScaleFormat(WIRE_FORMAT)
 
-        def layout(ranks: Sequence[int]) -> tuple[PayloadLayout, list[_Piece], list[int]]:
-            pieces, chosen, owners = [], [], []
-            for rank in ranks:
-                for index, (param, wire_format) in enumerate(zip(params, formats)):
-                    for part in placement.parts(param):
-                        if part.owner == rank and part.numel:
-                            pieces.append(_Piece(index, part.start, part.numel))
-                            chosen.append(codes if param in operands else wire_format)
-                            owners.append(rank)
+        def layout(pieces: Sequence[_Piece]) -> PayloadLayout:
+            chosen = [codes if params[piece.index] in operands else formats[piece.index] for piece in pieces]
             dtypes = [params[piece.index].ds_tensor.dtype for piece in pieces]
-            return PayloadLayout([p.numel for p in pieces], chosen, dtypes, route.device), pieces, owners
+            return PayloadLayout([p.numel for p in pieces], chosen, dtypes, route.device)
 
-        full, full_pieces, owners = layout(route.rank_order.slices)
-        own, own_pieces, _ = layout([route.session.topology.rank])
+        full_pieces = self.pieces_of(params, route.rank_order.slices)
+        own_pieces = self.pieces_of(params, [route.session.topology.rank])
+        full, own = layout(full_pieces), layout(own_pieces)
         rank_bytes = [0] * route.world_size
-        for owner, size in zip(owners, full.sizes):
-            rank_bytes[owner] += size
+        for piece, size in zip(full_pieces, full.sizes):
+            rank_bytes[piece.owner] += size
         operand_places = {}
         for index in (i for i, param in enumerate(params) if param in operands):
             found = [(p.start, offset, p.numel) for p, offset in zip(full_pieces, full.offsets) if p.index == index]
             operand_places[index] = [(offset, numel) for _, offset, numel in sorted(found)]
         scales = route.gemm_weights.places(params[piece.index] for piece in own_pieces) if operands else None
         return OwnedLayout(own, own_pieces, full, full_pieces, rank_bytes, operand_places, scales)
+
+    def pieces_of(self, params: Sequence[Parameter], ranks: Iterable[int]) -> list[_Piece]:
+        """What lies in the payloads of some ranks, one after the other."""
+        parts = [self.route.session.placement.parts(param) for param in params]
+        return [
+            _Piece(index, part.start, part.numel, rank)
+            for rank in ranks
+            for index, some in enumerate(parts)
+            for part in some
+            if part.owner == rank and part.numel
+        ]
 
     def shard_views(self, params: Sequence[Parameter], pieces: Sequence[_Piece]) -> list[Tensor]:
         """The elements of each of this rank's pieces: a shard holds those of a parameter one after the other."""
@@ -212,6 +223,25 @@ class Owned(Kind):
         sizes = self.sizes_after(layout, hop)
         return start_owned_gather(result, have, sizes, route.levels[hop], route.session.ledger, held_by_all)
 
+    def start_hops_before(self, layout: OwnedLayout, result: Tensor, have: Tensor) -> list[OwnedGather]:
+        """Start the hops up to the secondary shard, from this rank's payload to `result`."""
+        works = []
+        for hop in self.hops_before:
+            for work in works:
+                work.wait()
+            into = result
+            if hop != self.hops_before[-1]:
+                num_bytes = sum(self.sizes_after(layout, hop))
+                into = torch.empty(num_bytes, dtype=torch.uint8, device=self.route.device)
+            works = [self.start_hop(layout, hop, into, have)]
+            have = into
+        return works
+
+    def own_row(self, layout: OwnedLayout, held: Tensor) -> Tensor:
+        """uint8 [1, bytes]: this rank's payload in what those hops bring."""
+        start = sum(layout.rank_bytes[rank] for rank in self._ranks_before)
+        return held[start : start + layout.own.row_bytes].unsqueeze(0)
+
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
         device = self.route.device
         layout = self.layout_of(params, [UnquantizedFormat(p.ds_tensor.dtype) for p in params])
@@ -243,10 +273,10 @@ class OwnedUnit(Unit):
         super().__init__(params, kind, persistent)
         self.layout: OwnedLayout | None = None
         self.payload: Tensor | None = None
+        self._sent: OwnedLayout | None = None  # of differences
         self._made_for: list[tuple[torch.dtype, int]] = []
 
-    def bytes_of(self, param: Parameter) -> float:
-        wire_format = SharedScaleFormat(WIRE_FORMAT) if self.travels_as_operand(param) else self.format_of(param)
+    def bytes_in(self, wire_format: WireFormat, param: Parameter) -> float:
         sizes = (wire_format.payload_bytes(part.numel) for part in self.route.session.placement.parts(param))
         return sum(sizes) / self.route.world_size
 
@@ -256,11 +286,23 @@ class OwnedUnit(Unit):
             return
         self._made_for = made_for
         operands = [p for p in self.params if self.travels_as_operand(p)]
-        self.layout = self.kind.layout_of(self.params, [self.format_of(p) for p in self.params], operands)
+        formats = [self.format_of(p) for p in self.params]
+        self.layout = self.kind.layout_of(self.params, formats, operands)
         self._packed = [p for i, p in enumerate(self.params) if i not in self.layout.operand_places]
         self._places = Places(self._packed, [self.dtype_of(p) for p in self._packed])
         self._exact = [self.is_exact(p) for p in self._packed]
         self.payload = None  # it was made for the old one
+        differing = [self.format_of_difference(p) for p in self.params]
+
+        def contents(pieces: Sequence[_Piece]) -> Contents:
+            in_order = [piece.index for piece in pieces]
+            numels = [piece.numel for piece in pieces]
+            return Contents(numels, [formats[i] for i in in_order], [differing[i] for i in in_order])
+
+        held_pieces = self.kind.pieces_of(self.params, self.kind.held_ranks)
+        self._let_differ(contents(self.layout.own_pieces), contents(held_pieces))
+        if self.difference is not None:
+            self._sent = self.kind.layout_of(self.params, differing)
 
     @property
     def held_bytes(self) -> int:
@@ -271,19 +313,10 @@ class OwnedUnit(Unit):
         return sum(self.kind.sizes_after(self.layout, len(self.route.before)))
 
     def first_hops(self, held: Tensor) -> list[OwnedGather]:
-        route, works = self.route, []
-        hops = [hop for hop, level in enumerate(route.before) if level.size > 1]
-        have = self._own_payload(None if hops else held)
-        for hop in hops:
-            for work in works:
-                work.wait()
-            result = held
-            if hop != hops[-1]:
-                num_bytes = sum(self.kind.sizes_after(self.layout, hop))
-                result = torch.empty(num_bytes, dtype=torch.uint8, device=route.device)
-            works = [self.kind.start_hop(self.layout, hop, result, have)]
-            have = result
-        return works
+        have = self._own_payload(None if self.kind.hops_before else held)
+        if self.difference is not None and self.keeps_secondary:
+            self.difference.begin()
+        return self.kind.start_hops_before(self.layout, held, have)
 
     def _own_payload(self, into: Tensor | None) -> Tensor:
         """Encode what this rank owns, flat; without a secondary shard the bytes are kept, as for slices."""
@@ -327,6 +360,29 @@ class OwnedUnit(Unit):
     def changed(self, by_step: bool = False) -> None:
         super().changed(by_step)
         self.payload = None
+
+    # -- differences to what is held ---------------------------------------------------------------------------------
+
+    def send_differences(self, held: Tensor, brought: Tensor) -> list[OwnedGather]:
+        own, shards = self.kind.own_row(self._sent, brought), self.kind.shard_views(self.params, self.layout.own_pieces)
+        self.difference.encode(shards, self.own_held_row(held), own)
+        return self.kind.start_hops_before(self._sent, brought, own.view(-1))
+
+    @property
+    def rows_held(self) -> int:
+        return 1
+
+    def held_rows(self, held: Tensor) -> Tensor:
+        return held.unsqueeze(0)
+
+    def own_held_row(self, held: Tensor) -> Tensor:
+        return self.kind.own_row(self.layout, held)
+
+    def row_sizes(self) -> list[int]:
+        return self.layout.rank_bytes
+
+    def bring_own_row(self, held: Tensor) -> list[OwnedGather]:
+        return self.kind.start_hops_before(self.layout, held, self.own_held_row(held).view(-1))
 
 
 def _plan_owners(session, units: Sequence[Unit]) -> Owners:

@@ -1,0 +1,49 @@
+"""The trainings whose losses wire_convergence.py compares, and which of their results can be compared."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+from benchmarks.harness import seeds
+
+STOCK, LOSSLESS, IN_TREE = "stock", "lossless", "in-tree"
+SECTIONS = {
+    STOCK: None,
+    LOSSLESS: {"recipe": "lossless"},
+    "zeropp": {"recipe": "zeropp"},
+    "zeropp-4bit": {"recipe": "zeropp-4bit"},
+    "zeropp-diff": {"recipe": "zeropp-diff"},
+    "zeropp-diff-2bit": {
+        "recipe": "zeropp-diff",
+        "weights": {"difference": {"format": "int2", "block_size": 64}},
+    },
+    **{
+        f"zeropp-{bits}bit-gradients": {
+            "recipe": "zeropp",
+            "gradients": {"inter_format": f"int{bits}", "block_size": 64, "error_feedback": True},
+        }
+        for bits in (3, 2)
+    },
+    IN_TREE: None,
+}
+REFERENCES = (STOCK, LOSSLESS)
+
+
+def groups_of(results: list[dict]) -> list[dict]:
+    """Results of one run each, grouped by what must be the same: settings, text, hardware.
+
+    Returns:
+        of each group {"settings", "data", "hardware", "rows", "comparison"}; rows are its results in the runs' order.
+    """
+    found = defaultdict(list)
+    for result in results:
+        hardware = {key: result["hardware"].get(key) for key in ("gpu", "cpu")}
+        same = {"settings": result["settings"], "data": result["data"], "hardware": hardware}
+        found[json.dumps(same, sort_keys=True)].append(result)
+    order = list(SECTIONS)
+    groups = []
+    for same, rows in found.items():
+        rows.sort(key=lambda row: (order.index(row["run"]), row["seed"]))
+        groups.append({**json.loads(same), "rows": rows, "comparison": seeds.compare(rows, REFERENCES)})
+    return groups
