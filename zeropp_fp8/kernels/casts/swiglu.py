@@ -150,24 +150,23 @@ def swiglu_backward_cast(
     """
     (codes, codes_t), others = copies[0], copies[1]
     transposed_length = 0 if codes_t is None else codes_t.shape[1]
-    plan = _plan_of_cast(
-        gate.shape, gate.dtype, gate.device, codes.dtype, codes.shape[1], transposed_length, amax_outs[0] is not None
-    )
+    lengths, record = (codes.shape[1], transposed_length), amax_outs[0] is not None
+    plan = _plan_of_cast(CAST, gate.shape, gate.dtype, gate.device, codes.dtype, lengths, record)
     tensors = grad, gate, up, codes, codes_t, *others, *scales, *amax_outs
     plan(*[gate if tensor is None else tensor for tensor in tensors])
 
 
 @functools.lru_cache(PLANS)
 def _plan_of_cast(
+    launch: Launch,
     shape: torch.Size,
     dtype: torch.dtype,
     device: torch.device,
     code_dtype: torch.dtype,
-    plain_length: int,
-    transposed_length: int,
+    lengths: tuple[int, int],
     record: bool,
 ) -> Plan:
-    form = form_of(True, transposed_length > 0, code_dtype, device, CAST.tile_rows, CAST.tile_columns)
-    constants = {"RECORD": record, "INTERPRETED": interpreted(), "FORM": form, **CAST.options()}
-    grid = (tiles(*shape, CAST.tile_rows, CAST.tile_columns),)
-    return Plan(swiglu_backward_cast_kernel, grid, (*shape, plain_length, transposed_length), constants)
+    form = form_of(True, lengths[1] > 0, code_dtype, device, launch.tile_rows, launch.tile_columns)
+    constants = {"RECORD": record, "INTERPRETED": interpreted(), "FORM": form, **launch.options()}
+    grid = (tiles(*shape, launch.tile_rows, launch.tile_columns),)
+    return Plan(swiglu_backward_cast_kernel, grid, (*shape, *lengths), constants)
