@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -70,6 +71,7 @@ def engine_class(stock_class):
             check_owners(self._zeropp_fp8_config)
             group = _partition_group(self.module, self.mpu)
             session = Session(self._zeropp_fp8_config, group, self._zeropp_fp8_conversion, _model_parallel(self.mpu))
+            session.engine = weakref.ref(self)
             object.__setattr__(self, "zeropp_fp8_session", session)
             object.__setattr__(self, "_zeropp_fp8_activations", exchange_in_fp8(self.module, session))
             with _zero_classes_of(session):
