@@ -30,6 +30,7 @@ def engine_class(stock_class):
         _zeropp_fp8_activations = None
         _zeropp_fp8_loading = ()  # (folder, tag) while a checkpoint is loaded
         _zeropp_fp8_destroyed = False
+        _zeropp_fp8_metrics = None
 
         def __init__(self, args, model, *positional, config=None, config_class=None, **kwargs):
             config = load_ds_config(config) if config is not None else None
@@ -98,6 +99,17 @@ def engine_class(stock_class):
             self._zeropp_fp8_offload.gather_what_is_read(False)
             with self._zeropp_fp8_not_walked():
                 return stock()
+
+        def step(self, *args, **kwargs):
+            super().step(*args, **kwargs)
+            if self.zeropp_fp8_session is not None and self.monitor.enabled and self.global_rank == 0:
+                if self._zeropp_fp8_metrics is None:
+                    from zeropp_fp8.zero.metrics import StepMetrics
+
+                    object.__setattr__(self, "_zeropp_fp8_metrics", StepMetrics(self))
+                found = self._zeropp_fp8_metrics().items()  # none where this was not the end of a step
+                events = [(f"Train/Samples/zeropp_fp8/{name}", value, self.global_samples) for name, value in found]
+                self.monitor.write_events(events)
 
         @contextmanager
         def _zeropp_fp8_not_walked(self):
