@@ -32,6 +32,31 @@ def test_reference_of_dpo_follows_the_policy(tmp_path):
         assert difference < 0.01, way
 
 
+def test_grpo_generates_with_the_plugin(tmp_path):
+    """The same tokens and losses as with TRL's own gathers, without them; a field and TRL's option switch it off."""
+    pytest.importorskip("trl", reason="TRL is not installed (extra `rlhf`)")
+    ways = {
+        "detect": ({},),
+        "codes": ({"trl_generation": "codes"},),
+        "stock": ({"trl_generation": "stock"},),
+        "inside": ({}, True),
+    }
+    for runs in run_two(jobs.train_with_grpo, ways=ways, folder=str(tmp_path)):
+        numbers = runs["stock"][0]
+        assert len(numbers[0]) == len(numbers[1]) == 2 and len(set(numbers[1])) == 2
+        assert all(run[0] == numbers for run in runs.values()), runs
+        stayed = {name: set(chosen) for name, (_, chosen, _) in runs.items()}
+        assert stayed == {"detect": {"values"}, "codes": {"codes"}, "stock": {None}, "inside": {"codes"}}
+        assert {run[2] for run in runs.values()} == {"trl.models.utils"}, "disable() puts it back"
+
+
+def test_another_trl_is_left_as_it_is(tmp_path):
+    pytest.importorskip("trl", reason="TRL is not installed (extra `rlhf`)")
+    for (_, chosen, _), is_left, said in run_two(jobs.generate_with_another_trl, folder=str(tmp_path)):
+        assert is_left and set(chosen) == {None}
+        assert said.count("generates in another way than TRL 1.16") == 1
+
+
 def test_what_a_trainer_reports(tmp_path):
     """A callback's module, the Trainer and the engine say the same; the logs and DeepSpeed's monitor add up to it."""
     of_rank_0, of_rank_1 = run_two(jobs.report_on_trainer, folder=str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from models import batches, ds_config, full_weights, llama, make_engine, section
+from ranks import printed
 from recipes import section_of
 from rlhf_jobs import attempt
 
@@ -143,6 +144,56 @@ def _characters():
     tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def train_with_grpo(ways, folder):
+    """TRL's GRPOTrainer in ways of generating: {way: (losses and rewards, where weights stayed, ...)}."""
+    return {name: _with_grpo(folder, *way) for name, way in ways.items()}
+
+
+def generate_with_another_trl(folder):
+    """The same where TRL's function does not take what it takes in the version that is known; and what is printed."""
+    from trl.models import utils
+
+    def another(model, accelerator, by_layer=None, **others):
+        return known(model, accelerator, **others)
+
+    known, utils._unwrap_model_for_generation = utils._unwrap_model_for_generation, another
+    return _with_grpo(folder, {}), utils._unwrap_model_for_generation is another, printed()
+
+
+def _with_grpo(folder, fields, inside=False, **more):
+    from contextlib import nullcontext
+
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.models import utils
+
+    chosen = []
+
+    def reward(completions, **columns):
+        chosen.append(trainer.model_wrapped.optimizer.parameter_offload.announced)
+        return [float(completion.count("7")) + len(completion) / 10 for completion in completions]
+
+    class Trainer(GRPOTrainer):
+        def _generate_single_turn(self, *args, **kwargs):
+            with zeropp_fp8.generation(self.model_wrapped, weights="codes") if inside else nullcontext():
+                return super()._generate_single_turn(*args, **kwargs)
+
+    arguments = _arguments(section("lossless", **fields), folder, steps=2)
+    sizes = {"num_generations": 2, "max_completion_length": 8, "gradient_accumulation_steps": 2}
+    arguments["deepspeed"]["gradient_accumulation_steps"] = "auto"
+    trainer = Trainer(
+        model=llama(vocab=128),
+        reward_funcs=reward,
+        args=GRPOConfig(bf16=False, learning_rate=1e-2, beta=0.0, **sizes, **arguments, **more),
+        train_dataset=Dataset.from_list([{"prompt": f"{n} is "} for n in range(1, 33)]),
+        processing_class=_characters(),
+    )
+    losses = _losses(trainer)
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    zeropp_fp8.disable()
+    return [losses, rewards], chosen, utils._unwrap_model_for_generation.__module__
 
 
 def train_with_dpo(ways, folder):

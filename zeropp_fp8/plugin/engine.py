@@ -16,12 +16,15 @@ from zeropp_fp8.config import (
     resolve,
     without_in_tree_keys,
 )
+from zeropp_fp8.plugin.trl import generate_with_the_plugin
 
 FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkpoint
 _ALONE = "_zeropp_fp8_alone"  # on a model whose engine has ended: what lets it run
 
 
-def engine_class(stock_class):
+def engine_class(stock_class, replace):
+    """The class for `deepspeed.DeepSpeedEngine`; `replace` replaces a name of a module until the plugin is disabled."""
+
     class ZeroppEngine(stock_class):
         """DeepSpeedEngine that builds the plugin's ZeRO-3 when the ds_config asks for it, and is stock otherwise."""
 
@@ -75,6 +78,7 @@ def engine_class(stock_class):
             session.engine = weakref.ref(self)
             object.__setattr__(self, "zeropp_fp8_session", session)
             object.__setattr__(self, "_zeropp_fp8_activations", exchange_in_fp8(self.module, session))
+            generate_with_the_plugin(replace)
             with _zero_classes_of(session):
                 stage = super()._configure_zero_optimizer(optimizer)
             try:
