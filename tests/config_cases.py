@@ -63,6 +63,7 @@ DEFAULTS = {
     "activations.wire_format": "none",
     "gather_granularity": "block",
     "compile": "none",
+    "trl_generation": "detect",
     "checkpoint.verify": True,
     "report.every": 100,
 }

@@ -34,6 +34,9 @@ def disable() -> None:
 def wire_report(engine, total: bool = False) -> dict:
     """Bytes per step sent by this rank of a DeepSpeed engine (with `total`: by all ranks together).
 
+    Args:
+        engine: a DeepSpeed engine, its module (what a Trainer's callback gets), or a Trainer that has begun to train.
+
     Returns:
         {"steps": finished optimizer steps,
          "per_step": {"weights_forward" | "weights_backward" | "gradients" | "activations" | "other":
@@ -47,13 +50,10 @@ def wire_report(engine, total: bool = False) -> dict:
     Raises:
         ValueError: the engine was not made with the plugin active.
     """
-    session = getattr(engine, "zeropp_fp8_session", None)
-    if session is None:
-        raise ValueError(
-            "wire_report: this engine does not run with the plugin; call zeropp_fp8.enable() before "
-            'deepspeed.initialize and put a "zeropp_fp8" section into the ds_config'
-        )
-    report = session.ledger.report(total=total)
+    from zeropp_fp8.zero.holders import engine_of
+
+    engine = engine_of(engine, "wire_report")
+    report = engine.zeropp_fp8_session.ledger.report(total=total)
     scales = getattr(engine.optimizer, "scales", None)
     if scales is not None:
         report["gradient_scaling"] = scales.report()
@@ -69,7 +69,7 @@ def save_merged_16bit(engine_or_model, folder, max_shard_size="5GB") -> None:
     Weights are those that the model computes with, not an optimizer's fp32 copies. The model stays as it is.
 
     Args:
-        engine_or_model: a DeepSpeed engine, or a model, with or without PEFT.
+        engine_or_model: a DeepSpeed engine, a Trainer, or a model, with or without PEFT.
         folder: made if it is not there. Weights that an earlier save has left in it are replaced.
         max_shard_size: of a file: bytes, or like "5GB". A larger tensor has a file of its own.
 
@@ -93,7 +93,7 @@ def generation(engine, weights: str = "auto", merge_adapters: bool = True, graph
     different numbers of tokens. The model evaluates (no dropout), with its KV cache on.
 
     Args:
-        engine: a DeepSpeed engine with the plugin active, with an optimizer or without.
+        engine: a DeepSpeed engine with the plugin active, with an optimizer or without; its module; or a Trainer.
         weights: what stays on each rank. "values": all weights in their dtype, as fast as a model without DeepSpeed.
             "codes": those of linear layers as codes, as they are stored or travel: a half to a quarter of the memory;
             few rows are multiplied with the codes themselves on a GPU, else the weights of one block at a time are

@@ -41,8 +41,9 @@ def beside_fp8_adamw(dtype, steps=5):
     engine = make_engine(llama(), ds_config(section("fp8-lm-o2", 1, **NO_COMPUTE), dtype))
     # In fp32, so that gradients are not rounded to the model's dtype; the master weights are FP16 on both sides.
     alone = [torch.nn.Parameter(p.detach().clone()) for p in llama().parameters()]
-    at_start = rounded_masters(engine)[1]
     lp = next(engine.module.parameters()).dtype
+    given = llama().to(lp).float().parameters()
+    at_start = all(torch.equal(mine, w) for mine, w in zip(given, full_weights(engine.module).values()))
     with torch.no_grad():
         for mine in alone:
             mine.copy_(mine.to(lp))
@@ -64,6 +65,23 @@ def beside_fp8_adamw(dtype, steps=5):
         for mine, p in zip(alone, engine.module.parameters())
     ]
     return all(equal), all(moments), at_start, rounded_masters(engine)[1]
+
+
+def beside_a_reference(recipes):
+    """{recipe: whether the first loss of an engine that trains is that of one without an optimizer, bit for bit}."""
+    switch(True)
+    tokens = next(batches(1, dist.get_rank()))
+    equal = {}
+    for recipe in recipes:
+        config = ds_config(section(recipe))
+        engines = make_engine(llama(), config), make_engine(llama(), config, optimizer=None)
+        engines[1].eval()
+        with torch.no_grad():
+            expected = engines[1](input_ids=tokens, labels=tokens).loss
+        equal[recipe] = torch.equal(engines[0](input_ids=tokens, labels=tokens).loss, expected)
+        for engine in engines:
+            engine.destroy()
+    return equal
 
 
 def decoded(optimizer, param, name):

@@ -10,6 +10,8 @@ import pytest
 from ranks import run_ranks, run_two
 from thinning import thinned
 
+from zeropp_fp8.config import RECIPES
+
 # -- gradients -----------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +140,14 @@ def test_fp8_adamw_with_the_same_gradients_arrives_at_the_same_weights(dtype):
         states.beside_fp8_adamw, world=1, ranks_per_node=1, dtype=dtype
     )
     assert weights and moments
-    assert at_start and masters, "the model computes with the rounded master weights, from the start"
+    assert at_start and masters, "the model computes with the rounded master weights, from the first step on"
+
+
+def test_a_reference_of_the_same_weights_gives_the_same_loss():
+    """DPO begins with a margin of 0 then. (With qlora a policy is its reference, with its adapters disabled.)"""
+    recipes = [name for name, filled in RECIPES.items() if "frozen" not in filled]
+    for equal in run_two(states.beside_a_reference, recipes=recipes):
+        assert equal == dict.fromkeys(recipes, True)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "groups", "fp16"])

@@ -179,5 +179,5 @@ def test_hooks_of_users():
 
 def test_inside_trl():
     pytest.importorskip("trl", reason="TRL is not installed")
-    for equal, message, loss in run_two(jobs.inside_trl):
-        assert equal and "set ds3_gather_for_generation to False" in message and loss < 10
+    for equal, loss in run_two(jobs.inside_trl):
+        assert equal == [True, True] and loss < 10

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-from models import batches, ds_config, full_weights, llama, section
+from models import batches, ds_config, full_weights, llama, make_engine, section
+from ranks import printed
 from recipes import section_of
+from rlhf_jobs import attempt
 
 import zeropp_fp8
 
@@ -74,6 +76,65 @@ def _with_trainer(recipe, folder, steps=4, **more):
     return _losses(trainer), zeropp_fp8.wire_report(trainer.model_wrapped) if recipe else None
 
 
+def report_on_trainer(folder):
+    """What a callback, the reporters and DeepSpeed's monitor see of a run in steps logged two by two."""
+    from pathlib import Path
+
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from zeropp_fp8.integrations import log_metrics
+
+    class Watching(TrainerCallback):
+        reported, same, tokens = [], [], []
+
+        def on_step_end(self, args, state, control, model, **kwargs):
+            reports = [zeropp_fp8.wire_report(held) for held in (model, trainer, trainer.model_wrapped, model.model)]
+            self.reported.append(reports[0])
+            self.same.append(all(report == reports[0] for report in reports))
+            if state.global_step == 2:
+                with zeropp_fp8.generation(model, weights="values") as generating:
+                    prompt = torch.arange(5).view(1, 5)
+                    self.tokens += generating.generate(prompt, max_new_tokens=3, do_sample=False).shape
+
+    class Reporter(TrainerCallback):
+        logs = []
+
+        def on_log(self, args, state, control, logs, **kwargs):
+            self.logs.append(dict(logs))
+
+    arguments = _arguments(section("fp8-lm"), folder, steps=4)
+    arguments["deepspeed"]["csv_monitor"] = {"enabled": True, "output_path": folder, "job_name": "job"}
+    arguments = TrainingArguments(learning_rate=1e-3, **(arguments | {"logging_steps": 2}))
+    trainer = Trainer(model=llama(), args=arguments, train_dataset=_Tokens(), callbacks=[Watching, Reporter])
+    log_metrics(trainer)
+    early = attempt(lambda: zeropp_fp8.wire_report(trainer))
+    trainer.train()
+    files = Path(folder, "job").glob("Train_Samples_zeropp_fp8_*.csv")
+    events = {path.stem.partition("zeropp_fp8_")[2]: path.read_text().splitlines() for path in files}
+    other = make_engine(llama(), ds_config(section("lossless")), optimizer=None)
+    both = torch.nn.ModuleList([trainer.model, other.module])
+    said = {
+        "early": early,
+        "number": attempt(lambda: zeropp_fp8.wire_report(3)),
+        "saved": attempt(lambda: zeropp_fp8.save_merged_16bit(3, folder)),
+        "two": attempt(lambda: zeropp_fp8.generation(both).__enter__()),
+    }
+    report = zeropp_fp8.wire_report(trainer)
+    trainer.model_wrapped.destroy()
+    said["ended"] = attempt(lambda: zeropp_fp8.wire_report(trainer.model))
+    return {
+        "reported": Watching.reported,
+        "same": Watching.same,
+        "tokens": Watching.tokens,
+        "logs": Reporter.logs,
+        "history": trainer.state.log_history,
+        "events": events,
+        "said": said,
+        "report": report,
+        "after": zeropp_fp8.wire_report(trainer),
+    }
+
+
 def _characters():
     """A tokenizer of single characters."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -85,10 +146,60 @@ def _characters():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
+def train_with_grpo(ways, folder):
+    """TRL's GRPOTrainer in ways of generating: {way: (losses and rewards, where weights stayed, ...)}."""
+    return {name: _with_grpo(folder, *way) for name, way in ways.items()}
+
+
+def generate_with_another_trl(folder):
+    """The same where TRL's function does not take what it takes in the version that is known; and what is printed."""
+    from trl.models import utils
+
+    def another(model, accelerator, by_layer=None, **others):
+        return known(model, accelerator, **others)
+
+    known, utils._unwrap_model_for_generation = utils._unwrap_model_for_generation, another
+    return _with_grpo(folder, {}), utils._unwrap_model_for_generation is another, printed()
+
+
+def _with_grpo(folder, fields, inside=False, **more):
+    from contextlib import nullcontext
+
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.models import utils
+
+    chosen = []
+
+    def reward(completions, **columns):
+        chosen.append(trainer.model_wrapped.optimizer.parameter_offload.announced)
+        return [float(completion.count("7")) + len(completion) / 10 for completion in completions]
+
+    class Trainer(GRPOTrainer):
+        def _generate_single_turn(self, *args, **kwargs):
+            with zeropp_fp8.generation(self.model_wrapped, weights="codes") if inside else nullcontext():
+                return super()._generate_single_turn(*args, **kwargs)
+
+    arguments = _arguments(section("lossless", **fields), folder, steps=2)
+    sizes = {"num_generations": 2, "max_completion_length": 8, "gradient_accumulation_steps": 2}
+    arguments["deepspeed"]["gradient_accumulation_steps"] = "auto"
+    trainer = Trainer(
+        model=llama(vocab=128),
+        reward_funcs=reward,
+        args=GRPOConfig(bf16=False, learning_rate=1e-2, beta=0.0, **sizes, **arguments, **more),
+        train_dataset=Dataset.from_list([{"prompt": f"{n} is "} for n in range(1, 33)]),
+        processing_class=_characters(),
+    )
+    losses = _losses(trainer)
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    zeropp_fp8.disable()
+    return [losses, rewards], chosen, utils._unwrap_model_for_generation.__module__
+
+
 def train_with_dpo(ways, folder):
     """TRL's DPOTrainer whose reference follows the policy.
 
-    {way: (losses, largest relative difference of their weights)}
+    {way: (losses, largest relative difference of their weights, margin of rewards in the first step)}
     """
     return {way: _with_dpo(way, folder) for way in ways}
 
@@ -116,4 +227,5 @@ def _with_dpo(way, folder, steps=4):
     )
     losses = _losses(trainer)
     policy, reference = (full_weights(trainer.accelerator.unwrap_model(m)) for m in (trainer.model, trainer.ref_model))
-    return losses, max(((reference[n] - w).norm() / w.norm()).item() for n, w in policy.items())
+    margin = trainer.state.log_history[0]["rewards/margins"]
+    return losses, max(((reference[n] - w).norm() / w.norm()).item() for n, w in policy.items()), margin

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "run": {"", "children"},
     "__main__": {""},
     "children": {""},
+    "integrations": {"zero"},
     "plugin": _MIDDLE | {"zero"},
     "zero": _MIDDLE,
     "comm": _BASE,
@@ -59,8 +60,10 @@ ROOMS = {
     "frozen": {"session", "gather", "fragment"},
     "compose": {"session", "stage3", "states", "owners"},
     "checkpoint": {"session", "frozen"},
-    "generation": {"offload", "gather", "memory"},
-    "export": {"frozen"},
+    "holders": {"gather"},
+    "metrics": {"session", "report"},
+    "generation": {"offload", "gather", "memory", "holders"},
+    "export": {"frozen", "holders"},
 }
 OPTIONAL = ("states", "owners", "frozen", "generation", "export", "checkpoint")
 

@@ -293,6 +293,11 @@ class PluginConfig(_Section):
     compile: Literal["none", "blocks"] = Field(
         "none", description="blocks: torch.compile each transformer block, between the hooks that gather for it"
     )
+    trl_generation: Literal["detect", "values", "codes", "sharded", "stock"] = Field(
+        "detect",
+        description="what stays on each rank while TRL's trainers generate, as in [Generation](generation.md), where "
+        "detect is auto (a word that Accelerate refuses here); stock: TRL gathers the model",
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
     _recipe_variable: str | None = PrivateAttr(default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -15,12 +16,15 @@ from zeropp_fp8.config import (
     resolve,
     without_in_tree_keys,
 )
+from zeropp_fp8.plugin.trl import generate_with_the_plugin
 
 FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkpoint
 _ALONE = "_zeropp_fp8_alone"  # on a model whose engine has ended: what lets it run
 
 
-def engine_class(stock_class):
+def engine_class(stock_class, replace):
+    """The class for `deepspeed.DeepSpeedEngine`; `replace` replaces a name of a module until the plugin is disabled."""
+
     class ZeroppEngine(stock_class):
         """DeepSpeedEngine that builds the plugin's ZeRO-3 when the ds_config asks for it, and is stock otherwise."""
 
@@ -29,6 +33,7 @@ def engine_class(stock_class):
         _zeropp_fp8_activations = None
         _zeropp_fp8_loading = ()  # (folder, tag) while a checkpoint is loaded
         _zeropp_fp8_destroyed = False
+        _zeropp_fp8_metrics = None
 
         def __init__(self, args, model, *positional, config=None, config_class=None, **kwargs):
             config = load_ds_config(config) if config is not None else None
@@ -70,8 +75,10 @@ def engine_class(stock_class):
             check_owners(self._zeropp_fp8_config)
             group = _partition_group(self.module, self.mpu)
             session = Session(self._zeropp_fp8_config, group, self._zeropp_fp8_conversion, _model_parallel(self.mpu))
+            session.engine = weakref.ref(self)
             object.__setattr__(self, "zeropp_fp8_session", session)
             object.__setattr__(self, "_zeropp_fp8_activations", exchange_in_fp8(self.module, session))
+            generate_with_the_plugin(replace)
             with _zero_classes_of(session):
                 stage = super()._configure_zero_optimizer(optimizer)
             try:
@@ -96,6 +103,17 @@ def engine_class(stock_class):
             self._zeropp_fp8_offload.gather_what_is_read(False)
             with self._zeropp_fp8_not_walked():
                 return stock()
+
+        def step(self, *args, **kwargs):
+            super().step(*args, **kwargs)
+            if self.zeropp_fp8_session is not None and self.monitor.enabled and self.global_rank == 0:
+                if self._zeropp_fp8_metrics is None:
+                    from zeropp_fp8.zero.metrics import StepMetrics
+
+                    object.__setattr__(self, "_zeropp_fp8_metrics", StepMetrics(self))
+                found = self._zeropp_fp8_metrics().items()  # none where this was not the end of a step
+                events = [(f"Train/Samples/zeropp_fp8/{name}", value, self.global_samples) for name, value in found]
+                self.monitor.write_events(events)
 
         @contextmanager
         def _zeropp_fp8_not_walked(self):

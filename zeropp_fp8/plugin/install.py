@@ -9,6 +9,7 @@
     zero3_linear_wrap                -> the same linear function at half the host cost
     deepspeed.sequence               -> exchanges that travel in FP8 where an engine asks for it
     groups._clone_world_group        -> the data-parallel group has the time limit of the world
+    trl.models.utils                 -> where TRL is used: its generation is zeropp_fp8.generation (trl.py)
 
 Every name relied on is looked up in `enable()`: see relied_on.py.
 """
@@ -63,7 +64,7 @@ def enable() -> None:
     from zeropp_fp8.zero.ulysses import replace_exchanges
 
     _end_watch()
-    _replace(deepspeed, "DeepSpeedEngine", engine_class(deepspeed.DeepSpeedEngine))
+    _replace(deepspeed, "DeepSpeedEngine", engine_class(deepspeed.DeepSpeedEngine, _replace))
     _replace(deepspeed, "DeepSpeedHybridEngine", _refusing_hybrid_engine(deepspeed.DeepSpeedHybridEngine))
     _replace(deepspeed.DeepSpeedConfig, "__init__", _init_naming_file(deepspeed.DeepSpeedConfig.__init__))
     _replace(Init, "__init__", _init_without_in_tree_keys(Init.__init__))

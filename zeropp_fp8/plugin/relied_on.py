@@ -27,7 +27,7 @@ RELIED_ON: dict[tuple[str, str], str] = {
     ("deepspeed", "ops"): "__compatible_ops__",
     (_ENGINE, "DeepSpeedEngine"): """
         _configure_zero_optimizer(optimizer) _forward_prologue(inputs, kwargs) _forward_epilogue destroy __del__
-        _get_param_fragment_func(param)
+        _get_param_fragment_func(param) step
         save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         _save_checkpoint(save_dir, tag) _save_zero_checkpoint(save_path, tag) use_node_local_storage
         load_module_state_dict(checkpoint, strict, custom_load_fn, fetch_z3_params)
@@ -84,7 +84,7 @@ RELIED_ON: dict[tuple[str, str], str] = {
 # (module, class): attributes that the class's own methods must mention, of objects that exist only inside an engine.
 RELIED_ON_ATTRIBUTES: dict[tuple[str, str], str] = {
     (_ENGINE, "DeepSpeedEngine"): """
-        module_forward_pre_hook module_forward_post_hook zero_optimization_partition_weights
+        module_forward_pre_hook module_forward_post_hook zero_optimization_partition_weights monitor global_samples
     """,
     (_STAGE3, "DeepSpeedZeroOptimizer_Stage3"): """
         fp16_groups gradient_accumulation_dtype communication_data_type param_names parameter_offload

@@ -11,6 +11,8 @@ stage3_base.py      what the parts of a stage ask of each other
 compose.py          the stage of an engine, composed of the parts that its configuration asks for
 fused_update.py     torch's fused Adam where the user left the choice to torch
 report.py           the table printed at start
+metrics.py          the same numbers for logs over time, and the formats
+holders.py          the engine behind what a script holds: an engine, its module, a Trainer
 fragment.py         what a checkpoint holds of a weight that rests as codes
 linear_function.py  ZeRO-3's linear function at less host cost
 compiled.py         torch.compile: blocks between hooks that are never traced

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -50,6 +52,7 @@ class Session:
         self.ranks_here = sum(place.host == self.place.host for place in places)
         self.config = config
         self.conversion = conversion
+        self.engine: Callable = lambda: None  # the DeepSpeed engine, which refers to this: a weak reference
         self.state_formats: StateFormats | None = None  # what master weights and moments rest in; None: fp32
         self.secondary_bytes = 0  # that secondary shards may take, where that is bounded
         self.residual_bytes = 0  # that error feedback will take

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from zeropp_fp8.zero.export.shard_writer import ShardWriter, parse_size
 from zeropp_fp8.zero.frozen.checkpoint import payload_to_save
 from zeropp_fp8.zero.frozen.store import stored_weight
+from zeropp_fp8.zero.holders import module_of
 
 _UNLOAD = (
     "unload_and_optionally_merge_module"  # of PEFT's layers that leave something else behind than their base layer
@@ -32,8 +33,8 @@ _UNLOAD = (
 def save_merged_16bit(engine_or_model, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
     """See zeropp_fp8.save_merged_16bit."""
     max_bytes = parse_size(max_shard_size)
-    is_engine = isinstance(engine_or_model, DeepSpeedEngine)
-    model = _base_model(engine_or_model.module if is_engine else engine_or_model)
+    held = module_of(engine_or_model, "save_merged_16bit")
+    model = _base_model(held.module if isinstance(held, DeepSpeedEngine) else held)
     on_first = _OnFirstRank()
     writer = on_first.call(ShardWriter, folder, max_bytes)
     on_first.raise_everywhere()

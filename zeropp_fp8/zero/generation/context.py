@@ -23,6 +23,7 @@ from zeropp_fp8.zero.generation.adapters import direct_forward
 from zeropp_fp8.zero.generation.layers import linear_layers, lora_layers
 from zeropp_fp8.zero.generation.replayed import STATIC, check_replayable, replayed
 from zeropp_fp8.zero.generation.resident import ResidentCodes, ResidentValues
+from zeropp_fp8.zero.holders import engine_of
 from zeropp_fp8.zero.memory import free_bytes
 from zeropp_fp8.zero.offload import ZeroppOffload
 
@@ -35,7 +36,8 @@ def generation(engine, weights: str, merge_adapters: bool, graph: bool) -> Itera
     """See zeropp_fp8.generation."""
     if weights not in WEIGHTS:
         raise ValueError(f"generation: weights is one of {', '.join(WEIGHTS)}, not {weights!r}")
-    offload = _offload_of(engine)
+    engine = engine_of(engine, "generation")
+    offload: ZeroppOffload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     _check_idle(offload)
     gatherer, module = offload.gatherer, engine.module
     if graph:
@@ -71,17 +73,6 @@ def generation(engine, weights: str, merge_adapters: bool, graph: bool) -> Itera
                 stack.enter_context(replayed(module, chosen.forget))
             stack.enter_context(_refusing_gradients(module))
         yield module
-
-
-def _offload_of(engine) -> ZeroppOffload:
-    optimizer = getattr(engine, "optimizer", None)
-    offload = getattr(optimizer, "parameter_offload", optimizer)
-    if not isinstance(offload, ZeroppOffload):
-        raise ValueError(
-            "generation: this engine does not run with the plugin; call zeropp_fp8.enable() before "
-            'deepspeed.initialize and put a "zeropp_fp8" section into the ds_config'
-        )
-    return offload
 
 
 def _check_idle(offload: ZeroppOffload) -> None:

@@ -97,13 +97,13 @@ class CompressedStates:
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """The master weights become the model's weights, for example because only these were loaded.
+        """The master weights become the model's weights, rounded, for example because only these were loaded.
 
-        The model's weights become the rounded master weights: a run that is resumed goes on from these.
+        The model computes with its own until the first step writes the rounded ones: a reference model made of the same
+        weights, whose engine has no optimizer, then gives the same numbers, and DPO begins with a margin of 0.
         """
         for group in self.groups:
             self._buffers[id(group)]["master"].encode_all_(self._weights(group))
-        self.write_weights()
 
     @torch.no_grad()
     def write_weights(self) -> None:

@@ -1,0 +1,48 @@
+"""The engine, or the model, behind what a script holds: an engine, its module, or a Hugging Face Trainer.
+
+A Trainer's callbacks get the module, Accelerate's `prepare` gives the engine, and torch.compile and PEFT wrap either.
+All of them have the engine's parameters, and these know the engine that has adopted them.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from zeropp_fp8.zero.gather.adopted import STATE
+
+
+def module_of(holder, caller: str) -> nn.Module:
+    """The engine or model itself, or that of a Trainer.
+
+    Raises:
+        ValueError: it is none of these; `caller` is who says so.
+    """
+    held = holder if isinstance(holder, nn.Module) else getattr(holder, "model_wrapped", None)
+    if not isinstance(held, nn.Module):
+        raise ValueError(f"{caller} takes a DeepSpeed engine, its module or a Trainer, not a {type(holder).__name__}")
+    return held
+
+
+def engine_of(holder, caller: str):
+    """The plugin's DeepSpeed engine; it is found for a part of its module too.
+
+    Raises:
+        ValueError: there is none, or there are several; `caller` is who says so.
+    """
+    held = module_of(holder, caller)
+    engines = {id(engine): engine for engine in _engines(held)}
+    if not engines:
+        raise ValueError(
+            f"{caller}: this {type(held).__name__} does not run with the plugin (yet, or any more); call "
+            'zeropp_fp8.enable() before deepspeed.initialize, put a "zeropp_fp8" section into the ds_config, and with '
+            "a Trainer ask once it trains"
+        )
+    if len(engines) > 1:
+        raise ValueError(f"{caller}: this {type(held).__name__} belongs to {len(engines)} engines; pass one of them")
+    return next(iter(engines.values()))
+
+
+def _engines(held: nn.Module) -> list:
+    own = getattr(held, "zeropp_fp8_session", None)  # of an engine, which may have ended
+    sessions = [own] if own else [getattr(p, STATE).owner.session for p in held.parameters() if hasattr(p, STATE)]
+    return [engine for engine in (session.engine() for session in sessions) if engine is not None]
