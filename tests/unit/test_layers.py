@@ -32,6 +32,8 @@ MAY_IMPORT = {
     "formats": _READ_BY_ALL,
     "config": set(),
     "plan": set(),
+    "doctor": _MIDDLE | {"", "plugin", "plan"},
+    "__main__": set(),
 }
 PARTS = set(MAY_IMPORT) - {""}
 

@@ -59,7 +59,8 @@ class Model:
         if self.embedding_parameters >= self.parameters:
             raise PlanError(
                 f"{self.embeddings} embedding(s) of {self.vocabulary} x {self.hidden} have "
-                f"{self.embedding_parameters:.3g} parameters, more than the whole model of {self.parameters:.3g}; give a smaller vocabulary or hidden size"
+                f"{self.embedding_parameters:.3g} parameters, more than the whole model of {self.parameters:.3g}; give "
+                "a smaller vocabulary or hidden size"
             )
 
     @classmethod
