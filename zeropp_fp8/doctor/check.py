@@ -136,18 +136,18 @@ def _of_deepspeed(found: Checked, given: Mapping[str, Any], filled: Mapping[str,
     """What DeepSpeed says of it; what it would do without the plugin."""
     from zeropp_fp8.doctor.stock import stock_refusal
 
-    refusal, unread = stock_refusal({**without_in_tree_keys(filled), SECTION: {}}, ranks)
+    own = {key: value for key, value in without_in_tree_keys(filled).items() if key != SECTION}
+    refusal, unread = stock_refusal(own, ranks)
     if refusal is not None:
         found.problems.append(Problem("DeepSpeed refuses it", refusal))
         found.stock = "refuses it"
         return
     for key in unread:
-        if key != f'"{SECTION}"':
-            found.problems.append(Problem(f"DeepSpeed never looks at {key}", "rename or remove it", serious=False))
+        found.problems.append(Problem(f"DeepSpeed never looks at {key}", "rename or remove it", serious=False))
     keys = {key: value for key, value in in_tree_keys(given).items() if value != IN_TREE_KEYS[key]}
     passes = f', passing over "{SECTION}"' if SECTION in given else ""
-    own = f"; {', '.join(keys)} would be its own, for which it needs CUDA and nvcc" if keys else ""
-    found.stock = f"would run it{passes}{own}"
+    by_itself = f"; {', '.join(keys)} would be its own, for which it needs CUDA and nvcc" if keys else ""
+    found.stock = f"would run it{passes}{by_itself}"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -22,13 +22,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
 
 
-def missing_problems(said: Mapping[int, Any], world_size: int, limit_s: float, what: str) -> list[Problem]:
+def missing_problems(said: Mapping[int, Any], world_size: int, what: str) -> list[Problem]:
     """Ranks of which nothing came."""
     missing = sorted(set(range(world_size)) - set(said))
     if not missing:
         return []
     remedy = "look at what they printed; they may have died, or hang, or not have been started"
-    return [Problem(f"{ranks_text(missing)} said nothing of {what} in {limit_s:.0f} s", remedy)]
+    return [Problem(f"{ranks_text(missing)} said nothing of {what} in time", remedy)]
 
 
 def own_problems(facts: Mapping[int, dict]) -> list[Problem]:
@@ -50,7 +50,7 @@ def differences(facts: Mapping[int, dict]) -> Iterator[Problem]:
         values = {rank: found["versions"].get(name, "not there") for rank, found in facts.items()}
         if len(set(values.values())) > 1:
             yield Problem(f"{name} differs: {_values(values)}", "install the same version on all hosts")
-    devices = {rank: found["device"]["name"] for rank, found in facts.items()}
+    devices = {rank: found["device"]["name"] for rank, found in facts.items() if found["device"]}
     if len(set(devices.values())) > 1:
         yield Problem(
             f"devices differ: {_values(devices)}",

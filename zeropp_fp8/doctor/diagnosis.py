@@ -23,6 +23,7 @@ from typing import Any
 
 from zeropp_fp8.config import PluginConfig
 from zeropp_fp8.doctor.compared import differences, missing_problems, nodes_of, own_problems, ranks_text
+from zeropp_fp8.doctor.facts import facts_of
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.ranks import GRACE_S, Ranks, Unanswered, joined, place_in_job
 from zeropp_fp8.plan import H200, Cluster, Hardware, Job, PlanError
@@ -71,28 +72,40 @@ class Diagnosis:
     advice: Advice | None = None
 
 
-def diagnose(ranks: Ranks, local_rank: int, arguments: argparse.Namespace) -> tuple[int, bool]:
+def diagnose(ranks: Ranks, local_rank: int, arguments: argparse.Namespace) -> int:
     """Look, tell, compare, measure and report. On every rank.
 
     Returns:
-        (exit status, whether a thread still hangs in a collective). Equal statuses on all ranks.
+        The exit status, the same on all ranks. A thread may still wait in a collective.
 
     Raises:
         Unanswered: rank 0 is gone.
     """
-    from zeropp_fp8.doctor.facts import facts_of
+    try:
+        return _diagnosed(ranks, local_rank, arguments)
+    except BaseException:
+        if ranks.rank == 0:  # the others must not wait for it
+            ranks.decide("measuring", 0)
+            ranks.decide("status", 1)
+            ranks.hear("end", GRACE_S)
+        raise
 
+
+def _diagnosed(ranks: Ranks, local_rank: int, arguments: argparse.Namespace) -> int:
     config = PluginConfig(topology={"ranks_per_node": arguments.ranks_per_node or "detect"})
-    own = facts_of(ranks.rank, local_rank, config)
-    ranks.tell("facts", own, failed=any(each["serious"] for each in own["problems"]))
+    try:
+        own = facts_of(ranks.rank, local_rank, config)
+    except Exception as error:  # rank 0 reports it
+        own = {"failed": f"{type(error).__name__}: {error}"}
+    ranks.tell("facts", own)
     found = Diagnosis()
     if ranks.rank == 0:
         _compare(found, ranks, arguments)
     # Rank 0 begins to wait when it has looked itself, which may be later than here.
     per_node = ranks.decided("measuring", 2 * ranks.limit_s + START_S)
-    hangs = False
     if per_node:
-        hangs = _measure(ranks, local_rank, per_node, arguments.seconds)
+        given = (ranks.for_a_thread(), local_rank, per_node, arguments.seconds)
+        threading.Thread(target=_tell_links, args=given, daemon=True).start()
     if ranks.rank == 0:
         if per_node:
             _hear_links(found, ranks, arguments)
@@ -105,16 +118,19 @@ def diagnose(ranks: Ranks, local_rank: int, arguments: argparse.Namespace) -> tu
     ranks.tell("end", None)
     if ranks.rank == 0:
         ranks.hear("end", GRACE_S)  # rank 0 may serve the store
-    return status, hangs
+    return status
 
 
 def _compare(found: Diagnosis, ranks: Ranks, arguments: argparse.Namespace) -> None:
     """What ranks have found, and whether links can be measured: ranks a node are what all go by, 0 where not."""
-    found.facts = ranks.hear("facts")
-    found.problems = missing_problems(found.facts, ranks.world_size, ranks.limit_s, "themselves")
+    said = ranks.hear("facts")
+    found.facts = {rank: one for rank, one in said.items() if "failed" not in one}
+    found.problems = missing_problems(said, ranks.world_size, "themselves")
+    for rank in said.keys() - found.facts.keys():
+        found.problems.append(Problem(f"rank {rank} cannot look at itself: {said[rank]['failed']}", "mend that first"))
     found.problems += own_problems(found.facts)
     found.problems += differences(found.facts)
-    if not found.facts.keys() < set(range(ranks.world_size)):
+    if len(found.facts) == ranks.world_size:
         per_node, found.nodes_from, wrong = nodes_of(found.facts)
         found.problems += wrong
         if per_node:
@@ -123,29 +139,12 @@ def _compare(found: Diagnosis, ranks: Ranks, arguments: argparse.Namespace) -> N
     ranks.decide("measuring", found.nodes[1] if measures else 0)
 
 
-def _measure(ranks: Ranks, local_rank: int, per_node: int, seconds: float) -> bool:
-    """Measure in a thread of its own and tell the result; whether it hangs."""
-    ended = threading.Event()
-
-    def work() -> None:
-        try:
-            ranks.tell("links", measured(ranks, local_rank, per_node, seconds))
-        except Exception as error:  # of any backend; rank 0 reports it, and the others are not waited for
-            ranks.tell("links", {"error": f"{type(error).__name__}: {error}"}, failed=True)
-        ended.set()
-
-    threading.Thread(target=work, daemon=True).start()
-    if ranks.rank:
-        return _waits_for_status(ranks, ended)
-    return not ended.wait(ranks.limit_s + seconds)
-
-
-def _waits_for_status(ranks: Ranks, ended: threading.Event) -> bool:
-    """Until this rank has measured, or rank 0 has ended the job because another one cannot."""
-    while not ended.wait(0.1):
-        if ranks.store.check(["status/decided"]):
-            return True
-    return False
+def _tell_links(ranks: Ranks, local_rank: int, per_node: int, seconds: float) -> None:
+    """In a thread of its own: in a collective it may wait for ever for a rank that is gone."""
+    try:
+        ranks.tell("links", measured(ranks, local_rank, per_node, seconds))
+    except Exception as error:  # of any backend; rank 0 reports it, and the others are not waited for
+        ranks.tell("links", {"failed": f"{type(error).__name__}: {error}"}, failed=True)
 
 
 def measured(ranks: Ranks, local_rank: int, per_node: int, seconds: float) -> dict[str, Any]:
@@ -171,14 +170,14 @@ def measured(ranks: Ranks, local_rank: int, per_node: int, seconds: float) -> di
 
 def _hear_links(found: Diagnosis, ranks: Ranks, arguments: argparse.Namespace) -> None:
     said = ranks.hear("links", ranks.limit_s + arguments.seconds)
-    failed = {rank: one["error"] for rank, one in said.items() if "error" in one}
-    found.links = {rank: one for rank, one in said.items() if "error" not in one}
-    for rank, error in failed.items():
+    found.links = {rank: one for rank, one in said.items() if "failed" not in one}
+    failed: dict[str, list[int]] = {}
+    for rank in said.keys() - found.links.keys():
+        failed.setdefault(said[rank]["failed"], []).append(rank)
+    for error, of in failed.items():
         remedy = "NCCL_DEBUG=INFO says more; is the network open between all hosts, on NCCL_SOCKET_IFNAME?"
-        found.problems.append(Problem(f"rank {rank} cannot measure its links: {error}", remedy))
-    if not failed:
-        limit = ranks.limit_s + arguments.seconds
-        found.problems += missing_problems(said, ranks.world_size, limit, "their links")
+        found.problems.append(Problem(f"{ranks_text(of)} cannot measure links: {error}", remedy))
+    found.problems += missing_problems(said, ranks.world_size, "links")
     for level in ("within", "between"):
         rates = {rank: one[level]["all_gather_gbs"] for rank, one in found.links.items() if level in one}
         middle = median(rates.values()) if rates else 0
@@ -222,10 +221,10 @@ def hardware_of(found: Diagnosis) -> Hardware:
 
 
 def _plan(found: Diagnosis, arguments: argparse.Namespace) -> None:
-    """What recipes take a step here, where the links between nodes were measured."""
+    """What recipes take a step here, where all links that there are were measured."""
     nodes, per_node = found.nodes
-    between = slowest(found, "between")
-    if not nodes or (nodes > 1 and between is None):
+    within, between = slowest(found, "within"), slowest(found, "between")
+    if not nodes or (nodes > 1 and between is None) or (per_node > 1 and within is None):
         return
     # All ranks of a node send at once.
     gbit = 8 * per_node * min(between["all_gather_gbs"], between["all_to_all_gbs"]) if between else 0.0
@@ -247,7 +246,10 @@ def report(found: Diagnosis) -> list[str]:
         lines.append(f"versions      {versions}")
         lines.append(f"plugin        {first['switched_on']}")
         capability = ".".join(map(str, device.get("capability", ())))
-        lines.append(f"device        {device['name']}" + (f", compute capability {capability}" if capability else ""))
+        lines.append(
+            f"device        {device.get('name', 'not known')}"
+            + (f", compute capability {capability}" if capability else "")
+        )
         for scaling, how in device.get("gemms", {}).items():
             lines.append(f"  {scaling:<12}{how}")
         lines.append(f"kernels       {device.get('kernels', 'not known')}")
@@ -314,11 +316,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         rank, world_size, local_rank = place_in_job()
         ranks = joined(rank, world_size, arguments.timeout)
-        status, hangs = diagnose(ranks, local_rank, arguments)
-    except (Unanswered, ValueError) as error:
+        status = diagnose(ranks, local_rank, arguments)
+    except (Unanswered, ValueError, OSError) as error:  # the last of --json
         print(f"doctor: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     sys.stdout.flush()
-    if hangs or world_size > 1:
+    if world_size > 1:
         os._exit(status)  # a thread may wait in a collective for a rank that is gone, and leaving a group waits too
     raise SystemExit(status)

@@ -29,7 +29,7 @@ def facts_of(rank: int, local_rank: int, config: PluginConfig) -> dict[str, Any]
         "versions": versions(),
         "variables": variables(os.environ),
         "switched_on": switched_on(),
-        "device": {"name": "unknown"},
+        "device": {},
         "rates": None,
         "kernels_tested": False,
     }

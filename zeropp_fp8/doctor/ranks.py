@@ -64,9 +64,13 @@ class Ranks:
             return _unpacked(self.store.get(key))
         except RuntimeError as error:  # torch's errors of a store are some
             raise Unanswered(
-                f"rank {self.rank}: rank 0 has not said what comes next ({what}) in {limit_s:.0f} s; it may have "
-                f"ended: look at what it printed ({str(error).splitlines()[0]})"
+                f"rank {self.rank}: rank 0 has not said what comes next ({what}); it may have ended: look at what it "
+                f"printed ({str(error).splitlines()[0]})"
             ) from None
+
+    def for_a_thread(self) -> Ranks:
+        """The same with a connection of its own: one that waits would block what is asked beside it."""
+        return Ranks(self.store.clone(), self.rank, self.world_size, self.limit_s)
 
 
 def _packed(said: Any) -> bytes:
