@@ -180,15 +180,10 @@ def test_no_batch_size_at_all_is_refused():
     [
         ({"weights": {"block_size": 64}}, ["weights.block_size"]),
         ({"recipe": "zeropp", "weights": {"scale_mode": "floor"}}, ["weights.scale_mode"]),
-        (
-            {"gradients": {"rounding": "stochastic", "amax_history": 3}},
-            ["gradients.rounding", "gradients.amax_history"],
-        ),
-        ({"recipe": "zeropp", "gradients": {"scale_policy": "pre"}}, ["gradients.scale_policy"]),
+        ({"gradients": {"scale_mode": "floor"}}, ["gradients.scale_mode"]),
+        ({"recipe": "zeropp", "gradients": {"scale_mode": "floor"}}, ["gradients.scale_mode"]),
         ({"compute": {"min_features": 8}}, ["compute.min_features"]),
         ({"compute": {"format": "fp8", "scaling": "current", "amax_history": 3}}, ["compute.amax_history"]),
-        ({"optimizer": {"scales": "block"}}, ["optimizer.scales"]),
-        ({"recipe": "fp8-lm", "optimizer": {"block_size": 64}}, ["optimizer.block_size"]),
         ({"frozen": {"block_size": 32}}, ["frozen.block_size"]),
         ({"recipe": "zeropp", "seed": 3}, ["seed"]),
         ({"recipe": "zeropp", "seed": 3, "weights": {"rounding": "stochastic"}}, []),

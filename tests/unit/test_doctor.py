@@ -2,6 +2,7 @@
 
 import json
 import platform
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -67,10 +68,19 @@ def test_deepspeed_that_does_not_fit(monkeypatch):
     assert "DeepSpeed cannot be imported: ZeroDivisionError" in versions.deepspeed_problem().what
 
 
-def test_how_it_is_switched_on(monkeypatch):
-    assert versions.switched_on() == "by -m zeropp_fp8.run or zeropp_fp8.enable(), where the ds_config asks for it"
+def test_how_it_is_switched_on(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "zeropp_fp8_autoload", versions)
     monkeypatch.setenv("ZEROPP_FP8_RECIPE", "zeropp")
-    assert "; ZEROPP_FP8_RECIPE=zeropp for a ds_config that does not" in versions.switched_on()
+    assert "by the section of a ds_config, which is looked at, ZEROPP_FP8_RECIPE=zeropp" in versions.switched_on()
+    monkeypatch.setenv("ZEROPP_FP8_AUTOLOAD", "0")
+    assert "zeropp_fp8.enable() alone: ds_configs are not looked at" in versions.switched_on()
+    command(["--version"])
+    assert "(ds_configs are not looked at: enable() or" in capsys.readouterr().out
+    monkeypatch.delenv("ZEROPP_FP8_AUTOLOAD")
+    command(["--version"])
+    assert capsys.readouterr().out == f"zeropp_fp8 {zeropp_fp8.__version__} (ds_configs are looked at)\n"
+    monkeypatch.delitem(sys.modules, "zeropp_fp8_autoload")
+    assert "or not installed by pip" in versions.switched_on()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "": {"plugin", "config", "zero"},  # zeropp_fp8/__init__.py
     "export": _MIDDLE | {"zero"},
     "run": {"", "children"},
-    "__main__": {""},
+    "__main__": {"", "doctor"},
     "children": {""},
     "plugin": _MIDDLE | {"zero"},
     "zero": _MIDDLE,
@@ -33,7 +33,6 @@ MAY_IMPORT = {
     "config": set(),
     "plan": set(),
     "doctor": _MIDDLE | {"", "plugin", "plan"},
-    "__main__": set(),
 }
 PARTS = set(MAY_IMPORT) - {""}
 

@@ -170,7 +170,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.costs and arguments.ranks is None:
         parser.error("--model and --params need --ranks: what a rank holds and sends depends on them")
     for name in ("ranks", "ranks_per_node"):
-        if (getattr(arguments, name) or 1) < 1:
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if arguments.ranks_per_node is not None:
         if arguments.ranks is None:

@@ -1,4 +1,4 @@
-"""Fields that a section sets and that do nothing beside the others."""
+"""Fields that a section sets and that do nothing beside the others, without contradicting them, which is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _fields(part: str, config: PluginConfig, *others: str) -> set[str]:
 
 def _idle(config: PluginConfig) -> Iterator[tuple[set[str], str]]:
     """(fields, why they do nothing) for what this configuration does not do."""
-    weights, gradients, optimizer = config.weights, config.gradients, config.optimizer
+    weights, gradients = config.weights, config.gradients
     if weights.format == "none":
         yield _fields("weights", config, "format", "difference"), '"weights.format" is "none"'
     elif weights.format not in MX_FORMATS:
@@ -43,23 +43,14 @@ def _idle(config: PluginConfig) -> Iterator[tuple[set[str], str]]:
     if not config.quantizes_gradients:
         others = ("intra_format", "inter_format", "store_format", "scales")
         yield _fields("gradients", config, *others), "gradients are reduced by DeepSpeed, in 16 or 32 bits"
-    else:
-        if gradients.scales != "tensor":
-            shared = {f"gradients.{name}" for name in ("scale_policy", "amax_history")}
-            yield shared, 'it is of scales that ranks share, "gradients.scales": "tensor"'
-        if not {gradients.intra_format, gradients.inter_format} & set(MX_FORMATS):
-            yield {"gradients.scale_mode"}, "it is of MX formats"
+    elif not {gradients.intra_format, gradients.inter_format} & set(MX_FORMATS):
+        yield {"gradients.scale_mode"}, "it is of MX formats"
     if not config.computes_in_low_precision:
         yield _fields("compute", config, "format"), '"compute.format" is "none"'
     elif config.compute.scaling != "delayed":
         history = {"compute.amax_history", "compute.amax_reduction"}
         yield history, f'it is of delayed scaling, and "compute.scaling" is "{config.compute.scaling}"'
-    if not config.stores_states_in_low_precision:
-        others = ("master_format", "exp_avg_format", "exp_avg_sq_format")
-        yield _fields("optimizer", config, *others), "states rest in fp32"
-    elif optimizer.scales == "tensor":
-        yield {"optimizer.block_size"}, '"optimizer.scales" is "tensor"'
     if config.frozen.format == "none":
         yield _fields("frozen", config, "format"), '"frozen.format" is "none"'
-    if "stochastic" not in (weights.rounding, gradients.rounding, optimizer.rounding, config.compute.rounding):
+    if "stochastic" not in (weights.rounding, gradients.rounding, config.optimizer.rounding, config.compute.rounding):
         yield {"seed"}, "nothing is rounded stochastically"

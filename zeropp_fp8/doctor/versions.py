@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import os
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
@@ -80,8 +81,16 @@ def deepspeed_problem() -> Problem | None:
     return None
 
 
+def looks_at_ds_configs() -> bool:
+    """Whether the plugin's .pth file was read when this interpreter started, so that a section is enough."""
+    return "zeropp_fp8_autoload" in sys.modules and os.environ.get("ZEROPP_FP8_AUTOLOAD") != "0"
+
+
 def switched_on() -> str:
-    """How a run here gets the plugin, in words. The one place for what else may switch it on."""
-    ways = "by -m zeropp_fp8.run or zeropp_fp8.enable(), where the ds_config asks for it"
+    """How a run here gets the plugin, in words."""
+    by_hand = "-m zeropp_fp8.run or zeropp_fp8.enable()"
+    if not looks_at_ds_configs():
+        return f"by {by_hand} alone: ds_configs are not looked at (ZEROPP_FP8_AUTOLOAD=0, or not installed by pip)"
     recipe = os.environ.get(RECIPE_VARIABLE)
-    return f"{ways}; {RECIPE_VARIABLE}={recipe} for a ds_config that does not" if recipe else ways
+    others = f", {RECIPE_VARIABLE}={recipe} in others" if recipe else ""
+    return f"by the section of a ds_config, which is looked at{others}; or {by_hand}"
