@@ -10,6 +10,7 @@ versions.py      packages and their supported ranges
 accelerator.py   the device, what it can do, and how fast it multiplies and copies
 kernels.py       kernels against the bytes of the torch code
 variables.py     environment variables that change how ranks talk
+compared.py      what ranks say of themselves, side by side
 links.py         rates within and between nodes, with the plugin's own collectives
 check.py         check: a ds_config
 auto.py          its "auto" values

@@ -28,7 +28,7 @@ from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.ranks import GRACE_S, Ranks, Unanswered, joined, place_in_job
 from zeropp_fp8.plan import H200, Cluster, Hardware, Job, PlanError
 from zeropp_fp8.plan import __main__ as plan
-from zeropp_fp8.plan.recommend import Advice, recommend, table_of
+from zeropp_fp8.plan.recommend import Advice, recommend
 
 UNEVEN = 0.7  # of the median: a group this slow is named
 START_S = 30  # for what is not waiting: imports, and the report
@@ -281,15 +281,9 @@ def _tested(found: Diagnosis) -> str:
 
 
 def _plan_lines(found: Diagnosis) -> list[str]:
-    model, job = found.job.model, found.job
-    of_gpu = "" if any(one["rates"] for one in found.facts.values()) else ", computing as on an H200: no GPU is here"
-    trains = f", LoRA of rank {job.lora.rank}" if job.lora else ""
-    return [
-        f"a step of {model.parameters / 1e9:.3g} B parameters{trains}, {job.micro_batches} x {job.tokens} tokens a rank"
-        f" (modelled from these rates{of_gpu})",
-        *table_of(found.advice.estimates),
-        found.advice.text,
-    ]
+    no_gpu = all(one["rates"] is None for one in found.facts.values())
+    note = "; computing as on an H200, because no GPU is here" if no_gpu else ""
+    return [plan.table(found.advice.estimates, found.job), found.advice.text + note]
 
 
 def as_json(found: Diagnosis) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,17 +73,6 @@ def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None) -> A
         gain = f"{stock.step_s / chosen.step_s:.2f} x stock" + ("" if stock in fits else ", which does not fit")
         text = f"recommended: {chosen.method}, {1e3 * chosen.step_s:.4g} ms a step ({gain}; bound by {chosen.bound})"
     return Advice(chosen.method, text, tuple(found))
-
-
-def table_of(estimates: Sequence[StepEstimate]) -> list[str]:
-    """A line a recipe; the speed-up is over the first."""
-    lines = [f"{'recipe':<14}{'step ms':>10}{'speed-up':>10}{'GB a node':>11}{'GB a GPU':>10}{'GiB':>8}  bound by"]
-    for one in estimates:
-        lines.append(
-            f"{one.method:<14}{1e3 * one.step_s:>10.1f}{estimates[0].step_s / one.step_s:>8.2f} x"
-            f"{one.inter_bytes / 1e9:>11.3f}{one.intra_bytes / 1e9:>10.3f}{one.memory.peak / GIB:>8.1f}  {one.bound}"
-        )
-    return lines
 
 
 def ds_config_of(recipe: str, job: Job) -> dict[str, Any]:
