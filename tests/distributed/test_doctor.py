@@ -46,7 +46,7 @@ def test_ranks_that_differ_or_raise(tmp_path):
     assert "note: NCCL_P2P_LEVEL differs: SYS on ranks 0-1, NVL on ranks 2-3" in texts["device"]
     assert "rank 3 cannot look at itself: RuntimeError: no packages" in texts["looking"]
     assert "rank 1: the device cannot be used: RuntimeError: no driver" in texts["driver"]
-    assert re.search(r"note: links within nodes of ranks 2-3 \(.*\) send .* GB/s, the median is", texts["uneven"])
+    assert re.search(r"note: links within nodes of ranks 2-3 \(.*\) send 0.1 GB/s, the median is 0.55", texts["uneven"])
     assert "rank 3 cannot measure links: RuntimeError: no link" in texts["measuring"]
     for name in ("topology", "version", "device", "looking", "driver"):
         assert "links         " not in texts[name]
@@ -54,7 +54,11 @@ def test_ranks_that_differ_or_raise(tmp_path):
 
 def check_json(found, text):
     """What is in the file is what was printed; recipes are the plan's at the measured rates."""
-    assert found["status"] == 0 and found["problems"] == [] and (found["nodes"], found["ranks_per_node"]) == (2, 2)
+    assert (
+        found["status"] == 0
+        and not any(each["serious"] for each in found["problems"])
+        and (found["nodes"], found["ranks_per_node"]) == (2, 2)
+    )
     assert sorted(found["ranks"]) == ["0", "1", "2", "3"]
     assert f"recommended: {found['recommended']}" in text.replace("stock DeepSpeed", "stock")
     within, between = (found["links"][level] for level in ("within", "between"))
