@@ -1,24 +1,40 @@
-"""`python -m zeropp_fp8 --version`."""
+"""The package's commands: `python -m zeropp_fp8 doctor | check | plan`, each with --help; and --version."""
 
 from __future__ import annotations
 
-import argparse
-import os
+import importlib
 import sys
 
 import zeropp_fp8
 
+COMMANDS = {
+    "doctor": ("zeropp_fp8.doctor.diagnosis", "look at this machine and its links, alone or under a launcher"),
+    "check": ("zeropp_fp8.doctor.check", "look at a ds_config without starting a job"),
+    "plan": ("zeropp_fp8.plan.__main__", "estimate steps by formula, and recommend a recipe"),
+}
+USAGE = "usage: python -m zeropp_fp8 COMMAND ... | --version\n" + "\n".join(
+    f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()
+)
+
 
 def main(argv: list[str] | None = None) -> None:
-    """Answer what was asked on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m zeropp_fp8", description=zeropp_fp8.__doc__.partition("\n")[0])
-    watched = "zeropp_fp8_autoload" in sys.modules and os.environ.get("ZEROPP_FP8_AUTOLOAD") != "0"
-    how = "are looked at" if watched else "are not looked at: enable() or zeropp_fp8.run is needed"
-    parser.add_argument(
-        "--version", action="version", version=f"zeropp_fp8 {zeropp_fp8.__version__} (ds_configs {how})"
-    )
-    parser.parse_args(argv)
-    parser.print_help()
+    """Run a command; exit status 2 where there is none of that name."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # The deepspeed launcher puts --local_rank=N in front; it is in the environment too.
+    while arguments and arguments[0].startswith(("--local_rank=", "--local-rank=")):
+        arguments.pop(0)
+    asked = arguments[0] if arguments else ""
+    if asked in COMMANDS:
+        return importlib.import_module(COMMANDS[asked][0]).main(arguments[1:])
+    if asked == "--version":
+        from zeropp_fp8.doctor.versions import looks_at_ds_configs
+
+        how = "are looked at" if looks_at_ds_configs() else "are not looked at: enable() or zeropp_fp8.run is needed"
+        print(f"zeropp_fp8 {zeropp_fp8.__version__} (ds_configs {how})")
+        return
+    helped = asked in ("-h", "--help")
+    print(USAGE, file=sys.stdout if helped else sys.stderr)
+    raise SystemExit(0 if helped else 2)
 
 
 if __name__ == "__main__":

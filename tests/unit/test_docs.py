@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 import zeropp_fp8
+from zeropp_fp8.__main__ import COMMANDS
 from zeropp_fp8.config import RECIPES, SECTION, resolve
 from zeropp_fp8.config.document import page
 from zeropp_fp8.config.sections import PluginConfig
@@ -295,6 +296,8 @@ def check_script(given):
             assert rest[0] == "train.py"  # the user's own
         elif module == "zeropp_fp8.plan":
             assert parse_plan(rest)
+        elif module == "zeropp_fp8" and rest[0] in COMMANDS:
+            assert importlib.import_module(COMMANDS[rest[0]][0]).parse(rest[1:])
         else:
             found = Path(importlib.util.find_spec(module).origin)
             check_options(found.with_name("__main__.py") if found.name == "__init__.py" else found, rest)

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "": {"plugin", "config", "zero"},  # zeropp_fp8/__init__.py
     "export": _MIDDLE | {"zero"},
     "run": {"", "children"},
-    "__main__": {""},
+    "__main__": {"", "doctor"},
     "children": {""},
     "integrations": {"zero"},
     "plugin": _MIDDLE | {"zero"},
@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "formats": _READ_BY_ALL,
     "config": set(),
     "plan": set(),
+    "doctor": _MIDDLE | {"", "plugin", "plan"},
 }
 PARTS = set(MAY_IMPORT) - {""}
 

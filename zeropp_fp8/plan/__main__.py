@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from zeropp_fp8.plan.calibrate import Residual, calibrate, calibrate_machine, check
 from zeropp_fp8.plan.hardware import EMULATED_H200, PRESETS, Hardware
@@ -26,9 +27,11 @@ from zeropp_fp8.plan.methods import (
     Method,
     method_named,
 )
+from zeropp_fp8.plan.recommend import ds_config_of, recommend
 from zeropp_fp8.plan.step_time import StepEstimate, estimate
 
 MEGA, GIGA, GIB = 1e6, 1e9, 2**30
+PARAMETERS, VOCABULARY, KEPT = 7e9, 32000, 2e8
 # Fields of Hardware that an option overrides.
 OVERRIDES = ("achieved_tflops", "intra_gbs", "memory_gbs", "link_efficiency", "codec_efficiency", "overlap")
 
@@ -40,38 +43,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    job = parser.add_argument_group("the job")
-    job.add_argument("--params", type=float, default=7e9, help="parameters of the model")
-    job.add_argument("--hidden", type=int, help="hidden size; without it a usual shape for the size")
-    job.add_argument("--layers", type=int)
-    job.add_argument("--vocabulary", type=int, default=32000)
-    job.add_argument("--nodes", type=int, default=8)
-    job.add_argument("--ranks-per-node", type=int, default=8)
-    job.add_argument("--gbit", type=float, default=100.0, help="what one node can send, Gbit/s")
-    job.add_argument("--tokens", type=int, default=2048, help="tokens of one GPU in a micro-batch")
-    job.add_argument("--sequence", type=int, help="tokens of a sequence; default: all of --tokens")
-    job.add_argument("--micro-batches", type=int, default=1, help="gradient accumulation steps")
-    job.add_argument("--kept", type=float, default=2e8, help="parameters ZeRO-3 keeps gathered (max_live_parameters)")
-    job.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
-    job.add_argument(
-        "--secondary-gb", help='GB of a GPU for copies of codes (secondary.memory_gb); or "auto", with --gpu-gb'
-    )
-    job.add_argument("--lora-rank", type=int, help="fine-tune adapters of this rank; everything else is frozen")
-    job.add_argument("--lora-layers", type=int, help="linear layers of a block that have an adapter; default: all")
-    machine = parser.add_argument_group("the machine (a preset, and what differs from it)")
-    machine.add_argument("--gpu", choices=PRESETS, default="h200")
-    machine.add_argument("--gpu-gb", type=float, help="memory of a GPU, for --secondary-gb auto")
-    machine.add_argument("--tflops", dest="achieved_tflops", type=float, help="TFLOP/s a GPU achieves in training")
-    machine.add_argument("--intra-gbs", type=float, help="GB/s a GPU sends within its node")
-    machine.add_argument("--memory-gbs", type=float, help="copy bandwidth of a GPU, GB/s")
-    machine.add_argument("--link-efficiency", type=float, help="share of --gbit that the payload gets")
-    machine.add_argument("--codec-efficiency", type=float, help="share of --memory-gbs that quantizing reaches")
-    machine.add_argument("--overlap", type=float, help="1: wire and GPU work side by side; 0: one after the other")
+    add_job(parser)
+    add_cluster(parser)
+    add_machine(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--methods", help=f"out of {', '.join(METHODS)}; with --lora-rank out of {', '.join(LORA_METHODS)}"
     )
     output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--write", metavar="FILE", help="write a ds_config with the recipe that is recommended")
     output.add_argument(
         "--check", nargs="*", metavar="PATH", help="results at PATH against the model; without PATH the peers known"
     )
@@ -86,13 +66,65 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             arguments.secondary_gb = float(arguments.secondary_gb)
         except ValueError:
             parser.error(f'--secondary-gb: {arguments.secondary_gb!r} is neither a number of GB nor "auto"')
-    if (arguments.secondary_gb == "auto") != (arguments.gpu_gb is not None):
-        parser.error("--secondary-gb auto and --gpu-gb go together: what is left of a GPU is for copies")
-    if arguments.lora_layers is not None and arguments.lora_rank is None:
-        parser.error("--lora-layers needs --lora-rank: it says which layers have adapters")
+    if arguments.secondary_gb == "auto" and arguments.gpu_gb is None:
+        parser.error("--secondary-gb auto needs --gpu-gb: what is left of a GPU is for copies")
+    check_job(parser, arguments)
+    if arguments.write and arguments.check is not None:
+        parser.error("--write needs a job, and --check has none")
     if arguments.methods is None:
         arguments.methods = ",".join(TABLE_METHODS if arguments.lora_rank is None else LORA_TABLE_METHODS)
     return arguments
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Options of the model and of what a GPU does with it in a step."""
+    job = parser.add_argument_group("the job")
+    job.add_argument("--model", help="a Hugging Face model: its name, its config.json or the folder of that")
+    job.add_argument("--params", type=float, help="parameters of the model, without --model; default 7e9")
+    job.add_argument("--hidden", type=int, help="hidden size; without it a usual shape for the size")
+    job.add_argument("--layers", type=int)
+    job.add_argument("--vocabulary", type=int, help="default 32000")
+    job.add_argument("--tokens", type=int, default=2048, help="tokens of one GPU in a micro-batch")
+    job.add_argument("--sequence", type=int, help="tokens of a sequence; default: all of --tokens")
+    job.add_argument("--micro-batches", type=int, help="gradient accumulation steps")
+    job.add_argument("--kept", type=float, help="parameters ZeRO-3 keeps gathered (max_live_parameters); default 2e8")
+    job.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
+    job.add_argument("--lora-rank", type=int, help="fine-tune adapters of this rank; everything else is frozen")
+    job.add_argument("--lora-layers", type=int, help="linear layers of a block that have an adapter; default: all")
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Options of the nodes and the links between them."""
+    cluster = parser.add_argument_group("the cluster")
+    cluster.add_argument("--nodes", type=int, default=8)
+    cluster.add_argument("--ranks-per-node", type=int, default=8)
+    cluster.add_argument("--gbit", type=float, default=100.0, help="what one node can send, Gbit/s")
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Options of a GPU."""
+    machine = parser.add_argument_group("the machine (a preset, and what differs from it)")
+    machine.add_argument("--gpu", choices=PRESETS, default="h200")
+    machine.add_argument("--gpu-gb", type=float, help="memory of a GPU; what does not fit is not recommended")
+    machine.add_argument(
+        "--secondary-gb", help='GB of a GPU for copies of codes (secondary.memory_gb); or "auto", with --gpu-gb'
+    )
+    machine.add_argument("--tflops", dest="achieved_tflops", type=float, help="TFLOP/s a GPU achieves in training")
+    machine.add_argument("--intra-gbs", type=float, help="GB/s a GPU sends within its node")
+    machine.add_argument("--memory-gbs", type=float, help="copy bandwidth of a GPU, GB/s")
+    machine.add_argument("--link-efficiency", type=float, help="share of --gbit that the payload gets")
+    machine.add_argument("--codec-efficiency", type=float, help="share of --memory-gbs that quantizing reaches")
+    machine.add_argument("--overlap", type=float, help="1: wire and GPU work side by side; 0: one after the other")
+
+
+def check_job(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Options of `add_job` that need each other, or leave no room for each other."""
+    if arguments.lora_layers is not None and arguments.lora_rank is None:
+        parser.error("--lora-layers needs --lora-rank: it says which layers have adapters")
+    shape = ("params", "hidden", "layers", "vocabulary")
+    both = next((name for name in shape if getattr(arguments, name) is not None), None)
+    if arguments.model is not None and both is not None:
+        parser.error(f"--{both} does not go with --model, whose config.json says it; leave one of them out")
 
 
 def hardware_of(arguments: argparse.Namespace, preset: Hardware) -> Hardware:
@@ -101,15 +133,22 @@ def hardware_of(arguments: argparse.Namespace, preset: Hardware) -> Hardware:
     return replace(preset, **{field: value for field, value in given.items() if value is not None})
 
 
-def job_of(arguments: argparse.Namespace) -> Job:
-    """The job of the command line."""
+def job_of(arguments: argparse.Namespace, cluster: Cluster) -> Job:
+    """The job of the options of `add_job`."""
+    if arguments.model is not None:
+        from zeropp_fp8.plan.hugging_face import model_of
+
+        model = model_of(arguments.model)
+    else:
+        shape = (arguments.hidden, arguments.layers, arguments.vocabulary or VOCABULARY)
+        model = Model.from_parameters(PARAMETERS if arguments.params is None else arguments.params, *shape)
     return Job(
-        Model.from_parameters(arguments.params, arguments.hidden, arguments.layers, arguments.vocabulary),
-        Cluster(arguments.nodes, arguments.ranks_per_node, arguments.gbit),
+        model,
+        cluster,
         arguments.tokens,
         arguments.sequence,
-        arguments.micro_batches,
-        arguments.kept,
+        1 if arguments.micro_batches is None else arguments.micro_batches,
+        KEPT if arguments.kept is None else arguments.kept,
         arguments.checkpointing,
         None if arguments.lora_rank is None else Lora(arguments.lora_rank, arguments.lora_layers),
     )
@@ -184,17 +223,23 @@ def run_check(arguments: argparse.Namespace) -> str:
 
 
 def run_plan(arguments: argparse.Namespace) -> str:
-    """The table, or the same as JSON."""
-    job, hardware = job_of(arguments), hardware_of(arguments, PRESETS[arguments.gpu])
+    """The table and what is recommended, or the same as JSON."""
+    hardware = hardware_of(arguments, PRESETS[arguments.gpu])
+    job = job_of(arguments, Cluster(arguments.nodes, arguments.ranks_per_node, arguments.gbit))
     methods = [method_named(name) for name in arguments.methods.split(",")]
     estimates = [estimate(method, with_copies(job, method, arguments), hardware) for method in methods]
+    advice = recommend(job, hardware, None if arguments.gpu_gb is None else arguments.gpu_gb * GIGA)
+    if arguments.write:
+        Path(arguments.write).write_text(json.dumps(ds_config_of(advice.recipe, job), indent=2) + "\n")
     if not arguments.json:
-        return table(estimates, job)
+        written = f"; written to {arguments.write}" if arguments.write else ""
+        return f"{table(estimates, job)}\n{advice.text}{written}"
     found = [
         {**asdict(one), "step_s": one.step_s, "peak_bytes": one.memory.peak, "held_bytes": one.memory.held}
         for one in estimates
     ]
-    return json.dumps({"job": asdict(job), "hardware": asdict(hardware), "methods": found}, indent=1)
+    everything = {"job": asdict(job), "hardware": asdict(hardware), "methods": found, "recommended": advice.recipe}
+    return json.dumps(everything, indent=1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -202,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     try:
         print(run_plan(arguments) if arguments.check is None else run_check(arguments))
-    except (PlanError, OverflowError) as error:  # the latter of whole numbers beyond all floats
+    except (PlanError, OverflowError, OSError) as error:  # of whole numbers beyond all floats; of --write
         print(f"plan: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -36,13 +36,14 @@ def require_whole(**values: float) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder-only transformer with separate input and output embeddings.
+    """A decoder-only transformer.
 
     Args:
         parameters: all of them, embeddings included.
         hidden, layers, vocabulary: its shape.
         tensors_per_layer: matrices of a layer (Llama: q, k, v, o, gate, up, down). Norms and biases lie below
             DeepSpeed's persistence threshold and are not gathered.
+        embeddings: matrices of vocabulary x hidden: 2, or 1 where the output's is the input's.
     """
 
     parameters: float
@@ -50,14 +51,16 @@ class Model:
     layers: int
     vocabulary: int = 32000
     tensors_per_layer: int = 7
+    embeddings: int = 2
 
     def __post_init__(self) -> None:
         require_positive(parameters=self.parameters)
         require_whole(**{name: size for name, size in vars(self).items() if name != "parameters"})
         if self.embedding_parameters >= self.parameters:
             raise PlanError(
-                f"two embeddings of {self.vocabulary} x {self.hidden} have {self.embedding_parameters:.3g} parameters, "
-                f"more than the whole model of {self.parameters:.3g}; give a smaller vocabulary or hidden size"
+                f"{self.embeddings} embedding(s) of {self.vocabulary} x {self.hidden} have "
+                f"{self.embedding_parameters:.3g} parameters, more than the whole model of {self.parameters:.3g}; give "
+                "a smaller vocabulary or hidden size"
             )
 
     @classmethod
@@ -82,7 +85,7 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        return 2 * self.vocabulary * self.hidden
+        return self.embeddings * self.vocabulary * self.hidden
 
     @property
     def block_parameters(self) -> float:
@@ -96,18 +99,18 @@ class Model:
 
     @property
     def units(self) -> int:
-        """What is gathered at once with block granularity: the blocks, the input and the output embedding."""
-        return self.layers + 2
+        """What is gathered at once with block granularity: the blocks and the embeddings."""
+        return self.layers + self.embeddings
 
     @property
     def tensors(self) -> int:
         """Tensors that are gathered."""
-        return self.layers * self.tensors_per_layer + 2
+        return self.layers * self.tensors_per_layer + self.embeddings
 
     def matrix_flop(self, tokens: float) -> float:
         """Floating point operations of one forward pass in products with weights: 2 a parameter and token. The input
         embedding is a look-up."""
-        return 2 * tokens * (self.parameters - self.vocabulary * self.hidden)
+        return 2 * tokens * (self.parameters - (self.embeddings - 1) * self.vocabulary * self.hidden)
 
     def block_flop(self, tokens: float) -> float:
         """Of these, what the blocks' linear layers take: without the head."""

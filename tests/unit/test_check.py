@@ -1,0 +1,264 @@
+"""A ds_config without a job: what is refused, what it resolves to, what changes nothing, what it costs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from config_cases import ds_config
+
+from zeropp_fp8.__main__ import main as command
+from zeropp_fp8.config import RECIPES, SECTION, resolve
+from zeropp_fp8.doctor.auto import FILLED, as_if_filled, auto_keys
+from zeropp_fp8.doctor.check import check, differing
+from zeropp_fp8.doctor.method import method_of
+from zeropp_fp8.doctor.problems import exit_status
+from zeropp_fp8.plan import H200, METHODS, Cluster, Job, Model, estimate
+
+FOLDER = Path(__file__).parents[2] / "ds_configs"
+BATCH = {"train_micro_batch_size_per_gpu": 1}
+
+
+def checked(section=None, zero=None, ranks=None, ranks_per_node=None, **others):
+    return check(ds_config(section, zero, **{**BATCH, **others}), ranks, ranks_per_node)
+
+
+def texts(found, serious=True):
+    return [each.text for each in found.problems if each.serious == serious]
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_every_ds_config_of_the_repository(path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command(["check", str(path), "--ranks", "16", "--ranks-per-node", "8"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and text.endswith("no problem found\n")
+    assert ("nothing in it asks for the plugin" in text) == (path.stem == "stock")
+    assert path.stem == "stock" or f"recipe      {path.stem}\n" in text
+    assert "stock       DeepSpeed would run it" in text and "changes nothing" not in text
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_a_recipe_is_the_method_that_the_plan_has_of_it(recipe):
+    """Two sources of the same numbers: METHODS was written by hand."""
+    own, known = method_of(resolve(ds_config({"recipe": recipe}))), METHODS[recipe]
+    for name, value in vars(known).items():
+        found = getattr(own, name)
+        assert found == (pytest.approx(value) if isinstance(value, float) else value), name
+
+
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ({"compile": "blocks"}, {"compiled": True}),
+        ({"gradients": {"accumulate_in": "world"}}, {"sums_in_node": False}),
+        (
+            {"secondary": {"scope": "none"}},
+            {"secondary_bytes": 0, "later_from_secondary": False, "backward_gather": "two-level"},
+        ),
+        ({"secondary": {"scope": "rank"}}, {"backward_gather": "rank"}),
+        ({"gradients": {"error_feedback": True}}, {"residual_bytes": 1 + 2 / 128}),
+        ({"frozen": {"format": "int8"}}, {"stored_bytes": 1 + 2 / 64}),
+        ({"compute": {"format": "fp8"}}, {"cast_bytes": 4.0, "fp8_products": True}),
+    ],
+)
+def test_a_field_set_by_hand_changes_the_method(section, changes):
+    own = method_of(resolve(ds_config({"recipe": "zeropp", **section})))
+    assert own == replace(METHODS["zeropp"], **changes)
+
+
+def test_fields_are_those_that_differ():
+    config = resolve(ds_config({"recipe": "zeropp", "weights": {"block_size": 128}, "seed": 3}))
+    fields = dict(differing(config))
+    assert fields["weights.block_size"] == 128 and fields["weights.format"] == "int8" and fields["seed"] == 3
+    assert "gradients.hadamard" not in fields and "recipe" not in fields
+    assert dict(differing(resolve(ds_config({})))) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"section": {"recipe": "zerop"}}, "there is no recipe 'zerop' (did you mean \"zeropp\"?)"),
+        ({"section": {"weights": {"format": "int8", "blocks": 2}}}, '"zeropp_fp8.weights.blocks": unknown key'),
+        ({"section": {"topology": {"ranks_per_node": "auto"}}}, '"zeropp_fp8.topology.ranks_per_node": '),
+        ({"section": {}, "zero": {"stage": 2}}, "the plugin works with stage 3 only"),
+        ({"section": {"recipe": "fp8-lm"}, "fp16": {"enabled": True}}, 'with "fp16.enabled"'),
+        ({"section": {"topology": {"ranks_per_node": 3}}, "ranks": 4, "ranks_per_node": 2}, "leaves 3 + 1 of the 4"),
+        ({"section": {"secondary": {"scope": 3}}, "ranks": 4, "ranks_per_node": 2}, "3 does not divide the 2 ranks"),
+        (
+            {"section": {"recipe": "fp8-lm"}, "optimizer": {"type": "Lion", "params": {}}},
+            'states in low precision are those of Adam and AdamW, but "optimizer.type" is "Lion": use "AdamW"',
+        ),
+        ({"section": {}, "zero": {"reduce_bucket_size": "much"}}, "DeepSpeed refuses it: ValidationError: "),
+        ({"section": {}, "zero": {"no_such_key": 1}}, "DeepSpeed refuses it: ValidationError: "),
+        ({"section": {}, "nebula": {}}, "DeepSpeed refuses it: DeepSpeedConfigError: "),
+        (
+            {"section": {}, "train_batch_size": 5, "gradient_accumulation_steps": 1, "ranks": 4},
+            "DeepSpeed refuses it: AssertionError: Check batch related parameters",
+        ),
+        ({"section": {}, "steps_per_print": "auto"}, '"steps_per_print" is "auto": give a value; neither'),
+    ],
+)
+def test_what_start_would_refuse(given, message):
+    found = checked(**given)
+    assert len(texts(found)) == 1 and message in texts(found)[0]
+    assert exit_status(found.problems) == 1
+
+
+def test_every_problem_at_once():
+    found = checked({"recipe": "zerop"}, {"no_such_key": 1}, steps_per_print="auto")
+    assert len(texts(found)) == 3
+
+
+def test_owners_need_a_later_deepspeed(monkeypatch):
+    from deepspeed.runtime.zero import stage3
+
+    monkeypatch.delattr(stage3.DeepSpeedZeroOptimizer_Stage3, "_get_param_partition_rank")
+    assert "needs DeepSpeed 0.19.3 or later" in texts(checked({"recipe": "fp8-lm"}))[0]
+
+
+def test_what_is_no_ds_config(tmp_path, capsys):
+    twice = tmp_path / "twice.json"
+    twice.write_text('{"bf16": {}, "bf16": {}}')
+    for path, message in ((tmp_path / "none.json", "neither a file nor base64"), (twice, "duplicate keys")):
+        with pytest.raises(SystemExit) as ended:
+            command(["check", str(path)])
+        text = capsys.readouterr().out
+        assert ended.value.code == 1 and message in text and "1 problem(s):" in text
+
+
+def auto(**section):
+    """As Hugging Face's documentation shows one."""
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+        },
+        SECTION: section,
+    }
+
+
+def test_auto_values_are_accepted_and_named(tmp_path, capsys):
+    """Where the Trainer fills them in; FP8 compute, which fp16 would exclude, included. Accelerate's stage too."""
+    given = auto(recipe="fp8-lm")
+    keys = set(auto_keys(given))
+    assert len(keys) == 16 and keys < FILLED
+    assert list(auto_keys(as_if_filled(given))) == []
+    found = check(given, ranks=4)
+    assert texts(found) == [] and texts(found, serious=False) == [] and set(found.auto) == keys
+    given["zero_optimization"]["stage"] = "auto"
+    path = tmp_path / "auto.json"
+    path.write_text(json.dumps(given))
+    with pytest.raises(SystemExit) as ended:
+        command(["check", str(path)])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and "filled in by the Trainer or Accelerate: bf16.enabled, fp16.enabled," in text
+    assert "zero_optimization.stage" in text
+    assert set(auto_keys(auto(secondary={"memory_gb": "auto"}))) == keys
+
+
+def test_no_batch_size_at_all_is_refused():
+    found = check({"zero_optimization": {"stage": 3}, SECTION: {}})
+    assert any("DeepSpeed refuses it" in text for text in texts(found))
+
+
+@pytest.mark.parametrize(
+    ("section", "names"),
+    [
+        ({"weights": {"block_size": 64}}, ["weights.block_size"]),
+        ({"recipe": "zeropp", "weights": {"scale_mode": "floor"}}, ["weights.scale_mode"]),
+        ({"gradients": {"scale_mode": "floor"}}, ["gradients.scale_mode"]),
+        ({"recipe": "zeropp", "gradients": {"scale_mode": "floor"}}, ["gradients.scale_mode"]),
+        ({"compute": {"min_features": 8}}, ["compute.min_features"]),
+        ({"compute": {"format": "fp8", "scaling": "current", "amax_history": 3}}, ["compute.amax_history"]),
+        ({"frozen": {"block_size": 32}}, ["frozen.block_size"]),
+        ({"recipe": "zeropp", "seed": 3}, ["seed"]),
+        ({"recipe": "zeropp", "seed": 3, "weights": {"rounding": "stochastic"}}, []),
+        ({"recipe": "mxfp8", "weights": {"scale_mode": "floor"}, "gradients": {"scale_mode": "floor"}}, []),
+        ({"recipe": "fp8-lm", "gradients": {"scale_policy": "pre"}, "optimizer": {"rounding": "stochastic"}}, []),
+        ({"compute": {"format": {"weights": "fp8_e4m3", "activations": "fp8_e4m3"}}}, []),
+    ],
+)
+def test_fields_that_change_nothing(section, names):
+    found = checked(section)
+    assert texts(found) == []
+    assert [text.partition('" changes')[0] for text in texts(found, False)] == [f'"{SECTION}.{name}' for name in names]
+
+
+def test_keys_that_deepspeed_never_looks_at():
+    found = checked({"recipe": "zeropp"}, gradient_cliping=1.0, my_own={}, sequence_parallel_size=1)
+    assert texts(found, False) == [
+        'DeepSpeed never looks at "gradient_cliping" (did you mean "gradient_clipping"?): rename or remove it',
+        'DeepSpeed never looks at "my_own": rename or remove it',
+    ]
+
+
+def test_what_stock_would_do():
+    assert checked({}).stock == 'would run it, passing over "zeropp_fp8"'
+    keys = checked(None, {"zero_quantized_weights": True, "zero_quantized_gradients": False})
+    assert keys.config.weights.format == "int8"
+    assert keys.stock == "would run it; zero_quantized_weights would be its own, for which it needs CUDA and nvcc"
+    assert checked({}, {"no_such_key": 1}).stock == "refuses it"
+
+
+def test_the_environment_names_a_recipe(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("ZEROPP_FP8_RECIPE", "zeropp")
+    with pytest.raises(SystemExit):
+        command(["check", str(FOLDER / "stock.json")])
+    assert "recipe      zeropp (from ZEROPP_FP8_RECIPE)" in capsys.readouterr().out
+
+
+def test_costs_are_the_plans(tmp_path, capsys):
+    """Accumulation and what stays gathered are the ds_config's; ranks of a node too, where it says them."""
+    zero = {"stage3_max_live_parameters": 5e8, "stage3_max_reuse_distance": 3e8}
+    section = {"recipe": "zeropp", "secondary": {"memory_gb": 1.5}}
+    path, out = tmp_path / "ds_config.json", tmp_path / "found.json"
+    path.write_text(json.dumps(ds_config(section, zero, **BATCH, gradient_accumulation_steps=3)))
+    words = ["check", str(path), "--params", "7e9", "--ranks", "16", "--ranks-per-node", "4", "--gbit", "25"]
+    with pytest.raises(SystemExit) as ended:
+        command([*words, "--json", str(out)])
+    text = capsys.readouterr().out
+    job = Job(Model.from_parameters(7e9), Cluster(4, 4, 25), 2048, micro_batches=3, kept_parameters=3e8)
+    for name, one in (
+        ("stock", estimate(METHODS["stock"], job, H200)),
+        ("with it", estimate(METHODS["zeropp"], replace(job, copies=1.5e9), H200)),
+    ):
+        assert f"{name}: {one.inter_bytes / 1e9:.4g} GB a node and {one.intra_bytes / 1e9:.4g} GB a GPU" in text
+        assert f"{one.memory.peak / 2**30:.4g} GiB at most" in text
+    assert ended.value.code == 0
+    found = json.loads(out.read_text())
+    assert found["config"]["recipe"] == "zeropp" and len(found["cost"]) == 2 and found["problems"] == []
+
+    path.write_text(json.dumps(ds_config({"recipe": "qlora"}, **BATCH)))
+    with pytest.raises(SystemExit) as ended:
+        command(words)
+    assert ended.value.code == 2 and "check: qlora: its codes are of frozen weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--params", "7e9"], "--model and --params need --ranks"),
+        (["--ranks-per-node", "2"], "--ranks-per-node needs --ranks"),
+        (["--ranks", "4", "--ranks-per-node", "3"], "4 ranks are no nodes of 3"),
+        (["--ranks", "0"], "--ranks must be at least 1"),
+        (["--model", "x", "--layers", "3", "--ranks", "2"], "--layers does not go with --model"),
+    ],
+)
+def test_wrong_options(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command(["check", "x.json", *words])
+    assert ended.value.code == 2 and message in capsys.readouterr().err

@@ -1,0 +1,251 @@
+"""A ds_config without a job: what would be refused at start, what it resolves to, what nobody reads, what it costs.
+
+python -m zeropp_fp8 check ds_config.json
+python -m zeropp_fp8 check ds_config.json --model meta-llama/Llama-3.1-8B --ranks 32 --ranks-per-node 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from zeropp_fp8.config import (
+    IN_TREE_KEYS,
+    RECIPE_VARIABLE,
+    SECTION,
+    ConfigError,
+    Place,
+    PluginConfig,
+    check_topology,
+    find_ranks_per_node,
+    in_tree_keys,
+    load_ds_config,
+    resolve,
+    without_in_tree_keys,
+)
+from zeropp_fp8.doctor.auto import FILLED, as_if_filled, auto_keys
+from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
+from zeropp_fp8.doctor.unused import unused_fields
+
+GIGA, GIB = 1e9, 2**30
+
+
+@dataclass
+class Checked:
+    """What is known of a ds_config.
+
+    Attributes:
+        config: what its section resolves to; None where DeepSpeed is stock, or the section is refused.
+        fields: of the section, those that differ from what an empty one means, by their dotted names.
+        auto: keys that Hugging Face's libraries fill in.
+        stock: in words, whether DeepSpeed without the plugin would run it.
+        cost: in words, what a step moves and a rank holds.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    config: PluginConfig | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    auto: list[str] = field(default_factory=list)
+    stock: str = ""
+    cost: list[str] = field(default_factory=list)
+
+
+def check(ds_config: Any, ranks: int | None = None, ranks_per_node: int | None = None) -> Checked:
+    """All that can be said of a ds_config without starting a job of `ranks` ranks."""
+    found = Checked()
+    try:
+        given = load_ds_config(ds_config)
+    except ConfigError as error:
+        found.problems.append(Problem(str(error)))
+        return found
+    found.auto = sorted(auto_keys(given))
+    for key in found.auto:
+        if key not in FILLED:
+            remedy = "give a value; neither transformers' Trainer nor Accelerate fills it in"
+            found.problems.append(Problem(f'"{key}" is "auto"', remedy))
+    filled = as_if_filled(given)
+    try:
+        found.config = resolve(filled)
+    except ConfigError as error:
+        found.problems.append(Problem(str(error)))
+    if found.config is not None:
+        found.fields = dict(differing(found.config))
+        found.problems += [
+            Problem(text, serious=False) for text in unused_fields(given.get(SECTION) or {}, found.config)
+        ]
+        found.problems += _of_ranks(found.config, ranks, ranks_per_node)
+        found.problems += _of_engine(found.config, filled)
+    elif not found.problems:
+        remedy = f'add "{SECTION}": {{"recipe": "zeropp"}}, or set {RECIPE_VARIABLE}, if it is to do something'
+        found.problems.append(Problem("nothing in it asks for the plugin", remedy, serious=False))
+    _of_deepspeed(found, given, filled, ranks)
+    return found
+
+
+def differing(config: PluginConfig) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every field that is not what an empty section means."""
+    usual = PluginConfig().model_dump()
+    for name, value in config.model_dump(exclude={"recipe"}).items():
+        if isinstance(usual[name], dict):
+            yield from ((f"{name}.{key}", each) for key, each in value.items() if each != usual[name][key])
+        elif value != usual[name]:
+            yield name, value
+
+
+def _of_ranks(config: PluginConfig, ranks: int | None, ranks_per_node: int | None) -> list[Problem]:
+    """What depends on how many ranks there are, and where."""
+    if ranks is None:
+        return []
+    each = ranks_per_node or ranks
+    places = [Place(rank, f"node{rank // each}", config.topology.ranks_per_node, {}) for rank in range(ranks)]
+    try:
+        check_topology(config, find_ranks_per_node(places, ranks)[0])
+    except ConfigError as error:
+        return [Problem(str(error))]
+    return []
+
+
+def _of_engine(config: PluginConfig, ds_config: Mapping[str, Any]) -> list[Problem]:
+    """What an engine refuses when it is made, of what a ds_config can show."""
+    from zeropp_fp8.plugin.engine import check_owners
+
+    problems = []
+    try:
+        check_owners(config)
+    except ConfigError as error:
+        problems.append(Problem(str(error)))
+    optimizer = ds_config.get("optimizer")
+    kind = str(optimizer.get("type", "")) if isinstance(optimizer, Mapping) else ""
+    if config.stores_states_in_low_precision and kind and kind.lower() not in ("adam", "adamw"):
+        problems.append(
+            Problem(
+                f'"{SECTION}.optimizer": states in low precision are those of Adam and AdamW, but "optimizer.type" is '
+                f'"{kind}"',
+                'use "AdamW" with "torch_adam": true, or set the formats to fp32',
+            )
+        )
+    return problems
+
+
+def _of_deepspeed(found: Checked, given: Mapping[str, Any], filled: Mapping[str, Any], ranks: int | None) -> None:
+    """What DeepSpeed says of it; what it would do without the plugin."""
+    from zeropp_fp8.doctor.stock import stock_refusal
+
+    own = {key: value for key, value in without_in_tree_keys(filled).items() if key != SECTION}
+    refusal, unread = stock_refusal(own, ranks)
+    if refusal is not None:
+        found.problems.append(Problem("DeepSpeed refuses it", refusal))
+        found.stock = "refuses it"
+        return
+    for key in unread:
+        found.problems.append(Problem(f"DeepSpeed never looks at {key}", "rename or remove it", serious=False))
+    keys = {key: value for key, value in in_tree_keys(given).items() if value != IN_TREE_KEYS[key]}
+    passes = f', passing over "{SECTION}"' if SECTION in given else ""
+    by_itself = f"; {', '.join(keys)} would be its own, for which it needs CUDA and nvcc" if keys else ""
+    found.stock = f"would run it{passes}{by_itself}"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    from zeropp_fp8.plan import __main__ as plan
+
+    parser = argparse.ArgumentParser(
+        prog="python -m zeropp_fp8 check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("ds_config", help="a file of JSON, as for DeepSpeed, the Trainer or Accelerate")
+    parser.add_argument("--ranks", type=int, help="of the job")
+    parser.add_argument("--ranks-per-node", type=int, help="default: all ranks are in one node")
+    parser.add_argument("--gbit", type=float, default=100.0, help="what one node can send, Gbit/s")
+    parser.add_argument("--json", metavar="FILE", help="write what was found")
+    plan.add_job(parser)
+    plan.add_machine(parser)
+    arguments = parser.parse_args(argv)
+    plan.check_job(parser, arguments)
+    arguments.costs = arguments.model is not None or arguments.params is not None
+    if arguments.costs and arguments.ranks is None:
+        parser.error("--model and --params need --ranks: what a rank holds and sends depends on them")
+    for name in ("ranks", "ranks_per_node"):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if arguments.ranks_per_node is not None:
+        if arguments.ranks is None:
+            parser.error("--ranks-per-node needs --ranks")
+        if arguments.ranks % arguments.ranks_per_node:
+            parser.error(f"{arguments.ranks} ranks are no nodes of {arguments.ranks_per_node}")
+    return arguments
+
+
+def cost_of(config: PluginConfig, ds_config: Mapping[str, Any], arguments: argparse.Namespace) -> list[str]:
+    """What the plan says of a step with this configuration, beside stock.
+
+    Raises:
+        PlanError: a job that cannot be, or that the plan does not model.
+    """
+    from zeropp_fp8.doctor.method import method_of
+    from zeropp_fp8.plan import METHODS, PRESETS, Cluster, estimate
+    from zeropp_fp8.plan import __main__ as plan
+
+    configured = config.topology.ranks_per_node
+    each = (arguments.ranks_per_node or arguments.ranks) if configured == "detect" else configured
+    zero = ds_config["zero_optimization"]
+    kept = min(zero.get(f"stage3_max_{name}", 1e9) for name in ("live_parameters", "reuse_distance"))
+    if arguments.kept is None:
+        arguments.kept = kept
+    if arguments.micro_batches is None:
+        arguments.micro_batches = ds_config.get("gradient_accumulation_steps")
+    job = plan.job_of(arguments, Cluster(arguments.ranks // each, each, arguments.gbit))
+    hardware, memory = plan.hardware_of(arguments, PRESETS[arguments.gpu]), config.secondary.memory_gb
+    own = replace(job, copies=memory * GIGA) if isinstance(memory, float) else job
+    lines = []
+    for name, method, its_job in (("stock", METHODS["stock"], job), ("with it", method_of(config), own)):
+        one = estimate(method, its_job, hardware)
+        lines.append(
+            f"{name}: {one.inter_bytes / GIGA:.4g} GB a node and {one.intra_bytes / GIGA:.4g} GB a GPU in its node a "
+            f"step, {one.memory.peak / GIB:.4g} GiB at most, {1e3 * one.step_s:.4g} ms (modelled)"
+        )
+    return lines
+
+
+def report(path: str, found: Checked) -> str:
+    """What is printed."""
+    lines = [path]
+    if found.config is not None:
+        source = f" (from {found.config.recipe_variable})" if found.config.recipe_variable else ""
+        lines.append(f"  recipe      {found.config.recipe or 'none (lossless plus the ZeRO++ keys)'}{source}")
+        parts: dict[str, list[str]] = {}
+        for name, value in found.fields.items():
+            part, _, key = name.rpartition(".")
+            parts.setdefault(part or key, []).append(f"{key} {value}" if part else str(value))
+        lines += [f"  {part:<11} {', '.join(values)}" for part, values in parts.items()]
+    if found.auto:
+        lines.append(f'  "auto"      filled in by the Trainer or Accelerate: {", ".join(found.auto)}')
+    if found.stock:
+        lines.append(f"  stock       DeepSpeed {found.stock}")
+    return "\n".join([*lines, *(f"  {line}" for line in found.cost), *problem_lines(found.problems)])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print what is found; exit status 1 where the job would not start."""
+    from zeropp_fp8.doctor.accelerator import cpu_where_there_is_no_gpu
+    from zeropp_fp8.plan import PlanError
+
+    arguments = parse(argv)
+    cpu_where_there_is_no_gpu()
+    found = check(arguments.ds_config, arguments.ranks, arguments.ranks_per_node)
+    if arguments.costs and found.config is not None and not exit_status(found.problems):
+        try:
+            found.cost = cost_of(found.config, as_if_filled(load_ds_config(arguments.ds_config)), arguments)
+        except PlanError as error:
+            print(f"check: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+    if arguments.json:
+        known = {"problems": [asdict(each) for each in found.problems], "auto": found.auto, "stock": found.stock}
+        known |= {"config": found.config and found.config.model_dump(), "cost": found.cost}
+        Path(arguments.json).write_text(json.dumps(known, indent=1) + "\n")
+    print(report(arguments.ds_config, found))
+    raise SystemExit(exit_status(found.problems))

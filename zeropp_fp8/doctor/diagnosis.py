@@ -1,0 +1,320 @@
+"""What this machine can do for training, and what stands in the way: alone, or on all ranks under a launcher.
+
+python -m zeropp_fp8 doctor
+torchrun --nnodes 2 --nproc-per-node 8 ... -m zeropp_fp8 doctor --model meta-llama/Llama-3.1-8B
+deepspeed --hostfile hosts --module zeropp_fp8 doctor
+
+Exit status 1 where something would make training wrong or impossible, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from zeropp_fp8.config import PluginConfig
+from zeropp_fp8.doctor.compared import differences, missing_problems, nodes_of, own_problems, ranks_text
+from zeropp_fp8.doctor.facts import facts_of
+from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
+from zeropp_fp8.doctor.ranks import GRACE_S, Ranks, Unanswered, joined, place_in_job
+from zeropp_fp8.plan import H200, Cluster, Hardware, Job, PlanError
+from zeropp_fp8.plan import __main__ as plan
+from zeropp_fp8.plan.recommend import Advice, recommend
+
+UNEVEN = 0.7  # of the median: a group this slow is named
+START_S = 30  # for what is not waiting: imports, and the report
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zeropp_fp8 doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks-per-node", type=int, help="as topology.ranks_per_node; default: ranks of one host")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of measuring links; 0: leave it out")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds until a rank that is silent is named")
+    parser.add_argument("--json", metavar="FILE", help="write what was found (rank 0)")
+    plan.add_job(parser)
+    arguments = parser.parse_args(argv)
+    plan.check_job(parser, arguments)
+    if arguments.seconds < 0 or arguments.timeout <= 0:
+        parser.error("--seconds must be 0 or more, --timeout above 0")
+    if arguments.ranks_per_node is not None and arguments.ranks_per_node < 1:
+        parser.error("--ranks-per-node must be at least 1")
+    return arguments
+
+
+@dataclass
+class Diagnosis:
+    """What rank 0 knows at the end.
+
+    Attributes:
+        facts, links: what each rank has said of itself, and measured.
+        nodes: their number, and ranks on each; (0, 0) where that is not known.
+        nodes_from: in words, where that comes from.
+    """
+
+    facts: dict[int, dict] = field(default_factory=dict)
+    links: dict[int, dict] = field(default_factory=dict)
+    nodes: tuple[int, int] = (0, 0)
+    nodes_from: str = ""
+    problems: list[Problem] = field(default_factory=list)
+    job: Job | None = None
+    advice: Advice | None = None
+
+
+def diagnose(ranks: Ranks, local_rank: int, arguments: argparse.Namespace) -> int:
+    """Look, tell, compare, measure and report. On every rank.
+
+    Returns:
+        The exit status, the same on all ranks. A thread may still wait in a collective.
+
+    Raises:
+        Unanswered: rank 0 is gone.
+    """
+    try:
+        return _diagnosed(ranks, local_rank, arguments)
+    except BaseException:
+        if ranks.rank == 0:  # the others must not wait for it
+            ranks.decide("measuring", 0)
+            ranks.decide("status", 1)
+            ranks.hear("end", GRACE_S)
+        raise
+
+
+def _diagnosed(ranks: Ranks, local_rank: int, arguments: argparse.Namespace) -> int:
+    config = PluginConfig(topology={"ranks_per_node": arguments.ranks_per_node or "detect"})
+    try:
+        own = facts_of(ranks.rank, local_rank, config)
+    except Exception as error:  # rank 0 reports it
+        own = {"failed": f"{type(error).__name__}: {error}"}
+    ranks.tell("facts", own)
+    found = Diagnosis()
+    if ranks.rank == 0:
+        _compare(found, ranks, arguments)
+    # Rank 0 begins to wait when it has looked itself, which may be later than here.
+    per_node = ranks.decided("measuring", 2 * ranks.limit_s + START_S)
+    if per_node:
+        given = (ranks.for_a_thread(), local_rank, per_node, arguments.seconds)
+        threading.Thread(target=_tell_links, args=given, daemon=True).start()
+    if ranks.rank == 0:
+        if per_node:
+            _hear_links(found, ranks, arguments)
+        _plan(found, arguments)
+        print("\n".join(report(found)), flush=True)
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(as_json(found), indent=1) + "\n")
+        ranks.decide("status", exit_status(found.problems))
+    status = ranks.decided("status", 2 * ranks.limit_s + arguments.seconds + START_S)
+    ranks.tell("end", None)
+    if ranks.rank == 0:
+        ranks.hear("end", GRACE_S)  # rank 0 may serve the store
+    return status
+
+
+def _compare(found: Diagnosis, ranks: Ranks, arguments: argparse.Namespace) -> None:
+    """What ranks have found, and whether links can be measured: ranks a node are what all go by, 0 where not."""
+    said = ranks.hear("facts")
+    found.facts = {rank: one for rank, one in said.items() if "failed" not in one}
+    found.problems = missing_problems(said, ranks.world_size, "themselves")
+    for rank in said.keys() - found.facts.keys():
+        found.problems.append(Problem(f"rank {rank} cannot look at itself: {said[rank]['failed']}", "mend that first"))
+    found.problems += own_problems(found.facts)
+    found.problems += differences(found.facts)
+    if len(found.facts) == ranks.world_size:
+        per_node, found.nodes_from, wrong = nodes_of(found.facts)
+        found.problems += wrong
+        if per_node:
+            found.nodes = (ranks.world_size // per_node, per_node)
+    measures = ranks.world_size > 1 and arguments.seconds > 0 and not exit_status(found.problems)
+    ranks.decide("measuring", found.nodes[1] if measures else 0)
+
+
+def _tell_links(ranks: Ranks, local_rank: int, per_node: int, seconds: float) -> None:
+    """In a thread of its own: in a collective it may wait for ever for a rank that is gone."""
+    try:
+        ranks.tell("links", measured(ranks, local_rank, per_node, seconds))
+    except Exception as error:  # of any backend; rank 0 reports it, and the others are not waited for
+        ranks.tell("links", {"failed": f"{type(error).__name__}: {error}"}, failed=True)
+
+
+def measured(ranks: Ranks, local_rank: int, per_node: int, seconds: float) -> dict[str, Any]:
+    """Join the process group as training does, and measure."""
+    import torch.distributed as dist
+
+    from zeropp_fp8.comm import make_topology
+    from zeropp_fp8.doctor.accelerator import device_of
+    from zeropp_fp8.doctor.links import measure
+
+    device = device_of(local_rank)
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # raise when time is up, where NCCL would end the process
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("group", ranks.store),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timedelta(seconds=ranks.limit_s),
+        )
+    return measure(make_topology(ranks_per_node=per_node), device, seconds)
+
+
+def _hear_links(found: Diagnosis, ranks: Ranks, arguments: argparse.Namespace) -> None:
+    said = ranks.hear("links", ranks.limit_s + arguments.seconds)
+    found.links = {rank: one for rank, one in said.items() if "failed" not in one}
+    failed: dict[str, list[int]] = {}
+    for rank in said.keys() - found.links.keys():
+        failed.setdefault(said[rank]["failed"], []).append(rank)
+    for error, of in failed.items():
+        remedy = "NCCL_DEBUG=INFO says more; is the network open between all hosts, on NCCL_SOCKET_IFNAME?"
+        found.problems.append(Problem(f"{ranks_text(of)} cannot measure links: {error}", remedy))
+    found.problems += missing_problems(said, ranks.world_size, "links")
+    for level in ("within", "between"):
+        rates = {rank: one[level]["all_gather_gbs"] for rank, one in found.links.items() if level in one}
+        middle = median(rates.values()) if rates else 0
+        slow = [rank for rank, rate in rates.items() if rate < UNEVEN * middle]
+        if slow:
+            hosts = ", ".join(dict.fromkeys(found.facts[rank]["host"] for rank in slow))
+            found.problems.append(
+                Problem(
+                    f"links {level} nodes of {ranks_text(slow)} ({hosts}) send {min(rates.values()):.3g} GB/s, the "
+                    f"median is {middle:.3g}",
+                    "all wait for the slowest: look at these hosts",
+                    serious=False,
+                )
+            )
+
+
+def slowest(found: Diagnosis, level: str) -> dict[str, float] | None:
+    """Of all groups of a level, the lowest rates and the highest latency."""
+    of_level = [one[level] for one in found.links.values() if level in one]
+    if not of_level:
+        return None
+    rates = {key: min(one[key] for one in of_level) for key in ("all_gather_gbs", "all_to_all_gbs")}
+    return rates | {"latency_us": max(one["latency_us"] for one in of_level)}
+
+
+def hardware_of(found: Diagnosis) -> Hardware:
+    """The plan's H200 with what was measured: links and, on GPUs, products and copies.
+
+    Training reaches the share of a product's rate that it reaches on an H200.
+    """
+    hardware = H200
+    measured_rates = [one["rates"] for one in found.facts.values() if one["rates"]]
+    if measured_rates:
+        lowest = {name: min(one[name] for one in measured_rates) for name in measured_rates[0]}
+        achieved = H200.achieved_tflops * lowest["matrix_tflops"] / H200.matrix_tflops
+        hardware = replace(hardware, achieved_tflops=achieved, **lowest)
+    within = slowest(found, "within")
+    if within is not None:
+        hardware = replace(hardware, intra_gbs=min(within["all_gather_gbs"], within["all_to_all_gbs"]))
+    return replace(hardware, link_efficiency=1.0)  # of what was measured, which is payload
+
+
+def _plan(found: Diagnosis, arguments: argparse.Namespace) -> None:
+    """What recipes take a step here, where all links that there are were measured."""
+    nodes, per_node = found.nodes
+    within, between = slowest(found, "within"), slowest(found, "between")
+    if not nodes or (nodes > 1 and between is None) or (per_node > 1 and within is None):
+        return
+    # All ranks of a node send at once.
+    gbit = 8 * per_node * min(between["all_gather_gbs"], between["all_to_all_gbs"]) if between else 0.0
+    try:
+        found.job = plan.job_of(arguments, Cluster(nodes, per_node, gbit))
+        sizes = [one["device"]["bytes"] for one in found.facts.values() if "bytes" in one["device"]]
+        found.advice = recommend(found.job, hardware_of(found), min(sizes, default=None))
+    except PlanError as error:
+        found.problems.append(Problem(f"no plan: {error}", serious=False))
+
+
+def report(found: Diagnosis) -> list[str]:
+    """What rank 0 prints."""
+    lines = []
+    first = found.facts.get(0)
+    if first is not None:
+        versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+        device = first["device"]
+        lines.append(f"versions      {versions}")
+        lines.append(f"plugin        {first['switched_on']}")
+        capability = ".".join(map(str, device.get("capability", ())))
+        lines.append(
+            f"device        {device.get('name', 'not known')}"
+            + (f", compute capability {capability}" if capability else "")
+        )
+        for scaling, how in device.get("gemms", {}).items():
+            lines.append(f"  {scaling:<12}{how}")
+        lines.append(f"kernels       {device.get('kernels', 'not known')}")
+        lines.append(f"  bytes       {_tested(found)}")
+        if first["variables"]:
+            lines.append(f"variables     {', '.join(f'{name}={value}' for name, value in first['variables'].items())}")
+    if found.nodes[0]:
+        hosts = list(dict.fromkeys(one["place"]["host"].split()[0] for one in found.facts.values()))
+        shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+        lines.append(f"nodes         {found.nodes[0]} x {found.nodes[1]} rank(s), from {found.nodes_from}: {shown}")
+    for level in ("within", "between"):
+        rates = slowest(found, level)
+        if rates is not None:
+            lines.append(
+                f"links         {level} nodes a rank sends {rates['all_gather_gbs']:.3g} GB/s (all-gather), "
+                f"{rates['all_to_all_gbs']:.3g} GB/s (all-to-all); {rates['latency_us']:.0f} us for 4 KiB"
+            )
+    if found.advice is not None:
+        lines += ["", *_plan_lines(found), ""]
+    return [*lines, *problem_lines(found.problems)]
+
+
+def _tested(found: Diagnosis) -> str:
+    tested = [rank for rank, one in found.facts.items() if one["kernels_tested"]]
+    if not tested:
+        return "not tested: there is no accelerator"
+    differ = any(each["what"].startswith("kernel: ") for one in found.facts.values() for each in one["problems"])
+    return f"{'DIFFER from' if differ else 'equal'} those of the torch code ({ranks_text(tested)})"
+
+
+def _plan_lines(found: Diagnosis) -> list[str]:
+    no_gpu = all(one["rates"] is None for one in found.facts.values())
+    note = "; computing as on an H200, because no GPU is here" if no_gpu else ""
+    return [plan.table(found.advice.estimates, found.job), found.advice.text + note]
+
+
+def as_json(found: Diagnosis) -> dict[str, Any]:
+    """The same for tools."""
+    advice = found.advice
+    return {
+        "status": exit_status(found.problems),
+        "problems": [asdict(each) for each in found.problems],
+        "ranks": found.facts,
+        "nodes": found.nodes[0],
+        "ranks_per_node": found.nodes[1],
+        "links": {level: slowest(found, level) for level in ("within", "between")},
+        "recipes": [{**asdict(one), "step_s": one.step_s} for one in advice.estimates] if advice else [],
+        "recommended": advice and advice.recipe,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run on this rank and end with the status that all ranks end with."""
+    from zeropp_fp8.doctor.accelerator import cpu_where_there_is_no_gpu
+
+    arguments = parse(argv)
+    cpu_where_there_is_no_gpu()
+    try:
+        rank, world_size, local_rank = place_in_job()
+        ranks = joined(rank, world_size, arguments.timeout)
+        status = diagnose(ranks, local_rank, arguments)
+    except (Unanswered, ValueError, OSError) as error:  # the last of --json
+        print(f"doctor: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+    sys.stdout.flush()
+    if world_size > 1:
+        os._exit(status)  # a thread may wait in a collective for a rank that is gone, and leaving a group waits too
+    raise SystemExit(status)

@@ -1,0 +1,68 @@
+"""What DeepSpeed itself makes of a ds_config, without a process group."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+# Read before DeepSpeedConfig is made, or by the launcher.
+_READ_ELSEWHERE = frozenset({"sequence_parallel_size", "data_parallel_size", "autotuning"})
+
+
+class _Recording(dict):
+    """A dict that knows which of its keys were asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.asked: set[str] = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key) -> bool:
+        self.asked.add(key)
+        return super().__contains__(key)
+
+    def __copy__(self) -> _Recording:
+        return self  # DeepSpeed reads a copy
+
+
+def stock_refusal(ds_config: Mapping[str, Any], ranks: int | None = None) -> tuple[str | None, list[str]]:
+    """(why DeepSpeed would refuse it, or None; top-level keys that it never looks at, with the nearest that it does).
+
+    Args:
+        ranks: of the job. Where they are not known, it is not checked whether batch sizes fit each other.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.utils import logger
+
+    class OfRanks(DeepSpeedConfig):
+        def _initialize_params(self, param_dict):
+            self.world_size = ranks or 1  # DeepSpeed asks the process group
+            super()._initialize_params(param_dict)
+
+    given = dict(ds_config)
+    if ranks is None and "train_micro_batch_size_per_gpu" in given:
+        given.pop("train_batch_size", None)
+    recording, level = _Recording(given), logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        OfRanks(recording)
+    except Exception as error:  # of pydantic, assertions, types: DeepSpeed has no class of its own for most
+        return f"{type(error).__name__}: {error}", []
+    finally:
+        logger.setLevel(level)
+    unread = sorted(set(given) - recording.asked - _READ_ELSEWHERE)
+    return None, [f'"{key}"{_nearest(key, recording.asked)}' for key in unread]
+
+
+def _nearest(key: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    return f' (did you mean "{close[0]}"?)' if close else ""

@@ -1,0 +1,56 @@
+"""Fields that a section sets and that do nothing beside the others, without contradicting them, which is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zeropp_fp8.config import MX_FORMATS, SECTION, PluginConfig
+
+
+def unused_fields(section: Mapping[str, Any], config: PluginConfig) -> list[str]:
+    """A sentence for each field that is set by hand and changes nothing."""
+    written = list(_written(section))
+    return [
+        f'"{SECTION}.{name}" changes nothing: {why}'
+        for fields, why in _idle(config)
+        for name in written
+        if name in fields
+    ]
+
+
+def _written(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in section.items():
+        if isinstance(value, Mapping) and f"{prefix}{key}" != "compute.format":
+            yield from _written(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _fields(part: str, config: PluginConfig, *others: str) -> set[str]:
+    """All fields of a part, without those in `others`."""
+    model = getattr(config, part)
+    return {f"{part}.{name}" for name in type(model).model_fields if name not in others}
+
+
+def _idle(config: PluginConfig) -> Iterator[tuple[set[str], str]]:
+    """(fields, why they do nothing) for what this configuration does not do."""
+    weights, gradients = config.weights, config.gradients
+    if weights.format == "none":
+        yield _fields("weights", config, "format", "difference"), '"weights.format" is "none"'
+    elif weights.format not in MX_FORMATS:
+        yield {"weights.scale_mode"}, "it is of MX formats"
+    if not config.quantizes_gradients:
+        others = ("intra_format", "inter_format", "store_format", "scales")
+        yield _fields("gradients", config, *others), "gradients are reduced by DeepSpeed, in 16 or 32 bits"
+    elif not {gradients.intra_format, gradients.inter_format} & set(MX_FORMATS):
+        yield {"gradients.scale_mode"}, "it is of MX formats"
+    if not config.computes_in_low_precision:
+        yield _fields("compute", config, "format"), '"compute.format" is "none"'
+    elif config.compute.scaling != "delayed":
+        history = {"compute.amax_history", "compute.amax_reduction"}
+        yield history, f'it is of delayed scaling, and "compute.scaling" is "{config.compute.scaling}"'
+    if config.frozen.format == "none":
+        yield _fields("frozen", config, "format"), '"frozen.format" is "none"'
+    if "stochastic" not in (weights.rounding, gradients.rounding, config.optimizer.rounding, config.compute.rounding):
+        yield {"seed"}, "nothing is rounded stochastically"

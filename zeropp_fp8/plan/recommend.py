@@ -1,0 +1,104 @@
+"""Which recipe to take for a job: the most careful one that is about as fast as the fastest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zeropp_fp8.plan.hardware import Hardware
+from zeropp_fp8.plan.job import Job, PlanError
+from zeropp_fp8.plan.memory import memory_for_copies
+from zeropp_fp8.plan.methods import METHODS
+from zeropp_fp8.plan.step_time import StepEstimate, estimate
+
+# The most careful first. `mxfp8` is no faster before Blackwell and is there to be studied; `fp8-lm-o2` is for memory.
+FULL = ("stock", "lossless", "zeropp", "zeropp-diff", "zeropp-4bit", "fp8-lm-o1", "fp8-lm-zeropp", "fp8-lm")
+LORA = ("stock", "lossless", "zeropp", "zeropp-diff", "zeropp-4bit", "qlora")
+PCIE = "zeropp-pcie"  # every rank a node of its own
+SAME = 0.15  # faster by less says nothing: most of the measured steps of docs/planning.md are modelled within it
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A recipe, or "stock"; why, in words; and the estimates that it is taken from, the most careful first."""
+
+    recipe: str
+    text: str
+    estimates: tuple[StepEstimate, ...]
+
+
+def estimates_of_recipes(job: Job, hardware: Hardware, gpu_bytes: float | None = None) -> list[StepEstimate]:
+    """Of stock and of each recipe that can train the job, the most careful first.
+
+    FP8 compute is left out where the hardware multiplies it no faster. `zeropp-pcie` is planned on one node as it runs
+    there, as nodes of one GPU that send at the rate within the node; copies of its codes take what `gpu_bytes` leave.
+    """
+    names = [name for name in (LORA if job.lora else FULL) if _computes(name, hardware)]
+    found = [estimate(METHODS[name], job, hardware) for name in names]
+    ranks = job.cluster.ranks_per_node
+    if job.cluster.nodes == 1 and ranks > 1:
+        alone = replace(job.cluster, nodes=ranks, ranks_per_node=1, inter_gbit=8 * hardware.intra_gbs)
+        alone_job = replace(job, cluster=alone)
+        if gpu_bytes is not None:
+            alone_job = replace(alone_job, copies=memory_for_copies(METHODS[PCIE], alone_job, gpu_bytes))
+        found.append(estimate(METHODS[PCIE], alone_job, replace(hardware, link_efficiency=1.0)))
+    return found
+
+
+def _computes(name: str, hardware: Hardware) -> bool:
+    return not METHODS[name].fp8_products or hardware.fp8_tflops > hardware.matrix_tflops
+
+
+def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None) -> Advice:
+    """Of what fits into `gpu_bytes` the most careful recipe whose step is at most `SAME` longer than the shortest.
+
+    Where nothing fits it is the one with the smallest peak of memory.
+    """
+    found = estimates_of_recipes(job, hardware, gpu_bytes)
+    stock = found[0]
+    fits = [one for one in found if gpu_bytes is None or one.memory.peak <= gpu_bytes]
+    if not fits:
+        chosen = min(found, key=lambda one: one.memory.peak)
+        text = (
+            f"recommended: {chosen.method}, which needs {chosen.memory.peak / GIB:.3g} GiB a GPU, the least of all; "
+            f"there are {gpu_bytes / GIB:.3g}: take more ranks, fewer tokens or --checkpointing"
+        )
+        return Advice(chosen.method, text, tuple(found))
+    fastest = min(one.step_s for one in fits)
+    chosen = next(one for one in fits if one.step_s <= (1 + SAME) * fastest)
+    if chosen is stock:
+        text = f"recommended: stock DeepSpeed; no recipe is faster by more than {SAME:.0%}, {stock.bound} bounds a step"
+    else:
+        gain = f"{stock.step_s / chosen.step_s:.2f} x stock" + ("" if stock in fits else ", which does not fit")
+        text = f"recommended: {chosen.method}, {1e3 * chosen.step_s:.4g} ms a step ({gain}; bound by {chosen.bound})"
+    return Advice(chosen.method, text, tuple(found))
+
+
+def ds_config_of(recipe: str, job: Job) -> dict[str, Any]:
+    """A ds_config of stage 3 with the recipe, for a job whose sequences and accumulation are known.
+
+    Raises:
+        PlanError: there is no such recipe (a method of the plan alone).
+    """
+    if recipe not in {*FULL, *LORA, PCIE}:
+        raise PlanError(f"{recipe} is no recipe; recipes are {', '.join(dict.fromkeys((*FULL[1:], *LORA[1:], PCIE)))}")
+    section = {} if recipe == "stock" else {"zeropp_fp8": {"recipe": recipe}}
+    return {
+        "train_micro_batch_size_per_gpu": job.tokens // job.sequence_length,
+        "gradient_accumulation_steps": job.micro_batches,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 10**8,
+            "stage3_prefetch_bucket_size": 10**8,
+            "stage3_max_live_parameters": int(job.kept_parameters),
+            "stage3_max_reuse_distance": int(job.kept_parameters),
+            "stage3_param_persistence_threshold": 10**5,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        **section,
+    }
