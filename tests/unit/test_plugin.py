@@ -12,6 +12,7 @@ from zeropp_fp8.plugin import install, relied_on
 
 @pytest.fixture(autouse=True)
 def leave_stock():
+    zeropp_fp8.disable()  # where the package is installed, its hook watches for ds_configs until then
     yield
     zeropp_fp8.disable()
 
