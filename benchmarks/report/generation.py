@@ -76,9 +76,19 @@ def generation_4_gpus(result: dict) -> str:
     return table(["", "ms a token", "x faster than stock", "x faster than in-tree hpZ"], rows)
 
 
+def generation_graph(result: dict) -> str:
+    """Milliseconds a token on one GPU with and without a graph, in one run, and what of it is host and kernels."""
+    found = by_run(result)
+    rows = []
+    for run in (run for run in LABELS if run in found and run in OF_THE_PLUGIN):
+        rows.append([LABELS[run], *(f"{found[run][key]:.1f}" for key in ("token_ms", "host_ms", "kernels_ms"))])
+    return table(["", "ms a token", "host, ms", "kernels, ms"], rows)
+
+
 FILES = ("generation/h200-2-25gbit", "generation/h200-1-local")
 BLOCKS = {
     "generation": Block(generation, FILES),
     "generation_says": Block(generation_says, FILES, sourced=False),  # the table above names them
+    "generation_graph": Block(generation_graph, ("generation/h200-1-local-graph",)),
     "generation_4_gpus": Block(generation_4_gpus, ("generation/h200-4-25gbit",)),
 }
