@@ -83,6 +83,11 @@ def _watching(owner, stock_init):
             import zeropp_fp8
 
             zeropp_fp8.enable()  # ends the watch: the class has an __init__ of the plugin now
+            if _stock_inits:  # which would be called by that one, and call it, without end
+                raise ImportError(
+                    f"{zeropp_fp8.__file__} is of another version than {__file__}: install zeropp_fp8 again, or set "
+                    f"{VARIABLE}=0 and call its enable() yourself"
+                )
             return owner.__init__(self, *args, **kwargs)
         return stock_init(self, *args, **kwargs)
 

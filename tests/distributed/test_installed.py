@@ -275,6 +275,15 @@ def test_a_deepspeed_that_is_not_known(python, tmp_path):
     assert "'__init__'" not in output
 
 
+def test_a_plugin_of_another_version(python, stand_in, tmp_path):
+    """Found before the installed one; its enable() knows of no watch."""
+    (tmp_path / "zeropp_fp8.py").write_text("def enable():\n    pass")
+    code = START.format(str(stand_in)) + START.format(str(tmp_path)) + TRAIN
+    error = run(python, "-c", code, status=1).splitlines()[-1]
+    assert error.startswith(f"ImportError: {tmp_path / 'zeropp_fp8.py'} is of another version than ")
+    assert error.endswith("install zeropp_fp8 again, or set ZEROPP_FP8_AUTOLOAD=0 and call its enable() yourself")
+
+
 def test_processes_that_a_script_starts(python, stand_in, tmp_path):
     """By each method; nothing is handed over, they start as every interpreter does."""
     script = tmp_path / "script.py"
