@@ -13,7 +13,6 @@ def main() -> None:
     parser.add_argument("--model_name_or_path", required=True)
     parser.add_argument("--dataset_name", required=True)
     parser.add_argument("--output_dir", required=True)
-    parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
 
     accelerator = Accelerator()
@@ -28,7 +27,7 @@ def main() -> None:
     rows = load_dataset("json", data_files=arguments.dataset_name, split="train")
     loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for step, batch in zip(range(arguments.steps), loader):
+    for step, batch in enumerate(loader):
         with accelerator.accumulate(model):
             labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
             loss = model(**batch, labels=labels).loss

@@ -88,6 +88,7 @@ def stock_plugin_stock(steps=3):
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import Init
 
+    switch(False)  # where the package is installed, its hook watches Init until then
     names = (deepspeed.DeepSpeedEngine, deepspeed.DeepSpeedHybridEngine, Init.__init__)
     first = train_llama(False, steps=steps)
     quantized = train_llama(True, recipe="zeropp", steps=steps)

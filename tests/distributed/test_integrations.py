@@ -18,7 +18,7 @@ ON_CPU = ["--use_cpu", "--bf16", "False", "--max_steps", "4", "--report_to", "no
 ON_CPU += ["--disable_tqdm", "True", "--learning_rate", "1e-3", "--per_device_train_batch_size", "4"]
 SHORTER = {
     "trainer": ON_CPU,
-    "accelerate_loop": ["--steps", "4"],
+    "accelerate_loop": [],
     "trl_sft": ON_CPU,
     "trl_dpo": ON_CPU,
     "trl_grpo": [*ON_CPU, "--num_generations", "4", "--max_completion_length", "8", "--beta", "0.1"],
@@ -97,7 +97,7 @@ def test_script(ended, script):
     engines = 2 if script in ("trl_dpo", "trl_grpo") else 1
     assert printed.count("zeropp_fp8: recipe zeropp; 2 node(s) x 1 rank(s)") == engines
     seen = jobs.losses(printed)
-    assert len(seen) == 4 and all(map(math.isfinite, seen)) and len(set(seen)) > 1
+    assert len(seen) >= 4 and all(map(math.isfinite, seen)) and len(set(seen)) > 1
     if script == "trl_dpo":
         assert seen[0] == pytest.approx(math.log(2), abs=1e-4), "a margin of 0"
     if script == "trl_grpo":

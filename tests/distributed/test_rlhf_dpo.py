@@ -140,10 +140,10 @@ def test_a_resumed_run_that_has_lost_the_file_asks_the_model_that_it_began_with(
 
 
 def test_held_out_pairs_are_compared_in_the_numbers_of_evaluation(runs):
-    """Layers that train in FP8 and evaluate in 16 bits; the weights stay as they are."""
+    """Layers that train in FP8 and evaluate in 16 bits; weights stay but for FP16, to which the first step rounds."""
     raised, log, _ = runs["not trained"]
     assert raised is None and log[1]["dpo_loss"] == LOG_2
-    assert log[1]["eval_dpo_loss"] == pytest.approx(LOG_2, abs=1e-5)
+    assert log[1]["eval_dpo_loss"] == pytest.approx(LOG_2, abs=1e-3)
     assert log[1]["eval_chosen_logprob"] != log[1]["chosen_logprob"]
 
 

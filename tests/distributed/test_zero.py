@@ -223,4 +223,6 @@ def test_start_table_and_progress_line():
 
 def test_wire_report_of_a_stock_engine_is_an_error():
     with pytest.raises(ValueError, match=r"enable\(\)"):
+        zeropp_fp8.wire_report(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="takes a DeepSpeed engine, its module or a Trainer, not a object"):
         zeropp_fp8.wire_report(object())

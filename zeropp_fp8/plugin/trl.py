@@ -57,7 +57,8 @@ def _unwrapping(stock: Callable) -> Callable:
         else:
             from zeropp_fp8.zero.generation.context import generation
 
-            context = generation(model, "auto" if weights == "detect" else weights)
+            weights = "auto" if weights == "detect" else weights
+            context = generation(model, weights, merge_adapters=True, graph=False)
         with context as unwrapped:
             yield unwrapped
 

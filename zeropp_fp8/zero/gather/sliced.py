@@ -18,9 +18,10 @@ from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.zero.gather.buffers import Places, Regions
 from zeropp_fp8.zero.gather.difference import Contents
+from zeropp_fp8.zero.gather.differing import DifferingUnit
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
-from zeropp_fp8.zero.gather.units import Arrived, Unit
+from zeropp_fp8.zero.gather.units import Arrived
 
 if TYPE_CHECKING:
     from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
@@ -59,7 +60,7 @@ def gather_rows(route: Route, payloads: Sequence[Tensor]) -> list[Tensor]:
     return rows
 
 
-class SlicedUnit(Unit):
+class SlicedUnit(DifferingUnit):
     """A unit in which every rank sends as many bytes: a payload with most parameters, and operands' codes beside it.
 
     Attributes:
@@ -99,7 +100,7 @@ class SlicedUnit(Unit):
         self._exact = [self.is_exact(p) for p in self.packed]
         self.payload = None  # it was made for the old one
         contents = Contents(numels, formats, [self.format_of_difference(p) for p in self.packed])
-        self._let_differ(contents, contents)
+        self.let_differ(contents, contents)
 
     def _not_decoded(self) -> list[int]:
         """Indices of `packed` whose codes go to an operand directly."""

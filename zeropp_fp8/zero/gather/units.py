@@ -22,9 +22,7 @@ from torch.nn import Parameter
 
 from zeropp_fp8.comm.lanes import BufferRing
 from zeropp_fp8.compute.operand import Float8Operand
-from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
-from zeropp_fp8.zero.gather.difference import Contents, Difference
-from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
+from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 
 if TYPE_CHECKING:
     from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight  # needs Triton, which is loaded on first use
@@ -83,7 +81,6 @@ class Unit(ABC):
         lent: buffers in which operands of live parameters lie.
         live: the parameters hold their values.
         active_modules: those that are using the parameters now.
-        difference: how it travels to ranks that hold what it was; None where it always travels as a whole.
     """
 
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
@@ -97,7 +94,6 @@ class Unit(ABC):
         self.lent: list[tuple[BufferRing, Tensor]] = []
         self.live = False
         self.active_modules: set[int] = set()
-        self.difference: Difference | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -121,12 +117,7 @@ class Unit(ABC):
 
     def is_exact(self, param: Parameter) -> bool:
         """Whether what arrives is all there is of a parameter."""
-        return isinstance(self.format_of(param), UnquantizedFormat) and not self.travels_as_difference(param)
-
-    def travels_as_difference(self, param: Parameter) -> bool:
-        """Whether a secondary shard of a parameter is made of differences. Small ones that stay gathered have none."""
-        differs = self.route.session.difference_format is not None and not self.kind.sends_what_rests
-        return differs and not self.persistent and len(param.ds_shape) >= 2
+        return isinstance(self.format_of(param), UnquantizedFormat)
 
     def travels_as_operand(self, param: Parameter) -> bool:
         """Whether the gathered bytes of a parameter are a GEMM operand."""
@@ -135,19 +126,12 @@ class Unit(ABC):
         return param in route.gemm_weights and format_agrees and not self.persistent
 
     @abstractmethod
-    def bytes_in(self, wire_format: WireFormat, param: Parameter) -> float:
-        """Bytes that a rank sends of a parameter in a format, on average."""
-
     def bytes_of(self, param: Parameter) -> float:
         """Bytes that a rank sends of a parameter, on average."""
-        codes = SharedScaleFormat(WIRE_FORMAT)
-        return self.bytes_in(codes if self.travels_as_operand(param) else self.format_of(param), param)
 
     def first_bytes_of(self, param: Parameter) -> float:
         """The same on the hops up to the secondary shard, in a step that is not the first."""
-        if not self.keeps_secondary or not self.travels_as_difference(param):
-            return self.bytes_of(param)
-        return self.bytes_in(self.route.session.difference_format, param)
+        return self.bytes_of(param)
 
     # -- a gather, in the order of these -----------------------------------------------------------------------------
 
@@ -193,21 +177,8 @@ class Unit(ABC):
     def changed(self, by_step: bool = False) -> None:
         """The weights were written, `by_step` of the optimizer: what was derived from them is stale."""
         self.secondary_is_current = False
-        if not by_step:
-            self.begin_anew()
 
-    # -- differences to what is held (difference.py) -----------------------------------------------------------------
-
-    def _let_differ(self, own: Contents, brought: Contents) -> None:
-        """From now on differences travel, if any of the unit's parameters does so."""
-        self.difference = None
-        if any(self.travels_as_difference(param) for param in self.params):
-            every = self.route.session.config.weights.difference.refresh_every
-            self.difference = Difference(own, brought, self.route.device, every)
-
-    def format_of_difference(self, param: Parameter) -> WireFormat:
-        """What a parameter travels in where only how it has changed does; its own format where it travels whole."""
-        return self.route.session.difference_format if self.travels_as_difference(param) else self.format_of(param)
+    # -- differences to what is held (differing.py); a unit that has none brings all of itself -----------------------
 
     @property
     def brings_differences(self) -> bool:
@@ -215,67 +186,18 @@ class Unit(ABC):
 
         The same on all ranks that exchange them.
         """
-        return self.difference is not None and self.keeps_secondary and self.difference.is_due
-
-    @property
-    def brought_bytes(self) -> int:
-        """Bytes of these; none where none of those ranks owns anything."""
-        return self.rows_held * self.difference.brought.row_bytes
-
-    @abstractmethod
-    def send_differences(self, held: Tensor, brought: Tensor) -> list[dist.Work]:
-        """Encode how this rank's shards differ from `held`, and start the first hops, whose result is `brought`."""
-
-    def add_differences(self, brought: Tensor, held: Tensor) -> None:
-        """Add what the first hops have brought to `held`."""
-        rows = brought.view(self.rows_held, self.difference.brought.row_bytes)
-        self.difference.add(rows, self.held_rows(held))
-
-    @property
-    @abstractmethod
-    def rows_held(self) -> int:
-        """Rows of the same contents in what the first hops bring."""
-
-    @abstractmethod
-    def held_rows(self, held: Tensor) -> Tensor:
-        """uint8 [rows, bytes]: those payloads in `held` that differences are added to."""
-
-    @abstractmethod
-    def own_held_row(self, held: Tensor) -> Tensor:
-        """uint8 [1, bytes]: this rank's payload there."""
-
-    @abstractmethod
-    def row_sizes(self) -> list[int]:
-        """Bytes of the payloads of all ranks, or of one where they have as many."""
+        return False
 
     def held_state(self) -> dict:
         """What training depends on of what is held, while no gather is under way: empty, or `hold_again` needs it."""
-        difference = self.difference
-        if difference is None or not difference.begun or self.secondary is None:
-            return {}
-        if self.secondary_is_current and not difference.steps:
-            return {}  # the weights as they are: the next full gather brings the same
-        own = self.own_held_row(self.secondary).view(-1).cpu()
-        return {"row": own, "sizes": self.row_sizes(), "current": self.secondary_is_current, **difference.state()}
+        return {}
 
     def can_hold(self, state: dict) -> bool:
         """Whether a state is of a unit like this one. The same on all ranks."""
-        return self.difference is not None and state["sizes"] == self.row_sizes()
-
-    def hold_again(self, state: dict, held: Tensor) -> list[dist.Work]:
-        """Fill `held` with what was held when `state` was taken. Collective among the ranks of the first hops."""
-        self.own_held_row(held).view(-1).copy_(state["row"])
-        self.difference.continue_from(state)
-        return self.bring_own_row(held)
-
-    @abstractmethod
-    def bring_own_row(self, held: Tensor) -> list[dist.Work]:
-        """Start the first hops with what `own_held_row` has; their result is `held`."""
+        return False
 
     def begin_anew(self) -> None:
         """The next change is no small one, whoever makes it. To be called on all ranks."""
-        if self.difference is not None:
-            self.difference.forget()
 
     # -- parameters that somebody else may have written to -----------------------------------------------------------
 

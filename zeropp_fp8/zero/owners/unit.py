@@ -26,6 +26,7 @@ from zeropp_fp8.formats.shared_scale import SharedScales
 from zeropp_fp8.zero.gather.adopted import STATE
 from zeropp_fp8.zero.gather.buffers import Places
 from zeropp_fp8.zero.gather.difference import Contents
+from zeropp_fp8.zero.gather.differing import DifferingUnit
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
 from zeropp_fp8.zero.gather.kinds import Kind
@@ -260,7 +261,7 @@ class Owned(Kind):
             param.ds_status = ZeroParamStatus.AVAILABLE
 
 
-class OwnedUnit(Unit):
+class OwnedUnit(DifferingUnit):
     """A unit of parameters that have owners.
 
     Attributes:
@@ -300,7 +301,7 @@ class OwnedUnit(Unit):
             return Contents(numels, [formats[i] for i in in_order], [differing[i] for i in in_order])
 
         held_pieces = self.kind.pieces_of(self.params, self.kind.held_ranks)
-        self._let_differ(contents(self.layout.own_pieces), contents(held_pieces))
+        self.let_differ(contents(self.layout.own_pieces), contents(held_pieces))
         if self.difference is not None:
             self._sent = self.kind.layout_of(self.params, differing)
 

@@ -1,0 +1,136 @@
+"""Units of which only how they have changed crosses, where ranks hold what they were (difference.py).
+
+Slices and whole tensors differ in which rows lie where; what is done with them is the same.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.formats import SharedScaleFormat, WireFormat
+from zeropp_fp8.zero.gather.difference import Contents, Difference
+from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
+from zeropp_fp8.zero.gather.kinds import Kind
+from zeropp_fp8.zero.gather.units import Unit
+
+
+class DifferingUnit(Unit):
+    """A unit whose secondary shard may be made of differences.
+
+    Attributes:
+        difference: how it travels to ranks that hold what it was; None where it always travels as a whole.
+    """
+
+    def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
+        super().__init__(params, kind, persistent)
+        self.difference: Difference | None = None
+
+    # -- what its parameters are on the wire -------------------------------------------------------------------------
+
+    @abstractmethod
+    def bytes_in(self, wire_format: WireFormat, param: Parameter) -> float:
+        """Bytes that a rank sends of a parameter in a format, on average."""
+
+    def bytes_of(self, param: Parameter) -> float:
+        codes = SharedScaleFormat(WIRE_FORMAT)
+        return self.bytes_in(codes if self.travels_as_operand(param) else self.format_of(param), param)
+
+    def first_bytes_of(self, param: Parameter) -> float:
+        if not self.keeps_secondary or not self._differs(param):
+            return self.bytes_of(param)
+        return self.bytes_in(self.route.session.difference_format, param)
+
+    def is_exact(self, param: Parameter) -> bool:
+        return super().is_exact(param) and not self._differs(param)
+
+    def _differs(self, param: Parameter) -> bool:
+        """Whether a secondary shard of a parameter is made of differences. Small ones that stay gathered have none."""
+        differs = self.route.session.difference_format is not None and not self.kind.sends_what_rests
+        return differs and not self.persistent and len(param.ds_shape) >= 2
+
+    def format_of_difference(self, param: Parameter) -> WireFormat:
+        """What a parameter travels in where only how it has changed does; its own format where it travels whole."""
+        return self.route.session.difference_format if self._differs(param) else self.format_of(param)
+
+    def let_differ(self, own: Contents, brought: Contents) -> None:
+        """From now on differences travel, if any of the unit's parameters does so."""
+        self.difference = None
+        if any(self._differs(param) for param in self.params):
+            every = self.route.session.config.weights.difference.refresh_every
+            self.difference = Difference(own, brought, self.route.device, every)
+
+    # -- which rows lie where ----------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def rows_held(self) -> int:
+        """Rows of the same contents in what the first hops bring."""
+
+    @abstractmethod
+    def held_rows(self, held: Tensor) -> Tensor:
+        """uint8 [rows, bytes]: those payloads in `held` that differences are added to."""
+
+    @abstractmethod
+    def own_held_row(self, held: Tensor) -> Tensor:
+        """uint8 [1, bytes]: this rank's payload there."""
+
+    @abstractmethod
+    def row_sizes(self) -> list[int]:
+        """Bytes of the payloads of all ranks, or of one where they have as many."""
+
+    @abstractmethod
+    def bring_own_row(self, held: Tensor) -> list[dist.Work]:
+        """Start the first hops with what `own_held_row` has; their result is `held`."""
+
+    # -- a gather ----------------------------------------------------------------------------------------------------
+
+    @property
+    def brings_differences(self) -> bool:
+        return self.difference is not None and self.keeps_secondary and self.difference.is_due
+
+    @property
+    def brought_bytes(self) -> int:
+        """Bytes of differences that the first hops bring; none where none of those ranks owns anything."""
+        return self.rows_held * self.difference.brought.row_bytes
+
+    @abstractmethod
+    def send_differences(self, held: Tensor, brought: Tensor) -> list[dist.Work]:
+        """Encode how this rank's shards differ from `held`, and start the first hops, whose result is `brought`."""
+
+    def add_differences(self, brought: Tensor, held: Tensor) -> None:
+        """Add what the first hops have brought to `held`."""
+        rows = brought.view(self.rows_held, self.difference.brought.row_bytes)
+        self.difference.add(rows, self.held_rows(held))
+
+    def changed(self, by_step: bool = False) -> None:
+        super().changed(by_step)
+        if not by_step:
+            self.begin_anew()
+
+    def begin_anew(self) -> None:
+        if self.difference is not None:
+            self.difference.forget()
+
+    # -- what checkpoints hold ---------------------------------------------------------------------------------------
+
+    def held_state(self) -> dict:
+        difference = self.difference
+        if difference is None or not difference.begun or self.secondary is None:
+            return {}
+        if self.secondary_is_current and not difference.steps:
+            return {}  # the weights as they are: the next full gather brings the same
+        own = self.own_held_row(self.secondary).view(-1).cpu()
+        return {"row": own, "sizes": self.row_sizes(), "current": self.secondary_is_current, **difference.state()}
+
+    def can_hold(self, state: dict) -> bool:
+        return self.difference is not None and state["sizes"] == self.row_sizes()
+
+    def hold_again(self, state: dict, held: Tensor) -> list[dist.Work]:
+        """Fill `held` with what was held when `state` was taken. Collective among the ranks of the first hops."""
+        self.own_held_row(held).view(-1).copy_(state["row"])
+        self.difference.continue_from(state)
+        return self.bring_own_row(held)
