@@ -1,7 +1,10 @@
-"""The block of wire_convergence: a result is one run, and how many there are grows."""
+"""The blocks of wire_convergence, where a result is one run and their number grows, and of weight_fidelity."""
 
 from __future__ import annotations
 
+import statistics
+
+from benchmarks.harness import seeds
 from benchmarks.harness.results import RESULTS
 from benchmarks.harness.wire_runs import groups_of
 from benchmarks.report.blocks import Block, paragraph, since, table
@@ -58,4 +61,84 @@ def _with_half(mean: float, half_width: float | None, form: str, unit: str = "")
     return text + ("" if half_width is None else f" ± {half_width:{form.lstrip('+')}}") + unit
 
 
-BLOCKS = {"wire_convergence": Block(compared, FILES, sourced=False)}
+def by_run(result: dict) -> dict[str, list[dict]]:
+    """The rows of each run of weight_fidelity, one a seed."""
+    found: dict[str, list[dict]] = {}
+    for row in result["rows"]:
+        found.setdefault(row["run"], []).append(row)
+    return found
+
+
+def decibels(rows: list[dict], point: int, of: str = "db") -> float | None:
+    """The mean over seeds after a share of the steps; None: exact."""
+    values = [row["steps"][point][of] for row in rows]
+    return None if None in values else statistics.fmean(values)
+
+
+def weight_fidelity(result: dict) -> str:
+    """What each format gives a forward, and takes."""
+    chosen, found, row = result["settings"], by_run(result), result["rows"][0]
+    hardware = result["hardware"].get("gpu") or result["hardware"]["cpu"]
+    head = f"""{row["parameters"] / 1e6:.1f} M parameters, {row["tokens"] / 1e6:.1f} M tokens of the Python standard
+        library's source in {chosen["steps"]} steps, {len(found["bf16"])} seeds, learning rate {chosen["lr"]:g}, then
+        along a cosine to {100 * chosen["least_rate"]:g} % of it, {hardware}. *Sent*: weights between nodes a step after
+        the first, of M, times (N-1)/N; *copy*: bytes a parameter that a node keeps; dB: signal-to-noise ratio of
+        matrices as the forward gets them, half-way and at the end, and at the end cast to FP8; *loss*: each seed's
+        held-out loss against that of `bf16` with the same seed, where single runs scatter by more than formats do:"""
+
+    def db(rows: list[dict], point: int, of: str = "db") -> str:
+        value = decibels(rows, point, of)
+        return "exact" if value is None else f"{value:.1f}"
+
+    by_seed, table_rows, last = paired_losses(result), [], len(row["steps"]) - 1
+    for run, rows in found.items():
+        cells = [run, f"{sent(rows):.3f}", f"{rows[0]['kept_bytes_a_parameter']:.2f}"]
+        cells += [db(rows, last // 2), db(rows, last), db(rows, last, "fp8_db"), by_seed.get(run, "")]
+        table_rows.append(cells)
+    columns = ["", "sent", "copy", "dB, half-way", "dB, end", "in FP8", "loss, by seed"]
+    return f"{paragraph(head)}\n\n{table(columns, table_rows)}"
+
+
+def sent(rows: list[dict]) -> float:
+    """Of M, weights a step after the first."""
+    return rows[0]["later_bytes_a_parameter"] / 2
+
+
+def paired_losses(result: dict) -> dict[str, str]:
+    """How much each run's held-out loss is above that of bf16 of the same seed, seed by seed."""
+    lines = seeds.compare(result["rows"], ["bf16"])
+    return {
+        line["run"]: ", ".join(f"{percent:+.1f}" for percent in line["paired_by_seed"].values()) + " %"
+        for line in lines
+        if "paired_by_seed" in line
+    }
+
+
+def weight_fidelity_says(result: dict) -> str:
+    """Whether a choice between INT8 and INT4 could be better than differences."""
+    found, last = by_run(result), len(result["rows"][0]["steps"]) - 1
+    switched = [name for name in found if " at " in name]
+    least = min(switched, key=lambda name: sent(found[name]))
+    db = {name: f"{decibels(found[name], last):.1f}" for name in ("int8", "int4", "difference on int8")}
+    copy = {name: f"{found[name][0]['kept_bytes_a_parameter']:.2f}" for name in ("int8", "int4")}
+    return paragraph(
+        f"""A choice that is made anew while training goes on sends between {sent(found["int4"]):.3f} M of weights a
+        step (always INT4) and {sent(found["int8"]):.3f} M (always INT8), and needs room for a copy of {copy["int8"]}
+        bytes a parameter as soon as it takes INT8. Differences on INT8 have that room too, send
+        {sent(found["difference on int8"]):.3f} M in every step, and give {db["difference on int8"]} dB at the end,
+        where INT8 gives {db["int8"]} and INT4 {db["int4"]}. Of the {len(switched)} choices above, which change once,
+        `{least}` sends least, {sent(found[least]):.3f} M. None sends less than differences, and none gives weights that
+        are nearer. (Losses of runs this small scatter by more than formats do, and decide nothing.) Where there is room
+        for {copy["int4"]} bytes and not for {copy["int8"]}, nothing can be chosen: that is INT4 throughout. Where there
+        is room for no copy at all, weights cross twice, and `weights.format` may be another one after each resume. So
+        there is no "auto".
+        """
+    )
+
+
+_FIDELITY = {"files": ("weight_fidelity/cpu-1-local",), "cut_short": ("weight_fidelity/cpu-1-local",)}
+BLOCKS = {
+    "wire_convergence": Block(compared, FILES, sourced=False),
+    "weight_fidelity": Block(weight_fidelity, **_FIDELITY),
+    "weight_fidelity_says": Block(weight_fidelity_says, **_FIDELITY),
+}
