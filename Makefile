@@ -9,17 +9,20 @@ QUESTION ?=
 UPSTREAM ?=
 RECIPES ?= lossless zeropp
 UPSTREAM_ARGS ?=
+DEEPSPEED ?= 0.18.0 0.19.8
+TORCH ?=
 
 # No op of DeepSpeed is compiled at installation: this project needs none.
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo rlhf-demo test test-quick test-upstream bench faults soak check docs dist format clean
+.PHONY: help demo rlhf-demo test test-quick test-compat test-upstream bench faults soak check docs dist format clean
 help:
 	@echo "make demo     train a small Llama three times: stock ZeRO-3, zeropp, zeropp-4bit; results in runs/demo"
 	@echo "make rlhf-demo  SFT, reward model and PPO of a tiny model on tasks with exact answers; results in runs/rlhf-demo"
 	@echo "make test     all tests; ZEROPP_FP8_TEST_FULL=1 make test: products of parameters in full too"
 	@echo "make test-quick   the tests to run before every commit"
+	@echo "make test-compat DEEPSPEED=\"0.18.0 0.19.8\" TORCH=2.11.0   parity with stock on other versions (default: these two)"
 	@echo "make test-upstream UPSTREAM=/path/to/DeepSpeed   DeepSpeed's own ZeRO-3 tests with recipes; in runs/upstream"
 	@echo "make bench QUESTION=kernels   measure; the questions are the files of benchmarks/; results in runs/"
 	@echo "make faults   one rank struck at every place of a job, for every recipe; results in runs/faults.json"
@@ -58,6 +61,20 @@ QUICK := comm environment norm pairs reduction_order saving topology unit_kinds
 test-quick: $(VENV)/.test
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(QUICK:%=tests/distributed/test_%.py) tests/unit \
 		$(NOT_QUICK:%=--ignore=tests/unit/test_%.py)
+
+# Another DeepSpeed or torch lies in a folder of its own that is read before .venv, with the rest of what is there. torch
+# comes as the index has it; without TORCH it is that of .venv. The first version that fails ends it.
+COMPAT := unit/test_plugin distributed/test_parity distributed/test_zero
+test-compat: $(VENV)/.test
+	@set -e; torch=; \
+	if [ -n "$(TORCH)" ]; then torch=$(CURDIR)/$(VENV)/compat/torch-$(TORCH); \
+		test -d $$torch || $(BIN)/pip install --progress-bar off --target $$torch torch==$(TORCH); fi; \
+	for version in $(DEEPSPEED); do folder=$(CURDIR)/$(VENV)/compat/deepspeed-$$version; \
+		test -d $$folder || $(BIN)/pip install --quiet --no-build-isolation --no-deps --target $$folder deepspeed==$$version; \
+		echo "DeepSpeed $$version, torch $(or $(TORCH),of .venv)"; \
+		PYTHONPATH=$$folder:$${torch:+$$torch:}$(CURDIR) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(COMPAT:%=tests/%.py) \
+			-k "test_plugin or test_parity or checkpoints or refusals or hpz"; \
+	done
 
 # Nothing is fetched but what DeepSpeed's tests need of pytest: before 8.4, where their fixtures still are fixtures. It
 # goes to a folder of its own. A GPU each rank; on the CPU: DS_ACCELERATOR=cpu LOCAL_SIZE=2 make test-upstream ...

@@ -77,7 +77,7 @@ def ds_config(case: Case, size: Size, world: int) -> dict:
         config["zeropp_fp8"] = {
             "recipe": case.recipe,
             "topology": {"ranks_per_node": world // case.nodes},
-            "report": {"every": 0},
+            "report": {"every": 0, "diagnose": False},
             **case.fields,
         }
     return config

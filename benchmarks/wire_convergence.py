@@ -15,7 +15,7 @@ same order, in bf16 with fp32 master weights, AdamW, gradients clipped at 1, a l
     lossless               this project with nothing rounded: bit for bit what stock gives
     zeropp, zeropp-4bit    weights in INT8 or INT4, gradients in INT8 and INT4
     zeropp-diff            weights as 4-bit differences
-    zeropp-diff-2bit       as 2-bit differences, in blocks of 64
+    zeropp-2bit            as 2-bit differences
     in-tree                DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ); GPUs with nvcc only
 
 Cases:

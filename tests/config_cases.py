@@ -63,9 +63,15 @@ DEFAULTS = {
     "activations.wire_format": "none",
     "gather_granularity": "block",
     "compile": "none",
-    "trl_generation": "detect",
+    "trl_generation": "auto",
     "checkpoint.verify": True,
     "report.every": 100,
+    "numerics.every": 0,
+    "numerics.parts": 8,
+    "numerics.file": "numerics.jsonl",
+    "numerics.watch": "none",
+    "numerics.spike": 8.0,
+    "report.diagnose": True,
 }
 # What recipe "zeropp" sets.
 ZEROPP = {

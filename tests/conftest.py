@@ -7,6 +7,7 @@ import pytest
 os.environ.setdefault("DS_ACCELERATOR", "cpu" if os.environ.get("ZEROPP_FP8_TEST_DEVICE", "cpu") == "cpu" else "cuda")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("ZEROPP_FP8_COMMIT", "tests")  # of results that nobody keeps: the history may not be there
+os.environ.pop("ZEROPP_FP8_TRIAL", None)
 os.environ.pop("ZEROPP_FP8_RECIPE", None)  # it would make another thing of every stage-3 ds_config without a section
 
 import torch

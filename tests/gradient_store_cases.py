@@ -38,7 +38,13 @@ def fake_session(device=CPU, world=1, nodes=1, **gradients):
         device=device,
         intra_format=SharedScaleFormat(fields["intra_format"]),
         topology=types.SimpleNamespace(world_size=world, nodes=nodes, group=None),
-        ledger=types.SimpleNamespace(sent_around_ring=lambda num_bytes, rounds=1.0: sent.append(num_bytes * rounds)),
+        ledger=types.SimpleNamespace(
+            sent_around_ring=lambda num_bytes, rounds=1.0: sent.append(num_bytes * rounds),
+            comms_logger=None,
+            times=None,
+            kind="other",
+            world_size=world,
+        ),
         sent=sent,
     )
 

@@ -61,6 +61,7 @@ def _main(function, arguments, rank, world, ranks_per_node, folder, env):
             "DS_ACCELERATOR": "cpu",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29500",
+            "OMP_NUM_THREADS": "1",  # else Accelerate takes a thread a core, on cores that ranks share
             **env,
         }
     )

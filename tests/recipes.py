@@ -17,10 +17,7 @@ WAYS = {
     "zeropp-pcie, some copies": ("zeropp-pcie", {"secondary": {"memory_gb": 7e-5}}),
     "zeropp-4bit": ("zeropp-4bit", {}),
     "zeropp-diff": ("zeropp-diff", {}),
-    "differences in 2 bits, on INT8": (
-        "zeropp-diff",
-        {"weights": {"format": "int8", "difference": {"format": "int2", "block_size": 64}}},
-    ),
+    "zeropp-2bit, on INT8": ("zeropp-2bit", {"weights": {"format": "int8"}}),
     "differences to whole tensors": (
         "fp8-lm-zeropp",
         {"compute": _FP8, "weights": {"format": "none", "difference": {"format": "int4"}}},

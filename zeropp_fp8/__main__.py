@@ -1,4 +1,4 @@
-"""The package's commands: `python -m zeropp_fp8 doctor | check | plan`, each with --help; and --version."""
+"""The package's commands: `python -m zeropp_fp8 doctor | check | ...`, each with --help; and --version."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ COMMANDS = {
     "doctor": ("zeropp_fp8.doctor.diagnosis", "look at this machine and its links, alone or under a launcher"),
     "check": ("zeropp_fp8.doctor.check", "look at a ds_config without starting a job"),
     "plan": ("zeropp_fp8.plan.__main__", "estimate steps by formula, and recommend a recipe"),
+    "numerics": ("zeropp_fp8.numerics.show", "show what a run has sampled of its rounding"),
+    "reference": ("zeropp_fp8.numerics.reference", "run a job for some steps, and in high precision, and compare"),
+    "bisect": ("zeropp_fp8.numerics.bisect", "find the part of low precision that carries the difference"),
 }
 USAGE = "usage: python -m zeropp_fp8 COMMAND ... | --version\n" + "\n".join(
-    f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()
+    f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items()
 )
 
 

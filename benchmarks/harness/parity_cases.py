@@ -121,7 +121,7 @@ def fp8_wire(scaling: str, scope: str = "node") -> dict:
 
 BLOCK, MODULE = {"gather_granularity": "block"}, {"gather_granularity": "module"}
 BLOCK_SECONDARY = {**BLOCK, "secondary": {"scope": "node"}}
-TWO_BITS = {"weights": {"format": "int8", "difference": {"format": "int2", "block_size": 64}}}
+IN_INT8 = {"weights": {"format": "int8"}}
 SOME_COPIES = {"secondary": {"scope": "rank", "memory_gb": SOME_GB}}
 LORA = {"recipe": "zeropp", "lora": True, "check": _only_adapters_moved}
 QLORA = {**LORA, "recipe": "qlora"}
@@ -201,8 +201,8 @@ CASES = (
     ),
     Case("zeropp-diff", "features", "zeropp-diff", check=_backward_sends(inter=False, intra=True), resume=True),
     Case("zeropp-diff, delays", "features", "zeropp-diff", "zeropp-diff", delays=True),
-    Case("zeropp-diff, 2 bits", "features", "zeropp-diff", fields=TWO_BITS, resume=True),
-    Case("zeropp-diff, 2 bits, delays", "features", "zeropp-diff", "zeropp-diff, 2 bits", fields=TWO_BITS, delays=True),
+    Case("zeropp-2bit", "features", "zeropp-2bit", fields=IN_INT8, resume=True),
+    Case("zeropp-2bit, delays", "features", "zeropp-2bit", "zeropp-2bit", fields=IN_INT8, delays=True),
     Case("zeropp-diff, whole tensors", "features", "zeropp-diff", fields={"partition": "whole_tensor"}, resume=True),
     Case(
         "zeropp-diff, whole tensors, delays",

@@ -84,7 +84,7 @@ def ds_config(run: str, args) -> dict:
         "zero_optimization": zero,
     }
     if run in SECTIONS:
-        config["zeropp_fp8"] = {**SECTIONS[run], "report": {"every": 0}}
+        config["zeropp_fp8"] = {**SECTIONS[run], "report": {"every": 0, "diagnose": False}}
     return config
 
 

@@ -14,10 +14,7 @@ SECTIONS = {
     "zeropp": {"recipe": "zeropp"},
     "zeropp-4bit": {"recipe": "zeropp-4bit"},
     "zeropp-diff": {"recipe": "zeropp-diff"},
-    "zeropp-diff-2bit": {
-        "recipe": "zeropp-diff",
-        "weights": {"difference": {"format": "int2", "block_size": 64}},
-    },
+    "zeropp-2bit": {"recipe": "zeropp-2bit"},
     **{
         f"zeropp-{bits}bit-gradients": {
             "recipe": "zeropp",

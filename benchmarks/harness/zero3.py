@@ -42,7 +42,7 @@ def ds_config(section: dict | None, micro_batch: int, *, small: bool, lean: bool
         "zero_optimization": zero,
     }
     if section is not None:
-        config["zeropp_fp8"] = {"report": {"every": 0}, **section}
+        config["zeropp_fp8"] = {"report": {"every": 0, "diagnose": False}, **section}
     return config
 
 

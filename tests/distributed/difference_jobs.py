@@ -7,12 +7,18 @@ import itertools
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
+from frozen_jobs import with_lora
 from models import batches, compiled_by, ds_config, full_weights, llama, make_engine, section
 from numerics import signal_to_noise_db
 from parity_jobs import switch
 from ranks import printed
-from zero_jobs import allow_fp16_on_cpu
+from zero_jobs import allow_fp16_on_cpu, shared_folder
 
 import zeropp_fp8
 from zeropp_fp8.formats import make_format
@@ -21,10 +27,10 @@ MATRICES = 1  # dimensions more than which a tensor has codes
 
 
 def engine_of(recipe="zeropp-diff", dtype="fp32", lr=1e-3, frozen=(), config=None, seed=0, model=None, **fields):
-    """An engine over a small Llama; `frozen`: parts of names."""
+    """An engine over a small Llama; `frozen`: parts of names; None: what the model says."""
     switch(True)
     model = model or llama(seed=seed)
-    for name, param in model.named_parameters():
+    for name, param in model.named_parameters() if frozen is not None else ():
         param.requires_grad_(not any(part in name for part in frozen))
     return make_engine(model, ds_config(section(recipe, **fields), dtype, **(config or {})), lr=lr)
 
@@ -130,13 +136,12 @@ def table_of(recipe="zeropp-diff", **options):
     return printed()
 
 
-def disturbed(what="", steps=4, **options):
-    """Losses of a training in which something happens in between that is to change nothing; whether holders agree."""
-
-    engine = engine_of(**options)
-    data, losses, other = batches(steps, dist.get_rank()), [], next(batches(1, 7))
-    for step in range(steps):
-        if what == "evaluate" and step:
+def disturbed(what="", steps=4, accumulation=1, **options):
+    """Losses of a training in which something happens before each micro-batch that is to change nothing; agreement."""
+    engine = engine_of(config={"gradient_accumulation_steps": accumulation}, **options)
+    data, losses, other = batches(steps * accumulation, dist.get_rank()), [], next(batches(1, 7))
+    for micro_batch, tokens in enumerate(data):
+        if what == "evaluate" and micro_batch:
             evaluate(engine, other)
         if what == "look":
             with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
@@ -146,18 +151,20 @@ def disturbed(what="", steps=4, **options):
                 pass
         if what == "save":
             engine.optimizer.state_dict()
-        losses += step_of(engine, data)
+        losses += step_of(engine, iter([tokens]))
     return losses, agree(engine)
 
 
-def written(how, **options):
-    """SNR of gathered weights after 3 steps, after somebody has written to them, and after 3 more steps; agreement."""
-    engine, found = engine_of(**options), []
+def written(how, recipe="zeropp-diff", **options):
+    """SNR of gathered weights after 3 steps, after somebody has written to them, and after 3 more steps; agreement; and
+    the loss of one batch on all ranks."""
+    engine, found = engine_of(recipe, **options), []
     data = batches(7, dist.get_rank())
 
     def look():
+        loss = evaluate(engine, next(batches(1, 7)))
         exact = full_weights(engine.module)
-        found.append((snr(exact, gathered_weights(engine)), agree(engine)))
+        found.append((snr(exact, gathered_weights(engine)), agree(engine), loss))
 
     for _ in range(3):
         step_of(engine, data)
@@ -171,9 +178,15 @@ def written(how, **options):
     elif how == "masters":
         for param in params:
             safe_set_full_fp32_param(param, -1.5 * safe_get_full_fp32_param(param))
-        step_of(engine, data)
+    elif how == "of one rank":
+        for param in params:
+            own = safe_get_local_fp32_param(param)
+            if dist.get_rank() == 2:
+                safe_set_local_fp32_param(param, -1.5 * own)
     elif how == "loaded":
         engine.optimizer.load_state_dict([engine.optimizer.state_dict()] * dist.get_world_size())
+    if how in ("masters", "of one rank"):  # they reach the weights with a step
+        step_of(engine, data)
     look()
     for _ in range(3):
         step_of(engine, data)
@@ -230,9 +243,9 @@ def ways():
     """Trainings with what goes with differences: losses, SNR of gathered weights, agreement, by name."""
     found = {}
 
-    def train(name, engine):
-        data = batches(4, dist.get_rank())
-        losses = [loss for _ in range(4) for loss in step_of(engine, data)]
+    def train(name, engine, accumulation=1):
+        data = batches(4 * accumulation, dist.get_rank())
+        losses = [loss for _ in range(4) for loss in step_of(engine, data, accumulation)]
         found[name] = losses, snr(full_weights(engine.module), gathered_weights(engine)), agree(engine)
         engine.destroy()
 
@@ -241,6 +254,11 @@ def ways():
     for bits in (3, 2):
         gradients = {"error_feedback": True, "inter_format": f"int{bits}"}
         train(f"gradients in {bits} bits", engine_of(gradients=gradients))
+    twice = {"config": {"gradient_accumulation_steps": 2}}
+    train("2 micro-batches, lossless", engine_of("lossless", secondary={"scope": "node"}, **twice), 2)
+    for where in ("node", "world"):
+        gradients = {"error_feedback": True, "accumulate_in": where}
+        train(f"2 micro-batches, {where}", engine_of(gradients=gradients, **twice), 2)
     train("by module", engine_of(gather_granularity="module"))
     train("by parameter", engine_of(gather_granularity="parameter"))
     train("some", engine_of(secondary={"memory_gb": 9e-5}))
@@ -258,6 +276,46 @@ def ways():
         model = llama()
     train("zero.Init", engine_of(model=model))
     return found
+
+
+def adapted(steps=8, saved_at=4, **options):
+    """LoRA: losses, and from `saved_at` on those of a run that was resumed; bytes of weights between nodes a step;
+    sizes of this rank's slices of adapters; SNR of gathered adapters, whether frozen weights are exact; agreement."""
+
+    def made(seed):
+        return engine_of(frozen=None, model=with_lora(llama(seed=seed)), **options)
+
+    folder, data, losses, by_step, before = shared_folder(), list(batches(steps, dist.get_rank())), [], [], 0
+    engine = made(0)
+    for step, tokens in enumerate(data):
+        if step == saved_at:
+            engine.save_checkpoint(folder)
+        losses += step_of(engine, iter([tokens]))
+        total = engine.zeropp_fp8_session.ledger._done["weights_forward"]["inter"]
+        by_step.append(total - before)
+        before = total
+    exact, gathered = full_weights(engine.module), gathered_weights(engine)
+    adapters = {name: weight for name, weight in gathered.items() if "lora_" in name}
+    frozen_exact = all(torch.equal(exact[name], weight) for name, weight in gathered.items() if name not in adapters)
+    slices = [p.ds_tensor.ds_numel for p in engine.module.parameters() if p.requires_grad]
+    again = made(9)
+    again.load_checkpoint(folder)
+    resumed = [loss for tokens in data[saved_at:] for loss in step_of(again, iter([tokens]))]
+    return losses, resumed, by_step, slices, (snr(exact, adapters), frozen_exact, agree(engine))
+
+
+def moved(folder, save):
+    """Three steps and a checkpoint, or it loaded here: loss, agreement, SNR of gathered weights after another step."""
+    engine, data = engine_of(seed=0 if save else 5), batches(4, dist.get_rank())
+    if save:
+        for _ in range(3):
+            step_of(engine, data)
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    loss = evaluate(engine, next(batches(1, 7)))
+    step_of(engine, data)
+    return loss, agree(engine), snr(full_weights(engine.module), gathered_weights(engine))
 
 
 def generated():

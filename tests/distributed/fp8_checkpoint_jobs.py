@@ -286,6 +286,26 @@ def loading_weights_only():
     return result
 
 
+def before_the_first_step():
+    """By options: whether a new engine of other weights has the saved ones, bit for bit; losses of both from there."""
+    switch(True)
+    folder = shared_folder()
+    tokens = list(batches(3, dist.get_rank()))
+    result = {}
+    for name, fields in (("o2", {}), ("options", {"optimizer": OPTIONS})):
+        config = ds_config(section("fp8-lm-o2", **NO_COMPUTE, **fields))
+        saved, loaded = make_engine(llama(), config), make_engine(llama(seed=4), config)
+        expected = full_weights(saved.module)
+        saved.save_checkpoint(folder, tag=name)
+        loaded.load_checkpoint(folder, tag=name)
+        weights = full_weights(loaded.module)
+        equal = all(torch.equal(weights[n], w) for n, w in expected.items())
+        rounded = any(not torch.equal(w, w.half().float()) for w in expected.values())
+        losses = [[step(engine, t) for t in tokens] for engine in (saved, loaded)]
+        result[name] = equal, rounded, losses, rounded_masters(loaded)[1]
+    return result
+
+
 def save_for_universal(folder):
     """Train, save, and let DeepSpeed's converter make a universal checkpoint; returns what was saved."""
     import argparse

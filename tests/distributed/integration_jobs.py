@@ -9,15 +9,16 @@ import re
 import traceback
 
 import torch.distributed as dist
+from trainer_jobs import tell_accelerate
 
 from zeropp_fp8 import run
 
 
 def run_scripts(commands):
     """{script: (what it ended with, what it printed)} of {script: (environment, its words from the script on)}."""
-    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+    from accelerate.state import AcceleratorState, GradientState
 
-    PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
+    tell_accelerate()
     ended = {}
     for script, (environment, words) in commands.items():
         os.environ.update(environment)

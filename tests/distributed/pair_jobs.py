@@ -11,7 +11,7 @@ from parity_jobs import switch
 
 from zeropp_fp8.zero.frozen.store import stored_weight
 
-# What each part adds to a section. Whole tensors need gradients that the plugin reduces.
+# What each part adds to a section. Whole tensors need gradients that the plugin reduces, differences a node's copy.
 PARTS = {
     "qwZ": {"weights": {"format": "int8"}},
     "hpZ": {"secondary": {"scope": "node"}},
@@ -23,7 +23,9 @@ PARTS = {
     },
     "whole tensors": {"partition": "whole_tensor", "gradients": {"intra_format": "int8", "inter_format": "int4"}},
     "frozen store": {"frozen": {"format": "nf4", "double_quantize": True}},
+    "differences": {"weights": {"difference": {"format": "int4"}}, "secondary": {"scope": "node"}},
 }
+NEEDS = {"whole tensors": "qgZ", "differences": "hpZ"}
 
 
 def section_of(names):
@@ -48,6 +50,7 @@ def what_is_on(engine):
         "FP8 optimizer": session.state_formats is not None,
         "whole tensors": stage.has_owners,
         "frozen store": any(stored_weight(p) for p in engine.module.parameters()),
+        "differences": session.difference_format is not None,
     }
     return {name for name, is_on in on.items() if is_on}
 

@@ -9,6 +9,10 @@ from models import batches, ds_config, full_weights, llama, make_engine
 from parity_jobs import switch
 from recipes import section_of
 
+from zeropp_fp8.config import ConfigError
+
+OVER_ONE_MODEL = ("lossless", "zeropp", "zeropp, rank's copy", "zeropp-diff", "whole tensors", "FP8 states")
+
 
 def _engine(kind, seed, trains):
     """`kind`: one of recipes.WAYS, "stock", or "stored" for linear weights that rest as INT8 codes."""
@@ -64,3 +68,77 @@ def follow_all(pairs):
 def follow_stored(kind):
     """`follow` by a model whose linear weights rest as codes, made first and made second."""
     return {first: follow(*(("stored", kind) if first else (kind, "stored")), first) for first in (True, False)}
+
+
+def _trained(engine, tokens):
+    losses = []
+    for batch in tokens:
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def over_one_model(kind):
+    """{who was made when: (losses of training, losses of evaluation by the engine that trains, and by the other)}."""
+    switch(True)
+    config = ds_config(section_of("zeropp", partition="whole_tensor") if kind == "whole tensors" else section_of(kind))
+    tokens = list(batches(5, dist.get_rank()))
+    found = {}
+
+    def made(model, trains):
+        return make_engine(model, config, optimizer="adamw" if trains else None)
+
+    trains = made(llama(), True)
+    before = _loss(trains, tokens[4])
+    losses = _trained(trains, tokens[:2])
+    between = _loss(trains, tokens[4])
+    losses += _trained(trains, tokens[2:4])
+    evaluated = [before, between, _loss(trains, tokens[4])]
+    found["alone"] = losses, evaluated, evaluated
+    trains.destroy()
+
+    model = llama()
+    evaluates = made(model, False)
+    others = [_loss(evaluates, tokens[4])]
+    trains = made(model, True)
+    own = [_loss(trains, tokens[4])]
+    losses = _trained(trains, tokens[:2])
+    others.append(_loss(evaluates, tokens[4]))
+    own.append(_loss(trains, tokens[4]))
+    evaluates.destroy()
+    losses += _trained(trains, tokens[2:4])
+    own.append(_loss(trains, tokens[4]))
+    found["evaluates first"] = losses, own, others + own[2:]
+    trains.destroy()
+
+    model = llama()
+    trains = made(model, True)
+    own = [_loss(trains, tokens[4])]
+    losses = _trained(trains, tokens[:2])
+    evaluates = made(model, False)
+    others = [own[0], _loss(evaluates, tokens[4])]
+    own.append(_loss(trains, tokens[4]))
+    losses += _trained(trains, tokens[2:4])
+    others.append(_loss(evaluates, tokens[4]))
+    own.append(_loss(trains, tokens[4]))
+    found["trains first"] = losses, own, others
+    return found
+
+
+def over_one_model_each(kinds):
+    """`over_one_model` of kinds."""
+    return {kind: over_one_model(kind) for kind in kinds}
+
+
+def over_a_part():
+    """What is said of an engine over the first block of a model that another has."""
+    switch(True)
+    config = ds_config(section_of("zeropp"))
+    model = llama()
+    make_engine(model, config, optimizer=None)
+    try:
+        make_engine(model.model.layers[0].mlp, config, optimizer=None)
+    except ConfigError as error:
+        return str(error)

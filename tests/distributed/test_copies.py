@@ -123,7 +123,7 @@ def test_memory_that_is_not_there_is_refused_on_every_rank():
         for part in (
             '"zeropp_fp8.secondary.memory_gb": 1',
             "shards take 0.000126 GB on each rank, and a rank has 0 GB",
-            'or to "auto"',
+            'or to "detect"',
         ):
             assert part in message
     for message, (again, never) in run_two(jobs.refused_and_right_again, available=1000):

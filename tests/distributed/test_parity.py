@@ -1,8 +1,10 @@
 """Parity with stock ZeRO-3: bit for bit where nothing is quantized, close where it is."""
 
+import deepspeed
 import parity_jobs as jobs
 import pytest
 import torch
+from packaging.version import Version
 from ranks import run_ranks, run_two
 from thinning import thinned
 
@@ -123,6 +125,8 @@ def test_quantized_with_tied_weights_accumulation_clipping_and_prefetch():
 @pytest.mark.parametrize("checkpointing, zero_init", thinned([None, "reentrant", "non-reentrant"], [False, True]))
 def test_lora_added_after_zero_init(checkpointing, zero_init):
     """PEFT adapters on a frozen base, at block granularity: the first block's input needs no gradient."""
+    if checkpointing == "non-reentrant" and Version(deepspeed.__version__) < Version("0.19"):
+        pytest.skip("stock DeepSpeed 0.18 raises torch's CheckpointError here")
     stock, lossless, zeropp = run_two(jobs.train_lora, checkpointing=checkpointing, zero_init=zero_init)[0]
     assert lossless["losses"] == pytest.approx(stock["losses"], rel=1e-6)
     assert zeropp["losses"] == pytest.approx(stock["losses"], rel=5e-3)

@@ -36,18 +36,30 @@ def test_grpo_generates_with_the_plugin(tmp_path):
     """The same tokens and losses as with TRL's own gathers, without them; a field and TRL's option switch it off."""
     pytest.importorskip("trl", reason="TRL is not installed (extra `rlhf`)")
     ways = {
-        "detect": ({},),
-        "codes": ({"trl_generation": "codes"},),
-        "stock": ({"trl_generation": "stock"},),
-        "inside": ({}, True),
+        "auto": {},
+        "codes": {"fields": {"trl_generation": "codes"}},
+        "stock": {"fields": {"trl_generation": "stock"}},
+        "inside": {"inside": True},
     }
+    ways |= {f"{name}, batches": {**way, **jobs.BATCHES} for name, way in ways.items()}
     for runs in run_two(jobs.train_with_grpo, ways=ways, folder=str(tmp_path)):
         numbers = runs["stock"][0]
         assert len(numbers[0]) == len(numbers[1]) == 2 and len(set(numbers[1])) == 2
-        assert all(run[0] == numbers for run in runs.values()), runs
-        stayed = {name: set(chosen) for name, (_, chosen, _) in runs.items()}
-        assert stayed == {"detect": {"values"}, "codes": {"codes"}, "stock": {None}, "inside": {"codes"}}
+        assert numbers[1] != runs["stock, batches"][0][1]
+        stayed = {"auto": {"values"}, "codes": {"codes"}, "stock": {None}, "inside": {"codes"}}
+        for name, (of_run, chosen, _) in runs.items():
+            way, _, batches = name.partition(", ")
+            assert of_run == (runs["stock, batches"][0] if batches else numbers) and set(chosen) == stayed[way], name
         assert {run[2] for run in runs.values()} == {"trl.models.utils"}, "disable() puts it back"
+
+
+def test_continuous_batching_needs_weights_that_stay(tmp_path):
+    """Ranks whose requests end at other tokens would wait for each other for good."""
+    pytest.importorskip("trl", reason="TRL is not installed (extra `rlhf`)")
+    for said in run_two(jobs.batches_of_gathered_weights, folder=str(tmp_path)):
+        for refused in said:
+            assert refused.startswith("RuntimeError: generate_batch ends on each rank with its own last token")
+            assert '"trl_generation", and ds3_gather_for_generation as it was' in refused
 
 
 def test_another_trl_is_left_as_it_is(tmp_path):

@@ -3,9 +3,11 @@
 import re
 import statistics
 
+import deepspeed
 import pytest
 import torch
 import zero_jobs as jobs
+from packaging.version import Version
 from ranks import run_ranks, run_two
 from thinning import thinned
 
@@ -141,7 +143,6 @@ def test_a_part_of_the_model_that_is_called_by_itself():
     assert few == many and many[1] >= 3
 
 
-TWO_BITS = {"weights": {"difference": {"format": "int2", "block_size": 64}}}
 STOCHASTIC = {
     "gradients": {"error_feedback": True, "rounding": "stochastic"},
     "weights": {"rounding": "stochastic"},
@@ -158,11 +159,13 @@ STOCHASTIC = {
         ("zeropp-diff", None, "bf16"),
         ("zeropp-diff", {"weights": {"format": "int8", "difference": {"refresh_every": 3}}}, "fp32"),
         ("zeropp-diff", {"partition": "whole_tensor"}, "bf16"),
-        ("zeropp-diff", {**TWO_BITS, "secondary": {"scope": "rank"}}, "bf16"),
+        ("zeropp-2bit", {"secondary": {"scope": "rank"}}, "bf16"),
     ],
 )
 def test_checkpoints(recipe, fields, dtype):
     """Resume is exact (generators and residuals included); stock reads ours and we read stock's."""
+    if "partition" in (fields or {}) and Version(deepspeed.__version__) < Version("0.19.3"):
+        pytest.skip("whole tensors need DeepSpeed 0.19.3, and are refused before")
     for result in run_two(jobs.checkpoints, recipe=recipe, fields=fields, dtype=dtype):
         uninterrupted, resumed = result["resume losses"]
         assert resumed == uninterrupted and result["resume weights"]

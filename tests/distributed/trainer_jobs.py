@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from models import batches, ds_config, full_weights, llama, make_engine, section
 from ranks import printed
@@ -22,12 +24,16 @@ class _Tokens(torch.utils.data.Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def _arguments(the_section, folder, steps) -> dict:
-    """What TrainingArguments and TRL's take alike; the plugin is on where there is a section."""
+def tell_accelerate() -> None:
+    """Accelerate looks for an accelerator before it allows DeepSpeed; on a CPU it has to be told."""
     from accelerate.state import DistributedType, PartialState
 
-    # Accelerate looks for an accelerator before it allows DeepSpeed; on a CPU it has to be told.
     PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
+
+
+def _arguments(the_section, folder, steps) -> dict:
+    """What TrainingArguments and TRL's take alike; the plugin is on where there is a section."""
+    tell_accelerate()
     zeropp_fp8.enable() if the_section else zeropp_fp8.disable()
     config = ds_config(the_section)
     config["train_micro_batch_size_per_gpu"] = config["gradient_clipping"] = "auto"
@@ -57,22 +63,28 @@ def train_with_trainer(recipes, folder):
 
 
 def train_compiled(recipe, folder):
-    """Losses of the Trainer without and with `torch_compile`, and how many graphs there are then."""
+    """Losses of the Trainer without and with `torch_compile`, and how many graphs there are then.
+
+    There are more layers than dynamo compiles one function anew for. Where it would leave the rest eager, it raises.
+    """
+    from torch._dynamo import config
     from torch._dynamo.utils import counters
 
-    eager, _ = _with_trainer(recipe, folder)
+    config.fail_on_recompile_limit_hit = True
+    sizes = {"layers": config.recompile_limit + 2, "hidden": 16}
+    eager, _ = _with_trainer(recipe, folder, sizes)
     torch._dynamo.reset()
     counters.clear()
-    compiled, _ = _with_trainer(recipe, folder, torch_compile=True, torch_compile_backend="aot_eager")
+    compiled, _ = _with_trainer(recipe, folder, sizes, torch_compile=True, torch_compile_backend="aot_eager")
     return eager, compiled, counters["stats"]["unique_graphs"]
 
 
-def _with_trainer(recipe, folder, steps=4, **more):
+def _with_trainer(recipe, folder, sizes=None, steps=4, **more):
     from transformers import Trainer, TrainingArguments
 
     arguments = _arguments(section(recipe) if recipe else None, folder, steps)
     arguments = TrainingArguments(learning_rate=1e-3, **arguments, **more)
-    trainer = Trainer(model=llama(), args=arguments, train_dataset=_Tokens())
+    trainer = Trainer(model=llama(**(sizes or {})), args=arguments, train_dataset=_Tokens())
     return _losses(trainer), zeropp_fp8.wire_report(trainer.model_wrapped) if recipe else None
 
 
@@ -148,7 +160,20 @@ def _characters():
 
 def train_with_grpo(ways, folder):
     """TRL's GRPOTrainer in ways of generating: {way: (losses and rewards, where weights stayed, ...)}."""
-    return {name: _with_grpo(folder, *way) for name, way in ways.items()}
+    return {name: _with_grpo(folder, **way) for name, way in ways.items()}
+
+
+# What a rank takes for its cache is half of the machine's memory else, whatever other ranks take of it.
+BATCHES = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},
+}
+
+
+def batches_of_gathered_weights(folder):
+    """What is said of continuous batching where each token gathers weights: by the field, and by TRL's option."""
+    ways = ({"trl_generation": "sharded"}, {}), ({}, {"ds3_gather_for_generation": False})
+    return [attempt(partial(_with_grpo, folder, fields, **BATCHES, **more)) for fields, more in ways]
 
 
 def generate_with_another_trl(folder):
@@ -159,10 +184,10 @@ def generate_with_another_trl(folder):
         return known(model, accelerator, **others)
 
     known, utils._unwrap_model_for_generation = utils._unwrap_model_for_generation, another
-    return _with_grpo(folder, {}), utils._unwrap_model_for_generation is another, printed()
+    return _with_grpo(folder), utils._unwrap_model_for_generation is another, printed()
 
 
-def _with_grpo(folder, fields, inside=False, **more):
+def _with_grpo(folder, fields=None, inside=False, **more):
     from contextlib import nullcontext
 
     from datasets import Dataset
@@ -180,7 +205,7 @@ def _with_grpo(folder, fields, inside=False, **more):
             with zeropp_fp8.generation(self.model_wrapped, weights="codes") if inside else nullcontext():
                 return super()._generate_single_turn(*args, **kwargs)
 
-    arguments = _arguments(section("lossless", **fields), folder, steps=2)
+    arguments = _arguments(section("lossless", **(fields or {})), folder, steps=2)
     sizes = {"num_generations": 2, "max_completion_length": 8, "gradient_accumulation_steps": 2}
     arguments["deepspeed"]["gradient_accumulation_steps"] = "auto"
     trainer = Trainer(

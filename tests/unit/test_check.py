@@ -186,6 +186,8 @@ def test_no_batch_size_at_all_is_refused():
         ({"compute": {"format": "fp8", "scaling": "current", "amax_history": 3}}, ["compute.amax_history"]),
         ({"frozen": {"block_size": 32}}, ["frozen.block_size"]),
         ({"recipe": "zeropp", "seed": 3}, ["seed"]),
+        ({"numerics": {"watch": "stop", "spike": 5.0, "parts": 2}}, ["numerics.parts"]),
+        ({"numerics": {"every": 9, "spike": 5.0, "parts": 2}}, ["numerics.spike"]),
         ({"recipe": "zeropp", "seed": 3, "weights": {"rounding": "stochastic"}}, []),
         ({"recipe": "mxfp8", "weights": {"scale_mode": "floor"}, "gradients": {"scale_mode": "floor"}}, []),
         ({"recipe": "fp8-lm", "gradients": {"scale_policy": "pre"}, "optimizer": {"rounding": "stochastic"}}, []),

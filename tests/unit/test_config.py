@@ -102,6 +102,15 @@ FP8_LM = {
             "zeropp-diff",
             {**ZEROPP, "weights.format": "none", "weights.difference.format": "int4"},
         ),
+        (
+            "zeropp-2bit",
+            {
+                **ZEROPP,
+                "weights.format": "none",
+                "weights.difference.format": "int2",
+                "weights.difference.block_size": 64,
+            },
+        ),
         ("zeropp-4bit", {**ZEROPP, "weights.format": "int4", "weights.block_size": 128, "weights.hadamard": True}),
         (
             "mxfp8",
@@ -169,6 +178,10 @@ def test_a_field_set_by_hand_overrides_its_recipe_and_nothing_else(recipe):
         ({"secondary": {"scope": "rank"}}, "secondary.scope", "rank"),
         ({"secondary": {"scope": 2}}, "secondary.scope", 2),
         ({"secondary": {"memory_gb": "auto"}}, "secondary.memory_gb", "auto"),
+        ({"secondary": {"memory_gb": "detect"}}, "secondary.memory_gb", "auto"),  # Accelerate refuses the word "auto"
+        ({"gradients": {"scale_policy": "detect"}}, "gradients.scale_policy", "auto"),
+        ({"gradients": {"accumulate_in": "detect"}}, "gradients.accumulate_in", "auto"),
+        ({"trl_generation": "detect"}, "trl_generation", "auto"),
         ({"secondary": {"memory_gb": 8}}, "secondary.memory_gb", 8.0),
         ({"secondary": {"memory_gb": 0.5}}, "secondary.memory_gb", 0.5),
         ({"gradients": {"hadamard": False, "block_size": 34}}, "gradients.block_size", 34),
@@ -176,6 +189,8 @@ def test_a_field_set_by_hand_overrides_its_recipe_and_nothing_else(recipe):
         ({"topology": {"ranks_per_node": 4}}, "topology.ranks_per_node", 4),
         ({"checkpoint": {"verify": False}}, "checkpoint.verify", False),
         ({"report": {"every": 0}}, "report.every", 0),
+        ({"numerics": {"every": 50}}, "numerics.every", 50),
+        ({"numerics": {"watch": "stop"}}, "numerics.watch", "stop"),
         ({"seed": 7}, "seed", 7),
     ],
 )
@@ -296,6 +311,11 @@ def test_every_mistake_is_reported_at_once():
         ("compile", ["model", True]),
         ("checkpoint.verify", [0, "no", None]),
         ("report.every", [-1, 1.5, "100"]),
+        ("numerics.every", [-1, 0.5, "1"]),
+        ("numerics.parts", [0, 1.5]),
+        ("numerics.file", [1, None]),
+        ("numerics.watch", ["fall back", True]),
+        ("numerics.spike", [0, "8", float("inf")]),
     ],
 )
 def test_wrong_type_or_value(path, wrong):

@@ -82,8 +82,8 @@ def test_format_that_is_there(field, name):
             ({"recipe": "zeropp-diff", **fields}, ['"zeropp_fp8.weights.difference', *words])
             for fields, words in (
                 ({"secondary": {"scope": "none"}}, ["there is none", 'set "secondary.scope" to "node"']),
-                ({"weights": {"format": "int4"}}, ['"weights.format": "int4"', '"none" (16 bits) or "int8"']),
-                ({"weights": {"format": "fp8_e4m3"}}, ['"weights.format": "fp8_e4m3"', '"int8"']),
+                ({"weights": {"format": "int4"}}, ['"weights.format": "int4"', '"none" (2 bytes a parameter']),
+                ({"weights": {"format": "fp8_e4m3"}}, ['"weights.format": "fp8_e4m3"', '"int8" (1.01)', "cast"]),
                 ({"weights": {"format": "int8", "rounding": "stochastic"}}, ['"weights.rounding"', '"nearest"']),
                 ({"weights": {"difference": {"format": "fp8_e4m3"}}}, ["'fp8_e4m3'", "int8, int4, int3, int2"]),
                 ({"weights": {"difference": {"block_size": 12}}}, ["multiple of 8", "use 16"]),
@@ -293,6 +293,7 @@ def test_fp16_with_low_precision_compute():
             ['"zero_optimization.offload_optimizer.super_offload"', "remove one of the two"],
         ),
         ({}, {"compile": {"deepcompile": True}}, ['"compile.deepcompile"', "remove one of the two"]),
+        ({}, {"expert_parallel": {"enabled": True}}, ['"expert_parallel.enabled"', "set it to false"]),
         ({}, {"hybrid_engine": {"enabled": True}}, ['"hybrid_engine.enabled"', "remove one of the two"]),
         (
             {"use_all_reduce_for_fetch_params": True},

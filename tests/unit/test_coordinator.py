@@ -144,6 +144,9 @@ class FakeGatherer:
         self.calls.clear()
         return found
 
+    def has(self, param):
+        return any(param is own for unit in self.units for own in unit.params)
+
     def units_of(self, params):
         return tuple({id(u): u for p in params for u in self.units if any(p is q for q in u.params)}.values())
 

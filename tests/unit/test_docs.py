@@ -35,6 +35,8 @@ OF_DEEPSPEED = (
     {"zero_force_ds_cpu_optimizer": False},
     {"load_universal": True},
     {"tensorboard": {"enabled": True}},
+    {"comms_logger": {"enabled": True, "prof_all": True}},
+    {"flops_profiler": {"enabled": True}},
 )
 
 
@@ -193,7 +195,7 @@ def test_the_configuration_page_is_what_the_models_say():
 
 def test_every_field_says_what_it_means():
     parts = [field.annotation for field in PluginConfig.model_fields.values() if is_part(field)]
-    assert all(part.__doc__ for part in parts) and len(parts) == 10
+    assert all(part.__doc__ for part in parts) and len(parts) == 11
     for model in (PluginConfig, *parts):
         for name, field in model.model_fields.items():
             assert is_part(field) or (field.description and "|" not in field.description), (model, name)

@@ -12,7 +12,7 @@ import zeropp_fp8
 
 PACKAGE = Path(zeropp_fp8.__file__).parent
 
-# What each part may import besides itself: plugin -> zero -> {comm, compute, optim} -> kernels -> formats.
+# What each part may import besides itself: plugin -> numerics -> zero -> {comm, compute, optim} -> kernels -> formats.
 # `config` may be imported by all and imports none of them; `plan` stands alone.
 _READ_BY_ALL = {"config"}
 _BASE = _READ_BY_ALL | {"kernels", "formats"}
@@ -22,9 +22,11 @@ MAY_IMPORT = {
     "export": _MIDDLE | {"zero"},
     "run": {"", "children"},
     "__main__": {"", "doctor"},
+    "numerics": _MIDDLE | {"zero"},
     "children": {""},
     "integrations": {"zero"},
-    "plugin": _MIDDLE | {"zero"},
+    "handover": {"zero"},
+    "plugin": _MIDDLE | {"zero", "numerics"},
     "zero": _MIDDLE,
     "comm": _BASE,
     "compute": _BASE,
@@ -41,7 +43,8 @@ PARTS = set(MAY_IMPORT) - {""}
 # The same inside zero/, by folder or file. A feature stands above what it extends.
 ROOMS = {
     "": set(),
-    "session": {"placement"},
+    "session": {"placement", "observer"},
+    "observer": set(),
     "memory": set(),
     "placement": set(),
     "fragment": set(),
@@ -55,7 +58,8 @@ ROOMS = {
     # The last two only where they are asked for.
     "offload": {"session", "gather", "report", "compiled", "frozen", "owners"},
     "stage3_base": {"session"},
-    "stage3": {"session", "stage3_base", "offload", "reduce", "report", "fused_update"},
+    "bound": {"session"},
+    "stage3": {"session", "stage3_base", "offload", "reduce", "report", "bound", "fused_update"},
     "states": {"stage3_base", "reduce"},
     "owners": {"stage3_base", "session", "placement", "gather"},
     "frozen": {"session", "gather", "fragment"},
@@ -65,8 +69,9 @@ ROOMS = {
     "metrics": {"session", "report"},
     "generation": {"offload", "gather", "memory", "holders"},
     "export": {"frozen", "holders"},
+    "handover": {"export", "gather", "frozen", "holders"},
 }
-OPTIONAL = ("states", "owners", "frozen", "generation", "export", "checkpoint")
+OPTIONAL = ("states", "owners", "frozen", "generation", "export", "handover", "checkpoint")
 
 
 def part_of(module):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -101,7 +102,10 @@ def test_bytes_against_the_ledger_and_the_interface(name):
             assert modelled == pytest.approx(row["ledger_bytes_per_node_step"], rel=2e-3)
 
 
-@pytest.mark.parametrize("recipe", ["lossless", "zeropp", "zeropp-4bit", "zeropp-diff", "zeropp-pcie", "mxfp8"])
+PLANNED_RECIPES = ("lossless", "zeropp", "zeropp-4bit", "zeropp-diff", "zeropp-2bit", "zeropp-pcie", "mxfp8")
+
+
+@pytest.mark.parametrize("recipe", PLANNED_RECIPES)
 def test_formats_are_those_of_the_recipes(recipe):
     """The plan imports no torch, so it has the sizes of the formats a second time."""
     from zeropp_fp8.formats import make_format
@@ -346,8 +350,9 @@ def test_memory_by_hand():
 
 
 def test_memory_of_measured_peaks():
-    """Of all runs that train all weights."""
+    """Of all runs that train all weights of one model."""
     points = [p for p in load_points(RESULTS.parent) if p.peak_bytes and not p.job.lora and p.run in METHODS]
+    points = [p for p in points if not p.phase]
     assert len(points) > 70 and {"fsdp2", "fsdp2-compiled", "hsdp", "fp8-lm"} <= {p.run for p in points}
     for point in points:
         modelled = memory_per_gpu(METHODS[point.run], point.job).peak
@@ -527,3 +532,34 @@ def test_adding_differences_takes_memory_traffic_once_a_step():
     none = replace(NONE_KEPT, copies=0)
     assert moved("zeropp-diff", none) > moved("zeropp", none) > moved("zeropp")
     assert zeropp.difference_bytes is None
+
+
+def test_the_tables_of_the_method():
+    """docs/method.md shows what is computed here."""
+    _, in_bytes, in_memory = re.split("## Bytes between nodes|## Memory", (ROOT / "docs/method.md").read_text())
+    job = replace(NONE_KEPT, cluster=Cluster(8, 8, 10))
+    on_int8 = replace(METHODS["zeropp"], difference_bytes=METHODS["zeropp-diff"].difference_bytes)
+    others = {"DeepSpeed's ZeRO++": METHODS["in-tree"], "`zeropp-diff` on INT8": on_int8}
+    rows = re.findall(r"^\| (.+?) \| ([\d. |]+) \|$", in_bytes, re.M)
+    assert len(rows) == 13
+    for label, cells in rows:
+        method = others.get(label) or METHODS[label.strip("`")]
+        here = replace(job, cluster=Cluster(8, 1, 10)) if label == "`zeropp-pcie`" else job
+        passes = method.forward_traffic(here), method.backward_traffic(here), method.gradient_traffic(here)
+        steps = [estimate(method, replace(here, micro_batches=k), EMULATED_H200).inter_bytes for k in (1, 4)]
+        copy = memory_per_gpu(method, here).secondary / PARAMETERS * here.cluster.ranks_per_node
+        wanted = [*(num_bytes / M for num_bytes in (*(one.inter for one in passes), *steps)), copy]
+        assert [float(cell) for cell in cells.split("|")] == pytest.approx(wanted, abs=5.1e-4), label
+    whole = [METHODS[name].weight_bytes / 2 * 7 / 8 for name in ("zeropp-diff", "zeropp")]
+    assert "{:.3f} M of weights with 16 bits, {:.3f} M with INT8".format(*whole) in " ".join(in_bytes.split())
+    stock, least = (memory_per_gpu(METHODS[name], job) for name in ("stock", "fp8-lm-o2"))
+    each = PARAMETERS / job.cluster.world_size
+    for what, shown, of_stock, of_fp8 in (
+        ("weights in 16 bits", 2, stock.weights, None),
+        ("gradients in 16 bits", 2, stock.gradients, least.gradients),
+        ("master weights, moments", 12, stock.states, least.states),
+    ):
+        (cells,) = re.findall(rf"^\| {what} \| (.*)$", in_memory, re.M)
+        assert cells.startswith(f"{shown} / W |") and of_stock == shown * each
+        assert of_fp8 is None or f"{of_fp8 / each:.0f} / W" in cells
+    assert f"| error feedback | 0 | {METHODS['zeropp-pcie'].residual_bytes:.2f} / L |" in in_memory

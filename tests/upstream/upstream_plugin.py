@@ -107,7 +107,7 @@ def raised_in_pools() -> list[str]:
 
     A pool tells it only when every rank has come back, and those that wait for the one that raised never do.
     """
-    waiting = [found for found in gc.get_objects() if isinstance(found, multiprocessing.pool.MapResult)]
+    waiting = [found for found in gc.get_objects() if issubclass(type(found), multiprocessing.pool.MapResult)]
     return [repr(found._value) for found in waiting if not found.ready() and not found._success]
 
 

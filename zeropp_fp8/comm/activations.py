@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeropp_fp8.comm.issue import timed
 from zeropp_fp8.comm.ledger import OUTSIDE, STOCK_BYTES_PER_ELEMENT, WireLedger
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.comm.topology import INTER, INTRA
@@ -146,8 +147,12 @@ class ActivationExchange:
         outgoing, incoming = sent.new_payload(), received.new_payload()
         sent.encode(outgoing)
         sizes = (None, None) if even else (received.bytes_per_rank, sent.bytes_per_rank)
-        work = dist.all_to_all_single(incoming, outgoing, *sizes, group=group, async_op=True)
-        self._count(self.route(group), sent, evaluating)
+        route = self.route(group)
+        where, arguments = f"of activations ({size} ranks)", (incoming, outgoing, *sizes)
+        abroad = sum(n for link, n in zip(route.links, sent.bytes_per_rank) if link is not None)
+        link = INTER if INTER in route.links else INTRA
+        work = timed(self._ledger, dist.all_to_all_single, arguments, group, True, link, where, abroad)
+        self._count(route, sent, evaluating)
         return PendingExchange(work, received, incoming, outgoing)
 
     def _shares(self, tensor: Tensor, size: int, splits, block_size: int, backward: bool) -> _Shares:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeropp_fp8.comm.issue import issue
 from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.comm.topology import Level, Topology
 from zeropp_fp8.formats import WireFormat
@@ -61,10 +62,8 @@ def start_level(
     """
     if level.size == 1:
         return None
-    work = _all_gather_single(gathered, payload, group=level.group, async_op=async_op)
-    if ledger is not None:
-        ledger.sent(level.link, (level.size - 1) * payload.numel())
-    return work
+    sent = (level.size - 1) * payload.numel()
+    return issue(_all_gather_single, gathered, payload, level=level, ledger=ledger, sent=sent, async_op=async_op)
 
 
 def start_regions(

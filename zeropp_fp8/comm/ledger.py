@@ -15,6 +15,7 @@ that do not divide evenly by the ranks): the sum then is an estimate.
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 STEP_KINDS = ("weights_forward", "weights_backward", "gradients", "activations", "other")
 OUTSIDE = "outside_steps"
@@ -54,6 +55,9 @@ class WireLedger:
         self.world_size = nodes * ranks_per_node
         self.steps = 0
         self.kind = OUTSIDE
+        # For issue.py: DeepSpeed's comms logger, and a list for (link, a collective under way) while they are timed.
+        self.comms_logger: Any = None
+        self.times: list[tuple[str, Any]] | None = None
         self._pending: dict[str, dict[str, float]] = defaultdict(_zeros)
         self._pending_stock: dict[str, dict[str, float]] = defaultdict(_zeros)
         self._done: dict[str, dict[str, float]] = defaultdict(_zeros)
@@ -115,16 +119,17 @@ class WireLedger:
         def per_step(counters: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
             steps = max(self.steps, 1)
             return {
-                kind: {link: _exact(counters[kind][key] / steps) for link, key in key_of.items()} for kind in STEP_KINDS
+                kind: {link: exact(counters[kind][key] / steps) for link, key in key_of.items()} for kind in STEP_KINDS
             }
 
         return {
             "steps": self.steps,
             "per_step": per_step(self._done),
             "stock_per_step": per_step(self._done_stock),
-            "outside_steps": {link: _exact(self._outside[key]) for link, key in key_of.items()},
+            "outside_steps": {link: exact(self._outside[key]) for link, key in key_of.items()},
         }
 
 
-def _exact(value: float) -> float | int:
+def exact(value: float) -> float | int:
+    """A whole number as int."""
     return int(value) if value == int(value) else value

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeropp_fp8.comm.issue import issue
 from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.comm.topology import Level
 
@@ -71,7 +72,6 @@ def start_owned_gather(
         return None
     outgoing = payload.repeat(level.size)
     splits = [payload.numel()] * level.size
-    work = dist.all_to_all_single(gathered, outgoing, sizes, splits, group=level.group, async_op=True)
-    if ledger is not None:
-        ledger.sent(level.link, (level.size - 1) * payload.numel(), (level.size - 1) * held_by_all)
-    return OwnedGather(work, outgoing)
+    others = level.size - 1
+    counted = {"level": level, "ledger": ledger, "sent": others * payload.numel(), "by_all": others * held_by_all}
+    return OwnedGather(issue(dist.all_to_all_single, gathered, outgoing, sizes, splits, **counted), outgoing)

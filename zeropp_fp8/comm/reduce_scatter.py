@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp_fp8.comm.error_feedback import ErrorFeedback, Residuals
+from zeropp_fp8.comm.issue import issue
 from zeropp_fp8.comm.lanes import BufferRing, Lane
 from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
@@ -47,11 +48,9 @@ def _start_exchange(
     by_all: int | None = None,
 ) -> dist.Work:
     """All-to-all of flat uint8 buffers cut into parts of these sizes, or into `level.size` equal ones."""
-    work = dist.all_to_all_single(incoming, outgoing, incoming_sizes, outgoing_sizes, group=level.group, async_op=True)
-    if ledger is not None:
-        own = outgoing_sizes[level.rank] if outgoing_sizes else outgoing.numel() // level.size
-        ledger.sent(level.link, outgoing.numel() - own, by_all)
-    return work
+    own = outgoing_sizes[level.rank] if outgoing_sizes else outgoing.numel() // level.size
+    counted = {"level": level, "ledger": ledger, "sent": outgoing.numel() - own, "by_all": by_all}
+    return issue(dist.all_to_all_single, incoming, outgoing, incoming_sizes, outgoing_sizes, **counted)
 
 
 @dataclass
@@ -306,10 +305,8 @@ class ReducePlan:
         if self.adds_codes:
             received = ring.take(sent.numel() // level.size)
             codes = self.first.formats[0].dtype
-            work = dist.reduce_scatter_tensor(received.view(codes), sent.view(codes), group=level.group, async_op=True)
-            if ledger is not None:
-                ledger.sent(level.link, sent.numel() - received.numel())
-            return received, work
+            counted = {"level": level, "ledger": ledger, "sent": sent.numel() - received.numel()}
+            return received, issue(dist.reduce_scatter_tensor, received.view(codes), sent.view(codes), **counted)
         outgoing, incoming = self.sizes[hop] or (None, None)
         received = ring.take(sum(incoming) if incoming else sent.numel())
         by_all = self.sent_by_all.get(hop)

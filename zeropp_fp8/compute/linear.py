@@ -108,8 +108,7 @@ class _LowPrecisionModule(nn.Module):
 
         Under autocast the input, and the result, have autocast's dtype.
         """
-        in_high = not self.training and self.precision.scaling.compute.evaluate_in == "high_precision"
-        if in_high or x.numel() == 0:  # no token: nothing to quantize
+        if self.precision.scaling.rests_in(self.training) or x.numel() == 0:  # no token: nothing to quantize
             return self._multiply_in_high_precision(x)
         device_type = x.device.type
         if torch.is_autocast_enabled(device_type):

@@ -12,10 +12,10 @@ and another for the one that sums over its rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zeropp_fp8.compute import casts
@@ -40,19 +40,27 @@ class Scaling:
     Attributes:
         backward_in_high_precision: whether gradients are no operands.
         granularity: what shares a scale in operands of activations and gradients; "rounded": see rounded.py.
+        rests: layers compute in high precision for now.
     """
 
     granularity: Granularity | Literal["rounded"] = "tensor"
+    rests = False
 
     def __init__(self, compute: ComputeConfig) -> None:
         self.compute = compute
         self.formats = operand_formats(compute)
         self.backward_in_high_precision = self.formats["gradients"] == "none"
         self._input: tuple | None = None
+        self._layers = 0
 
     def add_layer(self) -> int:
         """A number for a new layer, its first argument to `quantize`."""
-        return 0
+        self._layers += 1
+        return self._layers - 1
+
+    def rests_in(self, training: bool) -> bool:
+        """Whether a layer in training, or in evaluation, computes in high precision."""
+        return self.rests or (not training and self.compute.evaluate_in == "high_precision")
 
     def codes_dtype(self, role: Role, dtype: torch.dtype) -> torch.dtype:
         """The dtype of an operand's codes, of a matrix of `dtype`."""
@@ -96,25 +104,31 @@ class Scaling:
         self._input = None if key is None else (key, x.detach(), pair)
 
     def __getstate__(self) -> dict:
-        """A copy (copy.deepcopy of a model) begins without an input: it would not keep that memory alive."""
-        return {**self.__dict__, "_input": None}
+        """A copy (copy.deepcopy of a model) begins without an input: it would not keep that memory alive.
+
+        Neither does it have what looks on while a step is sampled (numerics/sample.py).
+        """
+        return {name: value for name, value in self.__dict__.items() if not callable(value)} | {"_input": None}
 
     def forget_input(self) -> None:
         """Let go of the last input."""
         self._input = None
 
-    def end_step(self, group=None, device=None, overflow: bool = False, loss_scale_change: float = 1.0) -> None:
-        """After an optimizer step: take over what the step has shown. Collective over `group`, on every rank.
+    def end_step(
+        self,
+        largest_of_all: Callable[[Tensor], None] | None = None,
+        device=None,
+        overflow: bool = False,
+        loss_scale_change: float = 1.0,
+    ) -> None:
+        """After an optimizer step: take over what the step has shown. Collective where `largest_of_all` is.
 
         Args:
+            largest_of_all: makes each element of a tensor the largest of all ranks, in place; None: one rank.
             device: that of the model; a rank that has used no layer yet must take part, too.
             overflow: the step was skipped, because gradients were not finite.
             loss_scale_change: the new loss scale of fp16 over that of the step.
         """
-
-    def end_step_bytes(self) -> int:
-        """Size of what `end_step` reduces over ranks."""
-        return 0
 
     def state_dict(self) -> dict:
         """What the next steps depend on."""
@@ -185,7 +199,6 @@ class DelayedScaling(Scaling):
 
     def __init__(self, compute: ComputeConfig) -> None:
         super().__init__(compute)
-        self._layers = 0
         self._seen: set[int] = set()  # operands recorded since the last step
         self._known: set[int] = set()  # operands with a history
         self._recorded: AmaxHistory | None = None
@@ -196,10 +209,6 @@ class DelayedScaling(Scaling):
     def _amax(self) -> Tensor | None:
         """fp32 [operands], since the last step."""
         return None if self._recorded is None else self._recorded.current
-
-    def add_layer(self) -> int:
-        self._layers += 1
-        return self._layers - 1
 
     @torch.inference_mode(False)  # what an evaluation in inference mode makes, training could not change
     def _place_tables(self, device: torch.device) -> None:
@@ -282,19 +291,16 @@ class DelayedScaling(Scaling):
         )
         return values, tuple(pair)
 
-    def end_step_bytes(self) -> int:
-        return 0 if self._amax is None else self._amax.numel() * self._amax.element_size()
-
     @torch.no_grad()
-    def end_step(self, group=None, device=None, overflow=False, loss_scale_change=1.0) -> None:
+    def end_step(self, largest_of_all=None, device=None, overflow=False, loss_scale_change=1.0) -> None:
         self.forget_input()
         if self._amax is None and device is None:
             return
         if self._amax is None:
             # This rank has used no layer (no token for its experts), others may have: the reduction is everybody's.
             self._place_tables(device)
-        if group is not None and dist.get_world_size(group) > 1:
-            dist.all_reduce(self._amax, op=dist.ReduceOp.MAX, group=group)
+        if largest_of_all is not None:
+            largest_of_all(self._amax)
         recorded = self._recorded
         of_gradients = slice(ROLES.index("gradients"), None, len(ROLES))
         if overflow:

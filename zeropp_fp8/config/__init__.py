@@ -31,6 +31,7 @@ from zeropp_fp8.config.sections import (
     PluginConfig,
     WeightsConfig,
 )
+from zeropp_fp8.config.trial import TRIAL_VARIABLE, Trial, pieces_of, trial_from_environment
 
 __all__ = [
     "FROZEN_FORMATS",
@@ -39,6 +40,7 @@ __all__ = [
     "RECIPES",
     "RECIPE_VARIABLE",
     "SECTION",
+    "TRIAL_VARIABLE",
     "WIRE_FORMATS",
     "ComputeConfig",
     "ConfigError",
@@ -48,6 +50,7 @@ __all__ = [
     "OptimizerConfig",
     "Place",
     "PluginConfig",
+    "Trial",
     "WeightsConfig",
     "asks_for_plugin",
     "check_compute",
@@ -57,8 +60,10 @@ __all__ = [
     "in_tree_keys",
     "load_ds_config",
     "operand_formats",
+    "pieces_of",
     "place_of",
     "resolve",
     "secondary_ranks",
+    "trial_from_environment",
     "without_in_tree_keys",
 ]

@@ -37,8 +37,9 @@ that is set by hand overrides its recipe:
 
 Without a recipe the section means `lossless` plus exactly what DeepSpeed's own ZeRO++ keys ask for. What cannot be
 honoured is refused at start with `zeropp_fp8.ConfigError`, which names the key and the remedy; see
-[Troubleshooting](troubleshooting.md). The tables below are printed by `python -m zeropp_fp8.config.document` from the
-models in `zeropp_fp8/config/sections.py`.
+[Troubleshooting](troubleshooting.md). Where a field takes `"auto"`, `"detect"` means the same: write that with a
+Trainer or Accelerate, which refuse the word "auto" in a section that they do not know. The tables below are printed by
+`python -m zeropp_fp8.config.document` from the models in `zeropp_fp8/config/sections.py`.
 """
 _KEYS = {
     "zero_quantized_weights": "`weights` of recipe `zeropp`",

@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 
 from zeropp_fp8.config.sections import SECTION, ConfigError, PluginConfig
+from zeropp_fp8.config.trial import TRIAL_VARIABLE
 
 _KEY = f'"{SECTION}.topology.ranks_per_node"'
 _EACH_ALONE = "or set it to 1, which takes every rank for a node of its own"
@@ -38,12 +39,14 @@ class Place:
         host: its name, the same for ranks of one host only.
         configured: what its configuration says of ranks_per_node: a number, or "detect".
         counted: the launcher's variables, by name.
+        trial: the experiment that its environment asks for.
     """
 
     rank: int
     host: str
     configured: int | str
     counted: Mapping[str, int]
+    trial: str = ""
 
     @property
     def node(self) -> Hashable:
@@ -61,6 +64,7 @@ def place_of(rank: int, config: PluginConfig, env: Mapping[str, str] = os.enviro
         host=env.get("NCCL_HOSTID") or host,
         configured=config.topology.ranks_per_node,
         counted={name: ranks for name, ranks in counted.items() if ranks > 0},
+        trial=env.get(TRIAL_VARIABLE, ""),
     )
 
 
@@ -74,8 +78,8 @@ def find_ranks_per_node(places: Sequence[Place], job_size: int) -> tuple[int, st
         job_size: ranks of the job.
 
     Raises:
-        ConfigError: ranks are configured differently, nodes have unequal numbers of the group's ranks, or these are not
-            numbered node by node. The same on every rank.
+        ConfigError: ranks are configured or tried differently, nodes have unequal numbers of the group's ranks, or
+            these are not numbered node by node. The same on every rank.
     """
     configured = places[0].configured
     other = next((place for place in places if place.configured != configured), None)
@@ -83,6 +87,12 @@ def find_ranks_per_node(places: Sequence[Place], job_size: int) -> tuple[int, st
         raise ConfigError(
             f"{_KEY} is {configured} on rank {places[0].rank} and {other.configured} on rank {other.rank}; give all "
             "ranks the same ds_config"
+        )
+    other = next((place for place in places if place.trial != places[0].trial), None)
+    if other is not None:
+        raise ConfigError(
+            f"{TRIAL_VARIABLE} differs between rank {places[0].rank} and rank {other.rank}: "
+            "the launcher does not hand it to all nodes; start the command on each, or name it in .deepspeed_env"
         )
     detected = configured == "detect"
     if not detected and configured > job_size:

@@ -41,6 +41,11 @@ RECIPES: dict[str, dict[str, Any]] = {
         "secondary": {"scope": "node"},
         "gradients": _ZEROPP_GRADIENTS,
     },
+    "zeropp-2bit": {
+        "weights": {"difference": {"format": "int2", "block_size": 64}},
+        "secondary": {"scope": "node"},
+        "gradients": _ZEROPP_GRADIENTS,
+    },
     "mxfp8": {
         "weights": {"format": "mxfp8_e4m3"},
         "secondary": {"scope": "node"},

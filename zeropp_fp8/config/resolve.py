@@ -15,6 +15,7 @@ from zeropp_fp8.config.environment import RECIPE_VARIABLE, recipe_from_environme
 from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.rules import check_fields, check_host, check_in_tree_keys, check_in_tree_types
 from zeropp_fp8.config.sections import MX_BLOCK_SIZE, MX_FORMATS, SECTION, ConfigError, PluginConfig, nearest
+from zeropp_fp8.config.trial import trial_from_environment
 
 
 def resolve(ds_config: Mapping[str, Any], *, hybrid_engine: bool = False) -> PluginConfig | None:
@@ -49,6 +50,10 @@ def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> PluginConfig:
     config = _completed(_parse(_merge(section, keys)))
     check_in_tree_keys(config, section, keys)
     check_fields(config)
+    trial = trial_from_environment()
+    if trial is not None:
+        config = trial.applied(config)
+        check_fields(config)
     check_host(config, ds_config, hybrid_engine)
     return config
 

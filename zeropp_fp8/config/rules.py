@@ -102,6 +102,7 @@ def check_fields(config: PluginConfig) -> None:
     _check_difference(config)
     _check_partition(config)
     _check_compile(config)
+    _check_watch(config)
 
 
 def _check_usable(frozen: FrozenConfig) -> None:
@@ -170,7 +171,8 @@ def _check_difference(config: PluginConfig) -> None:
     if weights.format not in ("none", "int8"):
         raise ConfigError(
             f'"{where}" does not go with "weights.format": "{weights.format}", in which what differences are added to '
-            'would rest: set that to "none" (16 bits) or "int8"'
+            'would rest: set that to "none" (2 bytes a parameter and node) or "int8" (1.01), which layers that compute '
+            "in FP8 or MX cast as it arrives"
         )
     if weights.format != "none" and weights.rounding == "stochastic":
         raise ConfigError(
@@ -186,6 +188,30 @@ def _check_compile(config: PluginConfig) -> None:
             f'"{SECTION}.compile": "blocks" does not go with "gather_granularity": "{config.gather_granularity}": its '
             'hooks stand inside of blocks; use "block"'
         )
+
+
+def _check_watch(config: PluginConfig) -> None:
+    """What a running job can give up: formats of the wire, and of products."""
+    if config.numerics.watch != "fall_back":
+        return
+    where = f'"{SECTION}.numerics.watch": "fall_back"'
+    at_rest = "rest in it, and what it has rounded is gone"
+    fixed = {
+        "gradients.scales": (config.gradients.scales == "tensor", "gradients are added and kept as its codes"),
+        "gradients.store_format": (config.gradients.store_format != "none", f"gradients {at_rest}"),
+        "optimizer": (config.stores_states_in_low_precision, f"master weights and moments {at_rest}"),
+        "frozen.format": (config.frozen.format != "none", f"frozen weights {at_rest}"),
+        "weights.difference": (config.weights.difference.format != "none", "nodes add to copies in its formats"),
+        "activations.wire_format": (config.activations.wire_format != "none", "its exchange is put in at start"),
+        "partition": (config.partition != "slice", "how owners send their tensors is laid out at start"),
+        "compile": (config.compile != "none" and config.computes_in_low_precision, "its graphs hold the casts"),
+        "secondary.memory_gb": (config.secondary.memory_gb != "all", "it bounds copies that would take 16 or 32 bits"),
+    }
+    for name, (is_set, why) in fixed.items():
+        if is_set:
+            raise ConfigError(f'{where} cannot change "{name}" in a running job: {why}; use "stop", or remove "{name}"')
+    if not (config.quantizes_gradients or config.weights.format != "none" or config.computes_in_low_precision):
+        raise ConfigError(f'{where} has nothing to fall back from: nothing is in low precision; use "stop"')
 
 
 def _check_partition(config: PluginConfig) -> None:
@@ -272,6 +298,11 @@ def check_host(config: PluginConfig, ds_config: Mapping[str, Any], hybrid_engine
             asked = value not in (None, -1)
         if asked or (hybrid_engine and key == "hybrid_engine.enabled"):
             raise ConfigError(f'"{key}" replaces parts of ZeRO-3 that the plugin replaces too; remove one of the two')
+    if _get(ds_config, "expert_parallel.enabled"):
+        raise ConfigError(
+            '"expert_parallel.enabled" (AutoEP) partitions experts over other ranks than the rest of the model, and '
+            f'the plugin needs one group; set it to false, or remove "{SECTION}" and the ZeRO++ keys'
+        )
     if config.computes_in_low_precision and not config.compute.allow_fp16 and _get(ds_config, "fp16.enabled"):
         raise ConfigError(
             f'"{SECTION}.compute.format" with "fp16.enabled": weights and gradients that FP8 scales hold may leave the '
@@ -302,7 +333,8 @@ def check_host(config: PluginConfig, ds_config: Mapping[str, Any], hybrid_engine
         if _get(ds_config, "zero_optimization.reduce_scatter") is False:
             raise ConfigError(
                 '"zero_optimization.reduce_scatter": false cannot go with quantized gradients, which are '
-                "reduce-scattered; remove the key or set it to true"
+                f'reduce-scattered; remove the key or set it to true, or (Muon needs it) set "{SECTION}.gradients" to '
+                '{"intra_format": "none", "inter_format": "none"}'
             )
         if _get(ds_config, "prescale_gradients") or (_get(ds_config, "gradient_predivide_factor") or 1.0) != 1.0:
             raise ConfigError(

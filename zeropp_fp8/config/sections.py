@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, Strict
 
 SECTION = "zeropp_fp8"
 
@@ -53,6 +53,7 @@ PositiveInt = Annotated[int, Strict(), Field(ge=1)]
 History = Annotated[int, Strict(), Field(ge=1, le=1 << 20)]  # numbers that are kept for each tensor
 Seed = Annotated[int, Strict(), Field(ge=0, lt=1 << 43)]  # times a million, and more, it seeds generators of 64 bits
 Memory = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
+OrDetect = BeforeValidator(lambda given: "auto" if given == "detect" else given)  # Accelerate refuses the word "auto"
 OnTheWire = Annotated[str, OneOf(WIRE_FORMATS)]
 AtRest = Annotated[str, OneOf(FROZEN_FORMATS)]
 OfState = Annotated[str, OneOf(STATE_FORMATS)]
@@ -127,7 +128,7 @@ class SecondaryConfig(_Section):
         "none",
         description="how many ranks share one copy of the codes: those of a node, one, or a divisor of a node's ranks",
     )
-    memory_gb: Literal["all", "auto"] | Memory = Field(
+    memory_gb: Annotated[Literal["all", "auto"] | Memory, OrDetect] = Field(
         "all",
         description="how much of them a rank may keep, in GB (10^9 bytes); weights beyond it are gathered each time; "
         "auto: what is free at start, without a quarter of the device's memory; all: no bound",
@@ -155,7 +156,7 @@ class GradientsConfig(_Section):
         "block",
         description="tensor: one scale that all ranks share, from the amax of earlier steps (FP8 on both hops)",
     )
-    scale_policy: Literal["auto", "pre", "post"] = Field(
+    scale_policy: Annotated[Literal["auto", "pre", "post"], OrDetect] = Field(
         "auto",
         description="how sums over ranks stay in range, with shared scales: a factor mu that adapts, dividing by the "
         "ranks before the sum, or after it",
@@ -164,7 +165,7 @@ class GradientsConfig(_Section):
     store_format: Annotated[str, OneOf(("none", *FP8_FORMATS))] = Field(
         "none", description="what reduced gradients rest in until the step; none: 16 or 32 bits"
     )
-    accumulate_in: Literal["auto", "node", "world"] = Field(
+    accumulate_in: Annotated[Literal["auto", "node", "world"], OrDetect] = Field(
         "auto",
         description="where gradients of several micro-batches add up. node: on the ranks of the node, which takes "
         "1/ranks-per-node of them in memory, and they cross between nodes once a step; world: each is reduced to the "
@@ -252,10 +253,35 @@ class ActivationsConfig(_Section):
 
 
 class ReportConfig(_Section):
-    """Progress lines of rank 0."""
+    """What rank 0 prints while it trains."""
 
     every: Annotated[int, Strict(), Field(ge=0)] = Field(
         100, description="steps between two lines with the bytes on the wire; 0: none"
+    )
+    diagnose: Flag = Field(
+        True,
+        description="measure in steps 4 to 7 what bounds a step, and say it once where it is not the links between "
+        "nodes; with quantized gradients; see [Troubleshooting](troubleshooting.md#no-speed-up)",
+    )
+
+
+class NumericsConfig(_Section):
+    """What rounding does to a run; see [Numerics](numerics.md). What is off costs nothing."""
+
+    every: Annotated[int, Strict(), Field(ge=0)] = Field(
+        0, description="steps between two samples of signal-to-noise, amax and lost values, layer by layer; 0: none"
+    )
+    parts: PositiveInt = Field(8, description="a sample looks at one in so many of the gather units, which take turns")
+    file: Annotated[str, OneOf((), "a path")] = Field(
+        "numerics.jsonl", description="what rank 0 appends samples to, a line of JSON each"
+    )
+    watch: Literal["none", "stop", "fall_back"] = Field(
+        "none",
+        description="what is done where a loss jumps, or something is not finite: the run ends with an error, or goes "
+        "on with weights, gradients and products in 16 or 32 bits",
+    )
+    spike: Annotated[float, Strict(), Field(ge=1, allow_inf_nan=False)] = Field(
+        8.0, description="a jump is so many standard deviations above the mean of the last 32 losses"
     )
 
 
@@ -293,13 +319,14 @@ class PluginConfig(_Section):
     compile: Literal["none", "blocks"] = Field(
         "none", description="blocks: torch.compile each transformer block, between the hooks that gather for it"
     )
-    trl_generation: Literal["detect", "values", "codes", "sharded", "stock"] = Field(
-        "detect",
-        description="what stays on each rank while TRL's trainers generate, as in [Generation](generation.md), where "
-        "detect is auto (a word that Accelerate refuses here); stock: TRL gathers the model",
+    trl_generation: Annotated[Literal["auto", "values", "codes", "sharded", "stock"], OrDetect] = Field(
+        "auto",
+        description="what stays on each rank while TRL's trainers generate, as in [Generation](generation.md); stock: "
+        "TRL gathers the model, for vLLM too",
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
+    numerics: NumericsConfig = NumericsConfig()
     _recipe_variable: str | None = PrivateAttr(default=None)
 
     def named_by(self, variable: str) -> PluginConfig:
@@ -337,6 +364,11 @@ class PluginConfig(_Section):
         """Whether master weights or moments are kept in less than fp32."""
         optimizer = self.optimizer
         return {optimizer.master_format, optimizer.exp_avg_format, optimizer.exp_avg_sq_format} != {"fp32"}
+
+    @property
+    def observed(self) -> bool:
+        """Whether the numerics section asks for anything."""
+        return self.numerics.every > 0 or self.numerics.watch != "none"
 
     @property
     def computes_in_low_precision(self) -> bool:

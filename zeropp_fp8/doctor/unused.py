@@ -52,5 +52,9 @@ def _idle(config: PluginConfig) -> Iterator[tuple[set[str], str]]:
         yield history, f'it is of delayed scaling, and "compute.scaling" is "{config.compute.scaling}"'
     if config.frozen.format == "none":
         yield _fields("frozen", config, "format"), '"frozen.format" is "none"'
+    if not config.numerics.every:
+        yield {"numerics.parts", "numerics.file"}, '"numerics.every" is 0'
+    if config.numerics.watch == "none":
+        yield {"numerics.spike"}, '"numerics.watch" is "none"'
     if "stochastic" not in (weights.rounding, gradients.rounding, config.optimizer.rounding, config.compute.rounding):
         yield {"seed"}, "nothing is rounded stochastically"

@@ -11,6 +11,8 @@ host. `step_time.py` has the formulas. Everything here is plain arithmetic: no t
     methods.py    the methods that are compared: which collective carries what, in which format
     step_time.py  from bytes to seconds
     memory.py     bytes held by a GPU
+    rlhf.py       an iteration of PPO: four models
+    picture.py    step time against what a node sends
     measured.py   measured points: peers, and the JSON of benchmarks that time training steps
     calibrate.py  model against measurement, and fitting the rates no data sheet gives
 """
@@ -21,6 +23,7 @@ from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError
 from zeropp_fp8.plan.measured import PEERS, MeasuredPoint, load_points
 from zeropp_fp8.plan.memory import MemoryEstimate, memory_per_gpu
 from zeropp_fp8.plan.methods import LORA_METHODS, METHODS, TABLE_METHODS, Method, method_named
+from zeropp_fp8.plan.rlhf import IterationEstimate, iteration
 from zeropp_fp8.plan.step_time import StepEstimate, estimate
 
 __all__ = [
@@ -34,6 +37,7 @@ __all__ = [
     "V100",
     "Cluster",
     "Hardware",
+    "IterationEstimate",
     "Job",
     "Lora",
     "MeasuredPoint",
@@ -47,6 +51,7 @@ __all__ = [
     "calibrate_machine",
     "check",
     "estimate",
+    "iteration",
     "load_points",
     "memory_per_gpu",
     "method_named",

@@ -2,6 +2,8 @@
 
 python -m zeropp_fp8.plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 2048
 python -m zeropp_fp8.plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 2048 --lora-rank 16
+python -m zeropp_fp8.plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 4096 --sequence 512 \
+    --rlhf --response 256
 python -m zeropp_fp8.plan --check benchmarks/results/lora_step --fit host_per_block_ms
 """
 
@@ -12,6 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from zeropp_fp8.plan.calibrate import Residual, calibrate, calibrate_machine, check
@@ -27,7 +30,8 @@ from zeropp_fp8.plan.methods import (
     Method,
     method_named,
 )
-from zeropp_fp8.plan.recommend import ds_config_of, recommend
+from zeropp_fp8.plan.recommend import FULL, LORA, Estimator, ds_config_of, recommend
+from zeropp_fp8.plan.rlhf import IterationEstimate, iteration
 from zeropp_fp8.plan.step_time import StepEstimate, estimate
 
 MEGA, GIGA, GIB = 1e6, 1e9, 2**30
@@ -44,11 +48,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_job(parser)
+    rlhf = parser.add_argument_group("RLHF (PPO: actor, reference, critic and reward model of one size)")
+    rlhf.add_argument("--rlhf", action="store_true", help="an iteration instead of a training step")
+    rlhf.add_argument("--response", type=int, help="tokens of a response that the actor generates first; default: none")
     add_cluster(parser)
     add_machine(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--methods", help=f"out of {', '.join(METHODS)}; with --lora-rank out of {', '.join(LORA_METHODS)}"
+    )
+    output.add_argument(
+        "--picture", metavar="FILE", help="draw step time against what a node sends (by its ending: .png, .svg, .pdf)"
     )
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--write", metavar="FILE", help="write a ds_config with the recipe that is recommended")
@@ -71,6 +81,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     check_job(parser, arguments)
     if arguments.write and arguments.check is not None:
         parser.error("--write needs a job, and --check has none")
+    if arguments.response is not None and not arguments.rlhf:
+        parser.error("--response needs --rlhf: it is what the actor generates")
+    if arguments.rlhf and arguments.secondary_gb == "auto":
+        parser.error("--secondary-gb auto does not go with --rlhf, where four models share a GPU; give a number of GB")
+    if arguments.check is not None and (arguments.picture or arguments.rlhf):
+        parser.error("--picture and --rlhf need a job, and --check has none")
+    if arguments.methods is None and arguments.rlhf:
+        arguments.methods = ",".join(FULL if arguments.lora_rank is None else LORA)
     if arguments.methods is None:
         arguments.methods = ",".join(TABLE_METHODS if arguments.lora_rank is None else LORA_TABLE_METHODS)
     return arguments
@@ -184,6 +202,24 @@ def table(estimates: Sequence[StepEstimate], job: Job) -> str:
     return "\n".join(lines)
 
 
+def iteration_table(estimates: Sequence[IterationEstimate], job: Job) -> str:
+    """The same of an iteration of RLHF, by its phases."""
+    heading = table([], job).splitlines()[0].replace("parameters (", "parameters in each of four models (")
+    lines = [
+        heading,
+        f"{'method':<14}{'iteration':>10}{'speed-up':>10}{'generation':>12}{'experience':>12}{'training':>10}"
+        f"{'between nodes':>15}{'memory':>9}  longest",
+        f"{'':<14}{'ms':>10}{'':>10}{'ms':>12}{'ms':>12}{'ms':>10}{'GB a node':>15}{'GiB':>9}",
+    ]
+    for one in estimates:
+        lines.append(
+            f"{one.method:<14}{1e3 * one.step_s:>10.0f}{estimates[0].step_s / one.step_s:>8.2f} x"
+            f"{1e3 * one.generation_s:>12.0f}{1e3 * one.experience_s:>12.0f}{1e3 * one.training_s:>10.0f}"
+            f"{one.inter_bytes / GIGA:>15.3f}{one.memory.peak / GIB:>9.2f}  {one.bound}"
+        )
+    return "\n".join(lines)
+
+
 def check_table(residuals: Sequence[Residual]) -> str:
     """Measured and modelled step times."""
     lines = [f"{'run':<46}{'source':<24}{'measured':>10}{'modelled':>10}{'error':>9}   (ms)"]
@@ -222,18 +258,34 @@ def run_check(arguments: argparse.Namespace) -> str:
     return "\n".join([*lines, check_table(check(points, hardware))])
 
 
+def seconds_at(estimator: Estimator, method: Method, job: Job, hardware: Hardware, gbit: float) -> float:
+    """Of a step where a node sends `gbit` Gbit/s."""
+    cluster = replace(job.cluster, inter_gbit=gbit)
+    return estimator(method, replace(job, cluster=cluster), hardware).step_s
+
+
 def run_plan(arguments: argparse.Namespace) -> str:
     """The table and what is recommended, or the same as JSON."""
     hardware = hardware_of(arguments, PRESETS[arguments.gpu])
     job = job_of(arguments, Cluster(arguments.nodes, arguments.ranks_per_node, arguments.gbit))
     methods = [method_named(name) for name in arguments.methods.split(",")]
-    estimates = [estimate(method, with_copies(job, method, arguments), hardware) for method in methods]
-    advice = recommend(job, hardware, None if arguments.gpu_gb is None else arguments.gpu_gb * GIGA)
+    estimator = partial(iteration, response=arguments.response or 0) if arguments.rlhf else estimate
+    jobs = [with_copies(job, method, arguments) for method in methods]
+    estimates = [estimator(method, each, hardware) for method, each in zip(methods, jobs)]
+    advice = recommend(job, hardware, None if arguments.gpu_gb is None else arguments.gpu_gb * GIGA, estimator)
+    if arguments.picture:
+        from zeropp_fp8.plan.picture import draw
+
+        seconds = {
+            method.name: partial(seconds_at, estimator, method, each, hardware) for method, each in zip(methods, jobs)
+        }
+        draw(arguments.picture, seconds, job.cluster, "an iteration" if arguments.rlhf else "a step")
     if arguments.write:
         Path(arguments.write).write_text(json.dumps(ds_config_of(advice.recipe, job), indent=2) + "\n")
     if not arguments.json:
         written = f"; written to {arguments.write}" if arguments.write else ""
-        return f"{table(estimates, job)}\n{advice.text}{written}"
+        written += f"; drawn in {arguments.picture}" if arguments.picture else ""
+        return f"{(iteration_table if arguments.rlhf else table)(estimates, job)}\n{advice.text}{written}"
     found = [
         {**asdict(one), "step_s": one.step_s, "peak_bytes": one.memory.peak, "held_bytes": one.memory.held}
         for one in estimates

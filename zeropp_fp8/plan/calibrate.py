@@ -10,6 +10,7 @@ from zeropp_fp8.plan.hardware import SHARES, Hardware
 from zeropp_fp8.plan.job import PlanError
 from zeropp_fp8.plan.measured import MeasuredPoint
 from zeropp_fp8.plan.methods import method_named
+from zeropp_fp8.plan.rlhf import iteration
 from zeropp_fp8.plan.step_time import estimate
 
 MOST_FIELDS = 3
@@ -34,7 +35,14 @@ def check(points: Iterable[MeasuredPoint], hardware: Hardware) -> list[Residual]
     Raises:
         PlanError: a run that is no known method.
     """
-    return [Residual(point, estimate(method_named(point.run), point.job, hardware).step_s) for point in points]
+    return [Residual(point, _modelled(point, hardware)) for point in points]
+
+
+def _modelled(point: MeasuredPoint, hardware: Hardware) -> float:
+    method = method_named(point.run)
+    if point.phase:
+        return getattr(iteration(method, point.job, hardware), f"{point.phase}_s")
+    return estimate(method, point.job, hardware).step_s
 
 
 def _misfit(points: Sequence[MeasuredPoint], hardware: Hardware) -> float:

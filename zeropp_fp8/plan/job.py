@@ -197,6 +197,7 @@ class Job:
         checkpointing: activation checkpointing of every block; the backward pass then computes the forward again.
         lora: what is trained where it is not everything.
         copies: bytes that copies of codes may take on a GPU (`secondary.memory_gb`); no bound where not given.
+        frozen: nothing is trained: the model only evaluates (a reference or reward model).
 
     Raises:
         PlanError: an impossible number; more adapted layers than a block has; adapters as large as what they adapt.
@@ -211,6 +212,7 @@ class Job:
     checkpointing: bool = False
     lora: Lora | None = None
     copies: float | None = None
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         require_whole(tokens=self.tokens, micro_batches=self.micro_batches)
@@ -243,6 +245,8 @@ class Job:
     @property
     def trained_parameters(self) -> float:
         """What has gradients and optimizer states."""
+        if self.frozen:
+            return 0.0
         return self.model.parameters if self.lora is None else self.lora.parameters(self.model)
 
     @property

@@ -28,12 +28,25 @@ LORA = Lora(rank=16)
 OF_LORA = ("lora_step", "lora_memory", "lora_limits")  # values of "question"
 NOTHING_KEPT = ("lora_memory", "lora_limits", "fp8_lm_memory")  # ran with stage3_max_live_parameters 0
 UNSTEADY = 2.0
-OF_SEVERAL_MODELS = ("rlhf_step", "rlhf_limits")  # a step is an iteration of PPO
+RLHF, RLHF_LIMITS = "rlhf_step", "rlhf_limits"  # a step is an iteration of PPO
+# Runs of benchmarks/harness/rlhf_runs.py: method, and whether adapters are trained. Stock's blocks are leaf modules.
+RLHF_RUNS = {
+    "stock-lora": ("stock-leaf", True),
+    "stock-four": ("stock-leaf", True),
+    "qlora": ("qlora", True),
+    "stock-full": ("stock-leaf", False),
+    "zeropp": ("zeropp", False),
+    "fp8-lm": ("fp8-lm", False),
+}
+PHASES = ("experience", "training")
 
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """The median step time of one run; `steady`: its slowest step took less than UNSTEADY times its fastest."""
+    """The median step time of one run; `steady`: its slowest step took less than UNSTEADY times its fastest.
+
+    `phase`: of an iteration of RLHF (PHASES), whose time it is; empty: a training step.
+    """
 
     run: str
     job: Job
@@ -41,6 +54,7 @@ class MeasuredPoint:
     source: str = ""
     peak_bytes: float | None = None
     steady: bool = True
+    phase: str = ""
 
     def __post_init__(self) -> None:
         require_positive(step_s=self.step_s)
@@ -50,7 +64,8 @@ class MeasuredPoint:
         cluster = self.job.cluster
         link = f"{cluster.inter_gbit:g} Gbit/s" if cluster.nodes > 1 else "one node"
         trains = " (LoRA)" if self.job.lora else ""
-        return f"{self.run}{trains} @ {link}, {self.job.tokens} tokens"
+        phase = f" {self.phase}" if self.phase else ""
+        return f"{self.run}{trains}{phase} @ {link}, {self.job.tokens} tokens"
 
 
 def emulated_job(
@@ -183,6 +198,22 @@ def _point(row: dict, source: str) -> MeasuredPoint:
     return MeasuredPoint(_run_name(row), job, row["step_ms"] / 1e3, source, peak, steady)
 
 
+def _phases(row: dict, source: str) -> list[MeasuredPoint]:
+    """Of an iteration of RLHF."""
+    method, lora = RLHF_RUNS[row["run"]]
+    sequence, nodes = row["prompt"] + row["tokens"], row["nodes"]
+    job = emulated_job(
+        row["gbit"], _model(row, source), row["batch"] * sequence, sequence, nodes, row["ranks"] // nodes
+    )
+    job = replace(job, checkpointing=bool(row.get("checkpointing", False)), lora=LORA if lora else None)
+    points = []
+    for phase in PHASES:
+        times, peak = row[f"{phase}_times_ms"], row["peak_bytes"] if phase == "training" else None
+        steady = max(times) < UNSTEADY * min(times)
+        points.append(MeasuredPoint(method, job, row[f"{phase}_ms"] / 1e3, source, peak, steady, phase))
+    return points
+
+
 def _over_rounds(points: list[tuple[str | None, MeasuredPoint]]) -> list[MeasuredPoint]:
     """Rounds of one run, of one version of the code, as one point: median step time, largest peak."""
     rounds: dict[tuple, list[MeasuredPoint]] = {}
@@ -201,7 +232,8 @@ def _over_rounds(points: list[tuple[str | None, MeasuredPoint]]) -> list[Measure
 
 def load_points(path: str | Path) -> list[MeasuredPoint]:
     """Points of a result of a benchmark that times training steps, or of every *.json below a folder. Rows without a
-    step time (a run that failed), files without rows, runs on a CPU and iterations of RLHF are left out.
+    step time (a run that failed), files without rows, runs on a CPU and largest batches of RLHF are left out. An
+    iteration of RLHF gives a point a phase.
 
     Raises:
         PlanError: no such file, no JSON, a model that is not known, a row that does not say its rate, or something
@@ -218,12 +250,14 @@ def _points_of(file: Path) -> list[MeasuredPoint]:
     if not isinstance(result, dict) or not {"rows", "rates"} & set(result):
         return []
     try:
-        if not _ran_on_gpu(result) or result.get("question") in OF_SEVERAL_MODELS:
+        if not _ran_on_gpu(result) or result.get("question") == RLHF_LIMITS:
             return []
+        if result.get("question") == RLHF:
+            return [point for row in _rows(result) if "training_ms" in row for point in _phases(row, file.name)]
         rows = [row for row in _rows(result) if row.get("step_ms") and "run" in row]
         return _over_rounds([(row.get("version"), _point(row, file.name)) for row in rows])
     except PlanError:
         raise
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         # Anything may stand where a number or list belongs.
         raise PlanError(f"{file}: not as benchmarks/two_nodes.py writes it ({error})") from None

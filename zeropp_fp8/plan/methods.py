@@ -18,6 +18,7 @@ SCALE_BYTES = 2  # one bf16 scale a block
 INT8_BLOCK_256 = 1 + SCALE_BYTES / 256
 INT8_BLOCK_128 = 1 + SCALE_BYTES / 128
 INT4_BLOCK_128 = 0.5 + SCALE_BYTES / 128
+INT2_BLOCK_64 = 0.25 + SCALE_BYTES / 64
 MXFP8, MXFP4 = 1 + 1 / 32, 0.5 + 1 / 32  # a byte of scale a block of 32
 # DeepSpeed's own: fp32 scales, groups of up to 8,000 weights and of 2,048 gradients.
 IN_TREE_INT8 = 1 + 4 / 8000
@@ -123,7 +124,7 @@ class Method:
         the frozen embedding where its output requires gradients, as checkpointing makes it (Hugging Face's
         enable_input_require_grads), and is counted so."""
         if job.lora is None:
-            return [Weights(job.model.parameters)]
+            return [Weights(job.model.parameters, job.frozen)]
         embeddings = job.model.embedding_parameters
         blocks = Weights(job.model.parameters - embeddings, True, self.stored_bytes)
         return [Weights(job.trained_parameters), blocks, Weights(embeddings, True)]
@@ -289,6 +290,7 @@ _EAGER = {
         "zeropp": _zeropp(INT8_BLOCK_256),
         "zeropp-4bit": _zeropp(INT4_BLOCK_128),
         "zeropp-diff": _difference(INT4_BLOCK_128),
+        "zeropp-2bit": _difference(INT2_BLOCK_64),
         "zeropp-pcie": _PCIE,
         "zeropp-pcie-world": {**_PCIE, "sums_in_node": False},
         "zeropp-world": {**_zeropp(INT8_BLOCK_256), "sums_in_node": False},
@@ -337,6 +339,7 @@ LORA_METHODS = (
     "zeropp",
     "zeropp-4bit",
     "zeropp-diff",
+    "zeropp-2bit",
     "zeropp-pcie",
     *(method.name for method in _STORES),
 )

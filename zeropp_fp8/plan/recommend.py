@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from zeropp_fp8.plan.hardware import Hardware
 from zeropp_fp8.plan.job import Job, PlanError
 from zeropp_fp8.plan.memory import memory_for_copies
-from zeropp_fp8.plan.methods import METHODS
+from zeropp_fp8.plan.methods import METHODS, Method
+from zeropp_fp8.plan.rlhf import IterationEstimate
 from zeropp_fp8.plan.step_time import StepEstimate, estimate
 
 # The most careful first. `mxfp8` is no faster before Blackwell and is there to be studied; `fp8-lm-o2` is for memory.
-FULL = ("stock", "lossless", "zeropp", "zeropp-diff", "zeropp-4bit", "fp8-lm-o1", "fp8-lm-zeropp", "fp8-lm")
-LORA = ("stock", "lossless", "zeropp", "zeropp-diff", "zeropp-4bit", "qlora")
+_BF16 = ("stock", "lossless", "zeropp", "zeropp-diff", "zeropp-2bit", "zeropp-4bit")
+FULL = (*_BF16, "fp8-lm-o1", "fp8-lm-zeropp", "fp8-lm")
+LORA = (*_BF16, "qlora")
 PCIE = "zeropp-pcie"  # every rank a node of its own
 SAME = 0.15  # faster by less says nothing: most of the measured steps of docs/planning.md are modelled within it
 GIB = 2**30
@@ -25,19 +28,24 @@ class Advice:
 
     recipe: str
     text: str
-    estimates: tuple[StepEstimate, ...]
+    estimates: tuple[StepEstimate | IterationEstimate, ...]
 
 
-def estimates_of_recipes(job: Job, hardware: Hardware, gpu_bytes: float | None = None) -> list[StepEstimate]:
+Estimator = Callable[[Method, Job, Hardware], StepEstimate | IterationEstimate]
+
+
+def estimates_of_recipes(
+    job: Job, hardware: Hardware, gpu_bytes: float | None = None, estimator: Estimator = estimate
+) -> list[StepEstimate | IterationEstimate]:
     """Of stock and of each recipe that can train the job, the most careful first.
 
     FP8 compute is left out where the hardware multiplies it no faster. `zeropp-pcie` is planned on one node as it runs
     there, as nodes of one GPU that send at the rate within the node; copies of its codes take what `gpu_bytes` leave.
     """
     names = [name for name in (LORA if job.lora else FULL) if _computes(name, hardware)]
-    found = [estimate(METHODS[name], job, hardware) for name in names]
+    found = [estimator(METHODS[name], job, hardware) for name in names]
     ranks = job.cluster.ranks_per_node
-    if job.cluster.nodes == 1 and ranks > 1:
+    if job.cluster.nodes == 1 and ranks > 1 and estimator is estimate:
         alone = replace(job.cluster, nodes=ranks, ranks_per_node=1, inter_gbit=8 * hardware.intra_gbs)
         alone_job = replace(job, cluster=alone)
         if gpu_bytes is not None:
@@ -50,12 +58,12 @@ def _computes(name: str, hardware: Hardware) -> bool:
     return not METHODS[name].fp8_products or hardware.fp8_tflops > hardware.matrix_tflops
 
 
-def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None) -> Advice:
+def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, estimator: Estimator = estimate) -> Advice:
     """Of what fits into `gpu_bytes` the most careful recipe whose step is at most `SAME` longer than the shortest.
 
     Where nothing fits it is the one with the smallest peak of memory.
     """
-    found = estimates_of_recipes(job, hardware, gpu_bytes)
+    found = estimates_of_recipes(job, hardware, gpu_bytes, estimator)
     stock = found[0]
     fits = [one for one in found if gpu_bytes is None or one.memory.peak <= gpu_bytes]
     if not fits:

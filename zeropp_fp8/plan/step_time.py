@@ -219,8 +219,13 @@ def optimizer_seconds(method: Method, job: Job, hardware: Hardware) -> float:
     return shard * (of_deepspeed if method.deepspeed else hardware.optimizer_bytes) / (hardware.memory_gbs * 1e9)
 
 
-def estimate(method: Method, job: Job, hardware: Hardware) -> StepEstimate:
-    """Time, bytes and memory of one optimizer step.
+def evaluation(method: Method, job: Job, hardware: Hardware, copied: bool = False) -> PassTime:
+    """One forward pass without gradients; `copied`: copies of the weights as they are now are there."""
+    return _forward(method, job, hardware, first=not copied)
+
+
+def estimate(method: Method, job: Job, hardware: Hardware, copied: bool = False) -> StepEstimate:
+    """Time, bytes and memory of one optimizer step; `copied`: an evaluation since the last one has filled the copies.
 
     Raises:
         PlanError: fewer parameters than ranks, or a method that cannot train what the job does.
@@ -231,7 +236,7 @@ def estimate(method: Method, job: Job, hardware: Hardware) -> StepEstimate:
             f"{method.name}: {job.cluster.world_size} ranks cannot share {job.model.parameters:g} parameters; "
             f"give at least one parameter a rank"
         )
-    first = _forward(method, job, hardware, first=True)
+    first = _forward(method, job, hardware, first=not copied)
     later = _forward(method, job, hardware, first=False)
     earlier, last = (_backward(method, job, hardware, last=last) for last in (False, True))
     optimizer = optimizer_seconds(method, job, hardware)
@@ -243,7 +248,7 @@ def estimate(method: Method, job: Job, hardware: Hardware) -> StepEstimate:
     for one, times in ((first, 1), (later, repeats - 1), (earlier, repeats - 1), (last, 1)):
         time_bound_by[one.bound] = time_bound_by.get(one.bound, 0.0) + times * one.seconds
 
-    once = (method.forward_traffic(job), method.gradient_traffic(job), method.backward_traffic(job))
+    once = (method.forward_traffic(job, first=not copied), method.gradient_traffic(job), method.backward_traffic(job))
     again = (method.forward_traffic(job, first=False), method.gradient_traffic(job, last=False), once[-1])
 
     def moved(link: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,12 +12,13 @@ from zeropp_fp8.config import (
     IN_TREE_KEYS,
     RECIPE_VARIABLE,
     SECTION,
+    TRIAL_VARIABLE,
     ConfigError,
     load_ds_config,
     resolve,
     without_in_tree_keys,
 )
-from zeropp_fp8.plugin.trl import generate_with_the_plugin
+from zeropp_fp8.plugin.trl import generate_with_the_plugin, hand_over_with_the_plugin
 
 FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkpoint
 _ALONE = "_zeropp_fp8_alone"  # on a model whose engine has ended: what lets it run
@@ -59,6 +61,11 @@ def engine_class(stock_class, replace):
                     if name in vars(self):  # of a model that another engine may get
                         vars(self)[name].remove()
                 raise
+            observed = plugin_config is not None and (plugin_config.observed or TRIAL_VARIABLE in os.environ)
+            if observed and hasattr(self.optimizer, "gatherer"):  # not an engine that only evaluates
+                from zeropp_fp8.numerics import observe
+
+                observe(self)
             if plugin_config is None and self.global_rank == 0:
                 print(
                     f'zeropp_fp8: stock DeepSpeed; the ds_config has no "{SECTION}" section and no ZeRO++ key '
@@ -79,6 +86,7 @@ def engine_class(stock_class, replace):
             object.__setattr__(self, "zeropp_fp8_session", session)
             object.__setattr__(self, "_zeropp_fp8_activations", exchange_in_fp8(self.module, session))
             generate_with_the_plugin(replace)
+            hand_over_with_the_plugin(replace)
             with _zero_classes_of(session):
                 stage = super()._configure_zero_optimizer(optimizer)
             try:
@@ -103,6 +111,11 @@ def engine_class(stock_class, replace):
             self._zeropp_fp8_offload.gather_what_is_read(False)
             with self._zeropp_fp8_not_walked():
                 return stock()
+
+        def backward(self, loss, *args, **kwargs):
+            for observer in self.zeropp_fp8_session.observers if self.zeropp_fp8_session is not None else ():
+                observer.loss_is(loss)
+            return super().backward(loss, *args, **kwargs)
 
         def step(self, *args, **kwargs):
             super().step(*args, **kwargs)

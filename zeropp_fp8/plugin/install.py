@@ -2,6 +2,7 @@
 
     deepspeed.DeepSpeedEngine        -> a subclass that builds the plugin's ZeRO-3 where the ds_config asks for it
     deepspeed.DeepSpeedHybridEngine  -> a subclass that refuses such a ds_config
+    PipelineEngine.__init__          -> refuses such a ds_config
     deepspeed.DeepSpeedConfig        -> says which file it is that cannot be read
     deepspeed.zero.Init.__init__     -> hides the four ZeRO++ keys and checks the configuration early
     deepspeed.zero.Init              -> stores frozen weights as codes while a model is made; gathers and partitions
@@ -9,7 +10,9 @@
     zero3_linear_wrap                -> the same linear function at half the host cost
     deepspeed.sequence               -> exchanges that travel in FP8 where an engine asks for it
     groups._clone_world_group        -> the data-parallel group has the time limit of the world
+    FlopsProfiler                    -> counts layers that compute in FP8 or MX (flops.py)
     trl.models.utils                 -> where TRL is used: its generation is zeropp_fp8.generation (trl.py)
+    VLLMGeneration                   -> where TRL is used with vLLM: weights go over block by block (trl.py)
 
 Every name relied on is looked up in `enable()`: see relied_on.py.
 """
@@ -20,21 +23,30 @@ import functools
 import inspect
 import os
 import sys
+from types import ModuleType
 from typing import Any
 
-from zeropp_fp8.config import IN_TREE_KEYS, load_ds_config, resolve, without_in_tree_keys
+from zeropp_fp8.config import (
+    IN_TREE_KEYS,
+    SECTION,
+    ConfigError,
+    asks_for_plugin,
+    load_ds_config,
+    resolve,
+    without_in_tree_keys,
+)
 from zeropp_fp8.plugin.engine import engine_class
 from zeropp_fp8.plugin.relied_on import verify
 
-_restore: list[tuple[Any, Any, Any]] = []  # (object or dict, name or key, what was there)
+_restore: list[tuple[Any, Any, Any, Any]] = []  # (object or dict, name or key, what was there, what is there)
 
 
 def _replace(owner: Any, name: Any, value: Any) -> None:
     if isinstance(owner, dict):
-        _restore.append((owner, name, owner.get(name)))
+        _restore.append((owner, name, owner.get(name), value))
         owner[name] = value
     else:
-        _restore.append((owner, name, getattr(owner, name)))
+        _restore.append((owner, name, getattr(owner, name), value))
         setattr(owner, name, value)
 
 
@@ -53,12 +65,15 @@ def enable() -> None:
 
     verify()
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.profiling.flops_profiler import FlopsProfiler
+    from deepspeed.runtime.pipe.engine import PipelineEngine
     from deepspeed.runtime.zero import partition_parameters
     from deepspeed.runtime.zero import utils as zero_utils
     from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups
 
     from zeropp_fp8.optim import FP8AdamW
+    from zeropp_fp8.plugin.flops import counting_start, ending_stop
     from zeropp_fp8.zero.frozen.init import gathering, partitioning, storing_exit, storing_post_init
     from zeropp_fp8.zero.linear_function import lean_linear
     from zeropp_fp8.zero.ulysses import replace_exchanges
@@ -66,6 +81,7 @@ def enable() -> None:
     _end_watch()
     _replace(deepspeed, "DeepSpeedEngine", engine_class(deepspeed.DeepSpeedEngine, _replace))
     _replace(deepspeed, "DeepSpeedHybridEngine", _refusing_hybrid_engine(deepspeed.DeepSpeedHybridEngine))
+    _replace(PipelineEngine, "__init__", _init_of_no_pipeline(PipelineEngine.__init__))
     _replace(deepspeed.DeepSpeedConfig, "__init__", _init_naming_file(deepspeed.DeepSpeedConfig.__init__))
     _replace(Init, "__init__", _init_without_in_tree_keys(Init.__init__))
     _replace(Init, "_post_init_method", storing_post_init(Init._post_init_method))
@@ -77,6 +93,8 @@ def enable() -> None:
     if torch.nn.functional.linear is stock_linear:  # an earlier engine has put it there
         _replace(torch.nn.functional, "linear", partition_parameters.zero3_linear_wrap)
     replace_exchanges(_replace)
+    _replace(FlopsProfiler, "start_profile", counting_start(FlopsProfiler.start_profile))
+    _replace(FlopsProfiler, "stop_profile", ending_stop(FlopsProfiler.stop_profile))
     _replace(groups, "_clone_world_group", _world_group_with_time_limit)
     # DeepSpeed asks this list for permission.
     _replace(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", [*zero_utils.ZERO_SUPPORTED_OPTIMIZERS, FP8AdamW])
@@ -89,10 +107,17 @@ def disable() -> None:
     """See zeropp_fp8.disable."""
     _end_watch()
     while _restore:
-        owner, name, value = _restore.pop()
+        owner, name, value, _ = _restore.pop()
         if isinstance(owner, dict):
             owner[name] = value
         else:
+            setattr(owner, name, value)
+
+
+def _replace_again() -> None:
+    """`importlib.reload(deepspeed)` puts the names of its module back; its classes stay as they are."""
+    for owner, name, before, value in _restore:
+        if isinstance(owner, ModuleType) and getattr(owner, name) is before:
             setattr(owner, name, value)
 
 
@@ -104,10 +129,14 @@ def _end_watch() -> None:
 
 
 def _init_naming_file(stock_init):
-    """DeepSpeedConfig.__init__, which reads a ds_config before any engine is made, with errors that name the file."""
+    """DeepSpeedConfig.__init__, which reads a ds_config before any engine is made, with errors that name the file.
+
+    Then it is seen, too, whether DeepSpeed has been imported anew.
+    """
 
     @functools.wraps(stock_init)
     def __init__(self, config, *args, **kwargs):
+        _replace_again()
         if isinstance(config, (str, os.PathLike)):
             load_ds_config(config)
         stock_init(self, config, *args, **kwargs)
@@ -159,3 +188,18 @@ def _refusing_hybrid_engine(stock_class):
             super().__init__(*args, config=config, **kwargs)
 
     return HybridEngine
+
+
+def _init_of_no_pipeline(stock_init):
+    """PipelineEngine.__init__ that refuses a ds_config that asks for the plugin, which it would pass over."""
+
+    @functools.wraps(stock_init)
+    def __init__(self, *args, config=None, **kwargs):
+        if config is not None and asks_for_plugin(load_ds_config(config)):
+            raise ConfigError(
+                f'"{SECTION}" (or a ZeRO++ key) with a PipelineModule: pipelines go with ZeRO stages 0 and 1, the '
+                "plugin works with stage 3; remove the section and the keys, or the PipelineModule"
+            )
+        stock_init(self, *args, config=config, **kwargs)
+
+    return __init__

@@ -35,6 +35,7 @@ RELIED_ON: dict[tuple[str, str], str] = {
         _get_ckpt_name(checkpoints_path, tag, pp_placeholder)
     """,
     ("deepspeed.runtime.checkpoint_engine", "TorchCheckpointEngine"): "save(state_dict, path)",
+    ("deepspeed.runtime.pipe.engine", "PipelineEngine"): "__init__",
     (_ENGINE, ""): "DeepSpeedZeRoOffload",
     ("deepspeed.runtime.superoffload.superoffload_stage3", ""): "SuperOffloadOptimizer_Stage3",
     (_STAGE3, "DeepSpeedZeroOptimizer_Stage3"): """
@@ -79,6 +80,9 @@ RELIED_ON: dict[tuple[str, str], str] = {
     ("deepspeed.runtime.sequence_parallel.ulysses_sp", ""): "UlyssesSPAttentionHF",
     (_GROUPS, ""): "_WORLD_GROUP _clone_world_group _get_sequence_parallel_group _get_sequence_parallel_world_size",
     ("deepspeed.runtime.zero.utils", ""): "ZERO_SUPPORTED_OPTIMIZERS",
+    ("deepspeed.comm", "comms_logger"): "enabled prof_all prof_ops append(raw_name, record_name, latency, msg_size)",
+    ("deepspeed.profiling.flops_profiler.profiler", ""): "module_flop_count module_mac_count",
+    ("deepspeed.profiling.flops_profiler", "FlopsProfiler"): "start_profile(ignore_list) stop_profile",
 }
 
 # (module, class): attributes that the class's own methods must mention, of objects that exist only inside an engine.

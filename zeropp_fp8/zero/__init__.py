@@ -11,6 +11,7 @@ stage3_base.py      what the parts of a stage ask of each other
 compose.py          the stage of an engine, composed of the parts that its configuration asks for
 fused_update.py     torch's fused Adam where the user left the choice to torch
 report.py           the table printed at start
+bound.py            what bounds a step, measured once
 metrics.py          the same numbers for logs over time, and the formats
 holders.py          the engine behind what a script holds: an engine, its module, a Trainer
 fragment.py         what a checkpoint holds of a weight that rests as codes
@@ -27,5 +28,6 @@ frozen/      frozen weights that rest as codes
 owners/      whole tensors on one owner each
 generation/  generating inside an engine that trains
 export/      the whole model in Hugging Face's format
+handover/    the whole model, or what has changed of it, to an engine that generates elsewhere
 checkpoint/  saving in two phases, and checking what is loaded
 """

@@ -3,7 +3,10 @@
 mb_between_nodes, mb_within_nodes        megabytes (10^6) that this rank sends a step
 mb_between_nodes/gradients, ...          the same by kind (comm/ledger.py), without what is zero
 of_stock_between_nodes                   times what stock ZeRO-3 would send there; of_stock_within_nodes on one node
+step_share_between_nodes, step_share_within_nodes        shares of a step's time in which these links are busy, whether
+                                         or not something is computed meanwhile; once, when they are measured (bound.py)
 gradient_mu, gradient_saturated, gradient_vanished       where gradients share scales, see zeropp_fp8.wire_report
+numerics/weights/lowest_snr_db, ...      of the last sample, where the section's `numerics.every` asks for samples
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ class StepMetrics:
     """
 
     def __init__(self, engine) -> None:
-        self._ledger = engine.zeropp_fp8_session.ledger
+        self._session = engine.zeropp_fp8_session
+        self._ledger = self._session.ledger
+        self._shares_told = False
         self._scales = getattr(engine.optimizer, "scales", None)
         self._steps = 0
         self._before: dict[tuple[str, str, str], float] = {}
@@ -49,9 +54,13 @@ class StepMetrics:
             found |= {f"mb_{where}/{kind}": value for kind, value in sent.items() if value}
             if stock and (link == "inter" or self._ledger.nodes == 1):
                 found[f"of_stock_{where}"] = sum(sent.values()) / stock
+        shares = self._session.shares
+        if shares is not None and not self._shares_told:
+            self._shares_told = True
+            found |= {"step_share_between_nodes": shares.between, "step_share_within_nodes": shares.within}
         if self._scales is not None:
             found |= {f"gradient_{name}": value for name, value in self._scales.report().items()}
-        return found
+        return found | self._session.numerics
 
 
 def formats(session: Session) -> dict[str, str]:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.compiled import CompiledBlocks, leave_untraced
-from zeropp_fp8.zero.gather.adopted import STATE, is_stored
+from zeropp_fp8.zero.gather.adopted import by_engine, is_stored
 from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
 from zeropp_fp8.zero.gather.gatherer import Gatherer
@@ -65,6 +65,7 @@ def _before_backward_of(offload: ZeroppOffload, module: nn.Module) -> type[torch
             offload.pre_sub_module_backward_function(module, begins=ctx.outputs.reach() == 1)
             return grads
 
+    PreBackwardFunctionForModule.offload = offload
     return PreBackwardFunctionForModule
 
 
@@ -84,6 +85,7 @@ def _after_backward_of(offload: ZeroppOffload, module: nn.Module) -> type[torch.
                 offload.post_sub_module_backward_function(module)
             return grads
 
+    PostBackwardFunctionModule.offload = offload
     return PostBackwardFunctionModule
 
 
@@ -202,10 +204,9 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         kinds = kinds_of(route)
         units = build_units(module, self.blocks, granularity, kinds)
         self.gatherer = Gatherer(route, kinds)
-        for param in (param for unit in units for param in unit.params):
-            state = getattr(param, STATE, None)
-            if state is not None:
-                state.unit.kind.leave(state.owner, param)
+        for previous, params in by_engine(param for unit in units for param in unit.params):
+            if previous is not None:
+                previous.leave(params)
         for kind in kinds:
             kind.place([unit for unit in units if unit.kind is kind])
         self.gatherer.adopt(units)
@@ -350,14 +351,16 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         parameter_offload.FWD_MODULE_STACK.remove(self.module)
         _gathers_what_is_read(self.module, False)  # an exception may have left it on
         for module in self.module.modules():
-            # A later engine over the model makes its own; these would call this one.
+            # A later engine over the model has its own; these would call this one.
             for name in ("pre_bwd_fn", "post_bwd_fn"):
-                module.__dict__.pop(name, None)
+                if getattr(module.__dict__.get(name), "offload", None) is self:
+                    delattr(module, name)
         if self._compiled is not None:
             self._compiled.undo()
         for block in self._made_leaf:
-            block._z3_leaf = False
-            for param in block.parameters():
-                param.__dict__.pop("ds_z3_leaf_module", None)
+            if all(map(self.gatherer.has, block.parameters())):  # else it is one for a later engine too
+                block._z3_leaf = False
+                for param in block.parameters():
+                    param.__dict__.pop("ds_z3_leaf_module", None)
         self.param_coordinator.release_and_reset_all(self.module)  # an exception may have left some in use
         self.gatherer.give_back()

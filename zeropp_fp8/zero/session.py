@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from deepspeed import comm as ds_comm
 from deepspeed.accelerator import get_accelerator
 
 from zeropp_fp8.comm import Topology, WireLedger, make_topology
@@ -27,6 +28,7 @@ from zeropp_fp8.config import (
 )
 from zeropp_fp8.formats import SharedScaleFormat, WireFormat, make_format
 from zeropp_fp8.optim import StateFormats
+from zeropp_fp8.zero.observer import Observer
 from zeropp_fp8.zero.placement import Slices
 
 
@@ -58,13 +60,17 @@ class Session:
         self.residual_bytes = 0  # that error feedback will take
         self.bytes_to_come = 0  # what residuals and sums will take, from the first backward passes on
         self.sums_numel = 0  # gradients of several backward passes that add up on this rank inside the node; 0: world
+        self.shares = None  # what a step's time goes to (StepShares of bound.py), once it is measured
         self.collected = False  # the engine is being collected: nothing collective can be done
+        self.observers: list[Observer] = []
+        self.numerics: dict[str, float] = {}  # what the last sample has found, by name
         self.topology: Topology = make_topology(group, ranks_per_node)
         sharing = secondary_ranks(config, ranks_per_node)
         # A copy that all ranks share (one node, one rank) would hold on each of them the shard that it sends anyway.
         self.secondary_ranks = None if sharing == world_size else sharing
         self.gather_levels = self.topology.gather_levels(self.secondary_ranks)
         self.ledger = WireLedger(self.topology.nodes, ranks_per_node)
+        self.ledger.comms_logger = ds_comm.comms_logger
         self.placement = Slices(self.topology.rank, world_size)  # until parameters are given to owners
 
         weights, gradients = config.weights, config.gradients

@@ -12,13 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from deepspeed import comm as ds_comm
 from deepspeed.utils import logger, z3_leaf_module
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.config import SECTION
+from zeropp_fp8.zero.bound import StepWatch
 from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.offload import ZeroppOffload
 from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
@@ -53,6 +56,8 @@ class ZeroppStage3(Stage3Base):
         dtype = kwargs.get("gradient_accumulation_dtype", torch.float32)
         session.sums_numel = numel_of_sums(session, module.parameters(), dtype)
         config = session.config
+        # What DeepSpeed reduces by itself is not seen.
+        self._watch = StepWatch(session) if config.report.diagnose and config.quantizes_gradients else None
         keeps_optimizer = session.state_formats is None
         if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
             print("zeropp_fp8: the optimizer leaves the choice to torch: its fused update is used", flush=True)
@@ -336,6 +341,8 @@ class ZeroppStage3(Stage3Base):
         if self._at_boundary():
             self._finish_resting()  # what has come twice in an earlier backward
         self.reducer.drain()  # the current stream now waits for all results, so that the host need not
+        if self._watch is not None:
+            self._watch.backward_is_issued()
         if any(bucket.params for bucket in self.ipg_buckets.values()):  # DeepSpeed's own work on that stream
             super().independent_gradient_partition_epilogue()
             return
@@ -405,6 +412,8 @@ class ZeroppStage3(Stage3Base):
         loss_scale = self.loss_scale
         self._finish_resting()
         self._drop_gradients_of_frozen()
+        for observer in self.session.observers:
+            observer.gradients_are_there()
         super().step(closure)
         self._forget_resting()
         residuals = self.reducer.error_feedback
@@ -418,15 +427,23 @@ class ZeroppStage3(Stage3Base):
             logger.warning("zeropp_fp8: a gradient is not finite on some rank: the step is skipped on all")
         if self.session.conversion is not None:
             self._end_compute_step(self.loss_scale / loss_scale)
+        for observer in self.session.observers:
+            observer.step_ended()
         self.session.ledger.end_step()
+        if self._watch is not None:
+            self._watch.end_step()
         print_progress_line(self.session, self.scales)
 
     def _end_compute_step(self, loss_scale_change: float) -> None:
         """Take over the amax that the step has shown, in one collective."""
-        scaling, topology = self.session.conversion.scaling, self.session.topology
-        scaling.end_step(topology.group, self.session.device, bool(self.overflow), float(loss_scale_change))
-        with self.session.ledger.counting("other"):
-            self.session.ledger.sent_around_ring(scaling.end_step_bytes(), rounds=2)
+        session = self.session
+
+        def largest_of_all(amax: Tensor) -> None:
+            all_reduce(amax, dist.ReduceOp.MAX, session.topology.group, session.ledger)
+
+        with session.ledger.counting("other"):
+            several = largest_of_all if session.topology.world_size > 1 else None
+            session.conversion.scaling.end_step(several, session.device, bool(self.overflow), float(loss_scale_change))
 
     def get_grad_norm_direct(self, gradients, params, norm_type=2):
         """The global 2-norm in one multi-tensor pass and one all-reduce; DeepSpeed takes one pass a parameter.

@@ -44,6 +44,7 @@ class UnitCoordinator:
         self._calls: dict[nn.Module, int] = {}  # of submodules by themselves, in this pass
         self._in_backward: dict[nn.Module, int] = {}  # and how many calls of it are
         self._of_module: dict[int, tuple[int, list[Parameter], tuple[Unit, ...]]] = {}
+        self._units = gatherer.units
         # Autograd may run the hooks of a module with several outputs in several threads.
         self._lock = threading.RLock()
 
@@ -97,11 +98,14 @@ class UnitCoordinator:
 
     def _members(self, module: nn.Module) -> tuple[list[Parameter], tuple[Unit, ...]]:
         """(parameters that `module` uses itself, their units); external parameters may be added while it runs."""
+        if self._units is not self.gatherer.units:  # another engine has taken some over
+            self._invalidate_trace()
+            self._units = self.gatherer.units
         external = module._external_params
         held = self._of_module.get(id(module))
         if held is None or held[0] != len(external):
             own = module.parameters(recurse=z3_leaf_module(module))
-            params = list({id(p): p for p in (*own, *external.values())}.values())
+            params = list({id(p): p for p in (*own, *external.values()) if self.gatherer.has(p)}.values())
             held = self._of_module[id(module)] = (len(external), params, self.gatherer.units_of(params))
         return held[1], held[2]
 

@@ -135,17 +135,17 @@ class Difference:
             shards: its part of each tensor, flat; what is missing at the end of one is padding, zeros.
             held: uint8 [1, row bytes of the secondary shard], its own row there.
         """
+        if not shards:  # of whole tensors a rank may own none
+            return
         if self._own_row is None:
             self._own_row = _Rows(1, self.own, self.device)
         own = self._own_row
-        values = own.buffers()
-        own.held_matrices.decode(held, own.order, values)
-        for index, (value, shard) in enumerate(zip(values, shards)):
-            if index in own.added:
-                value.neg_()
-            else:
-                value.zero_()
-            value.view(-1)[: shard.numel()].add_(shard)
+        values, was = own.buffers(), own.buffers()
+        own.held_matrices.decode(held, own.order, was)
+        torch._foreach_zero_(values)
+        torch._foreach_copy_([value.view(-1)[: shard.numel()] for value, shard in zip(values, shards)], shards)
+        if own.added:
+            torch._foreach_sub_([values[index] for index in own.added], [was[index] for index in own.added])
         own.differences.encode(values, own.order, out)
 
     @torch.no_grad()

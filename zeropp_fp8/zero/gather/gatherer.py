@@ -39,8 +39,9 @@ from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark, use
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.products import GATHERED_OPERAND, READ_AS_NUMBERS
+from zeropp_fp8.config import ConfigError
 from zeropp_fp8.formats import WireFormat
-from zeropp_fp8.zero.gather.adopted import STATE, ParameterWire, gather_by_engine, partition_by_engine
+from zeropp_fp8.zero.gather.adopted import STATE, ParameterWire, by_engine, gather_by_engine, partition_by_engine
 from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
 from zeropp_fp8.zero.gather.kinds import Kind, by_kind
 from zeropp_fp8.zero.gather.route import Route
@@ -91,6 +92,7 @@ class Gatherer:
         self.route, self.kinds, self.session, self.device = route, kinds, route.session, route.device
         self.adopted: dict[int, Parameter] = {}
         self.units: list[Unit] = []
+        self._num_adopted_units = 0
         self.module_depth = 0
         self.live_numel = self.in_flight_numel = 0
         self.resident = False
@@ -112,18 +114,15 @@ class Gatherer:
 
     def adopt(self, units: Sequence[Unit]) -> None:
         """Put this gatherer's closures on the ZeRO-3 parameters of `units`."""
-        self.units = list(units)
+        self.units, self._num_adopted_units = list(units), len(units)
         for kind in self.kinds:
             kind.adopt([param for unit in units if unit.kind is kind for param in unit.params])
         for unit in units:
             for param in unit.params:
-                previous = getattr(param, STATE, None)  # another engine's, over the same parameter
                 state = ParameterWire(
-                    stock_all_gather=previous.stock_all_gather if previous else param.all_gather,
-                    stock_all_gather_coalesced=(
-                        previous.stock_all_gather_coalesced if previous else param.all_gather_coalesced
-                    ),
-                    stock_partition=previous.stock_partition if previous else param.partition,
+                    stock_all_gather=param.all_gather,
+                    stock_all_gather_coalesced=param.all_gather_coalesced,
+                    stock_partition=param.partition,
                     unit=unit,
                     owner=self,
                 )
@@ -136,27 +135,58 @@ class Gatherer:
                 self._padded_numel[param.ds_id] = slice_numel(param.ds_numel, world) * world
         self._outsized = outsized_units(self.units, self.bytes_of)
 
+    def leave(self, params: Iterable[Parameter]) -> None:
+        """Another engine over the same model takes parameters over. Collective, before it adopts them.
+
+        From then on its hooks bring them, for this engine's calls of the model too, and only it holds copies of them.
+
+        Raises:
+            ConfigError: of what is gathered together some would be left here.
+        """
+        params = list(params)
+        left, taken = self.units_of(params), {id(p) for p in params}
+        if not self.session.collected and any(id(p) not in taken for unit in left for p in unit.params):
+            raise ConfigError(
+                "another engine has this model and more: what is gathered together cannot be divided between them; "
+                "call its destroy() first, or give both the same model"
+            )
+        for unit in left:
+            self.cancel(unit)
+            unit.active_modules.clear()
+            for param in unit.params:
+                param.ds_active_sub_modules.clear()
+            self.release(unit)
+        self.units = [unit for unit in self.units if unit not in left]
+        self._let_go(params)
+
     def give_back(self) -> None:
         """Give every parameter DeepSpeed's own closures back, and the buffers to the allocator."""
         mine = [p for p in self.adopted.values() if getattr(p, STATE, None) and getattr(p, STATE).owner is self]
-        for kind, params in by_kind(mine):
-            if not kind.give_back(self, params):
-                return
+        if self.session.collected and any(kind.leaves_together for kind in self.kinds):
+            # The engine is collected, at a moment of this rank's own: nothing collective can be done. Parameters keep
+            # the gatherer, whose gathers go on working; destroy() would have given them back.
+            return
         for unit in self.units:
             self.cancel(unit)
             unit.changed()
             unit.secondary = None
         for ring in (self._held_ring, self._gathered_ring, self._brought_ring):
             ring.clear()
-        for param in mine:  # of others a later engine over the same model has taken over
-            state: ParameterWire = getattr(param, STATE)
-            param.__dict__.pop(READ_AS_NUMBERS, None)
-            param.all_gather = state.stock_all_gather
-            param.all_gather_coalesced = state.stock_all_gather_coalesced
-            param.partition = state.stock_partition
-            delattr(param, STATE)
+        self._let_go(mine)
         self.adopted.clear()
         self.units = []
+
+    def _let_go(self, params: Iterable[Parameter]) -> None:
+        """Give parameters DeepSpeed's slices and closures again."""
+        for kind, mine in by_kind(params):
+            kind.leave(self, mine)
+            for param in mine:
+                state: ParameterWire = getattr(param, STATE)
+                param.__dict__.pop(READ_AS_NUMBERS, None)
+                param.all_gather = state.stock_all_gather
+                param.all_gather_coalesced = state.stock_all_gather_coalesced
+                param.partition = state.stock_partition
+                delattr(param, STATE)
 
     def _all_gather_closure(self, param: Parameter):
         def all_gather(param_list=None, async_op=False, hierarchy=0):
@@ -174,6 +204,11 @@ class Gatherer:
             partition_by_engine([param] if param_list is None else param_list, has_been_updated, free_data)
 
         return partition
+
+    def has(self, param: Parameter) -> bool:
+        """Whether a parameter is this engine's to gather."""
+        state: ParameterWire | None = getattr(param, STATE, None)
+        return state is not None and state.owner is self
 
     # -- what is said of parameters ----------------------------------------------------------------------------------
 
@@ -534,12 +569,25 @@ class Gatherer:
         Buffers of secondary shards stay allocated: the next step fills them again.
         """
         params = None if params is None else list(params)
+        if len(self.units) < self._num_adopted_units:  # others have some, and hold copies
+            for owner, theirs in by_engine(self.adopted.values() if params is None else params):
+                if owner not in (None, self):
+                    owner.weights_changed(theirs, by_step)
+            params = params and [p for p in params if self.has(p)]
         for unit in self.units if params is None else self.units_of(params):
             self.cancel(unit)
             unit.changed(by_step)
         for kind in self.kinds:
             kind.changed(params)
         self._weights_ready = mark(self.device)
+
+    def formats_changed(self) -> None:
+        """Weights travel in other formats from now on. Between steps, on every rank."""
+        for unit in self.units:
+            self.cancel(unit)
+            unit.forget_layout()
+        self.gemm_weights.clear()
+        self.weights_changed()
 
     def _forget_amax(self) -> None:
         """Weights were written from outside: what earlier steps have shown of operands is past.

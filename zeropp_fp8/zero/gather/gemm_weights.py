@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.operand import BLOCK, Float8Operand, Granularity
 from zeropp_fp8.compute.products import LinearPrecision
@@ -91,6 +92,10 @@ class GemmWeights:
     def __len__(self) -> int:
         return len(self._weights)
 
+    def clear(self) -> None:
+        """Weights travel as operands no more."""
+        self._weights.clear()
+
     def changed(self, params: Iterable[Parameter] | None) -> None:
         """Weights (None: all) were written: their scales are to be found again before the next gather."""
         self.stale = self.stale or params is None or any(p in self for p in params)
@@ -118,9 +123,7 @@ class GemmWeights:
                 self._add_amax(weight, amax[weight.scales].view(weight.scale_shape))
         # A backend's maximum may drop NaN. With an infinite scale every code is 0 and decodes to 0 * Inf = NaN.
         amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        topology = self.session.topology
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=topology.group)
-        self.session.ledger.sent_around_ring(amax.numel() * amax.element_size(), rounds=2)
+        all_reduce(amax, dist.ReduceOp.MAX, self.session.topology.group, self.session.ledger)
         self._scales = casts.scale_of_amax(amax, DTYPE)
         self.stale = False
 

@@ -31,9 +31,10 @@ class Kind(ABC):
 
     Attributes:
         sends_what_rests: shards are the payload. Otherwise they are numbers, which are encoded for the wire.
+        leaves_together: giving parameters back is collective.
     """
 
-    sends_what_rests = False
+    sends_what_rests = leaves_together = False
 
     def __init__(self, route: Route) -> None:
         self.route = route
@@ -57,12 +58,11 @@ class Kind(ABC):
         """Weights (None: all) were written."""
         self.route.gemm_weights.changed(params)
 
-    def leave(self, gatherer: Gatherer, param: Parameter) -> None:
-        """The engine has ended and has left a parameter; another engine is about to take it over. Collective."""
+    def leave(self, gatherer: Gatherer, params: Sequence[Parameter]) -> None:
+        """Give parameters DeepSpeed's slices again: the engine ends, or another one takes them over.
 
-    def give_back(self, gatherer: Gatherer, params: Sequence[Parameter]) -> bool:
-        """The engine ends. Returns whether its parameters can be given back to DeepSpeed. Collective."""
-        return True
+        Collective, if the kind `leaves_together`.
+        """
 
     def report_rows(self, units: Sequence[Unit]) -> list[tuple]:
         """Lines of the start table: (what, format, parameters, remark)."""

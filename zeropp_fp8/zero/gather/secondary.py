@@ -67,7 +67,7 @@ def keep_secondary_shards(units: Sequence[Unit], session: Session) -> None:
         raise ConfigError(
             f'"{SECTION}.secondary.memory_gb": {limit:g} lets secondary shards take {taken / GB:.3g} GB on each rank, '
             f"and a rank has {available / GB:.3g} GB left for them; set it to less than that, which activations need "
-            'too, or to "auto"'
+            'too, or to "detect"'
         )
     for unit in kept:
         unit.keeps_secondary = True

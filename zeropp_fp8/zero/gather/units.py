@@ -81,6 +81,7 @@ class Unit(ABC):
         lent: buffers in which operands of live parameters lie.
         live: the parameters hold their values.
         active_modules: those that are using the parameters now.
+        writes: how often the weights were written; the same on all ranks.
     """
 
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
@@ -94,6 +95,7 @@ class Unit(ABC):
         self.lent: list[tuple[BufferRing, Tensor]] = []
         self.live = False
         self.active_modules: set[int] = set()
+        self.writes = 0
 
     @property
     def in_flight(self) -> bool:
@@ -144,6 +146,9 @@ class Unit(ABC):
     def lay_out(self) -> None:
         """Know where everything lies; made again when parameters were cast."""
 
+    def forget_layout(self) -> None:
+        """Formats have changed: everything lies elsewhere from the next gather on."""
+
     def prepare(self) -> bool:
         """What is to be done on the stream of the weights before a gather; whether shards were written."""
         return False
@@ -177,6 +182,7 @@ class Unit(ABC):
     def changed(self, by_step: bool = False) -> None:
         """The weights were written, `by_step` of the optimizer: what was derived from them is stale."""
         self.secondary_is_current = False
+        self.writes += 1
 
     # -- differences to what is held (differing.py); a unit that has none brings all of itself -----------------------
 

@@ -57,6 +57,8 @@ def generation(engine, weights: str, merge_adapters: bool, graph: bool) -> Itera
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         defaults = {"use_cache": True, "synced_gpus": chosen is None and world > 1, **(STATIC if graph else {})}
         stack.enter_context(_generating(module, defaults))
+        if defaults["synced_gpus"]:
+            stack.enter_context(without_batches(module))
         offload.generating = True
         stack.callback(setattr, offload, "generating", False)
         if chosen is not None:
@@ -153,6 +155,24 @@ def _generating(module: nn.Module, defaults: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         del module.generate
+
+
+@contextlib.contextmanager
+def without_batches(module: nn.Module) -> Iterator[None]:
+    """Refuse continuous batching while every token gathers weights: ranks would wait for one that has ended before."""
+
+    def generate_batch(*_, **__):
+        raise RuntimeError(
+            "generate_batch ends on each rank with its own last token, while weights that are gathered for each token "
+            'need all ranks to go on: let them stay, by weights="values" or "codes" (of TRL: "trl_generation", and '
+            "ds3_gather_for_generation as it was), or call generate"
+        )
+
+    module.generate_batch = generate_batch
+    try:
+        yield
+    finally:
+        del module.generate_batch
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ from zeropp_fp8.comm.payload import PayloadLayout
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.shared_scale import SharedScales
-from zeropp_fp8.zero.gather.adopted import STATE
 from zeropp_fp8.zero.gather.buffers import Places
 from zeropp_fp8.zero.gather.difference import Contents
 from zeropp_fp8.zero.gather.differing import DifferingUnit
@@ -71,6 +70,8 @@ class OwnedLayout:
 class Owned(Kind):
     """Parameters that owners have, whole or cut by rows."""
 
+    leaves_together = True
+
     def __init__(self, route: Route) -> None:
         super().__init__(route)
         sizes, rank = [level.size for level in route.levels], route.session.topology.rank
@@ -115,23 +116,8 @@ class Owned(Kind):
                 param.partition([param])
                 _replace_shard(param, own, padding=0)
 
-    def leave(self, gatherer: Gatherer, param: Parameter) -> None:
-        self._take(gatherer, [param])
-        state = getattr(param, STATE)
-        param.all_gather, param.partition = state.stock_all_gather, state.stock_partition
-        param.all_gather_coalesced = state.stock_all_gather_coalesced
-
-    def give_back(self, gatherer: Gatherer, params: Sequence[Parameter]) -> bool:
-        if self.route.session.collected:
-            # The engine is collected, at a moment of this rank's own: nothing collective can be done. Parameters keep
-            # the gatherer, whose gathers go on working; destroy() would have given them back.
-            return False
-        self._take(gatherer, params)
-        return True
-
     @torch.no_grad()
-    def _take(self, gatherer: Gatherer, params: Iterable[Parameter]) -> None:
-        """Give parameters DeepSpeed's equal slices again. Collective."""
+    def leave(self, gatherer: Gatherer, params: Sequence[Parameter]) -> None:
         topology = self.route.session.topology
         for param in params:
             gatherer.gather_exactly([param])

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.formats import SharedScaleFormat
 from zeropp_fp8.formats.amax_history import AmaxHistory
 from zeropp_fp8.formats.shared_scale import SharedScales
@@ -131,8 +132,7 @@ class GradientScales:
         norms = torch._foreach_norm([grad.reshape(-1) for _, grad in new], torch.inf)
         # A tensor that is not finite on some rank is scaled by the others' amax; the step will be skipped.
         amax = torch.stack([norm.float() for norm in norms]).nan_to_num(0.0, 0.0, 0.0)
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.session.topology.group)
-        self.session.ledger.sent_around_ring(amax.numel() * amax.element_size(), rounds=2)
+        all_reduce(amax, dist.ReduceOp.MAX, self.session.topology.group, self.session.ledger)
         index = torch.tensor([index for index, _ in new], device=self.session.device)
         self._encode[index], self._decode[index] = self._multipliers(amax)
 
@@ -165,10 +165,8 @@ class GradientScales:
         """
         topology, history = self.session.topology, self.history
         if topology.world_size > 1:
-            dist.all_reduce(history.current, op=dist.ReduceOp.MAX, group=topology.group)
-            dist.all_reduce(self._counts, op=dist.ReduceOp.SUM, group=topology.group)
-            for table in (history.current, self._counts):
-                self.session.ledger.sent_around_ring(table.numel() * table.element_size(), rounds=2)
+            all_reduce(history.current, dist.ReduceOp.MAX, topology.group, self.session.ledger)
+            all_reduce(self._counts, dist.ReduceOp.SUM, topology.group, self.session.ledger)
         if overflow:
             history.current.zero_()
         else:

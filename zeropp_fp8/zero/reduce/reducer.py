@@ -146,6 +146,12 @@ class GradientReducer:
         for sums in self._sums.values():
             sums.backward_passes = 0
 
+    def formats_changed(self) -> None:
+        """Gradients travel in the session's formats, which are others from now on. Between steps."""
+        self._plans.clear()
+        self._sums.clear()
+        self.error_feedback = None  # what rounding has dropped is little beside what made somebody change formats
+
     def _count_stock(self, params: Sequence[Parameter]) -> None:
         ledger, world, key = self.session.ledger, self.session.topology.world_size, _key(params)
         if key not in self._stock_numel:

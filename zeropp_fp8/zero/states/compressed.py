@@ -87,6 +87,7 @@ class CompressedStates:
             self._buffers[id(group)] = dict(zip(("master", "exp_avg", "exp_avg_sq"), buffers))
         self._place = {p.ds_id: (g, k) for g in self.groups for k, p in enumerate(g.params)}
         self.steps = dict.fromkeys((group.sub_group for group in self.groups), 0)  # updates of each sub-group
+        self._unrounded: set[int] = set()  # ds_ids of parameters whose master weight is but a rounding of the weight
         self.take_weights()
 
     @staticmethod
@@ -104,13 +105,23 @@ class CompressedStates:
         """
         for group in self.groups:
             self._buffers[id(group)]["master"].encode_all_(self._weights(group))
+        self._unrounded = set(self._place)
+
+    @torch.no_grad()
+    def take_values(self, param: Parameter, values: Tensor) -> None:
+        """These values become a weight of the model and, rounded, its master weight, as before the first step."""
+        self.write(param, values)
+        self._weight(param).copy_(values)
+        self._unrounded.add(param.ds_id)
 
     @torch.no_grad()
     def write_weights(self) -> None:
-        """The model's weights become the rounded master weights."""
+        """The model's weights become the rounded master weights, but for those that no step has changed."""
         for group in self.groups:
-            for weight, master in zip(self._weights(group), self._buffers[id(group)]["master"].decode_all()):
-                weight.copy_(master)
+            masters = self._buffers[id(group)]["master"].decode_all()
+            for param, weight, master in zip(group.params, self._weights(group), masters):
+                if param.ds_id not in self._unrounded:
+                    weight.copy_(master)
 
     @torch.no_grad()
     def update(
@@ -134,6 +145,7 @@ class CompressedStates:
         for group in self.groups:
             if group.sub_group != sub_group:
                 continue
+            self._unrounded.difference_update(param.ds_id for param in group.params)
             seed = None
             if self.formats.rounding == "stochastic":
                 seed = Seed(*torch.randint(0, 1 << 31, (2,), generator=generator).tolist())
@@ -159,12 +171,20 @@ class CompressedStates:
     def read(self, param: Parameter, key: str | None = None) -> Tensor:
         """fp32 [this rank's elements]: the master weight (None), "exp_avg" or "exp_avg_sq"."""
         buffer, segment = self._buffer(param, key)
+        if key is None and param.ds_id in self._unrounded:
+            return self._weight(param).float()
         return buffer.decode(segment)
+
+    def _weight(self, param: Parameter) -> Tensor:
+        group, segment = self._place[param.ds_id]
+        return self._weights(group)[segment]
 
     def write(self, param: Parameter, values: Tensor, key: str | None = None) -> None:
         """Replace what `read` gives, rounded to its format."""
         buffer, segment = self._buffer(param, key)
         buffer.encode_(segment, values.to(device=buffer.codes.device, dtype=torch.float32))
+        if key is None:
+            self._unrounded.discard(param.ds_id)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

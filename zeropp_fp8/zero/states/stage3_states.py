@@ -135,7 +135,7 @@ class CompressedStatesStage3(AtRestStage3):
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """Encode what DeepSpeed's lists hold; the model's weights follow the rounded master weights."""
+        """Encode what DeepSpeed's lists hold; once there are steps, the rounded master weights are the model's."""
         for i, sub_group in enumerate(self.fp16_groups):
             flat = self.fp32_partitioned_groups_flat[i]
             # load_state_dict puts new dictionaries into the optimizer's state.
@@ -143,7 +143,8 @@ class CompressedStatesStage3(AtRestStage3):
             offset = 0
             for param in sub_group:
                 own = slice(offset, offset + self.session.own_numel(param))
-                self.states.write(param, flat.detach()[own])
+                take = self.states.write if int(state.get("step", 0)) else self.states.take_values
+                take(param, flat.detach()[own])
                 for key in ("exp_avg", "exp_avg_sq") if self._loads_states else ():
                     if key in state:  # a checkpoint saved before the first step of stock's optimizer has none
                         self.states.write(param, state[key][own], key)

@@ -1,0 +1,236 @@
+"""Weights for an engine that generates elsewhere: milliseconds, bytes, and how much of the model is there at a time.
+
+    python -m benchmarks.handover --ranks 4 --gbit 25 --out handover.json      # two emulated nodes; as root
+    python -m benchmarks.handover --ranks 2                                    # a small model on a CPU
+
+A random Llama after a training step; bf16 on GPUs. What is measured is the trainer's side: gathering, merging, rounding
+and packing into buckets; the buckets go nowhere. All of the weights are trained, or LoRA beside them:
+
+trl, trl-lora      stock DeepSpeed, and what TRL with vLLM iterates over: parameter by parameter; with LoRA the whole
+                   model at once, merged in its own dtype
+merged, ...-lora   zeropp: `WeightSource(engine)`, block by block, adapters merged in fp32
+fp8                zeropp with FP8 compute and weights that travel in FP8: `format="fp8"`, the codes that training uses
+changed-lora       zeropp: `only_changed=True` in the second hand-over, after a step that trained adapters alone
+adapters-lora      zeropp: `weights="adapters"`
+merged-qlora, adapters-qlora   the same on frozen weights that rest in NF4
+
+"payload" is what the engine gets, "gathered" what a rank of the trainer sends for it by the ledger of the plugin (stock
+has none; `--gbit` counts at the interface for all), "there" the largest part of the weights that is gathered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.command import add_link, choose_runs, command, cut_into_nodes
+from benchmarks.harness.hf_llama import sharded_llama
+from benchmarks.harness.lora import adamw, with_adapters
+from benchmarks.harness.measuring import Meter, random_tokens, timed
+from benchmarks.harness.nodes import sent_bytes, set_rate_everywhere
+from benchmarks.harness.question import Question
+from benchmarks.harness.sizes import SIZES
+from benchmarks.harness.tables import cell
+from benchmarks.harness.zero3 import ds_config
+from examples.options import whole
+
+FP8 = {"compute": {"format": "fp8", "scaling": "current"}, "weights": {"format": "fp8_e4m3"}}
+# run: (section of the plugin, LoRA, arguments of WeightSource)
+RUNS: dict[str, tuple[dict | None, bool, dict]] = {
+    "trl": (None, False, {}),
+    "merged": ({"recipe": "zeropp"}, False, {}),
+    "fp8": ({"recipe": "zeropp", **FP8}, False, {"format": "fp8"}),
+    "trl-lora": (None, True, {}),
+    "merged-lora": ({"recipe": "zeropp"}, True, {}),
+    "changed-lora": ({"recipe": "zeropp"}, True, {"only_changed": True}),
+    "adapters-lora": ({"recipe": "zeropp"}, True, {"weights": "adapters"}),
+    "merged-qlora": ({"recipe": "qlora"}, True, {}),
+    "adapters-qlora": ({"recipe": "qlora"}, True, {"weights": "adapters"}),
+}
+
+
+def engine_of(run: str, args, device: torch.device):
+    """A ZeRO-3 engine that has trained a step, and the function that trains another."""
+    import deepspeed
+
+    import zeropp_fp8
+
+    section, lora, _ = RUNS[run]
+    zeropp_fp8.disable() if section is None else zeropp_fp8.enable()
+    size = SIZES[args.size]
+    config = ds_config(section, 1, small=size.small, lean=True, bf16=args.bf16)
+    model = sharded_llama(size, config)
+    model = with_adapters(model, 0) if lora else model
+    engine = deepspeed.initialize(model=model, optimizer=adamw(model, device), config=config)[0]
+    batches = random_tokens(size.vocabulary, 1, 64, device)
+
+    def step() -> None:
+        tokens = next(batches)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+
+    step()
+    return engine, step
+
+
+class OfTrl:
+    """What TRL iterates over, as a source. It finds names by a first pass over all weights, which is not timed."""
+
+    def __init__(self, engine) -> None:
+        from trl.generation.vllm_generation import DistributedBackend, VLLMGeneration
+
+        trl = VLLMGeneration.__new__(VLLMGeneration)
+        plugin = SimpleNamespace(zero_stage=3)
+        trl.model, trl._dist = (
+            engine.module,
+            DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))),
+        )
+        self._weights: Callable[[], Iterator[tuple[str, Tensor]]] = trl._iter_named_params
+        self._declared = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+
+    def metadata(self) -> list:
+        from zeropp_fp8.handover import ParamMeta
+
+        return [ParamMeta(*declared) for declared in self._declared]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._weights()
+
+    def forget(self) -> None:
+        """It remembers nothing."""
+
+
+def source_of(run: str, engine):
+    """What is handed over."""
+    from zeropp_fp8.handover import WeightSource
+
+    return OfTrl(engine) if RUNS[run][0] is None else WeightSource(engine, **RUNS[run][2])
+
+
+def transfer_of(source, limit: int):
+    """A transfer whose engine takes whatever it is sent, at once."""
+    from zeropp_fp8.handover import Transfer, TransferInit
+
+    client = SimpleNamespace(
+        init_weight_transfer_engine=lambda info: None,
+        start_weight_update=lambda: None,
+        update_weights=lambda info: None,
+        finish_weight_update=lambda: None,
+    )
+    nowhere = SimpleNamespace(broadcast=lambda tensor, src: None)
+    info = TransferInit(lambda: nowhere, rank=torch.distributed.get_rank(), packed_buffer_size_bytes=limit)
+    return Transfer.trainer_init(info, client=client, source=source)
+
+
+def there_at_once(engine, source: Iterable) -> int:
+    """The most bytes of gathered weights, over one more hand-over; a byte an element where there are but codes."""
+    from zeropp_fp8.compute.products import GATHERED_OPERAND
+
+    most, params = 0, list(engine.module.parameters())
+    for _ in source:
+        there = [p for p in params if p.ds_status.name == "AVAILABLE"]
+        most = max(most, sum(p.ds_numel * (1 if hasattr(p, GATHERED_OPERAND) else p.element_size()) for p in there))
+    return most
+
+
+def gathered_bytes(run: str, engine) -> int | None:
+    """What this rank has sent outside of steps; None without the plugin."""
+    if RUNS[run][0] is None:
+        return None
+    import zeropp_fp8
+
+    return sum(zeropp_fp8.wire_report(engine)["outside_steps"].values())
+
+
+def measure(run: str, args, device: torch.device) -> dict:
+    """The row of a run: the fastest of several hand-overs, a step between them."""
+    if args.gbit is not None:
+        set_rate_everywhere(None)
+    engine, step = engine_of(run, args, device)
+    source = source_of(run, engine)
+    transfer = transfer_of(source, args.bucket * 2**20)
+    meter = Meter(device)
+    transfer.send_weights()
+    if args.gbit:
+        set_rate_everywhere(args.gbit)
+    times, crossed = [], 0
+    for _ in range(args.repeats):
+        step()
+        sent, payload = gathered_bytes(run, engine), transfer.sent_bytes
+        before = sent_bytes() if args.gbit is not None else 0
+        meter.start_peak()
+        times.append(timed(transfer.send_weights, device)[0])
+        torch.distributed.barrier()
+        crossed = sent_bytes() - before if args.gbit is not None else None
+        gathered = None if sent is None else gathered_bytes(run, engine) - sent
+        payload = transfer.sent_bytes - payload
+        peak = meter.peak()
+    source.forget()
+    row = {
+        "run": run,
+        "ms": min(times),
+        "payload_bytes": payload,
+        "gathered_bytes_per_rank": gathered,
+        "tx_bytes_per_node": crossed,
+        "there_bytes": there_at_once(engine, source),
+        "largest_bucket_bytes": transfer.peak_bucket_bytes,
+        "peak_bytes": peak,
+        "tensors": len(source.metadata()) if run != "changed-lora" else None,
+    }
+    engine.destroy()
+    return {"round": args.round, **row}
+
+
+def show(result: dict) -> None:
+    """Print the table."""
+    settings, rows = result["settings"], {}
+    for row in sorted(result["rows"], key=lambda row: -row["ms"]):
+        rows[row["run"]] = row  # of several rounds the fastest
+    link = f", {settings['gbit']:g} Gbit/s between nodes" if settings["gbit"] else ""
+    print(
+        f"\nHanding weights over: Llama {settings['size']}, {settings['nodes']} node(s), {settings['ranks']} rank(s)"
+        f"{link}, buckets of {settings['bucket']} MiB"
+    )
+    print(
+        f"{'':<16}{'ms':>9}{'payload':>10}{'gathered':>10}{'between':>10}{'there':>9}{'peak':>9}\n"
+        f"{'':<25}{'MB':>10}{'MB a rank':>10}{'MB a node':>10}{'MB':>9}{'MB':>9}"
+    )
+    keys = ("payload_bytes", "gathered_bytes_per_rank", "tx_bytes_per_node", "there_bytes", "peak_bytes")
+    for run in (run for run in RUNS if run in rows):
+        row = rows[run]
+        cells = (cell(row[key], 2, 1e6, width) for key, width in zip(keys, (10, 10, 10, 9, 9)))
+        print(f"{run:<16}{row['ms']:>9.1f}" + "".join(cells))
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    on_gpu = torch.cuda.is_available()
+    parser = command(__doc__, "handover", RUNS, SIZES, "1.3b" if on_gpu else "tiny-gqa")
+    add_link(parser)
+    parser.add_argument("--bucket", type=whole(1), default=256 if on_gpu else 1, help="MiB (default %(default)s)")
+    parser.add_argument("--repeats", type=whole(1), default=3, help="hand-overs; the fastest counts")
+    parser.add_argument("--rounds", type=whole(1), default=1, help="every other one backwards")
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=on_gpu)
+    args = parser.parse_args(argv)
+    cut_into_nodes(args, parser)
+    has_trl = importlib.util.find_spec("trl") is not None
+    choose_runs(args, parser, [run for run in RUNS if has_trl or RUNS[run][0] is not None])
+    return args
+
+
+QUESTION = Question(
+    name="handover",
+    parse=parse,
+    settings=("size", "ranks", "nodes", "gbit", "bucket", "repeats", "bf16"),
+    work=measure,
+    line=lambda row: f"{row['run']}: {row['ms']:.1f} ms, {row['payload_bytes'] / 1e6:.2f} MB",
+    compared=lambda result: {},
+    show=show,
+)
+
+if __name__ == "__main__":
+    QUESTION.answer()

@@ -1,0 +1,319 @@
+"""Jobs about samples, references and the watch, that run on ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+from models import batches, ds_config, full_weights, llama, make_engine, section
+from parity_jobs import switch
+
+from zeropp_fp8.config import TRIAL_VARIABLE, Trial
+from zeropp_fp8.formats import make_format
+from zeropp_fp8.numerics.bisect import Bisection
+from zeropp_fp8.numerics.reference import Experiment, check_the_same, read_run
+from zeropp_fp8.zero.metrics import StepMetrics
+
+POISONED = "model.layers.1.mlp.up_proj"
+ROLES = ("weights", "activations", "gradients")
+WITHIN = "gradients_within_nodes"
+WATCHED = "model.layers.1.self_attn.q_proj"  # whose input is looked at
+
+
+def sums_of(pairs):
+    """(signal, noise, elements that became zero, elements) of pairs of tensors, over all ranks, in float64."""
+    total = torch.zeros(4, dtype=torch.float64)
+    for exact, decoded in pairs:
+        exact, decoded = exact.double().flatten(), decoded.double().flatten()
+        lost = ((exact != 0) & (decoded == 0)).sum()
+        total += torch.stack(
+            [exact.square().sum(), (exact - decoded).square().sum(), lost.double(), torch.tensor(1.0 * exact.numel())]
+        )
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def decibels(found):
+    signal, noise, *_ = found
+    return 10 * math.log10(signal / noise)
+
+
+def sampled(path, recipe, accumulation=1, steps=2, every=1, poison=None, frozen=(), **fields):
+    """Samples of every step; of the last one the oracle's, {(kind, layer): (dB, share that became zero, amax)}.
+
+    And what the engine tells of its last sample, and what of it is still looked at when training has ended.
+    """
+    switch(True)
+    model = llama()
+    if poison:
+        with torch.no_grad():
+            weight = model.get_submodule(poison).weight
+            weight.view(-1)[:: weight.numel() // 64] *= 1000
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(part in name for part in frozen))
+    numerics = {"every": every, "parts": 1, "file": path}
+    config = ds_config(section(recipe, numerics=numerics, **fields), gradient_accumulation_steps=accumulation)
+    engine = make_engine(model, config)
+    names = {param: name for name, param in engine.module.named_parameters()}
+    summed, oracle = {}, {}
+
+    def local_gradient(param):
+        def keep(gradient):
+            if last:
+                summed[param] = summed.get(param, 0.0) + gradient.detach().double()
+
+        return keep
+
+    for param in names:
+        if param.requires_grad:
+            param.register_hook(local_gradient(param))
+    inputs = []
+    watched = engine.module.get_submodule(WATCHED)
+    watched.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
+    data = batches(steps * accumulation, dist.get_rank())
+    for step in range(1, steps + 1):
+        last = step == steps
+        if last:
+            oracle |= weights_by_hand(engine, names)
+            inputs.clear()  # a sample looks at the first micro-batch
+        for micro in range(accumulation):
+            tokens = next(data)
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            if last and micro == accumulation - 1:
+                oracle |= gradients_by_hand(engine, names, summed, accumulation)
+                oracle |= inputs_by_hand(engine, inputs[0])
+            engine.step()
+    session = engine.zeropp_fp8_session
+    told = session.numerics
+    assert told.items() <= StepMetrics(engine)().items()  # what monitors and a Trainer's logs get
+    left = {"finish", "start", "sum_in_node"} & {*vars(engine.optimizer.gatherer), *vars(engine.optimizer.reducer)}
+    engine.destroy()
+    samples = [json.loads(line) for line in Path(path).read_text().splitlines()] if dist.get_rank() == 0 else None
+    return samples, oracle, told, left
+
+
+def many(folder, cases):
+    """`sampled` of each case."""
+    return [sampled(os.path.join(folder, f"{index}.jsonl"), **case) for index, case in enumerate(cases)]
+
+
+def weights_by_hand(engine, names):
+    """Each rank's shard encoded and decoded once more: nearest rounding makes the same bytes as the gather did."""
+    wanted, found = engine.zeropp_fp8_session.config.weights, {}
+    if wanted.format == "none":
+        return found
+    wire = make_format(wanted.format, block_size=wanted.block_size, hadamard=wanted.hadamard)
+    for param, name in names.items():
+        if len(param.ds_shape) > 1 and param.requires_grad:
+            own = engine.zeropp_fp8_session.own_numel(param)
+            shard = param.ds_tensor.data.view(-1)[:own].clone()
+            decoded = wire.decode(wire.encode(shard), shard.shape, torch.float32)
+            found["weights", name.removesuffix(".weight")] = summary_of(sums_of([(shard, decoded)]), shard)
+    return found
+
+
+def gradients_by_hand(engine, names, summed, accumulation):
+    """The exact mean of what autograd gave on all ranks, against safe_get_full_grad."""
+    found, config = {}, engine.zeropp_fp8_session.config.gradients
+    for param, name in names.items():
+        if not param.requires_grad:
+            continue
+        reduced = safe_get_full_grad(param).double()
+        exact = summed[param].clone()
+        dist.all_reduce(exact)
+        exact /= dist.get_world_size()
+        if len(param.ds_shape) > 1:
+            both = sums_of([(exact, reduced.view_as(exact))])
+            found["gradients", name.removesuffix(".weight")] = summary_of(both, exact)
+            if config.intra_format == "int8" and accumulation == 1:
+                found[WITHIN, name.removesuffix(".weight")] = within_by_hand(config, summed[param], exact)
+    return found
+
+
+def within_by_hand(config, gradient, exact):
+    """Every rank's slices for the ranks rounded by themselves, and nothing after that."""
+    world, wire = dist.get_world_size(), make_format("int8", block_size=config.block_size)
+    slices = gradient.float().flatten().split(-(-gradient.numel() // world))
+    rounded = torch.cat([wire.decode(wire.encode(one), one.shape, torch.float32) for one in slices]).double()
+    dist.all_reduce(rounded)
+    return summary_of(sums_of([(exact, rounded / world)]), exact)
+
+
+def inputs_by_hand(engine, given):
+    """Current scaling: each rank's matrix with a scale of its own, by torch's own cast."""
+    compute = engine.zeropp_fp8_session.config.compute
+    if (compute.format, compute.scaling) != ("fp8", "current"):
+        return {}
+    scale = given.double().abs().max() / 448
+    decoded = (given.double() / scale).float().to(torch.float8_e4m3fn).double() * scale
+    return {("compute_activations", WATCHED): summary_of(sums_of([(given, decoded)]), given)}
+
+
+def summary_of(sums, exact):
+    amax = exact.abs().max().double() if exact.numel() else torch.zeros((), dtype=torch.float64)
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+    return decibels(sums), sums[2] / sums[3], amax.item()
+
+
+# -- experiments ------------------------------------------------------------------------------------------------------
+
+FAULTY = "model.layers.1.mlp.up_proj"
+AT_FAULT = {
+    "gradients": {"intra_format": "int8", "inter_format": "int8"},
+    "compute": {"format": "fp8", "scaling": "current"},
+}
+
+
+def faulty_model():
+    """One weight has a column of huge numbers, which is multiplied with zeros: in FP8 nothing is left of the others."""
+    model = llama(intermediate=128)
+    block = model.model.layers[1]
+    with torch.no_grad():
+        block.post_attention_layernorm.weight[3] = 0.0
+        block.mlp.up_proj.weight *= 20  # so that the loss depends on it
+        block.mlp.up_proj.weight[:, 3] = 3e5
+    block.post_attention_layernorm.weight.requires_grad_(False)
+    return model
+
+
+class OnRanks(Experiment):
+    """An experiment whose launch line is a loop on these ranks, each of which reads what rank 0 has written."""
+
+    def __init__(self, folder, steps, make_model=llama, **fields):
+        super().__init__(["a loop"], steps)
+        self.folder, self.make_model, self.fields, self.names, self.seed = folder, make_model, fields, [], 1
+
+    def run(self, name, high=(), skip_modules=()):
+        file = os.path.join(self.folder, f"{len(self.names)}.jsonl")
+        self.names.append(name)
+        trial = Trial(steps=self.steps, file=file, high=list(high), skip_modules=list(skip_modules))
+        os.environ[TRIAL_VARIABLE] = trial.model_dump_json()
+        switch(True)
+        engine = make_engine(self.make_model(), ds_config(section("lossless", **self.fields)))
+        try:
+            for tokens in batches(100, dist.get_rank(), seed=self.seed):
+                loss = engine(input_ids=tokens, labels=tokens).loss
+                engine.backward(loss)
+                engine.step()
+        except SystemExit as ended:
+            assert ended.code == 0
+        finally:
+            del os.environ[TRIAL_VARIABLE]
+        engine.destroy()
+        dist.barrier()
+        return read_run(Path(file), json.loads(Path(file).read_text().splitlines()[0])["engine"])
+
+
+def bisected(folder):
+    """(what is said, the runs' names, distances by piece) of a job with a fault in one layer's compute."""
+    experiment = OnRanks(folder, 2, faulty_model, **AT_FAULT)
+    bisection = Bisection(experiment, "loss")
+    whole, run, without = bisection.pieces()
+    layers = bisection.layers(run.layers, whole)
+    return whole, run.layers, without, layers, experiment.names
+
+
+def compared(folder):
+    """Losses and gradient norms of a run with and without rounding, of Recorder and of a loop that asks the engine."""
+    fields = {"gradients": {"intra_format": "int8", "inter_format": "int4"}, "weights": {"format": "int4"}}
+    experiment = OnRanks(folder, 3, **fields)
+    runs = {name: experiment.run(name, high) for name, high in (("as it is", ()), ("lossless", ("all",)))}
+    experiment.seed = 2
+    other = experiment.run("other data", ("all",))
+    experiment.seed, experiment.make_model = 1, lambda: llama(seed=5)
+    other_model = experiment.run("other model", ("all",))
+    told = [what_differs(runs["lossless"], one) for one in (runs["as it is"], other, other_model)]
+    by_hand = {name: by_engine(fields if name == "as it is" else {}) for name in runs}
+    values = {n: tuple([step[what] for step in run.steps] for what in ("loss", "grad_norm")) for n, run in runs.items()}
+    return values, by_hand, told
+
+
+def what_differs(*runs):
+    try:
+        return check_the_same(*runs, "a run")
+    except SystemExit as error:
+        return str(error)
+
+
+def by_engine(fields):
+    """(mean losses over ranks, gradient norms) of three steps without any experiment."""
+    engine = make_engine(llama(), ds_config(section("lossless", **fields)))
+    losses, norms = [], []
+    for tokens in batches(3, dist.get_rank()):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+        norms.append(float(engine.get_global_grad_norm()))
+    engine.destroy()
+    return losses, norms
+
+
+# -- the watch --------------------------------------------------------------------------------------------------------
+
+SPIKE_AT, STEPS = 10, 13
+
+
+def watched(watch="fall_back", rank=2, factor=1000.0, recipe="zeropp", accumulation=1, direct=False, **fields):
+    """One rank's loss jumps in one step.
+
+    Returns:
+        (after each step its formats, and whether products rest from them; how it ended; of the last step the dB of
+        reduced gradients and the loss, of engine and of a plain model with the same weights).
+    """
+    switch(True)
+    model = llama(intermediate=128)
+    numerics = {"watch": watch}
+    engine = make_engine(
+        model,
+        ds_config(section(recipe, numerics=numerics, **fields), gradient_accumulation_steps=accumulation),
+    )
+    session, found = engine.zeropp_fp8_session, []
+    plain = llama(intermediate=128)
+    data = batches(STEPS * accumulation, dist.get_rank())
+    try:
+        for step in range(1, STEPS + 1):
+            if step == STEPS:
+                plain.load_state_dict(full_weights(engine.module))
+            own_losses, plain_losses = [], []
+            for _ in range(accumulation):
+                tokens = next(data)
+                loss = engine(input_ids=tokens, labels=tokens).loss
+                own_losses.append(loss.item())
+                if step == SPIKE_AT and dist.get_rank() == rank:
+                    loss = loss * factor
+                if direct:
+                    loss.backward()
+                else:
+                    engine.backward(loss)
+                if step == STEPS:
+                    of_plain = plain(input_ids=tokens, labels=tokens).loss
+                    (of_plain / accumulation).backward()
+                    plain_losses.append(of_plain.item())
+                    reduced = {name: safe_get_full_grad(param) for name, param in engine.module.named_parameters()}
+                engine.step()
+            conversion = session.conversion
+            formats = (session.weight_format, session.intra_format, session.inter_format)
+            found.append((formats == (None, None, None), bool(conversion and conversion.scaling.rests)))
+    except (FloatingPointError, RuntimeError) as error:
+        return found, repr(error), None, None
+    finally:
+        engine.destroy()
+    pairs = []
+    for name, param in plain.named_parameters():
+        exact = param.grad.double()
+        dist.all_reduce(exact)
+        pairs.append((exact / dist.get_world_size(), reduced[name]))
+    return found, None, decibels(sums_of(pairs)), (own_losses, plain_losses)
+
+
+def watch_all(cases):
+    return [watched(**case) for case in cases]

@@ -1,0 +1,52 @@
+"""DeepSpeed's features beside the plugin: trained with stock's losses and weights, or refused."""
+
+import breadth_jobs as jobs
+import pytest
+import torch
+from ranks import run_ranks, run_two
+
+
+@pytest.mark.parametrize("case", jobs.CASES)
+def test_beside_stock(case):
+    """`lossless` to the bit, in what was seen and in the weights; `zeropp` within what INT8 changes of a loss."""
+    run = run_ranks if case == "AutoTP" else run_two
+    for found in run(jobs.beside_stock, case=case):
+        stock = found["stock"]
+        assert stock["fp32 weights"] and stock["seen"]
+        torch.testing.assert_close(found["lossless"], stock, rtol=0, atol=0)
+        losses = {name: [seen for seen in each["seen"] if isinstance(seen, float)] for name, each in found.items()}
+        assert len(set(losses["stock"])) >= 2
+        assert losses["zeropp"] == pytest.approx(losses["stock"], rel=5e-3)
+
+
+def test_offload_with_a_copy_in_each_node():
+    """hpZ and offload together, of which DeepSpeed's own has open reports of gradients of zero."""
+    for found in run_ranks(jobs.offloaded_with_copies):
+        losses, norms, _ = found["none"]
+        assert len(set(losses)) == 6 and min(norms) > 0.1
+        for kind, (of_losses, of_norms, between_nodes) in found.items():
+            assert of_losses == losses, kind
+            assert of_norms == pytest.approx(norms, rel=1e-5), kind
+            assert between_nodes == 0, kind
+
+
+REFUSED = {
+    "pipeline, stage 1": ("ConfigError", ("zeropp_fp8", "PipelineModule", "remove the section")),
+    "pipeline, stage 3": ("ConfigError", ("zeropp_fp8", "PipelineModule", "remove the section")),
+    "MoE": ("AssertionError", ("Native DeepSpeed MoE is not supported with ZeRO Stage 3", "choose ZeRO stage 1/2")),
+    "AutoEP": ("ConfigError", ("expert_parallel.enabled", "set it to false")),
+    "init_inference": ("ValidationError", ("zeropp_fp8", "Extra inputs are not permitted")),
+    "no_sync": ("AssertionError", ("no_sync context manager is incompatible", "ZeRO stage 3")),
+    "meta": ("NotImplementedError", ("Cannot copy out of meta tensor", "to_empty()")),
+    "untested optimizer": ("AssertionError", ("untested ZeRO Optimizer", "zero_allow_untested_optimizer")),
+    "Muon": ("ConfigError", ("zero_optimization.reduce_scatter", "Muon needs it", '"intra_format": "none"')),
+}
+
+
+def test_refused_on_every_rank():
+    """By an error that names the key and what to do; and a pipeline without the section is stock."""
+    for found in run_two(jobs.refusals):
+        assert found.pop("pipeline, stock") == ("none", "PipelineEngine")
+        assert found.keys() == REFUSED.keys()
+        for name, (kind, parts) in REFUSED.items():
+            assert found[name][0] == kind and all(part in found[name][1] for part in parts), (name, found[name])

@@ -1,0 +1,168 @@
+"""Samples of rounding on two nodes of two ranks, against float64; references; and the watch."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numerics_jobs as jobs
+import pytest
+from hang_guard import HANG
+from ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+# Of these the oracle knows every weight (blocks of slices) and gradient; what travels as operands it does not.
+BY_HAND = ("zeropp", "lossless", "mxfp8", "qlora")
+CASES = [
+    {"recipe": "zeropp", "poison": jobs.POISONED, "every": 2},
+    {"recipe": "zeropp", "accumulation": 2, "compute": {"format": "fp8", "scaling": "current"}},
+    {"recipe": "zeropp", "accumulation": 2, "gradients": {"accumulate_in": "world"}},
+    {"recipe": "fp8-lm-zeropp"},
+    {"recipe": "fp8-lm"},
+    {"recipe": "zeropp-diff"},
+    {"recipe": "mxfp8"},
+    {"recipe": "qlora", "frozen": ["mlp"]},
+    {"recipe": "lossless"},
+]
+
+
+def test_samples(tmp_path):
+    found = run_ranks(jobs.many, folder=str(tmp_path), cases=CASES)
+    for case, (samples, oracle, told, left) in zip(CASES, found[0]):
+        recipe, every = case["recipe"], case.get("every", 1)
+        assert [(sample["engine"], sample["step"]) for sample in samples] == [
+            (CASES.index(case), step) for step in range(every, 3, every)
+        ]
+        rows = {(row["kind"], row["layer"]): row for row in samples[-1]["rows"]}
+        check_rows(recipe, rows, oracle)
+        # The next step is sampled too where all are.
+        assert (left == set()) == (every == 2), case
+        check_told(told, samples[-1]["rows"])
+        assert all(told == other[CASES.index(case)][2] for other in found[1:])
+        cost = samples[-1]["cost"]
+        assert (cost is not None and 0 < cost["share"] < 1) == (every == 2)
+    worst = min((row for row in found[0][0][0][-1]["rows"] if row["kind"] == "weights"), key=lambda row: row["snr_db"])
+    assert worst["layer"] == jobs.POISONED and worst["underflow"] > 0.8
+
+
+def check_rows(recipe, rows, oracle):
+    kinds = {kind for kind, _ in rows}
+    for (kind, layer), (snr_db, lost, amax) in oracle.items():
+        if recipe == "lossless":
+            continue
+        if kind == "weights" and recipe.startswith("fp8-lm") and "self_attn" in layer:
+            assert rows[kind, layer]["snr_db"] > 31  # with a scale a tensor: NUMERICS, E4M3
+            continue
+        row = rows[kind, layer]
+        assert row["snr_db"] == pytest.approx(snr_db, abs=1e-4), (recipe, kind, layer)
+        assert (row["underflow"], row["amax"]) == (pytest.approx(lost, abs=1e-6), pytest.approx(amax, rel=1e-5))
+        assert row["overflow"] <= 1e-3 and row["non_finite"] == 0
+    assert (
+        kinds
+        == {
+            "zeropp": {"weights", "gradients", jobs.WITHIN} | (kinds & {f"compute_{role}" for role in jobs.ROLES}),
+            "lossless": set(),
+            "fp8-lm": {"weights", "gradients", "compute_activations", "compute_gradients"},
+            "fp8-lm-zeropp": {"weights", "gradients", jobs.WITHIN, "compute_activations", "compute_gradients"},
+            "zeropp-diff": {"weights", "gradients", jobs.WITHIN},
+            "mxfp8": {"weights", "gradients", jobs.WITHIN, *(f"compute_{role}" for role in jobs.ROLES)},
+            "qlora": {"weights", "gradients", jobs.WITHIN},
+        }[recipe]
+    )
+
+
+def check_told(told, rows):
+    """Of each kind the lowest signal-to-noise and the highest shares."""
+    for kind in {row["kind"] for row in rows}:
+        mine = [row for row in rows if row["kind"] == kind]
+        snr_db = [row["snr_db"] for row in mine if row["snr_db"] is not None]
+        assert told.get(f"numerics/{kind}/lowest_snr_db") == (min(snr_db) if snr_db else None)
+        assert told[f"numerics/{kind}/highest_underflow"] == max(row["underflow"] for row in mine)
+
+
+def test_bisect_finds_the_layer(tmp_path):
+    for whole, layers, without, at_fault, names in run_ranks(jobs.bisected, folder=str(tmp_path)):
+        assert sorted(without) == ["compute", "gradients_between", "gradients_within"]
+        assert without["compute"] < 0.1 * whole < 0.8 * min(left for name, left in without.items() if name != "compute")
+        assert len(layers) == 14 and at_fault == [jobs.FAULTY]
+        assert names[:2] == ["in high precision", "as it is"] and names[-1].startswith("with 1 of 14 layers in high ")
+
+
+def test_an_experiment_records_what_a_loop_sees(tmp_path):
+    for recorded, by_hand, told in run_ranks(jobs.compared, folder=str(tmp_path)):
+        for name, (losses, norms) in recorded.items():
+            assert losses == pytest.approx(by_hand[name][0], rel=1e-12)
+            assert norms == pytest.approx(by_hand[name][1], rel=1e-12)
+        assert recorded["as it is"] != recorded["lossless"]
+        same, other_data, other_model = told
+        assert same is None and "saw different data from step 1 on" in other_data
+        assert "began with different weights" in other_model
+
+
+FP8 = {"compute": {"format": "fp8"}}
+WATCHED = [
+    {},
+    FP8,
+    {**FP8, "weights": {"format": "fp8_e4m3"}, "secondary": {"scope": "none"}},  # operands travel
+    {"accumulation": 2, "factor": float("nan"), "gradients": {"error_feedback": True}},
+    {"factor": float("inf"), "watch": "stop"},
+    {"watch": "stop"},
+    {"watch": "stop", "factor": 1.0},
+    {"direct": True},
+]
+
+
+def test_all_ranks_fall_back_or_stop_in_the_same_step():
+    found = run_ranks(jobs.watch_all, cases=WATCHED)
+    for index, case in enumerate(WATCHED):
+        for steps, error, gradients_db, losses in (rank[index] for rank in found):
+            if case.get("direct"):
+                assert steps == [] and "none came through engine.backward(loss)" in error
+            elif case.get("watch") == "stop" and case.get("factor") != 1.0:
+                assert steps == [(False, False)] * (jobs.SPIKE_AT - 1)
+                assert error.startswith("FloatingPointError('zeropp_fp8: step 10: the loss is ")
+            elif case.get("watch") == "stop":
+                assert steps == [(False, False)] * jobs.STEPS and error is None and gradients_db < 30
+            else:
+                switched = (True, "compute" in case)
+                assert steps == [(False, False)] * (jobs.SPIKE_AT - 1) + [switched] * (jobs.STEPS - jobs.SPIKE_AT + 1)
+                assert error is None and gradients_db > 100
+                assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_the_command_runs_a_launch_line_twice(tmp_path):
+    """Under torchrun, of a script that knows nothing of it, with the ds_config as it is."""
+    config = {
+        "train_micro_batch_size_per_gpu": 16,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zeropp_fp8": {"recipe": "zeropp", "topology": {"ranks_per_node": 1}, "weights": {"format": "int4"}},
+    }
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    script = Path(__file__).with_name("unmodified_script.py")
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "zeropp_fp8.run"]
+    line += [str(script), "--deepspeed", "--deepspeed_config", str(path)]
+    command = [sys.executable, "-m", "zeropp_fp8", "reference", "--steps", "3", "--repeat", "--", *line]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    runs = ["as it is", "in high precision", "in high precision, again"]
+    assert lines[:3] == [f"zeropp_fp8: 3 steps {name}" for name in runs]
+    rows = [[float(word) for word in line.split()] for line in lines[4:7]]
+    assert [row[0] for row in rows] == [1, 2, 3]
+    for _, loss, lossless, difference, *norms in rows:
+        assert 0 < abs(loss - lossless) < 0.1 and difference == pytest.approx(loss - lossless, rel=0.01, abs=2e-6)
+        assert norms[0] != norms[1] and norms[0] == pytest.approx(norms[1], rel=0.3)
+    mean_square = sum(row[3] ** 2 for row in rows) / 3
+    assert float(re.match(r"as it is: loss differs by (\S+),", lines[7])[1]) == pytest.approx(
+        mean_square**0.5, rel=0.02
+    )
+    assert lines[8].startswith("lossless again: loss differs by 0, gradient norm by 0 ")
+    assert (
+        done.stderr.count("step 1 loss") == 3 * 2 and "step 2 loss" not in done.stderr
+    )  # the last step ends the ranks

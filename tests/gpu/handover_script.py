@@ -1,0 +1,81 @@
+"""A trainer on the first GPU that hands over to a stand-in process on the second, over NCCL; prints what it found."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+import deepspeed
+from models import ds_config, llama, section
+from stand_in import Trainer
+
+import zeropp_fp8
+from zeropp_fp8.handover import Transfer, TransferGroup, TransferInit, WeightSource
+
+LIMIT = 4 << 20
+
+
+def engine_of():
+    from peft import LoraConfig, get_peft_model
+
+    model = llama(layers=12, hidden=512, intermediate=1024, vocab=1024)
+    model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    config = ds_config(section("lossless", ranks_per_node=1), "bf16")
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def main(folder):
+    store = dist.HashStore()
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    torch.cuda.set_device(0)
+    zeropp_fp8.enable()
+    engine, found = engine_of(), {}
+    tokens = torch.randint(1024, (2, 32), device="cuda")
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    port = dist.TCPStore("127.0.0.1", 0, 1, True).port + 1
+    ways = {"merged": {}, "fp8": {"format": "fp8"}, "adapters": {"weights": "adapters"}}
+    for number, (way, options) in enumerate(ways.items()):
+        address, file = f"{folder}/socket{number}", f"{folder}/held{number}.pt"
+        script = Path(__file__).parents[1] / "stand_in.py"
+        command = [sys.executable, str(script), address, "key", "cuda:1", file]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        try:
+            assert process.stdout.readline() == b"listening\n"
+            where = {"master_address": "127.0.0.1", "master_port": port + number}
+            source = WeightSource(engine, **options)
+            info = TransferInit(
+                lambda where=where: TransferGroup(**where, rank=0, world_size=2, device=torch.device("cuda:0")),
+                receivers=where,
+                rank=0,
+                packed_buffer_size_bytes=1 << 16 if way == "adapters" else LIMIT,
+            )
+            transfer = Transfer.trainer_init(info, client=Trainer(address, b"key"), source=source)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            transfer.send_weights()
+            grown = torch.cuda.max_memory_allocated() - before
+            held, expected = torch.load(file), {name: t.cpu().clone() for name, t in source}
+        finally:
+            process.kill()
+            process.wait()
+        same = [torch.equal(held["held"][n].view(torch.uint8), t.view(torch.uint8)) for n, t in expected.items()]
+        found[way] = {
+            "equal": all(same) and held["held"].keys() == expected.keys(),
+            "messages": len(held["sizes"]),
+            "grown": grown,
+            "model": sum(p.ds_numel * 2 for p in engine.module.parameters()),
+        }
+    print("RESULT " + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

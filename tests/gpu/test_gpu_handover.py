@@ -1,0 +1,30 @@
+"""A hand-over to another process over NCCL, which needs a GPU for each of the two."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hang_guard import HANG
+
+pytestmark = pytest.mark.gpu
+SCRIPT = Path(__file__).parent / "handover_script.py"
+
+
+def test_handover_over_nccl(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL joins processes with a GPU each; this machine has one")
+    folders = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": os.pathsep.join(folders)}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path)], env=env, capture_output=True, text=True, timeout=HANG
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))[7:])
+    for way in ("merged", "fp8", "adapters"):
+        assert found[way]["equal"] and found[way]["messages"] > 1, found
+        # A block and a message: a model of 12 blocks is several times that.
+        assert found[way]["grown"] < found[way]["model"] / 2, found

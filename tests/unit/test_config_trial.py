@@ -1,0 +1,116 @@
+"""Experiments: every recipe with each of its pieces in high precision is a configuration that holds; and the watch."""
+
+import pytest
+from config_cases import ds_config, refusal, resolved
+
+from zeropp_fp8.config import (
+    RECIPES,
+    TRIAL_VARIABLE,
+    ConfigError,
+    Place,
+    Trial,
+    find_ranks_per_node,
+    pieces_of,
+    resolve,
+)
+from zeropp_fp8.numerics.bisect import halved
+
+PIECES = {
+    "lossless": [],
+    "zeropp": ["weights", "gradients_within", "gradients_between"],
+    "zeropp-diff": ["weights", "gradients_within", "gradients_between"],
+    "mxfp8": ["weights", "gradients_within", "gradients_between", "compute"],
+    "fp8-lm-o1": ["gradients", "compute"],
+    "fp8-lm": ["weights", "gradients", "compute", "optimizer", "activations"],
+    "fp8-lm-zeropp": ["weights", "gradients_within", "gradients_between", "gradients_at_rest", "compute", "optimizer"]
+    + ["activations"],
+    "qlora": ["weights", "gradients_within", "gradients_between", "frozen"],
+}
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    def resolve_it(section, **trial):
+        monkeypatch.setenv(TRIAL_VARIABLE, Trial(steps=3, file="f", **trial).model_dump_json())
+        return resolved(section)
+
+    return resolve_it
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_each_piece_by_itself_and_all(recipe, tried):
+    section = {"recipe": recipe, "numerics": {"every": 5}, "gather_granularity": "module", "seed": 4}
+    config = resolved(section)
+    pieces = pieces_of(config)
+    assert pieces == PIECES.get(recipe, pieces)
+    for piece in pieces:
+        one = tried(section, high=[piece])
+        assert pieces_of(one) == [other for other in pieces if other != piece]
+        assert one.numerics.every == 0 and one.secondary == config.secondary
+    for high in (pieces, ["all"]):
+        everything = tried(section, high=high)
+        assert not everything.quantizes or everything.partition != "slice"
+        assert (everything.seed, everything.gather_granularity) == (4, "module")
+    assert tried(section, high=["all"]).recipe == "lossless" and not everything.quantizes
+
+
+def test_layers_in_high_precision(tried):
+    config = tried({"recipe": "mxfp8", "compute": {"skip_modules": ["head"]}}, skip_modules=["a.b", "c"])
+    assert config.compute.skip_modules == ["head", "a.b", "c"]
+    assert tried({"recipe": "mxfp8"}, high=["compute"], skip_modules=["a"]).compute.format == "none"
+
+
+def test_trials_that_cannot_be(monkeypatch, tried):
+    with pytest.raises(ConfigError, match='"optimiser" is no piece'):
+        tried({"recipe": "fp8-lm"}, high=["optimiser"])
+    monkeypatch.setenv(TRIAL_VARIABLE, '{"steps": 3}')
+    with pytest.raises(ConfigError, match=f"{TRIAL_VARIABLE} is set by"):
+        resolve(ds_config({"recipe": "zeropp"}))
+    assert resolve(ds_config(None)) is None
+    places = [Place(rank, "a", "detect", {}, "x" * (rank > 1)) for rank in range(4)]
+    with pytest.raises(ConfigError, match="differs between rank 0 and rank 2: the launcher"):
+        find_ranks_per_node(places, 4)
+
+
+@pytest.mark.parametrize("guilty", [{3}, {0}, {6}, {2, 3}, {1, 5}])
+def test_layers_are_halved_down_to_those_at_fault(guilty):
+    """A distance that each guilty layer adds to, and each other one hardly."""
+    layers, runs = [f"layer{i}" for i in range(7)], []
+
+    def remaining(some):
+        runs.append(some)
+        return sum(1.0 if i in guilty else 0.01 for i in range(7) if layers[i] not in some)
+
+    found = halved(layers, remaining, remaining([]))
+    # One in each half: either takes half of it away.
+    assert found == (layers if len(guilty) > 1 else [f"layer{i}" for i in guilty])
+    assert len(runs) <= 1 + 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"recipe": "lossless"}, ["nothing to fall back from", 'use "stop"']),
+        ({"recipe": "fp8-lm-o1"}, ['cannot change "gradients.scales" in a running job']),
+        ({"recipe": "fp8-lm-zeropp"}, ['cannot change "gradients.store_format"', "rest in it"]),
+        ({"recipe": "zeropp", "optimizer": {"exp_avg_format": "fp8_e4m3"}}, ['cannot change "optimizer"']),
+        ({"recipe": "qlora"}, ['cannot change "frozen.format"', "is gone"]),
+        ({"recipe": "zeropp-diff"}, ['cannot change "weights.difference"', "add to copies"]),
+        ({"recipe": "zeropp", "activations": {"wire_format": "fp8"}}, ['cannot change "activations.wire_format"']),
+        ({"recipe": "zeropp", "partition": "whole_tensor"}, ['cannot change "partition"', "laid out at start"]),
+        ({"compute": {"format": "fp8"}, "compile": "blocks"}, ['cannot change "compile"', "graphs hold the casts"]),
+        ({"recipe": "zeropp", "secondary": {"memory_gb": 3}}, ['cannot change "secondary.memory_gb"']),
+    ],
+)
+def test_what_a_running_job_cannot_give_up(section, words):
+    message = refusal({**section, "numerics": {"watch": "fall_back"}})
+    assert all(word in message for word in ['"zeropp_fp8.numerics.watch": "fall_back"', *words]), message
+    assert resolved({**section, "numerics": {"watch": "stop"}}).observed
+
+
+@pytest.mark.parametrize(
+    "section", [{"recipe": "zeropp"}, {"compute": {"format": "fp8"}}, {"weights": {"format": "int8"}}]
+)
+def test_what_it_can(section):
+    assert resolved({**section, "numerics": {"watch": "fall_back"}}).observed
+    assert not resolved(section).observed and resolved({**section, "numerics": {"every": 1}}).observed

@@ -1,0 +1,140 @@
+"""What became of numbers, by definition; and the command that shows a run's samples."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from numerics import signal_to_noise_db
+
+from zeropp_fp8.__main__ import main as command
+from zeropp_fp8.compute.scaling import DelayedScaling
+from zeropp_fp8.config import ComputeConfig
+from zeropp_fp8.numerics.measure import SUMS, meaning, measure
+from zeropp_fp8.numerics.sample import Sampler
+from zeropp_fp8.numerics.show import latest, read
+
+
+def measured(exact, decoded):
+    sums, amax = measure(torch.tensor(exact), torch.tensor(decoded))
+    return meaning(sums.tolist(), amax.item())
+
+
+def test_every_number_by_its_definition():
+    found = measured([4.0, 0.0, 1e-3, -460.0, 1000.0, math.nan, 5.0], [4.0, 0.0, 0.0, -448.0, 448.0, 1.0, math.inf])
+    noise = 1e-6 + 12.0**2 + 552.0**2
+    signal = 16 + 1e-6 + 460.0**2 + 1000.0**2
+    assert found["snr_db"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-6)
+    assert found["amax"] == 1000
+    # 460 is within half a step of 448 (E4M3), 1000 is not.
+    assert (found["underflow"], found["overflow"], found["non_finite"]) == (1 / 7, 1 / 7, 2 / 7)
+    assert measured([0.0, 1.0], [0.0, 1.0])["snr_db"] is None
+    assert measured([1e-9, 2.0], [0.0, 0.0])["overflow"] == 0
+    assert measured([1e-9, 2.0], [0.0, 0.0])["underflow"] == 1
+    sums, amax = measure(torch.empty(0), torch.empty(0))
+    assert not sums.any() and amax == 0 and meaning(sums.tolist(), 0.0)["snr_db"] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_of_parts_are_those_of_the_whole(dtype):
+    exact = torch.randn(999, 7).to(dtype)
+    decoded = exact.float().to(torch.float8_e4m3fn).float()
+    parts = [measure(a, b) for a, b in zip(exact.split(100), decoded.split(100))]
+    sums, amax = sum(one for one, _ in parts), max(one for _, one in parts)
+    found = meaning(sums.tolist(), amax.item())
+    assert found["snr_db"] == pytest.approx(signal_to_noise_db(exact, decoded), abs=1e-6)
+    assert found["amax"] == exact.abs().max().item() and sums[SUMS.index("count")] == exact.numel()
+
+
+def row(kind, layer, snr_db, **others):
+    return {"kind": kind, "layer": layer, "snr_db": snr_db, "amax": 1.0, "underflow": 0.0, "overflow": 0.0} | {
+        "non_finite": 0.0,
+        **others,
+    }
+
+
+SAMPLES = [
+    {"engine": 0, "step": 100, "cost": None, "rows": [row("weights", "a", 43.0), row("weights", "b", 12.0)]},
+    {"engine": 1, "step": 100, "cost": None, "rows": [row("weights", "other", 1.0)]},
+    {
+        "engine": 0,
+        "step": 200,
+        "cost": {"seconds": 1.0, "share": 0.004},
+        "rows": [row("weights", "a", 42.0), row("gradients", "a", None, underflow=0.25, non_finite=0.5)],
+    },
+]
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "numerics.jsonl"
+    file.write_text("".join(json.dumps(sample) + "\n" for sample in SAMPLES))
+    return file
+
+
+def test_the_command_shows_the_worst_layers(path, tmp_path, capsys):
+    picture = tmp_path / "numerics.png"
+    command(["numerics", str(path), "--worst", "1", "--picture", str(picture)])
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert [line.split() for line in lines[1:3]] == [
+        ["gradients", "exact", "1", "25%", "0%", "50%", "200", "a"],
+        ["weights", "12.0", "1", "0%", "0%", "0%", "100", "b"],
+    ]
+    assert lines[3:] == ["weights: 1 more", "samples took 0.4 % of the time of 1 intervals"]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert [(one["layer"], one["step"]) for one in latest(read(path))] == [("a", 200), ("b", 100), ("a", 200)]
+
+
+def test_what_cannot_be_shown(path, tmp_path):
+    for arguments, said in (
+        ([str(path), "--engine", "7"], 'no sample of engine 7; set "numerics"'),
+        ([str(tmp_path / "none")], "No such file"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            command(["numerics", *arguments])
+    path.write_text('{"loss": 1}\n')
+    with pytest.raises(SystemExit, match="line 1, is no sample"):
+        command(["numerics", str(path)])
+
+
+def test_operands_that_are_cast_where_they_are_made():
+    """Norms and gated products hand operands on; a sample sees them, and changes nothing."""
+    scaling = DelayedScaling(ComputeConfig(format="fp8"))
+    layers = scaling.add_layer(), scaling.add_layer()
+    x, gate, up, grad = (torch.randn(32, 64) for _ in range(4))
+    weight, ones = torch.rand(64), torch.rsqrt(x.square().mean(dim=1) + 1e-6)
+
+    def made():
+        pairs = [scaling.rms_norm_input(0, x, weight, ones, True, True, keep_values=False)]
+        pairs += [scaling.swiglu_input(1, gate, up, True, True)]
+        return *pairs, scaling.swiglu_gradients(layers, grad, gate, up, True)
+
+    before = made()
+    sampler = Sampler.__new__(Sampler)  # no engine: only what a step of it looks at
+    kinds = [("compute_activations", 0), ("compute_activations", 1), ("compute_gradients", 0), ("compute_gradients", 1)]
+    sampler.rows, sampler._replaced = {key: row for row, key in enumerate(kinds)}, []
+    sampler.sums, sampler.amax = torch.zeros(4, len(SUMS), dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    sampler._host_seconds = 0.0
+    sampler._look_at_products(scaling)
+    after = made()
+    assert copy.deepcopy(scaling).quantize.__func__ is DelayedScaling.quantize  # copies are not looked at
+    for owner, name in sampler._replaced:
+        delattr(owner, name)
+    for one, other in zip(before[2], after[2]):
+        assert torch.equal(one[0].codes.view(torch.uint8), other[0].codes.view(torch.uint8))
+    assert after[0][0] is None and torch.equal(after[1][0], before[1][0])
+    silu = torch.sigmoid(gate.double())
+    exact = [
+        weight.double() * x.double() * ones.double()[:, None],
+        gate.double() * silu * up.double(),
+        grad.double() * up.double() * silu * (1 + gate.double() * (1 - silu)),
+        grad.double() * gate.double() * silu,
+    ]
+    operands = [after[0][1][0], after[1][1][0], after[2][0][0], after[2][1][0]]
+    for row, (values, operand) in enumerate(zip(exact, operands)):
+        found = meaning(sampler.sums[row].tolist(), sampler.amax[row].item())
+        assert found["snr_db"] == pytest.approx(signal_to_noise_db(values, operand.dequantize()), abs=1e-3)
+        assert found["amax"] == pytest.approx(values.abs().max().item(), rel=1e-5)
+    assert sampler.rows == {}

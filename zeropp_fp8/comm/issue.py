@@ -1,0 +1,132 @@
+"""The one place where buffers are handed to the backend: counted by the ledger, and timed where somebody asks.
+
+DeepSpeed's comms logger asks in its ds_config. In its summary a row is named for what a message is part of and where it
+goes, such as
+
+    zeropp_fp8 all_to_all_single of gradients between nodes (2 ranks)
+
+and the message size is what this rank sends to others, the ledger's bytes. Both rates of a row are that over the time:
+of all these collectives it is what DeepSpeed calls busbw, whose own formula knows the ranks of the world only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeropp_fp8.comm.ledger import WireLedger, exact
+from zeropp_fp8.comm.topology import INTER, Level
+
+_LOGGED_AS = {"all_gather_single": "all_gather_into_tensor"}  # torch 2.13's name: DeepSpeed's
+_BYTES_BY_TIME = "send"  # to CommsLogger, whose rates are the message's bytes by the time for it
+
+
+def issue(
+    collective: Callable[..., dist.Work | None],
+    *arguments: Any,
+    level: Level,
+    ledger: WireLedger | None,
+    sent: int,
+    by_all: int | None = None,
+    async_op: bool = True,
+) -> dist.Work | None:
+    """Start a collective of torch.distributed over a level; None if it is not to be waited for.
+
+    Args:
+        arguments: of the collective, buffers first.
+        sent, by_all: bytes for other ranks, see WireLedger.sent.
+    """
+    if ledger is None:
+        return collective(*arguments, group=level.group, async_op=async_op)
+    where = f"of {ledger.kind} {'between' if level.link == INTER else 'within'} nodes ({level.size} ranks)"
+    # DeepSpeed's analysis of stragglers wants the same messages on every rank: of unequal ones the mean.
+    size = sent if by_all is None else exact(by_all / ledger.world_size)
+    work = timed(ledger, collective, arguments, level.group, async_op, level.link, where, size)
+    ledger.sent(level.link, sent, by_all)
+    return work
+
+
+def all_reduce(tensor: Tensor, op: dist.ReduceOp, group: Any, ledger: WireLedger) -> None:
+    """A small all-reduce over all ranks of a group, in place; counted by the ring formula."""
+    num_bytes, ranks = tensor.numel() * tensor.element_size(), ledger.world_size
+    where = f"of {ledger.kind} ({ranks} ranks)"
+    timed(ledger, dist.all_reduce, (tensor, op), group, False, None, where, exact(2 * num_bytes * (ranks - 1) / ranks))
+    ledger.sent_around_ring(num_bytes, rounds=2)
+
+
+def timed(
+    ledger: WireLedger | None,
+    collective: Callable[..., dist.Work | None],
+    arguments: Sequence[Any],
+    group: Any,
+    async_op: bool,
+    link: str | None,
+    where: str,
+    size: float,
+) -> dist.Work | None:
+    """Start a collective, and let those know of it who ask the ledger: a comms logger that is on, who times links."""
+    logger, times = (None, None) if ledger is None else (ledger.comms_logger, ledger.times)
+    name = ""
+    if logger is not None and logger.enabled:
+        operation = _LOGGED_AS.get(collective.__name__, collective.__name__)
+        name = f"zeropp_fp8 {operation} {where}"
+        if not (logger.prof_all or operation in logger.prof_ops or name in logger.prof_ops):
+            name = ""
+    if not name and (times is None or link is None):
+        return collective(*arguments, group=group, async_op=async_op)
+    work = Timed(collective, arguments, group)
+    if times is not None and link is not None:
+        times.append((link, work))
+    if name:
+        work.at_end = lambda seconds: logger.append(_BYTES_BY_TIME, name, 1e3 * seconds, size)
+    return work if async_op else work.wait()
+
+
+class Timed:
+    """A collective under way whose time is taken; stands for its handle.
+
+    `at_end(seconds)` is called when it is first waited for. DeepSpeed's logger stops the host as soon as it has started
+    a collective. Here that could be for good: which gathers and reductions come first may differ between ranks, where
+    parameters are not used.
+    """
+
+    at_end: Callable[[float], None] | None = None
+
+    def __init__(self, collective: Callable[..., dist.Work], arguments: Sequence[Any], group: Any) -> None:
+        buffer: Tensor = arguments[0]
+        self._events = None
+        if buffer.is_cuda:
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._events[0].record()
+        self._start, self._end = time.perf_counter(), None
+        self._work = collective(*arguments, group=group, async_op=True)
+        if self._events is not None:
+            self._work.wait()  # the stream, not the host: what it does next shall not count
+            self._events[1].record()
+        else:
+            self._work.get_future().add_done_callback(self._ended)
+
+    def _ended(self, future: Any) -> None:
+        self._end = time.perf_counter()
+
+    def wait(self) -> None:
+        """The current stream (on a CPU: the host) waits for the collective; on a GPU the host too, if `at_end` asks."""
+        self._work.wait()
+        at_end, self.at_end = self.at_end, None
+        if at_end is not None:
+            start, end = self.interval()
+            at_end(end - start)
+
+    def interval(self, origin: torch.cuda.Event | None = None) -> tuple[float, float]:
+        """Seconds at which it began and ended, by the host's clock, or on a GPU since `origin` (its own start); the
+        host waits for the end."""
+        if self._events is None:
+            return self._start, self._end or time.perf_counter()
+        start, end = self._events
+        end.synchronize()
+        return tuple((origin or start).elapsed_time(event) / 1e3 for event in (start, end))

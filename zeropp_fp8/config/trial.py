@@ -1,0 +1,92 @@
+"""A job as an experiment: parts of its precision given up, for some steps, by an environment variable.
+
+`python -m zeropp_fp8 reference` and `bisect` start the launch line of a job several times; scripts and ds_configs stay
+as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from zeropp_fp8.config.sections import SECTION, ConfigError, GradientsConfig, NumericsConfig, PluginConfig
+
+TRIAL_VARIABLE = "ZEROPP_FP8_TRIAL"
+# piece -> fields of the gradients section; every other piece is a section of its name, as it is by default.
+_OF_GRADIENTS: dict[str, dict[str, Any]] = {
+    "gradients_within": {"intra_format": "none"},
+    "gradients_between": {"inter_format": "none", "error_feedback": False},
+    "gradients_at_rest": {"store_format": "none"},
+}
+
+
+class Trial(BaseModel):
+    """What one run of an experiment does; JSON in ZEROPP_FP8_TRIAL.
+
+    Attributes:
+        steps: after which every rank ends, with status 0.
+        file: where rank 0 writes what each step gave.
+        high: pieces (`pieces_of`) in high precision; "all" of them: the recipe `lossless`.
+        skip_modules: name patterns of layers that compute in high precision besides those of the section.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    steps: int
+    file: str
+    high: list[str] = []
+    skip_modules: list[str] = []
+
+    def applied(self, config: PluginConfig) -> PluginConfig:
+        """The configuration that the run has."""
+        if "all" in self.high:
+            kept = ("seed", "topology", "gather_granularity", "compile", "trl_generation", "checkpoint", "report")
+            return PluginConfig(recipe="lossless", **{name: getattr(config, name) for name in kept})
+        changes: dict[str, Any] = {"numerics": NumericsConfig()}
+        known = pieces_of(config)
+        for piece in self.high:
+            if piece not in known:
+                raise ConfigError(f'{TRIAL_VARIABLE}: "{piece}" is no piece of "{SECTION}"; pieces are {known}')
+            if piece in _OF_GRADIENTS:
+                gradients = changes.get("gradients", config.gradients)
+                changes["gradients"] = gradients.model_copy(update=_OF_GRADIENTS[piece])
+            else:
+                changes[piece] = type(getattr(config, piece))()
+        if self.skip_modules and "compute" not in self.high:
+            patterns = [*config.compute.skip_modules, *self.skip_modules]
+            changes["compute"] = config.compute.model_copy(update={"skip_modules": patterns})
+        changed = config.model_copy(update=changes)
+        if not config.quantizes_gradients or changed.quantizes_gradients:
+            return changed
+        # DeepSpeed reduces them: in equal slices, and to what it keeps.
+        return changed.model_copy(
+            update={"gradients": GradientsConfig(), "partition": "slice", "partition_split": "balance"}
+        )
+
+
+def trial_from_environment() -> Trial | None:
+    """What ZEROPP_FP8_TRIAL asks for, if it is set."""
+    text = os.environ.get(TRIAL_VARIABLE)
+    try:
+        return Trial.model_validate_json(text) if text else None
+    except ValidationError as error:
+        raise ConfigError(f"{TRIAL_VARIABLE} is set by python -m zeropp_fp8 reference, not by hand: {error}") from None
+
+
+def pieces_of(config: PluginConfig) -> list[str]:
+    """What a configuration has in low precision, in pieces that can be given up one by one."""
+    gradients, alone = config.gradients, config.gradients.scales == "block"
+    used = {
+        "weights": config.weights.format != "none" or config.weights.difference.format != "none",
+        "gradients": config.quantizes_gradients and not alone,  # codes are added as they come: all or nothing
+        "gradients_within": gradients.intra_format != "none" and alone,
+        "gradients_between": gradients.inter_format != "none" and alone,
+        "gradients_at_rest": gradients.store_format != "none" and alone,
+        "compute": config.computes_in_low_precision,
+        "optimizer": config.stores_states_in_low_precision,
+        "frozen": config.frozen.format != "none",
+        "activations": config.activations.wire_format != "none",
+    }
+    return [name for name, is_used in used.items() if is_used]

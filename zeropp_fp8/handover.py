@@ -1,0 +1,13 @@
+"""Hand the weights of a training engine to an engine that generates elsewhere, a block of the model at a time.
+
+    source = WeightSource(engine)                        # on every rank
+    for name, tensor in source: ...                      # on every rank, each step; or Transfer, or vllm_transfer
+
+It is imported only where it is asked for. See docs/handover.md.
+"""
+
+from zeropp_fp8.zero.handover.source import ParamMeta, WeightSource
+from zeropp_fp8.zero.handover.transfer import Transfer, TransferGroup, TransferInit, received
+from zeropp_fp8.zero.handover.vllm import vllm_transfer
+
+__all__ = ["ParamMeta", "Transfer", "TransferGroup", "TransferInit", "WeightSource", "received", "vllm_transfer"]

@@ -1,0 +1,279 @@
+"""A sampled step: what weights, gradients and operands lose on their way, layer by layer, while the step is made.
+
+    weights                    this rank's part of a weight, as the gather has brought it, against its shard
+    gradients                  what the optimizer gets, against the exact mean over ranks and micro-batches
+    gradients_within_nodes     what the hop within nodes alone would have made of it (two hops, scales of blocks)
+    compute_weights, compute_activations, compute_gradients    operands of FP8 and MX products, against their matrices
+
+What travels exactly (norms, biases, a format "none") is left out, and so are weights that rest as codes. Exact means
+take a reduction of their own in fp32, and those within nodes another one. Nothing of it changes what is trained.
+
+Cost: a step that is not sampled makes two calls. A sampled one looks at one in `parts` of the gather units, in turn.
+What it cost is written beside the numbers, with its share of the time since the last sample: its seconds beyond the
+mean of the steps before it, as it begins and ends with the device idle; or the host's seconds in comparisons and their
+reductions, where these are more (steps differ by more than a sample takes).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.comm.lanes import Lane
+from zeropp_fp8.comm.reduce_scatter import Reduction, Rings
+from zeropp_fp8.compute.casts import gradients_of_swiglu
+from zeropp_fp8.compute.operand import Float8Operand
+from zeropp_fp8.compute.products import GATHERED_OPERAND
+from zeropp_fp8.compute.scaling import DelayedScaling, Scaling
+from zeropp_fp8.config import SECTION, ConfigError
+from zeropp_fp8.numerics.measure import SUMS, meaning, measure
+from zeropp_fp8.zero.observer import Observer
+from zeropp_fp8.zero.session import told_by_all
+
+WITHIN, WHOLE = "gradients_within_nodes", "gradients"
+
+
+class Sampler(Observer):
+    """Samples every `numerics.every` steps of an engine that trains, each thing at its first use in the step.
+
+    Making one is collective.
+
+    Raises:
+        ConfigError: rank 0 cannot write to `numerics.file`; on every rank.
+    """
+
+    def __init__(self, engine, number: int) -> None:
+        self.session = session = engine.zeropp_fp8_session
+        self.stage, self.config = engine.optimizer, session.config.numerics
+        self.number, self.path = number, Path(self.config.file)
+        refusal = told_by_all(self._cannot_write("") if session.topology.rank == 0 else None, session.topology.group)[0]
+        if refusal:
+            raise ConfigError(f'"{SECTION}.numerics.file": {refusal}; name a file that rank 0 can write')
+        self.names = {param: name.removesuffix(".weight") for name, param in engine.module.named_parameters()}
+        layers = session.conversion.converted if session.conversion else {}
+        self.layer_of = {id(layer.own_weight()): layer.precision.layer for layer in layers.values()}
+        # Ranks draw different numbers, and not those that training draws.
+        self.generator = torch.Generator().manual_seed(session.config.seed * 1000003 + 700001 + session.topology.rank)
+        self.sampling = False
+        self._ended, self._ended_at = self._now(), engine.global_steps
+        self._begin_if_due(engine.global_steps + 1)
+
+    # -- a sampled step ----------------------------------------------------------------------------------------------
+
+    def _begin_if_due(self, step: int) -> None:
+        """Begin to look on, if `step`, which is the next one, is to be sampled."""
+        if step % self.config.every:
+            return
+        session, units = self.session, self.stage.gatherer.units
+        self.step, self.sampling, self._begun, self._host_seconds = step, True, self._now(), 0.0
+        turn = step // self.config.every % self.config.parts
+        self.units = units[turn :: self.config.parts]
+        params = [p for unit in self.units for p in unit.params]
+        self.reduced = {p for p in params if p.requires_grad and len(p.ds_shape) > 1}
+        self.means: dict[str, dict[Parameter, Tensor]] = {WITHIN: {}, WHOLE: {}}
+        self.rows: dict[tuple[str, int], int] = {}  # (kind, id of a Parameter or number of a layer) -> place, to come
+        self.of_row: list[tuple[str, str]] = []
+        for param in params:
+            roles = ("weights", "activations", "gradients") if id(param) in self.layer_of else ()
+            keys = [(kind, id(param)) for kind in ("weights", WITHIN, WHOLE)]
+            keys += [(f"compute_{role}", self.layer_of[id(param)]) for role in roles]
+            for kind, key in keys:
+                self.rows[kind, key] = len(self.of_row)
+                self.of_row.append((kind, self.names[param]))
+        self.sums = torch.zeros(len(self.of_row), len(SUMS), dtype=torch.float64, device=session.device)
+        self.amax = torch.zeros(len(self.of_row), dtype=torch.float64, device=session.device)
+        self._look_on()
+
+    def _look_on(self) -> None:
+        """Stand between the parts of the engine and who calls them."""
+        self._replaced: list[tuple[object, str]] = []
+        self._before(self.stage.gatherer, "finish", self._finish)
+        if self.session.config.quantizes_gradients and not self.stage.offload_optimizer:
+            for name in ("start", "sum_in_node"):
+                self._before(self.stage.reducer, name, self._reduce)
+        if self.session.conversion is not None:
+            self._look_at_products(self.session.conversion.scaling)
+
+    def _look_at_products(self, scaling: Scaling) -> None:
+        self._before(scaling, "quantize", self._quantize)
+        if isinstance(scaling, DelayedScaling):  # which casts some operands where they are made
+            self._before(scaling, "rms_norm_input", self._fused_input)
+            self._before(scaling, "swiglu_input", self._fused_input)
+            self._before(scaling, "swiglu_gradients", self._fused_gradients)
+
+    def _before(self, owner: object, name: str, look: Callable) -> None:
+        own = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: look(own, *args, **kwargs))
+        self._replaced.append((owner, name))
+
+    def _note(self, kind: str, key: int, exact: Tensor, decoded: Tensor) -> None:
+        start, row = time.perf_counter(), self.rows.pop((kind, key))
+        self.sums[row], self.amax[row] = measure(exact, decoded)
+        self._host_seconds += time.perf_counter() - start
+
+    def gradients_are_there(self) -> None:
+        """All gradients of the step are reduced: compare them."""
+        if not self.sampling:
+            return
+        for param, exact in self.means[WHOLE].items():
+            if param in self.means[WITHIN]:
+                self._note(WITHIN, id(param), exact, self.means[WITHIN][param])
+            if param.requires_grad:  # and was not frozen on the way
+                own = self.stage.get_local_fp32_grad_for_param(param).view(-1)[: exact.numel()]
+                self._note(WHOLE, id(param), exact, own)
+
+    def step_ended(self) -> None:
+        """After every step of the optimizer; a sampled one is written down. Collective then."""
+        step = self.session.engine().global_steps + 1  # DeepSpeed counts it when it returns
+        if self.sampling:
+            self.sampling = False
+            for owner, name in self._replaced:
+                delattr(owner, name)
+            self._write(step)
+            del self.means, self.sums, self.amax
+        self._begin_if_due(step + 1)
+
+    # -- what it looks at --------------------------------------------------------------------------------------------
+
+    def _finish(self, finish: Callable, unit) -> None:
+        wanted = unit in self.units and not unit.kind.sends_what_rests and not unit.shards_are_values
+        missing = [p for p in unit.params if p.ds_status.name != "AVAILABLE"] if wanted else ()
+        finish(unit)
+        for param in missing:
+            if ("weights", id(param)) in self.rows and not unit.is_exact(param):
+                operand = param.__dict__.get(GATHERED_OPERAND)
+                values = param.data if operand is None else operand.dequantize()
+                own = self.session.placement.own_part(param, values)
+                shard = param.ds_tensor.data.view(-1)[: own.numel()].to(own.device)
+                self._note("weights", id(param), shard, own)
+
+    def _reduce(self, reduce: Callable, params: Sequence[Parameter], grads: Sequence[Tensor], *others, **options):
+        chosen = [i for i, param in enumerate(params) if param in self.reduced]
+        if chosen:
+            session, topology = self.session, self.session.topology
+            some = [params[i] for i in chosen]
+            grads_hp = [grads[i].view(params[i].ds_shape).float() for i in chosen]
+            self._add(WHOLE, some, grads_hp, None)
+            hops = topology.nodes > 1 and topology.ranks_per_node > 1 and session.intra_format is not None
+            if hops and session.config.gradients.scales == "block":
+                self._add(WITHIN, some, grads_hp, session.intra_format)
+        return reduce(params, grads, *others, **options)
+
+    @torch.no_grad()
+    def _add(self, kind: str, params: list[Parameter], grads_hp: list[Tensor], intra_format) -> None:
+        """Add this rank's parts of the mean over ranks, exact but for `intra_format`. Collective."""
+        start, session, device = time.perf_counter(), self.session, self.session.device
+        args = ([p.ds_shape for p in params], [torch.float32] * len(params), session.topology, intra_format, None)
+        plan = session.placement.reduce_plan(params, *args, device, add_codes=False)
+        parts = [torch.zeros(session.own_numel(p), device=device) for p in params]
+        here = Lane.here()
+        reduction = Reduction(Rings.on(device), here, here, session.ledger, self.generator)
+        with session.ledger.counting("other"):
+            for _ in plan.run(grads_hp, parts, reduction):
+                pass
+        for param, part in zip(params, parts):
+            self.means[kind][param] = part + self.means[kind].get(param, 0.0)
+        self._host_seconds += time.perf_counter() - start
+
+    def _see_operands(self, layer: int, role: str, matrix: Tensor, pair) -> None:
+        """What a cast has made of a matrix, along the first axis that was asked for."""
+        if (f"compute_{role}", layer) not in self.rows:
+            return
+        operand, exact = (pair[0], matrix) if pair[0] is not None else (pair[1], matrix.t())
+        decoded = operand.dequantize() if isinstance(operand, Float8Operand) else operand
+        if decoded is not None:
+            self._note(f"compute_{role}", layer, exact, decoded)
+
+    def _quantize(self, quantize: Callable, layer, role, matrix, plain, transposed, scale=None, training=True):
+        pair = quantize(layer, role, matrix, plain, transposed, scale, training)
+        if training:
+            self._see_operands(layer, role, matrix, pair)
+        return pair
+
+    def _fused_input(self, made: Callable, layer, *args, keep_values=True):
+        """Of a norm or a gated product, whose last argument is `training`."""
+        values, pair = made(layer, *args, keep_values=True)
+        if args[-1]:
+            self._see_operands(layer, "activations", values, pair)
+        return values if keep_values else None, pair
+
+    def _fused_gradients(self, made: Callable, layers, grad, gate, up, transposed):
+        pairs = made(layers, grad, gate, up, transposed)
+        for layer, exact, pair in zip(layers, gradients_of_swiglu(grad, gate, up), pairs):
+            self._see_operands(layer, "gradients", exact, pair)
+        return pairs
+
+    # -- what it says ------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _now() -> float:
+        """Seconds, when the device has done all that it was given."""
+        get_accelerator().synchronize()
+        return time.perf_counter()
+
+    def _write(self, step: int) -> None:
+        group = self.session.topology.group
+        with self.session.ledger.counting("other"):
+            for table, op in ((self.sums, dist.ReduceOp.SUM), (self.amax, dist.ReduceOp.MAX)):
+                dist.all_reduce(table, op=op, group=group)
+                self.session.ledger.sent_around_ring(table.numel() * table.element_size(), rounds=2)
+        sums, amax = self.sums.tolist(), self.amax.tolist()
+        now, others = self._now(), step - 1 - self._ended_at
+        cost = None
+        if others > 0:
+            seconds = max(self._host_seconds, now - self._begun - (self._begun - self._ended) / others)
+            cost = {"seconds": seconds, "share": seconds / (now - self._ended)}
+        self._ended, self._ended_at = now, step
+        rows = [
+            {"kind": kind, "layer": layer, **meaning(sums[i], amax[i])}
+            for i, (kind, layer) in enumerate(self.of_row)
+            if sums[i][0]
+        ]
+        self.session.numerics = summary(rows)
+        if self.session.topology.rank == 0:
+            problem = self._cannot_write(
+                json.dumps({"engine": self.number, "step": step, "cost": cost, "rows": rows}) + "\n"
+            )
+            print(progress(step, rows, cost) + (f"; not written: {problem}" if problem else ""), flush=True)
+
+    def _cannot_write(self, text: str) -> str | None:
+        """Append to the file; says what prevents it, for which a run is not to end."""
+        try:
+            with self.path.open("a") as file:
+                file.write(text)
+        except OSError as error:
+            return str(error)
+        return None
+
+
+def lowest(rows: Sequence[dict]) -> dict[str, dict]:
+    """{kind: the row of the layer with the least signal-to-noise} of what lost anything."""
+    kinds: dict[str, dict] = {}
+    for row in rows:
+        if row["snr_db"] is not None and row["snr_db"] < kinds.get(row["kind"], row | {"snr_db": 1e9})["snr_db"]:
+            kinds[row["kind"]] = row
+    return kinds
+
+
+def summary(rows: Sequence[dict]) -> dict[str, float]:
+    """A sample as a few numbers with names, for who draws them over time."""
+    found = {f"numerics/{kind}/lowest_snr_db": row["snr_db"] for kind, row in lowest(rows).items()}
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        for share in ("underflow", "overflow", "non_finite"):
+            found[f"numerics/{kind}/highest_{share}"] = max(row[share] for row in rows if row["kind"] == kind)
+    return found
+
+
+def progress(step: int, rows: Sequence[dict], cost: dict | None) -> str:
+    """A sample as a line."""
+    worst = [f"{kind} {row['snr_db']:.1f} dB in {row['layer']}" for kind, row in lowest(rows).items()]
+    took = f"; {cost['seconds']:.2g} s, {100 * cost['share']:.2g} % of the time since the last sample" if cost else ""
+    return f"zeropp_fp8: numerics of step {step}: lowest " + (", ".join(worst) or "none: nothing was rounded") + took

@@ -1,0 +1,107 @@
+"""The samples of a run: which layers lose most, as a table, and all of them over time, as a picture.
+
+python -m zeropp_fp8 numerics numerics.jsonl
+python -m zeropp_fp8 numerics numerics.jsonl --picture numerics.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def read(path: str, engine: int = 0) -> list[dict]:
+    """The samples of one engine, in the order in which they were taken.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: there is no sample, or a line is none.
+    """
+    samples = []
+    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
+        sample = json.loads(line)
+        if not isinstance(sample, dict) or not {"engine", "step", "cost", "rows"} <= sample.keys():
+            raise ValueError(f"{path}, line {number}, is no sample of numerics")
+        if sample["engine"] == engine:
+            samples.append(sample)
+    if not samples:
+        raise ValueError(f'{path} has no sample of engine {engine}; set "numerics": {{"every": 100}} in the section')
+    return samples
+
+
+def latest(samples: Sequence[dict]) -> list[dict]:
+    """Of each kind and layer the newest row, with its step; those with the least signal-to-noise come first."""
+    rows = {(row["kind"], row["layer"]): {**row, "step": one["step"]} for one in samples for row in one["rows"]}
+    return sorted(rows.values(), key=lambda row: (row["kind"], math.inf if row["snr_db"] is None else row["snr_db"]))
+
+
+def table(samples: Sequence[dict], worst: int) -> str:
+    """The layers of each kind that lose most, and what sampling cost."""
+    lines = [f"{'kind':<24}{'dB':>7}{'amax':>10}{'to zero':>10}{'cut off':>10}{'not finite':>12}{'step':>8}  layer"]
+    shown: dict[str, int] = {}
+    for row in latest(samples):
+        shown[row["kind"]] = shown.get(row["kind"], 0) + 1
+        if shown[row["kind"]] <= worst:
+            snr_db = "exact" if row["snr_db"] is None else f"{row['snr_db']:.1f}"
+            to_zero, cut_off, not_finite = (f"{100 * row[s]:.2g}%" for s in ("underflow", "overflow", "non_finite"))
+            shares = f"{to_zero:>10}{cut_off:>10}{not_finite:>12}"
+            lines.append(f"{row['kind']:<24}{snr_db:>7}{row['amax']:>10.3g}{shares}{row['step']:>8}  {row['layer']}")
+    lines += [f"{kind}: {count - worst} more" for kind, count in shown.items() if count > worst]
+    costs = [sample["cost"]["share"] for sample in samples if sample["cost"]]
+    if costs:
+        lines.append(f"samples took {100 * sum(costs) / len(costs):.2g} % of the time of {len(costs)} intervals")
+    return "\n".join(lines)
+
+
+def draw(samples: Sequence[dict], path: str) -> None:
+    """A map for each kind, layers by samples, coloured by signal-to-noise; what was not sampled is white."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    kinds: dict[str, dict[str, list[float]]] = {}
+    for place, sample in enumerate(samples):
+        for row in sample["rows"]:
+            values = kinds.setdefault(row["kind"], {}).setdefault(row["layer"], [math.nan] * len(samples))
+            values[place] = math.nan if row["snr_db"] is None else row["snr_db"]
+    heights = [1 + 0.16 * len(layers) for layers in kinds.values()]
+    options = {"figsize": (10, 2 + sum(heights)), "squeeze": False, "height_ratios": heights, "layout": "constrained"}
+    figure, axes = pyplot.subplots(len(kinds), 1, **options)
+    for axis, (kind, layers) in zip(axes[:, 0], kinds.items()):
+        image = axis.imshow(list(layers.values()), aspect="auto", interpolation="nearest", cmap="RdYlGn")
+        axis.set_yticks(range(len(layers)), layers, fontsize=5)
+        axis.set_xticks(range(len(samples)), [sample["step"] for sample in samples], fontsize=6, rotation=90)
+        axis.set_title(f"{kind}: signal-to-noise in dB, by step", fontsize=9)
+        figure.colorbar(image, ax=axis)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exit status 1 where there is nothing to show."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m zeropp_fp8 numerics", description=__doc__, formatter_class=formatter
+    )
+    parser.add_argument("file", help="numerics.file of the section")
+    parser.add_argument("--engine", type=int, default=0, help="which engine that trains, in the order of their making")
+    parser.add_argument("--worst", type=int, default=5, help="layers of each kind in the table")
+    parser.add_argument("--picture", help="draw all samples into this file (matplotlib)")
+    arguments = parser.parse_args(argv)
+    try:
+        samples = read(arguments.file, arguments.engine)
+        print(table(samples, arguments.worst))
+        if arguments.picture:
+            draw(samples, arguments.picture)
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{error}: pip install matplotlib, or leave --picture out") from None
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Watching for losses that jump, and for what is not finite: then the run stops, or goes on in high precision.
+
+All ranks decide alike: from the loss's mean over ranks, which an all-reduce leaves bitwise the same on each, and from
+DeepSpeed's own flag for gradients that are not finite on some rank. The all-reduce of two numbers stands where the step
+waits for the device anyway.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeropp_fp8.config import SECTION
+from zeropp_fp8.zero.observer import Observer
+
+WINDOW, LEAST = 32, 8  # losses that a jump is measured by: at most, and at least
+SMALLEST_SPREAD = 0.01  # of the mean loss: a run whose losses hardly differ would see jumps everywhere
+
+
+def jumps(loss: float, earlier: deque[float], spike: float) -> bool:
+    """Whether a loss is above the mean of earlier ones by more than `spike` standard deviations."""
+    if len(earlier) < LEAST:
+        return False
+    mean = statistics.fmean(earlier)
+    return loss > mean + spike * max(statistics.pstdev(earlier), SMALLEST_SPREAD * abs(mean))
+
+
+class Watch(Observer):
+    """Does what `numerics.watch` says where a loss jumps or is not finite, or gradients are not (without fp16's scale).
+
+    Raises:
+        FloatingPointError: "stop", on every rank in the same step: before its update where a loss tells.
+        RuntimeError: no loss came through `engine.backward`.
+    """
+
+    def __init__(self, engine) -> None:
+        self.session, self.stage = engine.zeropp_fp8_session, engine.optimizer
+        self.config = self.session.config.numerics
+        self.scales_loss = engine.fp16_enabled()
+        self.sums = torch.zeros(2, dtype=torch.float64, device=self.session.device)  # losses, and how many
+        self.earlier: deque[float] = deque(maxlen=WINDOW)
+        self.problem: str | None = None
+        self.fell_back = False
+
+    def loss_is(self, loss: Tensor) -> None:
+        self.sums[0] += loss.detach().double().sum()
+        self.sums[1] += 1
+
+    def gradients_are_there(self) -> None:
+        dist.all_reduce(self.sums, group=self.session.topology.group)
+        with self.session.ledger.counting("other"):
+            self.session.ledger.sent_around_ring(self.sums.numel() * 8, rounds=2)
+        total, count = self.sums.tolist()
+        self.sums.zero_()
+        if not count:
+            raise RuntimeError(
+                f'"{SECTION}.numerics.watch" looks at losses, and none came through engine.backward(loss); call it '
+                'instead of loss.backward(), or set watch to "none"'
+            )
+        loss = total / count
+        if not math.isfinite(loss):
+            self.problem = f"the loss is {loss}"
+        elif jumps(loss, self.earlier, self.config.spike):
+            self.problem = f"the loss is {loss:.4g}, the mean of the {len(self.earlier)} before it "
+            self.problem += f"{statistics.fmean(self.earlier):.4g}"
+        else:
+            self.earlier.append(loss)
+        self._stop_if_asked()
+
+    def step_ended(self) -> None:
+        if self.stage.overflow and not self.scales_loss and self.problem is None:
+            self.problem = "gradients are not finite"
+            self._stop_if_asked()
+        if self.problem is None:
+            return
+        says = "weights, gradients and products are in high precision already"
+        if not self.fell_back:
+            self.fell_back = True
+            fall_back(self.stage)
+            says = (
+                "from the next step on weights and gradients travel in 16 or 32 bits, and linear layers compute in "
+                "them. A run that resumes from a checkpoint begins with its section's formats again"
+            )
+        if self.session.topology.rank == 0:
+            print(f"zeropp_fp8: step {self._step()}: {self.problem}; {says}", flush=True)
+        self.problem = None
+
+    def _stop_if_asked(self) -> None:
+        if self.problem and self.config.watch == "stop":
+            problem = f"zeropp_fp8: step {self._step()}: {self.problem}"
+            raise FloatingPointError(f'{problem}; "{SECTION}.numerics.watch" stops the run')
+
+    def _step(self) -> int:
+        return self.session.engine().global_steps + 1  # DeepSpeed counts it when it returns
+
+
+def fall_back(stage) -> None:
+    """Let weights and gradients travel, and linear layers compute, in high precision. Between steps, on every rank."""
+    session, gatherer = stage.session, stage.gatherer
+    session.weight_format = session.intra_format = session.inter_format = None
+    stage.reducer.formats_changed()
+    if session.conversion is not None:
+        session.conversion.scaling.rests = True
+    persistent = stage.persistent_parameters
+    gatherer.partition(persistent)
+    gatherer.formats_changed()
+    with session.ledger.counting("other"):
+        gatherer.gather_now(persistent)

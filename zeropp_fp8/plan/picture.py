@@ -1,0 +1,46 @@
+"""Step time against what a node sends to others, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from zeropp_fp8.plan.job import Cluster, PlanError
+
+LOWEST, HIGHEST, POINTS = 1.0, 1000.0, 61  # Gbit/s, evenly by their logarithm
+
+
+def draw(file: str, seconds_of: Mapping[str, Callable[[float], float]], cluster: Cluster, of: str) -> None:
+    """Write a picture with a line a method.
+
+    Args:
+        file: its ending says the format.
+        seconds_of: method -> seconds at so many Gbit/s.
+        of: what takes the time, in words.
+
+    Raises:
+        PlanError: one node, which has no such link; matplotlib is not there, or does not write that format.
+    """
+    if cluster.nodes == 1:
+        raise PlanError("--picture draws step time against the rate between nodes, and there is one node; give --nodes")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlanError(
+            f"--picture needs matplotlib, which cannot be imported ({error}): pip install matplotlib"
+        ) from None
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    formats = FigureCanvasAgg(figure).get_supported_filetypes()
+    if Path(file).suffix[1:].lower() not in formats:
+        raise PlanError(f"--picture {file}: matplotlib writes {', '.join(sorted(formats))}; end the name with one")
+    rates = [LOWEST * (HIGHEST / LOWEST) ** (i / (POINTS - 1)) for i in range(POINTS)]
+    axes = figure.subplots()
+    for name, seconds in seconds_of.items():
+        axes.loglog(rates, [1e3 * seconds(rate) for rate in rates], label=name)
+    axes.axvline(cluster.inter_gbit, color="gray", linestyle=":", label=f"{cluster.inter_gbit:g} Gbit/s, as planned")
+    axes.set_xlabel("a node sends (Gbit/s)")
+    axes.set_ylabel(f"{of} (ms, modelled)")
+    axes.grid(which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(file)

@@ -1,0 +1,131 @@
+"""What bounds a run's steps, measured once early in it, and said where it is not what quantizing saves.
+
+A share is the time of a step in which a collective is under way on a kind of link, whether or not something is computed
+meanwhile: without it a step could be 1 / (1 - share) times as fast at most. On each rank it holds the wait for the
+others too; the least of all ranks' is the link's own (DeepSpeed's comms logger finds stragglers in the same way).
+
+While it measures (4 steps after the first 3) there are two events a collective on a GPU, and the host waits for the
+device after each backward: what is left to do then tells whether the device was behind the host all the time, or has
+waited for it. One small all-reduce ends it; steps before and after are as they were.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zeropp_fp8.comm.issue import all_reduce
+from zeropp_fp8.comm.topology import INTER, INTRA
+from zeropp_fp8.zero.session import Session
+
+FIRST, STEPS = 3, 4  # the first ones compile kernels, and fill buffers and the allocator
+BOUND = 0.5  # a share above which links are what bounds
+BEHIND = 0.05  # of a step: less than this left to do after backward means that the device has waited for the host
+SMALL = 256 * 1024  # bytes: a message of a rank that takes as long for its latency as for its bytes (50 us, 5 GB/s)
+
+
+@dataclass(frozen=True)
+class StepShares:
+    """Of a step of `seconds`: the shares in which links between and within nodes are busy, and (on a GPU, else None)
+    the share that is left to do when the host has issued everything; collectives a rank starts, and bytes of each."""
+
+    seconds: float
+    between: float
+    within: float
+    behind: float | None
+    messages: float
+    message_bytes: float
+
+
+def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one interval lasts."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+class StepWatch:
+    """Measures the shares of one engine. It is told of each backward and step, on every rank."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._on_gpu = session.device.type == "cuda"
+        self._start = self._left = 0.0
+        self._origin: torch.cuda.Event | None = None
+
+    def backward_is_issued(self) -> None:
+        """The host has nothing more to issue for a backward."""
+        if self._session.ledger.times is not None and self._on_gpu:
+            before = time.perf_counter()
+            torch.cuda.synchronize(self._session.device)
+            self._left += time.perf_counter() - before
+
+    def end_step(self) -> None:
+        """A step has ended. Collective in the step that ends the measurement."""
+        steps = self._session.ledger.steps
+        if steps == FIRST:
+            self._begin()
+        elif steps == FIRST + STEPS:
+            self._finish()
+
+    def _now(self) -> float:
+        if self._on_gpu:
+            torch.cuda.synchronize(self._session.device)
+        return time.perf_counter()
+
+    def _begin(self) -> None:
+        self._start, self._session.ledger.times = self._now(), []
+        if self._on_gpu:
+            self._origin = torch.cuda.Event(enable_timing=True)
+            self._origin.record()
+
+    def _finish(self) -> None:
+        session, ledger = self._session, self._session.ledger
+        seconds, times = self._now() - self._start, ledger.times
+        ledger.times = None
+        shares = [busy_seconds(work.interval(self._origin) for on, work in times if on == link) / seconds
+                  for link in (INTER, INTRA)]  # fmt: skip
+        measured = torch.tensor([*shares, self._left / seconds, seconds], dtype=torch.float64, device=session.device)
+        all_reduce(measured, dist.ReduceOp.MIN, session.topology.group, ledger)
+        between, within, behind, seconds = measured.tolist()
+        sent = sum(sum(links.values()) for links in ledger.report()["per_step"].values())
+        messages = len(times) / STEPS
+        session.shares = StepShares(
+            seconds / STEPS, between, within, behind if self._on_gpu else None, messages, sent / max(1.0, messages)
+        )
+        text = explained(session.shares, session)
+        if text is not None and session.topology.rank == 0:
+            print(text, flush=True)
+
+
+def explained(shares: StepShares, session: Session) -> str | None:
+    """Why fewer bytes between nodes make a run's steps little faster; None where they are what bounds them."""
+    topology, small = session.topology, shares.message_bytes < SMALL
+    messages = f"{shares.messages:.0f} messages a step of {shares.message_bytes / 1e3:.0f} kB"
+    if shares.between >= BOUND and not (small and topology.nodes > 1):
+        return None
+    gain = f"at most {1 / (1 - min(shares.between, 0.99)):.2f} x as fast"
+    if topology.world_size == 1:
+        why = "one rank: nothing is sent. What is left of the recipe is memory, and FP8 products"
+    elif shares.between >= BOUND:
+        why = f'latency: {messages}; larger blocks or more tokens a step, or "gather_granularity": "block"'
+    elif shares.within >= BOUND:
+        why = f"links within nodes, busy {100 * shares.within:.0f} %: fewer bits there, or more tokens a step"
+    elif shares.behind is not None and shares.behind < BEHIND:
+        why = f"Python: the GPU has waited for it ({100 * shares.behind:.1f} % of a step left to do after backward, "
+        why += f'{messages}); more tokens a micro-batch, "compile": "blocks", or "gather_granularity": "block"'
+    else:
+        on = "computing" if shares.behind is not None else "computing, on the CPU"
+        why = f"{on}: all links are idle most of the time. FP8 products, or a smaller batch a GPU, change that"
+    nodes = "there is one node" if topology.nodes == 1 else f"links between nodes are busy {100 * shares.between:.0f} %"
+    return (
+        f"zeropp_fp8: no speed-up to expect from fewer bytes between nodes: in steps {FIRST + 1} to {FIRST + STEPS} of "
+        f"{1e3 * shares.seconds:.1f} ms {nodes} (without them {gain}). What bounds them: {why}. "
+        '("report.diagnose": false leaves this out)'
+    )

@@ -1,0 +1,47 @@
+"""Work in which every rank has to do its part of the collectives, whatever fails on some of them; then all raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+
+class Lockstep:
+    """Does things on a rank until one fails there. It must go on gathering with the others, and then all raise.
+
+    Args:
+        what: fails, in the message.
+        here: whether this rank does anything.
+    """
+
+    def __init__(self, what: str, here: bool = True) -> None:
+        self._what, self._here = what, here
+        self.error: Exception | None = None
+
+    def call(self, action: Callable, *arguments):
+        """The action's result; None where nothing is done, and after something has failed."""
+        return self.always(action, *arguments) if self._here and self.error is None else None
+
+    def always(self, action: Callable, *arguments):
+        """The action's result, whatever has failed; None where it fails. The first failure counts."""
+        try:
+            return action(*arguments)
+        except Exception as error:  # raised on every rank by raise_everywhere
+            self.error = self.error or error
+            return None
+
+    def failures(self) -> list[str]:
+        """What failed, by rank. Collective."""
+        own = self.error and f"{type(self.error).__name__}: {self.error}"
+        everyones = [own]
+        if dist.is_initialized():
+            everyones = [None] * dist.get_world_size()
+            dist.all_gather_object(everyones, own)
+        return [f"{self._what} failed on rank {rank}: {error}" for rank, error in enumerate(everyones) if error]
+
+    def raise_everywhere(self) -> None:
+        """Raise what failed on the first of the ranks on which something did. Collective."""
+        failures = self.failures()
+        if failures:
+            raise RuntimeError(failures[0]) from self.error
