@@ -292,6 +292,20 @@ def offloaded_with_copies():
     return found
 
 
+def gradient_bytes():
+    """{keys: bytes that a rank sends for gradients in a step}; and the number of parameters."""
+    switch(True)
+    found = {}
+    for name, keys in {"reduce-scatter": {}, "all-reduce": ALL_REDUCED, "in fp32": ALL_REDUCED}.items():
+        more = {"bf16": {"enabled": True}, **({"communication_data_type": "fp32"} if name == "in fp32" else {})}
+        engine = make_engine(llama(), ds_config(section("lossless", **MODULE), **keys, **more))
+        trained(engine, 2)
+        found[name] = sum(zeropp_fp8.wire_report(engine)["per_step"]["gradients"].values())
+        numel = sum(p.ds_numel for p in engine.module.parameters())
+        engine.destroy()
+    return found, numel
+
+
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,14 @@ def test_offload_with_a_copy_in_each_node():
             assert between_nodes == 0, kind
 
 
+def test_bytes_of_an_all_reduce():
+    """A ring of two ranks sends each element once to reduce it, and once more where all ranks get all of it."""
+    for found, numel in run_two(jobs.gradient_bytes):
+        assert found["reduce-scatter"] == pytest.approx(numel * 2 / 2, rel=1e-3), "slices are padded"
+        assert found["all-reduce"] == 2 * numel * 2 / 2
+        assert found["in fp32"] == 2 * numel * 4 / 2
+
+
 REFUSED = {
     "pipeline, stage 1": ("ConfigError", ("zeropp_fp8", "PipelineModule", "remove the section")),
     "pipeline, stage 3": ("ConfigError", ("zeropp_fp8", "PipelineModule", "remove the section")),

@@ -36,6 +36,7 @@ CHECKPOINT_ENTRY = "zeropp_fp8"
 _LEAF = "ds_z3_leaf_module"
 # The double-underscore methods of DeepSpeed's class, by the names under which Python stores them.
 AVG_SCATTER_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+AVG_SCATTER_CONTIGUOUS_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
 
 
 class ZeroppStage3(Stage3Base):
@@ -349,20 +350,30 @@ class ZeroppStage3(Stage3Base):
         with _Replaced(self, "reduce_and_partition_stream", _NoWait()):
             super().independent_gradient_partition_epilogue()
 
+    def _count_gradients(self, numel: int, communication_data_type: torch.dtype | None, rounds: int) -> None:
+        """DeepSpeed reduces `numel` elements by itself; `rounds` 2 when it is an all-reduce."""
+        ledger = self.session.ledger
+        with ledger.counting("gradients"):
+            dtype = communication_data_type or self.communication_data_type
+            ledger.sent_around_ring(numel * dtype.itemsize, rounds)
+            ledger.stock_would_send(numel)
+
     def _avg_scatter_grads(self, params: list[Parameter], communication_data_type=None) -> list[Tensor]:
         """Mean gradient of a bucket, this rank's slices; DeepSpeed's own reduce-scatter when nothing is quantized."""
         session = self.session
         if not session.config.quantizes_gradients:
-            with session.ledger.counting("gradients"):
-                numel = sum(p.ds_tensor.ds_numel for p in params) * session.topology.world_size
-                dtype = communication_data_type or self.communication_data_type
-                session.ledger.sent_around_ring(numel * dtype.itemsize)
-                session.ledger.stock_would_send(numel)
+            numel = sum(p.ds_tensor.ds_numel for p in params) * session.topology.world_size
+            self._count_gradients(numel, communication_data_type, rounds=1)
             stock = getattr(super(), AVG_SCATTER_GRADS)
             return stock(params) if communication_data_type is None else stock(params, communication_data_type)
         names = [self._names[p.ds_id] for p in params]
         grads = [p.grad.view(p.ds_shape) for p in params]
         return self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
+
+    def _avg_scatter_contiguous_grads(self, buffer: Tensor, *communication_data_type: torch.dtype) -> list[Tensor]:
+        """The same by an all-reduce of the whole bucket: `"reduce_scatter": false`, nothing is quantized then."""
+        self._count_gradients(buffer.numel(), next(iter(communication_data_type), None), rounds=2)
+        return getattr(super(), AVG_SCATTER_CONTIGUOUS_GRADS)(buffer, *communication_data_type)
 
     def get_fp32_grad_for_param(self, param: Parameter) -> Tensor | None:
         self._finish_resting()
@@ -547,6 +558,7 @@ class ZeroppStage3(Stage3Base):
 
 
 setattr(ZeroppStage3, AVG_SCATTER_GRADS, ZeroppStage3._avg_scatter_grads)
+setattr(ZeroppStage3, AVG_SCATTER_CONTIGUOUS_GRADS, ZeroppStage3._avg_scatter_contiguous_grads)
 
 
 def _load_or_start_afresh(what, state, nothing, consequence: str) -> None:
