@@ -78,10 +78,11 @@ class Reader(nn.Module):
 KINDS = ("parent", "regularizer", "tied use", "pair", "early and late", "weight_norm")
 
 
-def train(kind, the_section, steps=2, accumulation=2, leaf=False, unequal=False, checkpointed=False):
+def train(kind, the_section, steps=2, accumulation=2, leaf=False, unequal=False, checkpointed=False, others=0):
     """Losses, weights, and bytes of gradients a step.
 
-    `unequal`: ranks differ in what they use of blocks. `checkpointed`: blocks are run again in backward.
+    `unequal`: ranks differ in what they use of blocks. `checkpointed`: blocks are run again in backward. `others`:
+    engines that are made later over the same model, to evaluate.
     """
     import deepspeed
 
@@ -93,6 +94,7 @@ def train(kind, the_section, steps=2, accumulation=2, leaf=False, unequal=False,
     each_block = {"zero_optimization": {"reduce_bucket_size": 5000}} if unequal else {}
     config = ds_config(the_section, gradient_accumulation_steps=accumulation, **each_block)
     engine = make_engine(model, config, optimizer="sgd", lr=0.1)
+    later = [make_engine(model, config, optimizer=None) for _ in range(others)]
     torch.manual_seed(5 + rank)
     losses = []
     for step in range(steps * accumulation):
@@ -102,7 +104,8 @@ def train(kind, the_section, steps=2, accumulation=2, leaf=False, unequal=False,
         losses.append(loss.item())
     sent = zeropp_fp8.wire_report(engine)["per_step"]["gradients"] if the_section else None
     weights = full_weights(engine.module)
-    engine.destroy()
+    for each in (engine, *later):
+        each.destroy()
     return {"losses": losses, "weights": weights, "sent": sent}
 
 
@@ -117,11 +120,12 @@ def reductions(recipe, kinds, fields=None):
     return {kind: train(kind, section(recipe, **(fields or {}))) for kind in (None, *kinds)}
 
 
-def with_unequal_ranks(recipe, kinds, checkpointed, fields=None):
+def with_unequal_ranks(recipe, kinds, checkpointed=False, fields=None, others=0):
     """{kind: a run} where ranks differ in what they use of blocks."""
     the_section = section(recipe, **(fields or {}))
     with set_checkpoint_early_stop(False):  # what is run again then reaches the hooks after the block
-        return {kind: train(kind, the_section, unequal=True, checkpointed=checkpointed) for kind in kinds}
+        options = {"unequal": True, "checkpointed": checkpointed, "others": others}
+        return {kind: train(kind, the_section, **options) for kind in kinds}
 
 
 def reference(kind, unequal=False, steps=2, accumulation=2, world=2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from freezing_jobs import exact_loss
@@ -80,15 +82,16 @@ def _trained(engine, tokens):
     return losses
 
 
+def _over(kind, model, trains):
+    section = section_of("zeropp", partition="whole_tensor") if kind == "whole tensors" else section_of(kind)
+    return make_engine(model, ds_config(section), optimizer="adamw" if trains else None)
+
+
 def over_one_model(kind):
     """{who was made when: (losses of training, losses of evaluation by the engine that trains, and by the other)}."""
     switch(True)
-    config = ds_config(section_of("zeropp", partition="whole_tensor") if kind == "whole tensors" else section_of(kind))
-    tokens = list(batches(5, dist.get_rank()))
+    tokens, made = list(batches(5, dist.get_rank())), functools.partial(_over, kind)
     found = {}
-
-    def made(model, trains):
-        return make_engine(model, config, optimizer="adamw" if trains else None)
 
     trains = made(llama(), True)
     before = _loss(trains, tokens[4])
@@ -125,6 +128,31 @@ def over_one_model(kind):
     own.append(_loss(trains, tokens[4]))
     found["trains first"] = losses, own, others
     return found
+
+
+def before_a_later_one(first, later, destroyed):
+    """Losses of an engine that trains alone, and beside one that is made later and evaluates; or what it raises."""
+    switch(True)
+    tokens, found = list(batches(5, dist.get_rank())), {}
+    for name in ("alone", "beside"):
+        model = llama()
+        trains = _over(first, model, True)
+        losses = _trained(trains, tokens[:2])
+        if name == "beside":
+            evaluates = _over(later, model, False)
+            _loss(evaluates, tokens[4])
+            if destroyed:
+                evaluates.destroy()
+        try:
+            found[name] = losses + _trained(trains, tokens[2:4]) + [_loss(trains, tokens[4])]
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found
+
+
+def before_later_ones(pairs, destroyed):
+    """`before_a_later_one` of pairs."""
+    return {pair: before_a_later_one(*pair, destroyed) for pair in pairs}
 
 
 def over_one_model_each(kinds):

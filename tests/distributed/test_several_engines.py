@@ -69,6 +69,33 @@ def test_two_engines_over_one_model(kind, over_one_model):
             assert (trained, own, others) == (losses, evaluated, evaluated), order
 
 
+# Where the second has weights on other ranks, or in other formats, than the first.
+LATER = [
+    ("lossless", "FP8 states"),
+    ("zeropp", "whole tensors"),
+    ("whole tensors", "FP8 states"),
+    ("zeropp-diff", "zeropp"),
+    ("FP8 operands", "FP8 states"),
+    ("fp8-lm", "zeropp"),
+]
+ELSEWHERE = [("zeropp", "whole tensors"), ("whole tensors", "FP8 states"), ("fp8-lm", "zeropp")]
+
+
+def test_training_goes_on_after_a_later_engine_has_ended():
+    """As with stock: what the later one has taken over is given back, to where it was."""
+    for found in run_two(jobs.before_later_ones, pairs=LATER, destroyed=True, timeout=400):
+        for (first, _), run in found.items():
+            within = 1e-4 if first == "zeropp-diff" else 0  # all weights cross anew
+            assert run["beside"] == pytest.approx(run["alone"], rel=within, abs=0), first
+
+
+def test_training_beside_a_later_engine_that_has_weights_elsewhere():
+    for found in run_two(jobs.before_later_ones, pairs=ELSEWHERE, destroyed=False, timeout=400):
+        for run in found.values():
+            assert "a later engine over this model keeps its weights on other ranks" in run["beside"]
+            assert "destroy()" in run["beside"] and "zeropp_fp8.partition" in run["beside"]
+
+
 def test_an_engine_over_a_part_of_the_model_of_another():
     for said in run_two(jobs.over_a_part):
         assert "another engine has this model and more" in said and "call its destroy() first" in said

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.compiled import CompiledBlocks, leave_untraced
-from zeropp_fp8.zero.gather.adopted import by_engine, is_stored
+from zeropp_fp8.zero.gather.adopted import is_stored
 from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
 from zeropp_fp8.zero.gather.gatherer import Gatherer
@@ -87,6 +87,19 @@ def _after_backward_of(offload: ZeroppOffload, module: nn.Module) -> type[torch.
 
     PostBackwardFunctionModule.offload = offload
     return PostBackwardFunctionModule
+
+
+def _put_back(module: nn.Module, name: str) -> None:
+    """Give a module hooks and autograd function of the engine before that has not been destroyed, if there is one."""
+    function = module.__dict__[name]
+    while function is not None and hasattr(function, "offload") and function.offload.destroyed:
+        function = function.before
+    if function is None:
+        delattr(module, name)
+    else:
+        setattr(module, name, function)
+        if hasattr(function, "offload"):
+            function.offload._wake(module)
 
 
 class _OrdinaryTensors:
@@ -194,6 +207,10 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self._evaluating = False
         self._by_name: list[ZeROOrderedDict] = []
         self.generating = False  # inside zeropp_fp8.generation (generation/context.py)
+        self._earlier: list[ZeroppOffload] = []  # engines over (part of) this model, made before this one
+        self._later: list[ZeroppOffload] = []
+        self._hooks: dict[int, list[RemovableHandle]] = {}  # by the id of a module's dictionary of hooks
+        self._silent: dict[nn.Module, list[tuple[dict, int, Callable]]] = {}
         self.announced: str | None = None  # where weights stayed in the last one
         self.before_backward: Callable[[], None] | None = None  # told that a module's backward begins
         self.after_backward_of: Callable[[nn.Module], None] | None = None  # told of each module whose backward is over
@@ -204,11 +221,6 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         kinds = kinds_of(route)
         units = build_units(module, self.blocks, granularity, kinds)
         self.gatherer = Gatherer(route, kinds)
-        for previous, params in by_engine(param for unit in units for param in unit.params):
-            if previous is not None:
-                previous.leave(params)
-        for kind in kinds:
-            kind.place([unit for unit in units if unit.kind is kind])
         self.gatherer.adopt(units)
         self.param_coordinator = UnitCoordinator(
             self.gatherer,
@@ -232,13 +244,38 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def setup_zero_stage3_hooks(self) -> None:
         super().setup_zero_stage3_hooks()
-        leave_untraced((self.fwd_pre_hook, *self.forward_hooks, *self.backward_hooks))
+        hooks = (self.fwd_pre_hook, *self.forward_hooks, *self.backward_hooks)
+        leave_untraced(hooks)
+        for hook in hooks:
+            self._hooks.setdefault(id(hook.hooks_dict_ref()), []).append(hook)
 
     def _register_deepspeed_module(self, module, *args, **kwargs) -> None:
         """Put this project's autograd functions where DeepSpeed looks for its own before it makes them."""
-        module.pre_bwd_fn = _before_backward_of(self, module)
-        module.post_bwd_fn = _after_backward_of(self, module)
+        for name, made in {"pre_bwd_fn": _before_backward_of, "post_bwd_fn": _after_backward_of}.items():
+            before = module.__dict__.get(name)
+            setattr(module, name, made(self, module))
+            module.__dict__[name].before = before
+        earlier = getattr(before, "offload", None)  # DeepSpeed's own functions, of an engine without the plugin: None
+        if earlier is not None:
+            earlier._silence(module)
+            for engine in (earlier, *earlier._earlier):
+                if engine not in self._earlier:
+                    self._earlier.append(engine)
+                    engine._later.append(self)
         super()._register_deepspeed_module(module, *args, **kwargs)
+
+    def _silence(self, module: nn.Module) -> None:
+        """A later engine brings a module's parameters, also for calls by this one: one engine's hooks run at a time."""
+        taken = self._silent[module] = []
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for hook in self._hooks.get(id(hooks), ()):
+                if hook.id in hooks:
+                    taken.append((hooks, hook.id, hooks.pop(hook.id)))
+
+    def _wake(self, module: nn.Module) -> None:
+        """The later one has ended."""
+        for hooks, number, hook in self._silent.pop(module, ()):
+            hooks[number] = hook
 
     def _convert_to_zero_parameters(self, ds_config, module, mpu) -> None:
         """Afterwards, what is frozen goes into the store, if there is one."""
@@ -297,8 +334,10 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             self.gatherer.module_depth -= 1
 
     def release_backward_leftovers(self) -> None:
-        self._leave_unfinished()
-        self.param_coordinator.release_backward_leftovers()
+        for engine in (self, *self._later):
+            if not engine.destroyed:
+                engine._leave_unfinished()
+                engine.param_coordinator.release_backward_leftovers()
 
     def _check_usable(self) -> None:
         """Refuse parameters that may not be computed with, while no module is active yet.
@@ -323,8 +362,9 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def pre_sub_module_backward_function(self, sub_module, begins: bool = True) -> None:
         self._evaluating = False
-        if self.before_backward is not None:
-            self.before_backward()
+        for engine in self._over_the_model():
+            if engine.before_backward is not None:
+                engine.before_backward()
         with _OrdinaryTensors(), self.session.ledger.counting(self._kind(forward=False)):
             self.param_coordinator.fetch_sub_module(sub_module, forward=False)
         if begins:
@@ -336,15 +376,22 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         # Autograd runs what was done last first, so all gradients of the module's own parameters are there by now, but
         # for those of other uses.
         with _OrdinaryTensors():
-            if self.after_backward_of is not None:
-                self.after_backward_of(sub_module)
+            for engine in self._over_the_model():
+                if engine.after_backward_of is not None:
+                    engine.after_backward_of(sub_module)
             self.param_coordinator.release_sub_module(sub_module, forward=False)
+
+    def _over_the_model(self) -> list[ZeroppOffload]:
+        """This engine and those made earlier over (part of) the model: the backward may be one of theirs."""
+        return [engine for engine in (self, *self._earlier) if not engine.destroyed]
 
     def destroy(self) -> None:
         """Take the hooks off, and give the parameters DeepSpeed's own gathers back. The second time it does nothing."""
         if self.destroyed:
             return
         self.destroyed = True
+        for engine in self._earlier:
+            engine._later.remove(self)
         self._leave_unfinished()
         super().destroy()
         # DeepSpeed's constructor has put it there for good: no model would ever be freed.
@@ -354,7 +401,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             # A later engine over the model has its own; these would call this one.
             for name in ("pre_bwd_fn", "post_bwd_fn"):
                 if getattr(module.__dict__.get(name), "offload", None) is self:
-                    delattr(module, name)
+                    _put_back(module, name)
         if self._compiled is not None:
             self._compiled.undo()
         for block in self._made_leaf:

@@ -32,6 +32,10 @@ class Slices:
         start, numel = self.slice_of(param)
         return [(start, numel)] if numel else []
 
+    def of_all_ranks(self, param: Parameter) -> object:
+        """What lies on which rank, the same on all of them; equal for two placements that agree about a parameter."""
+        return slice_numel(param.ds_numel, self.world_size)
+
     def own_numel(self, param: Parameter) -> int:
         """Elements that this rank has of a parameter, without padding."""
         known = self._own_numel.get(param.ds_id)

@@ -108,6 +108,11 @@ class Session:
         """Elements that this rank has of a ZeRO-3 parameter, without padding."""
         return self.placement.own_numel(param)
 
+    def places_like(self, other: Session | None, param: torch.nn.Parameter) -> bool:
+        """Whether each rank has the same of a parameter as in another engine; None: as DeepSpeed cuts it."""
+        theirs = Slices(self.topology.rank, self.topology.world_size) if other is None else other.placement
+        return self.placement.of_all_ranks(param) == theirs.of_all_ranks(param)
+
     @property
     def rounds_stochastically(self) -> bool:
         """Whether the generators' states are part of what training depends on."""

@@ -289,6 +289,7 @@ class ZeroppStage3(Stage3Base):
         return bool(self.session.sums_numel) and not self.parameter_offload.destroyed
 
     def _begin_backward(self) -> None:
+        self.gatherer.check_placement()
         self._in_backward = True
         if self._order is not None:
             self._order.begin()
@@ -420,6 +421,7 @@ class ZeroppStage3(Stage3Base):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def step(self, closure=None) -> None:
+        self.gatherer.check_placement()
         loss_scale = self.loss_scale
         self._finish_resting()
         self._drop_gradients_of_frozen()

@@ -49,7 +49,7 @@ class FrozenOperands:
         if compute.scaling not in _ONE_SCALE or compute.evaluate_in == "high_precision":
             return
         weights = {id(module.weight) for module in conversion.converted.values()}
-        self._scales = {p.ds_id: None for p in params if id(p) in weights and _is_convertible(p)}
+        self._scales |= {p.ds_id: None for p in params if id(p) in weights and _is_convertible(p)}
 
     def __contains__(self, param: Parameter) -> bool:
         return param.ds_id in self._scales

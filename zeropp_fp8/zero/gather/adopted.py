@@ -30,6 +30,7 @@ class ParameterWire:
     stock_partition: Callable
     unit: Unit
     owner: Gatherer
+    before: ParameterWire | None = None  # of the engine that had it, and has it again when this one is destroyed
     lossy: bool = False  # param.data came through a quantized format
 
 

@@ -39,7 +39,7 @@ from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark, use
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.products import GATHERED_OPERAND, READ_AS_NUMBERS
-from zeropp_fp8.config import ConfigError
+from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.formats import WireFormat
 from zeropp_fp8.zero.gather.adopted import STATE, ParameterWire, by_engine, gather_by_engine, partition_by_engine
 from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
@@ -63,6 +63,13 @@ def outsized_units(units: Sequence[Unit], bytes_of: Callable[[Parameter], float]
     usual = sorted((size for unit, size in sizes.items() if not unit.persistent), reverse=True)[:3]
     single = [unit for unit in units if sum(len(p.ds_shape) > 1 for p in unit.params) == 1]
     return {unit for unit in single if usual and sizes[unit] > 2 * usual[-1]}
+
+
+def _still_there(state: ParameterWire | None) -> ParameterWire | None:
+    """The state of the last engine before that has not been destroyed."""
+    while state is not None and not state.owner.adopted:
+        state = state.before
+    return state
 
 
 class UnitsHandle:
@@ -92,7 +99,7 @@ class Gatherer:
         self.route, self.kinds, self.session, self.device = route, kinds, route.session, route.device
         self.adopted: dict[int, Parameter] = {}
         self.units: list[Unit] = []
-        self._num_adopted_units = 0
+        self._all_units: list[Unit] = []  # also those that another engine has now
         self.module_depth = 0
         self.live_numel = self.in_flight_numel = 0
         self.resident = False
@@ -113,37 +120,54 @@ class Gatherer:
     # -- adoption ------------------------------------------------------------------------------------------------
 
     def adopt(self, units: Sequence[Unit]) -> None:
-        """Put this gatherer's closures on the ZeRO-3 parameters of `units`."""
-        self.units, self._num_adopted_units = list(units), len(units)
-        for kind in self.kinds:
-            kind.adopt([param for unit in units if unit.kind is kind for param in unit.params])
+        """Take the ZeRO-3 parameters of `units`, from another engine over the same model too. Collective."""
+        params = [param for unit in units for param in unit.params]
+        before = {id(param): getattr(param, STATE, None) for param in params}
+        for previous, theirs in by_engine(params):
+            if previous is not None:
+                previous._leave(theirs)
+        self._all_units = list(units)
+        states = {}
+        world = self.route.world_size
         for unit in units:
             for param in unit.params:
-                state = ParameterWire(
+                states[param] = ParameterWire(
                     stock_all_gather=param.all_gather,
                     stock_all_gather_coalesced=param.all_gather_coalesced,
                     stock_partition=param.partition,
                     unit=unit,
                     owner=self,
+                    before=before[id(param)],
                 )
-                setattr(param, STATE, state)
-                param.all_gather_coalesced = self.all_gather_coalesced
-                param.all_gather = self._all_gather_closure(param)
-                param.partition = self._partition_closure(param)
                 self.adopted[param.ds_id] = param
-                world = self.route.world_size
                 self._padded_numel[param.ds_id] = slice_numel(param.ds_numel, world) * world
+        self._take_over(states)
         self._outsized = outsized_units(self.units, self.bytes_of)
 
-    def leave(self, params: Iterable[Parameter]) -> None:
+    def _take_over(self, states: Mapping[Parameter, ParameterWire]) -> None:
+        """Put this gatherer's closures on parameters that are DeepSpeed's, and their shards where they rest here."""
+        units = list({id(state.unit): state.unit for state in states.values()}.values())
+        for kind in self.kinds:
+            kind.place([unit for unit in units if unit.kind is kind])
+        for kind in self.kinds:
+            kind.adopt([param for unit in units if unit.kind is kind for param in unit.params])
+        for param, state in states.items():
+            setattr(param, STATE, state)
+            param.all_gather_coalesced = self.all_gather_coalesced
+            param.all_gather = self._all_gather_closure(param)
+            param.partition = self._partition_closure(param)
+        self.units = [unit for unit in self._all_units if all(map(self.has, unit.params))]
+        self.weights_changed(states)
+
+    def _leave(self, params: Sequence[Parameter]) -> None:
         """Another engine over the same model takes parameters over. Collective, before it adopts them.
 
-        From then on its hooks bring them, for this engine's calls of the model too, and only it holds copies of them.
+        From then on its hooks bring them, for this engine's calls of the model too, and only it holds copies of them,
+        until it is destroyed.
 
         Raises:
             ConfigError: of what is gathered together some would be left here.
         """
-        params = list(params)
         left, taken = self.units_of(params), {id(p) for p in params}
         if not self.session.collected and any(id(p) not in taken for unit in left for p in unit.params):
             raise ConfigError(
@@ -151,30 +175,38 @@ class Gatherer:
                 "call its destroy() first, or give both the same model"
             )
         for unit in left:
-            self.cancel(unit)
             unit.active_modules.clear()
             for param in unit.params:
                 param.ds_active_sub_modules.clear()
             self.release(unit)
+            self._forget_copies(unit)
         self.units = [unit for unit in self.units if unit not in left]
         self._let_go(params)
 
+    def _forget_copies(self, unit: Unit) -> None:
+        self.cancel(unit)
+        unit.changed()
+        unit.secondary = None
+
     def give_back(self) -> None:
-        """Give every parameter DeepSpeed's own closures back, and the buffers to the allocator."""
-        mine = [p for p in self.adopted.values() if getattr(p, STATE, None) and getattr(p, STATE).owner is self]
-        if self.session.collected and any(kind.leaves_together for kind in self.kinds):
+        """Give parameters to the engine that had them before, or DeepSpeed; and the buffers to the allocator."""
+        mine = [param for param in self.adopted.values() if self.has(param)]
+        previous = {param: _still_there(getattr(param, STATE).before) for param in mine}
+        engines = {id(state.owner): state.owner for state in previous.values() if state is not None}.values()
+        if self.session.collected and any(kind.leaves_together for each in (self, *engines) for kind in each.kinds):
             # The engine is collected, at a moment of this rank's own: nothing collective can be done. Parameters keep
             # the gatherer, whose gathers go on working; destroy() would have given them back.
             return
         for unit in self.units:
-            self.cancel(unit)
-            unit.changed()
-            unit.secondary = None
+            self._forget_copies(unit)
         for ring in (self._held_ring, self._gathered_ring, self._brought_ring):
             ring.clear()
         self._let_go(mine)
         self.adopted.clear()
-        self.units = []
+        self.units = self._all_units = []
+        for engine in engines:
+            theirs = {p: state for p, state in previous.items() if state is not None and state.owner is engine}
+            engine._take_over(theirs)
 
     def _let_go(self, params: Iterable[Parameter]) -> None:
         """Give parameters DeepSpeed's slices and closures again."""
@@ -204,6 +236,26 @@ class Gatherer:
             partition_by_engine([param] if param_list is None else param_list, has_been_updated, free_data)
 
         return partition
+
+    def check_placement(self) -> None:
+        """Gradients, or new weights, are about to go to where this engine has parameters.
+
+        Raises:
+            RuntimeError: a later engine over the model has them elsewhere. On all ranks.
+        """
+        for engine, params in self._elsewhere():
+            theirs = None if engine is None else engine.session
+            if not all(self.session.places_like(theirs, param) for param in params):
+                raise RuntimeError(
+                    "a later engine over this model keeps its weights on other ranks, so this one cannot train: "
+                    f"call the later one's destroy() first, or give both the same {SECTION}.partition"
+                )
+
+    def _elsewhere(self) -> list[tuple[Gatherer | None, list[Parameter]]]:
+        """Parameters that later engines over the model have taken over, by engine."""
+        if len(self.units) == len(self._all_units):
+            return []
+        return [(engine, params) for engine, params in by_engine(self.adopted.values()) if engine is not self]
 
     def has(self, param: Parameter) -> bool:
         """Whether a parameter is this engine's to gather."""
@@ -569,10 +621,11 @@ class Gatherer:
         Buffers of secondary shards stay allocated: the next step fills them again.
         """
         params = None if params is None else list(params)
-        if len(self.units) < self._num_adopted_units:  # others have some, and hold copies
-            for owner, theirs in by_engine(self.adopted.values() if params is None else params):
-                if owner not in (None, self):
-                    owner.weights_changed(theirs, by_step)
+        elsewhere = self._elsewhere()
+        if elsewhere:
+            for engine, theirs in elsewhere if params is None else by_engine(params):
+                if engine not in (None, self):  # it holds copies
+                    engine.weights_changed(theirs, by_step)
             params = params and [p for p in params if self.has(p)]
         for unit in self.units if params is None else self.units_of(params):
             self.cancel(unit)

@@ -73,7 +73,7 @@ class GemmWeights:
         self.granularity = _GRANULARITY[scaling]
         precisions = {id(module.weight): module.precision for module in conversion.converted.values()}
         for param in params:
-            if id(param) in precisions:
+            if id(param) in precisions and param not in self:  # they come back when a later engine ends
                 self._add(param, precisions[id(param)])
 
     def _add(self, param: Parameter, precision: LinearPrecision) -> None:

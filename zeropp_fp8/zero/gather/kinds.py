@@ -48,7 +48,7 @@ class Kind(ABC):
         """A unit of such parameters."""
 
     def place(self, units: Sequence[Unit]) -> None:
-        """Bring parameters to where they rest. Collective, before units are adopted."""
+        """Bring parameters from DeepSpeed's slices to where they rest. Collective, before units are adopted."""
 
     def adopt(self, params: Sequence[Parameter]) -> None:
         """Parameters of this kind belong to the engine from now on."""

@@ -72,6 +72,9 @@ class Owners(Slices):
         """All ranks' parts of a parameter, in ascending order of elements."""
         return self._parts[param.ds_id]
 
+    def of_all_ranks(self, param: Parameter) -> list[OwnedRange]:
+        return self.parts(param)
+
     def ranges(self, param: Parameter) -> list[Range]:
         return [(part.start, part.numel) for part in self.parts(param) if part.owner == self.rank and part.numel]
 

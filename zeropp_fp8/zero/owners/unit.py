@@ -106,9 +106,11 @@ class Owned(Kind):
 
     @torch.no_grad()
     def place(self, units: Sequence[Unit]) -> None:
-        """Plan who owns what, and replace DeepSpeed's slices by whole parts, one unit at a time."""
+        """Plan who owns what, if it is not planned, and replace DeepSpeed's slices by whole parts, unit by unit."""
         session = self.route.session
-        placement = session.placement = _plan_owners(session, units)
+        if not isinstance(session.placement, Owners):
+            session.placement = _plan_owners(session, units)
+        placement = session.placement
         for unit in units:
             unit.params[0].all_gather(unit.params)
             for param in unit.params:
