@@ -160,6 +160,20 @@ def over_one_model_each(kinds):
     return {kind: over_one_model(kind) for kind in kinds}
 
 
+def across_engines():
+    """What is said of a module of one engine that has a parameter of another among its own."""
+    import deepspeed
+
+    switch(True)
+    first, second = _engine("zeropp", 0, trains=True), _engine("zeropp", 1, trains=False)
+    theirs = second.module.lm_head.weight
+    deepspeed.zero.register_external_parameter(first.module.lm_head, theirs)
+    try:
+        _trained(first, batches(1, dist.get_rank()))
+    except RuntimeError as error:
+        return str(error)
+
+
 def over_a_part():
     """What is said of an engine over the first block of a model that another has."""
     switch(True)

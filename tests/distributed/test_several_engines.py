@@ -96,6 +96,11 @@ def test_training_beside_a_later_engine_that_has_weights_elsewhere():
             assert "destroy()" in run["beside"] and "zeropp_fp8.partition" in run["beside"]
 
 
+def test_a_parameter_of_another_engine():
+    for said in run_two(jobs.across_engines):
+        assert "a Linear uses parameters that another engine has" in said and "make one engine over both models" in said
+
+
 def test_an_engine_over_a_part_of_the_model_of_another():
     for said in run_two(jobs.over_a_part):
         assert "another engine has this model and more" in said and "call its destroy() first" in said

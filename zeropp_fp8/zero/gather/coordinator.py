@@ -97,7 +97,11 @@ class UnitCoordinator:
     # -- fetch and release -----------------------------------------------------------------------------------------
 
     def _members(self, module: nn.Module) -> tuple[list[Parameter], tuple[Unit, ...]]:
-        """(parameters that `module` uses itself, their units); external parameters may be added while it runs."""
+        """(parameters that `module` uses itself, their units); external parameters may be added while it runs.
+
+        Raises:
+            RuntimeError: not all are this engine's.
+        """
         if self._units is not self.gatherer.units:  # another engine has taken some over
             self._invalidate_trace()
             self._units = self.gatherer.units
@@ -105,7 +109,12 @@ class UnitCoordinator:
         held = self._of_module.get(id(module))
         if held is None or held[0] != len(external):
             own = module.parameters(recurse=z3_leaf_module(module))
-            params = list({id(p): p for p in (*own, *external.values()) if self.gatherer.has(p)}.values())
+            params = list({id(p): p for p in (*own, *external.values())}.values())
+            if not all(map(self.gatherer.has, params)):
+                raise RuntimeError(
+                    f"zeropp_fp8: a {type(module).__name__} uses parameters that another engine has: call that "
+                    "engine's destroy() if it is over the same model, or make one engine over both models"
+                )
             held = self._of_module[id(module)] = (len(external), params, self.gatherer.units_of(params))
         return held[1], held[2]
 
