@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from models import batches, ds_config, full_weights, llama, make_engine, section
 from parity_jobs import switch
+from ranks import printed
 
 from zeropp_fp8.config import TRIAL_VARIABLE, Trial
 from zeropp_fp8.formats import make_format
@@ -317,3 +318,45 @@ def watched(watch="fall_back", rank=2, factor=1000.0, recipe="zeropp", accumulat
 
 def watch_all(cases):
     return [watched(**case) for case in cases]
+
+
+def resumed(folder, cases):
+    """A run that falls back, saves, and goes on; beside it runs that resume from what it has saved, in a fresh engine.
+
+    Of each case: (losses after the checkpoint and those of the first run, the last weights of both, whether the engine
+    has fallen back, the losses that the watch compares with, what was printed while it loaded).
+    """
+    return [_resumed(os.path.join(folder, str(index)), **case) for index, case in enumerate(cases)]
+
+
+def _resumed(folder, watch="fall_back", **fields):
+    first = _watched_engine("fall_back", **fields)
+    tokens = [*batches(STEPS, dist.get_rank())]
+    losses = [_spiking_step(first, one, step) for step, one in enumerate(tokens[: SPIKE_AT + 1], start=1)]
+    first.save_checkpoint(folder)
+    losses = [_spiking_step(first, one, SPIKE_AT + 2) for one in tokens[SPIKE_AT + 1 :]]
+    weights = full_weights(first.module)
+    first.destroy()
+    second = _watched_engine(watch, **fields)
+    before = len(printed(dist.get_rank()))
+    second.load_checkpoint(folder)
+    said = printed(dist.get_rank())[before:]
+    session = second.zeropp_fp8_session
+    compared_with = [len(one.earlier) for one in session.observers]
+    fell_back = session.fell_back, session.weight_format is session.inter_format is None
+    again = [_spiking_step(second, one, SPIKE_AT + 2) for one in tokens[SPIKE_AT + 1 :]]
+    same = all(torch.equal(weight, weights[name]) for name, weight in full_weights(second.module).items())
+    second.destroy()
+    return again == losses, same, fell_back, compared_with, said
+
+
+def _watched_engine(watch, **fields):
+    switch(True)
+    return make_engine(llama(intermediate=128), ds_config(section("zeropp", numerics={"watch": watch}, **fields)))
+
+
+def _spiking_step(engine, tokens, step):
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    engine.backward(loss * (1000.0 if step == SPIKE_AT else 1.0))
+    engine.step()
+    return loss.item()

@@ -133,6 +133,30 @@ def test_all_ranks_fall_back_or_stop_in_the_same_step():
                 assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+RESUMED = [
+    {},
+    {**FP8, "weights": {"format": "fp8_e4m3"}},
+    {"gradients": {"error_feedback": True}},
+    {"watch": "stop"},
+    {"watch": "none"},
+]
+
+
+def test_a_resumed_run_goes_on_in_the_precision_it_was_saved_in(tmp_path):
+    found = run_ranks(jobs.resumed, folder=str(tmp_path), cases=RESUMED)
+    for rank, of_rank in enumerate(found):
+        for case, (same_losses, same_weights, fell_back, compared_with, said) in zip(RESUMED, of_rank):
+            watch = case.get("watch", "fall_back")
+            assert fell_back == ((True, True) if watch == "fall_back" else (False, False)), case
+            # The step that jumped is not among them.
+            assert compared_with == ([] if watch == "none" else [jobs.SPIKE_AT]), case
+            assert same_losses == same_weights == (watch == "fall_back"), case
+            told = (
+                "as in the run that saved the checkpoint, weights" if watch == "fall_back" else f'watch" is "{watch}"'
+            )
+            assert said.count(told) == (rank == 0), (case, said)
+
+
 def test_the_command_runs_a_launch_line_twice(tmp_path):
     """Under torchrun, of a script that knows nothing of it, with the ds_config as it is."""
     config = {

@@ -22,6 +22,7 @@ from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.config import SECTION
 from zeropp_fp8.zero.bound import StepWatch
+from zeropp_fp8.zero.fall_back import fall_back_as_saved
 from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.offload import ZeroppOffload
 from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
@@ -501,6 +502,11 @@ class ZeroppStage3(Stage3Base):
         held = self.gatherer.held_states(self.param_names)
         if held:
             extra["held weights"] = held
+        observers = {type(one).__name__: one.state_dict() for one in self.session.observers if one.state_dict()}
+        if observers:
+            extra["observers"] = observers
+        if self.session.fell_back:
+            extra["fell back"] = True
         if extra:
             extra["world"] = (self.session.topology.nodes, self.session.topology.ranks_per_node)
             state[CHECKPOINT_ENTRY] = extra
@@ -525,6 +531,10 @@ class ZeroppStage3(Stage3Base):
                 self.scales, (extra or {}).get("gradient_scales"), None, "gradient scales start afresh"
             )
         self._load_own_states(extra or {})
+        observers = (extra or {}).get("observers", {})
+        for observer in self.session.observers:
+            observer.load_state_dict(observers.get(type(observer).__name__, {}))
+        self._fell_back_before = "fell back" in (extra or {})
         topology = self.session.topology
         if self.reducer.error_feedback is not None:
             self.reducer.error_feedback.reset()
@@ -549,11 +559,14 @@ class ZeroppStage3(Stage3Base):
 
     def load_state_dict(self, *args, **kwargs) -> None:
         self._held_before: dict = {}
+        self._fell_back_before = False
         with self.session.ledger.counting(OUTSIDE):
             super().load_state_dict(*args, **kwargs)
         if kwargs.get("checkpoint_folder"):  # a universal checkpoint holds weights and optimizer state only
             self._load_own_entry(None)
         self.gatherer.weights_changed()
+        if self._fell_back_before:
+            fall_back_as_saved(self)
         self.gatherer.hold_again(self._held_before, self.param_names)
 
 
