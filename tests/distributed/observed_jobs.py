@@ -146,7 +146,7 @@ class _Clock:
     """A clock that collectives of one kind of link advance by a second each, and a training loop by what it likes."""
 
     def __init__(self):
-        self.now = 0.0
+        self.now, self.buckets = 0.0, 0
 
     def perf_counter(self):
         return self.now
@@ -162,6 +162,16 @@ class _Clock:
         slowed.__name__ = collective.__name__
         return slowed
 
+    def slow_bucket(self, reduce, seconds):
+        """DeepSpeed's own reduction of gradients, around all ranks."""
+
+        def slowed(*arguments, **options):
+            self.buckets += 1
+            self.now += seconds
+            return reduce(*arguments, **options)
+
+        return slowed
+
 
 def watched(cases, recipe="zeropp", steps=9):
     """{name: what was measured, printed and sent} of a run in which links of one kind take a second a message.
@@ -170,6 +180,7 @@ def watched(cases, recipe="zeropp", steps=9):
     """
     from types import SimpleNamespace
 
+    from deepspeed.runtime.zero import stage3 as by_deepspeed
     from models import section
 
     from zeropp_fp8.comm import all_gather, issue, reduce_scatter
@@ -177,10 +188,12 @@ def watched(cases, recipe="zeropp", steps=9):
 
     zeropp_fp8.enable()
     gather, exchange, found = all_gather._all_gather_single, dist.all_to_all_single, {}
+    reduce_bucket = by_deepspeed.reduce_scatter_coalesced
     for name, (link, computing, fields) in cases.items():
         clock, printed = _Clock(), io.StringIO()
         issue.time = bound.time = clock
-        engine = make_engine(llama(), ds_config(section(recipe, **fields), "bf16"))
+        engine = make_engine(llama(), ds_config(section(**{"recipe": recipe, **fields}), "bf16"))
+        by_deepspeed.reduce_scatter_coalesced = clock.slow_bucket(reduce_bucket, link == "inter")
         topology, per_step = engine.zeropp_fp8_session.topology, []
         slow = {"inter": topology.between.group, "intra": topology.within.group, "none": None}[link]
         all_gather._all_gather_single = clock.slow(gather, slow)
@@ -195,8 +208,9 @@ def watched(cases, recipe="zeropp", steps=9):
                 clock.now = before
                 per_step.append(engine.zeropp_fp8_session.ledger.times is not None)
         all_gather._all_gather_single, reduce_scatter.dist = gather, dist
+        by_deepspeed.reduce_scatter_coalesced = reduce_bucket
         shares = engine.zeropp_fp8_session.shares
         text = [line for line in printed.getvalue().splitlines() if line.startswith("zeropp_fp8: no speed-up")]
         engine.destroy()
-        found[name] = shares, text, per_step
+        found[name] = shares, text, per_step, clock.buckets / steps
     return found

@@ -18,7 +18,7 @@ from deepspeed.utils import logger, z3_leaf_module
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zeropp_fp8.comm.issue import all_reduce
+from zeropp_fp8.comm.issue import all_reduce, timed_by_deepspeed
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.config import SECTION
 from zeropp_fp8.zero.bound import StepWatch
@@ -58,8 +58,7 @@ class ZeroppStage3(Stage3Base):
         dtype = kwargs.get("gradient_accumulation_dtype", torch.float32)
         session.sums_numel = numel_of_sums(session, module.parameters(), dtype)
         config = session.config
-        # What DeepSpeed reduces by itself is not seen.
-        self._watch = StepWatch(session) if config.report.diagnose and config.quantizes_gradients else None
+        self._watch = StepWatch(session) if config.report.diagnose else None
         keeps_optimizer = session.state_formats is None
         if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
             print("zeropp_fp8: the optimizer leaves the choice to torch: its fused update is used", flush=True)
@@ -337,14 +336,16 @@ class ZeroppStage3(Stage3Base):
             self._order.finish()
         self._reduced.clear()
         self._in_backward = False
-        if not self.session.config.quantizes_gradients:
-            super().independent_gradient_partition_epilogue()
-            return
-        if self._at_boundary():
-            self._finish_resting()  # what has come twice in an earlier backward
-        self.reducer.drain()  # the current stream now waits for all results, so that the host need not
+        quantizes = self.session.config.quantizes_gradients
+        if quantizes:
+            if self._at_boundary():
+                self._finish_resting()  # what has come twice in an earlier backward
+            self.reducer.drain()  # the current stream now waits for all results, so that the host need not
         if self._watch is not None:
             self._watch.backward_is_issued()
+        if not quantizes:
+            super().independent_gradient_partition_epilogue()
+            return
         if any(bucket.params for bucket in self.ipg_buckets.values()):  # DeepSpeed's own work on that stream
             super().independent_gradient_partition_epilogue()
             return
@@ -366,7 +367,8 @@ class ZeroppStage3(Stage3Base):
             numel = sum(p.ds_tensor.ds_numel for p in params) * session.topology.world_size
             self._count_gradients(numel, communication_data_type, rounds=1)
             stock = getattr(super(), AVG_SCATTER_GRADS)
-            return stock(params) if communication_data_type is None else stock(params, communication_data_type)
+            with timed_by_deepspeed(session.ledger, session.device.type == "cuda"):
+                return stock(params) if communication_data_type is None else stock(params, communication_data_type)
         names = [self._names[p.ds_id] for p in params]
         grads = [p.grad.view(p.ds_shape) for p in params]
         return self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
@@ -374,7 +376,8 @@ class ZeroppStage3(Stage3Base):
     def _avg_scatter_contiguous_grads(self, buffer: Tensor, *communication_data_type: torch.dtype) -> list[Tensor]:
         """The same by an all-reduce of the whole bucket: `"reduce_scatter": false`, nothing is quantized then."""
         self._count_gradients(buffer.numel(), next(iter(communication_data_type), None), rounds=2)
-        return getattr(super(), AVG_SCATTER_CONTIGUOUS_GRADS)(buffer, *communication_data_type)
+        with timed_by_deepspeed(self.session.ledger, buffer.is_cuda):
+            return getattr(super(), AVG_SCATTER_CONTIGUOUS_GRADS)(buffer, *communication_data_type)
 
     def get_fp32_grad_for_param(self, param: Parameter) -> Tensor | None:
         self._finish_resting()
