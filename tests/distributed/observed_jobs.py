@@ -82,6 +82,96 @@ def logged(ways, dtype="bf16"):
     return found
 
 
+def beside_stock(accumulations):
+    """{(accumulation, whether it is stock): the comms logger's {row: {bytes: times}}} of `lossless`, by modules."""
+    from deepspeed import comm as ds_comm
+    from models import section
+    from parity_jobs import switch
+
+    found = {}
+    for accumulation in accumulations:
+        for stock in (True, False):
+            switch(not stock)
+            ds_comm.configure(enabled=False)
+            logger = {"enabled": True, "prof_all": True, "verbose": False, "debug": False}
+            options = {"gradient_accumulation_steps": accumulation, "comms_logger": logger}
+            the_section = None if stock else section("lossless", gather_granularity="module")
+            engine = make_engine(llama(), ds_config(the_section, "bf16", **options))
+            ds_comm.comms_logger.reset_data()
+            for tokens in batches(STEPS * accumulation, dist.get_rank()):
+                loss = engine(input_ids=tokens, labels=tokens).loss
+                engine.backward(loss)
+                engine.step()
+            record = ds_comm.comms_logger.get_raw_data()
+            found[accumulation, stock] = {n: {size: seen[0] for size, seen in row.items()} for n, row in record.items()}
+            engine.destroy()
+    ds_comm.configure(enabled=False)
+    return found
+
+
+class _Backend:
+    """Counts the collectives, and the bytes for other ranks, that are handed to the backend inside of it."""
+
+    def __init__(self):
+        self.calls, self.sent = defaultdict(int), 0
+
+    def __enter__(self):
+        from zeropp_fp8.comm import all_gather
+
+        self._module, self._stock = all_gather, (all_gather._all_gather_single, dist.all_to_all_single)
+
+        def gather(output, payload, group=None, **options):
+            self.calls["all_gather_into_tensor"] += 1
+            self.sent += (dist.get_world_size(group) - 1) * payload.numel() * payload.element_size()
+            return self._stock[0](output, payload, group=group, **options)
+
+        def exchange(output, given, output_splits=None, splits=None, group=None, **options):
+            self.calls["all_to_all_single"] += 1
+            own = splits[dist.get_rank(group)] if splits else given.numel() // dist.get_world_size(group)
+            self.sent += (given.numel() - own) * given.element_size()
+            return self._stock[1](output, given, output_splits, splits, group=group, **options)
+
+        gather.__name__, exchange.__name__ = "all_gather_into_tensor", "all_to_all_single"
+        all_gather._all_gather_single, dist.all_to_all_single = gather, exchange
+        return self
+
+    def __exit__(self, *exc):
+        self._module._all_gather_single, dist.all_to_all_single = self._stock
+
+
+def handed_over(cases, dtype="bf16"):
+    """{case: ({operation: messages}, the same by what is handed to the backend, bytes for others by both)}.
+
+    cases: {name: (way, accumulation, fields)}. Bytes of all ranks.
+    """
+    from deepspeed import comm as ds_comm
+
+    zeropp_fp8.enable()
+    found = {}
+    for name, (way, accumulation, fields) in cases.items():
+        logger = {"enabled": True, "prof_all": True, "verbose": False, "debug": False}
+        options = {"gradient_accumulation_steps": accumulation, "comms_logger": logger}
+        engine = make_engine(llama(), ds_config(section_of(way, **fields), dtype, **options))
+        ds_comm.comms_logger.reset_data()
+        with _Backend() as backend:
+            for tokens in batches(STEPS * accumulation, dist.get_rank()):
+                loss = engine(input_ids=tokens, labels=tokens).loss
+                engine.backward(loss)
+                engine.step()
+        logged, num_bytes = defaultdict(int), 0.0
+        for row, messages in ds_comm.comms_logger.get_raw_data().items():
+            operation = row.split()[1] if row.startswith("zeropp_fp8 ") else None
+            if operation in backend.calls:
+                logged[operation] += sum(seen[0] for seen in messages.values())
+                num_bytes += sum(size * seen[0] for size, seen in messages.items())
+        totals = torch.tensor([num_bytes, backend.sent], dtype=torch.float64)
+        dist.all_reduce(totals)
+        engine.destroy()
+        found[name] = dict(logged), dict(backend.calls), totals.tolist()
+    ds_comm.configure(enabled=False)
+    return found
+
+
 def some_operations(way="zeropp"):
     """Names in the record of a logger that is asked for reductions only."""
     from deepspeed import comm as ds_comm
