@@ -98,7 +98,7 @@ def test_operations_can_be_chosen():
         ]
 
 
-COUNTED = ["lossless", "zeropp", "lossless, delayed FP8 compute", "mxfp8", "FP8 operands"]
+COUNTED = ["lossless", "zeropp", "lossless, delayed FP8 compute", "mxfp8", "FP8 operands", "fp8-lm"]
 
 
 @pytest.fixture(scope="module")
