@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from models import batches, ds_config, full_weights, llama, make_engine, section
-from parity_jobs import switch
+from parity_jobs import allow_fp16_on_cpu, switch
 from ranks import printed
 
 from zeropp_fp8.config import TRIAL_VARIABLE, Trial
@@ -378,6 +378,7 @@ def _spiking_step(engine, tokens, step):
 
 def of_recipes(folder, cases):
     """Of each case what sampling and a watch change in training, what they find, and what a bisection measures."""
+    allow_fp16_on_cpu()
     return [_of_recipe(os.path.join(folder, str(index)), **case) for index, case in enumerate(cases)]
 
 

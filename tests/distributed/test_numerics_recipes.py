@@ -46,7 +46,7 @@ CASES = {
         ["frozen", *WIRE],
     ),
     "fp16, overflow": (
-        {"recipe": "zeropp", "fp16": {"enabled": True, "initial_scale_power": 22}},
+        {"recipe": "zeropp", "fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}},
         {"weights", "gradients", jobs.WITHIN},
         WIRE,
     ),
