@@ -69,7 +69,8 @@ GRADIENTS, BOTH = ("inter_format",), ("weight_format", "intra_format", "inter_fo
         # Links within nodes have the other hop's format.
         ({"within": 0.8, "full": ("intra_format",)}, '"gradients.intra_format" is "none", so'),
         ({"nodes": 1, "per_node": 8, "between": 0.0, "within": 0.8, "full": BOTH}, 'or recipe "zeropp-pcie"'),
-        ({"full": BOTH}, 'FP8 products, or a smaller batch a GPU, change that. "weights.format" and'),
+        ({"full": BOTH}, 'FP8 products, or a smaller batch a GPU, change that. Besides, "weights.format" and'),
+        ({"between": 0.9, "message_bytes": 2e4, "full": GRADIENTS}, "so 16 or 32 bits a number travel, as in stock"),
     ],
 )
 def test_what_is_not_quantized_is_named_with_its_key(case, says):
@@ -87,6 +88,11 @@ def test_what_is_not_quantized_is_named_with_its_key(case, says):
 )
 def test_what_needs_no_format_is_not_named(case):
     assert "16 or 32 bits" not in said(**case)
+
+
+def test_formats_are_no_remedy_where_bytes_are_not_what_bounds():
+    for shares in ({}, {"behind": 0.01}, {"between": 0.9, "message_bytes": 2e4}, {"within": 0.9, "message_bytes": 2e4}):
+        assert "recipe" not in said(full=BOTH, **shares) and ": set " not in said(full=BOTH, **shares)
 
 
 def test_remedies_that_are_taken_already_are_not_named():

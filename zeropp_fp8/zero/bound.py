@@ -166,7 +166,10 @@ def explained(shares: StepShares, session: Session) -> str | None:
     if between_bounds and not small:
         says = "no speed-up yet: bytes between nodes are not few"
     if full:
-        recipe = "zeropp" if topology.nodes > 1 else "zeropp-pcie"
-        why += f'. {" and ".join(full)} {"are" if len(full) > 1 else "is"} "none", so 16 or 32 bits a number travel: '
-        why += f'set {"them" if len(full) > 1 else "it"}, or recipe "{recipe}"'
+        are, them = ("are", "them") if len(full) > 1 else ("is", "it")
+        bits = f'{" and ".join(full)} {are} "none", so 16 or 32 bits a number travel'
+        if (between_bounds or within_bounds) and not small:
+            why += f'. {bits}: set {them}, or recipe "{"zeropp" if topology.nodes > 1 else "zeropp-pcie"}"'
+        else:
+            why += f". Besides, {bits}, as in stock"
     return f'zeropp_fp8: {says}: {where}{gain}. What bounds them: {why}. ("report.diagnose": false leaves this out)'
