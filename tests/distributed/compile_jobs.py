@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,7 @@ def _layers(engine):
     return [m for m in engine.module.modules() if type(m).__name__ == "LlamaDecoderLayer"]
 
 
-def _engine(recipe, way, lora=False, checkpointing=None, dtype="fp32", **options):
+def _engine(recipe, way, lora=False, checkpointing=None, dtype="fp32", fields=None, **options):
     switch(recipe is not None)
     torch._dynamo.reset()
     counters.clear()
@@ -39,7 +41,7 @@ def _engine(recipe, way, lora=False, checkpointing=None, dtype="fp32", **options
         model = _lora(model)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
-    fields = {"compile": "blocks"} if way == "blocks" else {}
+    fields = (fields or {}) | ({"compile": "blocks"} if way == "blocks" else {})
     the_section = section(recipe, **fields) if recipe is not None else None
     return make_engine(model, ds_config(the_section, dtype, gradient_clipping=0.5, **options))
 
@@ -83,6 +85,23 @@ def train(recipe, way, backend="aot_eager", **options):
 
 def each_way(cases):
     return [{way: train(way=way, **case) for way in case.pop("ways")} for case in cases]
+
+
+def sampled(folder, cases):
+    """By case and way: `train` with samples of every second step, and without; and the samples, on rank 0."""
+    found = {}
+    for case, (fields, ways) in cases.items():
+        for way in ways:
+            file = Path(folder, f"{case}, {way}.jsonl")
+            options = {"recipe": "zeropp", "way": way}
+            numerics = {"every": 2, "parts": 1, "file": str(file)}
+            plain = train(**options, fields=fields)
+            watched = train(**options, fields={**fields, "numerics": numerics})
+            samples = (
+                [json.loads(line)["rows"] for line in file.read_text().splitlines()] if not dist.get_rank() else []
+            )
+            found[case, way] = plain, watched, samples
+    return found
 
 
 def saved_tensors(recipe, way):

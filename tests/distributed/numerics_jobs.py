@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from models import batches, ds_config, full_weights, llama, make_engine, section
-from parity_jobs import switch
+from parity_jobs import allow_fp16_on_cpu, switch
+from ranks import printed
 
 from zeropp_fp8.config import TRIAL_VARIABLE, Trial
 from zeropp_fp8.formats import make_format
 from zeropp_fp8.numerics.bisect import Bisection
-from zeropp_fp8.numerics.reference import Experiment, check_the_same, read_run
+from zeropp_fp8.numerics.reference import Experiment, by_layer, check_the_same, draw, layer_table, read_run
 from zeropp_fp8.zero.metrics import StepMetrics
 
 POISONED = "model.layers.1.mlp.up_proj"
@@ -185,9 +186,10 @@ def faulty_model():
 class OnRanks(Experiment):
     """An experiment whose launch line is a loop on these ranks, each of which reads what rank 0 has written."""
 
-    def __init__(self, folder, steps, make_model=llama, **fields):
+    def __init__(self, folder, steps, make_model=llama, recipe="lossless", options=None, **fields):
         super().__init__(["a loop"], steps)
         self.folder, self.make_model, self.fields, self.names, self.seed = folder, make_model, fields, [], 1
+        self.recipe, self.options = recipe, options or {}
 
     def run(self, name, high=(), skip_modules=()):
         file = os.path.join(self.folder, f"{len(self.names)}.jsonl")
@@ -195,7 +197,7 @@ class OnRanks(Experiment):
         trial = Trial(steps=self.steps, file=file, high=list(high), skip_modules=list(skip_modules))
         os.environ[TRIAL_VARIABLE] = trial.model_dump_json()
         switch(True)
-        engine = make_engine(self.make_model(), ds_config(section("lossless", **self.fields)))
+        engine = make_engine(self.make_model(), ds_config(section(self.recipe, **self.fields), **self.options))
         try:
             for tokens in batches(100, dist.get_rank(), seed=self.seed):
                 loss = engine(input_ids=tokens, labels=tokens).loss
@@ -231,7 +233,14 @@ def compared(folder):
     told = [what_differs(runs["lossless"], one) for one in (runs["as it is"], other, other_model)]
     by_hand = {name: by_engine(fields if name == "as it is" else {}) for name in runs}
     values = {n: tuple([step[what] for step in run.steps] for what in ("loss", "grad_norm")) for n, run in runs.items()}
-    return values, by_hand, told
+    gradients = [by_hand[name].pop() for name in runs]
+    layers = by_layer(runs["as it is"], runs["lossless"])
+    picture = os.path.join(folder, f"picture{dist.get_rank()}.png")
+    draw({"as it is": runs["as it is"]}, runs["lossless"], picture)
+    exact = {
+        name: ((a - b).norm() / b.norm()).item() for (name, a), b in zip(gradients[0].items(), gradients[1].values())
+    }
+    return values, by_hand, told, (layers, exact, layer_table(layers), Path(picture).read_bytes()[:4])
 
 
 def what_differs(*runs):
@@ -242,19 +251,22 @@ def what_differs(*runs):
 
 
 def by_engine(fields):
-    """(mean losses over ranks, gradient norms) of three steps without any experiment."""
+    """[mean losses over ranks, gradient norms, the first step's gradients] of three steps without any experiment."""
     engine = make_engine(llama(), ds_config(section("lossless", **fields)))
-    losses, norms = [], []
+    losses, norms, gradients = [], [], {}
     for tokens in batches(3, dist.get_rank()):
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
+        for name, param in engine.module.named_parameters() if not losses else ():
+            if len(param.ds_shape) > 1:
+                gradients[name.removesuffix(".weight")] = safe_get_full_grad(param).double().clone()
         engine.step()
         mean = loss.detach().double()
         dist.all_reduce(mean)
         losses.append(mean.item() / dist.get_world_size())
         norms.append(float(engine.get_global_grad_norm()))
     engine.destroy()
-    return losses, norms
+    return [losses, norms, gradients]
 
 
 # -- the watch --------------------------------------------------------------------------------------------------------
@@ -317,3 +329,92 @@ def watched(watch="fall_back", rank=2, factor=1000.0, recipe="zeropp", accumulat
 
 def watch_all(cases):
     return [watched(**case) for case in cases]
+
+
+def resumed(folder, cases):
+    """A run that falls back, saves, and goes on; beside it runs that resume from what it has saved, in a fresh engine.
+
+    Of each case: (losses after the checkpoint and those of the first run, the last weights of both, whether the engine
+    has fallen back, the losses that the watch compares with, what was printed while it loaded).
+    """
+    return [_resumed(os.path.join(folder, str(index)), **case) for index, case in enumerate(cases)]
+
+
+def _resumed(folder, watch="fall_back", **fields):
+    first = _watched_engine("fall_back", **fields)
+    tokens = [*batches(STEPS, dist.get_rank())]
+    losses = [_spiking_step(first, one, step) for step, one in enumerate(tokens[: SPIKE_AT + 1], start=1)]
+    first.save_checkpoint(folder)
+    losses = [_spiking_step(first, one, SPIKE_AT + 2) for one in tokens[SPIKE_AT + 1 :]]
+    weights = full_weights(first.module)
+    first.destroy()
+    second = _watched_engine(watch, **fields)
+    before = len(printed(dist.get_rank()))
+    second.load_checkpoint(folder)
+    said = printed(dist.get_rank())[before:]
+    session = second.zeropp_fp8_session
+    compared_with = [len(one.earlier) for one in session.observers]
+    fell_back = session.fell_back, session.weight_format is session.inter_format is None
+    again = [_spiking_step(second, one, SPIKE_AT + 2) for one in tokens[SPIKE_AT + 1 :]]
+    same = all(torch.equal(weight, weights[name]) for name, weight in full_weights(second.module).items())
+    second.destroy()
+    return again == losses, same, fell_back, compared_with, said
+
+
+def _watched_engine(watch, **fields):
+    switch(True)
+    return make_engine(llama(intermediate=128), ds_config(section("zeropp", numerics={"watch": watch}, **fields)))
+
+
+def _spiking_step(engine, tokens, step):
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    engine.backward(loss * (1000.0 if step == SPIKE_AT else 1.0))
+    engine.step()
+    return loss.item()
+
+
+# -- every recipe -----------------------------------------------------------------------------------------------------
+
+
+def of_recipes(folder, cases):
+    """Of each case what sampling and a watch change in training, what they find, and what a bisection measures."""
+    allow_fp16_on_cpu()
+    return [_of_recipe(os.path.join(folder, str(index)), **case) for index, case in enumerate(cases)]
+
+
+def _of_recipe(path, recipe, lora=False, fields=None, **options):
+    """(whether samples and a watch leave every bit as it is, samples, distances by piece, differences by layer)."""
+
+    def make_model():
+        model = llama(intermediate=128)
+        if lora:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+            for name, param in model.named_parameters():  # B of zeros would leave A without a gradient
+                param.data.normal_(std=0.02) if "lora_B" in name else None
+        return model
+
+    fields, trained = fields or {}, []
+    numerics = {"every": 1, "parts": 1, "file": f"{path}.jsonl", "watch": "stop"}
+    for observed in ({}, {"numerics": numerics}):
+        switch(True)
+        engine = make_engine(make_model(), ds_config(section(recipe, **fields, **observed), **options))
+        micro, losses = engine.gradient_accumulation_steps(), []
+        for tokens in batches(3 * micro, dist.get_rank()):
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        trained.append((losses, full_weights(engine.module)))
+        engine.destroy()
+    (plain, weights), (losses, observed_weights) = trained
+    same = plain == losses and all(torch.equal(weight, observed_weights[name]) for name, weight in weights.items())
+    samples = (
+        [json.loads(line) for line in Path(f"{path}.jsonl").read_text().splitlines()] if not dist.get_rank() else []
+    )
+    os.makedirs(path, exist_ok=True)
+    experiment = OnRanks(path, 2, make_model, recipe, options, **fields)
+    bisection = Bisection(experiment, "loss")
+    whole, run, without = bisection.pieces()
+    return same, [sample["rows"] for sample in samples], (whole, without), by_layer(run, bisection.reference)

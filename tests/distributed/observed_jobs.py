@@ -82,6 +82,96 @@ def logged(ways, dtype="bf16"):
     return found
 
 
+def beside_stock(accumulations):
+    """{(accumulation, whether it is stock): the comms logger's {row: {bytes: times}}} of `lossless`, by modules."""
+    from deepspeed import comm as ds_comm
+    from models import section
+    from parity_jobs import switch
+
+    found = {}
+    for accumulation in accumulations:
+        for stock in (True, False):
+            switch(not stock)
+            ds_comm.configure(enabled=False)
+            logger = {"enabled": True, "prof_all": True, "verbose": False, "debug": False}
+            options = {"gradient_accumulation_steps": accumulation, "comms_logger": logger}
+            the_section = None if stock else section("lossless", gather_granularity="module")
+            engine = make_engine(llama(), ds_config(the_section, "bf16", **options))
+            ds_comm.comms_logger.reset_data()
+            for tokens in batches(STEPS * accumulation, dist.get_rank()):
+                loss = engine(input_ids=tokens, labels=tokens).loss
+                engine.backward(loss)
+                engine.step()
+            record = ds_comm.comms_logger.get_raw_data()
+            found[accumulation, stock] = {n: {size: seen[0] for size, seen in row.items()} for n, row in record.items()}
+            engine.destroy()
+    ds_comm.configure(enabled=False)
+    return found
+
+
+class _Backend:
+    """Counts the collectives, and the bytes for other ranks, that are handed to the backend inside of it."""
+
+    def __init__(self):
+        self.calls, self.sent = defaultdict(int), 0
+
+    def __enter__(self):
+        from zeropp_fp8.comm import all_gather
+
+        self._module, self._stock = all_gather, (all_gather._all_gather_single, dist.all_to_all_single)
+
+        def gather(output, payload, group=None, **options):
+            self.calls["all_gather_into_tensor"] += 1
+            self.sent += (dist.get_world_size(group) - 1) * payload.numel() * payload.element_size()
+            return self._stock[0](output, payload, group=group, **options)
+
+        def exchange(output, given, output_splits=None, splits=None, group=None, **options):
+            self.calls["all_to_all_single"] += 1
+            own = splits[dist.get_rank(group)] if splits else given.numel() // dist.get_world_size(group)
+            self.sent += (given.numel() - own) * given.element_size()
+            return self._stock[1](output, given, output_splits, splits, group=group, **options)
+
+        gather.__name__, exchange.__name__ = "all_gather_into_tensor", "all_to_all_single"
+        all_gather._all_gather_single, dist.all_to_all_single = gather, exchange
+        return self
+
+    def __exit__(self, *exc):
+        self._module._all_gather_single, dist.all_to_all_single = self._stock
+
+
+def handed_over(cases, dtype="bf16"):
+    """{case: ({operation: messages}, the same by what is handed to the backend, bytes for others by both)}.
+
+    cases: {name: (way, accumulation, fields)}. Bytes of all ranks.
+    """
+    from deepspeed import comm as ds_comm
+
+    zeropp_fp8.enable()
+    found = {}
+    for name, (way, accumulation, fields) in cases.items():
+        logger = {"enabled": True, "prof_all": True, "verbose": False, "debug": False}
+        options = {"gradient_accumulation_steps": accumulation, "comms_logger": logger}
+        engine = make_engine(llama(), ds_config(section_of(way, **fields), dtype, **options))
+        ds_comm.comms_logger.reset_data()
+        with _Backend() as backend:
+            for tokens in batches(STEPS * accumulation, dist.get_rank()):
+                loss = engine(input_ids=tokens, labels=tokens).loss
+                engine.backward(loss)
+                engine.step()
+        logged, num_bytes = defaultdict(int), 0.0
+        for row, messages in ds_comm.comms_logger.get_raw_data().items():
+            operation = row.split()[1] if row.startswith("zeropp_fp8 ") else None
+            if operation in backend.calls:
+                logged[operation] += sum(seen[0] for seen in messages.values())
+                num_bytes += sum(size * seen[0] for size, seen in messages.items())
+        totals = torch.tensor([num_bytes, backend.sent], dtype=torch.float64)
+        dist.all_reduce(totals)
+        engine.destroy()
+        found[name] = dict(logged), dict(backend.calls), totals.tolist()
+    ds_comm.configure(enabled=False)
+    return found
+
+
 def some_operations(way="zeropp"):
     """Names in the record of a logger that is asked for reductions only."""
     from deepspeed import comm as ds_comm
@@ -123,15 +213,20 @@ def flops(ways, models=("llama", "lora")):
             switch(way != "stock")
             profiler = {"enabled": True, "profile_step": 0, "detailed": False, "output_file": "/dev/null"}
             section = None if way == "stock" else section_of(way)
-            engine = make_engine(make(), ds_config(section, "bf16", flops_profiler=profiler))
-            before = F.linear
-            loss = engine(**inputs, labels=tokens).loss
-            assert F.linear is before
-            if dist.get_rank() == 0:  # where DeepSpeed profiles
-                counted = engine.flops_profiler
-                found[name, way] = counted.get_total_flops(), counted.get_total_macs()
-            engine.backward(loss)
-            engine.step()
+            options = {"flops_profiler": profiler, "gradient_accumulation_steps": 2}
+            engine = make_engine(make(), ds_config(section, "bf16", **options))
+            before, by_micro_batch = F.linear, []
+            for _ in range(2):
+                loss = engine(**inputs, labels=tokens).loss
+                assert F.linear is before
+                if dist.get_rank() == 0:  # where DeepSpeed profiles
+                    counted = engine.flops_profiler
+                    by_micro_batch.append((counted.get_total_flops(), counted.get_total_macs()))
+                engine.backward(loss)
+                engine.step()
+            if by_micro_batch:  # DeepSpeed counts each anew, and prints the last of the step
+                found[name, way], again = by_micro_batch
+                assert again == found[name, way]
             assert engine.module(**inputs).logits.isfinite().all()
             if way != "stock":
                 engine.eval()
@@ -146,7 +241,7 @@ class _Clock:
     """A clock that collectives of one kind of link advance by a second each, and a training loop by what it likes."""
 
     def __init__(self):
-        self.now = 0.0
+        self.now, self.buckets = 0.0, 0
 
     def perf_counter(self):
         return self.now
@@ -162,6 +257,16 @@ class _Clock:
         slowed.__name__ = collective.__name__
         return slowed
 
+    def slow_bucket(self, reduce, seconds):
+        """DeepSpeed's own reduction of gradients, around all ranks."""
+
+        def slowed(*arguments, **options):
+            self.buckets += 1
+            self.now += seconds
+            return reduce(*arguments, **options)
+
+        return slowed
+
 
 def watched(cases, recipe="zeropp", steps=9):
     """{name: what was measured, printed and sent} of a run in which links of one kind take a second a message.
@@ -170,6 +275,7 @@ def watched(cases, recipe="zeropp", steps=9):
     """
     from types import SimpleNamespace
 
+    from deepspeed.runtime.zero import stage3 as by_deepspeed
     from models import section
 
     from zeropp_fp8.comm import all_gather, issue, reduce_scatter
@@ -177,10 +283,12 @@ def watched(cases, recipe="zeropp", steps=9):
 
     zeropp_fp8.enable()
     gather, exchange, found = all_gather._all_gather_single, dist.all_to_all_single, {}
+    reduce_bucket = by_deepspeed.reduce_scatter_coalesced
     for name, (link, computing, fields) in cases.items():
         clock, printed = _Clock(), io.StringIO()
         issue.time = bound.time = clock
-        engine = make_engine(llama(), ds_config(section(recipe, **fields), "bf16"))
+        engine = make_engine(llama(), ds_config(section(**{"recipe": recipe, **fields}), "bf16"))
+        by_deepspeed.reduce_scatter_coalesced = clock.slow_bucket(reduce_bucket, link == "inter")
         topology, per_step = engine.zeropp_fp8_session.topology, []
         slow = {"inter": topology.between.group, "intra": topology.within.group, "none": None}[link]
         all_gather._all_gather_single = clock.slow(gather, slow)
@@ -195,8 +303,9 @@ def watched(cases, recipe="zeropp", steps=9):
                 clock.now = before
                 per_step.append(engine.zeropp_fp8_session.ledger.times is not None)
         all_gather._all_gather_single, reduce_scatter.dist = gather, dist
+        by_deepspeed.reduce_scatter_coalesced = reduce_bucket
         shares = engine.zeropp_fp8_session.shares
         text = [line for line in printed.getvalue().splitlines() if line.startswith("zeropp_fp8: no speed-up")]
         engine.destroy()
-        found[name] = shares, text, per_step
+        found[name] = shares, text, per_step, clock.buckets / steps
     return found

@@ -56,6 +56,44 @@ def test_what_is_traced(found, case):
             assert traced[0][0] + traced[0][1] > 0, way
 
 
+FP8 = {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head"]}
+SAMPLED = {
+    "zeropp": ({}, ALL),
+    "delayed": ({"compute": {**FP8, "scaling": "delayed"}}, BLOCKS),
+    "operands travel": ({"compute": FP8, "weights": {"format": "fp8_e4m3"}}, BLOCKS),
+}
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    return run_two(jobs.sampled, folder=str(tmp_path_factory.mktemp("samples")), cases=SAMPLED)[0]
+
+
+@pytest.mark.parametrize("case", SAMPLED)
+def test_samples_of_what_is_compiled(sampled, case):
+    """The numbers of eager code, of training that is bitwise what it is without samples."""
+    eager = sampled[case, "eager"][2]
+    assert len(eager) == 2
+    for way in SAMPLED[case][1]:
+        plain, watched, samples = sampled[case, way]
+        assert watched["losses"] == plain["losses"], way
+        assert all(torch.equal(weight, watched["weights"][name]) for name, weight in plain["weights"].items()), way
+        for rows, of_eager in zip(samples, eager, strict=True):
+            assert [(row["kind"], row["layer"]) for row in rows] == [(row["kind"], row["layer"]) for row in of_eager]
+            for row, expected in zip(rows, of_eager):
+                assert row["snr_db"] == pytest.approx(expected["snr_db"], abs=0.01), (way, row)
+                assert row["amax"] == pytest.approx(expected["amax"], rel=1e-4), (way, row)
+
+
+@pytest.mark.parametrize("case", SAMPLED)
+def test_samples_trace_nothing(sampled, case):
+    """Of blocks the same one graph as without them, in steps with a sample too."""
+    for way in SAMPLED[case][1]:
+        plain, watched, _ = sampled[case, way]
+        assert watched["traced"] == plain["traced"], way
+        assert plain["traced"][0] == plain["traced"][jobs.STEPS - 1], way
+
+
 def test_of_gathered_values_nothing_is_saved():
     for eager, compiled in zip(*(run_two(jobs.saved_tensors, recipe="zeropp", way=way) for way in ("eager", "blocks"))):
         assert compiled == eager and eager[0] >= 20 and not eager[1]

@@ -80,7 +80,8 @@ def check_told(told, rows):
         mine = [row for row in rows if row["kind"] == kind]
         snr_db = [row["snr_db"] for row in mine if row["snr_db"] is not None]
         assert told.get(f"numerics/{kind}/lowest_snr_db") == (min(snr_db) if snr_db else None)
-        assert told[f"numerics/{kind}/highest_underflow"] == max(row["underflow"] for row in mine)
+        for name in ("amax", "underflow", "overflow", "non_finite"):
+            assert told[f"numerics/{kind}/highest_{name}"] == max(row[name] for row in mine)
 
 
 def test_bisect_finds_the_layer(tmp_path):
@@ -92,7 +93,7 @@ def test_bisect_finds_the_layer(tmp_path):
 
 
 def test_an_experiment_records_what_a_loop_sees(tmp_path):
-    for recorded, by_hand, told in run_ranks(jobs.compared, folder=str(tmp_path)):
+    for recorded, by_hand, told, drawn in run_ranks(jobs.compared, folder=str(tmp_path)):
         for name, (losses, norms) in recorded.items():
             assert losses == pytest.approx(by_hand[name][0], rel=1e-12)
             assert norms == pytest.approx(by_hand[name][1], rel=1e-12)
@@ -100,6 +101,14 @@ def test_an_experiment_records_what_a_loop_sees(tmp_path):
         same, other_data, other_model = told
         assert same is None and "saw different data from step 1 on" in other_data
         assert "began with different weights" in other_model
+        layers, exact, table, png = drawn
+        assert layers.keys() == exact.keys() and len(exact) == 16 and png == b"\x89PNG"
+        for name, (first, *later) in layers.items():
+            assert first == pytest.approx(exact[name], rel=0.25), name  # four times what 128 sums scatter by
+            assert len(later) == 2 and all(0 < value < 1 for value in later)
+        ratios = [layers[name][0] / exact[name] for name in layers]
+        assert sum(ratios) / len(ratios) == pytest.approx(1.0, abs=0.1)
+        assert table.splitlines()[1].endswith(max(layers, key=lambda name: layers[name][0]))
 
 
 FP8 = {"compute": {"format": "fp8"}}
@@ -133,6 +142,30 @@ def test_all_ranks_fall_back_or_stop_in_the_same_step():
                 assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+RESUMED = [
+    {},
+    {**FP8, "weights": {"format": "fp8_e4m3"}},
+    {"gradients": {"error_feedback": True}},
+    {"watch": "stop"},
+    {"watch": "none"},
+]
+
+
+def test_a_resumed_run_goes_on_in_the_precision_it_was_saved_in(tmp_path):
+    found = run_ranks(jobs.resumed, folder=str(tmp_path), cases=RESUMED)
+    for rank, of_rank in enumerate(found):
+        for case, (same_losses, same_weights, fell_back, compared_with, said) in zip(RESUMED, of_rank):
+            watch = case.get("watch", "fall_back")
+            assert fell_back == ((True, True) if watch == "fall_back" else (False, False)), case
+            # The step that jumped is not among them.
+            assert compared_with == ([] if watch == "none" else [jobs.SPIKE_AT]), case
+            assert same_losses == same_weights == (watch == "fall_back"), case
+            told = (
+                "as in the run that saved the checkpoint, weights" if watch == "fall_back" else f'watch" is "{watch}"'
+            )
+            assert said.count(told) == (rank == 0), (case, said)
+
+
 def test_the_command_runs_a_launch_line_twice(tmp_path):
     """Under torchrun, of a script that knows nothing of it, with the ds_config as it is."""
     config = {
@@ -146,7 +179,8 @@ def test_the_command_runs_a_launch_line_twice(tmp_path):
     script = Path(__file__).with_name("unmodified_script.py")
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "zeropp_fp8.run"]
     line += [str(script), "--deepspeed", "--deepspeed_config", str(path)]
-    command = [sys.executable, "-m", "zeropp_fp8", "reference", "--steps", "3", "--repeat", "--", *line]
+    command = [sys.executable, "-m", "zeropp_fp8", "reference", "--steps", "3", "--repeat", "--picture", "p.png"]
+    command += ["--", *line]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -163,6 +197,8 @@ def test_the_command_runs_a_launch_line_twice(tmp_path):
         mean_square**0.5, rel=0.02
     )
     assert lines[8].startswith("lossless again: loss differs by 0, gradient norm by 0 ")
+    assert lines[9].split() == ["gradients", "differ", "first", "step", "all", "steps"] and 11 <= len(lines) <= 15
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
     assert (
         done.stderr.count("step 1 loss") == 3 * 2 and "step 2 loss" not in done.stderr
     )  # the last step ends the ranks

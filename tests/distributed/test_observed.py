@@ -1,5 +1,7 @@
 """DeepSpeed's comms logger sees what the plugin sends: the same bytes as the ledger, and nothing changes by it."""
 
+from collections import Counter
+
 import observed_jobs as jobs
 import pytest
 from ranks import run_ranks, run_two
@@ -53,6 +55,41 @@ def test_lossless_gradients_are_in_deepspeeds_own_row(found):
     assert any(name.startswith("reduce_scatter") for name in stock)
 
 
+def test_rows_of_a_run_that_quantizes_nothing_are_stocks():
+    """Gathers have the sizes and the numbers of stock's; reductions and the rest are DeepSpeed's own rows."""
+    for found in run_two(jobs.beside_stock, accumulations=(1, 2)):
+        for accumulation in (1, 2):
+            stock, mine = found[accumulation, True], found[accumulation, False]
+            gathers = Counter()
+            for name in [name for name in mine if name.startswith("zeropp_fp8 all_gather_into_tensor of weights")]:
+                gathers.update(mine.pop(name))
+            # Of two ranks each sends its shard to one: what stock logs is that shard.
+            assert gathers == stock.pop("all_gather_into_tensor") and sum(gathers.values()) == 84 * accumulation
+            del stock["broadcast"]  # of where ranks stand, in its first step
+            assert mine == stock and sum(stock["reduce_scatter_tensor"].values()) == 2 * accumulation
+
+
+HANDED_OVER = {
+    "zeropp": ("zeropp", 1, {}),
+    "accumulation in the node": ("zeropp", 3, {}),
+    "accumulation in the world": ("zeropp", 3, {"gradients": {"accumulate_in": "world"}}),
+    "fp8-lm": ("fp8-lm", 1, {}),
+    "fp8-lm, accumulation": ("fp8-lm", 3, {}),
+}
+
+
+def test_rows_are_what_is_handed_to_the_backend():
+    for found in run_ranks(jobs.handed_over, cases=HANDED_OVER):
+        for case, (logged, calls, (logged_bytes, sent)) in found.items():
+            assert logged == calls and calls["all_to_all_single"] > 0, case
+            assert logged_bytes == pytest.approx(sent, rel=1e-12) and sent > 0, case
+        # Between nodes they cross once a step.
+        in_node, in_world = (
+            found[f"accumulation in the {where}"][1]["all_to_all_single"] for where in ("node", "world")
+        )
+        assert in_node < in_world == 3 * found["zeropp"][1]["all_to_all_single"]
+
+
 def test_operations_can_be_chosen():
     for names in run_ranks(jobs.some_operations):
         assert names == [
@@ -61,7 +98,7 @@ def test_operations_can_be_chosen():
         ]
 
 
-COUNTED = ["lossless", "zeropp", "lossless, delayed FP8 compute", "mxfp8", "FP8 operands"]
+COUNTED = ["lossless", "zeropp", "lossless, delayed FP8 compute", "mxfp8", "FP8 operands", "fp8-lm"]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,9 @@ CASES = {
     "links within nodes": ("intra", 1.0, {}),
     "computing": ("inter", 1e4, {}),
     "nothing sent for long": ("none", 1.0, {}),
+    "nothing quantized": ("inter", 1.0, {"recipe": "lossless"}),
+    "nothing quantized, by modules": ("none", 1.0, {"recipe": "lossless", "gather_granularity": "module"}),
+    "weights only": ("inter", 1.0, {"recipe": "lossless", "weights": {"format": "int8"}}),
     "off": ("none", 1.0, {"report": {"every": 0, "diagnose": False}}),
 }
 
@@ -42,6 +45,27 @@ def test_rank_0_says_once_why(case, says, found):
     (text,) = found[0][case][1]
     assert says in text and "in steps 4 to 7" in text
     assert not any(of_rank[case][1] for of_rank in found[1:])
+
+
+@pytest.mark.parametrize(
+    "case, says",
+    [
+        ("nothing quantized", '"weights.format" and "gradients.inter_format" are "none", so 16 or 32 bits'),
+        ("nothing quantized, by modules", "computing, on the CPU: all links are idle most of the time"),
+        ("weights only", '"gradients.inter_format" is "none", so 16 or 32 bits'),
+    ],
+)
+def test_what_is_not_quantized_is_named(case, says, found):
+    (text,) = found[0][case][1]
+    assert says in text and not any(of_rank[case][1] for of_rank in found[1:])
+
+
+def test_what_deepspeed_reduces_counts_as_between_nodes(found):
+    """Each bucket is a second there, as each message is."""
+    for of_rank in found:
+        shares, _, _, reduced = of_rank["nothing quantized"]
+        assert reduced > 0 and shares.between == pytest.approx((shares.seconds - 1.0) / shares.seconds)
+        assert shares.messages == pytest.approx(round(shares.messages)) and shares.messages >= reduced
 
 
 def test_ranks_agree_and_measure_in_the_same_steps(found):

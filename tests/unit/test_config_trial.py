@@ -114,3 +114,29 @@ def test_what_a_running_job_cannot_give_up(section, words):
 def test_what_it_can(section):
     assert resolved({**section, "numerics": {"watch": "fall_back"}}).observed
     assert not resolved(section).observed and resolved({**section, "numerics": {"every": 1}}).observed
+
+
+FALLS_BACK = {
+    "lossless": "nothing is in low precision",
+    "zeropp": None,
+    "zeropp-4bit": None,
+    "zeropp-pcie": "secondary.memory_gb",
+    "zeropp-diff": "weights.difference",
+    "zeropp-2bit": "weights.difference",
+    "mxfp8": None,
+    "fp8-lm-o1": "gradients.scales",
+    "fp8-lm-o2": "gradients.scales",
+    "fp8-lm": "gradients.scales",
+    "fp8-lm-zeropp": "gradients.store_format",
+    "qlora": "frozen.format",
+}
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_every_recipe_falls_back_or_says_why_it_cannot(recipe):
+    section = {"recipe": recipe, "numerics": {"watch": "fall_back"}}
+    if FALLS_BACK[recipe] is None:
+        assert resolved(section).observed
+    else:
+        assert FALLS_BACK[recipe] in refusal(section) and 'use "stop"' in refusal(section)
+    assert resolved({"recipe": recipe, "numerics": {"watch": "stop", "every": 1}}).observed

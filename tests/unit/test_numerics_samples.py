@@ -11,7 +11,9 @@ from numerics import signal_to_noise_db
 from zeropp_fp8.__main__ import main as command
 from zeropp_fp8.compute.scaling import DelayedScaling
 from zeropp_fp8.config import ComputeConfig
+from zeropp_fp8.numerics.bisect import Bisection, say
 from zeropp_fp8.numerics.measure import SUMS, meaning, measure
+from zeropp_fp8.numerics.reference import Run, distance, layer_table
 from zeropp_fp8.numerics.sample import Sampler
 from zeropp_fp8.numerics.show import latest, read
 
@@ -83,7 +85,11 @@ def test_the_command_shows_the_worst_layers(path, tmp_path, capsys):
         ["weights", "12.0", "1", "0%", "0%", "0%", "100", "b"],
     ]
     assert lines[3:] == ["weights: 1 more", "samples took 0.4 % of the time of 1 intervals"]
-    assert picture.read_bytes()[:4] == b"\x89PNG"
+    first = picture.read_bytes()
+    assert first[:4] == b"\x89PNG"
+    command(["numerics", str(path), "--picture", str(picture), "--of", "underflow"])
+    other = picture.read_bytes()
+    assert other[:4] == b"\x89PNG" and other != first
     assert [(one["layer"], one["step"]) for one in latest(read(path))] == [("a", 200), ("b", 100), ("a", 200)]
 
 
@@ -94,6 +100,9 @@ def test_what_cannot_be_shown(path, tmp_path):
     ):
         with pytest.raises(SystemExit, match=said):
             command(["numerics", *arguments])
+    path.write_text(json.dumps({**SAMPLES[0], "rows": []}) + "\n")
+    with pytest.raises(SystemExit, match="nothing was rounded"):
+        command(["numerics", str(path), "--picture", str(tmp_path / "p.png")])
     path.write_text('{"loss": 1}\n')
     with pytest.raises(SystemExit, match="line 1, is no sample"):
         command(["numerics", str(path)])
@@ -138,3 +147,36 @@ def test_operands_that_are_cast_where_they_are_made():
         assert found["snr_db"] == pytest.approx(signal_to_noise_db(values, operand.dequantize()), abs=1e-3)
         assert found["amax"] == pytest.approx(values.abs().max().item(), rel=1e-5)
     assert sampler.rows == {}
+
+
+def test_a_bisection_names_what_keeps_the_fault_away(capsys):
+    """Of four layers one is at fault, and takes nine tenths of the distance."""
+    layers = ["a", "b", "c", "d"]
+
+    class Made(Bisection):
+        def __init__(self):
+            pass
+
+        def distance(self, name, high=(), skip_modules=()):
+            return 0.1 if "c" in skip_modules or "compute" in high else 1.0, Run(
+                pieces=["weights", "compute"], layers=layers
+            )
+
+    say(Made())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["nothing", "1"] and lines[2].split() == ["compute", "0.1"]
+    assert lines[4:6] == [
+        "compute carries most of the difference",
+        "it is in 1 of 4 layers; these compute in high precision with",
+    ]
+    assert lines[6] == '"compute": {"skip_modules": ["c"]}, besides those that are there'
+
+
+def test_steps_whose_gradients_are_not_finite_in_both_runs():
+    """fp16's loss scale settles in them: they are no difference, and the first step that has gradients counts."""
+    run, other = (Run(steps=[{"grad_norm": math.nan}, {"grad_norm": norm}]) for norm in (3.0, 1.0))
+    assert distance(run, other, "grad_norm") == 2.0
+    other.steps[0]["grad_norm"] = 1.0
+    assert distance(run, other, "grad_norm") == math.inf
+    rows = layer_table({"a": [math.nan, 0.01, 0.03], "b": [math.nan, 0.5, 0.5], "none": [math.nan] * 3}).splitlines()
+    assert [row.split() for row in rows[1:]] == [["50", "%", "50", "%", "b"], ["1", "%", "2", "%", "a"]]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp_fp8.comm.ledger import WireLedger, exact
-from zeropp_fp8.comm.topology import INTER, Level
+from zeropp_fp8.comm.topology import INTER, INTRA, Level
 
 _LOGGED_AS = {"all_gather_single": "all_gather_into_tensor"}  # torch 2.13's name: DeepSpeed's
 _BYTES_BY_TIME = "send"  # to CommsLogger, whose rates are the message's bytes by the time for it
@@ -87,7 +88,44 @@ def timed(
     return work if async_op else work.wait()
 
 
-class Timed:
+class Span:
+    """Takes the time of what a `with` issues: on the current stream of a GPU, on a CPU by the host's clock."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else None
+        self._start, self._end = 0.0, None
+
+    def __enter__(self) -> None:
+        if self._events is not None:
+            self._events[0].record()
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exc) -> None:
+        if self._events is not None:
+            self._events[1].record()
+        else:
+            self._end = time.perf_counter()
+
+    def interval(self, origin: torch.cuda.Event | None = None) -> tuple[float, float]:
+        """Seconds at which it began and ended, by the host's clock, or on a GPU since `origin` (its own start); the
+        host waits for the end."""
+        if self._events is None:
+            return self._start, self._end or time.perf_counter()
+        start, end = self._events
+        end.synchronize()
+        return tuple((origin or start).elapsed_time(event) / 1e3 for event in (start, end))
+
+
+def timed_by_deepspeed(ledger: WireLedger, on_gpu: bool) -> AbstractContextManager[None]:
+    """Around a collective over all ranks that DeepSpeed issues and waits for, while links are timed."""
+    if ledger.times is None:
+        return nullcontext()
+    span = Span(on_gpu)
+    ledger.times.append((INTER if ledger.nodes > 1 else INTRA, span))  # a ring: its slowest link is what it takes
+    return span
+
+
+class Timed(Span):
     """A collective under way whose time is taken; stands for its handle.
 
     `at_end(seconds)` is called when it is first waited for. DeepSpeed's logger stops the host as soon as it has started
@@ -99,20 +137,17 @@ class Timed:
 
     def __init__(self, collective: Callable[..., dist.Work], arguments: Sequence[Any], group: Any) -> None:
         buffer: Tensor = arguments[0]
-        self._events = None
-        if buffer.is_cuda:
-            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            self._events[0].record()
-        self._start, self._end = time.perf_counter(), None
+        super().__init__(buffer.is_cuda)
+        self.__enter__()
         self._work = collective(*arguments, group=group, async_op=True)
         if self._events is not None:
             self._work.wait()  # the stream, not the host: what it does next shall not count
-            self._events[1].record()
+            self.__exit__()
         else:
             self._work.get_future().add_done_callback(self._ended)
 
     def _ended(self, future: Any) -> None:
-        self._end = time.perf_counter()
+        self.__exit__()
 
     def wait(self) -> None:
         """The current stream (on a CPU: the host) waits for the collective; on a GPU the host too, if `at_end` asks."""
@@ -121,12 +156,3 @@ class Timed:
         if at_end is not None:
             start, end = self.interval()
             at_end(end - start)
-
-    def interval(self, origin: torch.cuda.Event | None = None) -> tuple[float, float]:
-        """Seconds at which it began and ended, by the host's clock, or on a GPU since `origin` (its own start); the
-        host waits for the end."""
-        if self._events is None:
-            return self._start, self._end or time.perf_counter()
-        start, end = self._events
-        end.synchronize()
-        return tuple((origin or start).elapsed_time(event) / 1e3 for event in (start, end))

@@ -261,7 +261,7 @@ class ReportConfig(_Section):
     diagnose: Flag = Field(
         True,
         description="measure in steps 4 to 7 what bounds a step, and say it once where it is not the links between "
-        "nodes; with quantized gradients; see [Troubleshooting](troubleshooting.md#no-speed-up)",
+        "nodes, or something of it is not quantized; see [Troubleshooting](troubleshooting.md#no-speed-up)",
     )
 
 

@@ -12,6 +12,7 @@ Distances are root mean squares over steps. Losses of few steps differ little; `
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 
 from zeropp_fp8.numerics.reference import Experiment, Run, check_the_same, distance, experiment_of, parser_of
@@ -90,7 +91,8 @@ def say(bisection: Bisection) -> None:
     print(f"{fault} carries most of the difference")
     if fault == "compute":
         layers = bisection.layers(run.layers, whole)
-        print(f"it is in {len(layers)} of {len(run.layers)} layers: {', '.join(layers)}")
+        print(f"it is in {len(layers)} of {len(run.layers)} layers; these compute in high precision with")
+        print(f'"compute": {{"skip_modules": {json.dumps(layers)}}}, besides those that are there')
 
 
 if __name__ == "__main__":

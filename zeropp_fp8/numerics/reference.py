@@ -5,7 +5,8 @@ python -m zeropp_fp8 reference --steps 50 -- deepspeed --module zeropp_fp8.run t
 The line runs as it is, then with the recipe `lossless`; each time all ranks end after so many steps. Script and
 ds_config stay as they are. Both runs must begin with the same weights and see the same data, so the script has to seed
 what it draws; where it does not the command says from which step on they differ, and its exit status is 1.
-`--repeat` runs `lossless` twice: what differs then is not precision.
+`--repeat` runs `lossless` twice: what differs then is not precision. `--picture` draws losses, their difference, and
+how far the gradients of each layer differ in each step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeropp_fp8.config import TRIAL_VARIABLE, Trial
+from zeropp_fp8.numerics.picture import Sheet, check_drawable, height_of
 
 SAME = 1e-9  # relative, of sums in fp64 in another order
 
@@ -33,18 +36,20 @@ class Run:
     Attributes:
         steps: what trial.py has written of each.
         pieces, layers: what is in low precision in it, and the linear layers that compute so.
+        matrices: those that train, in the order of each step's sketches.
     """
 
     steps: list[dict] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
+    matrices: list[str] = field(default_factory=list)
 
 
 def read_run(path: Path, engine: int) -> Run:
     """What the engine of that number has written; an empty Run where there is none."""
     lines = path.read_text().splitlines() if path.exists() else []
     mine = [values for values in map(json.loads, lines) if values["engine"] == engine]
-    return Run(mine[1:], mine[0]["pieces"], mine[0]["layers"]) if mine else Run()
+    return Run(mine[1:], *(mine[0][name] for name in ("pieces", "layers", "matrices"))) if mine else Run()
 
 
 class Experiment:
@@ -83,9 +88,30 @@ class Experiment:
 
 
 def distance(run: Run, reference: Run, what: str) -> float:
-    """Root mean square over steps of the difference in "loss" or "grad_norm"; infinite where it is not finite."""
-    squares = [(a[what] - b[what]) ** 2 for a, b in zip(run.steps, reference.steps)]
-    return math.sqrt(sum(squares) / len(squares)) if all(map(math.isfinite, squares)) else math.inf
+    """Root mean square over steps of the difference in "loss" or "grad_norm"; infinite where one run's is not finite.
+
+    Steps in which neither run's is are left out: fp16's loss scale settles in them.
+    """
+    pairs = [(a[what], b[what]) for a, b in zip(run.steps, reference.steps)]
+    squares = [(a - b) ** 2 for a, b in pairs if math.isfinite(a) or math.isfinite(b)]
+    if not all(map(math.isfinite, squares)):
+        return math.inf
+    return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
+
+
+def by_layer(run: Run, reference: Run) -> dict[str, list[float]]:
+    """{layer: of each step the norm of the difference in its gradient, by that of the reference's}.
+
+    From sketches (trial.py), within 6 % or so; NaN where gradients are not finite, or none came. In the first step
+    weights are the same in both runs, and the difference is rounding; later ones are of weights that differ too.
+    """
+    found: dict[str, list[float]] = {name: [] for name in run.matrices if name in reference.matrices}
+    for a, b in zip(run.steps, reference.steps):
+        sketches = dict(zip(run.matrices, a["sketches"])), dict(zip(reference.matrices, b["sketches"]))
+        for name, values in found.items():
+            (*mine, _), (*exact, square) = (sketch[name] for sketch in sketches)
+            values.append(math.dist(mine, exact) / math.sqrt(square) if square else math.nan)
+    return found
 
 
 def check_the_same(run: Run, reference: Run, name: str) -> None:
@@ -107,6 +133,36 @@ def table(run: Run, reference: Run) -> str:
         loss = f"{a['loss']:>12.6f}{b['loss']:>12.6f}{a['loss'] - b['loss']:>12.2e}"
         lines.append(f"{a['step']:>6}{loss}{a['grad_norm']:>12.5g}{b['grad_norm']:>12.5g}")
     return "\n".join(lines)
+
+
+def layer_table(layers: dict[str, list[float]], worst: int = 5) -> str:
+    """The layers whose gradients differ most in the first step that has some, and on average."""
+    found = {name: [value for value in values if math.isfinite(value)] for name, values in layers.items()}
+    found = {name: values for name, values in found.items() if values}
+    lines = [f"{'gradients differ':<20}{'first step':>12}{'all steps':>12}"]
+    for name in sorted(found, key=lambda name: -found[name][0])[:worst]:
+        lines.append(f"{100 * found[name][0]:>30.2g} %{100 * statistics.fmean(found[name]):>10.2g} %  {name}")
+    return "\n".join(lines)
+
+
+def draw(runs: dict[str, Run], reference: Run, path: str) -> None:
+    """Losses, differences in loss, and differences in gradients, layer by layer, of the first of `runs`."""
+    layers, steps = by_layer(next(iter(runs.values())), reference), [step["step"] for step in reference.steps]
+    sheet = Sheet([2.5, 2.5, *([height_of(layers)] if layers else [])])
+    for name, run in {**runs, "lossless": reference}.items():
+        losses = [step["loss"] for step in run.steps]
+        sheet.axes[0].plot(steps, losses, label=name)
+        if run is not reference:
+            differences = [loss - step["loss"] for loss, step in zip(losses, reference.steps)]
+            sheet.axes[1].plot(steps, differences, label=f"{name}, less lossless")
+    for axis, title in zip(sheet.axes, ("loss, by step", "difference in loss, by step")):
+        axis.set_title(title, fontsize=9)
+        axis.legend(fontsize=7)
+    if layers:
+        percent = {name: [100 * value for value in values] for name, values in layers.items()}
+        title = "difference in gradients, % of lossless's norm, by step"
+        sheet.layer_map(sheet.axes[2], percent, steps, title, "viridis")
+    sheet.save(path)
 
 
 def parser_of(command: str, text: str, steps: int) -> argparse.ArgumentParser:
@@ -133,8 +189,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Exit status 1 where the runs cannot be compared."""
     parser = parser_of("reference", __doc__, 50)
     parser.add_argument("--repeat", action="store_true", help="run `lossless` twice, to see what is not precision")
+    parser.add_argument("--picture", help="draw both runs, and their difference by step and layer, into this file")
     arguments = parser.parse_args(argv)
     experiment = experiment_of(parser, arguments)
+    if arguments.picture:
+        check_drawable()
     runs = {"as it is": experiment.run("as it is")}
     reference = experiment.run("in high precision", high=["all"])
     if arguments.repeat:
@@ -143,6 +202,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, run in runs.items():
         loss, norm = (distance(run, reference, what) for what in ("loss", "grad_norm"))
         print(f"{name}: loss differs by {loss:.3g}, gradient norm by {norm:.3g} (root mean square over steps)")
+    print(layer_table(by_layer(runs["as it is"], reference)))
+    if arguments.picture:
+        try:
+            draw(runs, reference, arguments.picture)
+        except OSError as error:
+            raise SystemExit(str(error)) from None
     for name, run in runs.items():
         check_the_same(run, reference, name)
 

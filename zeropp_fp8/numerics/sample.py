@@ -267,8 +267,8 @@ def summary(rows: Sequence[dict]) -> dict[str, float]:
     """A sample as a few numbers with names, for who draws them over time."""
     found = {f"numerics/{kind}/lowest_snr_db": row["snr_db"] for kind, row in lowest(rows).items()}
     for kind in dict.fromkeys(row["kind"] for row in rows):
-        for share in ("underflow", "overflow", "non_finite"):
-            found[f"numerics/{kind}/highest_{share}"] = max(row[share] for row in rows if row["kind"] == kind)
+        for name in ("amax", "underflow", "overflow", "non_finite"):
+            found[f"numerics/{kind}/highest_{name}"] = max(row[name] for row in rows if row["kind"] == kind)
     return found
 
 

@@ -2,6 +2,7 @@
 
 python -m zeropp_fp8 numerics numerics.jsonl
 python -m zeropp_fp8 numerics numerics.jsonl --picture numerics.png
+python -m zeropp_fp8 numerics numerics.jsonl --picture underflow.png --of underflow
 """
 
 from __future__ import annotations
@@ -11,6 +12,16 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+
+from zeropp_fp8.numerics.picture import Sheet, check_drawable, height_of
+
+DRAWN = {
+    "snr_db": "signal-to-noise in dB",
+    "amax": "largest magnitude",
+    "underflow": "share that became zero",
+    "overflow": "share that was cut off",
+    "non_finite": "share that is not finite",
+}
 
 
 def read(path: str, engine: int = 0) -> list[dict]:
@@ -56,29 +67,21 @@ def table(samples: Sequence[dict], worst: int) -> str:
     return "\n".join(lines)
 
 
-def draw(samples: Sequence[dict], path: str) -> None:
-    """A map for each kind, layers by samples, coloured by signal-to-noise; what was not sampled is white."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+def draw(samples: Sequence[dict], path: str, what: str = "snr_db") -> None:
+    """A map for each kind, layers by samples, coloured by one of DRAWN; what was not sampled is white."""
     kinds: dict[str, dict[str, list[float]]] = {}
     for place, sample in enumerate(samples):
         for row in sample["rows"]:
             values = kinds.setdefault(row["kind"], {}).setdefault(row["layer"], [math.nan] * len(samples))
-            values[place] = math.nan if row["snr_db"] is None else row["snr_db"]
-    heights = [1 + 0.16 * len(layers) for layers in kinds.values()]
-    options = {"figsize": (10, 2 + sum(heights)), "squeeze": False, "height_ratios": heights, "layout": "constrained"}
-    figure, axes = pyplot.subplots(len(kinds), 1, **options)
-    for axis, (kind, layers) in zip(axes[:, 0], kinds.items()):
-        image = axis.imshow(list(layers.values()), aspect="auto", interpolation="nearest", cmap="RdYlGn")
-        axis.set_yticks(range(len(layers)), layers, fontsize=5)
-        axis.set_xticks(range(len(samples)), [sample["step"] for sample in samples], fontsize=6, rotation=90)
-        axis.set_title(f"{kind}: signal-to-noise in dB, by step", fontsize=9)
-        figure.colorbar(image, ax=axis)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+            values[place] = math.nan if row[what] is None else row[what]
+    if not kinds:
+        raise ValueError("there is nothing to draw: nothing was rounded")
+    sheet, steps = Sheet([height_of(layers) for layers in kinds.values()]), [sample["step"] for sample in samples]
+    for axis, (kind, layers) in zip(sheet.axes, kinds.items()):
+        sheet.layer_map(
+            axis, layers, steps, f"{kind}: {DRAWN[what]}, by step", "RdYlGn" if what == "snr_db" else "viridis"
+        )
+    sheet.save(path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -91,14 +94,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", type=int, default=0, help="which engine that trains, in the order of their making")
     parser.add_argument("--worst", type=int, default=5, help="layers of each kind in the table")
     parser.add_argument("--picture", help="draw all samples into this file (matplotlib)")
+    parser.add_argument("--of", choices=DRAWN, default="snr_db", help="what the picture shows (%(default)s)")
     arguments = parser.parse_args(argv)
+    if arguments.picture:
+        check_drawable()
     try:
         samples = read(arguments.file, arguments.engine)
         print(table(samples, arguments.worst))
         if arguments.picture:
-            draw(samples, arguments.picture)
-    except ModuleNotFoundError as error:
-        raise SystemExit(f"{error}: pip install matplotlib, or leave --picture out") from None
+            draw(samples, arguments.picture, arguments.of)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp_fp8.config import SECTION
+from zeropp_fp8.zero.fall_back import HIGH_PRECISION, fall_back
 from zeropp_fp8.zero.observer import Observer
 
 WINDOW, LEAST = 32, 8  # losses that a jump is measured by: at most, and at least
@@ -45,7 +46,14 @@ class Watch(Observer):
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.session.device)  # losses, and how many
         self.earlier: deque[float] = deque(maxlen=WINDOW)
         self.problem: str | None = None
-        self.fell_back = False
+
+    def state_dict(self) -> dict:
+        """The losses that the next one is compared with."""
+        return {"earlier": [*self.earlier]}
+
+    def load_state_dict(self, state: dict) -> None:
+        """A run that resumes goes on comparing; from a checkpoint without losses it begins anew."""
+        self.earlier = deque(state.get("earlier", ()), maxlen=WINDOW)
 
     def loss_is(self, loss: Tensor) -> None:
         self.sums[0] += loss.detach().double().sum()
@@ -79,13 +87,9 @@ class Watch(Observer):
         if self.problem is None:
             return
         says = "weights, gradients and products are in high precision already"
-        if not self.fell_back:
-            self.fell_back = True
+        if not self.session.fell_back:
             fall_back(self.stage)
-            says = (
-                "from the next step on weights and gradients travel in 16 or 32 bits, and linear layers compute in "
-                "them. A run that resumes from a checkpoint begins with its section's formats again"
-            )
+            says = f"from the next step on {HIGH_PRECISION}; so they do in a run that resumes from its checkpoints"
         if self.session.topology.rank == 0:
             print(f"zeropp_fp8: step {self._step()}: {self.problem}; {says}", flush=True)
         self.problem = None
@@ -97,17 +101,3 @@ class Watch(Observer):
 
     def _step(self) -> int:
         return self.session.engine().global_steps + 1  # DeepSpeed counts it when it returns
-
-
-def fall_back(stage) -> None:
-    """Let weights and gradients travel, and linear layers compute, in high precision. Between steps, on every rank."""
-    session, gatherer = stage.session, stage.gatherer
-    session.weight_format = session.intra_format = session.inter_format = None
-    stage.reducer.formats_changed()
-    if session.conversion is not None:
-        session.conversion.scaling.rests = True
-    persistent = stage.persistent_parameters
-    gatherer.partition(persistent)
-    gatherer.formats_changed()
-    with session.ledger.counting("other"):
-        gatherer.gather_now(persistent)

@@ -12,6 +12,7 @@ compose.py          the stage of an engine, composed of the parts that its confi
 fused_update.py     torch's fused Adam where the user left the choice to torch
 report.py           the table printed at start
 bound.py            what bounds a step, measured once
+fall_back.py        giving up low precision while a job runs, and when it resumes
 metrics.py          the same numbers for logs over time, and the formats
 holders.py          the engine behind what a script holds: an engine, its module, a Trainer
 fragment.py         what a checkpoint holds of a weight that rests as codes

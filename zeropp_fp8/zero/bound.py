@@ -31,7 +31,9 @@ SMALL = 256 * 1024  # bytes: a message of a rank that takes as long for its late
 @dataclass(frozen=True)
 class StepShares:
     """Of a step of `seconds`: the shares in which links between and within nodes are busy, and (on a GPU, else None)
-    the share that is left to do when the host has issued everything; collectives a rank starts, and bytes of each."""
+    the share that is left to do when the host has issued everything; collectives a rank starts, and bytes of each.
+    Gradients that DeepSpeed reduces, around a ring over all ranks, keep links between nodes busy where there are nodes.
+    """
 
     seconds: float
     between: float
@@ -104,28 +106,70 @@ class StepWatch:
             print(text, flush=True)
 
 
+def in_full(session: Session, link: str) -> list[str]:
+    """Keys of the section that leave weights or gradients in 16 or 32 bits on a link."""
+    config, gradients = session.config, session.inter_format if link == INTER else session.intra_format
+    found = []
+    # Frozen weights that rest as codes travel as these.
+    if session.weight_format is None and session.difference_format is None and config.frozen.format == "none":
+        found.append('"weights.format"')
+    if gradients is None:
+        found.append(f'"gradients.{link}_format"')
+    return found
+
+
 def explained(shares: StepShares, session: Session) -> str | None:
-    """Why fewer bytes between nodes make a run's steps little faster; None where they are what bounds them."""
-    topology, small = session.topology, shares.message_bytes < SMALL
+    """Why a run's steps are little faster than stock's, and what can be done; None where fewer bytes between nodes make
+    them so, and bytes are few already."""
+    topology, config, small = session.topology, session.config, shares.message_bytes < SMALL
     messages = f"{shares.messages:.0f} messages a step of {shares.message_bytes / 1e3:.0f} kB"
-    if shares.between >= BOUND and not (small and topology.nodes > 1):
+    one_rank, between_bounds = topology.world_size == 1, shares.between >= BOUND
+    within_bounds = shares.within >= BOUND and not between_bounds
+    full = [] if one_rank else in_full(session, INTRA if within_bounds or topology.nodes == 1 else INTER)
+    if between_bounds and not full and not (small and topology.nodes > 1):
         return None
-    gain = f"at most {1 / (1 - min(shares.between, 0.99)):.2f} x as fast"
-    if topology.world_size == 1:
+    fewer_messages = "more tokens a micro-batch"
+    if config.gather_granularity != "block":
+        fewer_messages += ', or "gather_granularity": "block"'
+    if one_rank:
         why = "one rank: nothing is sent. What is left of the recipe is memory, and FP8 products"
-    elif shares.between >= BOUND:
-        why = f'latency: {messages}; larger blocks or more tokens a step, or "gather_granularity": "block"'
-    elif shares.within >= BOUND:
-        why = f"links within nodes, busy {100 * shares.within:.0f} %: fewer bits there, or more tokens a step"
+    elif between_bounds:
+        why = f"latency: {messages}; {fewer_messages}" if small else "these links"
+    elif within_bounds:
+        why = f"links within nodes, busy {100 * shares.within:.0f} %: "
+        if small:
+            why += f"latency, {messages}; {fewer_messages}"
+        elif full:
+            why += "they can carry fewer bits"
+        else:
+            why += "more tokens a step" + (
+                "" if config.recipe == "zeropp-pcie" else ', or recipe "zeropp-pcie" without NVLink'
+            )
     elif shares.behind is not None and shares.behind < BEHIND:
         why = f"Python: the GPU has waited for it ({100 * shares.behind:.1f} % of a step left to do after backward, "
-        why += f'{messages}); more tokens a micro-batch, "compile": "blocks", or "gather_granularity": "block"'
+        why += f"{messages}), which runs ZeRO-3's hooks and launches kernels; {fewer_messages}"
+        if config.compile == "none":
+            why += ', or "compile": "blocks"'
     else:
         on = "computing" if shares.behind is not None else "computing, on the CPU"
-        why = f"{on}: all links are idle most of the time. FP8 products, or a smaller batch a GPU, change that"
-    nodes = "there is one node" if topology.nodes == 1 else f"links between nodes are busy {100 * shares.between:.0f} %"
-    return (
-        f"zeropp_fp8: no speed-up to expect from fewer bytes between nodes: in steps {FIRST + 1} to {FIRST + STEPS} of "
-        f"{1e3 * shares.seconds:.1f} ms {nodes} (without them {gain}). What bounds them: {why}. "
-        '("report.diagnose": false leaves this out)'
+        why = f"{on}: all links are idle most of the time. "
+        if config.computes_in_low_precision:
+            why += "Products are in low precision already; a smaller batch a GPU changes what bounds"
+        else:
+            why += "FP8 products, or a smaller batch a GPU, change that"
+    where = f"in steps {FIRST + 1} to {FIRST + STEPS} of {1e3 * shares.seconds:.1f} ms "
+    where += (
+        "there is one node" if topology.nodes == 1 else f"links between nodes are busy {100 * shares.between:.0f} %"
     )
+    gain = "" if one_rank else f" (without them at most {1 / (1 - min(shares.between, 0.99)):.2f} x as fast)"
+    says = "no speed-up to expect from fewer bytes between nodes"
+    if between_bounds and not small:
+        says = "no speed-up yet: bytes between nodes are not few"
+    if full:
+        are, them = ("are", "them") if len(full) > 1 else ("is", "it")
+        bits = f'{" and ".join(full)} {are} "none", so 16 or 32 bits a number travel'
+        if (between_bounds or within_bounds) and not small:
+            why += f'. {bits}: set {them}, or recipe "{"zeropp" if topology.nodes > 1 else "zeropp-pcie"}"'
+        else:
+            why += f". Besides, {bits}, as in stock"
+    return f'zeropp_fp8: {says}: {where}{gain}. What bounds them: {why}. ("report.diagnose": false leaves this out)'

@@ -16,3 +16,10 @@ class Observer:
 
     def step_ended(self) -> None:
         """A step has ended, or was skipped because gradients were not finite."""
+
+    def state_dict(self) -> dict:
+        """What a checkpoint is to keep; nothing, unless an observer has something."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """A checkpoint is loaded: what `state_dict` gave, or {} where it has nothing."""

@@ -62,6 +62,7 @@ class Session:
         self.sums_numel = 0  # gradients of several backward passes that add up on this rank inside the node; 0: world
         self.shares = None  # what a step's time goes to (StepShares of bound.py), once it is measured
         self.collected = False  # the engine is being collected: nothing collective can be done
+        self.fell_back = False  # from the formats of the section, to high precision
         self.observers: list[Observer] = []
         self.numerics: dict[str, float] = {}  # what the last sample has found, by name
         self.topology: Topology = make_topology(group, ranks_per_node)

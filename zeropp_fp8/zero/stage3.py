@@ -18,10 +18,11 @@ from deepspeed.utils import logger, z3_leaf_module
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zeropp_fp8.comm.issue import all_reduce
+from zeropp_fp8.comm.issue import all_reduce, timed_by_deepspeed
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.config import SECTION
 from zeropp_fp8.zero.bound import StepWatch
+from zeropp_fp8.zero.fall_back import fall_back_as_saved
 from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.offload import ZeroppOffload
 from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
@@ -57,8 +58,7 @@ class ZeroppStage3(Stage3Base):
         dtype = kwargs.get("gradient_accumulation_dtype", torch.float32)
         session.sums_numel = numel_of_sums(session, module.parameters(), dtype)
         config = session.config
-        # What DeepSpeed reduces by itself is not seen.
-        self._watch = StepWatch(session) if config.report.diagnose and config.quantizes_gradients else None
+        self._watch = StepWatch(session) if config.report.diagnose else None
         keeps_optimizer = session.state_formats is None
         if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
             print("zeropp_fp8: the optimizer leaves the choice to torch: its fused update is used", flush=True)
@@ -337,14 +337,16 @@ class ZeroppStage3(Stage3Base):
             self._order.finish()
         self._reduced.clear()
         self._in_backward = False
-        if not self.session.config.quantizes_gradients:
-            super().independent_gradient_partition_epilogue()
-            return
-        if self._at_boundary():
-            self._finish_resting()  # what has come twice in an earlier backward
-        self.reducer.drain()  # the current stream now waits for all results, so that the host need not
+        quantizes = self.session.config.quantizes_gradients
+        if quantizes:
+            if self._at_boundary():
+                self._finish_resting()  # what has come twice in an earlier backward
+            self.reducer.drain()  # the current stream now waits for all results, so that the host need not
         if self._watch is not None:
             self._watch.backward_is_issued()
+        if not quantizes:
+            super().independent_gradient_partition_epilogue()
+            return
         if any(bucket.params for bucket in self.ipg_buckets.values()):  # DeepSpeed's own work on that stream
             super().independent_gradient_partition_epilogue()
             return
@@ -366,7 +368,8 @@ class ZeroppStage3(Stage3Base):
             numel = sum(p.ds_tensor.ds_numel for p in params) * session.topology.world_size
             self._count_gradients(numel, communication_data_type, rounds=1)
             stock = getattr(super(), AVG_SCATTER_GRADS)
-            return stock(params) if communication_data_type is None else stock(params, communication_data_type)
+            with timed_by_deepspeed(session.ledger, session.device.type == "cuda"):
+                return stock(params) if communication_data_type is None else stock(params, communication_data_type)
         names = [self._names[p.ds_id] for p in params]
         grads = [p.grad.view(p.ds_shape) for p in params]
         return self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
@@ -374,7 +377,8 @@ class ZeroppStage3(Stage3Base):
     def _avg_scatter_contiguous_grads(self, buffer: Tensor, *communication_data_type: torch.dtype) -> list[Tensor]:
         """The same by an all-reduce of the whole bucket: `"reduce_scatter": false`, nothing is quantized then."""
         self._count_gradients(buffer.numel(), next(iter(communication_data_type), None), rounds=2)
-        return getattr(super(), AVG_SCATTER_CONTIGUOUS_GRADS)(buffer, *communication_data_type)
+        with timed_by_deepspeed(self.session.ledger, buffer.is_cuda):
+            return getattr(super(), AVG_SCATTER_CONTIGUOUS_GRADS)(buffer, *communication_data_type)
 
     def get_fp32_grad_for_param(self, param: Parameter) -> Tensor | None:
         self._finish_resting()
@@ -503,6 +507,11 @@ class ZeroppStage3(Stage3Base):
         held = self.gatherer.held_states(self.param_names)
         if held:
             extra["held weights"] = held
+        observers = {type(one).__name__: one.state_dict() for one in self.session.observers if one.state_dict()}
+        if observers:
+            extra["observers"] = observers
+        if self.session.fell_back:
+            extra["fell back"] = True
         if extra:
             extra["world"] = (self.session.topology.nodes, self.session.topology.ranks_per_node)
             state[CHECKPOINT_ENTRY] = extra
@@ -527,6 +536,10 @@ class ZeroppStage3(Stage3Base):
                 self.scales, (extra or {}).get("gradient_scales"), None, "gradient scales start afresh"
             )
         self._load_own_states(extra or {})
+        observers = (extra or {}).get("observers", {})
+        for observer in self.session.observers:
+            observer.load_state_dict(observers.get(type(observer).__name__, {}))
+        self._fell_back_before = "fell back" in (extra or {})
         topology = self.session.topology
         if self.reducer.error_feedback is not None:
             self.reducer.error_feedback.reset()
@@ -551,11 +564,14 @@ class ZeroppStage3(Stage3Base):
 
     def load_state_dict(self, *args, **kwargs) -> None:
         self._held_before: dict = {}
+        self._fell_back_before = False
         with self.session.ledger.counting(OUTSIDE):
             super().load_state_dict(*args, **kwargs)
         if kwargs.get("checkpoint_folder"):  # a universal checkpoint holds weights and optimizer state only
             self._load_own_entry(None)
         self.gatherer.weights_changed()
+        if self._fell_back_before:
+            fall_back_as_saved(self)
         self.gatherer.hold_again(self._held_before, self.param_names)
 
 

@@ -1,0 +1,93 @@
+"""Samples, a watch, `reference` and `bisect` on every kind of recipe: they change no bit, and find what is there."""
+
+import math
+
+import numerics_jobs as jobs
+import pytest
+from ranks import run_ranks
+
+FP8 = {"compute": {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head"]}}
+WIRE = ["gradients_between", "gradients_within", "weights"]
+# A case, the kinds that its samples have, and its pieces.
+CASES = {
+    "accumulation in the node": (
+        {"recipe": "zeropp", "gradient_accumulation_steps": 2, "fields": {"gradients": {"accumulate_in": "node"}}},
+        {"weights", "gradients", jobs.WITHIN},
+        WIRE,
+    ),
+    "zeropp-2bit": ({"recipe": "zeropp-2bit"}, {"weights", "gradients", jobs.WITHIN}, WIRE),
+    # Each rank is a node: there is no hop within.
+    "zeropp-pcie": (
+        {"recipe": "zeropp-pcie", "fields": {"topology": {"ranks_per_node": 1}}},
+        {"weights", "gradients"},
+        WIRE,
+    ),
+    "fp8-lm, owners": (
+        {"recipe": "fp8-lm", "gradient_accumulation_steps": 2, "fields": FP8},
+        {"weights", "gradients", "compute_activations", "compute_gradients"},
+        ["activations", "compute", "gradients", "optimizer", "weights"],
+    ),
+    "fp8-lm-zeropp": (
+        {"recipe": "fp8-lm-zeropp", "fields": FP8},
+        {"weights", "gradients", jobs.WITHIN, "compute_activations", "compute_gradients"},
+        [
+            "activations",
+            "compute",
+            "gradients_at_rest",
+            "gradients_between",
+            "gradients_within",
+            "optimizer",
+            "weights",
+        ],
+    ),
+    "INT4 at rest, LoRA": (
+        {"recipe": "qlora", "lora": True, "fields": {"frozen": {"format": "int4"}}},
+        {"weights", "gradients", jobs.WITHIN},
+        ["frozen", *WIRE],
+    ),
+    "fp16, overflow": (
+        {"recipe": "zeropp", "fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}},
+        {"weights", "gradients", jobs.WITHIN},
+        WIRE,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("recipes"))
+    return [
+        dict(zip(CASES, of_rank))
+        for of_rank in run_ranks(jobs.of_recipes, folder=folder, cases=[c for c, *_ in CASES.values()])
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_samples_and_a_watch_change_no_bit(case, found):
+    assert all(of_rank[case][0] for of_rank in found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kinds_of_samples(case, found):
+    samples = found[0][case][1]
+    assert len(samples) == 3
+    for rows in samples[1:]:  # weights travel in full once, where differences do afterwards
+        assert {row["kind"] for row in rows} == CASES[case][1]
+        for row in rows:
+            assert row["snr_db"] is None or 3 < row["snr_db"] < 120, row
+
+
+def test_gradients_beyond_fp16_are_counted(found):
+    """The loss scale is lowered for them, and the watch lets that be."""
+    first = [row for row in found[0]["fp16, overflow"][1][0] if row["kind"] == "gradients"]
+    assert max(row["non_finite"] for row in first) > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_and_layers_of_an_experiment(case, found):
+    _, _, (whole, without), layers = found[0][case]
+    assert sorted(without) == sorted(CASES[case][2])
+    assert math.isfinite(whole) and whole > 0 and all(map(math.isfinite, without.values()))
+    assert layers and all(len(values) == 2 for values in layers.values())
+    finite = [value for values in layers.values() for value in values if math.isfinite(value)]
+    assert (len(finite) == 2 * len(layers)) == (case != "fp16, overflow") and max(finite, default=0.1) > 1e-4
