@@ -51,6 +51,7 @@ for first, then in mine((
     ("none", "none"), ("fp8_e5m2", "fp8_e4m3"), ("int8-96", "int8"), ("mxfp8_e5m2", "mxfp6_e3m2"),
     ("mxfp6_e2m3", "mxfp8_e5m2"), ("mxfp4", "none"), ("mxint8", "mxfp8_e4m3-floor"), ("mxfp6_e3m2", "int8-32"),
     ("none", "mxfp4"), ("mxfp8_e4m3", "int8"), ("int2", "int2"), ("int8", "int2-hadamard-96"),
+    ("int2-12", "int2-12"), ("int3-24", "int3-24"), ("int3", "int8"), ("int3-hadamard-96", "int3-hadamard-96"),
 )):
     check_reduce(make(first), make(then), torch.bfloat16, [33, 500, 1001], 2, 3, CPU, DTYPES.values())
 for first, then in mine((("int8", "int4"), ("mxfp6_e3m2", "mxfp4"))):
@@ -73,12 +74,12 @@ import torch
 from kernel_cases import CPU, DTYPES, FORMATS, check_feed_back, make
 from thinning import thinned
 
-names = [name for name in FORMATS if not name.startswith(("mx", "int2"))]
+names = [name for name in FORMATS if not name.startswith("mx")]
 for name, rounding, dtype in mine(thinned(names, ("nearest", "half_away", "stochastic"), DTYPES)):
     check_feed_back(make(name, rounding), DTYPES[dtype], [33, 1001], 3, [2, 0, 1], CPU)
 for name, numels, world, slices in mine((
     ("int4-hadamard", [4096, 9000], 2, [0, 1]), ("int8", [9, 1, 2, 5], 8, [7, 1]), ("int4", [8192], 1, [0]),
-    ("int4-hadamard", [300, 5000], 4, [3, 1, 0, 2]),
+    ("int4-hadamard", [300, 5000], 4, [3, 1, 0, 2]), ("int3", [9, 1, 2, 5], 8, [7, 1]), ("int2", [8192], 1, [0]),
 )):
     check_feed_back(make(name), torch.bfloat16, numels, world, slices, CPU)
 print("done")
@@ -150,7 +151,7 @@ print("done")
 def test_compiles_without_a_gpu(capability):
     """Each code path once: tensors are accessed 16 bytes at a time, codes 8 at a time; nothing is spilled.
 
-    The 24 bytes of 32 codes of 6 bits are accessed 4 bytes at a time. sm_80 has no instructions for FP8: only what
+    The 24 bytes of 32 codes of 6 bits are accessed 4 bytes at a time, the 3 bytes of 8 codes of 3 bits singly. sm_80 has no instructions for FP8: only what
     becomes other code there is compiled for it, and a format of integers.
     """
     script = f"""
@@ -178,7 +179,7 @@ BASE = {{"ALIGNED": True, "LIMIT": 3.38e38, "RANKS": 8, "ACCUMULATE": True, "ALO
          "SIDE": 64, "STARTS": 8, **dict.fromkeys(("multipliers_ptr", "amax_ptr", "counts_ptr", "factors_ptr"))}}
 CODES = {{"int8": "v2.b32", "fp8_e4m3": "v2.b32", "fp8_e5m2": "v2.b32", "int4": "b32", "bf16": "v4.b32",
           "mxfp8_e4m3": "v2.b32", "mxfp8_e5m2": "v2.b32", "mxfp6_e2m3": "b32", "mxfp6_e3m2": "b32", "mxfp4": "b32",
-          "mxint8": "v2.b32", "int2": "b16"}}
+          "mxint8": "v2.b32", "int2": "b16", "int3": "b8"}}
 
 def assert_nothing_spilled(code, what):
     said = said_of(code)
@@ -253,6 +254,7 @@ def reduce_to_tensors(*names):
 quantize("int8", "fp8_e4m3", "mxfp8_e4m3")
 compile(feed_back_kernel, "*bf16", "int4-hadamard")
 compile(feed_back_kernel, "*fp32", "int8", "stochastic")
+compile(feed_back_kernel, "*bf16", "int3")
 quantize("int8-hadamard", "fp8_e5m2", "mxfp8_e5m2-floor", rounding="stochastic")
 dequantize("int8", "fp8_e4m3", "fp8_e5m2", "mxfp8_e5m2")
 reduce("int8", "int4-hadamard")
@@ -260,10 +262,10 @@ reduce("mxfp8_e4m3", "mxfp8_e5m2")
 reduce_to_tensors("int8", "fp8_e5m2")
 compile(round_trip_kernel, "*bf16", "mxfp8_e4m3")
 if CAPABILITY == 90:
-    quantize("none", "mxfp6_e3m2", "mxfp4", "mxint8", "int2")
+    quantize("none", "mxfp6_e3m2", "mxfp4", "mxint8", "int2", "int3")
     quantize("int4-hadamard", rounding="half_away")
-    dequantize("int4-hadamard", "none", "mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8", "int2")
-    reduce("int4-hadamard", "none", "int8")
+    dequantize("int4-hadamard", "none", "mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8", "int2", "int3")
+    reduce("int4-hadamard", "none", "int8", "int3", "int3")
     reduce("mxfp8_e5m2", "mxfp6_e2m3", "mxfp4")
     reduce_to_tensors("int4-hadamard", "none", "mxfp6_e3m2", "mxfp4")
     compile(round_trip_kernel, "*fp32", "mxfp6_e3m2", "stochastic", ALONG_COLUMNS=False)
