@@ -30,14 +30,11 @@ LARGEST_FP32 = tl.constexpr(torch.finfo(torch.float32).max)
 @triton.jit
 def load_unquantized(payload_ptr, tile, numel, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
     """A tile of one tensor's slice that travels in its own dtype."""
-    dtype: tl.constexpr = (
-        tl.bfloat16 if FORMAT.element == "bf16" else (tl.float16 if FORMAT.element == "fp16" else tl.float32)
-    )
     numbers: tl.constexpr = FORMAT.tile_blocks * FORMAT.width
     local = tl.arange(0, FORMAT.tile_blocks)[:, None] * FORMAT.width + tl.arange(0, FORMAT.width)[None, :]
     start = tile * numbers
     left = tl.minimum(numel - start, numbers).to(tl.int32)
-    return load_some(payload_ptr.to(tl.pointer_type(dtype)) + start + local, local, left, True, WHOLE, False)
+    return load_some(payload_ptr.to(tl.pointer_type(FORMAT.dtype)) + start + local, local, left, True, WHOLE, False)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from zeropp_fp8.formats import (
@@ -152,6 +153,11 @@ class KernelFormat:
     def packed_bytes(self) -> int:
         """These bytes."""
         return 3 if self.element == "int3" else 1
+
+    @property
+    def dtype(self) -> tl.dtype:
+        """Of an unquantized element."""
+        return {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[self.element]
 
     @property
     def fills_padding(self) -> bool:

@@ -198,9 +198,8 @@ def store_tile(
 
     `multiplier`, `counts_ptr`: of a shared scale, see `shared_codes`.
     """
-    element: tl.constexpr = FORMAT.element
     if FORMAT.scale == "none":
-        dtype: tl.constexpr = tl.bfloat16 if element == "bf16" else (tl.float16 if element == "fp16" else tl.float32)
+        dtype: tl.constexpr = FORMAT.dtype
         local = tl.arange(0, FORMAT.tile_blocks)[:, None] * FORMAT.width + tl.arange(0, FORMAT.width)[None, :]
         first = tile * FORMAT.tile_blocks * FORMAT.block_size
         left = tl.minimum(numel - first, FORMAT.tile_blocks * FORMAT.width).to(tl.int32)
