@@ -101,6 +101,10 @@ class OfTrl:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights()
 
+    def take_part(self) -> Iterator[tuple[str, Tensor]]:
+        """TRL's other ranks iterate as the first one does."""
+        return self._weights()
+
     def forget(self) -> None:
         """It remembers nothing."""
 

@@ -1,15 +1,18 @@
-"""Time of quantize, dequantize and dequantize-sum-quantize, beside a plain copy and a naive quantization.
+"""Time of quantize, dequantize, dequantize-sum-quantize, error feedback and weight differences, beside a plain copy.
 
     python -m benchmarks.kernels --elements 268435456 --out kernels.json
+    python -m benchmarks.kernels --only feedback,difference --out kernels.json    # some operations, by their names
 
 On a GPU the Triton kernels, else the torch code with one thread. A line says: microseconds, GB/s (bytes read and
 written), and that bandwidth as a share of a copy's, measured in the same run. "naive" is what one would write in torch:
-one scale for the whole tensor; its error stands beside the block-scaled one's.
+one scale for the whole tensor; its error stands beside the block-scaled one's. "torch" is what kernels are compared
+with: the same bytes by operations of torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -20,10 +23,11 @@ from benchmarks.harness.measuring import milliseconds
 from benchmarks.harness.results import write_result
 from examples.options import new_file, whole
 from zeropp_fp8.comm.error_feedback import ErrorFeedback
-from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
+from zeropp_fp8.comm.payload import Held, PayloadLayout, SliceOrder
 from zeropp_fp8.formats import make_format
 
 RANKS = 8  # of a reduction
+BY = (("", None), (", torch", False))
 FORMATS = {
     "int8 block 256": ("int8", {"block_size": 256}),
     "int8 block 128": ("int8", {"block_size": 128}),
@@ -31,6 +35,18 @@ FORMATS = {
     "int4 block 128 hadamard": ("int4", {"block_size": 128, "hadamard": True}),
     "int4 block 128 hadamard stochastic": ("int4", {"block_size": 128, "hadamard": True, "rounding": "stochastic"}),
     "fp8_e4m3 block 128": ("fp8_e4m3", {"block_size": 128}),
+    "int3 block 128": ("int3", {"block_size": 128}),
+    "int2 block 128": ("int2", {"block_size": 128}),
+    "int2 block 64": ("int2", {"block_size": 64}),
+    "bf16": ("none", {"dtype": torch.bfloat16}),
+}
+TRAVELLING = [name for name in FORMATS if name not in ("int2 block 64", "bf16")]
+FED_BACK = ("int4 block 128 hadamard", "int3 block 128", "int2 block 128")
+DIFFERENCES = {
+    "int4 on bf16": ("int4 block 128", "bf16"),
+    "int4 on int8": ("int4 block 128", "int8 block 256"),
+    "int3 on bf16": ("int3 block 128", "bf16"),
+    "int2 on bf16": ("int2 block 64", "bf16"),
 }
 REDUCTIONS = {
     "8 x int8 -> int4 hadamard": ("int8 block 128", "int4 block 128 hadamard"),
@@ -67,8 +83,8 @@ def naive_dequantize(codes: torch.Tensor, scale: torch.Tensor, bits: int, dtype:
     return (codes.float() * scale).to(dtype)
 
 
-def measure(elements: int, device: torch.device, repeats: int) -> list[dict]:
-    """Rows of results."""
+def measure(elements: int, device: torch.device, repeats: int, only: list[str]) -> list[dict]:
+    """Rows of results: of a copy, and of operations whose names hold one of `only`."""
     values = torch.empty(elements, dtype=torch.bfloat16, device=device)
     generator = torch.Generator(device=device).manual_seed(0)
     for piece in values.split(1 << 26):  # heavy-tailed, like gradients: normal / sqrt(chi-squared / 4)
@@ -77,16 +93,20 @@ def measure(elements: int, device: torch.device, repeats: int) -> list[dict]:
     decoded = torch.empty_like(values)
     rows = []
 
-    def add(operation: str, name: str, work: Callable[[], None], num_bytes: float, **more) -> None:
+    def add(operation: str, name: str, work: Callable[[], None], num_bytes: float, error=None) -> None:
+        if rows and not any(wanted in operation for wanted in only):
+            return
         ms = milliseconds(work, device, repeats)
-        rows.append({"operation": operation, "format": name, "us": 1e3 * ms, "gb_per_s": num_bytes / ms / 1e6, **more})
+        rows.append({"operation": operation, "format": name, "us": 1e3 * ms, "gb_per_s": num_bytes / ms / 1e6})
         copy = rows[0]["gb_per_s"]
         rows[-1]["share_of_copy"] = rows[-1]["gb_per_s"] / copy
+        if error is not None:
+            rows[-1]["relative_error"] = error()
         print(line(rows[-1]), flush=True)
 
     add("copy", "bf16", lambda: decoded.copy_(values), 4 * elements)
     whole = SliceOrder([0], device)
-    for name in FORMATS:
+    for name in TRAVELLING:
         wire_format = made(name)
         layout = PayloadLayout([elements], [wire_format], [values.dtype], device)
         payload = torch.empty(1, layout.row_bytes, dtype=torch.uint8, device=device)
@@ -94,23 +114,36 @@ def measure(elements: int, device: torch.device, repeats: int) -> list[dict]:
         moved = 2 * elements + layout.row_bytes
         add("quantize", name, lambda: layout.encode([values], whole, payload, seed), moved)  # noqa: B023
         if "stochastic" not in name:
-            add("dequantize", name, lambda: layout.decode(payload, whole, [decoded]), moved)  # noqa: B023
-            rows[-1]["relative_error"] = relative_error(values, decoded)
+            error = partial(relative_error, values, decoded)
+            add("dequantize", name, lambda: layout.decode(payload, whole, [decoded]), moved, error)  # noqa: B023
     # the slices of a 2 x 2 reduction, reordered on the way
     reorder = SliceOrder([0, 2, 1, 3], device)
     layout = PayloadLayout([elements // 4], [made("int8 block 128")], [values.dtype], device)
     payload = torch.empty(4, layout.row_bytes, dtype=torch.uint8, device=device)
     moved = 2 * elements + 4 * layout.row_bytes
     add("reorder+quantize", "int8 block 128", lambda: layout.encode([values], reorder, payload), moved)
-    # error feedback in one exchange between 4 ranks: by the kernel, and by operations of torch
-    name, quarters = "int4 block 128 hadamard", SliceOrder(range(4), device)
-    kept = ErrorFeedback().of(["values"], [elements // 4], 4, device)
-    for by, use_kernels in (("", None), (", torch", False)):
+    # error feedback in one exchange between 4 ranks
+    quarters, kept = SliceOrder(range(4), device), ErrorFeedback().of(["values"], [elements // 4], 4, device)
+    for name, (by, use_kernels) in itertools.product(FED_BACK, BY):
         layout = PayloadLayout([elements // 4], [made(name)], [values.dtype], device, use_kernels=use_kernels)
         payload = torch.empty(4, layout.row_bytes, dtype=torch.uint8, device=device)
         moved = values.nbytes + payload.nbytes + 2 * kept.rows.nbytes
         work = partial(layout.encode, [values], quarters, payload, residuals=kept)
         add("quantize+feedback", f"{name}{by}", work, moved)
+    # how weights differ from what 2 ranks hold of them: what one sends of its half, and what each does with both
+    half = values[: elements // 2]
+    for (name, formats), (by, use_kernels) in itertools.product(DIFFERENCES.items(), BY):
+        sent, held = (
+            PayloadLayout([half.numel()], [mine], [values.dtype], device, [partner], use_kernels)
+            for mine, partner in itertools.permutations(map(made, formats))
+        )
+        payload = torch.empty(2, sent.row_bytes, dtype=torch.uint8, device=device)
+        was = Held(held, torch.zeros(2, held.row_bytes, dtype=torch.uint8, device=device))
+        of_one = Held(held, was.rows[:1])
+        work, moved = partial(sent.encode, [half], whole, payload[:1], held=of_one), half.nbytes + payload[0].nbytes
+        add("difference", f"{name}{by}", work, moved + of_one.rows.nbytes)
+        sent.encode([half], whole, payload[1:], held=Held(held, was.rows[1:]))
+        add("add difference", f"{name}{by}", partial(sent.add, payload, was), payload.nbytes + 2 * was.rows.nbytes)
 
     part = elements // RANKS
     for name, (first, then) in REDUCTIONS.items():
@@ -138,15 +171,10 @@ def measure(elements: int, device: torch.device, repeats: int) -> list[dict]:
             )
     for bits in (8, 4):
         codes, scale = naive_quantize(values, bits)
-        moved = (2 + bits / 8) * elements
-        add("quantize", f"naive int{bits}, one scale", lambda: naive_quantize(values, bits), moved)  # noqa: B023
-        add(
-            "dequantize",
-            f"naive int{bits}, one scale",
-            lambda: naive_dequantize(codes, scale, bits, values.dtype),  # noqa: B023
-            moved,
-        )
-        rows[-1]["relative_error"] = relative_error(values, naive_dequantize(codes, scale, bits, values.dtype))
+        moved, name = (2 + bits / 8) * elements, f"naive int{bits}, one scale"
+        add("quantize", name, lambda: naive_quantize(values, bits), moved)  # noqa: B023
+        work = partial(naive_dequantize, codes, scale, bits, values.dtype)
+        add("dequantize", name, work, moved, lambda: relative_error(values, work()))  # noqa: B023
     return rows
 
 
@@ -163,6 +191,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--elements", type=whole(1), default=1 << 28 if on_gpu else 1 << 24)
     parser.add_argument("--repeats", type=whole(1), default=30 if on_gpu else 3)
+    parser.add_argument("--only", default="", help="parts of operations' names, with commas (default: all)")
     parser.add_argument("--out", type=new_file, default="runs/kernels.json")
     args = parser.parse_args()
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -170,7 +199,7 @@ def main() -> None:
         torch.set_num_threads(1)
     result = describe("kernels")
     result["elements"] = args.elements
-    result["rows"] = measure(args.elements, device, args.repeats)
+    result["rows"] = measure(args.elements, device, args.repeats, args.only.split(","))
     write_result(args.out, result | {"finished": True})
 
 

@@ -6,7 +6,7 @@ import torch
 
 from zeropp_fp8.comm.error_feedback import ErrorFeedback
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
-from zeropp_fp8.formats import MX_NAMES, UnquantizedFormat, make_format
+from zeropp_fp8.formats import HALF_STEP_NAMES, MX_NAMES, UnquantizedFormat, make_format
 from zeropp_fp8.formats.noise import Seed
 
 SEED = Seed(123456789, 987654321)
@@ -28,6 +28,9 @@ FORMATS = {
     "int2": ("int2", {"block_size": 64}),
     "int2-12": ("int2", {"block_size": 12}),
     "int2-hadamard-96": ("int2", {"block_size": 96, "hadamard": True}),
+    "int3": ("int3", {"block_size": 128}),
+    "int3-24": ("int3", {"block_size": 24}),
+    "int3-hadamard-96": ("int3", {"block_size": 96, "hadamard": True}),
     **{name: (name, {}) for name in MX_NAMES},
     **{f"{name}-floor": (name, {"scale_mode": "floor"}) for name in MX_NAMES},
 }
@@ -52,7 +55,7 @@ def make(name: str, rounding: str = "nearest", dtype: torch.dtype = torch.bfloat
     if name == "none":
         return make_format("none", dtype=dtype)
     element, options = (FORMATS | FROZEN_FORMATS)[name]
-    rounding = "nearest" if element == "int2" else rounding  # there is no other
+    rounding = "nearest" if element in HALF_STEP_NAMES else rounding  # there is no other
     return make_format(element, rounding=rounding, **options)
 
 

@@ -173,6 +173,20 @@ def what_has_changed():
     return rounds
 
 
+def taking_part():
+    """(merges to declare, merges to hand over, names) where rank 0 alone takes the tensors; then what is still due."""
+    from unittest import mock
+
+    from peft.tuners.lora.layer import Linear
+
+    source, merges = WeightSource(engine_of(adapters="lora", frozen=NF4), only_changed=True), []
+    known = Linear.merge
+    with mock.patch.object(Linear, "merge", lambda self, *args, **kw: merges.append(1) or known(self, *args, **kw)):
+        names, to_declare = [meta.name for meta in source.metadata()], len(merges)
+        got = list(copied(source)) if dist.get_rank() == 0 else [name for name, _ in source.take_part()]
+    return to_declare, len(merges), got, names, source.metadata()
+
+
 def float8_weights(ways):
     """{way: what FP8 hand-overs gave, beside the operands of a forward pass and a written-out cast}."""
     found = {}

@@ -67,6 +67,13 @@ def test_only_what_has_changed():
         assert forgotten["merged"] == first["merged"] and forgotten["base"] == []
 
 
+def test_a_rank_that_only_gathers():
+    """It merges nothing and yields nothing, and nothing is due on it afterwards; nobody merges to declare."""
+    taking, gathering = run_two(jobs.taking_part)
+    assert taking[:3] == (0, 3 * 2, taking[3]) and len(taking[3]) == 3 * 9 + 3
+    assert gathering == (0, 0, [], taking[3], []) and taking[4] == []
+
+
 FP8 = {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head"]}
 FLOAT8 = {
     "a scale a row": ("zeropp", {"weights": {"format": "fp8_e4m3"}, "compute": {**FP8, "scaling": "per_channel"}}),

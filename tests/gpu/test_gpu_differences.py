@@ -8,6 +8,13 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 
+@pytest.mark.parametrize("difference, rest", cases.KERNEL_CASES)
+def test_kernels(difference, rest):
+    """Small and odd, aligned with many tiles, and slices beyond a tensor's end."""
+    for numels, slices in (([33, 500, 2100], [2, 0, 1]), ([1 << 18, 100003], [3, 1, 0, 2]), ([9, 1, 2, 5], [7, 1])):
+        cases.check_kernels(difference, rest, numels, slices, CUDA)
+
+
 @pytest.mark.parametrize("difference", ["int4", "int2", "int3", "int8"])
 @pytest.mark.parametrize("rest, dtype", [("none", torch.bfloat16), ("none", torch.float32), ("int8", torch.bfloat16)])
 @pytest.mark.parametrize("numels", [cases.NUMELS, [1000]], ids=["unit", "one tensor"])

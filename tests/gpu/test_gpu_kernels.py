@@ -53,6 +53,9 @@ def test_quantize_and_dequantize(name):
         ("int8-8192", "nearest", "fp32"),
         ("fp8_e4m3", "nearest", "bf16"),
         ("fp8_e5m2", "stochastic", "fp32"),
+        ("int3", "nearest", "bf16"),
+        ("int3-hadamard-96", "nearest", "fp32"),
+        ("int2", "nearest", "bf16"),
     ],
 )
 def test_error_feedback(name, rounding, dtype):
@@ -67,6 +70,7 @@ def test_error_feedback(name, rounding, dtype):
     [
         ("int8", "bf16"),
         ("int8-96", "fp32"),
+        ("int3", "bf16"),
         ("int4-hadamard", "fp16"),
         ("fp8_e4m3", "fp32"),
         ("mxfp8_e5m2", "fp16"),
@@ -150,6 +154,9 @@ def test_unquantized(dtype):
         ("none", "mxfp4", "bf16"),
         ("mxfp8_e4m3", "none", "fp32"),
         ("mxfp8_e4m3", "int8", "fp32"),
+        ("int8", "int3", "bf16"),
+        ("int3-24", "int3-24", "fp32"),
+        ("int2-hadamard-96", "int2-hadamard-96", "bf16"),
     ],
 )
 def test_reduce(first, then, dtype):

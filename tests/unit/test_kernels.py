@@ -51,6 +51,7 @@ for first, then in mine((
     ("none", "none"), ("fp8_e5m2", "fp8_e4m3"), ("int8-96", "int8"), ("mxfp8_e5m2", "mxfp6_e3m2"),
     ("mxfp6_e2m3", "mxfp8_e5m2"), ("mxfp4", "none"), ("mxint8", "mxfp8_e4m3-floor"), ("mxfp6_e3m2", "int8-32"),
     ("none", "mxfp4"), ("mxfp8_e4m3", "int8"), ("int2", "int2"), ("int8", "int2-hadamard-96"),
+    ("int2-12", "int2-12"), ("int3-24", "int3-24"), ("int3", "int8"), ("int3-hadamard-96", "int3-hadamard-96"),
 )):
     check_reduce(make(first), make(then), torch.bfloat16, [33, 500, 1001], 2, 3, CPU, DTYPES.values())
 for first, then in mine((("int8", "int4"), ("mxfp6_e3m2", "mxfp4"))):
@@ -73,12 +74,12 @@ import torch
 from kernel_cases import CPU, DTYPES, FORMATS, check_feed_back, make
 from thinning import thinned
 
-names = [name for name in FORMATS if not name.startswith(("mx", "int2"))]
+names = [name for name in FORMATS if not name.startswith("mx")]
 for name, rounding, dtype in mine(thinned(names, ("nearest", "half_away", "stochastic"), DTYPES)):
     check_feed_back(make(name, rounding), DTYPES[dtype], [33, 1001], 3, [2, 0, 1], CPU)
 for name, numels, world, slices in mine((
     ("int4-hadamard", [4096, 9000], 2, [0, 1]), ("int8", [9, 1, 2, 5], 8, [7, 1]), ("int4", [8192], 1, [0]),
-    ("int4-hadamard", [300, 5000], 4, [3, 1, 0, 2]),
+    ("int4-hadamard", [300, 5000], 4, [3, 1, 0, 2]), ("int3", [9, 1, 2, 5], 8, [7, 1]), ("int2", [8192], 1, [0]),
 )):
     check_feed_back(make(name), torch.bfloat16, numels, world, slices, CPU)
 print("done")
@@ -150,8 +151,8 @@ print("done")
 def test_compiles_without_a_gpu(capability):
     """Each code path once: tensors are accessed 16 bytes at a time, codes 8 at a time; nothing is spilled.
 
-    The 24 bytes of 32 codes of 6 bits are accessed 4 bytes at a time. sm_80 has no instructions for FP8: only what
-    becomes other code there is compiled for it, and a format of integers.
+    The 24 bytes of 32 codes of 6 bits are accessed 4 bytes at a time, the 3 bytes of 8 codes of 3 bits singly. sm_80
+    has no instructions for FP8: only what becomes other code there is compiled for it, and a format of integers.
     """
     script = f"""
 from dataclasses import replace
@@ -163,6 +164,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from zeropp_fp8.formats.e8m0 import SCALE_MODES
 from zeropp_fp8.kernels.wire.dequantize import dequantize_kernel
+from zeropp_fp8.kernels.wire.differences import add_differences_kernel, quantize_differences_kernel, with_equal_tiles
 from zeropp_fp8.kernels.wire.feed_back import feed_back_kernel
 from zeropp_fp8.kernels.wire.quantize import quantize_kernel
 from zeropp_fp8.kernels.wire.reduce import reduce_to_payload_kernel, reduce_to_tensors_kernel
@@ -172,13 +174,15 @@ from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
 CAPABILITY = {capability}
 POINTERS = {{"payload_ptr": "*u8", "received_ptr": "*u8", "slices_ptr": "*i32", "tensors_ptr": "*i64",
              "segments_ptr": "*i64", "segments_in_ptr": "*i64", "segments_out_ptr": "*i64",
-             "tile_starts_ptr": "*i32", "residual_ptr": "*u8", "residual_segments_ptr": "*i64"}}
+             "tile_starts_ptr": "*i32", "residual_ptr": "*u8", "residual_segments_ptr": "*i64",
+             "held_ptr": "*u8", "held_segments_ptr": "*i64", "largest_ptr": "*fp32"}}
+DIFFERENCES = (add_differences_kernel, quantize_differences_kernel)
 MATRICES = ("base_ptr", "matrix_ptr", "rows_ptr", "columns_ptr")
 BASE = {{"ALIGNED": True, "LIMIT": 3.38e38, "RANKS": 8, "ACCUMULATE": True, "ALONG_ROWS": True, "ALONG_COLUMNS": True,
          "SIDE": 64, "STARTS": 8, **dict.fromkeys(("multipliers_ptr", "amax_ptr", "counts_ptr", "factors_ptr"))}}
 CODES = {{"int8": "v2.b32", "fp8_e4m3": "v2.b32", "fp8_e5m2": "v2.b32", "int4": "b32", "bf16": "v4.b32",
           "mxfp8_e4m3": "v2.b32", "mxfp8_e5m2": "v2.b32", "mxfp6_e2m3": "b32", "mxfp6_e3m2": "b32", "mxfp4": "b32",
-          "mxint8": "v2.b32", "int2": "b16"}}
+          "mxint8": "v2.b32", "int2": "b16", "int3": "b8"}}
 
 def assert_nothing_spilled(code, what):
     said = said_of(code)
@@ -198,6 +202,9 @@ def compile(kernel, base, name, rounding="nearest", first=None, **constants):
     if kernel is feed_back_kernel:
         num_warps, form = form.sum_warps, form.with_tiles(form.sum_blocks)
         constants["RESIDUAL"] = KernelFormat.of(make("int8")).with_tiles(form.sum_blocks)
+    if kernel in DIFFERENCES:
+        form, constants["HELD"], num_warps = with_equal_tiles(form, first)
+        first = form
     constants = {{**BASE, "FORMAT": form, "FORMAT_IN": first, **constants}}
     constants = {{name: value for name, value in constants.items() if name in kernel.jitted.arg_names}}
     signature, attributes = {{}}, {{}}
@@ -214,7 +221,7 @@ def compile(kernel, base, name, rounding="nearest", first=None, **constants):
     options = {{"num_warps": num_warps, "enable_fp_fusion": False}}
     code = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options).asm["ptx"]
     what = kernel, constants
-    if CAPABILITY == 90 and (form.scale in SCALE_MODES or kernel is feed_back_kernel):
+    if CAPABILITY == 90 and (form.scale in SCALE_MODES or kernel in (feed_back_kernel, *DIFFERENCES)):
         assert_nothing_spilled(code, what)
     assert ".local" not in code, what
     if kernel is round_trip_kernel:
@@ -223,13 +230,14 @@ def compile(kernel, base, name, rounding="nearest", first=None, **constants):
         assert code.count("ld.global") == code.count("ld.global.v4.b32") > 0, what
         assert code.count("st.global") == code.count("st.global.v4.b32") > 0, what
         return
-    codes_in = "st" if kernel in (quantize_kernel, feed_back_kernel) else "ld"
+    sources = (quantize_kernel, feed_back_kernel, quantize_differences_kernel)
+    codes_in = "st" if kernel in sources else "ld"
     if kernel is feed_back_kernel:
         assert all(f"{{way}}.global.v2.b32" in code for way in ("ld", "st")), what  # the residuals
+    if kernel is feed_back_kernel or (kernel is add_differences_kernel and name != "none"):
         assert code.count("bar.sync") > 1, "all threads read before one writes"
     assert f"{{codes_in}}.global." + CODES[first.element] in code, what
     if base:
-        sources = (quantize_kernel, feed_back_kernel)
         assert ("ld" if kernel in sources else "st") + ".global.v4.b32" in code, what
     # A fused product is rounded once, and bytes would differ; only the sum fuses on purpose, where products are exact.
     assert ("fma.rn.f32" in code) == ("RANKS" in constants and first.scale == "bf16"), what
@@ -253,20 +261,27 @@ def reduce_to_tensors(*names):
 quantize("int8", "fp8_e4m3", "mxfp8_e4m3")
 compile(feed_back_kernel, "*bf16", "int4-hadamard")
 compile(feed_back_kernel, "*fp32", "int8", "stochastic")
+compile(feed_back_kernel, "*bf16", "int3")
 quantize("int8-hadamard", "fp8_e5m2", "mxfp8_e5m2-floor", rounding="stochastic")
 dequantize("int8", "fp8_e4m3", "fp8_e5m2", "mxfp8_e5m2")
 reduce("int8", "int4-hadamard")
 reduce("mxfp8_e4m3", "mxfp8_e5m2")
 reduce_to_tensors("int8", "fp8_e5m2")
 compile(round_trip_kernel, "*bf16", "mxfp8_e4m3")
+compile(quantize_differences_kernel, "*bf16", "int4", first="none")
+compile(add_differences_kernel, None, "int4", first="none")
 if CAPABILITY == 90:
-    quantize("none", "mxfp6_e3m2", "mxfp4", "mxint8", "int2")
+    quantize("none", "mxfp6_e3m2", "mxfp4", "mxint8", "int2", "int3")
     quantize("int4-hadamard", rounding="half_away")
-    dequantize("int4-hadamard", "none", "mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8", "int2")
-    reduce("int4-hadamard", "none", "int8")
+    dequantize("int4-hadamard", "none", "mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8", "int2", "int3")
+    reduce("int4-hadamard", "none", "int8", "int3", "int3")
     reduce("mxfp8_e5m2", "mxfp6_e2m3", "mxfp4")
     reduce_to_tensors("int4-hadamard", "none", "mxfp6_e3m2", "mxfp4")
     compile(round_trip_kernel, "*fp32", "mxfp6_e3m2", "stochastic", ALONG_COLUMNS=False)
+    for name, held in (("int4-hadamard", "int8-hadamard"), ("int2", "int8"), ("int3", "none"), ("none", "none")):
+        if name != "none":
+            compile(quantize_differences_kernel, "*bf16", name, first=held)
+        compile(add_differences_kernel, None, name, first=held)
     compile(round_trip_kernel, "*fp32", "mxfp8_e5m2-floor", ALONG_ROWS=False)
     compile(round_trip_kernel, "*bf16", "mxint8", "half_away")
 print("done")

@@ -31,6 +31,27 @@ class SliceOrder:
         self.on_device = torch.tensor(self.slices, dtype=torch.int32).to(device)
 
 
+@dataclass(frozen=True)
+class Held:
+    """What is held of tensors, to which differences of them are.
+
+    Attributes:
+        layout: of the rows; its `partner_formats` are the formats of the differences, and the other way round.
+        rows: uint8 [rows, row bytes], contiguous.
+    """
+
+    layout: PayloadLayout
+    rows: Tensor
+
+    def of(self, i: int) -> Tensor:
+        """uint8 [rows, size]: what is held of a tensor."""
+        return self.layout._part(self.rows, i)
+
+    def values(self, i: int, rows: slice = slice(None)) -> Tensor:
+        """fp32 [rows, slice numel] of it."""
+        return self.layout.formats[i].decode_rows(self.of(i)[rows], self.layout.slice_numels[i], torch.float32)
+
+
 def format_key(wire_format: WireFormat) -> Hashable:
     """Equal for formats that make the same bytes."""
     if isinstance(wire_format, BlockScaledFormat):
@@ -58,7 +79,8 @@ class PayloadLayout:
         formats: wire format of each tensor.
         dtypes: dtype of each tensor on this side of the wire.
         device: where the tensors live.
-        partner_formats: formats of the layout that `reduce_to_payload` goes to or comes from, for the same tensors.
+        partner_formats: formats of the layout that `reduce_to_payload` goes to or comes from, or of what differences
+            are to, or the other way round; for the same tensors.
         use_kernels: Triton kernels instead of torch operations; None: on a GPU.
         left_out: tensors that have a place in the rows but are neither encoded nor decoded here.
     """
@@ -144,12 +166,14 @@ class PayloadLayout:
         seed: Seed | None = None,
         shared: SharedScales | None = None,
         residuals: Residuals | None = None,
+        held: Held | None = None,
     ) -> None:
         """Encode slices of contiguous `tensors` into `payload`, uint8 [rows, row_bytes].
 
         `shared`: the scales of all tensors, for those whose format is a SharedScaleFormat. Without, these are left out,
         for a caller who writes such codes himself. `residuals`: what is kept of the rows; it is added to them, and gets
-        what rounding drops of the sum. Unquantized tensors have none.
+        what rounding drops of the sum. `held`: what the rows were; it is how they differ that is encoded. Unquantized
+        tensors have neither.
         """
         for index, group in enumerate(self._groups):
             members = [tensors[i] for i in group.members]
@@ -160,6 +184,8 @@ class PayloadLayout:
                 scales = shared.of(group.members, group.index)
             if residuals is not None and not isinstance(group.wire_format, UnquantizedFormat):
                 self._encode_with_residuals(index, members, order, payload, seed, residuals)
+            elif held is not None and not isinstance(group.wire_format, UnquantizedFormat):
+                self._encode_differences(index, members, order, payload, held)
             elif group.segments is not None:
                 from zeropp_fp8 import kernels
 
@@ -218,6 +244,21 @@ class PayloadLayout:
             dropped = wanted - group.wire_format.decode_rows(part, numel, torch.float32)
             residuals.wire_format.encode_rows_seeded(dropped.nan_to_num_(0.0, 0.0, 0.0), None, kept)
 
+    def _encode_differences(
+        self, index: int, members: list[Tensor], order: SliceOrder, payload: Tensor, held: Held
+    ) -> None:
+        group, theirs = self._groups[index], held.layout._groups[index]
+        if _can_add(group, theirs):
+            from zeropp_fp8 import kernels
+
+            table = self._table(index, "source", members, group.segments)
+            sources = members[0], table, group.segments, order.on_device, payload
+            kernels.quantize_differences(*sources, theirs.segments, held.rows)
+            return
+        for i, tensor in zip(group.members, members):
+            rows = slices_of(tensor, self.slice_numels[i], order).float() - held.values(i)
+            group.wire_format.encode_rows_seeded(rows, None, self._part(payload, i))
+
     def _residual_table(self, index: int, residuals: Residuals) -> object:
         """Where a group's residuals lie in their rows."""
         key = (index, format_key(residuals.wire_format), *residuals.offsets)
@@ -254,6 +295,38 @@ class PayloadLayout:
                     group.wire_format.decode_rows(part, slice_numel, tensor.dtype, flat.view(-1, slice_numel))
                 else:
                     _write_slices(group.wire_format.decode_rows(part, slice_numel, tensor.dtype), order, flat)
+
+    @torch.no_grad()
+    def add(self, payload: Tensor, held: Held) -> Tensor:
+        """Add what rows of `payload` decode to to what is held of them; unquantized tensors take its place.
+
+        Element by element, and alike on every device.
+
+        Returns:
+            fp32 [2, tensors], in any order: the largest magnitude of a tensor's differences, and of what was held.
+        """
+        counts = [len(group.members) for group in self._groups]
+        largest = torch.zeros(2, sum(counts), dtype=torch.float32, device=self.device)
+        for group, theirs, of_group in zip(self._groups, held.layout._groups, largest.split(counts, dim=1)):
+            if _can_add(group, theirs):
+                from zeropp_fp8 import kernels
+
+                kernels.add_differences(payload, group.segments, held.rows, theirs.segments, of_group)
+                continue
+            for i, of_tensor in zip(group.members, of_group.unbind(1)):
+                part, numel = self._part(payload, i), self.slice_numels[i]
+                if isinstance(group.wire_format, UnquantizedFormat):
+                    held.of(i).copy_(part)
+                    continue
+                for row in map(slice, range(len(part)), range(1, len(part) + 1)):  # in fp32 there is one at a time
+                    values, weights = (
+                        group.wire_format.decode_rows(part[row], numel, torch.float32),
+                        held.values(i, row),
+                    )
+                    norms = torch.stack([each.abs().amax() for each in (values, weights)])
+                    of_tensor.copy_(torch.maximum(of_tensor, norms))
+                    theirs.wire_format.encode_rows_seeded(values.add_(weights), None, held.of(i)[row])
+        return largest
 
     def _part(self, payload: Tensor, i: int) -> Tensor:
         """The bytes of tensor i in payload rows [..., row_bytes]."""
@@ -340,6 +413,15 @@ class PayloadLayout:
                     tensor += mean.to(tensor.dtype)
                 else:
                     tensor.copy_(mean)
+
+
+def _can_add(group: _Group, held: _Group) -> bool:
+    """Whether kernels make and add differences of these formats."""
+    if group.segments is None or held.segments is None:
+        return False
+    from zeropp_fp8 import kernels
+
+    return kernels.can_add(group.segments, held.segments)
 
 
 def slices_of(tensor: Tensor, slice_numel: int, order: SliceOrder) -> Tensor:

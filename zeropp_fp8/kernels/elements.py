@@ -154,13 +154,22 @@ def codes_of(
     BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """uint8 code bytes [BLOCKS, WIDTH / codes per byte] of values with |v| <= the element's largest number."""
-    if ELEMENT == "int2":
-        levels = tl.minimum(tl.maximum(tl.floor(scaled), -2.0), 1.0).to(tl.int32) + 2
+    """uint8 code bytes [BLOCKS, WIDTH / codes per byte] of values with |v| <= the element's largest number.
+
+    Of INT3 int32 [BLOCKS, WIDTH / 8], 3 bytes each.
+    """
+    if ELEMENT == "int2" or ELEMENT == "int3":
+        bits: tl.constexpr = 2 if ELEMENT == "int2" else 3
+        half: tl.constexpr = 2 if ELEMENT == "int2" else 4
+        levels = tl.minimum(tl.maximum(tl.floor(scaled), -half), half - 1).to(tl.int32) + half
         even, odd = tl.split(tl.reshape(levels, (BLOCKS, WIDTH // 4, 2, 2)))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        codes = (first | (second << 2) | (third << 4) | (fourth << 6)).to(tl.uint8)
+        low, high = tl.split(even | (odd << bits))
+        codes = low | (high << 2 * bits)
+        if ELEMENT == "int3":
+            low, high = tl.split(tl.reshape(codes, (BLOCKS, WIDTH // 8, 2)))
+            codes = low | (high << 12)
+        else:
+            codes = codes.to(tl.uint8)
     elif ELEMENT == "int8" or ELEMENT == "int4":
         if ROUNDING == "nearest":
             # |v| is at most largest * (1 + 2^-22), so no clamp is needed.
@@ -191,7 +200,7 @@ def codes_of(
 
 @triton.jit
 def numbers_of(codes, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
-    """fp32 [BLOCKS, WIDTH] of uint8 code bytes, before scaling."""
+    """fp32 [BLOCKS, WIDTH] of what `codes_of` gives, before scaling."""
     if ELEMENT == "int8":
         numbers = codes.to(tl.int8, bitcast=True).to(tl.float32)
     elif ELEMENT == "int4":
@@ -199,10 +208,14 @@ def numbers_of(codes, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCKS: t
         low = ((signed << 4) >> 4).to(tl.float32)
         high = (signed >> 4).to(tl.float32)
         numbers = tl.reshape(tl.join(low, high), (BLOCKS, WIDTH))
-    elif ELEMENT == "int2":
-        even = tl.join(codes & 3, (codes >> 4) & 3)
-        odd = tl.join((codes >> 2) & 3, codes >> 6)
-        numbers = tl.reshape(tl.join(even, odd), (BLOCKS, WIDTH)).to(tl.float32) - 1.5
+    elif ELEMENT == "int2" or ELEMENT == "int3":
+        bits: tl.constexpr = 2 if ELEMENT == "int2" else 3
+        half: tl.constexpr = 2 if ELEMENT == "int2" else 4
+        if ELEMENT == "int3":
+            codes = tl.reshape(tl.join(codes & 0xFFF, codes >> 12), (BLOCKS, WIDTH // 4))
+        pairs = tl.join(codes & ((1 << 2 * bits) - 1), codes >> 2 * bits)
+        levels = tl.reshape(tl.join(pairs & ((1 << bits) - 1), pairs >> bits), (BLOCKS, WIDTH))
+        numbers = levels.to(tl.float32) - (half - 0.5)
     elif NATIVE_FP8:
         if ELEMENT == "fp8_e4m3":
             numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)

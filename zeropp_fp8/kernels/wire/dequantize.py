@@ -19,7 +19,7 @@ from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.mx_elements import load_six_bits, mx_numbers_of, mx_scale_values, mx_times_scales
 from zeropp_fp8.kernels.nf4_levels import nf4_numbers_of
 from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
-from zeropp_fp8.kernels.wire.quantize import segment_of_program, slice_of_tensor
+from zeropp_fp8.kernels.wire.quantize import places_of_codes, segment_of_program, slice_of_tensor
 
 NF4_LEVELS = tl.constexpr(16)  # in the lookup table, before the levels of the dynamic type
 SCALE_GROUP = tl.constexpr(SCALE_GROUP)
@@ -30,28 +30,33 @@ LARGEST_FP32 = tl.constexpr(torch.finfo(torch.float32).max)
 @triton.jit
 def load_unquantized(payload_ptr, tile, numel, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
     """A tile of one tensor's slice that travels in its own dtype."""
-    dtype: tl.constexpr = (
-        tl.bfloat16 if FORMAT.element == "bf16" else (tl.float16 if FORMAT.element == "fp16" else tl.float32)
-    )
     numbers: tl.constexpr = FORMAT.tile_blocks * FORMAT.width
     local = tl.arange(0, FORMAT.tile_blocks)[:, None] * FORMAT.width + tl.arange(0, FORMAT.width)[None, :]
     start = tile * numbers
     left = tl.minimum(numel - start, numbers).to(tl.int32)
-    return load_some(payload_ptr.to(tl.pointer_type(dtype)) + start + local, local, left, True, WHOLE, False)
+    return load_some(payload_ptr.to(tl.pointer_type(FORMAT.dtype)) + start + local, local, left, True, WHOLE, False)
 
 
 @triton.jit
 def load_codes(codes_ptr, tile, code_bytes, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
-    """The bytes of a tile's codes of 2, 4 or 8 bits, uint8 [tile_blocks, width / codes per byte]."""
-    halves: tl.constexpr = FORMAT.element == "int4" or FORMAT.element == "mxfp4" or FORMAT.element == "nf4"
-    per_byte: tl.constexpr = 4 if FORMAT.element == "int2" else (2 if halves else 1)
-    block_bytes: tl.constexpr = FORMAT.block_size // per_byte
-    columns = tl.arange(0, FORMAT.width // per_byte)
-    first_byte = tile * (FORMAT.tile_blocks * block_bytes)
-    local = tl.arange(0, FORMAT.tile_blocks)[:, None] * block_bytes + columns[None, :]
-    left = tl.minimum(code_bytes - first_byte, FORMAT.tile_blocks * block_bytes).to(tl.int32)
-    width_ok = columns[None, :] < block_bytes
-    return load_some(codes_ptr + first_byte + local, local, left, width_ok, WHOLE, FORMAT.width != FORMAT.block_size)
+    """A tile's codes as `codes_of` gives them; not those of 6 bits."""
+    first_byte, local, left, width_ok = places_of_codes(tile, code_bytes, FORMAT)
+    padded: tl.constexpr = FORMAT.width != FORMAT.block_size
+    codes = load_some(codes_ptr + first_byte + local, local, left, width_ok, WHOLE, padded)
+    num_bytes: tl.constexpr = FORMAT.packed_bytes
+    for byte in tl.static_range(1, num_bytes):
+        more = load_some(codes_ptr + first_byte + local + byte, local, left, width_ok, WHOLE, padded)
+        codes = codes.to(tl.int32) | (more.to(tl.int32) << 8 * byte)
+    return codes
+
+
+@triton.jit
+def inside(numel, tile, FORMAT: tl.constexpr):
+    """bool [tile_blocks, width]: which elements of a tile a slice of `numel` has."""
+    columns = tl.arange(0, FORMAT.width)[None, :]
+    local = tl.arange(0, FORMAT.tile_blocks)[:, None] * FORMAT.block_size + columns
+    left = tl.minimum(numel - tile * FORMAT.tile_numel, FORMAT.tile_numel).to(tl.int32)
+    return (local < left) & (columns < FORMAT.block_size)
 
 
 @triton.jit

@@ -17,11 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeropp_fp8.formats import HALF_STEP_NAMES
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, clamp_keeping_nan, numbers_of, rotate
 from zeropp_fp8.kernels.launching import Kernel
-from zeropp_fp8.kernels.wire.dequantize import LARGEST_FP32, load_quantized
+from zeropp_fp8.kernels.wire.dequantize import LARGEST_FP32, inside, load_quantized
 from zeropp_fp8.kernels.wire.launch_tables import KernelFormat, SegmentTable, TensorTable
 from zeropp_fp8.kernels.wire.quantize import (
     encode_blocks,
@@ -66,16 +65,14 @@ def feed_back_tile(
     codes, scales = encode_blocks(wanted, row, tile, seed_low, seed_high, FORMAT)
     store_blocks(codes, scales, payload_ptr, tile, num_blocks, code_bytes, total_bytes, FORMAT, WHOLE)
 
-    numbers = numbers_of(codes.to(tl.uint8), element, FORMAT.native_fp8, BLOCKS, WIDTH)
+    numbers = numbers_of(codes, element, FORMAT.native_fp8, BLOCKS, WIDTH)
     if FORMAT.hadamard:
         numbers = rotate(numbers, BLOCKS, WIDTH)
     scale_values = (scales.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     dropped = wanted - clamp_keeping_nan(numbers * scale_values[:, None], LARGEST_FP32)
     finite = (dropped.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < EXPONENT_OF_INF
-    # The rotation leaves numbers in the padding of the last group.
-    left = tl.minimum(numel - tile * FORMAT.tile_numel, FORMAT.tile_numel).to(tl.int32)
-    local = tl.arange(0, BLOCKS)[:, None] * FORMAT.block_size + tl.arange(0, WIDTH)[None, :]
-    dropped = tl.where(finite & (local < left), dropped, 0.0)
+    # The rotation leaves numbers in the padding of the last group, half steps in all of it.
+    dropped = tl.where(finite & inside(numel, tile, FORMAT), dropped, 0.0)
     store_tile(
         dropped, residual_ptr, row, tile, numel, num_blocks, residual_code_bytes, residual_total_bytes, seed_low,
         seed_high, 1.0, None, RESIDUAL, WHOLE,
@@ -130,13 +127,9 @@ def feed_back_kernel(
 
 
 def can_feed_back(segments: SegmentTable, residuals: SegmentTable) -> bool:
-    """Whether `quantize_with_residuals` knows the format: scales in bf16, in the blocks of the residuals.
-
-    No half steps, which gradients do not travel in.
-    """
+    """Whether `quantize_with_residuals` knows the format: scales in bf16, in the blocks of the residuals."""
     mine, kept = segments.format, residuals.format
-    same_blocks = (mine.block_size, mine.width) == (kept.block_size, kept.width)
-    return mine.scale == "bf16" and same_blocks and mine.element not in HALF_STEP_NAMES
+    return mine.scale == "bf16" and (mine.block_size, mine.width) == (kept.block_size, kept.width)
 
 
 @functools.cache

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from zeropp_fp8.formats import (
+    HALF_STEP_NAMES,
     BlockScaledFormat,
     MXFormat,
     SharedScaleFormat,
@@ -24,6 +26,7 @@ from zeropp_fp8.formats import (
     WireFormat,
 )
 from zeropp_fp8.formats.dynamic_map import dynamic_levels
+from zeropp_fp8.formats.e8m0 import SCALE_MODES
 from zeropp_fp8.formats.nf4 import NF4_LEVELS
 from zeropp_fp8.formats.tables import fp32_table
 
@@ -61,7 +64,7 @@ DECODED_ONLY = ("fp32", "double")
 def supports(wire_format: WireFormat) -> bool:
     """Whether all kernels handle the format: encoding, decoding and sums.
 
-    They do not with scales per tensor, blocks above 16,384 elements, INT3, NF4 and double-quantized scales.
+    They do not with scales per tensor, blocks above 16,384 elements, NF4 and double-quantized scales.
     """
     if isinstance(wire_format, BlockScaledFormat):
         return _has_usual_blocks(wire_format) and wire_format.scale.name not in DECODED_ONLY
@@ -79,8 +82,6 @@ def decodes(wire_format: WireFormat) -> bool:
 
 
 def _has_usual_blocks(wire_format: BlockScaledFormat) -> bool:
-    if wire_format.name == "int3":
-        return False
     return wire_format.block_size is not None and wire_format.block_size <= LARGEST_BLOCK
 
 
@@ -142,6 +143,29 @@ class KernelFormat:
     def with_tiles(self, blocks: int) -> KernelFormat:
         """The same with other tiles: in sums they have `sum_blocks`."""
         return replace(self, tile_blocks=blocks)
+
+    @property
+    def packed(self) -> int:
+        """Codes that fill whole bytes: one, or 3 of INT3."""
+        return {"int2": 4, "int3": 8, "int4": 2, "mxfp4": 2, "nf4": 2}.get(self.element, 1)
+
+    @property
+    def packed_bytes(self) -> int:
+        """These bytes."""
+        return 3 if self.element == "int3" else 1
+
+    @property
+    def dtype(self) -> tl.dtype:
+        """Of an unquantized element."""
+        return {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[self.element]
+
+    @property
+    def fills_padding(self) -> bool:
+        """Whether decoding leaves numbers beyond a slice's end.
+
+        The rotation does, in its last group; half steps, which have no zero; and an MX block whose scale is NaN.
+        """
+        return self.hadamard or self.element in HALF_STEP_NAMES or self.scale in SCALE_MODES
 
     @property
     def tile_numel(self) -> int:

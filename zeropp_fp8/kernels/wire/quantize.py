@@ -41,7 +41,8 @@ def segment_of_program(segments_ptr, segment, ELEMENT: tl.constexpr):
     # 16-bit tensor would lie 32 or 64 bytes apart. Unquantized numbers are accessed 16 bytes at a time.
     unquantized: tl.constexpr = ELEMENT == "bf16" or ELEMENT == "fp16" or ELEMENT == "fp32"
     halves: tl.constexpr = ELEMENT == "int4" or ELEMENT == "mxfp4"
-    alignment: tl.constexpr = 4 if halves else (16 if unquantized else (2 if ELEMENT == "int2" else 8))
+    half_steps: tl.constexpr = ELEMENT == "int2" or ELEMENT == "int3"
+    alignment: tl.constexpr = 4 if halves else (16 if unquantized else (2 if half_steps else 8))
     entry = segments_ptr + 5 * segment
     offset = tl.multiple_of(tl.load(entry), alignment)
     return offset, tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
@@ -66,18 +67,25 @@ def store_zeros(payload_ptr, start, end):
 
 
 @triton.jit
-def store_codes(codes, codes_ptr, tile, code_bytes, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
-    """The inverse of `load_codes` (dequantize.py), for what is encoded: nothing at or beyond `code_bytes`."""
-    per_byte: tl.constexpr = (
-        4 if FORMAT.element == "int2" else (2 if FORMAT.element == "int4" or FORMAT.element == "mxfp4" else 1)
-    )
-    block_bytes: tl.constexpr = FORMAT.block_size // per_byte
-    columns = tl.arange(0, FORMAT.width // per_byte)
+def places_of_codes(tile, code_bytes, FORMAT: tl.constexpr):
+    """Of a tile's codes: (first byte, the bytes from there [tile_blocks, width / packed], how many, which exist)."""
+    block_bytes: tl.constexpr = FORMAT.block_size // FORMAT.packed * FORMAT.packed_bytes
+    columns = tl.arange(0, FORMAT.width // FORMAT.packed) * FORMAT.packed_bytes
     first_byte = tile * (FORMAT.tile_blocks * block_bytes)
     local = tl.arange(0, FORMAT.tile_blocks)[:, None] * block_bytes + columns[None, :]
     left = tl.minimum(code_bytes - first_byte, FORMAT.tile_blocks * block_bytes).to(tl.int32)
-    width_ok = columns[None, :] < block_bytes
-    store_some(codes_ptr + first_byte + local, codes, local, left, width_ok, WHOLE, FORMAT.width != FORMAT.block_size)
+    return first_byte, local, left, columns[None, :] < block_bytes
+
+
+@triton.jit
+def store_codes(codes, codes_ptr, tile, code_bytes, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
+    """The inverse of `load_codes` (dequantize.py), for what is encoded: nothing at or beyond `code_bytes`."""
+    first_byte, local, left, width_ok = places_of_codes(tile, code_bytes, FORMAT)
+    padded: tl.constexpr = FORMAT.width != FORMAT.block_size
+    num_bytes: tl.constexpr = FORMAT.packed_bytes
+    for byte in tl.static_range(num_bytes):
+        some = (codes >> 8 * byte).to(tl.uint8) if num_bytes > 1 else codes.to(tl.uint8)
+        store_some(codes_ptr + first_byte + local + byte, some, local, left, width_ok, WHOLE, padded)
 
 
 @triton.jit
@@ -157,7 +165,7 @@ def store_blocks(
         words_ptr = (payload_ptr + codes_start + first_block * 24).to(tl.pointer_type(tl.int32))
         store_six_bits(words_ptr + words, codes, blocks[:, None] < blocks_left, FORMAT.tile_blocks)
     else:
-        store_codes(codes.to(tl.uint8), payload_ptr + codes_start, tile, code_bytes, FORMAT, WHOLE)
+        store_codes(codes, payload_ptr + codes_start, tile, code_bytes, FORMAT, WHOLE)
 
     if tile == 0:  # zeros between scales and codes
         pad = tl.arange(0, 16 // scale_bytes)
@@ -190,9 +198,8 @@ def store_tile(
 
     `multiplier`, `counts_ptr`: of a shared scale, see `shared_codes`.
     """
-    element: tl.constexpr = FORMAT.element
     if FORMAT.scale == "none":
-        dtype: tl.constexpr = tl.bfloat16 if element == "bf16" else (tl.float16 if element == "fp16" else tl.float32)
+        dtype: tl.constexpr = FORMAT.dtype
         local = tl.arange(0, FORMAT.tile_blocks)[:, None] * FORMAT.width + tl.arange(0, FORMAT.width)[None, :]
         first = tile * FORMAT.tile_blocks * FORMAT.block_size
         left = tl.minimum(numel - first, FORMAT.tile_blocks * FORMAT.width).to(tl.int32)

@@ -21,7 +21,7 @@ from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.formats.shared_scale import OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
 from zeropp_fp8.kernels.elements import numbers_of, rotate
 from zeropp_fp8.kernels.launching import Kernel
-from zeropp_fp8.kernels.wire.dequantize import load_codes, load_quantized, load_unquantized, write_tile
+from zeropp_fp8.kernels.wire.dequantize import inside, load_codes, load_quantized, load_unquantized, write_tile
 from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
 from zeropp_fp8.kernels.wire.quantize import segment_of_program, shared_codes, store_codes, store_tile
 
@@ -83,12 +83,9 @@ def mean_of_tiles(
         total *= inverse_ranks
     if FORMAT.hadamard:
         total = rotate(total, BLOCKS, WIDTH)
-    if FORMAT.hadamard or (not WHOLE and (FORMAT.scale == "rceil" or FORMAT.scale == "floor")):
-        # The rotation leaves numbers in the padding of the last group, and so does an MX block whose scale is NaN; the
-        # next hop must see zeros there.
-        left = tl.minimum(numel - tile * FORMAT.tile_numel, FORMAT.tile_numel).to(tl.int32)
-        local = tl.arange(0, BLOCKS)[:, None] * FORMAT.block_size + tl.arange(0, WIDTH)[None, :]
-        total = tl.where(local < left, total, 0.0)
+    if FORMAT.fills_padding and (FORMAT.width != FORMAT.block_size or not WHOLE):
+        # The next hop must see zeros there.
+        total = tl.where(inside(numel, tile, FORMAT), total, 0.0)
     return total
 
 
@@ -209,12 +206,9 @@ def reduce_to_tensors_kernel(
 
 
 def can_chain(first: SegmentTable, then: SegmentTable) -> bool:
-    """Whether reduce_to_payload can go from one format to the other: their blocks must cover the same elements.
-
-    Not from INT2: it has no zero for what lies beyond the end of a slice, and that would enter the next scale.
-    """
+    """Whether reduce_to_payload can go from one format to the other: their blocks must cover the same elements."""
     a, b = first.format, then.format
-    return (a.block_size, a.width) == (b.block_size, b.width) and a.element != "int2"
+    return (a.block_size, a.width) == (b.block_size, b.width)
 
 
 def reduce_to_payload(

@@ -155,15 +155,19 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _merged(part: Part, values: dict[int, Tensor]) -> Iterator[Weight]:
     """Merge what an adapter adds, in fp32, and take what PEFT leaves in its place."""
     module, dtypes = part.module, {}
-    twin = _twin(module, values, dtypes, {})
-    for layer, its_twin in zip(module.modules(), twin.modules()):
-        if getattr(layer, "merged_adapters", None):
-            _merge_again(layer, its_twin, values)
-    if hasattr(type(twin), _UNLOAD):
-        left = getattr(twin, _UNLOAD)(merge=True, safe_merge=False, adapter_names=None)
+    leaves_another = hasattr(type(module), _UNLOAD)
+    if not leaves_another and all(values[id(param)].is_meta for _, param in part.params):
+        left = _twin(part.inner, values, dtypes, {})  # merging changes numbers, of which there are none
     else:
-        twin.merge(safe_merge=False)
-        left = twin.get_base_layer()
+        twin = _twin(module, values, dtypes, {})
+        for layer, its_twin in zip(module.modules(), twin.modules()):
+            if getattr(layer, "merged_adapters", None):
+                _merge_again(layer, its_twin, values)
+        if leaves_another:
+            left = getattr(twin, _UNLOAD)(merge=True, safe_merge=False, adapter_names=None)
+        else:
+            twin.merge(safe_merge=False)
+            left = twin.get_base_layer()
     first = next(iter(dtypes.values()))
     for key, tensor in left.state_dict(keep_vars=True).items():
         dtype = dtypes.get(id(tensor), first) if isinstance(tensor, Parameter) else tensor.dtype  # else a buffer
@@ -204,7 +208,8 @@ def _twin(
     children = {key: child and _twin(child, values, dtypes, made) for key, child in module._modules.items()}
     for key, value in module.__dict__.items():
         if "hooks" in key:
-            value = OrderedDict()
-        twin.__dict__[key] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
+            twin.__dict__[key] = OrderedDict()
+        else:
+            twin.__dict__[key] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
     twin.__dict__.update(_parameters=parameters, _modules=children)
     return twin

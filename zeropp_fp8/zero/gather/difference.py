@@ -17,20 +17,17 @@ what they decoded, and read by the host one step later, when the device has long
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
-from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.comm.payload import Held, PayloadLayout, SliceOrder
+from zeropp_fp8.formats import WireFormat
 
 # A difference this large, in 4 bits at 18.6 dB, leaves weights 30.6 dB, as FP8 does; INT8 has 43.
 _LARGEST_SHARE = 0.25
-# Elements of held weights that are brought up to date at a time; in fp32 there are two buffers of as many.
-_AT_ONCE = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -52,34 +49,13 @@ class Contents:
         """Of a payload with differences."""
         return sum(one.payload_bytes(numel) for one, numel in zip(self.formats, self.numels))
 
-    @property
-    def added(self) -> list[int]:
-        """Indices of the tensors that are added to what is held."""
-        some = enumerate(zip(self.formats, self.numels))
-        return [index for index, (one, numel) in some if numel and not isinstance(one, UnquantizedFormat)]
 
-
-class _Rows:
-    """So many rows of payloads as fp32 numbers: buffers for these, and how they are decoded and encoded.
-
-    Launch tables belong to tensors of one size and to one stream, so each number of rows has its own on each lane.
-    """
-
-    def __init__(self, rows: int, contents: Contents, device: torch.device) -> None:
-        numels, wide = contents.numels, [torch.float32] * len(contents.numels)
-        self.added = contents.added
-        whole = [index for index in range(len(numels)) if index not in set(self.added)]
-        self.order = SliceOrder(range(rows), device)
-        self.differences = PayloadLayout(numels, contents.formats, wide, device)
-        self.held = PayloadLayout(numels, contents.held_formats, wide, device)
-        self.held_matrices = PayloadLayout(numels, contents.held_formats, wide, device, left_out=whole)
-        self._shapes, self._device = [(rows, numel) for numel in numels], device
-        self._sizes = [rows * -(-numel // 4) * 4 for numel in numels]  # aligned to 16 bytes
-
-    def buffers(self) -> list[Tensor]:
-        """fp32 [rows, numel] for each tensor, in one buffer."""
-        flat = torch.empty(sum(self._sizes), dtype=torch.float32, device=self._device)
-        return [part[: math.prod(shape)].view(shape) for part, shape in zip(flat.split(self._sizes), self._shapes)]
+def _layouts(
+    contents: Contents, dtypes: Sequence[torch.dtype], device: torch.device
+) -> tuple[PayloadLayout, PayloadLayout]:
+    """Of rows with differences, and of what is held."""
+    both = contents.formats, contents.held_formats
+    return tuple(PayloadLayout(contents.numels, mine, dtypes, device, partner) for mine, partner in (both, both[::-1]))
 
 
 class Difference:
@@ -98,9 +74,9 @@ class Difference:
     def __init__(self, own: Contents, brought: Contents, device: torch.device, refresh_every: int = 0) -> None:
         self.own, self.brought = own, brought
         self.device, self.refresh_every = device, refresh_every
-        self._rows_at_once = max(1, _AT_ONCE // max(1, sum(brought.numels)))
-        self._own_row: _Rows | None = None
-        self._brought_rows: dict[int, _Rows] = {}
+        self._one_row = SliceOrder([0], device)
+        self._brought = _layouts(brought, [torch.float32] * len(brought.numels), device)
+        self._own: tuple[PayloadLayout, PayloadLayout] | None = None  # which depend on the shards' dtypes
         self.begun = False
         self.steps = 0
         self._too_large: Tensor | None = None  # bool [], on the host once the event is over
@@ -127,7 +103,6 @@ class Difference:
         """What is held, or will be, is no base of a difference."""
         self.begun = False
 
-    @torch.no_grad()
     def encode(self, shards: Sequence[Tensor], held: Tensor, out: Tensor) -> None:
         """Write what this rank sends to `out`, uint8 [1, row bytes].
 
@@ -137,41 +112,19 @@ class Difference:
         """
         if not shards:  # of whole tensors a rank may own none
             return
-        if self._own_row is None:
-            self._own_row = _Rows(1, self.own, self.device)
-        own = self._own_row
-        values, was = own.buffers(), own.buffers()
-        own.held_matrices.decode(held, own.order, was)
-        torch._foreach_zero_(values)
-        torch._foreach_copy_([value.view(-1)[: shard.numel()] for value, shard in zip(values, shards)], shards)
-        if own.added:
-            torch._foreach_sub_([values[index] for index in own.added], [was[index] for index in own.added])
-        own.differences.encode(values, own.order, out)
+        if self._own is None:
+            self._own = _layouts(self.own, [shard.dtype for shard in shards], self.device)
+        differences, weights = self._own
+        differences.encode(shards, self._one_row, out, held=Held(weights, held))
 
-    @torch.no_grad()
     def add(self, brought: Tensor, held: Tensor) -> None:
         """Bring uint8 `held` [rows, row bytes of the secondary shard] up to date with `brought` [rows, row bytes].
 
-        Element by element, and alike on all ranks.
+        Alike on all ranks.
         """
-        largest = [[], []]  # of differences, of weights
-        for some_brought, some_held in zip(brought.split(self._rows_at_once), held.split(self._rows_at_once)):
-            rows = len(some_held)
-            if rows not in self._brought_rows:
-                self._brought_rows[rows] = _Rows(rows, self.brought, self.device)
-            some = self._brought_rows[rows]
-            values, weights = some.buffers(), some.buffers()
-            some.differences.decode(some_brought, some.order, values)
-            some.held_matrices.decode(some_held, some.order, weights)
-            added = [(values[index], weights[index]) for index in some.added]
-            if added:
-                for found, tensors in zip(largest, zip(*added)):
-                    found.append(torch.stack(torch._foreach_norm(tensors, torch.inf)))
-                torch._foreach_add_([value for value, _ in added], [weight for _, weight in added])
-            some.held.encode(values, some.order, some_held)
+        differences, weights = self._brought
         self.steps += 1
-        if largest[0]:
-            self._look_at(*(torch.stack(found).amax(dim=0) for found in largest))
+        self._look_at(*differences.add(brought, Held(weights, held)))
 
     def _look_at(self, differences: Tensor, weights: Tensor) -> None:
         """Remember whether a difference was too large, without waiting for the device. NaN is."""

@@ -126,9 +126,20 @@ class WeightSource:
         Raises:
             RuntimeError: a rank has failed, or stopped early; on every rank, after all is gathered.
         """
+        return self._iterate(wanted=True)
+
+    def take_part(self) -> Iterator[tuple[str, Tensor]]:
+        """What others' iterations need of this rank, where its tensors are not wanted: it gathers, and yields none."""
+        return self._iterate(wanted=False)
+
+    def _iterate(self, wanted: bool) -> Iterator[tuple[str, Tensor]]:
         if any(unit.active_modules for unit in self._gatherer.units):
             raise RuntimeError(f"{_NAME}: a pass of the engine is under way, or has ended with an error")
-        lockstep, due, at_end = Lockstep("the hand-over of weights"), deque(self._due()), dict(self._handed_over)
+        lockstep, due, at_end = (
+            Lockstep("the hand-over of weights", here=wanted),
+            deque(self._due()),
+            dict(self._handed_over),
+        )
         try:
             while due:
                 number, group, writes = due.popleft()

@@ -137,7 +137,8 @@ class Transfer:
         declared = self._source.metadata()
         if not declared:
             return
-        lockstep, weights = Lockstep("send_weights", here=self._is_sender), iter(self._source)
+        lockstep = Lockstep("send_weights", here=self._is_sender)
+        weights = iter(self._source) if self._is_sender else self._source.take_part()
         lockstep.call(self._send, declared, weights)
         lockstep.always(deque, weights, 0)  # the rest: gathers that others wait in
         try:
