@@ -13,9 +13,8 @@ from zeropp_fp8.comm import (
     make_topology,
     quantized_all_gather,
     quantized_reduce_scatter,
-    start_gather,
 )
-from zeropp_fp8.comm.all_gather import gather_through
+from zeropp_fp8.comm.all_gather import gather_through, rows_by_rank
 from zeropp_fp8.formats import make_format
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -177,12 +176,12 @@ def secondary_gathers(per_node, sub_groups):
         before, after = topology.gather_levels(k)
         with ledger.counting("weights_forward"):
             held = gather_through(payload, before, ledger)
-            forward = start_gather(held, before, after, payload.numel(), ledger).wait()
+            forward = gather_through(held, after, ledger)
         with ledger.counting("weights_backward"):
-            backward = start_gather(held, before, after, payload.numel(), ledger).wait()
+            backward = gather_through(held, after, ledger)
         ledger.end_step()
-        rows = forward.reshape(topology.world_size, payload.numel())
-        assert torch.equal(rows, backward.reshape(rows.shape))
+        assert torch.equal(forward, backward)
+        rows = rows_by_rank(forward, [level.size for level in (*before, *after)])
         report = ledger.report()["per_step"]
         out[k] = (
             fmt.decode_rows(rows, 300, torch.float32).view(-1),
