@@ -18,21 +18,20 @@ Nothing waits for the device, so every cast can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeropp_fp8.compute.operand import BLOCK, TILE_SCALES, Float8Operand
+from zeropp_fp8.compute.operand import ALIGNMENT, BLOCK, TILE_SCALES, Float8Operand, Granularity
 from zeropp_fp8.formats.float8 import scale_of_amax
 
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MATRIX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# The summed axis is padded to this with a scale per tensor or row: FP8 GEMMs want 16-byte rows.
-ALIGNMENT = 16
 NAN_CODE = 0x7F  # NaN in both formats; without it, CPU and GPU would write different ones of E5M2's
 Operands = tuple[Float8Operand | None, Float8Operand | None]
+OperandsAndValues = tuple[Float8Operand | None, Float8Operand | None, Tensor | None]
 
 
 def amax_of(matrix: Tensor, use_kernels: bool | None = None) -> Tensor:
@@ -114,11 +113,7 @@ def cast_per_row(
     if _with_kernels(matrix, use_kernels):
         from zeropp_fp8.kernels.casts.cast_rows import cast_rows
 
-        codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
-        scale = _empty_scale(matrix, (matrix.shape[0], 1)) if plain else None
-        scale_t = _empty_scale(matrix, (matrix.shape[1], 1)) if transposed else None
-        cast_rows(matrix, codes, codes_t, scale, scale_t)
-        return _operands(matrix, codes, scale, codes_t, scale_t, "row")
+        return _by_kernel(cast_rows, matrix, dtype, "row", plain, transposed)
     values = matrix.float()
     return (
         _rows_operand(values, dtype) if plain else None,
@@ -139,14 +134,9 @@ def cast_blocks(
     """
     matrix = _checked(matrix, dtype)
     if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.casts.cast_blocks import cast_blocks as cast_blocks_with_kernel
+        from zeropp_fp8.kernels.casts import cast_blocks as kernels
 
-        rows, columns = matrix.shape
-        codes, codes_t = _empty_codes(matrix, dtype, BLOCK, plain, transposed)
-        scale = _empty_scale(matrix, (_blocks(columns), rows)).t() if plain else None
-        scale_t = _empty_scale(matrix, (_blocks(rows), columns)).t() if transposed else None
-        cast_blocks_with_kernel(matrix, codes, codes_t, scale, scale_t)
-        return _operands(matrix, codes, scale, codes_t, scale_t, "block")
+        return _by_kernel(kernels.cast_blocks, matrix, dtype, "block", plain, transposed)
     values = matrix.float()
     return (
         _blocks_operand(values, dtype) if plain else None,
@@ -166,15 +156,11 @@ def cast_tiles(
     Arguments, result and errors are those of `cast_per_tensor`. K is padded to a multiple of 128.
     """
     matrix = _checked(matrix, dtype)
-    tiles = (_blocks(matrix.shape[0]), _blocks(matrix.shape[1]))
     if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.casts.cast_blocks import cast_tiles as cast_tiles_with_kernel
+        from zeropp_fp8.kernels.casts import cast_blocks as kernels
 
-        codes, codes_t = _empty_codes(matrix, dtype, BLOCK, plain, transposed)
-        scale = _empty_scale(matrix, tiles, TILE_SCALES) if plain else None
-        scale_t = _empty_scale(matrix, tiles[::-1], TILE_SCALES) if transposed else None
-        cast_tiles_with_kernel(matrix, codes, codes_t, scale, scale_t)
-        return _operands(matrix, codes, scale, codes_t, scale_t, "tile")
+        return _by_kernel(kernels.cast_tiles, matrix, dtype, "tile", plain, transposed)
+    tiles = (_blocks(matrix.shape[0]), _blocks(matrix.shape[1]))
     values = _padded(matrix.float(), BLOCK, rows_too=True).view(tiles[0], BLOCK, tiles[1], BLOCK)
     scale = scale_of_amax(_finite_magnitudes(values).amax(dim=(1, 3)), dtype)
     quantized = _codes(values, scale[:, None, :, None], dtype).view(tiles[0] * BLOCK, tiles[1] * BLOCK)
@@ -203,7 +189,7 @@ def swiglu_cast(
     transposed: bool = True,
     keep_values: bool = False,
     use_kernels: bool | None = None,
-) -> tuple[Float8Operand | None, Float8Operand | None, Tensor | None]:
+) -> OperandsAndValues:
     """silu(gate) * up, rounded to the inputs' dtype after each, then cast per tensor.
 
     Args:
@@ -217,15 +203,8 @@ def swiglu_cast(
     """
     gate, up = _checked(gate, dtype), _checked(up, dtype)
     _check_alike("gate", gate, "up", up)
-    if scale is None or not (_with_kernels(gate, use_kernels) and (plain or transposed)):
-        return _cast_values(F.silu(gate) * up, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
-    from zeropp_fp8.kernels.casts.fused_casts import swiglu_cast as cast_with_kernel
-
-    _check_scalars(gate, scale=scale, amax_out=amax_out)
-    codes, codes_t = _empty_codes(gate, dtype, ALIGNMENT, plain, transposed)
-    values = torch.empty_like(gate) if keep_values else None
-    cast_with_kernel(gate, up, codes, codes_t, scale, amax_out, values)
-    return *_operands(gate, codes, scale, codes_t, scale, "tensor"), values
+    wanted = dtype, scale, amax_out, plain, transposed, keep_values, use_kernels
+    return _fused((gate, up, None), lambda: F.silu(gate) * up, *wanted)
 
 
 def swiglu_backward_cast(
@@ -292,7 +271,7 @@ def rms_norm_cast(
     transposed: bool = True,
     keep_values: bool = False,
     use_kernels: bool | None = None,
-) -> tuple[Float8Operand | None, Float8Operand | None, Tensor | None]:
+) -> OperandsAndValues:
     """weight * (matrix / root mean square of each row), then cast per tensor.
 
     Rounds as LlamaRMSNorm of transformers does: normalization in fp32, its result and the product to the matrix' dtype.
@@ -310,20 +289,14 @@ def rms_norm_cast(
         shape = list(inverse_rms.shape)
         raise ValueError(f"inverse_rms must be fp32 [{matrix.shape[0]}], not {inverse_rms.dtype} {shape}")
     weight = weight.detach()
-    if scale is None or not (_with_kernels(matrix, use_kernels) and (plain or transposed)):
-        values = weight * (matrix.float() * inverse_rms.view(-1, 1)).to(matrix.dtype)
-        return _cast_values(values, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
-    from zeropp_fp8.kernels.casts.fused_casts import rms_norm_cast as cast_with_kernel
-
-    _check_scalars(matrix, scale=scale, amax_out=amax_out)
-    codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
-    values = torch.empty_like(matrix) if keep_values else None
-    cast_with_kernel(matrix, weight.contiguous(), inverse_rms, codes, codes_t, scale, amax_out, values)
-    return *_operands(matrix, codes, scale, codes_t, scale, "tensor"), values
+    inputs = matrix, weight.contiguous(), inverse_rms
+    wanted = dtype, scale, amax_out, plain, transposed, keep_values, use_kernels
+    return _fused(inputs, lambda: weight * (matrix.float() * inverse_rms.view(-1, 1)).to(matrix.dtype), *wanted)
 
 
-def _cast_values(
-    values: Tensor,
+def _fused(
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+    values_of: Callable[[], Tensor],
     dtype: torch.dtype,
     scale: Tensor | None,
     amax_out: Tensor | None,
@@ -331,10 +304,20 @@ def _cast_values(
     transposed: bool,
     keep_values: bool,
     use_kernels: bool | None,
-) -> tuple[Float8Operand | None, Float8Operand | None, Tensor | None]:
-    """The unfused second half of a fused cast."""
-    operands = cast_per_tensor(values, dtype, scale, amax_out, plain, transposed, use_kernels)
-    return *operands, values if keep_values else None
+) -> OperandsAndValues:
+    """A cast of what `values_of` gives, in one pass over `inputs` (see the kernel) where its scale is known."""
+    matrix = inputs[0]
+    if scale is None or not (_with_kernels(matrix, use_kernels) and (plain or transposed)):
+        values = values_of()
+        operands = cast_per_tensor(values, dtype, scale, amax_out, plain, transposed, use_kernels)
+        return *operands, values if keep_values else None
+    from zeropp_fp8.kernels.casts.fused_casts import fused_cast
+
+    _check_scalars(matrix, scale=scale, amax_out=amax_out)
+    codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
+    values = torch.empty_like(matrix) if keep_values else None
+    fused_cast(*inputs, codes, codes_t, scale, amax_out, values)
+    return *_operands(matrix, codes, scale, codes_t, scale, "tensor"), values
 
 
 # -- torch reference ------------------------------------------------------------------------------------------------
@@ -443,11 +426,32 @@ def _empty_codes(
     return codes, codes_t
 
 
-def _empty_scale(matrix: Tensor, shape: tuple[int, int], multiple: int = 1) -> Tensor:
-    """Uninitialised fp32 of a shape, its rows a multiple of some numbers long."""
-    rows, columns = shape
-    length = -(-columns // multiple) * multiple
-    return torch.empty(rows, length, dtype=torch.float32, device=matrix.device)[:, :columns]
+def _empty_scale(rows: int, summed: int, granularity: Granularity, device: torch.device) -> Tensor:
+    """Uninitialised scales of an operand [rows, summed], laid out as `Float8Operand` wants them."""
+    if granularity == "row":
+        return torch.empty(rows, 1, dtype=torch.float32, device=device)
+    if granularity == "block":
+        return torch.empty(_blocks(summed), rows, dtype=torch.float32, device=device).t()
+    length = -(-_blocks(summed) // TILE_SCALES) * TILE_SCALES
+    return torch.empty(_blocks(rows), length, dtype=torch.float32, device=device)[:, : _blocks(summed)]
+
+
+def _by_kernel(
+    cast: Callable[..., None],
+    matrix: Tensor,
+    dtype: torch.dtype,
+    granularity: Granularity,
+    plain: bool,
+    transposed: bool,
+) -> Operands:
+    """What a kernel's launcher makes of a matrix, codes and scales."""
+    rows, columns = matrix.shape
+    multiple = ALIGNMENT if granularity == "row" else BLOCK
+    codes, codes_t = _empty_codes(matrix, dtype, multiple, plain, transposed)
+    scale = _empty_scale(rows, columns, granularity, matrix.device) if plain else None
+    scale_t = _empty_scale(columns, rows, granularity, matrix.device) if transposed else None
+    cast(matrix, codes, codes_t, scale, scale_t)
+    return _operands(matrix, codes, scale, codes_t, scale_t, granularity)
 
 
 def _operands(
@@ -456,7 +460,7 @@ def _operands(
     scale: Tensor | None,
     codes_t: Tensor | None,
     scale_t: Tensor | None,
-    granularity: str,
+    granularity: Granularity,
 ) -> Operands:
     rows, columns = matrix.shape
     return (
