@@ -216,11 +216,11 @@ class BlockScaledFormat(WireFormat):
         """fp32 [rows, blocks] of uint8 [rows, scale bytes]."""
         return self.scale.decode(scale_bytes)
 
-    def _may_exceed(self, scales: Tensor, limit: float, rotated: bool) -> bool:
+    def _may_exceed(self, scales: Tensor, limit: float) -> bool:
         """Whether decoded numbers may lie beyond +-limit. On a GPU always true: looking would wait for it."""
         if scales.device.type != "cpu":
             return True
-        largest = self.element.largest_decoded * (HADAMARD_GROUP if rotated else 1)
+        largest = self.element.largest_decoded * (HADAMARD_GROUP if self.hadamard else 1)
         return not scales.abs().max().item() * largest <= limit  # also where a scale is NaN
 
     def _decode_blocks(
@@ -270,20 +270,16 @@ class BlockScaledFormat(WireFormat):
         decoded = payload.new_empty(rows, numel, dtype=dtype) if out is None else out
         if numel == 0 or rows == 0:
             return decoded
-        self.decode_into(*self._parts(payload, numel), decoded)
-        return decoded
-
-    def decode_into(self, scales: Tensor, codes: Tensor, decoded: Tensor) -> None:
-        """Write the values of fp32 scales [rows, blocks] and codes [rows, code bytes] to `decoded` [rows, n]."""
-        rows, numel = decoded.shape
+        scales, codes = self._parts(payload, numel)
         num_blocks, block_size = self.blocks(numel)
         limit = torch.finfo(decoded.dtype).max
-        limit = limit if self._may_exceed(scales, limit, self.hadamard) else None
+        limit = limit if self._may_exceed(scales, limit) else None
         scratch = Scratch(codes.device)
         for row, block in pieces(rows, num_blocks, block_size, codes.device):
             some_codes = self._codes_of(codes, row, block, numel)
             values = self._decode_blocks(scales[row, block], some_codes, block_size, limit, self.hadamard, scratch)
             copy_blocks(values, decoded[row], block)
+        return decoded
 
     @torch.no_grad()
     def mean_of_rows(self, payloads: Sequence[Tensor], numel: int, out: Tensor | None = None) -> Tensor:

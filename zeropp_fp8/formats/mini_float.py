@@ -74,13 +74,11 @@ class MiniFloatElement:
             self._mark_special_(wide_codes, scaled)
         self._store(wide_codes, codes, scratch)
 
-    def _round_magnitudes(
-        self, scaled: Tensor, rounding: str, noise: Tensor | None, scratch: Scratch
-    ) -> tuple[Tensor, Tensor]:
-        """(anchor + rounded magnitude, anchor) of each number, fp32 in buffers of `scratch`.
+    def _steps(self, scaled: Tensor, rounding: str, noise: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        """(rounded magnitudes in spacings, bits of the anchors), both int32, in buffers of `scratch`.
 
-        The anchor is 2^23 spacings. There fp32's own spacing is the grid's, so that a sum with it is on the grid, and
-        its low bits are the number of spacings.
+        A number's anchor is 2^23 spacings. There fp32's own spacing is the grid's, so that a sum with it is on the
+        grid, and its low bits are the number of spacings.
         """
         magnitudes = torch.abs(scaled, out=scratch("magnitudes", scaled.shape)).clamp_max_(self.largest)
         anchors = scratch("anchors", scaled.shape, torch.int32)
@@ -97,12 +95,7 @@ class MiniFloatElement:
             torch.mul(whole, spacings.view(torch.float32), out=magnitudes)
         # Rounds to nearest, ties to even, what is not on the grid yet.
         magnitudes += anchors.view(torch.float32)
-        return magnitudes, anchors.view(torch.float32)
-
-    def _steps(self, scaled: Tensor, rounding: str, noise: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """(rounded magnitudes in spacings, anchors), both int32, in buffers of `scratch`."""
-        rounded, anchors = (x.view(torch.int32) for x in self._round_magnitudes(scaled, rounding, noise, scratch))
-        return rounded.sub_(anchors), anchors
+        return magnitudes.view(torch.int32).sub_(anchors), anchors
 
     def _mark_special_(self, codes: Tensor, scaled: Tensor) -> None:
         """Replace the codes (int32) of Inf and NaN."""
@@ -140,22 +133,6 @@ class MiniFloatElement:
             if codes.device.type != "cpu" or magnitudes.max().item() == NAN_CODE:
                 values.masked_fill_(magnitudes == NAN_CODE, math.nan)
 
-    def round_(self, scaled: Tensor, rounding: str, noise: Tensor | None, scratch: Scratch) -> Tensor:
-        """fp32 `scaled` [rows, n], overwritten by what the codes of `quantize_` stand for.
-
-        NaN stays, and without a code for it Inf becomes NaN.
-        """
-        rounded, anchors = self._round_magnitudes(scaled, rounding, noise, scratch)
-        magnitudes = rounded.sub_(anchors)
-        if may_hold_special(scaled):
-            special = scaled.abs() if self.keeps_infinity else math.nan
-            magnitudes = torch.where(scaled.isfinite(), magnitudes, special)
-        return self._with_sign_(magnitudes, scaled)
-
-    def _with_sign_(self, magnitudes: Tensor, scaled: Tensor) -> Tensor:
-        """`scaled` becomes fp32 `magnitudes` with its own sign."""
-        return torch.copysign(magnitudes, scaled, out=scaled)
-
 
 class FixedPointElement(MiniFloatElement):
     """INT8 of the MX formats: code / 64 with codes from -127 to 127, two's complement.
@@ -177,7 +154,3 @@ class FixedPointElement(MiniFloatElement):
 
     def dequantize(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
         values.copy_(codes.view(torch.int8)).mul_(1 / 64)
-
-    def _with_sign_(self, magnitudes: Tensor, scaled: Tensor) -> Tensor:
-        torch.copysign(magnitudes, scaled, out=scaled)
-        return scaled.add_(0.0)  # -0 becomes 0, for which there is one code
