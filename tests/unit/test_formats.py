@@ -455,9 +455,6 @@ def test_out_is_written_and_nothing_beside_it(name):
         assert fmt.decode_rows(payload, 301, dtype, part) is part
         assert torch.equal(part, fmt.decode_rows(payload, 301, dtype))
         assert (values[:, :5] == 77).all() and (values[:, 306:] == 77).all()
-    mean = torch.empty(3, 301)
-    assert fmt.mean_of_rows([payload, payload], 301, mean) is mean
-    assert torch.equal(mean, fmt.mean_of_rows([payload, payload], 301))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

@@ -76,11 +76,7 @@ def rank_of_rows(level_sizes: Sequence[int]) -> list[int]:
 
 
 def quantized_all_gather(
-    shard: Tensor,
-    wire_format: WireFormat,
-    topology: Topology,
-    ledger: WireLedger | None = None,
-    generator: torch.Generator | None = None,
+    shard: Tensor, wire_format: WireFormat, topology: Topology, ledger: WireLedger | None = None
 ) -> Tensor:
     """All-gather equal flat shards in `wire_format`.
 
@@ -90,7 +86,7 @@ def quantized_all_gather(
     Returns:
         [world_size * n] of the shard's dtype, the same bits on every rank.
     """
-    payload = wire_format.encode(shard, generator)
+    payload = wire_format.encode(shard)
     levels = list(itertools.chain(*topology.gather_levels()))
     rows = rows_by_rank(gather_through(payload, levels, ledger), [level.size for level in levels])
     return wire_format.decode_rows(rows, shard.numel(), shard.dtype).view(-1)

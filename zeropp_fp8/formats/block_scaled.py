@@ -282,9 +282,9 @@ class BlockScaledFormat(WireFormat):
         return decoded
 
     @torch.no_grad()
-    def mean_of_rows(self, payloads: Sequence[Tensor], numel: int, out: Tensor | None = None) -> Tensor:
+    def mean_of_rows(self, payloads: Sequence[Tensor], numel: int) -> Tensor:
         rows, device = payloads[0].shape[0], payloads[0].device
-        mean = torch.empty(rows, numel, dtype=torch.float32, device=device) if out is None else out
+        mean = torch.empty(rows, numel, dtype=torch.float32, device=device)
         if numel == 0 or rows == 0:
             return mean
         num_blocks, block_size = self.blocks(numel)
