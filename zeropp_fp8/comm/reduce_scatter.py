@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from zeropp_fp8.comm.error_feedback import ErrorFeedback, Residuals
@@ -36,6 +37,13 @@ from zeropp_fp8.formats.shared_scale import LARGEST_CODE, OF_PARTIAL_SUMS, Share
 def slice_numel(numel: int, world_size: int) -> int:
     """Elements of one rank's slice of a flat tensor; the last slices are padded with zeros."""
     return -(-numel // world_size)
+
+
+def slice_of_rank(flat: Tensor, rank: int, world_size: int) -> Tensor:
+    """A rank's slice of a flat tensor, padded with zeros, in memory of its own."""
+    size = slice_numel(flat.numel(), world_size)
+    mine = flat[rank * size : (rank + 1) * size]
+    return F.pad(mine, (0, size - mine.numel()))
 
 
 def _start_exchange(
