@@ -18,6 +18,7 @@ Nothing waits for the device, so every cast can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -98,76 +99,44 @@ def cast_per_tensor(
     return _operands(matrix, codes, scale, codes_t, scale, "tensor")
 
 
-def cast_per_row(
+def cast_groups(
+    granularity: Granularity,
     matrix: Tensor,
     dtype: torch.dtype,
     plain: bool = True,
     transposed: bool = True,
     use_kernels: bool | None = None,
 ) -> Operands:
-    """A scale a row of [R, C] for the plain copy, a scale a row of [C, R] (a column) for the transposed one.
+    """A scale for each group of values, found on the way.
 
-    Arguments, result and errors are those of `cast_per_tensor`. K is padded to a multiple of 16.
+    Args:
+        granularity: "row": a scale a row of [R, C] for the plain copy, and a row of [C, R] (a column) for the
+            transposed one. "block": per 1 x 128 elements along C for the plain copy, along R for the transposed one.
+            "tile": per 128 x 128, shared by both copies (the transposed copy's scales are transposed too).
+        others, result, errors: see `cast_per_tensor`; K is padded to a multiple of 16 for rows, else of 128.
     """
     matrix = _checked(matrix, dtype)
+    rows, columns = matrix.shape
     if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.casts.cast_rows import cast_rows
+        from zeropp_fp8.kernels.casts import cast_blocks as blocks
+        from zeropp_fp8.kernels.casts import cast_rows
 
-        return _by_kernel(cast_rows, matrix, dtype, "row", plain, transposed)
-    values = matrix.float()
-    return (
-        _rows_operand(values, dtype) if plain else None,
-        _rows_operand(values.t(), dtype) if transposed else None,
-    )
-
-
-def cast_blocks(
-    matrix: Tensor,
-    dtype: torch.dtype,
-    plain: bool = True,
-    transposed: bool = True,
-    use_kernels: bool | None = None,
-) -> Operands:
-    """A scale per 1 x 128 elements along C for the plain copy, along R for the transposed one.
-
-    Arguments, result and errors are those of `cast_per_tensor`. K is padded to a multiple of 128.
-    """
-    matrix = _checked(matrix, dtype)
-    if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.casts import cast_blocks as kernels
-
-        return _by_kernel(kernels.cast_blocks, matrix, dtype, "block", plain, transposed)
-    values = matrix.float()
-    return (
-        _blocks_operand(values, dtype) if plain else None,
-        _blocks_operand(values.t(), dtype) if transposed else None,
-    )
+        cast = {"row": cast_rows.cast_rows, "block": blocks.cast_blocks, "tile": blocks.cast_tiles}[granularity]
+        multiple = ALIGNMENT if granularity == "row" else BLOCK
+        codes, codes_t = _empty_codes(matrix, dtype, multiple, plain, transposed)
+        scale = _empty_scale(rows, columns, granularity, matrix.device) if plain else None
+        scale_t = _empty_scale(columns, rows, granularity, matrix.device) if transposed else None
+        cast(matrix, codes, codes_t, scale, scale_t)
+        return _operands(matrix, codes, scale, codes_t, scale_t, granularity)
+    if granularity == "tile":
+        return _tiles_operands(matrix, dtype, plain, transposed)
+    values, operand = matrix.float(), _rows_operand if granularity == "row" else _blocks_operand
+    return operand(values, dtype) if plain else None, operand(values.t(), dtype) if transposed else None
 
 
-def cast_tiles(
-    matrix: Tensor,
-    dtype: torch.dtype,
-    plain: bool = True,
-    transposed: bool = True,
-    use_kernels: bool | None = None,
-) -> Operands:
-    """A scale per 128 x 128 elements, shared by both copies (the transposed copy's scales are transposed too).
-
-    Arguments, result and errors are those of `cast_per_tensor`. K is padded to a multiple of 128.
-    """
-    matrix = _checked(matrix, dtype)
-    if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.casts import cast_blocks as kernels
-
-        return _by_kernel(kernels.cast_tiles, matrix, dtype, "tile", plain, transposed)
-    tiles = (_blocks(matrix.shape[0]), _blocks(matrix.shape[1]))
-    values = _padded(matrix.float(), BLOCK, rows_too=True).view(tiles[0], BLOCK, tiles[1], BLOCK)
-    scale = scale_of_amax(_finite_magnitudes(values).amax(dim=(1, 3)), dtype)
-    quantized = _codes(values, scale[:, None, :, None], dtype).view(tiles[0] * BLOCK, tiles[1] * BLOCK)
-    codes = _padded(quantized[: matrix.shape[0]], BLOCK) if plain else None
-    codes_t = _padded(quantized[:, : matrix.shape[1]].t(), BLOCK) if transposed else None
-    scale, scale_t = (_padded(s, TILE_SCALES, fill=1.0)[:, : s.shape[1]] for s in (scale, scale.t()))
-    return _operands(matrix, codes, scale, codes_t, scale_t, "tile")
+cast_per_row = functools.partial(cast_groups, "row")
+cast_blocks = functools.partial(cast_groups, "block")
+cast_tiles = functools.partial(cast_groups, "tile")
 
 
 @torch.no_grad()
@@ -354,6 +323,18 @@ def _blocks_operand(values: Tensor, dtype: torch.dtype) -> Float8Operand:
     return Float8Operand(codes, scale, (rows, summed), "block")
 
 
+def _tiles_operands(matrix: Tensor, dtype: torch.dtype, plain: bool, transposed: bool) -> Operands:
+    """Both operands with a scale per 128 x 128 elements."""
+    tiles = (_blocks(matrix.shape[0]), _blocks(matrix.shape[1]))
+    values = _padded(matrix.float(), BLOCK, rows_too=True).view(tiles[0], BLOCK, tiles[1], BLOCK)
+    scale = scale_of_amax(_finite_magnitudes(values).amax(dim=(1, 3)), dtype)
+    quantized = _codes(values, scale[:, None, :, None], dtype).view(tiles[0] * BLOCK, tiles[1] * BLOCK)
+    codes = _padded(quantized[: matrix.shape[0]], BLOCK) if plain else None
+    codes_t = _padded(quantized[:, : matrix.shape[1]].t(), BLOCK) if transposed else None
+    scale, scale_t = (_padded(s, TILE_SCALES, fill=1.0)[:, : s.shape[1]] for s in (scale, scale.t()))
+    return _operands(matrix, codes, scale, codes_t, scale_t, "tile")
+
+
 def _padded(values: Tensor, multiple: int, rows_too: bool = False, fill: float = 0) -> Tensor:
     """[rows, columns rounded up] with `fill` beyond the end, new memory; the rows rounded up as well if asked for."""
     rows, columns = values.shape
@@ -434,24 +415,6 @@ def _empty_scale(rows: int, summed: int, granularity: Granularity, device: torch
         return torch.empty(_blocks(summed), rows, dtype=torch.float32, device=device).t()
     length = -(-_blocks(summed) // TILE_SCALES) * TILE_SCALES
     return torch.empty(_blocks(rows), length, dtype=torch.float32, device=device)[:, : _blocks(summed)]
-
-
-def _by_kernel(
-    cast: Callable[..., None],
-    matrix: Tensor,
-    dtype: torch.dtype,
-    granularity: Granularity,
-    plain: bool,
-    transposed: bool,
-) -> Operands:
-    """What a kernel's launcher makes of a matrix, codes and scales."""
-    rows, columns = matrix.shape
-    multiple = ALIGNMENT if granularity == "row" else BLOCK
-    codes, codes_t = _empty_codes(matrix, dtype, multiple, plain, transposed)
-    scale = _empty_scale(rows, columns, granularity, matrix.device) if plain else None
-    scale_t = _empty_scale(columns, rows, granularity, matrix.device) if transposed else None
-    cast(matrix, codes, codes_t, scale, scale_t)
-    return _operands(matrix, codes, scale, codes_t, scale_t, granularity)
 
 
 def _operands(
