@@ -118,15 +118,15 @@ def cast_groups(
     matrix = _checked(matrix, dtype)
     rows, columns = matrix.shape
     if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.casts import cast_blocks as blocks
-        from zeropp_fp8.kernels.casts import cast_rows
+        from zeropp_fp8.kernels.casts.cast_blocks import cast_blocks
+        from zeropp_fp8.kernels.casts.cast_rows import cast_rows
 
-        cast = {"row": cast_rows.cast_rows, "block": blocks.cast_blocks, "tile": blocks.cast_tiles}[granularity]
         multiple = ALIGNMENT if granularity == "row" else BLOCK
         codes, codes_t = _empty_codes(matrix, dtype, multiple, plain, transposed)
         scale = _empty_scale(rows, columns, granularity, matrix.device) if plain else None
         scale_t = _empty_scale(columns, rows, granularity, matrix.device) if transposed else None
-        cast(matrix, codes, codes_t, scale, scale_t)
+        buffers = codes, codes_t, scale, scale_t
+        cast_rows(matrix, *buffers) if granularity == "row" else cast_blocks(matrix, *buffers, granularity == "tile")
         return _operands(matrix, codes, scale, codes_t, scale_t, granularity)
     if granularity == "tile":
         return _tiles_operands(matrix, dtype, plain, transposed)
