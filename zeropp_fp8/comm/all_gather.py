@@ -64,15 +64,16 @@ def rows_by_rank(gathered: Tensor, level_sizes: Sequence[int]) -> Tensor:
     return payloads.permute(*reversed(range(dims)), dims).reshape(ranks, num_bytes)
 
 
-def rank_of_rows(level_sizes: Sequence[int]) -> list[int]:
-    """Which rank's payload each row of a gathered buffer is, after hops over levels of these sizes.
+def ranks_held(level_sizes: Sequence[int], hops: int, rank: int) -> list[int]:
+    """Whose rows a buffer of `rank` holds after that many hops over levels of these sizes, in their order.
 
     Every hop puts its own level in front, so the buffer's dimensions are the levels, last hop first, while ranks count
-    with the first hop outermost.
+    with the first level outermost: rank = (i_0 * size_1 + i_1) * size_2 + i_2.
     """
-    dims = len(level_sizes)
     ranks = torch.arange(math.prod(level_sizes)).view(*level_sizes)
-    return ranks.permute(*reversed(range(dims))).reshape(-1).tolist()
+    place = (ranks == rank).nonzero()[0].tolist()
+    held = ranks[(slice(None),) * hops + tuple(place[hops:])]
+    return held.permute(tuple(reversed(range(hops)))).reshape(-1).tolist()
 
 
 def quantized_all_gather(

@@ -17,8 +17,9 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8.comm.all_gather import ranks_held
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.comm.owned import OwnedGather, ranks_held, start_owned_gather
+from zeropp_fp8.comm.owned import OwnedGather, start_owned_gather
 from zeropp_fp8.comm.payload import PayloadLayout
 from zeropp_fp8.comm.reduce_scatter import slice_of_rank
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
