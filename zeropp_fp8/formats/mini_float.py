@@ -22,7 +22,6 @@ from torch import Tensor
 
 from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.packing import pack, unpack
-from zeropp_fp8.formats.scales import may_hold_special
 
 _EXPONENT = 0x7F800000  # of an fp32 number
 _ONE = 127  # the fp32 exponent field of 1.0
@@ -41,15 +40,12 @@ class MiniFloatElement:
             "ieee": the codes with the last exponent are Inf and NaN.
     """
 
-    is_integer = False
-
     def __init__(self, exponent_bits: int, mantissa_bits: int, largest: float, special: str = "none") -> None:
         self.bits = 1 + exponent_bits + mantissa_bits
         self.mantissa_bits = mantissa_bits
         self.bias = 2 ** (exponent_bits - 1) - 1
         self.min_exponent = 1 - self.bias
         self.largest = largest
-        self.largest_decoded = largest  # Inf is not clamped
         self.special = special
         self.keeps_infinity = special == "ieee"
 
@@ -70,8 +66,11 @@ class MiniFloatElement:
         magnitudes = steps.add_(anchors.bitwise_right_shift_(23 - self.mantissa_bits))
         sign = torch.bitwise_right_shift(scaled.view(torch.int32), 32 - self.bits, out=anchors)
         wide_codes = magnitudes.bitwise_or_(sign.bitwise_and_(1 << self.bits - 1))
-        if self.holds_special and may_hold_special(scaled):
-            self._mark_special_(wide_codes, scaled)
+        if self.keeps_infinity:
+            wide_codes += scaled.isinf()  # the code of Inf follows that of the largest number
+            wide_codes.masked_fill_(scaled.isnan(), NAN_CODE)
+        elif self.holds_special:
+            wide_codes.masked_fill_(scaled.isfinite().logical_not_(), NAN_CODE)
         self._store(wide_codes, codes, scratch)
 
     def _steps(self, scaled: Tensor, rounding: str, noise: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:
@@ -97,15 +96,6 @@ class MiniFloatElement:
         magnitudes += anchors.view(torch.float32)
         return magnitudes.view(torch.int32).sub_(anchors), anchors
 
-    def _mark_special_(self, codes: Tensor, scaled: Tensor) -> None:
-        """Replace the codes (int32) of Inf and NaN."""
-        if self.keeps_infinity:
-            codes.masked_fill_(scaled == math.inf, INFINITY_CODE)
-            codes.masked_fill_(scaled == -math.inf, INFINITY_CODE | 0x80)
-            codes.masked_fill_(scaled.isnan(), NAN_CODE)
-        else:
-            codes.masked_fill_(scaled.isfinite().logical_not_(), NAN_CODE)
-
     def _store(self, codes: Tensor, packed: Tensor, scratch: Scratch) -> None:
         if self.bits == 8:
             packed.copy_(codes)
@@ -129,9 +119,7 @@ class MiniFloatElement:
         if self.bias != 15:
             values *= 2.0 ** (15 - self.bias)
         if self.special == "nan":
-            magnitudes = torch.bitwise_and(codes, 0x7F, out=scratch("unsigned", codes.shape, torch.uint8))
-            if codes.device.type != "cpu" or magnitudes.max().item() == NAN_CODE:
-                values.masked_fill_(magnitudes == NAN_CODE, math.nan)
+            values.masked_fill_(codes & 0x7F == NAN_CODE, math.nan)
 
 
 class FixedPointElement(MiniFloatElement):
@@ -140,12 +128,9 @@ class FixedPointElement(MiniFloatElement):
     Its magnitudes are those of a float with one bit before the point, six behind it, and no exponent.
     """
 
-    is_integer = True
-
     def __init__(self) -> None:
         super().__init__(exponent_bits=1, mantissa_bits=6, largest=127 / 64)
         self.min_exponent = 0
-        self.largest_decoded = 2.0  # of the code that is never written
 
     def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
         steps, spare = self._steps(scaled, rounding, noise, scratch)
