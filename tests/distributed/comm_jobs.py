@@ -13,9 +13,8 @@ from zeropp_fp8.comm import (
     make_topology,
     quantized_all_gather,
     quantized_reduce_scatter,
-    start_gather,
 )
-from zeropp_fp8.comm.all_gather import gather_through
+from zeropp_fp8.comm.all_gather import gather_through, rows_by_rank
 from zeropp_fp8.formats import make_format
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -125,9 +124,7 @@ def _collectives(topology):
     out["inputs_kept"] = all(torch.equal(a, b) for a, b in zip(gradients, before))
 
     int8 = plan_formats("int8")
-    vector, scalar = gradient(rank, "vector", "fp32"), gradient(rank, "scalar", "fp32")
-    out["vectors_quantized"] = quantized_reduce_scatter([vector, scalar], topology, *int8, quantize_vectors=True)
-    out["vectors_as_rows"] = quantized_reduce_scatter([vector.view(1, -1), scalar.view(1, 1)], topology, *int8)
+    out["vector_as_row"] = quantized_reduce_scatter([gradient(rank, "vector", "fp32").view(1, -1)], topology, *int8)[0]
     near_largest = torch.full((3, 50), 60000.0, dtype=torch.float16)
     out["near_largest"] = quantized_reduce_scatter([near_largest], topology, None, None)[0]
     # Slices come from different tensors of one bucket: an empty tensor between others moves nothing.
@@ -177,12 +174,12 @@ def secondary_gathers(per_node, sub_groups):
         before, after = topology.gather_levels(k)
         with ledger.counting("weights_forward"):
             held = gather_through(payload, before, ledger)
-            forward = start_gather(held, before, after, payload.numel(), ledger).wait()
+            forward = gather_through(held, after, ledger)
         with ledger.counting("weights_backward"):
-            backward = start_gather(held, before, after, payload.numel(), ledger).wait()
+            backward = gather_through(held, after, ledger)
         ledger.end_step()
-        rows = forward.reshape(topology.world_size, payload.numel())
-        assert torch.equal(rows, backward.reshape(rows.shape))
+        assert torch.equal(forward, backward)
+        rows = rows_by_rank(forward, [level.size for level in (*before, *after)])
         report = ledger.report()["per_step"]
         out[k] = (
             fmt.decode_rows(rows, 300, torch.float32).view(-1),

@@ -455,25 +455,6 @@ def test_out_is_written_and_nothing_beside_it(name):
         assert fmt.decode_rows(payload, 301, dtype, part) is part
         assert torch.equal(part, fmt.decode_rows(payload, 301, dtype))
         assert (values[:, :5] == 77).all() and (values[:, 306:] == 77).all()
-    mean = torch.empty(3, 301)
-    assert fmt.mean_of_rows([payload, payload], 301, mean) is mean
-    assert torch.equal(mean, fmt.mean_of_rows([payload, payload], 301))
-
-
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_undoing_the_rotation_ignores_the_users_matmul_settings(name):
-    """The rotation of integers is undone by a matrix product, exact in whatever torch may multiply with."""
-    fmt = make_format(name, hadamard=True)
-    payload = fmt.encode(normal(4096))
-    expected = fmt.decode(payload, (4096,), torch.float32)
-    precision = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
-        with torch.autocast("cpu", torch.bfloat16):
-            decoded = fmt.decode(payload, (4096,), torch.float32)
-    finally:
-        torch.set_float32_matmul_precision(precision)
-    assert torch.equal(decoded, expected)
 
 
 def test_strided_input_is_encoded_by_its_values():

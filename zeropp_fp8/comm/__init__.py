@@ -9,7 +9,7 @@ Usable without DeepSpeed, on any torch.distributed backend with uint8 all-gather
 """
 
 from zeropp_fp8.comm.activations import ActivationExchange, fp8_all_to_all
-from zeropp_fp8.comm.all_gather import PendingGather, quantized_all_gather, start_gather
+from zeropp_fp8.comm.all_gather import quantized_all_gather
 from zeropp_fp8.comm.error_feedback import ErrorFeedback
 from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.comm.reduce_scatter import quantized_reduce_scatter
@@ -19,13 +19,11 @@ __all__ = [
     "ActivationExchange",
     "ErrorFeedback",
     "Level",
-    "PendingGather",
     "Topology",
     "WireLedger",
     "fp8_all_to_all",
     "make_topology",
     "quantized_all_gather",
     "quantized_reduce_scatter",
-    "start_gather",
     "time_limit",
 ]

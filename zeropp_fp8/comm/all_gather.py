@@ -7,6 +7,7 @@ model instead of the (W-1)/W of a ring.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -21,36 +22,6 @@ from zeropp_fp8.formats import WireFormat
 
 # torch 2.13 renamed all_gather_into_tensor.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class PendingGather:
-    """The last hop of an all-gather, under way."""
-
-    def __init__(self, buffer: Tensor, work: dist.Work | None, level_sizes: Sequence[int], payload_bytes: int) -> None:
-        self._buffer = buffer
-        self._work = work
-        self._level_sizes = level_sizes
-        self._payload_bytes = payload_bytes
-
-    def wait(self) -> Tensor:
-        """uint8 [*level sizes, first hop first, payload_bytes]: the payloads of all ranks in rank order.
-
-        The result is a (permuted) view; flattening its leading dimensions gives rank order.
-        """
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        # An all-gather puts its own level in front, so the buffer's dimensions are last hop first.
-        payloads = self._buffer.view(*reversed(self._level_sizes), self._payload_bytes)
-        dims = len(self._level_sizes)
-        return payloads.permute(*reversed(range(dims)), dims)
-
-
-def _all_gather(payload: Tensor, level: Level, ledger: WireLedger | None, async_op: bool) -> tuple[Tensor, object]:
-    if level.size == 1:
-        return payload, None
-    gathered = torch.empty(level.size * payload.numel(), dtype=payload.dtype, device=payload.device)
-    return gathered, start_level(gathered, payload, level, ledger, async_op)
 
 
 def start_level(
@@ -77,37 +48,36 @@ def start_regions(
 def gather_through(payload: Tensor, levels: Sequence[Level], ledger: WireLedger | None = None) -> Tensor:
     """All-gather flat uint8 `payload` through `levels`, complete on the current stream. Flat, last hop outermost."""
     for level in levels:
-        payload, _ = _all_gather(payload, level, ledger, async_op=False)
+        if level.size > 1:
+            gathered = torch.empty(level.size * payload.numel(), dtype=payload.dtype, device=payload.device)
+            start_level(gathered, payload, level, ledger, async_op=False)
+            payload = gathered
     return payload
 
 
-def start_gather(
-    held: Tensor, before: Sequence[Level], after: Sequence[Level], payload_bytes: int, ledger: WireLedger | None = None
-) -> PendingGather:
-    """Start the hops `after` on `held`, the flat result of the hops `before` on payloads of `payload_bytes`."""
-    *first, last = after
-    held = gather_through(held, first, ledger)
-    buffer, work = _all_gather(held, last, ledger, async_op=True)
-    return PendingGather(buffer, work, [level.size for level in (*before, *after)], payload_bytes)
+def rows_by_rank(gathered: Tensor, level_sizes: Sequence[int]) -> Tensor:
+    """uint8 [ranks, payload bytes], in the order of the ranks, of what hops over levels of these sizes have brought."""
+    dims, ranks = len(level_sizes), math.prod(level_sizes)
+    num_bytes = gathered.numel() // ranks
+    # An all-gather puts its own level in front, so the buffer's dimensions are last hop first.
+    payloads = gathered.view(*reversed(level_sizes), num_bytes)
+    return payloads.permute(*reversed(range(dims)), dims).reshape(ranks, num_bytes)
 
 
-def rank_of_rows(level_sizes: Sequence[int]) -> list[int]:
-    """Which rank's payload each row of a gathered buffer is, after hops over levels of these sizes.
+def ranks_held(level_sizes: Sequence[int], hops: int, rank: int) -> list[int]:
+    """Whose rows a buffer of `rank` holds after that many hops over levels of these sizes, in their order.
 
     Every hop puts its own level in front, so the buffer's dimensions are the levels, last hop first, while ranks count
-    with the first hop outermost.
+    with the first level outermost: rank = (i_0 * size_1 + i_1) * size_2 + i_2.
     """
-    dims = len(level_sizes)
     ranks = torch.arange(math.prod(level_sizes)).view(*level_sizes)
-    return ranks.permute(*reversed(range(dims))).reshape(-1).tolist()
+    place = (ranks == rank).nonzero()[0].tolist()
+    held = ranks[(slice(None),) * hops + tuple(place[hops:])]
+    return held.permute(tuple(reversed(range(hops)))).reshape(-1).tolist()
 
 
 def quantized_all_gather(
-    shard: Tensor,
-    wire_format: WireFormat,
-    topology: Topology,
-    ledger: WireLedger | None = None,
-    generator: torch.Generator | None = None,
+    shard: Tensor, wire_format: WireFormat, topology: Topology, ledger: WireLedger | None = None
 ) -> Tensor:
     """All-gather equal flat shards in `wire_format`.
 
@@ -117,9 +87,7 @@ def quantized_all_gather(
     Returns:
         [world_size * n] of the shard's dtype, the same bits on every rank.
     """
-    payload = wire_format.encode(shard, generator)
-    before, after = topology.gather_levels()
-    held = gather_through(payload, before, ledger)
-    payloads = start_gather(held, before, after, payload.numel(), ledger).wait()
-    rows = payloads.reshape(topology.world_size, payload.numel())
+    payload = wire_format.encode(shard)
+    levels = list(itertools.chain(*topology.gather_levels()))
+    rows = rows_by_rank(gather_through(payload, levels, ledger), [level.size for level in levels])
     return wire_format.decode_rows(rows, shard.numel(), shard.dtype).view(-1)

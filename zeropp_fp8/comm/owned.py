@@ -15,27 +15,6 @@ from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.comm.topology import Level
 
 
-def ranks_held(level_sizes: list[int], hops: int, rank: int) -> list[int]:
-    """Whose rows a buffer of `rank` holds after that many hops over levels of these sizes, in their order.
-
-    Ranks count with the first level outermost: rank = (i_0 * size_1 + i_1) * size_2 + i_2.
-    """
-    digits, rest = [], rank
-    for size in reversed(level_sizes):
-        digits.insert(0, rest % size)
-        rest //= size
-    held = [digits]
-    for hop in range(hops):
-        held = [[*row[:hop], i, *row[hop + 1 :]] for i in range(level_sizes[hop]) for row in held]
-    ranks = []
-    for row in held:
-        number = 0
-        for size, digit in zip(level_sizes, row):
-            number = number * size + digit
-        ranks.append(number)
-    return ranks
-
-
 class OwnedGather:
     """A hop under way. It keeps the copies that are being sent.
 

@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from zeropp_fp8.comm.error_feedback import ErrorFeedback, Residuals
@@ -36,6 +37,13 @@ from zeropp_fp8.formats.shared_scale import LARGEST_CODE, OF_PARTIAL_SUMS, Share
 def slice_numel(numel: int, world_size: int) -> int:
     """Elements of one rank's slice of a flat tensor; the last slices are padded with zeros."""
     return -(-numel // world_size)
+
+
+def slice_of_rank(flat: Tensor, rank: int, world_size: int) -> Tensor:
+    """A rank's slice of a flat tensor, padded with zeros, in memory of its own."""
+    size = slice_numel(flat.numel(), world_size)
+    mine = flat[rank * size : (rank + 1) * size]
+    return F.pad(mine, (0, size - mine.numel()))
 
 
 def _start_exchange(
@@ -349,9 +357,8 @@ class ReduceScatterPlan(ReducePlan):
 
     Args:
         shapes, dtypes: of the tensors (fp32, bf16 or fp16), the same list on every rank.
-        intra_format, inter_format: wire formats of the hop within and between nodes; None sends the tensor's dtype.
-        quantize_vectors: also quantize tensors of fewer than two dimensions, which otherwise keep their dtype.
-        use_kernels: see PayloadLayout.
+        intra_format, inter_format: wire formats of the hop within and between nodes; None sends the tensor's dtype, and
+            so travel tensors of fewer than two dimensions.
         add_codes: let the backend add codes, where all tensors travel with shared scales.
     """
 
@@ -363,8 +370,6 @@ class ReduceScatterPlan(ReducePlan):
         intra_format: WireFormat | None,
         inter_format: WireFormat | None,
         device: torch.device,
-        quantize_vectors: bool = False,
-        use_kernels: bool | None = None,
         add_codes: bool = False,
     ) -> None:
         self.topology = topology
@@ -372,9 +377,9 @@ class ReduceScatterPlan(ReducePlan):
         nodes, per_node = topology.nodes, topology.ranks_per_node
         numels = [int(torch.Size(shape).numel()) for shape in shapes]
         self.slice_numels = [slice_numel(numel, topology.world_size) for numel in numels]
-        intra, inter = formats_of_hops(shapes, dtypes, intra_format, inter_format, quantize_vectors)
-        within = PayloadLayout(self.slice_numels, intra, dtypes, device, inter, use_kernels)
-        between = PayloadLayout(self.slice_numels, inter, dtypes, device, intra, use_kernels)
+        intra, inter = formats_of_hops(shapes, dtypes, intra_format, inter_format)
+        within = PayloadLayout(self.slice_numels, intra, dtypes, device, inter)
+        between = PayloadLayout(self.slice_numels, inter, dtypes, device, intra)
         natural = SliceOrder(range(nodes), device)
         # Row l * N + n of the first payload holds slice n * L + l.
         reordered = SliceOrder([n * per_node + i for i in range(per_node) for n in range(nodes)], device)
@@ -408,11 +413,10 @@ def formats_of_hops(
     dtypes: Sequence[torch.dtype],
     intra_format: WireFormat | None,
     inter_format: WireFormat | None,
-    quantize_vectors: bool = False,
 ) -> tuple[list[WireFormat], list[WireFormat]]:
     """The formats of tensors within and between nodes: those given for matrices, their own dtype for the others."""
     exact = [UnquantizedFormat(dtype) for dtype in dtypes]
-    quantized = [len(shape) >= 2 or quantize_vectors for shape in shapes]
+    quantized = [len(shape) >= 2 for shape in shapes]
     intra = [intra_format if q and intra_format else e for q, e in zip(quantized, exact)]
     inter = [inter_format if q and inter_format else e for q, e in zip(quantized, exact)]
     return intra, inter
@@ -426,17 +430,14 @@ def quantized_reduce_scatter(
     inter_format: WireFormat | None,
     *,
     ledger: WireLedger | None = None,
-    generator: torch.Generator | None = None,
     error_feedback: ErrorFeedback | None = None,
     keys: Sequence[str] | None = None,
-    quantize_vectors: bool = False,
 ) -> list[Tensor]:
     """Reduce-scatter the mean over ranks of `tensors`, one message per hop for all of them.
 
     Args:
         tensors: fp32, bf16 or fp16 tensors of any shape, the same shapes and order on every rank.
-        intra_format, inter_format, quantize_vectors: see ReduceScatterPlan.
-        generator: a CPU generator, the source of seeds for stochastic rounding.
+        intra_format, inter_format: see ReduceScatterPlan.
         error_feedback, keys: see Reduction.
 
     Returns:
@@ -446,18 +447,11 @@ def quantized_reduce_scatter(
     if not tensors:
         return []
     device = tensors[0].device
-    plan = ReduceScatterPlan(
-        [t.shape for t in tensors],
-        [t.dtype for t in tensors],
-        topology,
-        intra_format,
-        inter_format,
-        device,
-        quantize_vectors,
-    )
+    shapes, dtypes = [t.shape for t in tensors], [t.dtype for t in tensors]
+    plan = ReduceScatterPlan(shapes, dtypes, topology, intra_format, inter_format, device)
     results = [torch.zeros(size, dtype=torch.float32, device=device) for size in plan.slice_numels]
     here = Lane.here()
-    reduction = Reduction(Rings.on(device), here, here, ledger, generator, error_feedback, keys)
+    reduction = Reduction(Rings.on(device), here, here, ledger, None, error_feedback, keys)
     for _ in plan.run([t.detach().contiguous() for t in tensors], results, reduction):
         pass
     return results

@@ -53,7 +53,6 @@ class OwnerReducePlan(ReducePlan):
         intra_format: WireFormat | None,
         inter_format: WireFormat | None,
         device: torch.device,
-        use_kernels: bool | None = None,
     ) -> None:
         self.topology = topology
         self.device = device
@@ -68,7 +67,6 @@ class OwnerReducePlan(ReducePlan):
                 [dtypes[i] for i in members],
                 device,
                 [partners[i] for i in members],
-                use_kernels,
             )
             self._members[id(made)] = torch.tensor(members, dtype=torch.int64, device=device)
             return made

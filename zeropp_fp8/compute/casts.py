@@ -18,21 +18,21 @@ Nothing waits for the device, so every cast can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeropp_fp8.compute.operand import BLOCK, TILE_SCALES, Float8Operand
+from zeropp_fp8.compute.operand import ALIGNMENT, BLOCK, TILE_SCALES, Float8Operand, Granularity
 from zeropp_fp8.formats.float8 import scale_of_amax
 
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MATRIX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# The summed axis is padded to this with a scale per tensor or row: FP8 GEMMs want 16-byte rows.
-ALIGNMENT = 16
 NAN_CODE = 0x7F  # NaN in both formats; without it, CPU and GPU would write different ones of E5M2's
 Operands = tuple[Float8Operand | None, Float8Operand | None]
+OperandsAndValues = tuple[Float8Operand | None, Float8Operand | None, Tensor | None]
 
 
 def amax_of(matrix: Tensor, use_kernels: bool | None = None) -> Tensor:
@@ -99,89 +99,44 @@ def cast_per_tensor(
     return _operands(matrix, codes, scale, codes_t, scale, "tensor")
 
 
-def cast_per_row(
+def cast_groups(
+    granularity: Granularity,
     matrix: Tensor,
     dtype: torch.dtype,
     plain: bool = True,
     transposed: bool = True,
     use_kernels: bool | None = None,
 ) -> Operands:
-    """A scale a row of [R, C] for the plain copy, a scale a row of [C, R] (a column) for the transposed one.
+    """A scale for each group of values, found on the way.
 
-    Arguments, result and errors are those of `cast_per_tensor`. K is padded to a multiple of 16.
+    Args:
+        granularity: "row": a scale a row of [R, C] for the plain copy, and a row of [C, R] (a column) for the
+            transposed one. "block": per 1 x 128 elements along C for the plain copy, along R for the transposed one.
+            "tile": per 128 x 128, shared by both copies (the transposed copy's scales are transposed too).
+        others, result, errors: see `cast_per_tensor`; K is padded to a multiple of 16 for rows, else of 128.
     """
     matrix = _checked(matrix, dtype)
+    rows, columns = matrix.shape
     if _with_kernels(matrix, use_kernels):
+        from zeropp_fp8.kernels.casts.cast_blocks import cast_blocks
         from zeropp_fp8.kernels.casts.cast_rows import cast_rows
 
-        codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
-        scale = _empty_scale(matrix, (matrix.shape[0], 1)) if plain else None
-        scale_t = _empty_scale(matrix, (matrix.shape[1], 1)) if transposed else None
-        cast_rows(matrix, codes, codes_t, scale, scale_t)
-        return _operands(matrix, codes, scale, codes_t, scale_t, "row")
-    values = matrix.float()
-    return (
-        _rows_operand(values, dtype) if plain else None,
-        _rows_operand(values.t(), dtype) if transposed else None,
-    )
+        multiple = ALIGNMENT if granularity == "row" else BLOCK
+        codes, codes_t = _empty_codes(matrix, dtype, multiple, plain, transposed)
+        scale = _empty_scale(rows, columns, granularity, matrix.device) if plain else None
+        scale_t = _empty_scale(columns, rows, granularity, matrix.device) if transposed else None
+        buffers = codes, codes_t, scale, scale_t
+        cast_rows(matrix, *buffers) if granularity == "row" else cast_blocks(matrix, *buffers, granularity == "tile")
+        return _operands(matrix, codes, scale, codes_t, scale_t, granularity)
+    if granularity == "tile":
+        return _tiles_operands(matrix, dtype, plain, transposed)
+    values, operand = matrix.float(), _rows_operand if granularity == "row" else _blocks_operand
+    return operand(values, dtype) if plain else None, operand(values.t(), dtype) if transposed else None
 
 
-def cast_blocks(
-    matrix: Tensor,
-    dtype: torch.dtype,
-    plain: bool = True,
-    transposed: bool = True,
-    use_kernels: bool | None = None,
-) -> Operands:
-    """A scale per 1 x 128 elements along C for the plain copy, along R for the transposed one.
-
-    Arguments, result and errors are those of `cast_per_tensor`. K is padded to a multiple of 128.
-    """
-    matrix = _checked(matrix, dtype)
-    if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.casts.cast_blocks import cast_blocks as cast_blocks_with_kernel
-
-        rows, columns = matrix.shape
-        codes, codes_t = _empty_codes(matrix, dtype, BLOCK, plain, transposed)
-        scale = _empty_scale(matrix, (_blocks(columns), rows)).t() if plain else None
-        scale_t = _empty_scale(matrix, (_blocks(rows), columns)).t() if transposed else None
-        cast_blocks_with_kernel(matrix, codes, codes_t, scale, scale_t)
-        return _operands(matrix, codes, scale, codes_t, scale_t, "block")
-    values = matrix.float()
-    return (
-        _blocks_operand(values, dtype) if plain else None,
-        _blocks_operand(values.t(), dtype) if transposed else None,
-    )
-
-
-def cast_tiles(
-    matrix: Tensor,
-    dtype: torch.dtype,
-    plain: bool = True,
-    transposed: bool = True,
-    use_kernels: bool | None = None,
-) -> Operands:
-    """A scale per 128 x 128 elements, shared by both copies (the transposed copy's scales are transposed too).
-
-    Arguments, result and errors are those of `cast_per_tensor`. K is padded to a multiple of 128.
-    """
-    matrix = _checked(matrix, dtype)
-    tiles = (_blocks(matrix.shape[0]), _blocks(matrix.shape[1]))
-    if _with_kernels(matrix, use_kernels):
-        from zeropp_fp8.kernels.casts.cast_blocks import cast_tiles as cast_tiles_with_kernel
-
-        codes, codes_t = _empty_codes(matrix, dtype, BLOCK, plain, transposed)
-        scale = _empty_scale(matrix, tiles, TILE_SCALES) if plain else None
-        scale_t = _empty_scale(matrix, tiles[::-1], TILE_SCALES) if transposed else None
-        cast_tiles_with_kernel(matrix, codes, codes_t, scale, scale_t)
-        return _operands(matrix, codes, scale, codes_t, scale_t, "tile")
-    values = _padded(matrix.float(), BLOCK, rows_too=True).view(tiles[0], BLOCK, tiles[1], BLOCK)
-    scale = scale_of_amax(_finite_magnitudes(values).amax(dim=(1, 3)), dtype)
-    quantized = _codes(values, scale[:, None, :, None], dtype).view(tiles[0] * BLOCK, tiles[1] * BLOCK)
-    codes = _padded(quantized[: matrix.shape[0]], BLOCK) if plain else None
-    codes_t = _padded(quantized[:, : matrix.shape[1]].t(), BLOCK) if transposed else None
-    scale, scale_t = (_padded(s, TILE_SCALES, fill=1.0)[:, : s.shape[1]] for s in (scale, scale.t()))
-    return _operands(matrix, codes, scale, codes_t, scale_t, "tile")
+cast_per_row = functools.partial(cast_groups, "row")
+cast_blocks = functools.partial(cast_groups, "block")
+cast_tiles = functools.partial(cast_groups, "tile")
 
 
 @torch.no_grad()
@@ -203,7 +158,7 @@ def swiglu_cast(
     transposed: bool = True,
     keep_values: bool = False,
     use_kernels: bool | None = None,
-) -> tuple[Float8Operand | None, Float8Operand | None, Tensor | None]:
+) -> OperandsAndValues:
     """silu(gate) * up, rounded to the inputs' dtype after each, then cast per tensor.
 
     Args:
@@ -217,15 +172,8 @@ def swiglu_cast(
     """
     gate, up = _checked(gate, dtype), _checked(up, dtype)
     _check_alike("gate", gate, "up", up)
-    if scale is None or not (_with_kernels(gate, use_kernels) and (plain or transposed)):
-        return _cast_values(F.silu(gate) * up, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
-    from zeropp_fp8.kernels.casts.fused_casts import swiglu_cast as cast_with_kernel
-
-    _check_scalars(gate, scale=scale, amax_out=amax_out)
-    codes, codes_t = _empty_codes(gate, dtype, ALIGNMENT, plain, transposed)
-    values = torch.empty_like(gate) if keep_values else None
-    cast_with_kernel(gate, up, codes, codes_t, scale, amax_out, values)
-    return *_operands(gate, codes, scale, codes_t, scale, "tensor"), values
+    wanted = dtype, scale, amax_out, plain, transposed, keep_values, use_kernels
+    return _fused((gate, up, None), lambda: F.silu(gate) * up, *wanted)
 
 
 def swiglu_backward_cast(
@@ -292,7 +240,7 @@ def rms_norm_cast(
     transposed: bool = True,
     keep_values: bool = False,
     use_kernels: bool | None = None,
-) -> tuple[Float8Operand | None, Float8Operand | None, Tensor | None]:
+) -> OperandsAndValues:
     """weight * (matrix / root mean square of each row), then cast per tensor.
 
     Rounds as LlamaRMSNorm of transformers does: normalization in fp32, its result and the product to the matrix' dtype.
@@ -310,20 +258,14 @@ def rms_norm_cast(
         shape = list(inverse_rms.shape)
         raise ValueError(f"inverse_rms must be fp32 [{matrix.shape[0]}], not {inverse_rms.dtype} {shape}")
     weight = weight.detach()
-    if scale is None or not (_with_kernels(matrix, use_kernels) and (plain or transposed)):
-        values = weight * (matrix.float() * inverse_rms.view(-1, 1)).to(matrix.dtype)
-        return _cast_values(values, dtype, scale, amax_out, plain, transposed, keep_values, use_kernels)
-    from zeropp_fp8.kernels.casts.fused_casts import rms_norm_cast as cast_with_kernel
-
-    _check_scalars(matrix, scale=scale, amax_out=amax_out)
-    codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
-    values = torch.empty_like(matrix) if keep_values else None
-    cast_with_kernel(matrix, weight.contiguous(), inverse_rms, codes, codes_t, scale, amax_out, values)
-    return *_operands(matrix, codes, scale, codes_t, scale, "tensor"), values
+    inputs = matrix, weight.contiguous(), inverse_rms
+    wanted = dtype, scale, amax_out, plain, transposed, keep_values, use_kernels
+    return _fused(inputs, lambda: weight * (matrix.float() * inverse_rms.view(-1, 1)).to(matrix.dtype), *wanted)
 
 
-def _cast_values(
-    values: Tensor,
+def _fused(
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+    values_of: Callable[[], Tensor],
     dtype: torch.dtype,
     scale: Tensor | None,
     amax_out: Tensor | None,
@@ -331,10 +273,20 @@ def _cast_values(
     transposed: bool,
     keep_values: bool,
     use_kernels: bool | None,
-) -> tuple[Float8Operand | None, Float8Operand | None, Tensor | None]:
-    """The unfused second half of a fused cast."""
-    operands = cast_per_tensor(values, dtype, scale, amax_out, plain, transposed, use_kernels)
-    return *operands, values if keep_values else None
+) -> OperandsAndValues:
+    """A cast of what `values_of` gives, in one pass over `inputs` (see the kernel) where its scale is known."""
+    matrix = inputs[0]
+    if scale is None or not (_with_kernels(matrix, use_kernels) and (plain or transposed)):
+        values = values_of()
+        operands = cast_per_tensor(values, dtype, scale, amax_out, plain, transposed, use_kernels)
+        return *operands, values if keep_values else None
+    from zeropp_fp8.kernels.casts.fused_casts import fused_cast
+
+    _check_scalars(matrix, scale=scale, amax_out=amax_out)
+    codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
+    values = torch.empty_like(matrix) if keep_values else None
+    fused_cast(*inputs, codes, codes_t, scale, amax_out, values)
+    return *_operands(matrix, codes, scale, codes_t, scale, "tensor"), values
 
 
 # -- torch reference ------------------------------------------------------------------------------------------------
@@ -369,6 +321,18 @@ def _blocks_operand(values: Tensor, dtype: torch.dtype) -> Float8Operand:
     # cloned, not contiguous(): with a single block the strides would not be those of a matrix
     scale = scale.t().clone(memory_format=torch.contiguous_format).t()
     return Float8Operand(codes, scale, (rows, summed), "block")
+
+
+def _tiles_operands(matrix: Tensor, dtype: torch.dtype, plain: bool, transposed: bool) -> Operands:
+    """Both operands with a scale per 128 x 128 elements."""
+    tiles = (_blocks(matrix.shape[0]), _blocks(matrix.shape[1]))
+    values = _padded(matrix.float(), BLOCK, rows_too=True).view(tiles[0], BLOCK, tiles[1], BLOCK)
+    scale = scale_of_amax(_finite_magnitudes(values).amax(dim=(1, 3)), dtype)
+    quantized = _codes(values, scale[:, None, :, None], dtype).view(tiles[0] * BLOCK, tiles[1] * BLOCK)
+    codes = _padded(quantized[: matrix.shape[0]], BLOCK) if plain else None
+    codes_t = _padded(quantized[:, : matrix.shape[1]].t(), BLOCK) if transposed else None
+    scale, scale_t = (_padded(s, TILE_SCALES, fill=1.0)[:, : s.shape[1]] for s in (scale, scale.t()))
+    return _operands(matrix, codes, scale, codes_t, scale_t, "tile")
 
 
 def _padded(values: Tensor, multiple: int, rows_too: bool = False, fill: float = 0) -> Tensor:
@@ -443,11 +407,14 @@ def _empty_codes(
     return codes, codes_t
 
 
-def _empty_scale(matrix: Tensor, shape: tuple[int, int], multiple: int = 1) -> Tensor:
-    """Uninitialised fp32 of a shape, its rows a multiple of some numbers long."""
-    rows, columns = shape
-    length = -(-columns // multiple) * multiple
-    return torch.empty(rows, length, dtype=torch.float32, device=matrix.device)[:, :columns]
+def _empty_scale(rows: int, summed: int, granularity: Granularity, device: torch.device) -> Tensor:
+    """Uninitialised scales of an operand [rows, summed], laid out as `Float8Operand` wants them."""
+    if granularity == "row":
+        return torch.empty(rows, 1, dtype=torch.float32, device=device)
+    if granularity == "block":
+        return torch.empty(_blocks(summed), rows, dtype=torch.float32, device=device).t()
+    length = -(-_blocks(summed) // TILE_SCALES) * TILE_SCALES
+    return torch.empty(_blocks(rows), length, dtype=torch.float32, device=device)[:, : _blocks(summed)]
 
 
 def _operands(
@@ -456,7 +423,7 @@ def _operands(
     scale: Tensor | None,
     codes_t: Tensor | None,
     scale_t: Tensor | None,
-    granularity: str,
+    granularity: Granularity,
 ) -> Operands:
     rows, columns = matrix.shape
     return (

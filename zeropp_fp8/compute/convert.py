@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zeropp_fp8.compute.fused_module import restore_fused
 from zeropp_fp8.compute.linear import LowPrecisionLinear, _LowPrecisionModule
+from zeropp_fp8.compute.operand import ALIGNMENT, BLOCK
 from zeropp_fp8.compute.products import LinearPrecision
 from zeropp_fp8.compute.rms_norm import fuse_rms_norms
 from zeropp_fp8.compute.scaling import SCALINGS, Scaling
@@ -25,8 +26,6 @@ from zeropp_fp8.config.patterns import matches
 
 # Layers of one module that get the same input, in Llama and its relatives.
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-ALIGNMENT = 16  # FP8 GEMMs want both features in multiples of it, or 16-byte rows
-BLOCK = 128
 
 
 @dataclass
@@ -95,7 +94,7 @@ def _reason_to_skip(name: str, module: nn.Module, compute: ComputeConfig, owners
     shape = _full_shape(module.weight)
     if min(shape) < compute.min_features:
         return f"fewer than {compute.min_features} features"
-    alignment = BLOCK if compute.scaling == "block" else ALIGNMENT
+    alignment = BLOCK if compute.scaling == "block" else ALIGNMENT  # of both features, for FP8 GEMMs
     if compute.scaling != "mx" and any(size % alignment for size in shape):
         return f"features are not multiples of {alignment}"
     return None

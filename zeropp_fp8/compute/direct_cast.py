@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from zeropp_fp8.formats import WireFormat, make_format
-from zeropp_fp8.formats.mx import MXFormat
 
 _CAST = "_zeropp_fp8_cast"  # the attribute under which a cast model keeps its ModelCast
 
@@ -142,8 +141,6 @@ def restore(model: nn.Module) -> None:
 
 def round_rows(tensor: Tensor, number_format: WireFormat) -> Tensor:
     """`tensor` [..., n], encoded and decoded; blocks lie along the last axis and never cross rows."""
-    if isinstance(number_format, MXFormat):
-        return number_format.round_trip(tensor.detach(), axis=-1)
     matrix = tensor.detach().reshape(-1, tensor.shape[-1])
     payload = number_format.encode_rows(matrix)
     return number_format.decode_rows(payload, matrix.shape[1], tensor.dtype).view(tensor.shape)

@@ -88,7 +88,7 @@ def fuse_rms_norms(model: nn.Module) -> list[nn.Module]:
     for layer in model.modules():
         for name, (part, consumer) in _CONSUMERS.items():
             norm, linear = getattr(layer, name, None), getattr(getattr(layer, part, None), consumer, None)
-            if norm is not None and scales_are_known(linear) and says(type(norm).forward, _FORWARD):
+            if norm is not None and scales_are_known(linear) and says(type(norm).forward, "hidden_states", _FORWARD):
                 fuse(norm, _RMSNormModule)
                 norm.feeds = (linear,)
                 fused.append(norm)

@@ -9,37 +9,22 @@ import textwrap
 
 
 @functools.cache
-def _definition(function) -> ast.FunctionDef | None:
-    """The parsed source of a method without decorators; None where there is none."""
+def says(function, argument: str, body: str) -> bool:
+    """Whether a method of (self, argument) consists of these statements; it may name what it returns before."""
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, TypeError, SyntaxError, ValueError):
-        return None
-    plain = isinstance(definition, ast.FunctionDef) and not definition.decorator_list
-    return definition if plain else None
-
-
-def returns(function, expression: str) -> bool:
-    """Whether a method of (self, x) does nothing but return an expression, or name it and return the name."""
-    definition = _definition(function)
-    if definition is None or [argument.arg for argument in definition.args.args] != ["self", "x"]:
+        return False  # there is no source
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
         return False
-    match definition.body:
-        case [ast.Return(value=value)]:
-            pass
-        case [ast.Assign(targets=[ast.Name(id=name)], value=value), ast.Return(value=ast.Name(id=returned))]:
-            if name != returned:
-                return False
-        case _:
-            return False
-    return ast.dump(value) == ast.dump(ast.parse(expression, mode="eval").body)
-
-
-def says(function, body: str) -> bool:
-    """Whether a method consists of these statements, and takes (self, hidden_states)."""
-    definition = _definition(function)
-    if definition is None or [argument.arg for argument in definition.args.args] != ["self", "hidden_states"]:
+    if [each.arg for each in definition.args.args] != ["self", argument]:
         return False
-    return [ast.dump(statement) for statement in definition.body] == [
-        ast.dump(statement) for statement in ast.parse(textwrap.dedent(body)).body
-    ]
+    return _plain(definition.body) == _plain(ast.parse(textwrap.dedent(body)).body)
+
+
+def _plain(statements: list[ast.stmt]) -> list[str]:
+    """Statements as they compare: a name that stands for nothing but the result left out."""
+    match statements:
+        case [*first, ast.Assign(targets=[ast.Name(id=name)], value=value), ast.Return(value=ast.Name(id=returned))]:
+            statements = [*first, ast.Return(value)] if name == returned else statements
+    return [ast.dump(statement) for statement in statements]

@@ -17,10 +17,10 @@ from zeropp_fp8.compute import fused_operators
 from zeropp_fp8.compute.differentiable_once import differentiable_once
 from zeropp_fp8.compute.fused_module import FusedModule, fuse, scales_are_known, takes_codes
 from zeropp_fp8.compute.linear import LowPrecisionLinear
-from zeropp_fp8.compute.source import returns
+from zeropp_fp8.compute.source import says
 
 # What transformers' Llama, Mistral, Qwen2 and Qwen3 compute; a module that says anything else stays as it is.
-_FORWARD = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
+_FORWARD = "return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -76,7 +76,7 @@ def fuse_swiglu(model: nn.Module) -> list[nn.Module]:
     fused = []
     for module in model.modules():
         down, activation = getattr(module, "down_proj", None), getattr(module, "act_fn", None)
-        if scales_are_known(down) and _is_silu(activation) and returns(type(module).forward, _FORWARD):
+        if scales_are_known(down) and _is_silu(activation) and says(type(module).forward, "x", _FORWARD):
             fuse(module, _SwiGLUModule)
             fused.append(module)
     return fused

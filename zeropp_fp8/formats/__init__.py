@@ -12,8 +12,7 @@ knows about communication.
 formats, which share a power of two (`e8m0.py`). `mx.py` also rounds whole tensors along any axis, for computing:
 
     mx_format = make_format("mxfp6_e3m2", scale_mode="rceil")
-    quantized = mx_format.quantize(tensor, axis=0)            # .codes, .scales, .dequantize(dtype)
-    rounded = mx_format.round_trip(tensor, axis=0)            # the values alone
+    rounded = mx_format.round_trip(tensor, axis=0)
 
 For differences of weights, what was lost of which is in the next one, `half_steps.py` has elements of 2 and 3 bits.
 For weights that stay as they are, `nf4.py` holds 4-bit normal-float elements, `double_quantized.py` formats whose
@@ -30,7 +29,7 @@ from zeropp_fp8.formats.base import WireFormat
 from zeropp_fp8.formats.block_scaled import BlockScaledFormat
 from zeropp_fp8.formats.double_quantized import DOUBLE_QUANTIZED_NAMES, DoubleQuantizedFormat
 from zeropp_fp8.formats.half_steps import HALF_STEP_NAMES
-from zeropp_fp8.formats.mx import MX_BLOCK, MX_NAMES, MXFormat, MXTensor
+from zeropp_fp8.formats.mx import MX_BLOCK, MX_NAMES, MXFormat
 from zeropp_fp8.formats.nf4 import NF4Format
 from zeropp_fp8.formats.registry import FORMAT_NAMES, make_format
 from zeropp_fp8.formats.rounding import ROUNDING_MODES
@@ -48,7 +47,6 @@ __all__ = [
     "BlockScaledFormat",
     "DoubleQuantizedFormat",
     "MXFormat",
-    "MXTensor",
     "NF4Format",
     "SharedScaleFormat",
     "TensorScaledFormat",

@@ -119,9 +119,9 @@ class WireFormat(ABC):
         """`encode_part` of a flat tensor into `out` [1, payload_bytes(numel)], after the checks."""
         self.encode_rows_seeded(part_of(flat, first, numel), None, out)
 
-    def mean_of_rows(self, payloads: Sequence[Tensor], numel: int, out: Tensor | None = None) -> Tensor:
+    def mean_of_rows(self, payloads: Sequence[Tensor], numel: int) -> Tensor:
         """fp32 [rows, numel]: the mean of several payloads [rows, payload_bytes(numel)], added in their order."""
-        total = self.decode_rows(payloads[0], numel, torch.float32, out)
+        total = self.decode_rows(payloads[0], numel, torch.float32)
         for payload in payloads[1:]:
             total += self.decode_rows(payload, numel, torch.float32)
         return total.mul_(1.0 / len(payloads))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zeropp_fp8.formats.base import WireFormat, align_up, check_encodable
 from zeropp_fp8.formats.chunks import Scratch, pieces
-from zeropp_fp8.formats.hadamard import HADAMARD_GROUP, rotate_, rotate_back_, rotate_integers_back
+from zeropp_fp8.formats.hadamard import HADAMARD_GROUP, rotate_, rotate_back_
 from zeropp_fp8.formats.noise import Seed, uniform
 from zeropp_fp8.formats.rounding import ROUNDING_MODES
 from zeropp_fp8.formats.scales import Bf16Scale, BlockScale
@@ -34,8 +34,6 @@ class Element(Protocol):
 
     bits: int
     largest: float
-    largest_decoded: float  # of the codes that stand for a finite number, or that decoding clamps to one
-    is_integer: bool
     keeps_infinity: bool  # whether decoding leaves Inf as it is; otherwise it becomes the largest finite number
 
     def quantize_(
@@ -216,13 +214,6 @@ class BlockScaledFormat(WireFormat):
         """fp32 [rows, blocks] of uint8 [rows, scale bytes]."""
         return self.scale.decode(scale_bytes)
 
-    def _may_exceed(self, scales: Tensor, limit: float, rotated: bool) -> bool:
-        """Whether decoded numbers may lie beyond +-limit. On a GPU always true: looking would wait for it."""
-        if scales.device.type != "cpu":
-            return True
-        largest = self.element.largest_decoded * (HADAMARD_GROUP if rotated else 1)
-        return not scales.abs().max().item() * largest <= limit  # also where a scale is NaN
-
     def _decode_blocks(
         self,
         scales: Tensor,
@@ -238,7 +229,7 @@ class BlockScaledFormat(WireFormat):
         Args:
             scales: fp32 [rows, blocks].
             codes: uint8 [rows, code bytes], perhaps fewer than the last block has elements.
-            limit: clamp to +-limit; None where nothing can exceed it.
+            limit: clamp to +-limit; None: not at all.
         """
         values = scratch(name, (*scales.shape, block_size))
         flat = values.view(scales.shape[0], -1)
@@ -248,7 +239,7 @@ class BlockScaledFormat(WireFormat):
             flat[:, count:] = 0
         if rotated:
             # Before scaling: sums of codes cannot overflow, sums of values near the largest fp32 number could.
-            values = rotate_integers_back(values, scratch) if self.element.is_integer else rotate_back_(values, scratch)
+            rotate_back_(values, scratch)
         return self._times_scales(values, scales, limit)
 
     def _times_scales(self, values: Tensor, scales: Tensor, limit: float | None) -> Tensor:
@@ -270,25 +261,20 @@ class BlockScaledFormat(WireFormat):
         decoded = payload.new_empty(rows, numel, dtype=dtype) if out is None else out
         if numel == 0 or rows == 0:
             return decoded
-        self.decode_into(*self._parts(payload, numel), decoded)
-        return decoded
-
-    def decode_into(self, scales: Tensor, codes: Tensor, decoded: Tensor) -> None:
-        """Write the values of fp32 scales [rows, blocks] and codes [rows, code bytes] to `decoded` [rows, n]."""
-        rows, numel = decoded.shape
+        scales, codes = self._parts(payload, numel)
         num_blocks, block_size = self.blocks(numel)
         limit = torch.finfo(decoded.dtype).max
-        limit = limit if self._may_exceed(scales, limit, self.hadamard) else None
         scratch = Scratch(codes.device)
         for row, block in pieces(rows, num_blocks, block_size, codes.device):
             some_codes = self._codes_of(codes, row, block, numel)
             values = self._decode_blocks(scales[row, block], some_codes, block_size, limit, self.hadamard, scratch)
             copy_blocks(values, decoded[row], block)
+        return decoded
 
     @torch.no_grad()
-    def mean_of_rows(self, payloads: Sequence[Tensor], numel: int, out: Tensor | None = None) -> Tensor:
+    def mean_of_rows(self, payloads: Sequence[Tensor], numel: int) -> Tensor:
         rows, device = payloads[0].shape[0], payloads[0].device
-        mean = torch.empty(rows, numel, dtype=torch.float32, device=device) if out is None else out
+        mean = torch.empty(rows, numel, dtype=torch.float32, device=device)
         if numel == 0 or rows == 0:
             return mean
         num_blocks, block_size = self.blocks(numel)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,6 @@ class Float8Element:
     """8-bit floats. Nearest rounding is torch's cast; other modes round on the element's own grid first."""
 
     bits = 8
-    is_integer = False
     keeps_infinity = False
 
     def __init__(self, dtype: torch.dtype, mantissa_bits: int, min_exponent: int) -> None:
@@ -32,8 +29,6 @@ class Float8Element:
         self.largest = torch.finfo(dtype).max
         self.mantissa_bits = mantissa_bits
         self.min_exponent = min_exponent
-        # E5M2 has codes for Inf. They are never written.
-        self.largest_decoded = math.inf if dtype == torch.float8_e5m2 else self.largest
 
     def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
         """Write the codes of fp32 values with |v| <= largest (up to division error) to `codes` (uint8).

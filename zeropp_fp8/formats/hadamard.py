@@ -49,30 +49,3 @@ def rotate_back_(values: Tensor, scratch: Scratch) -> Tensor:
     """The inverse of `rotate_`, in place."""
     _butterfly_(values.view(-1, HADAMARD_GROUP), 1.0, scratch)
     return values
-
-
-def rotate_integers_back(values: Tensor, scratch: Scratch) -> Tensor:
-    """`rotate_back_` for integers of at most 8 bits, into another buffer: a matrix product, 10 not 21 ms for 16M.
-
-    Sums of 32 such integers are exact in fp32, so the order of additions does not matter; the integers themselves are
-    exact in bf16 and TF32, so neither does what torch may multiply with where a user allows it.
-    """
-    rotated = scratch("rotated", values.shape)
-    matrix = sylvester_matrix(scratch)
-    # With `out` autocast leaves the product alone.
-    torch.mm(values.view(-1, HADAMARD_GROUP), matrix, out=rotated.view(-1, HADAMARD_GROUP))
-    return rotated
-
-
-def sylvester_matrix(scratch: Scratch) -> Tensor:
-    """fp32 [32, 32] of +1 and -1: H_1 = (1), H_2k = (H_k H_k / H_k -H_k)."""
-    matrix = scratch("sylvester matrix", (HADAMARD_GROUP, HADAMARD_GROUP))
-    matrix[0, 0] = 1.0
-    half = 1
-    while half < HADAMARD_GROUP:
-        first = matrix[:half, :half]
-        matrix[:half, half : 2 * half] = first
-        matrix[half : 2 * half, :half] = first
-        torch.neg(first, out=matrix[half : 2 * half, half : 2 * half])
-        half *= 2
-    return matrix

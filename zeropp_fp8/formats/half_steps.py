@@ -30,8 +30,6 @@ class HalfStepElement:
         self.bits = bits
         self.largest = _SCALES[bits]
         self._levels_below_zero = 2 ** (bits - 1)
-        self.largest_decoded = self._levels_below_zero - 0.5
-        self.is_integer = True  # halves of integers, whose sums are exact as well
         self.keeps_infinity = False
 
     def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
@@ -42,7 +40,7 @@ class HalfStepElement:
 
     def dequantize(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
         """Write the values of uint8 codes, before scaling, to `values` (fp32)."""
-        values.copy_(unpack(codes, self.bits, scratch)).sub_(self.largest_decoded)
+        values.copy_(unpack(codes, self.bits, scratch)).sub_(self._levels_below_zero - 0.5)
 
 
 class HalfStepFormat(BlockScaledFormat):

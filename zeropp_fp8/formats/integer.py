@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zeropp_fp8.formats.chunks import Scratch
-from zeropp_fp8.formats.packing import pack
+from zeropp_fp8.formats.packing import pack, unpack
 from zeropp_fp8.formats.rounding import round_to_integer_
 
 
@@ -19,8 +19,6 @@ class IntegerElement:
     def __init__(self, bits: int) -> None:
         self.bits = bits
         self.largest = float(2 ** (bits - 1) - 1)
-        self.largest_decoded = float(2 ** (bits - 1))  # of the code that is never written
-        self.is_integer = True
         self.keeps_infinity = False
 
     def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
@@ -42,9 +40,5 @@ class IntegerElement:
         if self.bits == 8:
             values.copy_(codes.view(torch.int8))
             return
-        # A byte hl becomes the int16 0h0l, that is two int8. Flipping a nibble's sign bit adds 8 to its value.
-        pairs = scratch("nibbles", codes.shape, torch.int16).copy_(codes).bitwise_xor_(0x88)
-        high = scratch("high nibbles", codes.shape, torch.int16)
-        torch.bitwise_left_shift(pairs, 4, out=high)
-        pairs.bitwise_or_(high).bitwise_and_(0x0F0F)
-        values.copy_(pairs.view(torch.int8).sub_(8))
+        # Flipping a code's sign bit adds 8 to its value.
+        values.copy_(unpack(codes, self.bits, scratch).bitwise_xor_(8).sub_(8))

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.packing import pack, unpack
-from zeropp_fp8.formats.scales import may_hold_special
 
 _EXPONENT = 0x7F800000  # of an fp32 number
 _ONE = 127  # the fp32 exponent field of 1.0
@@ -41,15 +40,12 @@ class MiniFloatElement:
             "ieee": the codes with the last exponent are Inf and NaN.
     """
 
-    is_integer = False
-
     def __init__(self, exponent_bits: int, mantissa_bits: int, largest: float, special: str = "none") -> None:
         self.bits = 1 + exponent_bits + mantissa_bits
         self.mantissa_bits = mantissa_bits
         self.bias = 2 ** (exponent_bits - 1) - 1
         self.min_exponent = 1 - self.bias
         self.largest = largest
-        self.largest_decoded = largest  # Inf is not clamped
         self.special = special
         self.keeps_infinity = special == "ieee"
 
@@ -70,17 +66,18 @@ class MiniFloatElement:
         magnitudes = steps.add_(anchors.bitwise_right_shift_(23 - self.mantissa_bits))
         sign = torch.bitwise_right_shift(scaled.view(torch.int32), 32 - self.bits, out=anchors)
         wide_codes = magnitudes.bitwise_or_(sign.bitwise_and_(1 << self.bits - 1))
-        if self.holds_special and may_hold_special(scaled):
-            self._mark_special_(wide_codes, scaled)
+        if self.keeps_infinity:
+            wide_codes += scaled.isinf()  # the code of Inf follows that of the largest number
+            wide_codes.masked_fill_(scaled.isnan(), NAN_CODE)
+        elif self.holds_special:
+            wide_codes.masked_fill_(scaled.isfinite().logical_not_(), NAN_CODE)
         self._store(wide_codes, codes, scratch)
 
-    def _round_magnitudes(
-        self, scaled: Tensor, rounding: str, noise: Tensor | None, scratch: Scratch
-    ) -> tuple[Tensor, Tensor]:
-        """(anchor + rounded magnitude, anchor) of each number, fp32 in buffers of `scratch`.
+    def _steps(self, scaled: Tensor, rounding: str, noise: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        """(rounded magnitudes in spacings, bits of the anchors), both int32, in buffers of `scratch`.
 
-        The anchor is 2^23 spacings. There fp32's own spacing is the grid's, so that a sum with it is on the grid, and
-        its low bits are the number of spacings.
+        A number's anchor is 2^23 spacings. There fp32's own spacing is the grid's, so that a sum with it is on the
+        grid, and its low bits are the number of spacings.
         """
         magnitudes = torch.abs(scaled, out=scratch("magnitudes", scaled.shape)).clamp_max_(self.largest)
         anchors = scratch("anchors", scaled.shape, torch.int32)
@@ -97,21 +94,7 @@ class MiniFloatElement:
             torch.mul(whole, spacings.view(torch.float32), out=magnitudes)
         # Rounds to nearest, ties to even, what is not on the grid yet.
         magnitudes += anchors.view(torch.float32)
-        return magnitudes, anchors.view(torch.float32)
-
-    def _steps(self, scaled: Tensor, rounding: str, noise: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """(rounded magnitudes in spacings, anchors), both int32, in buffers of `scratch`."""
-        rounded, anchors = (x.view(torch.int32) for x in self._round_magnitudes(scaled, rounding, noise, scratch))
-        return rounded.sub_(anchors), anchors
-
-    def _mark_special_(self, codes: Tensor, scaled: Tensor) -> None:
-        """Replace the codes (int32) of Inf and NaN."""
-        if self.keeps_infinity:
-            codes.masked_fill_(scaled == math.inf, INFINITY_CODE)
-            codes.masked_fill_(scaled == -math.inf, INFINITY_CODE | 0x80)
-            codes.masked_fill_(scaled.isnan(), NAN_CODE)
-        else:
-            codes.masked_fill_(scaled.isfinite().logical_not_(), NAN_CODE)
+        return magnitudes.view(torch.int32).sub_(anchors), anchors
 
     def _store(self, codes: Tensor, packed: Tensor, scratch: Scratch) -> None:
         if self.bits == 8:
@@ -136,25 +119,7 @@ class MiniFloatElement:
         if self.bias != 15:
             values *= 2.0 ** (15 - self.bias)
         if self.special == "nan":
-            magnitudes = torch.bitwise_and(codes, 0x7F, out=scratch("unsigned", codes.shape, torch.uint8))
-            if codes.device.type != "cpu" or magnitudes.max().item() == NAN_CODE:
-                values.masked_fill_(magnitudes == NAN_CODE, math.nan)
-
-    def round_(self, scaled: Tensor, rounding: str, noise: Tensor | None, scratch: Scratch) -> Tensor:
-        """fp32 `scaled` [rows, n], overwritten by what the codes of `quantize_` stand for.
-
-        NaN stays, and without a code for it Inf becomes NaN.
-        """
-        rounded, anchors = self._round_magnitudes(scaled, rounding, noise, scratch)
-        magnitudes = rounded.sub_(anchors)
-        if may_hold_special(scaled):
-            special = scaled.abs() if self.keeps_infinity else math.nan
-            magnitudes = torch.where(scaled.isfinite(), magnitudes, special)
-        return self._with_sign_(magnitudes, scaled)
-
-    def _with_sign_(self, magnitudes: Tensor, scaled: Tensor) -> Tensor:
-        """`scaled` becomes fp32 `magnitudes` with its own sign."""
-        return torch.copysign(magnitudes, scaled, out=scaled)
+            values.masked_fill_(codes & 0x7F == NAN_CODE, math.nan)
 
 
 class FixedPointElement(MiniFloatElement):
@@ -163,12 +128,9 @@ class FixedPointElement(MiniFloatElement):
     Its magnitudes are those of a float with one bit before the point, six behind it, and no exponent.
     """
 
-    is_integer = True
-
     def __init__(self) -> None:
         super().__init__(exponent_bits=1, mantissa_bits=6, largest=127 / 64)
         self.min_exponent = 0
-        self.largest_decoded = 2.0  # of the code that is never written
 
     def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
         steps, spare = self._steps(scaled, rounding, noise, scratch)
@@ -177,7 +139,3 @@ class FixedPointElement(MiniFloatElement):
 
     def dequantize(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
         values.copy_(codes.view(torch.int8)).mul_(1 / 64)
-
-    def _with_sign_(self, magnitudes: Tensor, scaled: Tensor) -> Tensor:
-        torch.copysign(magnitudes, scaled, out=scaled)
-        return scaled.add_(0.0)  # -0 becomes 0, for which there is one code

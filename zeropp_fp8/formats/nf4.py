@@ -62,8 +62,6 @@ class NF4Element:
 
     bits = 4
     largest = 1.0
-    largest_decoded = 1.0
-    is_integer = False
     keeps_infinity = False
 
     def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:

@@ -31,14 +31,6 @@ class BlockScale(Protocol):
         """fp32 [rows, blocks] of uint8 [rows, num_bytes * blocks], in memory of its own."""
 
 
-def may_hold_special(values: Tensor) -> bool:
-    """Whether a NaN or Inf may be among fp32 numbers. On a GPU always true: looking would wait for its stream.
-
-    A sum that overflows counts as one, which costs time and nothing else.
-    """
-    return values.device.type != "cpu" or not math.isfinite(values.sum().item())
-
-
 def round_up_to_bf16_(values: Tensor) -> Tensor:
     """Each positive finite fp32 value becomes the smallest bf16 number >= it, in place."""
     values.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
@@ -65,8 +57,7 @@ def divide_(blocks: Tensor, scales: Tensor) -> None:
     kernel by far. An all-zero block is multiplied by any number; a NaN block holds zeros, its scale says NaN.
     """
     blocks *= (torch.ones_like(scales) / scales.clamp_min(MIN_SCALE)).unsqueeze(-1)
-    if may_hold_special(scales):
-        torch.nan_to_num_(blocks, nan=0.0, posinf=0.0, neginf=0.0)
+    torch.nan_to_num_(blocks, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 class Bf16Scale:

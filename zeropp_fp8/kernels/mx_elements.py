@@ -62,7 +62,7 @@ def mx_scale_values(scales):
 
 @triton.jit
 def round_magnitudes(scaled, noise, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """(anchor + rounded magnitude, anchor), fp32: formats/mini_float.py `_round_magnitudes`."""
+    """(anchor + rounded magnitude, anchor), fp32: formats/mini_float.py `_steps`."""
     mantissa: tl.constexpr = (
         3 if ELEMENT == "mxfp8_e4m3" or ELEMENT == "mxfp6_e2m3" else 6 if ELEMENT == "mxint8"
         else 1 if ELEMENT == "mxfp4" else 2

@@ -101,28 +101,21 @@ def cast_blocks_kernel(
 
 
 def cast_blocks(
-    matrix: Tensor, codes: Tensor | None, codes_t: Tensor | None, scale: Tensor | None, scale_t: Tensor | None
+    matrix: Tensor,
+    codes: Tensor | None,
+    codes_t: Tensor | None,
+    scale: Tensor | None,
+    scale_t: Tensor | None,
+    tiles: bool = False,
 ) -> None:
-    """Cast a matrix with a scale per 1 x 128 elements along each copy's rows.
+    """Cast a matrix with a scale per 1 x 128 elements along each copy's rows, or per 128 x 128.
 
     Args:
         matrix: bf16, fp16 or fp32 [R, C], contiguous.
         codes, codes_t: float8 [R, C rounded up to a multiple of 128] and [C, R rounded up], contiguous, or None.
-        scale, scale_t: fp32 [R, ceil(C / 128)] and [C, ceil(R / 128)], the first axis contiguous, or None.
+        scale, scale_t: fp32 [R, ceil(C / 128)] and [C, ceil(R / 128)], the first axis contiguous, or None; of tiles
+            [ceil(R / 128), ceil(C / 128)] and its transpose, whose rows may be padded.
     """
     if codes is not None or codes_t is not None:
-        launch_cast(cast_blocks_kernel, CAST, (matrix,), codes, codes_t, (scale, scale_t), (0, 0), TILES=False)
-
-
-def cast_tiles(
-    matrix: Tensor, codes: Tensor | None, codes_t: Tensor | None, scale: Tensor | None, scale_t: Tensor | None
-) -> None:
-    """Cast a matrix with a scale per 128 x 128 elements.
-
-    Args:
-        matrix, codes, codes_t: see `cast_blocks`.
-        scale, scale_t: fp32 [ceil(R / 128), ceil(C / 128)] and its transpose, or None; rows may be padded.
-    """
-    if codes is not None or codes_t is not None:
-        lengths = tuple(0 if tensor is None else tensor.stride(0) for tensor in (scale, scale_t))
-        launch_cast(cast_blocks_kernel, CAST, (matrix,), codes, codes_t, (scale, scale_t), lengths, TILES=True)
+        lengths = tuple(tensor.stride(0) if tiles and tensor is not None else 0 for tensor in (scale, scale_t))
+        launch_cast(cast_blocks_kernel, CAST, (matrix,), codes, codes_t, (scale, scale_t), lengths, TILES=tiles)

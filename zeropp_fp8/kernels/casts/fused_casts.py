@@ -100,28 +100,6 @@ def fused_cast_kernel(
     )  # fmt: skip
 
 
-def swiglu_cast(
-    gate: Tensor,
-    up: Tensor,
-    codes: Tensor | None,
-    codes_t: Tensor | None,
-    scale: Tensor,
-    amax_out: Tensor | None = None,
-    values: Tensor | None = None,
-) -> None:
-    """Cast silu(gate) * up with a given scale, in one pass.
-
-    Args:
-        gate, up: bf16, fp16 or fp32 [R, C], contiguous, of one dtype.
-        codes: float8 [R, C rounded up to a multiple of 16], contiguous, or None.
-        codes_t: float8 [C, R rounded up to a multiple of 16], contiguous, or None.
-        scale: fp32 [1].
-        amax_out: fp32 [1], becomes the maximum of itself and the result's largest finite magnitude; or None.
-        values: like `gate`, the result before the cast; or None.
-    """
-    _launch(gate, up, None, codes, codes_t, scale, amax_out, values)
-
-
 def inverse_rms(matrix: Tensor, eps: float) -> Tensor:
     """fp32 [R]: 1 / sqrt(mean of squares + eps) of each row of a contiguous matrix."""
     found = torch.empty(matrix.shape[0], dtype=torch.float32, device=matrix.device)
@@ -136,28 +114,28 @@ def _plan_of_statistics(shape: torch.Size, dtype: torch.dtype, device: torch.dev
     return Plan(row_statistics_kernel, (rows,), (columns, eps), constants)
 
 
-def rms_norm_cast(
-    matrix: Tensor,
-    weight: Tensor,
-    inverse_rms: Tensor,
+def fused_cast(
+    first: Tensor,
+    second: Tensor,
+    inverse_rms: Tensor | None,
     codes: Tensor | None,
     codes_t: Tensor | None,
     scale: Tensor,
-    amax_out: Tensor | None = None,
-    values: Tensor | None = None,
+    amax_out: Tensor | None,
+    values: Tensor | None,
 ) -> None:
-    """Cast the RMSNorm of a matrix' rows with a given scale, in one pass.
+    """Cast silu(first) * second, or the RMSNorm of the rows of `first`, with a given scale, in one pass.
 
     Args:
-        matrix: bf16, fp16 or fp32 [R, C], contiguous.
-        weight: [C], of the matrix' dtype, contiguous.
-        inverse_rms: fp32 [R], contiguous; see the function of that name.
-        codes, codes_t, scale, amax_out, values: see `swiglu_cast`.
+        first: bf16, fp16 or fp32 [R, C], contiguous, as all of them.
+        second: like `first`; of RMSNorm the weight, [C] of the same dtype.
+        inverse_rms: fp32 [R], see the function of that name; None: SwiGLU.
+        codes: float8 [R, C rounded up to a multiple of 16], or None.
+        codes_t: float8 [C, R rounded up to a multiple of 16], or None.
+        scale: fp32 [1].
+        amax_out: fp32 [1], becomes the maximum of itself and the result's largest finite magnitude; or None.
+        values: like `first`, the result before the cast; or None.
     """
-    _launch(matrix, weight, inverse_rms, codes, codes_t, scale, amax_out, values)
-
-
-def _launch(first: Tensor, second: Tensor, inverse_rms: Tensor | None, codes, codes_t, scale, amax_out, values) -> None:
     launch_cast(
         fused_cast_kernel,
         SWIGLU if inverse_rms is None else RMS_NORM,

@@ -176,7 +176,7 @@ def launch_cast(
     Args:
         inputs: matrices of one shape first.
         codes, codes_t: the copies to make, at least one; rows may be padded.
-        others: scales and amaxes, None for what is not wanted.
+        others: scales, amaxes and copies of a second result, None for what is not wanted.
         lengths: integers that follow those of the matrices.
     """
     like = inputs[0]

@@ -22,12 +22,11 @@ from zeropp_fp8.kernels.casts.cast_tensor import cast_tile, record_amax
 from zeropp_fp8.kernels.casts.matrices import (
     Launch,
     exponential,
-    form_of,
+    launch_cast,
     load_tile,
     numbers_of,
     reciprocal,
     tile_of_program,
-    tiles,
 )
 from zeropp_fp8.kernels.elements import narrowed
 from zeropp_fp8.kernels.launching import PLANS, Kernel, Plan
@@ -148,25 +147,7 @@ def swiglu_backward_cast(
         scales: fp32 [1] each.
         amax_outs: fp32 [1] each, become the maximum of themselves and the gradient's largest finite magnitude; or None.
     """
-    (codes, codes_t), others = copies[0], copies[1]
-    transposed_length = 0 if codes_t is None else codes_t.shape[1]
-    lengths, record = (codes.shape[1], transposed_length), amax_outs[0] is not None
-    plan = _plan_of_cast(CAST, gate.shape, gate.dtype, gate.device, codes.dtype, lengths, record)
-    tensors = grad, gate, up, codes, codes_t, *others, *scales, *amax_outs
-    plan(*[gate if tensor is None else tensor for tensor in tensors])
-
-
-@functools.lru_cache(PLANS)
-def _plan_of_cast(
-    launch: Launch,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    code_dtype: torch.dtype,
-    lengths: tuple[int, int],
-    record: bool,
-) -> Plan:
-    form = form_of(True, lengths[1] > 0, code_dtype, device, launch.tile_rows, launch.tile_columns)
-    constants = {"RECORD": record, "INTERPRETED": interpreted(), "FORM": form, **launch.options()}
-    grid = (tiles(*shape, launch.tile_rows, launch.tile_columns),)
-    return Plan(swiglu_backward_cast_kernel, grid, (*shape, *lengths), constants)
+    # The second gradient's copies have the lengths of the first one's.
+    others = (*copies[1], *scales, *amax_outs)
+    constants = {"RECORD": amax_outs[0] is not None, "INTERPRETED": interpreted()}
+    launch_cast(swiglu_backward_cast_kernel, CAST, (grad, gate, up), *copies[0], others, **constants)

@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_pa
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zeropp_fp8.comm.reduce_scatter import slice_numel
+from zeropp_fp8.comm.reduce_scatter import slice_of_rank
 from zeropp_fp8.config import MX_FORMATS, SECTION, FrozenConfig
 from zeropp_fp8.formats import WireFormat, make_format
 from zeropp_fp8.zero.gather.adopted import STORED
@@ -132,15 +132,10 @@ def store(param: Parameter, wire_format: WireFormat) -> None:
 @torch.no_grad()
 def unstore(param: Parameter) -> None:
     """Give a stored parameter a shard of its own dtype again, with the decoded values. Collective."""
-    stored = stored_weight(param)
     gather_stored([param])
-    world, rank = ranks_of(param), rank_in(param)
-    size = slice_numel(param.ds_numel, world)
-    own = torch.zeros(size, dtype=stored.dtype, device=param.ds_tensor.device)
-    mine = param.data.reshape(-1)[rank * size : (rank + 1) * size]
-    own[: mine.numel()] = mine
+    own = slice_of_rank(param.data.reshape(-1), rank_in(param), ranks_of(param)).to(param.ds_tensor.device)
     delattr(param, STORED)
-    _replace_shard(param, own, size)
+    _replace_shard(param, own, own.numel())
     _drop_values(param)
 
 

@@ -6,7 +6,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 from torch.nn import Parameter
 
-from zeropp_fp8.comm.all_gather import rank_of_rows
+from zeropp_fp8.comm.all_gather import ranks_held
 from zeropp_fp8.comm.payload import SliceOrder
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
@@ -34,7 +34,9 @@ class Route:
             self.own_row += level.rank * self.reached
             self.reached *= level.size
         self.one_row = SliceOrder([0], self.device)
-        self.rank_order = SliceOrder(rank_of_rows([level.size for level in self.levels]), self.device)
+        self.rank_order = SliceOrder(
+            ranks_held([level.size for level in self.levels], len(self.levels), 0), self.device
+        )
         rows = self.rank_order.slices
         self.rows_in_rank_order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=self.device)
         self.row_of_slice = self.rows_in_rank_order.to(torch.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.comm.all_gather import gather_through, start_gather, start_regions
+from zeropp_fp8.comm.all_gather import gather_through, rows_by_rank, start_regions
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.payload import PayloadLayout
 from zeropp_fp8.compute.operand import Float8Operand
@@ -49,15 +50,11 @@ class Sliced(Kind):
 def gather_rows(route: Route, payloads: Sequence[Tensor]) -> list[Tensor]:
     """uint8 [ranks, size] in the order of the ranks, for each of this rank's payloads. Collective, a message a hop."""
     session = route.session
-    payload, levels = torch.cat(list(payloads)), session.topology.gather_levels()
+    levels = list(itertools.chain(*session.topology.gather_levels()))
     with session.ledger.counting(OUTSIDE):
-        held = gather_through(payload, levels[0], session.ledger)
-        gathered = start_gather(held, *levels, payload.numel(), session.ledger).wait()
-    rows, offset = [], 0
-    for size in (one.numel() for one in payloads):
-        rows.append(gathered[..., offset : offset + size].reshape(route.world_size, size))
-        offset += size
-    return rows
+        gathered = gather_through(torch.cat(list(payloads)), levels, session.ledger)
+    rows = rows_by_rank(gathered, [level.size for level in levels])
+    return [part.contiguous() for part in rows.split([payload.numel() for payload in payloads], dim=1)]
 
 
 class SlicedUnit(DifferingUnit):

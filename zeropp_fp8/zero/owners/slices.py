@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.comm.reduce_scatter import slice_numel
+from zeropp_fp8.comm.reduce_scatter import slice_of_rank
 from zeropp_fp8.zero.session import Session
 
 
@@ -30,9 +29,7 @@ def gather_parts(session: Session, param: Parameter, own: Tensor) -> Tensor:
 def slice_of_parts(session: Session, param: Parameter, own: Tensor) -> Tensor:
     """DeepSpeed's slice, padded, on the tensor's device, of what each rank has for its part."""
     topology = session.topology
-    size = slice_numel(param.ds_numel, topology.world_size)
-    mine = gather_parts(session, param, own)[topology.rank * size : (topology.rank + 1) * size]
-    return F.pad(mine, (0, size - mine.numel())).to(own.device)
+    return slice_of_rank(gather_parts(session, param, own), topology.rank, topology.world_size).to(own.device)
 
 
 def part_of_slices(session: Session, param: Parameter, one_slice: Tensor) -> Tensor:

@@ -17,10 +17,11 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8.comm.all_gather import ranks_held
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.comm.owned import OwnedGather, ranks_held, start_owned_gather
+from zeropp_fp8.comm.owned import OwnedGather, start_owned_gather
 from zeropp_fp8.comm.payload import PayloadLayout
-from zeropp_fp8.comm.reduce_scatter import slice_numel
+from zeropp_fp8.comm.reduce_scatter import slice_of_rank
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.shared_scale import SharedScales
 from zeropp_fp8.zero.gather.buffers import Places
@@ -123,12 +124,9 @@ class Owned(Kind):
         topology = self.route.session.topology
         for param in params:
             gatherer.gather_exactly([param])
-            size = slice_numel(param.ds_numel, topology.world_size)
-            own = param.data.new_zeros(size)
-            mine = param.data.reshape(-1)[topology.rank * size : (topology.rank + 1) * size]
-            own[: mine.numel()] = mine
+            own = slice_of_rank(param.data.reshape(-1), topology.rank, topology.world_size)
             param.partition([param])
-            _replace_shard(param, own, padding=size * topology.world_size - param.ds_numel)
+            _replace_shard(param, own, padding=own.numel() * topology.world_size - param.ds_numel)
 
     # -- layouts -----------------------------------------------------------------------------------------------------
 
