@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from functools import partial
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from frozen_jobs import TARGETS, frozen, with_lora
@@ -418,6 +419,24 @@ def without_an_optimizer():
     with zeropp_fp8.generation(engine, weights="values") as kept:
         plain_tokens = greedy(kept)
     return torch.equal(tokens, plain_tokens), tokens.shape[1]
+
+
+def after_a_change():
+    """Weights that stay gathered between steps were written to, and so dropped: whether tokens are a plain model's."""
+    engine, _ = engine_of(zero_optimization={"stage3_param_persistence_threshold": 5000})
+    train(engine, 1)
+    params, equal = list(engine.module.parameters()), {}
+    for weights in ("values", "codes"):
+        with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+            if dist.get_rank() == 0:
+                for param in params:
+                    param.data.mul_(1.5)
+        with zeropp_fp8.generation(engine, weights=weights) as model:
+            tokens = greedy(model)
+        plain = llama()
+        plain.load_state_dict(full_weights(engine.module))
+        equal[weights] = torch.equal(tokens, greedy(plain.eval()))
+    return equal, train(engine, 1)[0]
 
 
 def hooks_of_users():

@@ -6,38 +6,61 @@ import contextlib
 import io
 import os
 import re
+import runpy
+import sys
 import traceback
+from unittest import mock
 
+import deepspeed
 import torch.distributed as dist
 from trainer_jobs import tell_accelerate
 
+import zeropp_fp8
+import zeropp_fp8_autoload as autoload
 from zeropp_fp8 import run
 
 
 def run_scripts(commands):
-    """{script: (what it ended with, what it printed)} of {script: (environment, its words from the script on)}."""
+    """{name: (what it ended with, what it printed)} of {name: (environment, what an interpreter is given)}."""
     from accelerate.state import AcceleratorState, GradientState
 
     tell_accelerate()
     ended = {}
-    for script, (environment, words) in commands.items():
-        os.environ.update(environment)
+    for name, (environment, words) in commands.items():
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        with mock.patch.dict(os.environ, environment), contextlib.redirect_stdout(printed):
             try:
-                run.main(words)
+                _run(words)
                 said = ""
             except Exception:
                 said = traceback.format_exc()
-        ended[script] = said, printed.getvalue()
-        for name in environment:
-            del os.environ[name]
+        ended[name] = said, printed.getvalue()
         for state in (AcceleratorState, GradientState):  # each script has a process of its own
             state._reset_state()
         dist.barrier()
     return ended
 
 
+def _run(words):
+    """What `python WORDS` does in a new process: nothing of the plugin is on but what the .pth file puts there."""
+    zeropp_fp8.disable()
+    if os.environ.get(autoload.VARIABLE) != "0":
+        autoload._watch(deepspeed)
+    if words[:2] == ["-m", "zeropp_fp8.run"]:
+        run.main(words[2:])
+    else:
+        with (
+            mock.patch.object(sys, "argv", words),
+            mock.patch.object(sys, "path", [os.path.dirname(words[0]), *sys.path]),
+        ):
+            runpy.run_path(words[0], run_name="__main__")
+
+
 def losses(text):
     """Those of Trainer's logs, or of the loop's lines."""
     return [float(number) for number in re.findall(r"(?:'loss': '?|step \d+ loss )(-?[\d.]+(?:e-?\d+)?)", text)]
+
+
+def share_right(text):
+    """What a script's own measure says in the last line of an evaluation."""
+    return float(re.findall(r"'eval_right': '?([\d.]+)", text)[-1])

@@ -172,6 +172,11 @@ def test_without_an_optimizer():
         assert equal and length == 5 + jobs.NEW_TOKENS
 
 
+def test_after_a_change():
+    for equal, loss in run_two(jobs.after_a_change):
+        assert equal == {"values": True, "codes": True} and loss < 10
+
+
 def test_hooks_of_users():
     for inside, after, loss in run_two(jobs.hooks_of_users):
         assert inside == ["kept", "added"] and after == ["kept", "added"] and loss < 10

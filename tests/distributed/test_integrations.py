@@ -11,32 +11,54 @@ from unittest import mock
 import integration_jobs as jobs
 import pytest
 from ranks import run_two
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "examples/integrations"
 ON_CPU = ["--use_cpu", "--bf16", "False", "--max_steps", "4", "--report_to", "none", "--logging_steps", "1"]
 ON_CPU += ["--disable_tqdm", "True", "--learning_rate", "1e-3", "--per_device_train_batch_size", "4"]
+LEARN = [*ON_CPU, "--max_steps", "20", "--learning_rate", "3e-3", "--per_device_train_batch_size", "16"]
+HALF = [*ON_CPU, "--eval_steps", "2", "--save_steps", "2", "--per_device_train_batch_size", "2"]
+# By the name of the folder where a command leaves its model.
 SHORTER = {
-    "trainer": ON_CPU,
-    "accelerate_loop": [],
-    "trl_sft": ON_CPU,
-    "trl_dpo": ON_CPU,
-    "trl_grpo": [*ON_CPU, "--num_generations", "4", "--max_completion_length", "8", "--beta", "0.1"],
+    "trainer": HALF,
+    "resumed": [*HALF, "--resume_from_checkpoint", "runs/trainer/checkpoint-2"],
+    "enabled": ON_CPU,
+    "encoder": LEARN,
+    "vision": LEARN,
+    "seq2seq": LEARN,
+    "accelerate": [],
+    "student": [],
+    "sft": ON_CPU,
+    "lora": ON_CPU,
+    "reward": ON_CPU,
+    "dpo": ON_CPU,
+    "grpo": [*ON_CPU, "--num_generations", "4", "--max_completion_length", "8", "--ref_model_sync_steps", "1"],
+}
+LEARN_FROM_NOTHING = {
+    "encoder": "AutoModelForSequenceClassification",
+    "vision": "AutoModelForImageClassification",
+    "seq2seq": "AutoModelForSeq2SeqLM",
 }
 
 
 def commands():
-    """{script: (environment, words from the script on)} of the page; and the command that makes the data."""
+    """{name: (environment, what an interpreter is given)} of the page; and the command that makes the data."""
     page = (ROOT / "docs/integrations.md").read_text()
     blocks = [body for language, body in re.findall(r"^```(\w*)\n(.*?)^```", page, flags=re.S | re.M) if not language]
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     data, *others = (shlex.split(line) for line in lines)
     found = {}
     for words in others:
-        start = next(n for n, word in enumerate(words) if word.endswith(".py"))
-        assert Path(words[start]).parent == Path(FOLDER)
-        accelerated = environment_of(words) if words[0] == "accelerate" else {}
-        found[Path(words[start]).stem] = accelerated, words[start:]
+        environment = {}
+        while "=" in words[0]:
+            name, _, environment[name] = words.pop(0).partition("=")
+        start = words.index("-m") if "-m" in words else next(n for n, word in enumerate(words) if word.endswith(".py"))
+        if words[0] == "accelerate":
+            environment |= environment_of(words)
+        name = Path(words[words.index("--output_dir") + 1]).name
+        assert name not in found
+        found[name] = environment, words[start:]
     return found, data
 
 
@@ -56,23 +78,25 @@ def environment_of(words):
 
 def test_the_page_has_a_command_of_every_script():
     found, _ = commands()
-    scripts = {path.stem for path in (ROOT / FOLDER).glob("*.py")}
-    assert set(found) == scripts == set(SHORTER)
+    assert list(found) == list(SHORTER)
+    scripts = {next(Path(word).stem for word in words if word.endswith(".py")) for _, words in found.values()}
+    assert scripts == {path.stem for path in (ROOT / FOLDER).glob("*.py")}
     for script in scripts:
         text = (ROOT / FOLDER / f"{script}.py").read_text()
-        assert "zeropp" not in text and "deepspeed" not in text
+        assert text.count("\n") < 80
+        assert ("zeropp" in text) == (script == "enable"), "a script knows nothing of the plugin"
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """{script: (what it ended with, what rank 0 printed, folder)}."""
+    """{name: (what it ended with, what rank 0 printed)}, folder."""
     pytest.importorskip("trl", reason="TRL is not installed (extra `rlhf`)")
     folder = tmp_path_factory.mktemp("integrations")
     found, data = commands()
     make_data(data[1:], folder)
     given = {
-        script: (environment, [in_folder(word, folder) for word in words] + SHORTER[script])
-        for script, (environment, words) in found.items()
+        name: (environment, [in_folder(word, folder) for word in words + SHORTER[name]])
+        for name, (environment, words) in found.items()
     }
     return run_two(jobs.run_scripts, commands=given, env={"HF_HOME": str(folder)})[0], folder
 
@@ -87,24 +111,36 @@ def make_data(words, folder):
         runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
 
 
-@pytest.mark.parametrize("script", SHORTER)
-def test_script(ended, script):
+@pytest.mark.parametrize("name", SHORTER)
+def test_command(ended, name):
     """It runs as it is, with the plugin, and leaves a trained model that loads."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    (said, printed), folder = ended[0][script], ended[1]
+    runs, folder = ended
+    said, printed = runs[name]
     assert not said, f"{said[-3000:]}\n{printed[-3000:]}"
-    engines = 2 if script in ("trl_dpo", "trl_grpo") else 1
+    engines = 2 if name in ("dpo", "grpo") else 1
     assert printed.count("zeropp_fp8: recipe zeropp; 2 node(s) x 1 rank(s)") == engines
-    seen, steps = jobs.losses(printed), 4
-    if script == "accelerate_loop":  # all of the text, in batches of 4 on 2 ranks
+    assert printed.count("zeropp_fp8: recipe zeropp-4bit; 2 node(s) x 1 rank(s)") == (name == "student")
+    seen, steps = jobs.losses(printed), int(dict(zip(SHORTER[name], SHORTER[name][1:])).get("--max_steps", 0))
+    if name in ("accelerate", "student"):  # all of the text, in batches of 4 on 2 ranks
         steps = -(-len((folder / "runs/data/text.jsonl").read_text().splitlines()) // 8)
+    if name == "resumed":
+        steps = 2
+        assert seen == jobs.losses(runs["trainer"][1])[2:]
     assert len(seen) == steps and all(map(math.isfinite, seen)) and len(set(seen)) > 1
-    if script == "trl_dpo":
+    if name == "dpo":
         assert seen[0] == pytest.approx(math.log(2), abs=1e-4), "a margin of 0"
-    if script == "trl_grpo":
+    if name == "grpo":
         assert "zeropp_fp8: generation: all weights stay on each rank" in printed
-    out = folder / "runs" / {"accelerate_loop": "accelerate"}.get(script, script.removeprefix("trl_"))
-    start, trained = (AutoModelForCausalLM.from_pretrained(path) for path in (folder / "runs/data/tiny", out))
-    changes = [(a - b).abs().max().item() for a, b in zip(start.parameters(), trained.parameters())]
-    assert 0 < max(changes) < 0.1
+    out = folder / "runs" / name
+    if name in LEARN_FROM_NOTHING:
+        assert jobs.share_right(printed) > 0.9 and seen[-1] < seen[0]
+        getattr(transformers, LEARN_FROM_NOTHING[name]).from_pretrained(out)
+    elif name == "lora":
+        trained = load_file(out / "adapter_model.safetensors")
+        assert all(bool(value.any()) for key, value in trained.items() if "lora_B" in key) and len(trained) == 8
+    else:
+        start, trained = (transformers.AutoModel.from_pretrained(path) for path in (folder / "runs/data/tiny", out))
+        changes = [(a - b).abs().max().item() for a, b in zip(start.parameters(), trained.parameters())]
+        assert 0 < max(changes) < 0.1

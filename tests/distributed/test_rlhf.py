@@ -29,7 +29,8 @@ BEFORE = {
     "zeropp, all weights of a merged adapter": ("zeropp", "adapter", 2, 14, {}),
     "lossless, all weights": ("lossless", "base", 2, 0, {}),
     "stock DeepSpeed": (None, "base", 2, 0, {}),
-    # In bf16: master weights in fp16 with a scale round an fp32 model, before its first step.
+    # Master weights in fp16 round an fp32 model too, but not before its first step.
+    "fp8-lm, all weights in fp32": ("fp8-lm", "base", 2, 14, {}),
     "fp8-lm, all weights": ("fp8-lm", "base", 2, 14, {"overrides": BF16}),
     "fp8-lm, all weights of a merged adapter": ("fp8-lm", "adapter", 2, 14, {"overrides": BF16}),
     "FP8 compute, weights sent in 16 bits": ("fp8-lm-o2", "base", 2, 14, {"overrides": BF16}),

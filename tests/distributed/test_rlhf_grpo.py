@@ -36,7 +36,6 @@ BEFORE = {
     "qlora, no reference": ("qlora", "adapter", 1, ["policy"], {}),
     "zeropp, a frozen copy": ("zeropp", "base", 2, [], {"beta": 0.2}),
     "fp8-lm, no reference": ("fp8-lm", "base", 1, [], {}),
-    # In bf16: master weights in fp16 with a scale round an fp32 model, before its first step.
     "fp8-lm, a frozen copy": ("fp8-lm", "base", 2, [], {"beta": 0.2, "overrides": {"bf16": {"enabled": True}}}),
 }
 # What losses.py is given: the tokens of a step over all ranks, the longest response, the arguments.

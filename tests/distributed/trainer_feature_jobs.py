@@ -153,7 +153,7 @@ def _loss_of_saved(folder):
 
 
 def evaluate_alone(ways, folder):
-    """{way: loss of a Trainer that does not train}. (With stock it cannot train after that, nor a second time.)"""
+    """{way: loss of a Trainer that does not train}. (It cannot train after that: Accelerate loses its engine.)"""
     return {way: _trainer(way, folder, 2, llama(), _text()).evaluate()["eval_loss"] for way in ways}
 
 

@@ -446,6 +446,11 @@ class Gatherer:
             unit.live = True
             self.live_numel += unit.numel
 
+    def _is_not_live(self, unit: Unit) -> None:
+        if unit.live:
+            unit.live = False
+            self.live_numel -= unit.numel
+
     def _wait_for_last_hop(self, flight: Flight) -> None:
         """The current stream (on a CPU: the host) waits until all has arrived."""
         for work in flight.last_work:
@@ -517,9 +522,7 @@ class Gatherer:
             if GATHERED_OPERAND in state:
                 del state[GATHERED_OPERAND]
         unit.note(there)
-        if unit.live:
-            unit.live = False
-            self.live_numel -= unit.numel
+        self._is_not_live(unit)
         if unit.lent and not any(GATHERED_OPERAND in p.__dict__ for p in unit.params):
             for ring, buffer in unit.lent:
                 ring.give_back(buffer)
@@ -601,6 +604,8 @@ class Gatherer:
             for kind, mine in by_kind(params):
                 kind.take_back(mine, has_been_updated, free_data, written)
         finally:
+            for unit in self.units_of(params):
+                self._is_not_live(unit)
             if written:  # after the write: the gather lane waits for what the current stream was given
                 self.weights_changed(written)
                 self._forget_amax()
