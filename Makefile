@@ -15,6 +15,8 @@ TORCH ?=
 # No op of DeepSpeed is compiled at installation: this project needs none.
 export DS_BUILD_OPS = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Tests start many interpreters. Where images set this, each of them would compile the package anew, for half a second.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo rlhf-demo test test-quick test-compat test-upstream bench faults soak check docs dist format clean
 help:

@@ -1,5 +1,6 @@
 """Test-wide settings: CPU accelerator, one thread. What tests import beside packages is on setup.cfg's pythonpath."""
 
+import gc
 import os
 
 import pytest
@@ -23,6 +24,12 @@ torch.set_num_threads(1)
 # which all that is started from here inherits.
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def pytest_collection_finish():
+    """Leave out of every later collection of garbage what was imported: dynamo's reset and DeepSpeed ask for them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

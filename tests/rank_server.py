@@ -56,6 +56,12 @@ with contextlib.suppress(ImportError):
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 # DeepSpeed formats every parameter for messages that it does not print: else a tenth of a short job.
 torch.nn.Parameter.__repr__ = object.__repr__
+# It marks ranges for NVIDIA's profiler around each of its functions, hundreds a step. Nobody profiles ranks on the CPU.
+deepspeed.utils.nvtx.enable_nvtx = False
+# torch.manual_seed also keeps the seed for kinds of devices that may be used later, with the caller's stack as text.
+# Ranks are on the CPU.
+for kind in (torch.cuda, torch.xpu, torch.mtia):
+    kind.manual_seed_all = lambda seed: None
 # Each rank would look through the methods of DeepSpeed's classes again, 10 ms.
 install.verify = functools.cache(install.verify)
 install.verify()

@@ -302,36 +302,44 @@ PRETRAIN = {
 MAIN = """
 import contextlib, importlib, io, json, sys
 
-name, given, words = json.loads(sys.argv[1])
-main = importlib.import_module(name).main
-for more in words:
-    sys.argv = [f"{name}.py", *given, *more.split()]
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            main()
-    except SystemExit as stopped:
-        print(json.dumps([stopped.code, said.getvalue()]))
+for name, given, words in json.loads(sys.argv[1]):
+    main = importlib.import_module(name).main
+    for more in words:
+        sys.argv = [f"{name}.py", *given, *more.split()]
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                main()
+        except SystemExit as stopped:
+            print(json.dumps([name, stopped.code, said.getvalue()]))
 """
 
 
-@pytest.mark.parametrize("script", PRETRAIN)
-def test_options_of_pretraining(script):
-    """In a process of its own: on sys.path its models.py would hide tests/models.py."""
-    given = ["--deepspeed_config", str(ROOT / "ds_configs" / "zeropp.json")] if script == "train" else []
-    words = [words for words, _ in PRETRAIN[script]]
+@pytest.fixture(scope="module")
+def refused():
+    """[script, exit status, what it said] of each line of words, of both scripts.
+
+    In a process of their own: on sys.path their models.py would hide tests/models.py.
+    """
+    config = ["--deepspeed_config", str(ROOT / "ds_configs" / "zeropp.json")]
+    asked = [(name, config if name == "train" else [], [words for words, _ in PRETRAIN[name]]) for name in PRETRAIN]
     folders = os.pathsep.join(map(str, (ROOT, ROOT / "examples" / "pretrain", ROOT / "examples")))
     done = subprocess.run(
-        [sys.executable, "-c", MAIN, json.dumps([script, given, words])],
+        [sys.executable, "-c", MAIN, json.dumps(asked)],
         env={**os.environ, "PYTHONPATH": folders},
         capture_output=True,
         text=True,
         timeout=HANG,
         check=True,
     )
-    refused = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(refused) == len(words)
-    for (status, line), (_, said) in zip(refused, PRETRAIN[script]):
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+@pytest.mark.parametrize("script", PRETRAIN)
+def test_options_of_pretraining(refused, script):
+    lines = [(status, line) for name, status, line in refused if name == script]
+    assert len(lines) == len(PRETRAIN[script])
+    for (status, line), (_, said) in zip(lines, PRETRAIN[script]):
         assert status == 2 and line.startswith(f"{script}: ") and said in line and line.count("\n") == 1
 
 
