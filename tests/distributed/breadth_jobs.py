@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -14,6 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed import utils as ds_utils
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from models import batches, build, ds_config, full_fp32_weights, full_weights, llama, make_engine, section
 from parity_jobs import allow_fp16_on_cpu, switch
@@ -21,6 +23,7 @@ from torch import nn
 from zero_jobs import shared_folder
 
 import zeropp_fp8
+from zeropp_fp8.comm import all_gather
 
 CPU = {"device": "cpu"}
 MODULE = {"gather_granularity": "module"}  # with it `lossless` is stock's ZeRO-3 bit for bit
@@ -85,6 +88,8 @@ def init_from_a_file(config):
 
 def checkpointed(config, **options):
     """Blocks that run through deepspeed.checkpointing."""
+    if get_accelerator().Stream is None:  # DeepSpeed 0.18 makes one, which it does not use, on a CPU too
+        type(get_accelerator()).Stream = lambda self, device: None
     deepspeed.checkpointing.configure(None, deepspeed_config=config, **options)
     model = llama()
     model.gradient_checkpointing_enable({"use_reentrant": True})
@@ -304,6 +309,47 @@ def gradient_bytes():
         numel = sum(p.ds_numel for p in engine.module.parameters())
         engine.destroy()
     return found, numel
+
+
+# -- collectives that are late -------------------------------------------------------------------------------------
+
+
+class Late:
+    """A collective that takes place when it is waited for, and not before."""
+
+    def __init__(self, call):
+        self.wait = functools.cache(lambda timeout=None: call())
+
+    def is_completed(self):
+        return False
+
+
+def late(collective):
+    def call(output, *args, async_op=False, **kwargs):
+        if not async_op:
+            return collective(output, *args, **kwargs)
+        output.zero_()
+        return Late(lambda: collective(output, *args, **kwargs))
+
+    return call
+
+
+def gathered_late():
+    """{who gathers: names of weights that are not what they are otherwise, when collectives are as late as can be}."""
+    found = {}
+    for name, chosen in {"stock": None, "lossless": MODULE, "zeropp": {}}.items():
+        switch(chosen is not None)
+        engine = make_engine(llama(), ds_config(None if chosen is None else section(name, **chosen)))
+        trained(engine, 1)
+        expected, params = full_weights(engine.module), list(engine.module.parameters())
+        with contextlib.ExitStack() as patches:
+            for module, collective in ((deepspeed.comm, "all_gather_into_tensor"), (all_gather, "_all_gather_single")):
+                patches.enter_context(mock.patch.object(module, collective, late(getattr(module, collective))))
+            with deepspeed.zero.GatheredParameters(params):
+                wrong = [n for n, p in engine.module.named_parameters() if not torch.equal(p.detach(), expected[n])]
+        found[name] = wrong
+        engine.destroy()
+    return found
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
