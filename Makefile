@@ -66,7 +66,7 @@ test-quick: $(VENV)/.test
 
 # Another DeepSpeed or torch lies in a folder of its own that is read before .venv, with the rest of what is there. torch
 # comes as the index has it; without TORCH it is that of .venv. The first version that fails ends it.
-COMPAT := unit/test_plugin distributed/test_parity distributed/test_zero
+COMPAT := unit/test_plugin distributed/test_parity distributed/test_zero distributed/test_breadth
 test-compat: $(VENV)/.test
 	@set -e; torch=; \
 	if [ -n "$(TORCH)" ]; then torch=$(CURDIR)/$(VENV)/compat/torch-$(TORCH); \
@@ -75,7 +75,7 @@ test-compat: $(VENV)/.test
 		test -d $$folder || $(BIN)/pip install --quiet --no-build-isolation --no-deps --target $$folder deepspeed==$$version; \
 		echo "DeepSpeed $$version, torch $(or $(TORCH),of .venv)"; \
 		PYTHONPATH=$$folder:$${torch:+$$torch:}$(CURDIR) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(COMPAT:%=tests/%.py) \
-			-k "test_plugin or test_parity or checkpoints or refusals or hpz"; \
+			-k "test_plugin or test_parity or test_breadth or checkpoints or refusals or hpz"; \
 	done
 
 # Nothing is fetched but what DeepSpeed's tests need of pytest: before 8.4, where their fixtures still are fixtures. It

@@ -113,7 +113,8 @@ def living_bytes():
     storages = {}
     for thing in gc.get_objects():
         if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
-            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = max(storage.nbytes(), storages.get(storage.data_ptr(), 0))
     return sum(storages.values())
 
 

@@ -39,7 +39,7 @@ def test_offload_with_a_copy_in_each_node():
 
 
 def test_gathers_are_waited_for():
-    """Every one of several; stock's too, as ranks.py has it."""
+    """Every one of several, by DeepSpeed too (before 0.19.8 as ranks.py has it)."""
     for found in run_two(jobs.gathered_late):
         assert found == {"stock": [], "lossless": [], "zeropp": []}
 
