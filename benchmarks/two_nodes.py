@@ -12,6 +12,7 @@ built once and then timed at every rate, the link being reshaped in between.
     in-tree, in-tree-leaf    DeepSpeed's own ZeRO++ (quantized weights and gradients, hpZ in a node); GPUs only
     fsdp2, hsdp              fully_shard over all ranks; sharded in a node and replicated between nodes
 Only where --runs names them:
+    zeropp-diff, ...         the same with weights that cross as differences
     fp8-lm, ...              the same with FP8 compute, gradients and states
     fsdp2-torchao            fully_shard of torchao's float8 training
     ...-compiled             with decoder layers compiled
@@ -33,7 +34,19 @@ from pathlib import Path
 from benchmarks.harness.environment import NO_IN_TREE, describe, forget_memory, join
 from benchmarks.harness.measuring import random_tokens
 from benchmarks.harness.nodes import GBIT, launch, sent_bytes, set_rate_everywhere, two_nodes
-from benchmarks.harness.peers import FSDP, IN_FP8, IN_TREE, MODELS, ONE_NODE_RUNS, QUANTIZED, RUNS, TORCHAO, WORLD, made
+from benchmarks.harness.peers import (
+    DIFFERENCES,
+    FSDP,
+    IN_FP8,
+    IN_TREE,
+    MODELS,
+    ONE_NODE_RUNS,
+    QUANTIZED,
+    RUNS,
+    TORCHAO,
+    WORLD,
+    made,
+)
 from benchmarks.harness.results import append_to, begin_result, end_result, read_result, write_result
 from benchmarks.harness.sizes import SIZES
 from examples.options import finite, new_file, whole
@@ -109,7 +122,7 @@ def _complete(args, parser) -> None:
 
 def _by_default(run: str, args, on_gpu: bool) -> bool:
     """Whether a run is measured where none is named."""
-    if run.endswith("-compiled") or run in (*IN_FP8, *TORCHAO, *ONE_NODE_RUNS):
+    if run.endswith("-compiled") or run in (*DIFFERENCES, *IN_FP8, *TORCHAO, *ONE_NODE_RUNS):
         return False
     return (on_gpu or run not in IN_TREE) and (args.accumulation > 1 or run not in WORLD)
 

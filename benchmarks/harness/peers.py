@@ -30,11 +30,12 @@ from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.zero3 import in_tree_zero
 
 QUANTIZED = ("zeropp", "zeropp-4bit")
+DIFFERENCES = ("zeropp-diff", "zeropp-2bit")
 IN_FP8 = ("fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp")
 # Gradients of each micro-batch cross between nodes.
 WORLD = {f"{recipe}-world": {"recipe": recipe, "gradients": {"accumulate_in": "world"}} for recipe in QUANTIZED}
 ONE_NODE_RUNS = ("stock-zero2", "zeropp-pcie")  # what one node without NVLink is for, or trains with
-RECIPES = ("lossless", *QUANTIZED, "zeropp-pcie", *IN_FP8)
+RECIPES = ("lossless", *QUANTIZED, *DIFFERENCES, "zeropp-pcie", *IN_FP8)
 COMPILED = {f"{recipe}-compiled": {"recipe": recipe, "compile": "blocks"} for recipe in RECIPES}
 SECTIONS = {**{recipe: {"recipe": recipe} for recipe in RECIPES}, **WORLD, **COMPILED}
 IN_TREE = ("in-tree", "in-tree-leaf")
