@@ -64,14 +64,14 @@ class Float8Operand:
             )
         rows, summed = self.shape
         padded = rows + -rows % (BLOCK if self.granularity == "tile" else ALIGNMENT)
-        codes = self.codes.view(torch.uint8)
-        if codes.device.type == "cuda" and codes.shape[1] == summed:
+        if self.codes.device.type == "cuda" and self.codes.shape[1] == summed:
             from zeropp_fp8.kernels.casts.transpose import transpose
 
-            codes_t = torch.empty(summed, padded, dtype=torch.uint8, device=codes.device)
-            transpose(codes, codes_t)
-        else:
-            codes_t = torch.zeros(summed, padded, dtype=torch.uint8, device=codes.device)
-            codes_t[:, :rows] = codes[:, :summed].t()
+            codes_t = torch.empty(summed, padded, dtype=self.dtype, device=self.codes.device)
+            transpose(self.codes, codes_t)
+        else:  # as bytes: torch copies few things in float8
+            bytes_t = torch.zeros(summed, padded, dtype=torch.uint8, device=self.codes.device)
+            bytes_t[:, :rows] = self.codes.view(torch.uint8)[:, :summed].t()
+            codes_t = bytes_t.view(self.dtype)
         scale = self.scale.t().contiguous() if self.granularity == "tile" else self.scale
-        return Float8Operand(codes_t.view(self.dtype), scale, (summed, rows), self.granularity)
+        return Float8Operand(codes_t, scale, (summed, rows), self.granularity)

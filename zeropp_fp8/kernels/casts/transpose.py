@@ -40,8 +40,8 @@ def transpose(codes: Tensor, transposed: Tensor) -> None:
     """Transpose bytes.
 
     Args:
-        codes: uint8 [R, C], contiguous.
-        transposed: uint8 [C, L] with R <= L <= R rounded up to 128, contiguous; zeros beyond R.
+        codes: uint8 or FP8 [R, C], contiguous.
+        transposed: of the same dtype, [C, L] with R <= L <= R rounded up to 128, contiguous; zeros beyond R.
     """
     _plan(codes.shape, transposed.shape[1], codes.device)(codes, transposed)
 

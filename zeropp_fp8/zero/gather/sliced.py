@@ -20,6 +20,7 @@ from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.zero.gather.buffers import Places, Regions
 from zeropp_fp8.zero.gather.difference import Contents
 from zeropp_fp8.zero.gather.differing import DifferingUnit
+from zeropp_fp8.zero.gather.gemm_weights import DTYPE as OPERAND_DTYPE
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import Arrived
@@ -216,7 +217,7 @@ class SlicedUnit(DifferingUnit):
             codes = self._regions.of(gathered, index, route.world_size)
             if not route.in_rank_order:
                 codes = codes[route.rows_in_rank_order]  # the copy that sorts slices
-            operands.append((param, route.gemm_weights.operand(param, codes.view(-1))))
+            operands.append((param, route.gemm_weights.operand(param, codes.view(-1).view(OPERAND_DTYPE))))
         return operands
 
     def changed(self, by_step: bool = False) -> None:

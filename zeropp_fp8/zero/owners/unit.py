@@ -28,6 +28,7 @@ from zeropp_fp8.zero.gather.buffers import Places
 from zeropp_fp8.zero.gather.difference import Contents
 from zeropp_fp8.zero.gather.differing import DifferingUnit
 from zeropp_fp8.zero.gather.gatherer import Gatherer
+from zeropp_fp8.zero.gather.gemm_weights import DTYPE as OPERAND_DTYPE
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
@@ -336,12 +337,13 @@ class OwnedUnit(DifferingUnit):
     def decode(self, gathered: Tensor) -> Arrived:
         values = dict(zip(self._packed, self._places.empty(self.route.device)))
         self.kind.decode_row(self.layout, gathered, self.params, values)
-        operands, in_place = [], False
+        operands, in_place, all_codes = [], False, gathered.view(OPERAND_DTYPE)
         for index, places in self.layout.operand_places.items():
-            codes = [gathered[offset : offset + numel] for offset, numel in places]
-            in_place = in_place or len(codes) == 1
-            param, all_codes = self.params[index], codes[0] if len(codes) == 1 else torch.cat(codes)
-            operands.append((param, self.route.gemm_weights.operand(param, all_codes)))
+            codes, start, param = all_codes, places[0][0], self.params[index]
+            if len(places) > 1:
+                codes, start = torch.cat([gathered[o : o + numel] for o, numel in places]).view(OPERAND_DTYPE), 0
+            in_place = in_place or codes is all_codes
+            operands.append((param, self.route.gemm_weights.operand(param, codes, start)))
         return Arrived(list(zip(values, values.values(), self._exact)), operands, in_place)
 
     def changed(self, by_step: bool = False) -> None:
