@@ -14,7 +14,7 @@ and with all weights of actor and critic:
 
 stock-full   stock's, states in fp32; reference and reward model in bf16
 zeropp       recipe zeropp; reference and reward model are stored in the format in which weights travel
-fp8-lm       recipe fp8-lm, the same
+fp8-lm, fp8-lm-zeropp   those recipes, the same
 
 Stock's decoder layers are z3 leaf modules (--no-leaf: not). Activations are kept, not computed again. Each run has
 processes of its own. An iteration, after --warmup others, is a micro-batch of --batch random sequences on each rank:

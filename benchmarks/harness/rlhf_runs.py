@@ -34,6 +34,7 @@ RUNS = {
     "stock-full": Run(None, lora=False),
     "zeropp": Run({"recipe": "zeropp"}, lora=False),
     "fp8-lm": Run({"recipe": "fp8-lm"}, lora=False),
+    "fp8-lm-zeropp": Run({"recipe": "fp8-lm-zeropp"}, lora=False),
 }
 
 

@@ -37,6 +37,7 @@ RLHF_RUNS = {
     "stock-full": ("stock-leaf", False),
     "zeropp": ("zeropp", False),
     "fp8-lm": ("fp8-lm", False),
+    "fp8-lm-zeropp": ("fp8-lm-zeropp", False),
 }
 PHASES = ("experience", "training")
 
