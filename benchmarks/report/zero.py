@@ -163,13 +163,83 @@ def accumulation(result: dict) -> str:
     )
 
 
-def compiled(result: dict) -> str:
-    """What compiled decoder layers take on NVLink."""
-    ms = {row["run"]: f"{row['step_ms']:.0f}" for row in result["rows"]}
+# run -> label; "-compiled" is added for the second column of each.
+ON_NVLINK = {
+    "zeropp": "**`zeropp`**",
+    "fsdp2": "FSDP2",
+    "fp8-lm": "**`fp8-lm`**",
+    "fp8-lm-o1": "**`fp8-lm-o1`**",
+    "fsdp2-torchao": "FSDP2 with torchao's float8",
+    "lossless": "**`lossless`**",
+    "zeropp-4bit": "**`zeropp-4bit`**",
+    "stock": "stock ZeRO-3",
+}
+
+
+def two_gpus(small: dict, large: dict) -> str:
+    """Steps of two GPUs of one node, with and without compiled decoder layers."""
+    columns = [
+        {row["run"]: f"{row['step_ms']:.0f}" for row in result["rows"]} for result in (small, large) for _ in range(2)
+    ]
+    rows = [
+        [label, *(found.get(run + suffix, "") for found, suffix in zip(columns, ("", "-compiled") * 2))]
+        for run, label in ON_NVLINK.items()
+    ]
+    head = [f"{result['micro_batch']} x {result['tokens']:,}" for result in (small, large)]
+    return table(["ms a step", head[0], "compiled", head[1], "compiled"], rows)
+
+
+def two_gpus_say(large: dict, profile: dict) -> str:
+    """Whether the GPU or the host bounds FP8-LM over NVLink."""
+    ms = {row["run"]: row["step_ms"] for row in large["rows"]}
+    of_run = {row["run"]: row for row in profile["rows"]}
+    gpu = {run: row["device"]["computing_ms"] + row["device"]["exposed_ms"] for run, row in of_run.items()}
+    calls = {run: row["host"]["calls"] for run, row in of_run.items()}
+    multiplied = {
+        run: next(ms / n for name, n, ms in row["host"]["functions"] if kind in name) * 1e3
+        for (run, row), kind in zip(of_run.items(), ("_scaled_mm", "'matmul'"))
+    }
     return paragraph(
-        f"""With decoder layers compiled (`"compile": "blocks"`), 2 H200, NVLink, 1 x 1,024 tokens a GPU: `zeropp`
-        {ms["zeropp-compiled"]} ms instead of {ms["zeropp"]}, `lossless` {ms["lossless-compiled"]}, FSDP2 compiled
-        {ms["fsdp2-compiled"]}."""
+        f"""With 4 x 2,048 tokens `fp8-lm` keeps the GPU busy for {gpu["fp8-lm"]:.0f} ms of a step, `zeropp` for
+        {gpu["zeropp"]:.0f}, {gpu["fp8-lm"] / gpu["zeropp"]:.2f} times as long, but its step takes
+        {ms["fp8-lm"] / ms["zeropp"]:.2f} times as long: the host bounds it. It makes {calls["fp8-lm"]:,} calls in
+        Python ({calls["zeropp"]:,} in `zeropp`), and each of its 504 products takes the host
+        {multiplied["fp8-lm"]:.0f} us under the profiler, of which nothing is this project's ({multiplied["zeropp"]:.0f}
+        us in 16 bits). With more tokens a GPU, or a faster host, the smaller time on the GPU is what counts."""
+    )
+
+
+WITHOUT_NVLINK = {
+    "stock-zero2": "ZeRO-2",
+    "stock": "stock ZeRO-3",
+    "fsdp2": "FSDP2",
+    "zeropp-pcie": "**`zeropp-pcie`**",
+}
+
+
+def without_nvlink(result: dict) -> str:
+    """Steps of one node whose GPUs exchange through the host's memory."""
+    ms = {row["run"]: row["step_ms"] for row in result["rows"]}
+    sent = {row["run"]: row.get("ledger_bytes_per_rank_step") for row in result["rows"]}
+    best = min(time for run, time in ms.items() if not run.startswith("zeropp"))
+    rows = []
+    for run, label in WITHOUT_NVLINK.items():
+        times = [ms.get(run + suffix) for suffix in ("", "-compiled")]
+        fastest = min(time for time in times if time)
+        cells = ["" if time is None else f"{time:.0f}" for time in times]
+        rows.append([label, *cells, f"{best / fastest:.2f}", "" if not sent[run] else f"{sent[run] / 1e6:,.0f}"])
+    return table(["ms a step", "eager", "compiled", "x the best peer", "MB a rank sends"], rows)
+
+
+def without_nvlink_says(result: dict) -> str:
+    """What bounds it there."""
+    rows = {row["run"]: row for row in result["rows"]}
+    links = [row["reached_gbit"] for row in rows.values()]
+    return paragraph(
+        f"""The target, twice the best peer, is not met on this host: a rank moves {min(links):.0f} to {max(links):.0f}
+        Gbit/s through its memory, so that the {rows["zeropp-pcie"]["ledger_bytes_per_rank_step"] / 1e9:.2f} GB of
+        `zeropp-pcie` take {8e-6 * rows["zeropp-pcie"]["ledger_bytes_per_rank_step"] / max(links):.0f} ms and the rest
+        is Python and computing. Links of consumer boards are slower; those were not measured."""
     )
 
 
@@ -334,7 +404,14 @@ BLOCKS = {
     ),
     "slower_link": Block(slower_link, ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit")),
     "accumulation": Block(accumulation, ("two_nodes/h200-2-25_10gbit-k8",)),
-    "compiled": Block(compiled, ("two_nodes/h200-2-nvlink-compiled",)),
+    "two_gpus": Block(two_gpus, ("two_nodes/h100-2-nvlink", "two_nodes/h100-2-nvlink-4x2048")),
+    "two_gpus_say": Block(
+        two_gpus_say, ("two_nodes/h100-2-nvlink-4x2048", "step_profile/h100-2-nvlink-4x2048"), sourced=False
+    ),
+    "without_nvlink": Block(without_nvlink, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",)),
+    "without_nvlink_says": Block(
+        without_nvlink_says, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",), sourced=False
+    ),
     "step_bytes": Block(step_bytes, ("two_nodes/h200-4-25gbit",)),
     "profile_says": Block(profile_says, ("step_profile/h200-4-nvlink",)),
     "kernels": Block(kernels, ("kernels/h200-1-local",)),
