@@ -179,7 +179,8 @@ def test_the_contract_of_torch(scaling, rows):
             _, weight_scale = check_contract(torch.ops.zeropp_fp8.product.default, arguments, tables)
             if transposed:
                 in_high = layer.precision.scaling.backward_in_high_precision
-                saved = (x, parts[3]) if in_high else parts[2:]
+                scale_t = parts[1 if granularity == "tensor" else 3]
+                saved = (x if in_high else parts[2], scale_t)
                 grad = torch.randn(rows, WIDTH).to(dtype)
                 shapes = (granularity, dtype, WIDTH, [WIDTH] * 2, dtype)
                 given = [(grad, ())]

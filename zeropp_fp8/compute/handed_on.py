@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and scale of the operand [R, C], and of the one [C, R]
+# Codes and scale of the operand [R, C], and of the one [C, R]; one scale of all of it stands in the first place only.
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]
 _ATTRIBUTE = "zeropp_fp8_operands"
 
 

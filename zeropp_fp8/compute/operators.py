@@ -81,9 +81,9 @@ def linear(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 def _parts(operand: Operand | None, like: Tensor) -> tuple[Tensor, Tensor]:
     """(codes, scale) of an operand; what there is not is empty."""
     if operand is None:
-        return like.new_empty(0), like.new_empty(0, dtype=torch.float32)
+        return like.new_empty(0), _empty(like, 0)
     if isinstance(operand, Tensor):
-        return operand, like.new_empty(0, dtype=torch.float32)
+        return operand, _empty(like, 0)
     # One scale may be a view of a table.
     return operand.codes, operand.scale.clone() if operand.granularity == "tensor" else operand.scale
 
@@ -103,15 +103,25 @@ def _like_parts(shape: Sequence[int], like: Tensor, granularity: str, dtype: tor
 
 
 def pair_of_parts(pair: tuple[Operand, Operand | None], like: Tensor) -> Parts:
-    """The tensors of the operands of a matrix `like`."""
-    return *_parts(pair[0], like), *_parts(pair[1], like)
+    """The tensors of the operands of a matrix `like`; a scale of all of it stands in the first place only."""
+    plain, transposed = pair
+    if isinstance(transposed, Float8Operand) and transposed.granularity == "tensor":
+        return *_parts(plain, like), transposed.codes, _empty(like, 0)
+    return *_parts(plain, like), *_parts(transposed, like)
 
 
 def like_pair_of_parts(x: Tensor, granularity: str, dtype: torch.dtype, transposed: bool) -> Parts:
     """Tensors as `pair_of_parts` gives them of the operands of x [..., K]."""
     rows, summed = x.shape[:-1].numel(), x.shape[-1]
     plain = _like_parts((rows, summed), x, granularity, dtype)
-    return *plain, *(_like_parts((summed, rows), x, granularity, dtype) if transposed else _parts(None, x))
+    if not transposed:
+        return *plain, *_parts(None, x)
+    codes_t, scale_t = _like_parts((summed, rows), x, granularity, dtype)
+    return *plain, codes_t, _empty(x, 0) if granularity == "tensor" else scale_t
+
+
+def _transposed_scale(parts: Parts, granularity: str) -> Tensor:
+    return parts[1] if granularity == "tensor" else parts[3]
 
 
 def _operand(codes: Tensor, scale: Tensor, shape: Sequence[int], granularity: str) -> Operand:
@@ -159,7 +169,8 @@ def _linear(
         parts = torch.ops.zeropp_fp8.cast_input(x.detach(), caster, granularity, dtype, transposed, training)
     saved = x if saves_input else parts[2] if transposed else None
     flags = (granularity, features, returns_scale, training)
-    return _Linear.apply(x, weight, bias, number, *parts[:2], saved, parts[3] if transposed else None, *flags)
+    saved_scale = _transposed_scale(parts, granularity) if transposed else None
+    return _Linear.apply(x, weight, bias, number, *parts[:2], saved, saved_scale, *flags)
 
 
 class _Linear(torch.autograd.Function):
@@ -280,8 +291,9 @@ def _linear_backward(
         x = _operand(saved, saved_scale, (features, rows), granularity)
     operands = None
     if parts:
-        codes, scale, codes_t, scale_t = parts
-        grad_t = _operand(codes_t, scale_t, (codes.shape[1], rows), granularity) if needs_weight else None
+        codes, scale, codes_t, _ = parts
+        scale_t, shape_t = _transposed_scale(parts, granularity), (codes.shape[1], rows)
+        grad_t = _operand(codes_t, scale_t, shape_t, granularity) if needs_weight else None
         operands = _operand(codes, scale, codes.shape, granularity), grad_t
     grad_input, grad_weight = products_of_gradient(
         grad, x, layer.own_weight(), weight_scale if weight_scale.numel() else None, layer.precision, dtype,
