@@ -209,6 +209,22 @@ def two_gpus_say(large: dict, profile: dict) -> str:
     )
 
 
+def graphs_say(profile: dict) -> str:
+    """What CUDA graphs could save at most, of the functions that a profile names."""
+    host = next(row["host"] for row in profile["rows"] if row["run"] == "zeropp")
+
+    def taken(*parts: str) -> float:
+        return sum(ms for name, _, ms in host["functions"] if any(part in name for part in parts))
+
+    collectives, kernels = taken("distributed_c10d"), taken("kernels/launching")
+    return paragraph(
+        f"""CUDA graphs of encoding, hops and decoding would save the calls that start them: in `zeropp` those of
+        collectives take {collectives:.1f} of the {host["total_ms"]:.0f} ms that the profiler counts in a step, launches
+        of this project's kernels {kernels:.1f}. They are not built: a graph has fixed memory, so each of 26 units would
+        need buffers of its own, which the units share now."""
+    )
+
+
 WITHOUT_NVLINK = {
     "stock-zero2": "ZeRO-2",
     "stock": "stock ZeRO-3",
@@ -408,6 +424,7 @@ BLOCKS = {
     "two_gpus_say": Block(
         two_gpus_say, ("two_nodes/h100-2-nvlink-4x2048", "step_profile/h100-2-nvlink-4x2048"), sourced=False
     ),
+    "graphs_say": Block(graphs_say, ("step_profile/h100-2-nvlink-4x2048",)),
     "without_nvlink": Block(without_nvlink, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",)),
     "without_nvlink_says": Block(
         without_nvlink_says, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",), sourced=False
