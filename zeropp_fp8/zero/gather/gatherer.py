@@ -640,6 +640,8 @@ class Gatherer:
             unit.changed(by_step)
         for kind in self.kinds:
             kind.changed(params)
+        with self._adding:  # has nothing else to do by now
+            self.route.fits.bring_to_host()
         self._weights_ready = mark(self.device)
 
     def formats_changed(self) -> None:
