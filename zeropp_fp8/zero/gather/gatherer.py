@@ -18,8 +18,8 @@ On a GPU the hops run on lanes (streams) of their own: encoding and the hop betw
 on another, so that consecutive units use both kinds of link at the same time. Decoding runs on the compute stream just
 before the values are needed: 40 microseconds for a block of 50M parameters, and its buffer never crosses streams.
 
-Where nodes exchange differences (difference.py), a third lane adds what has come to what is held, and the hop within
-the node waits for it.
+Where nodes exchange differences (difference.py), a third lane adds what has come to what is held. The lanes are far
+ahead of what is computed, so whoever uses what one unit has brought waits for that unit, never for a lane.
 
 What arrives lies in rings of buffers, which grow to the largest unit that they have seen. Units much larger than the
 others get buffers out of the compute stream's memory, for one gather each.
