@@ -24,7 +24,9 @@ def test_calls_of_a_block(found, recipe):
 def test_differences_cost_little_more_than_what_they_are_differences_of(found):
     for rank in found:
         assert rank["zeropp-diff"][0] <= 1.1 * rank["zeropp-4bit"][0]
-        assert rank["zeropp-diff"][1]["differing.add_differences"] == 1, "it sends none"
+        each = rank["zeropp-diff"][1]
+        assert each["differing.add_differences"] == 1, "it sends none"
+        assert "fits.bring_to_host" not in each, "a copy to the host for each block"
 
 
 def test_what_is_not_called_for_each_parameter(found):

@@ -10,6 +10,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from zeropp_fp8.comm import lanes
 from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.zero.gather import gatherer as gatherer_module
+from zeropp_fp8.zero.gather.fits import Fits
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.units import Arrived, Unit
 
@@ -110,7 +111,7 @@ def played(request, monkeypatch):
             monkeypatch.setattr(module, "after", streams.after)
         session = SimpleNamespace(ledger=WireLedger(2, request.param))
         route = SimpleNamespace(session=session, device=torch.device("cuda"), world_size=2 * request.param)
-        route.last = SimpleNamespace(size=request.param)
+        route.last, route.fits = SimpleNamespace(size=request.param), Fits()
         gatherer = Gatherer(route, [])
         units = [PlayedUnit(index, streams, route, brings_differences) for index in range(UNITS)]
         gatherer.units = units

@@ -357,6 +357,8 @@ class Gatherer:
             unit.add_differences(flight.brought, flight.held)
             self._brought_ring.give_back(flight.brought)
             flight.filled = mark(self.device)
+            if not self._coming:  # the last of this forward, whose backward and step the copy has time for
+                self.route.fits.bring_to_host()
         flight.first_work, flight.brought = [], None
 
     def _held_buffer(self, unit: Unit, flight: Flight) -> Tensor:
@@ -640,8 +642,6 @@ class Gatherer:
             unit.changed(by_step)
         for kind in self.kinds:
             kind.changed(params)
-        with self._adding:  # has nothing else to do by now
-            self.route.fits.bring_to_host()
         self._weights_ready = mark(self.device)
 
     def formats_changed(self) -> None:
