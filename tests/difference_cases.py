@@ -41,6 +41,7 @@ def steps_on(device, difference, rest, dtype, steps=4, at_once=RANKS, **options)
             ranks[rank].encode(shards, held[rank : rank + 1], brought[rank : rank + 1])
         for some_brought, some_held in zip(brought.split(at_once), held.split(at_once)):
             ranks[OWN].add(some_brought, some_held)
+        ranks[OWN]._all_fits.bring_to_host()
         found.append((brought.cpu(), held.cpu().clone()))
     return found, ranks[OWN].is_due
 

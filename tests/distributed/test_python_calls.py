@@ -6,7 +6,7 @@ from ranks import run_two
 
 # Functions of this project's zero/ and of DeepSpeed that one more block calls in a step: what was counted and 10 %.
 # (DeepSpeed's own way of reducing, which `lossless` keeps, is most of its calls.)
-MOST = {"zeropp": 450, "fp8-lm": 600, "lossless": 965}
+MOST = {"zeropp": 450, "zeropp-4bit": 410, "zeropp-diff": 420, "fp8-lm": 600, "lossless": 965}
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +19,14 @@ def test_calls_of_a_block(found, recipe):
     for rank in found:
         calls, each = rank[recipe]
         assert calls <= MOST[recipe], sorted(each.items(), key=lambda item: -item[1])[:20]
+
+
+def test_differences_cost_little_more_than_what_they_are_differences_of(found):
+    for rank in found:
+        assert rank["zeropp-diff"][0] <= 1.1 * rank["zeropp-4bit"][0]
+        each = rank["zeropp-diff"][1]
+        assert each["differing.add_differences"] == 1, "it sends none"
+        assert "fits.bring_to_host" not in each, "a copy to the host for each block"
 
 
 def test_what_is_not_called_for_each_parameter(found):

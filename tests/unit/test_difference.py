@@ -9,6 +9,7 @@ from triton_process import run
 
 from zeropp_fp8.formats import make_format
 from zeropp_fp8.zero.gather.difference import Contents, Difference
+from zeropp_fp8.zero.gather.fits import Fits
 
 INT4, EXACT = make_format("int4", block_size=32), make_format("none", dtype=torch.float32)
 
@@ -62,6 +63,22 @@ def test_one_that_does_not_fit():
     assert one.is_due and one.steps == 0
     send(one, held, torch.full((2, 64), math.nan))
     assert not one.is_due, "NaN fits nowhere"
+
+
+def test_the_host_gets_what_was_found_of_all_units_at_once():
+    all_fits = Fits()
+    small, large = (pair(all_fits=all_fits) for _ in range(2))
+    begun_again, _ = pair(all_fits=all_fits)
+    for (one, held), weight in ((small, 1.1), (large, 1.6)):
+        send(one, held, torch.full((2, 64), weight))
+    send(begun_again, EXACT.encode_rows(torch.ones(2, 64)), torch.full((2, 64), 1.6))
+    begun_again.begin()
+    all_fits.bring_to_host()
+    assert small[0].fits.data_ptr() == large[0].fits.data_ptr() - 1, "one copy"
+    assert small[0].is_due and not large[0].is_due and begun_again.is_due
+    send(*small, torch.full((2, 64), 1.1))
+    all_fits.bring_to_host()
+    assert small[0].is_due and not large[0].is_due
 
 
 def test_when_everything_is_due():

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from zeropp_fp8.comm.payload import Held, PayloadLayout, SliceOrder
 from zeropp_fp8.formats import WireFormat
+from zeropp_fp8.zero.gather.fits import Fits
 
 # A difference this large, in 4 bits at 18.6 dB, leaves weights 30.6 dB, as FP8 does; INT8 has 43.
 _LARGEST_SHARE = 0.25
@@ -44,7 +46,7 @@ class Contents:
     held_formats: Sequence[WireFormat]
     formats: Sequence[WireFormat]
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Of a payload with differences."""
         return sum(one.payload_bytes(numel) for one, numel in zip(self.formats, self.numels))
@@ -65,13 +67,22 @@ class Difference:
         own, brought: what lies in the row of this rank, and in each of those that the hops bring.
         device: where the secondary shard lies.
         refresh_every: steps from one full gather to the next; 0: none is due.
+        all_fits: of all units (default: this one is alone).
 
     Attributes:
         begun: something is held that differences can be added to.
         steps: differences since the last full gather.
+        fits: bool [], whether the last one did; None where there has been none.
     """
 
-    def __init__(self, own: Contents, brought: Contents, device: torch.device, refresh_every: int = 0) -> None:
+    def __init__(
+        self,
+        own: Contents,
+        brought: Contents,
+        device: torch.device,
+        refresh_every: int = 0,
+        all_fits: Fits | None = None,
+    ) -> None:
         self.own, self.brought = own, brought
         self.device, self.refresh_every = device, refresh_every
         self._one_row = SliceOrder([0], device)
@@ -79,8 +90,8 @@ class Difference:
         self._own: tuple[PayloadLayout, PayloadLayout] | None = None  # which depend on the shards' dtypes
         self.begun = False
         self.steps = 0
-        self._too_large: Tensor | None = None  # bool [], on the host once the event is over
-        self._copied: torch.cuda.Event | None = None
+        self.fits: Tensor | None = None
+        self._all_fits = all_fits or Fits()
 
     @property
     def is_due(self) -> bool:
@@ -90,14 +101,12 @@ class Difference:
         return not self._was_too_large()
 
     def _was_too_large(self) -> bool:
-        if self._copied is not None:
-            self._copied.synchronize()  # of the step before: nobody waits here
-            self._copied = None
-        return self._too_large is not None and bool(self._too_large)
+        self._all_fits.wait()
+        return self.fits is not None and not self.fits
 
     def begin(self) -> None:
         """A full gather has filled the secondary shard."""
-        self.begun, self.steps, self._too_large, self._copied = True, 0, None, None
+        self.begun, self.steps, self.fits = True, 0, None
 
     def forget(self) -> None:
         """What is held, or will be, is no base of a difference."""
@@ -124,18 +133,9 @@ class Difference:
         """
         differences, weights = self._brought
         self.steps += 1
-        self._look_at(*differences.add(brought, Held(weights, held)))
-
-    def _look_at(self, differences: Tensor, weights: Tensor) -> None:
-        """Remember whether a difference was too large, without waiting for the device. NaN is."""
-        fits = (differences <= _LARGEST_SHARE * weights).all()
-        if self.device.type != "cuda":
-            self._too_large = ~fits
-            return
-        self._too_large = torch.empty((), dtype=torch.bool, pin_memory=True)
-        self._too_large.copy_(~fits, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
+        of_differences, of_weights = differences.add(brought, Held(weights, held))
+        self.fits = (of_differences <= _LARGEST_SHARE * of_weights).all()  # NaN does not
+        self._all_fits.note(self)
 
     # -- what training depends on ------------------------------------------------------------------------------------
 
@@ -146,4 +146,4 @@ class Difference:
     def continue_from(self, state: dict) -> None:
         """What was held has been put there again: go on where `state` was taken."""
         self.begin()
-        self.steps, self._too_large = state["steps"], torch.tensor(state["too large"])
+        self.steps, self.fits = state["steps"], torch.tensor(not state["too large"])

@@ -61,7 +61,7 @@ class DifferingUnit(Unit):
         self.difference = None
         if any(self._differs(param) for param in self.params):
             every = self.route.session.config.weights.difference.refresh_every
-            self.difference = Difference(own, brought, self.route.device, every)
+            self.difference = Difference(own, brought, self.route.device, every, self.route.fits)
 
     # -- which rows lie where ----------------------------------------------------------------------------------------
 

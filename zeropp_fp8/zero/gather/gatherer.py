@@ -18,8 +18,8 @@ On a GPU the hops run on lanes (streams) of their own: encoding and the hop betw
 on another, so that consecutive units use both kinds of link at the same time. Decoding runs on the compute stream just
 before the values are needed: 40 microseconds for a block of 50M parameters, and its buffer never crosses streams.
 
-Where nodes exchange differences (difference.py), a third lane adds what has come to what is held, and the hop within
-the node waits for it.
+Where nodes exchange differences (difference.py), a third lane adds what has come to what is held. The lanes are far
+ahead of what is computed, so whoever uses what one unit has brought waits for that unit, never for a lane.
 
 What arrives lies in rings of buffers, which grow to the largest unit that they have seen. Units much larger than the
 others get buffers out of the compute stream's memory, for one gather each.
@@ -314,6 +314,8 @@ class Gatherer:
                 with self._network:
                     for work in unit.hold_again(state, unit.secondary):
                         work.wait()
+                    self._node.after_current()
+                self._network.before_current()
                 unit.secondary_is_current = state["current"]
 
     # -- a unit's gather -----------------------------------------------------------------------------------------
@@ -335,6 +337,8 @@ class Gatherer:
                 flight.first_work = unit.send_differences(flight.held, flight.brought)
             elif at_rest is None:
                 flight.first_work = unit.first_hops(flight.held)
+            if not flight.first_work:
+                flight.filled = mark(self.device)
         unit.flight = flight
         if unit.keeps_secondary:
             unit.secondary, unit.secondary_is_current = flight.held, True
@@ -352,7 +356,9 @@ class Gatherer:
                 work.wait()
             unit.add_differences(flight.brought, flight.held)
             self._brought_ring.give_back(flight.brought)
-            flight.added = mark(self.device)
+            flight.filled = mark(self.device)
+            if not self._coming:  # the last of this forward, whose backward and step the copy has time for
+                self.route.fits.bring_to_host()
         flight.first_work, flight.brought = [], None
 
     def _held_buffer(self, unit: Unit, flight: Flight) -> Tensor:
@@ -393,23 +399,15 @@ class Gatherer:
             self._start_last_hop(unit, unit.flight)
 
     def _start_last_hop(self, unit: Unit, flight: Flight) -> None:
-        last = self.route.last
         if flight.brought is not None:
             self._add_differences(unit)
-        flight.gathered = flight.held
-        if last.size > 1:
-            flight.gathered = self._take(unit, flight, self._node, self._gathered_ring, unit.gathered_bytes)
+        if self.route.last.size == 1:
+            flight.gathered = flight.held
+            return
+        flight.gathered = self._take(unit, flight, self._node, self._gathered_ring, unit.gathered_bytes)
         with self._node:
-            after(flight.added)
-            if flight.first_work:
-                for work in flight.first_work:
-                    work.wait()
-                flight.first_work = []
-            elif self._network.stream is not None:
-                # One node: nothing is waited for but the encoding.
-                self._node.stream.wait_stream(self._network.stream)
-            if last.size > 1:
-                flight.last_work = unit.last_hop(flight.held, flight.gathered)
+            self._wait_for_first_hops(flight)
+            flight.last_work = unit.last_hop(flight.held, flight.gathered)
 
     def finish(self, unit: Unit) -> None:
         """Make the parameters of a unit available on the current stream; those that are stay as they are."""
@@ -451,12 +449,23 @@ class Gatherer:
             unit.live = False
             self.live_numel -= unit.numel
 
+    @staticmethod
+    def _wait_for_first_hops(flight: Flight) -> None:
+        """The current stream (on a CPU: the host) waits for what fills `held`, and for no more.
+
+        The network's lane is far ahead: a forward starts the first hops of all units at once. Were the lane waited for,
+        the first unit would wait for the last one.
+        """
+        after(flight.filled)
+        for work in flight.first_work:
+            work.wait()
+
     def _wait_for_last_hop(self, flight: Flight) -> None:
         """The current stream (on a CPU: the host) waits until all has arrived."""
         for work in flight.last_work:
             work.wait()
         if not flight.last_work:
-            self._node.before_current()
+            self._wait_for_first_hops(flight)
 
     def _lend_shards(self, unit: Unit, missing: list[Parameter]) -> None:
         """Let parameters be their shards while modules use them: a copy of an embedding would be a gigabyte.
@@ -496,14 +505,10 @@ class Gatherer:
             return
         if flight.brought is not None:
             self._add_differences(unit)
-            with self._network:  # which the next use of what is held waits for
-                after(flight.added)
-        for work in flight.first_work:
-            work.wait()
-        if flight.gathered is not None:
-            self._wait_for_last_hop(flight)
-        else:
-            self._network.before_current()
+        if flight.gathered is None:
+            with self._node:  # where the next use of what is held may begin
+                self._wait_for_first_hops(flight)
+        self._wait_for_last_hop(flight)
         self._end(unit)
 
     def release(self, unit: Unit) -> None:

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.all_gather import ranks_held
 from zeropp_fp8.comm.payload import SliceOrder
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.zero.gather.fits import Fits
 from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
 from zeropp_fp8.zero.session import Session
 
@@ -22,6 +23,7 @@ class Route:
         rank_order: of the rows that the last hop brings.
         rows_in_rank_order, row_of_slice: int64 and int32 [ranks], which row holds the slice of rank r.
         gemm_weights: those that travel as the operand of a product.
+        fits: whether differences of weights did.
     """
 
     def __init__(self, session: Session) -> None:
@@ -41,6 +43,7 @@ class Route:
         self.rows_in_rank_order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=self.device)
         self.row_of_slice = self.rows_in_rank_order.to(torch.int32)
         self.gemm_weights = GemmWeights(session)  # empty until parameters are adopted
+        self.fits = Fits()
 
     @property
     def in_rank_order(self) -> bool:

@@ -35,8 +35,8 @@ class Flight:
 
     Attributes:
         held, first_work: what the first hops bring, flat uint8; the hops.
-        brought, added: differences that these hops bring, flat uint8, where they do; after which device event `held`
-            has them.
+        brought: differences that these hops bring, flat uint8, until they are added to `held`.
+        filled: the device event after which `held` is there, where it is not the hops that fill it.
         gathered, last_work: the last hop's result, or the buffer that it is being written to; the hop.
         asked_for: values are wanted. Otherwise only the secondary shard is being filled.
         taken: buffers for this gather alone, and the rings that they are from (None: memory of their own).
@@ -45,7 +45,7 @@ class Flight:
     held: Tensor | None = None
     first_work: list[dist.Work] = field(default_factory=list)
     brought: Tensor | None = None
-    added: torch.cuda.Event | None = None
+    filled: torch.cuda.Event | None = None
     gathered: Tensor | None = None
     last_work: list[dist.Work] = field(default_factory=list)
     asked_for: bool = False
