@@ -155,6 +155,36 @@ def before_later_ones(pairs, destroyed):
     return {pair: before_a_later_one(*pair, destroyed) for pair in pairs}
 
 
+# What stays gathered: small parameters between steps, and all of them from one pass to the next.
+KEPT = {
+    "small ones": {"stage3_param_persistence_threshold": 100},
+    "all": {"stage3_max_reuse_distance": 10**9, "stage3_max_live_parameters": 10**9},
+}
+
+
+def keeping_weights_gathered(kinds):
+    """{(kind, what stays): losses of an engine alone, and beside a later one that evaluates before each step}."""
+    switch(True)
+    tokens, found = list(batches(4, dist.get_rank())), {}
+    for kind in kinds:
+        for name, kept in KEPT.items():
+            config = ds_config(section_of(kind), zero_optimization=kept)
+            runs = []
+            for beside in (False, True):
+                model = llama()
+                trains = make_engine(model, config)
+                evaluates = make_engine(model, config, optimizer=None) if beside else trains
+                losses = []
+                for batch in tokens[:3]:
+                    loss = trains(input_ids=batch, labels=batch).loss
+                    trains.backward(loss)
+                    losses += [loss.item(), _loss(evaluates, tokens[3])]
+                    trains.step()
+                runs.append((losses, evaluates.optimizer.gatherer.live_numel >= 0))
+            found[kind, name] = runs
+    return found
+
+
 def over_one_model_each(kinds):
     """`over_one_model` of kinds."""
     return {kind: over_one_model(kind) for kind in kinds}

@@ -96,6 +96,13 @@ def test_training_beside_a_later_engine_that_has_weights_elsewhere():
             assert "destroy()" in run["beside"] and "zeropp_fp8.partition" in run["beside"]
 
 
+def test_a_step_drops_what_a_later_engine_keeps_gathered():
+    """Persistent parameters, and what an evaluation has left: the next forward would compute with old weights."""
+    for found in run_two(jobs.keeping_weights_gathered, kinds=["lossless", "zeropp"]):
+        for case, (alone, beside) in found.items():
+            assert alone == beside and alone[1] and len(set(alone[0])) == 6, case
+
+
 def test_a_parameter_of_another_engine():
     for said in run_two(jobs.across_engines):
         assert "a Linear uses parameters that another engine has" in said and "make one engine over both models" in said

@@ -298,8 +298,12 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         return self.param_coordinator
 
     def partition_all_parameters(self) -> None:
-        """After a step, without DeepSpeed's walk over the model; the coordinator looks whether all are released."""
-        self.param_coordinator.release_and_reset_all(self.module)
+        """Before a step, without DeepSpeed's walk over the model; the coordinator looks whether all are released.
+
+        What a later engine over the model has gathered goes too: the step writes its weights.
+        """
+        for engine in (self, *self._later):
+            engine.param_coordinator.release_and_reset_all(engine.module)
 
     # -- what the ledger calls the bytes of a gather: the hooks know which pass it is -------------------------------
 

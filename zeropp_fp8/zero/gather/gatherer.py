@@ -575,8 +575,8 @@ class Gatherer:
 
     def gather_now(self, params: Sequence[Parameter]) -> None:
         """Gather for computing, complete on the current stream; parameters that are available stay as they are."""
-        missing = [p for p in params if p.ds_status != ZeroParamStatus.AVAILABLE]
-        self.all_gather_coalesced(missing).wait()
+        for engine, missing in by_engine(p for p in params if p.ds_status != ZeroParamStatus.AVAILABLE):
+            engine.all_gather_coalesced(missing).wait()
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
         """Gather with every bit, complete on the current stream, for looking at weights and changing them.
