@@ -205,12 +205,36 @@ def across_engines():
 
 
 def over_a_part():
-    """What is said of an engine over the first block of a model that another has."""
+    """What is said of an engine over a part of a block that another has; losses of that one, and of one left alone."""
     switch(True)
-    config = ds_config(section_of("zeropp"))
-    model = llama()
-    make_engine(model, config, optimizer=None)
-    try:
-        make_engine(model.model.layers[0].mlp, config, optimizer=None)
-    except ConfigError as error:
-        return str(error)
+    config, said, losses = ds_config(section_of("zeropp")), None, []
+    for beside in (False, True):
+        model = llama()
+        engine = make_engine(model, config)
+        if beside:
+            try:
+                make_engine(model.model.layers[0].mlp, config, optimizer=None)
+            except ConfigError as error:
+                said = str(error)
+        losses.append(_trained(engine, batches(2, dist.get_rank())))
+    return said, losses
+
+
+def generating():
+    """What is said of a generation in an engine whose model a later one has, and after that has ended."""
+    import zeropp_fp8
+
+    switch(True)
+    model, said = llama(), []
+    engine = make_engine(model, ds_config(section_of("zeropp")))
+    later = make_engine(model, ds_config(section_of("zeropp")), optimizer=None)
+    for end in (False, True):
+        if end:
+            later.destroy()
+        try:
+            with zeropp_fp8.generation(engine, weights="values") as there, torch.no_grad():
+                there(input_ids=torch.arange(8)[None])
+            said.append("done")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said

@@ -109,5 +109,11 @@ def test_a_parameter_of_another_engine():
 
 
 def test_an_engine_over_a_part_of_the_model_of_another():
-    for said in run_two(jobs.over_a_part):
+    for said, (alone, beside) in run_two(jobs.over_a_part):
         assert "another engine has this model and more" in said and "call its destroy() first" in said
+        assert alone == beside and len(set(alone)) == 2
+
+
+def test_generation_beside_a_later_engine():
+    for beside, after in run_two(jobs.generating):
+        assert "a later engine has the weights" in beside and "destroy()" in beside and after == "done"

@@ -198,6 +198,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
     def __init__(self, module, *args, session: Session, trains: bool = False, **kwargs) -> None:
         self.session = session
         self._trains = trains
+        Gatherer.check_adoptable(module.parameters())  # before anything is put on modules that another engine runs
         granularity = session.config.gather_granularity
         self.blocks = find_blocks(module) if granularity == "block" else []
         self._made_leaf = [block for block in self.blocks if not z3_leaf_module(block)]
