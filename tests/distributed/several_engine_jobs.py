@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 import torch.distributed as dist
 from freezing_jobs import exact_loss
@@ -131,7 +132,7 @@ def over_one_model(kind):
 
 
 def before_a_later_one(first, later, destroyed):
-    """Losses of an engine that trains alone, and beside one that is made later and evaluates; or what it raises."""
+    """Losses of an engine that trains alone, and beside one that is made later and evaluates; or all that it raises."""
     switch(True)
     tokens, found = list(batches(5, dist.get_rank())), {}
     for name in ("alone", "beside"):
@@ -146,7 +147,11 @@ def before_a_later_one(first, later, destroyed):
         try:
             found[name] = losses + _trained(trains, tokens[2:4]) + [_loss(trains, tokens[4])]
         except RuntimeError as error:
-            found[name] = str(error)
+            found[name] = [str(error)]
+            for action in (trains.save_checkpoint, trains.load_checkpoint):
+                with pytest.raises(RuntimeError) as raised:
+                    action("nowhere", tag="none")
+                found[name].append(str(raised.value))
     return found
 
 

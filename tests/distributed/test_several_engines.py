@@ -92,8 +92,10 @@ def test_training_goes_on_after_a_later_engine_has_ended():
 def test_training_beside_a_later_engine_that_has_weights_elsewhere():
     for found in run_two(jobs.before_later_ones, pairs=ELSEWHERE, destroyed=False, timeout=400):
         for run in found.values():
-            assert "a later engine over this model keeps its weights on other ranks" in run["beside"]
-            assert "destroy()" in run["beside"] and "zeropp_fp8.partition" in run["beside"]
+            training, *checkpoints = run["beside"]
+            assert "a later engine over this model keeps its weights on other ranks" in training
+            assert "destroy()" in training and "zeropp_fp8.partition" in training
+            assert checkpoints == [training] * 2
 
 
 def test_a_step_drops_what_a_later_engine_keeps_gathered():

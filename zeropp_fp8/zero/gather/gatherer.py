@@ -246,7 +246,7 @@ class Gatherer:
         return partition
 
     def check_placement(self) -> None:
-        """Gradients, or new weights, are about to go to where this engine has parameters.
+        """Gradients, new weights or a checkpoint are about to go to, or come from, where this engine has parameters.
 
         Raises:
             RuntimeError: a later engine over the model has them elsewhere. On all ranks.
@@ -255,8 +255,9 @@ class Gatherer:
             theirs = None if engine is None else engine.session
             if not all(self.session.places_like(theirs, param) for param in params):
                 raise RuntimeError(
-                    "a later engine over this model keeps its weights on other ranks, so this one cannot train: "
-                    f"call the later one's destroy() first, or give both the same {SECTION}.partition"
+                    "a later engine over this model keeps its weights on other ranks, so this one can neither train "
+                    "nor save or load checkpoints: call the later one's destroy() first, or give both the same "
+                    f"{SECTION}.partition"
                 )
 
     def elsewhere(self) -> list[tuple[Gatherer | None, list[Parameter]]]:
