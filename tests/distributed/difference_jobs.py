@@ -70,6 +70,34 @@ def snr(expected, found):
     return signal_to_noise_db(*flat)
 
 
+class Gated(torch.nn.Module):
+    """With a matrix of fewer numbers than most slices hold: a rank's slice of it is padding alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.gate = torch.nn.Linear(64, 64), torch.nn.Linear(1, 5, bias=False)
+
+    def forward(self, x):
+        return (self.layer(x).sum(-1, keepdim=True) * self.gate.weight.view(-1)).square().mean()
+
+
+def padding():
+    """Differences since the last full gather, in each step, where padding was NaN when the engine was made."""
+    switch(True)
+    config = ds_config(section("zeropp-diff"))
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Gated()
+    shard, steps = model.gate.weight.ds_tensor, []
+    shard.data[max(0, 5 - shard.numel() * dist.get_rank()) :] = torch.nan
+    engine = make_engine(model, config, lr=1e-5)
+    for _ in range(4):
+        engine.backward(engine(torch.ones(2, 64)))
+        engine.step()
+        steps.append([unit.difference.steps for unit in engine.optimizer.gatherer.units if unit.difference is not None])
+    return steps
+
+
 def in_int8(weights):
     wire_format = make_format("int8", block_size=256)
     return {

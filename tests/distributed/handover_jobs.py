@@ -173,6 +173,73 @@ def what_has_changed():
     return rounds
 
 
+class Normed(torch.nn.Module):
+    """Two linear layers around a norm whose buffers every forward writes; with `tied`, the first is also a third."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = (
+            torch.nn.Linear(128, 128, bias=False),
+            torch.nn.BatchNorm1d(128, affine=False),
+            torch.nn.Linear(128, 128, bias=False),
+        )
+        if tied:
+            self.again = torch.nn.Linear(128, 128, bias=False)
+            self.again.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x))).square().mean()
+
+
+def kept_up_to_date():
+    """{what has changed: what an engine that was given only that lacks}, and what a source says without its engine."""
+    from peft import LoraConfig
+
+    found = {}
+
+    def lacking(name, change, engine, *ways):
+        sources = {way: WeightSource(engine, weights=way, only_changed=True) for way in ways}
+        held = {way: copied(source) for way, source in sources.items()}
+        change()
+        for way, source in sources.items():
+            updates, all_there = copied(source), copied(WeightSource(engine, weights=way))
+            held[way] |= updates
+            lacks = [n for n, t in all_there.items() if not torch.equal(t, held[way][n])]
+            found[name, way] = bool(updates), lacks
+        return sources
+
+    engine = engine_of(adapters="lora")
+    engine.module.add_adapter("other", LoraConfig(r=8, target_modules=["q_proj"], init_lora_weights=False))
+    engine.destroy()
+    engine = make_engine(engine.module, ds_config(section("lossless")), lr=1e-2)
+    lacking("adapter", lambda: engine.module.set_adapter("other"), engine, "merged", "adapters")
+
+    def twice():
+        for layer in engine.module.modules():
+            if hasattr(layer, "set_scale") and "other" in getattr(layer, "scaling", {}):
+                layer.set_scale("other", 2.0)
+
+    lacking("scale", twice, engine, "merged")
+    engine.destroy()
+    engine, later = engine_of(steps=0), []
+
+    def taken_over():
+        train(engine, 1)
+        later.append(make_engine(engine.module, ds_config(section("lossless")), optimizer=None))
+
+    lacking("taken over", taken_over, engine, "merged")
+    source = lacking("given back", lambda: (train(engine, 1), later[0].destroy()), engine, "merged")["merged"]
+    engine.destroy()
+    found["said"] = attempt(lambda: copied(source))
+    engine = make_engine(Normed(), ds_config(section("lossless")))
+    lacking("buffers", lambda: engine(torch.randn(4, 128)), engine, "merged")
+    engine.destroy()
+    source = WeightSource(make_engine(Normed(tied=True), ds_config(section("lossless"))), format="fp8")
+    found["codes of tied"] = sorted(copied(source)), source.quantization_config()["ignore"]
+    return found
+
+
 def taking_part():
     """(merges to declare, merges to hand over, names) where rank 0 alone takes the tensors; then what is still due."""
     from unittest import mock

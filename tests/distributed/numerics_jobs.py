@@ -99,6 +99,22 @@ def sampled(path, recipe, accumulation=1, steps=2, every=1, poison=None, frozen=
     return samples, oracle, told, left
 
 
+def beside_a_reference(path):
+    """(observers of an engine that evaluates only, numbers of those of one that trains, engines in the samples)."""
+    switch(True)
+    fields = {"numerics": {"every": 1, "parts": 1, "file": path, "watch": "stop"}}
+    reference = make_engine(llama(), ds_config(section("zeropp", **fields)), optimizer=None)
+    engine = make_engine(llama(), ds_config(section("zeropp", **fields)))
+    tokens = next(batches(1, dist.get_rank()))
+    with torch.no_grad():
+        reference(input_ids=tokens)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    dist.barrier()
+    observers = [len(each.zeropp_fp8_session.observers) for each in (reference, engine)]
+    return observers, [json.loads(line)["engine"] for line in Path(path).read_text().splitlines()]
+
+
 def many(folder, cases):
     """`sampled` of each case."""
     return [sampled(os.path.join(folder, f"{index}.jsonl"), **case) for index, case in enumerate(cases)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 import torch.distributed as dist
 from freezing_jobs import exact_loss
@@ -131,7 +132,7 @@ def over_one_model(kind):
 
 
 def before_a_later_one(first, later, destroyed):
-    """Losses of an engine that trains alone, and beside one that is made later and evaluates; or what it raises."""
+    """Losses of an engine that trains alone, and beside one that is made later and evaluates; or all that it raises."""
     switch(True)
     tokens, found = list(batches(5, dist.get_rank())), {}
     for name in ("alone", "beside"):
@@ -146,13 +147,47 @@ def before_a_later_one(first, later, destroyed):
         try:
             found[name] = losses + _trained(trains, tokens[2:4]) + [_loss(trains, tokens[4])]
         except RuntimeError as error:
-            found[name] = str(error)
+            found[name] = [str(error)]
+            for action in (trains.save_checkpoint, trains.load_checkpoint):
+                with pytest.raises(RuntimeError) as raised:
+                    action("nowhere", tag="none")
+                found[name].append(str(raised.value))
     return found
 
 
 def before_later_ones(pairs, destroyed):
     """`before_a_later_one` of pairs."""
     return {pair: before_a_later_one(*pair, destroyed) for pair in pairs}
+
+
+# What stays gathered: small parameters between steps, and all of them from one pass to the next.
+KEPT = {
+    "small ones": {"stage3_param_persistence_threshold": 100},
+    "all": {"stage3_max_reuse_distance": 10**9, "stage3_max_live_parameters": 10**9},
+}
+
+
+def keeping_weights_gathered(kinds):
+    """{(kind, what stays): losses of an engine alone, and beside a later one that evaluates before each step}."""
+    switch(True)
+    tokens, found = list(batches(4, dist.get_rank())), {}
+    for kind in kinds:
+        for name, kept in KEPT.items():
+            config = ds_config(section_of(kind), zero_optimization=kept)
+            runs = []
+            for beside in (False, True):
+                model = llama()
+                trains = make_engine(model, config)
+                evaluates = make_engine(model, config, optimizer=None) if beside else trains
+                losses = []
+                for batch in tokens[:3]:
+                    loss = trains(input_ids=batch, labels=batch).loss
+                    trains.backward(loss)
+                    losses += [loss.item(), _loss(evaluates, tokens[3])]
+                    trains.step()
+                runs.append((losses, evaluates.optimizer.gatherer.live_numel >= 0))
+            found[kind, name] = runs
+    return found
 
 
 def over_one_model_each(kinds):
@@ -175,12 +210,36 @@ def across_engines():
 
 
 def over_a_part():
-    """What is said of an engine over the first block of a model that another has."""
+    """What is said of an engine over a part of a block that another has; losses of that one, and of one left alone."""
     switch(True)
-    config = ds_config(section_of("zeropp"))
-    model = llama()
-    make_engine(model, config, optimizer=None)
-    try:
-        make_engine(model.model.layers[0].mlp, config, optimizer=None)
-    except ConfigError as error:
-        return str(error)
+    config, said, losses = ds_config(section_of("zeropp")), None, []
+    for beside in (False, True):
+        model = llama()
+        engine = make_engine(model, config)
+        if beside:
+            try:
+                make_engine(model.model.layers[0].mlp, config, optimizer=None)
+            except ConfigError as error:
+                said = str(error)
+        losses.append(_trained(engine, batches(2, dist.get_rank())))
+    return said, losses
+
+
+def generating():
+    """What is said of a generation in an engine whose model a later one has, and after that has ended."""
+    import zeropp_fp8
+
+    switch(True)
+    model, said = llama(), []
+    engine = make_engine(model, ds_config(section_of("zeropp")))
+    later = make_engine(model, ds_config(section_of("zeropp")), optimizer=None)
+    for end in (False, True):
+        if end:
+            later.destroy()
+        try:
+            with zeropp_fp8.generation(engine, weights="values") as there, torch.no_grad():
+                there(input_ids=torch.arange(8)[None])
+            said.append("done")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said

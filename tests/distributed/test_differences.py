@@ -180,6 +180,12 @@ def test_a_difference_that_does_not_fit(fields):
         assert [steps for _, _, steps in found] == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_padding_is_no_difference():
+    """Of a shard that is padding alone: DeepSpeed leaves there what was in the memory."""
+    for steps in run_ranks(jobs.padding, ranks_per_node=1):
+        assert steps == [[step] * 2 for step in range(4)]
+
+
 def test_full_gathers_on_request():
     fields = {"weights": {"difference": {"refresh_every": 2}}}
     for found, _ in run_two(jobs.fidelity, steps=6, at=range(1, 7), **fields):

@@ -67,6 +67,18 @@ def test_only_what_has_changed():
         assert forgotten["merged"] == first["merged"] and forgotten["base"] == []
 
 
+def test_nothing_that_has_changed_is_left_out():
+    """Whatever a tensor is made of; and layers that share a weight go as they are, which an engine is told."""
+    for found in run_two(jobs.kept_up_to_date):
+        said = found.pop("said")
+        assert said.startswith("RuntimeError: WeightSource: its engine was destroyed"), said
+        names, ignored = found.pop("codes of tied")
+        assert ignored == ["first", "again"] and "first.weight_scale" not in names and "last.weight_scale" in names
+        assert len(found) == 6
+        for case, (came, lacks) in found.items():
+            assert came and not lacks, (case, lacks)
+
+
 def test_a_rank_that_only_gathers():
     """It merges nothing and yields nothing, and nothing is due on it afterwards; nobody merges to declare."""
     taking, gathering = run_two(jobs.taking_part)

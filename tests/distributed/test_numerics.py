@@ -10,7 +10,7 @@ from pathlib import Path
 import numerics_jobs as jobs
 import pytest
 from hang_guard import HANG
-from ranks import run_ranks
+from ranks import run_ranks, run_two
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,6 +82,12 @@ def check_told(told, rows):
         assert told.get(f"numerics/{kind}/lowest_snr_db") == (min(snr_db) if snr_db else None)
         for name in ("amax", "underflow", "overflow", "non_finite"):
             assert told[f"numerics/{kind}/highest_{name}"] == max(row[name] for row in mine)
+
+
+def test_an_engine_that_evaluates_only_is_not_observed(tmp_path):
+    """A reference model with the policy's ds_config; nor does it count among the engines that train."""
+    for found in run_two(jobs.beside_a_reference, path=str(tmp_path / "numerics.jsonl")):
+        assert found == ([0, 2], [0])
 
 
 def test_bisect_finds_the_layer(tmp_path):

@@ -92,8 +92,17 @@ def test_training_goes_on_after_a_later_engine_has_ended():
 def test_training_beside_a_later_engine_that_has_weights_elsewhere():
     for found in run_two(jobs.before_later_ones, pairs=ELSEWHERE, destroyed=False, timeout=400):
         for run in found.values():
-            assert "a later engine over this model keeps its weights on other ranks" in run["beside"]
-            assert "destroy()" in run["beside"] and "zeropp_fp8.partition" in run["beside"]
+            training, *checkpoints = run["beside"]
+            assert "a later engine over this model keeps its weights on other ranks" in training
+            assert "destroy()" in training and "zeropp_fp8.partition" in training
+            assert checkpoints == [training] * 2
+
+
+def test_a_step_drops_what_a_later_engine_keeps_gathered():
+    """Persistent parameters, and what an evaluation has left: the next forward would compute with old weights."""
+    for found in run_two(jobs.keeping_weights_gathered, kinds=["lossless", "zeropp"]):
+        for case, (alone, beside) in found.items():
+            assert alone == beside and alone[1] and len(set(alone[0])) == 6, case
 
 
 def test_a_parameter_of_another_engine():
@@ -102,5 +111,11 @@ def test_a_parameter_of_another_engine():
 
 
 def test_an_engine_over_a_part_of_the_model_of_another():
-    for said in run_two(jobs.over_a_part):
+    for said, (alone, beside) in run_two(jobs.over_a_part):
         assert "another engine has this model and more" in said and "call its destroy() first" in said
+        assert alone == beside and len(set(alone)) == 2
+
+
+def test_generation_beside_a_later_engine():
+    for beside, after in run_two(jobs.generating):
+        assert "a later engine has the weights" in beside and "destroy()" in beside and after == "done"

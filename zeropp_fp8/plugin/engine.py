@@ -62,7 +62,7 @@ def engine_class(stock_class, replace):
                         vars(self)[name].remove()
                 raise
             observed = plugin_config is not None and (plugin_config.observed or TRIAL_VARIABLE in os.environ)
-            if observed and hasattr(self.optimizer, "gatherer"):  # not an engine that only evaluates
+            if observed and hasattr(self.optimizer, "parameter_offload"):  # not an engine that only evaluates
                 from zeropp_fp8.numerics import observe
 
                 observe(self)

@@ -43,7 +43,8 @@ RELIED_ON: dict[tuple[str, str], str] = {
         _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(params_to_reduce) create_reduce_and_remove_grad_hooks
         _DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads(buffer_to_reduce)
         reduce_ready_partitions_and_remove_grads(param) independent_gradient_partition_epilogue _post_step(timer_names)
-        checkpoint_event_epilogue _get_norm_groups has_overflow(partition_gradients) _rigid_state_dict
+        checkpoint_event_prologue checkpoint_event_epilogue _get_norm_groups has_overflow(partition_gradients)
+        _rigid_state_dict
         _rigid_load_state_dict(state_dict, load_optimizer_states) load_state_dict step(closure)
         get_grad_norm_direct(gradients, params, norm_type) partition_grads(params_to_release, grad_partitions)
         _setup_for_real_optimizer _create_fp32_partitions initialize_optimizer_states

@@ -198,6 +198,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
     def __init__(self, module, *args, session: Session, trains: bool = False, **kwargs) -> None:
         self.session = session
         self._trains = trains
+        Gatherer.check_adoptable(module.parameters())  # before anything is put on modules that another engine runs
         granularity = session.config.gather_granularity
         self.blocks = find_blocks(module) if granularity == "block" else []
         self._made_leaf = [block for block in self.blocks if not z3_leaf_module(block)]
@@ -298,8 +299,12 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         return self.param_coordinator
 
     def partition_all_parameters(self) -> None:
-        """After a step, without DeepSpeed's walk over the model; the coordinator looks whether all are released."""
-        self.param_coordinator.release_and_reset_all(self.module)
+        """Before a step, without DeepSpeed's walk over the model; the coordinator looks whether all are released.
+
+        What a later engine over the model has gathered goes too: the step writes its weights.
+        """
+        for engine in (self, *self._later):
+            engine.param_coordinator.release_and_reset_all(engine.module)
 
     # -- what the ledger calls the bytes of a gather: the hooks know which pass it is -------------------------------
 

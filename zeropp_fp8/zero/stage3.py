@@ -99,6 +99,10 @@ class ZeroppStage3(Stage3Base):
         with self._persistent_parameters_gathered():
             super()._post_step(timer_names)
 
+    def checkpoint_event_prologue(self) -> None:
+        self.gatherer.check_placement()
+        super().checkpoint_event_prologue()
+
     def checkpoint_event_epilogue(self) -> None:
         with self._persistent_parameters_gathered():
             super().checkpoint_event_epilogue()

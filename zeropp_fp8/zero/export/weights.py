@@ -104,7 +104,7 @@ def groups(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> list[list[Part
         else:  # a tied one is taken under its first name
             own = module.named_parameters(recurse=False)
             part.params.extend((key, p) for key, p in own if not (id(p) in taken or taken.add(id(p))))
-        if part.params or any(True for _ in _buffers(module)):
+        if part.params or module.__dict__["_parameters"] or any(True for _ in buffers(module)):
             found.append([part]) if group is None else group.append(part)
         if not part.is_adapter:
             for key, child in module.named_children():
@@ -141,11 +141,11 @@ def tensors(part: Part, values: dict[int, Tensor]) -> Iterator[Weight]:
     for key, param in part.params:
         value = values[id(param)]
         yield Weight(part.prefix + key, value, value.dtype, part.module)
-    for key, buffer in _buffers(part.module):
+    for key, buffer in buffers(part.module):
         yield Weight(part.prefix + key, buffer, buffer.dtype, part.module)
 
 
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Those that are saved."""
     for key, buffer in module.named_buffers(recurse=False):
         if key not in module._non_persistent_buffers_set:

@@ -119,6 +119,22 @@ class Gatherer:
 
     # -- adoption ------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def check_adoptable(params: Iterable[Parameter]) -> None:
+        """An engine over these parameters is about to be made.
+
+        Raises:
+            ConfigError: of what another one gathers together some would be left there.
+        """
+        for engine, mine in by_engine(params):
+            taken = {id(p) for p in mine}
+            units = () if engine is None or engine.session.collected else engine.units_of(mine)
+            if any(id(p) not in taken for unit in units for p in unit.params):
+                raise ConfigError(
+                    "another engine has this model and more: what is gathered together cannot be divided between them; "
+                    "call its destroy() first, or give both the same model"
+                )
+
     def adopt(self, units: Sequence[Unit]) -> None:
         """Take the ZeRO-3 parameters of `units`, from another engine over the same model too. Collective."""
         params = [param for unit in units for param in unit.params]
@@ -164,16 +180,8 @@ class Gatherer:
 
         From then on its hooks bring them, for this engine's calls of the model too, and only it holds copies of them,
         until it is destroyed.
-
-        Raises:
-            ConfigError: of what is gathered together some would be left here.
         """
-        left, taken = self.units_of(params), {id(p) for p in params}
-        if not self.session.collected and any(id(p) not in taken for unit in left for p in unit.params):
-            raise ConfigError(
-                "another engine has this model and more: what is gathered together cannot be divided between them; "
-                "call its destroy() first, or give both the same model"
-            )
+        left = self.units_of(params)
         for unit in left:
             unit.active_modules.clear()
             for param in unit.params:
@@ -238,20 +246,21 @@ class Gatherer:
         return partition
 
     def check_placement(self) -> None:
-        """Gradients, or new weights, are about to go to where this engine has parameters.
+        """Gradients, new weights or a checkpoint are about to go to, or come from, where this engine has parameters.
 
         Raises:
             RuntimeError: a later engine over the model has them elsewhere. On all ranks.
         """
-        for engine, params in self._elsewhere():
+        for engine, params in self.elsewhere():
             theirs = None if engine is None else engine.session
             if not all(self.session.places_like(theirs, param) for param in params):
                 raise RuntimeError(
-                    "a later engine over this model keeps its weights on other ranks, so this one cannot train: "
-                    f"call the later one's destroy() first, or give both the same {SECTION}.partition"
+                    "a later engine over this model keeps its weights on other ranks, so this one can neither train "
+                    "nor save or load checkpoints: call the later one's destroy() first, or give both the same "
+                    f"{SECTION}.partition"
                 )
 
-    def _elsewhere(self) -> list[tuple[Gatherer | None, list[Parameter]]]:
+    def elsewhere(self) -> list[tuple[Gatherer | None, list[Parameter]]]:
         """Parameters that later engines over the model have taken over, by engine."""
         if len(self.units) == len(self._all_units):
             return []
@@ -580,8 +589,8 @@ class Gatherer:
 
     def gather_now(self, params: Sequence[Parameter]) -> None:
         """Gather for computing, complete on the current stream; parameters that are available stay as they are."""
-        missing = [p for p in params if p.ds_status != ZeroParamStatus.AVAILABLE]
-        self.all_gather_coalesced(missing).wait()
+        for engine, missing in by_engine(p for p in params if p.ds_status != ZeroParamStatus.AVAILABLE):
+            engine.all_gather_coalesced(missing).wait()
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
         """Gather with every bit, complete on the current stream, for looking at weights and changing them.
@@ -631,7 +640,7 @@ class Gatherer:
         Buffers of secondary shards stay allocated: the next step fills them again.
         """
         params = None if params is None else list(params)
-        elsewhere = self._elsewhere()
+        elsewhere = self.elsewhere()
         if elsewhere:
             for engine, theirs in elsewhere if params is None else by_engine(params):
                 if engine not in (None, self):  # it holds copies
@@ -646,7 +655,7 @@ class Gatherer:
 
     def formats_changed(self) -> None:
         """Weights travel in other formats from now on. Between steps, on every rank."""
-        for unit in self.units:
+        for unit in self._all_units:
             self.cancel(unit)
             unit.forget_layout()
         self.gemm_weights.clear()

@@ -38,6 +38,12 @@ class Sliced(Kind):
     def unit(self, params: list[Parameter], persistent: bool = False) -> SlicedUnit:
         return SlicedUnit(params, self, persistent)
 
+    def adopt(self, params: Sequence[Parameter]) -> None:
+        super().adopt(params)
+        for param in params:
+            # DeepSpeed leaves in the padding what the memory held. NaN there is a difference that is always too large.
+            param.ds_tensor.data.view(-1)[self.route.session.own_numel(param) :].zero_()
+
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
         shards = [param.ds_tensor.data.to(self.route.device) for param in params]
         formats = [UnquantizedFormat(shard.dtype) for shard in shards]

@@ -9,6 +9,7 @@ slices of numbers (sliced.py), codes (frozen/unit.py), whole tensors on owners (
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 if TYPE_CHECKING:
     from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight  # needs Triton, which is loaded on first use
     from zeropp_fp8.zero.gather.kinds import Kind
+
+_writes = itertools.count()
 
 
 @dataclass(eq=False)
@@ -81,7 +84,7 @@ class Unit(ABC):
         lent: buffers in which operands of live parameters lie.
         live: the parameters hold their values.
         active_modules: those that are using the parameters now.
-        writes: how often the weights were written; the same on all ranks.
+        writes: which of all writes to weights in this process its last one was; another one after each.
     """
 
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
@@ -95,7 +98,7 @@ class Unit(ABC):
         self.lent: list[tuple[BufferRing, Tensor]] = []
         self.live = False
         self.active_modules: set[int] = set()
-        self.writes = 0
+        self.writes = next(_writes)
 
     @property
     def in_flight(self) -> bool:
@@ -182,7 +185,7 @@ class Unit(ABC):
     def changed(self, by_step: bool = False) -> None:
         """The weights were written, `by_step` of the optimizer: what was derived from them is stale."""
         self.secondary_is_current = False
-        self.writes += 1
+        self.writes = next(_writes)
 
     # -- differences to what is held (differing.py); a unit that has none brings all of itself -----------------------
 

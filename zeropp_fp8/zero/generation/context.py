@@ -78,9 +78,13 @@ def generation(engine, weights: str, merge_adapters: bool, graph: bool) -> Itera
 
 
 def _check_idle(offload: ZeroppOffload) -> None:
-    """Nothing of a pass is under way, and no other generation."""
+    """Nothing of a pass is under way, no other generation, and no other engine has the weights."""
     if offload.generating:
         raise RuntimeError("generation: the engine is inside zeropp_fp8.generation already")
+    if offload.gatherer.elsewhere():
+        raise RuntimeError(
+            "generation: a later engine has the weights of this model; pass that one, or call its destroy() first"
+        )
     if any(unit.active_modules for unit in offload.gatherer.units):
         raise RuntimeError(
             "generation: a forward or backward pass of the engine is under way, or has ended with an error; enter it "

@@ -21,8 +21,9 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.compute.products import GATHERED_OPERAND
 from zeropp_fp8.zero.export.lockstep import Lockstep
-from zeropp_fp8.zero.export.weights import Part, Weight, base_model, gathered, groups, tensors
+from zeropp_fp8.zero.export.weights import Part, Weight, base_model, buffers, gathered, groups, tensors
 from zeropp_fp8.zero.frozen.store import stored_weight, value_dtype
+from zeropp_fp8.zero.gather.adopted import STATE
 from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.handover.float8 import Float8Weights
@@ -48,11 +49,13 @@ class _Group:
     Attributes:
         params: gathered with every bit; `read` makes tensors of their values, by id.
         operands: (name, weight) of those that are gathered as training computes with them, to go as FP8 codes.
+        also: what else its tensors are made of, equal for as long as that is the same.
     """
 
     params: list[Parameter]
     read: Callable[[dict[int, Tensor]], Iterator[Weight]]
     operands: list[tuple[str, Parameter]] = field(default_factory=list)
+    also: tuple = ()
 
 
 class WeightSource:
@@ -66,7 +69,7 @@ class WeightSource:
             with scales (float8.py), everything else as with "none". What training multiplies as FP8 codes that travel
             or rest is handed over as these codes, rounded once; what was merged is rounded from fp32.
         only_changed: leave out blocks of which nothing was written since they were last handed over (all of a block
-            goes if anything in it has changed: engines load joined layers as a whole).
+            goes if anything in it has changed: engines load joined layers as a whole). Blocks with buffers go always.
 
     Raises:
         ValueError: an engine without the plugin, another `weights` or `format`, or adapters that cannot be had so.
@@ -88,7 +91,7 @@ class WeightSource:
             session = self._gatherer.session
             parts = list(itertools.chain.from_iterable(groups(self._model)))
             self._float8 = Float8Weights(parts, session.conversion, session.config.compute.skip_modules)
-        self._handed_over: dict[int, tuple[int, ...]] = {}  # by group: how often its parameters had been written
+        self._handed_over: dict[int, tuple] = {}  # by group: what it was made of, and when that had been written
 
     def quantization_config(self) -> dict:
         """What an engine's config.json needs to load this source's FP8 codes.
@@ -133,7 +136,7 @@ class WeightSource:
         return self._iterate(wanted=False)
 
     def _iterate(self, wanted: bool) -> Iterator[tuple[str, Tensor]]:
-        if any(unit.active_modules for unit in self._gatherer.units):
+        if any(unit.active_modules for unit in self._gatherer.units_of(self._gatherer.adopted.values())):
             raise RuntimeError(f"{_NAME}: a pass of the engine is under way, or has ended with an error")
         lockstep, due, at_end = (
             Lockstep("the hand-over of weights", here=wanted),
@@ -142,8 +145,8 @@ class WeightSource:
         )
         try:
             while due:
-                number, group, writes = due.popleft()
-                at_end[number] = writes
+                number, group, made_of = due.popleft()
+                at_end[number] = made_of
                 yield from self._handed_out(group, lockstep)
         except GeneratorExit:
             lockstep.error = lockstep.error or RuntimeError("the iteration was ended before the last tensor")
@@ -178,7 +181,7 @@ class WeightSource:
             yield
         finally:
             for unit in idle:
-                gatherer.release(unit)
+                getattr(unit.params[0], STATE).owner.release(unit)  # a later engine may have the model
 
     def _encoded(self, weight: Weight) -> list[tuple[str, Tensor]]:
         if self._float8 is not None and weight.module in self._float8 and weight.tensor.dim() == 2:
@@ -193,15 +196,17 @@ class WeightSource:
 
     # -- which there are ---------------------------------------------------------------------------------------------
 
-    def _due(self) -> list[tuple[int, _Group, tuple[int, ...]]]:
-        """(number, group, how often its parameters were written) of the groups that the next iteration hands out."""
+    def _due(self) -> list[tuple[int, _Group, tuple]]:
+        """(number, group, what it is made of, and when that was written) of what the next iteration hands out."""
+        if not self._gatherer.adopted:
+            raise RuntimeError(f"{_NAME}: its engine was destroyed; make a source of the engine that has the model now")
         of_adapters = self._weights == "adapters"
         found = []
         for number, group in enumerate(self._adapter_groups() if of_adapters else self._model_groups()):
             params = [*group.params, *(param for _, param in group.operands)]
-            writes = tuple(self._gatherer.unit_of(param).writes for param in params)
-            if not self._only_changed or self._handed_over.get(number) != writes:
-                found.append((number, group, writes))
+            made_of = *((id(param), self._gatherer.unit_of(param).writes) for param in params), *group.also
+            if not self._only_changed or self._handed_over.get(number) != made_of:
+                found.append((number, group, made_of))
         return found
 
     def _model_groups(self) -> Iterator[_Group]:
@@ -217,7 +222,7 @@ class WeightSource:
                 operands += [(part.prefix + key, p) for key, p in part.params if self._goes_as_operand(part, p)]
                 exact.append(part._replace(params=kept))
             params = [param for part in exact for _, param in part.params]
-            yield _Group(params, _reader(exact), operands)
+            yield _Group(params, _reader(exact), operands, _also(parts))
 
     @staticmethod
     def _without_adapter(part: Part) -> Part:
@@ -257,6 +262,18 @@ class WeightSource:
                 'handed over with weights="merged"'
             )
         return {id(owners[id(stand_in)]): name for name, stand_in in saved.items()}
+
+
+def _also(parts: list[Part]) -> tuple:
+    """Of PEFT's layers which adapters are merged, and how much of each. Buffers are written by whoever likes to."""
+    modules = [m for part in parts for m in (part.module.modules() if part.is_adapter else [part.module])]
+    adapters = [
+        (tuple(module.active_adapters), tuple(getattr(module, "scaling", {}).items()))
+        for module in modules
+        if hasattr(module, "active_adapters")
+    ]
+    has_buffers = any(True for module in modules for _ in buffers(module))
+    return (*adapters, *([object()] if has_buffers else []))
 
 
 def _reader(parts: list[Part]) -> Callable[[dict[int, Tensor]], Iterator[Weight]]:
