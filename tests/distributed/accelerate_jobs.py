@@ -21,7 +21,7 @@ def _plugin(way):
     return DeepSpeedPlugin(hf_ds_config=config)
 
 
-def _start(**plugins):
+def _start(parallelism_config=None, **plugins):
     """A new Accelerator with plugins of these ways, the first of them selected."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
@@ -30,11 +30,16 @@ def _start(**plugins):
         state._reset_state()
     tell_accelerate()
     zeropp_fp8.enable() if any(plugins.values()) else zeropp_fp8.disable()
-    return Accelerator(deepspeed_plugins={name: _plugin(way) for name, way in plugins.items()})
+    plugins = {name: _plugin(way) for name, way in plugins.items()}
+    return Accelerator(deepspeed_plugins=plugins, parallelism_config=parallelism_config)
+
+
+def _with_optimizer(model):
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def _prepared(accelerator, model):
-    return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return accelerator.prepare(*_with_optimizer(model))
 
 
 def _step(accelerator, model, optimizer, tokens, extra=0.0):
@@ -72,6 +77,38 @@ def _loop(way, folder):
         found["state dict"] = sorted(weights) == sorted(accelerator.unwrap_model(model).state_dict())
         found["same"] = all(torch.equal(weights[name].float(), weight) for name, weight in exact.items())
     return found
+
+
+def sequence_parallel(way):
+    """Losses and bytes of activations of two ranks that share each sequence (ALST), by ParallelismConfig.
+
+    Once in a process: DeepSpeed's groups for it, and its attention in place of transformers', are there for good.
+    """
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+
+    shared = ParallelismConfig(
+        sp_backend="deepspeed",
+        sp_size=2,
+        sp_handler=DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"),
+    )
+    accelerator = _start(parallelism_config=shared, only=way)
+    tokens = [row for each in batches(6, rank=0) for row in each]  # the same on both; each is given its half of a row
+    rows = [{"input_ids": row, "labels": row, "position_ids": torch.arange(len(row))} for row in tokens]
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)
+    model, optimizer, loader = accelerator.prepare(*_with_optimizer(llama()), loader)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            logits, labels = model(**batch).logits, batch["shift_labels"]
+            own = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            group = model.seq_parallel_group
+            parts = torch.distributed.nn.functional.all_gather(torch.stack([own, (labels != -100).sum()]), group=group)
+            summed, counted = sum(parts)
+            accelerator.backward(summed / counted)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append((summed / counted).item())
+    return losses, zeropp_fp8.wire_report(model)["per_step"]["activations"] if way else None
 
 
 def two_models(pairs):

@@ -180,6 +180,29 @@ def gathered(engine):
     return seen + trained(engine, 2)
 
 
+def cpu_adam(parameters):
+    return deepspeed.ops.adam.DeepSpeedCPUAdam(parameters, lr=1e-3)
+
+
+def is_compiled(operation):
+    """Whether DeepSpeed has compiled it, which takes minutes and a compiler."""
+    from torch.utils import cpp_extension
+
+    return Path(cpp_extension._get_build_directory(operation, False), f"{operation}.so").exists()
+
+
+def by_curriculum(engine):
+    """Rows that DeepSpeed's sampler draws, as short as its schedule says."""
+    engine.data_efficiency_config()["data_sampling"]["curriculum_learning"]["data_cluster_path"] = shared_folder()
+    rows = [row for tokens in batches(16, rank=0) for row in tokens]
+    loader, seen, lengths = engine.deepspeed_io(rows, num_local_io_workers=0), [], []
+    for _, tokens in zip(range(4), loader):
+        lengths.append(loader.data_sampler.current_difficulties["length"])
+        seen += [one_step(engine, tokens[:, : lengths[-1]]), tokens]
+    assert lengths == sorted(lengths) and len(set(lengths)) > 2, lengths
+    return seen
+
+
 def uncompiled(engine):
     """Torch takes minutes to compile Muon's iteration."""
     with torch.compiler.set_stance("force_eager"):
@@ -218,6 +241,16 @@ def zero(**keys):
 
 ALL_REDUCED = zero(reduce_scatter=False)
 CHECKPOINTED = {"partition_activations": True, "cpu_checkpointing": True}
+LENGTHS = {
+    "difficulty_type": "value",
+    "clustering_type": "single_cluster",
+    "min_difficulty": 8,
+    "max_difficulty": 32,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8},
+}
+CURRICULUM = {"enabled": True, "data_cluster_path": "", "curriculum_metrics": {"length": LENGTHS}}
+SAMPLING = {"enabled": True, "num_workers": 0, "curriculum_learning": CURRICULUM}
 CASES = {
     "fp16": Case({"fp16": {"enabled": True, "initial_scale_power": 8}}),
     "torch_autocast": Case({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
@@ -226,6 +259,7 @@ CASES = {
     "prescale_gradients": Case({"prescale_gradients": True, **ALL_REDUCED}, fields=EXACT_GRADIENTS),
     "gradient_predivide_factor": Case({"gradient_predivide_factor": 2.0, **ALL_REDUCED}, fields=EXACT_GRADIENTS),
     "offload_optimizer": Case(zero(offload_optimizer=CPU)),
+    "DeepSpeedCPUAdam": Case(zero(offload_optimizer=CPU), optimizer=cpu_adam),
     "offload_param": Case(zero(offload_param=CPU)),
     "both offloads, bf16": Case({"bf16": {"enabled": True}, **zero(offload_optimizer=CPU, offload_param=CPU)}),
     "zero.Init": Case(model=init_with()),
@@ -239,6 +273,7 @@ CASES = {
     "offload_states": Case(run=states_go_and_come),
     "safe_get, safe_set": Case(run=read_and_written),
     "GatheredParameters": Case(run=gathered),
+    "data_efficiency": Case({"data_efficiency": {"enabled": True, "data_sampling": SAMPLING}}, run=by_curriculum),
     "scheduler": Case({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-2}}}),
     "untested optimizer": Case(optimizer=functools.partial(torch.optim.Adagrad, lr=1e-2)),
     "Muon": Case(ALL_REDUCED, run=uncompiled, optimizer=muon, fields=EXACT_GRADIENTS),

@@ -21,6 +21,16 @@ def test_a_loop(tmp_path):
             assert mine == (theirs if way in (None, "lossless") else close), way
 
 
+def test_sequence_parallel():
+    """ALST, by Accelerate's ParallelismConfig; where the recipe says so, activations travel in FP8."""
+    runs = {way: run_two(jobs.sequence_parallel, way=way)[0] for way in ALONE}
+    losses, _ = runs[None]
+    assert len(set(losses)) == 6 and runs["lossless"][0] == losses
+    for way in ("zeropp", "fp8-lm"):
+        assert runs[way][0] == pytest.approx(losses, rel=0.02) and runs[way][0] != losses, way
+    assert [way for way, (_, activations) in runs.items() if activations and activations["inter"]] == ["fp8-lm"]
+
+
 def test_two_models():
     """A plugin of Accelerate's each, one with a section and one without; with one section what each has alone."""
     runs = run_two(jobs.two_models, pairs=PAIRS)[0]

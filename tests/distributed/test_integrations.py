@@ -23,7 +23,7 @@ HALF = [*ON_CPU, "--eval_steps", "2", "--save_steps", "2", "--per_device_train_b
 SHORTER = {
     "trainer": HALF,
     "resumed": [*HALF, "--resume_from_checkpoint", "runs/trainer/checkpoint-2"],
-    "enabled": ON_CPU,
+    "enabled": [*ON_CPU, "--torch_compile_backend", "aot_eager"],
     "encoder": LEARN,
     "vision": LEARN,
     "seq2seq": LEARN,

@@ -1,5 +1,7 @@
 """The Hugging Face Trainer, unmodified, with the plugin switched on by its ds_config."""
 
+import importlib.util
+
 import pytest
 import trainer_jobs as jobs
 from ranks import run_two
@@ -109,3 +111,23 @@ def test_what_a_trainer_reports(tmp_path):
 def sent_until(report, links, table="per_step"):
     """Bytes over `links` of all steps so far."""
     return report["steps"] * sum(kind[link] for kind in report[table].values() for link in links)
+
+
+def test_what_tensorboard_and_wandb_get(tmp_path):
+    """By their own readers; shares of a step once, after step 7; W&B where it is installed, without a server."""
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed (extra `test`)")
+    libraries = [name for name in ("tensorboard", "wandb") if importlib.util.find_spec(name)]
+    found, _ = run_two(jobs.report_to_libraries, folder=str(tmp_path), libraries=libraries)
+    logs = [{key: v for key, v in entry.items() if key.startswith("zeropp_fp8/")} for entry in found["logs"]]
+    shares = {f"zeropp_fp8/step_share_{where}_nodes" for where in ("between", "within")}
+    assert set(logs[1]) == set(logs[0]) | shares and not shares & set(logs[0])
+    assert {"zeropp_fp8/mb_between_nodes", "zeropp_fp8/numerics/gradients/lowest_snr_db"} < set(logs[0])
+    for key, value in logs[1].items():
+        written = {8: value} if key in shares else {4: logs[0][key], 8: value}
+        assert found["tensorboard"][f"train/{key}"] == pytest.approx(written), key
+        assert "wandb" not in libraries or found["wandb"][f"train/{key}"] == pytest.approx(value), key
+        by_samples = found["monitor"][f"Train/Samples/{key}"]  # 4 a step
+        if "mb_" in key:
+            assert sum(by_samples.values()) / 8 == pytest.approx((logs[0][key] + value) / 2), key
+        elif key in shares:
+            assert list(by_samples.values()) == [pytest.approx(value)], key

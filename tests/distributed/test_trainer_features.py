@@ -41,6 +41,19 @@ FILLED_IN = {
 }  # 0.9 x 64 x 64
 
 
+def test_adapters(tmp_path):
+    """LoRA in bf16 that accumulates: save, resume, evaluate, the best at the end; on stored weights too."""
+    runs = run_two(jobs.train_adapters, ways=(*WAYS, "qlora"), folder=str(tmp_path))[0]
+    stock = runs[None]
+    assert runs["lossless"] == {**stock, "files": runs["lossless"]["files"]}
+    for way, run in runs.items():
+        assert len(set(run["losses"])) == 4 and run["resumed"] == (run["losses"], run["evaluated"]), way
+        assert run["best"] == ("checkpoint-2", run["evaluated"][0]) and run["evaluated"][0] > run["evaluated"][1], way
+        assert run["losses"] == pytest.approx(stock["losses"], rel=0.01) and run["dtype"] == {torch.bfloat16}
+        assert {"adapter_model.safetensors", "global_step2"} < run["files"] and "model.safetensors" not in run["files"]
+        assert (run["losses"] == stock["losses"]) == (way in (None, "lossless"))
+
+
 def test_evaluating_alone(tmp_path):
     runs = run_two(jobs.evaluate_alone, ways=WAYS, folder=str(tmp_path))[0]
     assert runs["lossless"] == runs[None] and runs["zeropp"] == pytest.approx(runs[None], rel=1e-3)
@@ -65,7 +78,7 @@ def kinds(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", jobs.KINDS_OF_MODELS)
 def test_kinds_of_models(kinds, kind):
-    """An encoder, a vision model, tied embeddings with dropout, experts; Seq2SeqTrainer generates as it predicts."""
+    """Encoder, vision, vision and language, tied embeddings with dropout, experts; Seq2SeqTrainer generates too."""
     runs = kinds[kind]
     losses, evaluated, _ = runs[None]
     assert len(set(losses)) == 4 and evaluated < 10

@@ -152,6 +152,33 @@ def _loss_of_saved(folder):
         return float(model(input_ids=tokens, labels=tokens).loss)
 
 
+def train_adapters(ways, folder):
+    """{way: losses, evaluations, the best one's, and the same of a run that resumes} of LoRA in bf16 that accumulates.
+
+    transformers saves adapters alone then, and has DeepSpeed leave out what is frozen.
+    """
+    return {way: _with_adapters(way, Path(folder) / str(way)) for way in ways}
+
+
+def _with_adapters(way, folder):
+    asked = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "bf16": True}
+    config = {"gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}}
+
+    def made(**more):
+        more |= {"gradient_accumulation_steps": 2, **asked}
+        return _trainer(way, folder, 4, _lora(llama()), _text(), config=config, **more)
+
+    whole = made(load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True)
+    found = {"losses": _losses(whole), "evaluated": _evaluated(whole)}
+    found["best"] = Path(whole.state.best_model_checkpoint).name, whole.evaluate()["eval_loss"]
+    found["dtype"] = {param.dtype for param in whole.model.parameters()}
+    resumed = made()
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    found["resumed"] = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry], _evaluated(resumed)
+    found["files"] = {path.name for path in (folder / "checkpoint-2").iterdir()}
+    return found
+
+
 def evaluate_alone(ways, folder):
     """{way: loss of a Trainer that does not train}. (It cannot train after that: Accelerate loses its engine.)"""
     return {way: _trainer(way, folder, 2, llama(), _text()).evaluate()["eval_loss"] for way in ways}
@@ -226,6 +253,17 @@ def _mixtral():
     return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
 
 
+def _llava():
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    parts = {
+        "vision_config": CLIPVisionConfig(image_size=16, patch_size=8, **sizes),
+        "text_config": LlamaConfig(vocab_size=64, **sizes),
+    }
+    return LlavaForConditionalGeneration(LlavaConfig(image_token_id=63, **parts))
+
+
 def _classified(generator):
     tokens = torch.randint(0, 64, (12,), generator=generator)
     return {"input_ids": tokens, "labels": tokens[0] % 3}
@@ -241,9 +279,16 @@ def _sequence(generator):
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
+def _seen(generator):
+    """An image, four patches, and what is said of it."""
+    tokens = torch.cat([torch.full((4,), 63), torch.randint(1, 62, (8,), generator=generator)])
+    return {**_image(generator), "input_ids": tokens, "labels": tokens.clone()}
+
+
 KINDS_OF_MODELS = {
     "encoder": (_bert, _classified),
     "vision": (_vit, _image),
+    "vision and language": (_llava, _seen),
     "tied, dropout": (_gpt2, _sequence),
     "experts": (_mixtral, _sequence),
     "encoder and decoder": (_t5, _sequence),
@@ -257,8 +302,10 @@ def train_kinds(ways, folder):
 
 def _of_kind(way, kind, folder):
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+    from transformers.integrations import unset_hf_deepspeed_config
 
     make, made = KINDS_OF_MODELS[kind]
+    unset_hf_deepspeed_config()  # the run before this one would have parts of Llava made under its zero.Init
     torch.manual_seed(0)
     generates = kind == "encoder and decoder"
     classes = (Seq2SeqTrainer, Seq2SeqTrainingArguments) if generates else (Trainer, TrainingArguments)

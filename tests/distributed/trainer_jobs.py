@@ -254,3 +254,38 @@ def _with_dpo(way, folder, steps=4):
     policy, reference = (full_weights(trainer.accelerator.unwrap_model(m)) for m in (trainer.model, trainer.ref_model))
     margin = trainer.state.log_history[0]["rewards/margins"]
     return losses, max(((reference[n] - w).norm() / w.norm()).item() for n, w in policy.items()), margin
+
+
+def report_to_libraries(folder, libraries):
+    """Of a run of 8 steps, logged by four: the Trainer's log, and what TensorBoard and W&B have of it by their readers.
+
+    {"logs": entries, "tensorboard", "monitor": {name: {step or sample: value}}, "wandb": {name: its last value}}
+    """
+    import os
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from transformers import Trainer, TrainingArguments
+
+    from zeropp_fp8.integrations import log_metrics
+
+    os.environ.update(WANDB_MODE="offline", WANDB_DIR=folder, WANDB_SILENT="true")
+    os.environ.update(TENSORBOARD_LOGGING_DIR=f"{folder}/tensorboard")
+    the_section = section("zeropp", numerics={"every": 4, "parts": 1, "file": f"{folder}/numerics.jsonl"})
+    arguments = _arguments(the_section, folder, steps=8) | {"logging_steps": 4, "report_to": libraries}
+    arguments["deepspeed"]["tensorboard"] = {"enabled": True, "output_path": folder, "job_name": "monitor"}
+    arguments = TrainingArguments(learning_rate=1e-3, **arguments)
+    trainer = Trainer(model=llama(), args=arguments, train_dataset=_Tokens())
+    log_metrics(trainer)
+    trainer.train()
+    found = {"logs": [entry for entry in trainer.state.log_history if "loss" in entry]}
+    if trainer.is_world_process_zero():
+        trainer.model_wrapped.monitor.tb_monitor.summary_writer.flush()
+        for name in ("tensorboard", "monitor"):
+            events = EventAccumulator(f"{folder}/{name}").Reload()
+            found[name] = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+        if "wandb" in libraries:
+            import wandb
+
+            found["wandb"] = dict(wandb.run.summary)
+            wandb.finish()
+    return found

@@ -23,15 +23,16 @@ def _configured(kind, way, folder, **more):
     return kind(bf16=False, learning_rate=1e-3, **_arguments(_section(way), folder, steps=3), **more)
 
 
-def sft(way, folder, **more):
+def sft(way, folder, streamed=False, **more):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     asked = {"gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 2}
+    rows = Dataset.from_list(TEXTS)
     trainer = SFTTrainer(
         model=llama(vocab=128, tie=True),
         args=_configured(SFTConfig, way, folder, **asked),
-        train_dataset=Dataset.from_list(TEXTS),
+        train_dataset=rows.to_iterable_dataset() if streamed else rows,
         eval_dataset=Dataset.from_list(TEXTS[:6]),
         processing_class=_characters(),
         **more,
@@ -45,6 +46,11 @@ def sft_lora(way, folder):
 
     torch.manual_seed(1)
     return sft(way, folder, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def sft_streamed(way, folder):
+    """Rank 0 reads the rows, and Accelerate hands each rank its own."""
+    return sft(way, folder, streamed=True)
 
 
 def reward(way, folder):
@@ -89,13 +95,37 @@ def dpo_precomputed(way, folder):
     return losses, [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
+def _score(completions, **columns):
+    return [float(completion.count("7")) + len(completion) / 10 for completion in completions]
+
+
+def rloo(way, folder):
+    """Norms of gradients, for losses are 0 before clipping; rewards; where weights stayed while tokens were made."""
+    from datasets import Dataset
+    from trl import RLOOConfig, RLOOTrainer
+
+    stayed = []
+
+    def score(completions, **columns):
+        stayed.append(way and trainer.model_wrapped.optimizer.parameter_offload.announced)
+        return _score(completions)
+
+    trainer = RLOOTrainer(
+        model=llama(vocab=128),
+        reward_funcs=score,
+        args=_configured(RLOOConfig, way, folder, num_generations=2, max_completion_length=6, beta=0.0),
+        train_dataset=Dataset.from_list([{"prompt": f"{n} is "} for n in range(1, 33)]),
+        processing_class=_characters(),
+    )
+    _losses(trainer)
+    logged = [entry for entry in trainer.state.log_history if "reward" in entry]
+    return [entry["grad_norm"] for entry in logged], [entry["reward"] for entry in logged], set(stayed)
+
+
 def grpo(way, folder):
     """With a reference that follows the policy: losses, and the largest relative difference of their weights."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
-
-    def score(completions, **columns):
-        return [float(completion.count("7")) + len(completion) / 10 for completion in completions]
 
     follows = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
     sizes = {"num_generations": 2, "max_completion_length": 6}
@@ -105,7 +135,7 @@ def grpo(way, folder):
     torch.distributed.barrier()
     trainer = GRPOTrainer(
         model=start,
-        reward_funcs=score,
+        reward_funcs=_score,
         args=_configured(GRPOConfig, way, folder, **sizes, **follows),
         train_dataset=Dataset.from_list([{"prompt": f"{n} is "} for n in range(1, 33)]),
         processing_class=_characters(),
@@ -116,4 +146,4 @@ def grpo(way, folder):
     return losses, [((reference[n] - w).norm() / w.norm()).item() for n, w in policy.items()]
 
 
-KINDS = (sft, sft_lora, reward, dpo_precomputed, grpo)
+KINDS = (sft, sft_lora, sft_streamed, reward, dpo_precomputed, rloo, grpo)
