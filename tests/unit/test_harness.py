@@ -46,7 +46,7 @@ def test_results_are_where_their_question_says():
         assert result["question"] == path.parent.name, path
         assert result["date"] and (result["commit"] or result["kept_since"]), path
         hardware, ranks, link, *_ = path.stem.split("-")
-        assert hardware in ("cpu", "h200") and ranks.isdecimal() and link, path
+        assert hardware in ("cpu", "h100", "h200") and ranks.isdecimal() and link, path
         assert result["finished"] in (True, False), path
 
 
