@@ -27,16 +27,14 @@ import argparse
 import contextlib
 import os
 import statistics
-import time
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.harness.command import add_batch, add_steps, choose_runs, command
 from benchmarks.harness.environment import forget_memory
 from benchmarks.harness.jobs import Job
-from benchmarks.harness.measuring import random_tokens, synchronize, timed_steps
-from benchmarks.harness.nodes import GBIT, PLACES, ranks_apart, set_rate_everywhere
+from benchmarks.harness.measuring import random_tokens, reached_gbit, timed_steps
+from benchmarks.harness.nodes import PLACES, ranks_apart, set_rate_everywhere
 from benchmarks.harness.peers import MODELS, SECTIONS, made
 from benchmarks.harness.question import Question
 from benchmarks.harness.sizes import SIZES
@@ -48,20 +46,6 @@ PEERS = ("stock-zero2", "stock", "fsdp2", "fsdp2-compiled")
 OWN = ("zeropp", "zeropp-pcie", "zeropp-compiled", "zeropp-pcie-compiled")
 RUNS = (*PEERS, *OWN)
 TARGET = 2.0  # times the best peer
-
-
-def reached_gbit(device: torch.device) -> float:
-    """Gbit/s that a rank sends in an all-gather of 256 MB (on a CPU: 4 MB) from each rank; the median of five."""
-    part = torch.empty(256_000_000 if device.type == "cuda" else 4_000_000, dtype=torch.uint8, device=device)
-    whole_of_it, times = torch.empty(part.numel() * dist.get_world_size(), dtype=torch.uint8, device=device), []
-    for _ in range(6):
-        synchronize(device)
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_gather_into_tensor(whole_of_it, part)
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return (whole_of_it.numel() - part.numel()) / statistics.median(times[1:]) / GBIT
 
 
 def measure(run: str, args, device: torch.device) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.environment import forget_memory
-from benchmarks.harness.nodes import sent_bytes
+from benchmarks.harness.nodes import GBIT, sent_bytes
 
 
 def live_bytes(device: torch.device) -> int:
@@ -84,6 +85,18 @@ def timed_steps(trainer, batches: Iterator, warmup: int, steps: int, device: tor
         "losses": losses,
         "tx_bytes_per_node_step": max(everyones),
     }
+
+
+def reached_gbit(device: torch.device) -> float:
+    """Gbit/s that a rank, in two nodes a node, sends in an all-gather of 64 MB (on a CPU: 4 MB) of each; best of five.
+
+    A ring: all that comes from others goes on to the next one. A host may move less than a link is shaped to.
+    """
+    part = torch.empty(64_000_000 if device.type == "cuda" else 4_000_000, dtype=torch.uint8, device=device)
+    whole = torch.empty(part.numel() * torch.distributed.get_world_size(), dtype=torch.uint8, device=device)
+    gather = functools.partial(torch.distributed.all_gather_into_tensor, whole, part)
+    milliseconds = min(timed(gather, device)[0] for _ in range(6))
+    return 1e3 * (whole.numel() - part.numel()) / milliseconds / GBIT
 
 
 def timed(action: Callable[[], object], device: torch.device) -> tuple[float, object]:
