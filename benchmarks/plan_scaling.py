@@ -25,10 +25,10 @@ from zeropp_fp8.plan import (
     Hardware,
     Job,
     Model,
-    calibrate_machine,
     check,
     estimate,
     load_points,
+    machine_of,
 )
 
 RATES = (100, 200, 400, 800)  # Gbit/s that a node can send
@@ -111,8 +111,9 @@ def published_cluster() -> list[dict]:
 def measured(results: Path) -> list[dict]:
     """Measured step times of 4 GPUs, as two emulated nodes or one, with the model's. Runs on 1 and 2 are of machines
     whose host differs."""
-    points = [point for point in load_points(results) if point.run in METHODS and point.job.cluster.world_size == 4]
-    machine = calibrate_machine(points, EMULATED_H200)  # its host and GPU; links and kernels stay as they are
+    points = [point for point in load_points(results) if point.run in METHODS and not point.phase]
+    points = [point for point in points if point.job.cluster.world_size == 4]
+    machine = machine_of(points, EMULATED_H200)  # its host and GPU; links and kernels stay as they are
     return [
         {
             "kind": "measured",

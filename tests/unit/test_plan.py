@@ -36,7 +36,7 @@ from zeropp_fp8.plan import (
 from zeropp_fp8.plan.__main__ import main
 from zeropp_fp8.plan.measured import emulated_job
 from zeropp_fp8.plan.memory import MARGIN, memory_for_copies
-from zeropp_fp8.plan.step_time import codec_bytes, overlapped
+from zeropp_fp8.plan.step_time import codec_bytes, optimizer_seconds, overlapped
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks/results/two_nodes"
@@ -322,6 +322,14 @@ def test_computing_in_fp8_by_hand():
     assert fast.forward_s > 0
 
 
+def test_the_update_is_that_of_the_method():
+    job = replace(NONE_KEPT, cluster=Cluster(1, 1))
+    for name, num_bytes in (("stock", 132), ("lossless", 132), ("fp8-lm-o1", 132), ("in-tree", 132), ("zeropp", 84)):
+        assert optimizer_seconds(METHODS[name], job, H200) == pytest.approx(num_bytes * PARAMETERS / 4300e9), name
+    for name, num_bytes in (("zeropp-diff", 84), ("mxfp8", 84), ("fp8-lm-zeropp", 57), ("fsdp2", 30), ("hsdp", 30)):
+        assert optimizer_seconds(METHODS[name], job, H200) == pytest.approx(num_bytes * PARAMETERS / 4300e9), name
+
+
 def test_a_gpu_without_fp8_gains_nothing_by_it():
     job = replace(NONE_KEPT, cluster=Cluster(1, 1), tokens=1 << 16)
     low, high = (estimate(METHODS[name], job, V100) for name in ("fp8-compute", "lossless"))
@@ -468,6 +476,7 @@ def test_command_line_checks_and_fits(tmp_path, capsys):
         (["--methods", "zerop"], "there is no method 'zerop'"),
         (["--check", "nowhere.json"], "there is no file or folder nowhere.json"),
         (["--fit", "overlap"], "--fit needs --check"),
+        (["--check", "--fit", "overlap", "--held-out"], "--held-out needs --fit machine"),
     ],
 )
 def test_command_line_errors(arguments, message, capsys):

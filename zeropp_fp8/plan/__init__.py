@@ -17,8 +17,8 @@ host. `step_time.py` has the formulas. Everything here is plain arithmetic: no t
     calibrate.py  model against measurement, and fitting the rates no data sheet gives
 """
 
-from zeropp_fp8.plan.calibrate import Residual, calibrate, calibrate_machine, check
-from zeropp_fp8.plan.hardware import EMULATED_H200, H200, PRESETS, V100, Hardware
+from zeropp_fp8.plan.calibrate import Residual, calibrate, check, fitted, held_out, machine_of
+from zeropp_fp8.plan.hardware import EMULATED_H200, H100, H200, PRESETS, V100, Hardware, measured_on
 from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError
 from zeropp_fp8.plan.measured import PEERS, MeasuredPoint, load_points
 from zeropp_fp8.plan.memory import MemoryEstimate, memory_per_gpu
@@ -28,6 +28,7 @@ from zeropp_fp8.plan.step_time import StepEstimate, estimate
 
 __all__ = [
     "EMULATED_H200",
+    "H100",
     "H200",
     "LORA_METHODS",
     "METHODS",
@@ -48,11 +49,14 @@ __all__ = [
     "Residual",
     "StepEstimate",
     "calibrate",
-    "calibrate_machine",
     "check",
     "estimate",
+    "fitted",
+    "held_out",
     "iteration",
     "load_points",
+    "machine_of",
+    "measured_on",
     "memory_per_gpu",
     "method_named",
 ]

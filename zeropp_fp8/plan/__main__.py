@@ -4,7 +4,7 @@ python -m zeropp_fp8.plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 -
 python -m zeropp_fp8.plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 2048 --lora-rank 16
 python -m zeropp_fp8.plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 4096 --sequence 512 \
     --rlhf --response 256
-python -m zeropp_fp8.plan --check benchmarks/results/lora_step --fit host_per_block_ms
+python -m zeropp_fp8.plan --check benchmarks/results/lora_step --fit machine
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from zeropp_fp8.plan.calibrate import Residual, calibrate, calibrate_machine, check
-from zeropp_fp8.plan.hardware import EMULATED_H200, PRESETS, Hardware
+from zeropp_fp8.plan.calibrate import Residual, calibrate, check, fitted, held_out, machine_of
+from zeropp_fp8.plan.hardware import PRESETS, Hardware, measured_on
 from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError
 from zeropp_fp8.plan.measured import PEERS, load_points
 from zeropp_fp8.plan.memory import memory_for_copies
@@ -66,9 +66,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--check", nargs="*", metavar="PATH", help="results at PATH against the model; without PATH the peers known"
     )
     output.add_argument(
-        "--fit", default="", help='with --check: up to three fields of Hardware to fit first, with commas, or "machine"'
+        "--fit", default="", help='with --check: "machine", or up to three fields of Hardware to fit first, with commas'
     )
+    output.add_argument("--held-out", action="store_true", help="with --fit machine: predict each run from the others")
     arguments = parser.parse_args(argv)
+    if arguments.held_out and arguments.fit != "machine":
+        parser.error("--held-out needs --fit machine: it fits to all runs but one")
     if arguments.fit and arguments.check is None:
         parser.error("--fit needs --check: it fits to measured points")
     if arguments.secondary_gb not in (None, "auto"):
@@ -222,11 +225,11 @@ def iteration_table(estimates: Sequence[IterationEstimate], job: Job) -> str:
 
 def check_table(residuals: Sequence[Residual]) -> str:
     """Measured and modelled step times."""
-    lines = [f"{'run':<46}{'source':<24}{'measured':>10}{'modelled':>10}{'error':>9}   (ms)"]
+    lines = [f"{'run':<50}{'source':<24}{'measured':>10}{'modelled':>10}{'error':>9}   (ms)"]
     for residual in residuals:
         point = residual.point
         lines.append(
-            f"{point.label:<46}{point.source:<24}{1e3 * point.step_s:>10.0f}{1e3 * residual.modelled_s:>10.0f}"
+            f"{point.label:<50}{point.source:<24}{1e3 * point.step_s:>10.0f}{1e3 * residual.modelled_s:>10.0f}"
             f"{100 * residual.error:>+8.1f}%{'' if point.steady else '   unsteady: not fitted to'}"
         )
     worst = max(abs(residual.error) for residual in residuals)
@@ -245,17 +248,20 @@ def run_check(arguments: argparse.Namespace) -> str:
     if not points:
         where = ", ".join(arguments.check)
         raise PlanError(f"{where}: no step times measured on GPUs{f', only of {unknown}' if unknown else ''}")
-    hardware = hardware_of(arguments, EMULATED_H200)
     lines = [f"no model for: {', '.join(unknown)}"] if unknown else []
-    if arguments.fit:
-        fields = arguments.fit.split(",")
+    residuals = []
+    for gpu in sorted({point.gpu for point in points}):
+        of_it = [point for point in points if point.gpu == gpu]
+        preset = hardware = hardware_of(arguments, measured_on(gpu))
+        fields = arguments.fit.split(",") if arguments.fit else []
         if fields == ["machine"]:
-            fields = ["host_per_block_ms", "achieved_tflops", "host_per_tensor_ms", "host_per_gather_ms"]
-            hardware = calibrate_machine(points, hardware)
-        else:
-            hardware = calibrate(points, hardware, fields)
-        lines += [f"fitted {field} = {getattr(hardware, field):.4g}" for field in fields]
-    return "\n".join([*lines, check_table(check(points, hardware))])
+            hardware = machine_of(of_it, preset)
+            fields = fitted(preset, hardware)
+        elif fields:
+            hardware = calibrate(of_it, preset, fields)
+        lines += [f"fitted {field} = {getattr(hardware, field):.4g} ({getattr(preset, field):.4g})" for field in fields]
+        residuals += held_out(of_it, preset) if arguments.held_out else check(of_it, hardware)
+    return "\n".join([*lines, check_table(residuals)])
 
 
 def seconds_at(estimator: Estimator, method: Method, job: Job, hardware: Hardware, gbit: float) -> float:

@@ -32,13 +32,17 @@ class Hardware:
         host_per_block_ms: Python and kernel launches for one block, forward and backward, in eager mode.
         compiled_host, compiled_compute: shares of a block's host time and of its computing that are left when
             torch.compile runs it, which fuses what is between its matrix products.
+        compiled_fp8_host: the share of its host time where it computes in FP8, whose casts torch.compile calls one by
+            one.
         adapter_host: host time of one LoRA adapter, as a share of its block's without adapters.
         fp8_host: host time of a block's casts and scales in FP8 or MX, as a share of its block's in 16 bits.
         reducer_host: the same of DeepSpeed's own reducer, which takes gradients tensor by tensor.
-        zero3_bytes, fp8_optimizer_bytes: memory traffic of a step that tokens do not change, bytes a parameter of the
-            shard: all of DeepSpeed's with fp32 AdamW, the update included, and with gradients and states in FP8.
-        host_per_tensor_ms: what DeepSpeed's ZeRO-3 adds a step for each tensor it manages.
-        host_per_gather_ms: what it adds a step for each unit it gathers, releases and reduces (hooks, handles).
+        zero3_bytes, zeropp_bytes, fp8_optimizer_bytes: memory traffic of a step that tokens do not change, bytes a
+            parameter of the shard: all of DeepSpeed's with fp32 AdamW, the update included; the same where this project
+            reduces gradients and leaves them in 16 bits; and with gradients and states in FP8.
+        fsdp_host: host time of a block of FSDP2 instead of this project's, as a share of it.
+        tensor_host: what DeepSpeed's ZeRO-3 adds for each tensor it manages, as a share of a block's host time.
+        gather_host: the same for each unit it gathers, releases and reduces (hooks, handles).
         codec_efficiency: share of memory_gbs that quantizing and dequantizing reach, counted on the bytes that one
             fused pass must move.
         overlap: how much of what can be hidden behind the slower of wire and GPU is hidden: 1 all of it, 0 nothing.
@@ -49,10 +53,13 @@ class Hardware:
     achieved_tflops: float
     link_efficiency: float = 0.9
     host_per_block_ms: float = 3.94
-    # FSDP2 on 2 H200, NVLink: 119 ms instead of 154 at 1 x 1,024 tokens, 176 instead of 218 at 4 x 2,048
-    # (benchmarks/results/two_nodes/h200-2-nvlink*-compiled_zero3_linear.json).
+    # FSDP2 on 2 H200, NVLink: 119 ms instead of 154, bound by the host
+    # (benchmarks/results/two_nodes/h200-2-nvlink-compiled_zero3_linear.json). 150 ms of kernels instead of 205, less
+    # the update 0.71, of `zeropp` 0.69 (benchmarks/results/step_profile/h200-1-4x2048.json). `fp8-lm` with compiled
+    # blocks took 0.6 to 1.2 times as long as without in six files, in the middle 0.94.
     compiled_host: float = 0.77
-    compiled_compute: float = 0.81
+    compiled_compute: float = 0.73
+    compiled_fp8_host: float = 0.95
     # PPO on 2 H200, 7 adapters a block: 659 ms of training (`qlora`) instead of 371 (all weights, `zeropp`), both bound
     # by the host (benchmarks/results/rlhf_step/h200-2-25gbit.json and -full.json; 0.06 by those of 4 H200). A block has
     # 178 operations that are no views instead of 114 (0.08), and with 32 hidden units it takes 2.0 times as long on a
@@ -62,18 +69,24 @@ class Hardware:
     # (benchmarks/results/fp8_linear/h200-1-local.json).
     matrix_tflops: float = 774
     fp8_tflops: float = 1350
-    # 1 x 1,024 tokens on 2 H200, NVLink, bound by the host: `fp8-lm` 245 ms, `zeropp` 150; without their updates 236
-    # and 129 (benchmarks/results/before_after/h200-2-nvlink.json).
-    fp8_host: float = 0.83
+    # 1 x 1,024 tokens on 2 H100, NVLink, bound by the host: `fp8-lm` 262 ms, `zeropp` 192; without their updates 249
+    # and 173 (benchmarks/results/two_nodes/h100-2-nvlink.json). It was 0.8 before launches were made cheaper.
+    fp8_host: float = 0.5
     # `lossless` with compiled blocks 127 ms, `zeropp` 101; not compiled and without the update 111
     # (benchmarks/results/two_nodes/h200-2-nvlink-compiled.json).
     reducer_host: float = 0.23
     # `lossless` and `fp8-lm-o2` of 3.8 B parameters on one H200, 16 to 128 x 1,024 tokens, extended to none: 117 and
     # 57 ms (benchmarks/results/fp8_lm_limits/h200-1-local-batch.json), the latter less casts of weights.
     zero3_bytes: float = 132
+    # `zeropp-compiled` on one H200: 26 ms of kernels that tokens do not change
+    # (benchmarks/results/step_profile/h200-1-1x1024-before.json).
+    zeropp_bytes: float = 84
     fp8_optimizer_bytes: float = 57
-    host_per_tensor_ms: float = 0.43
-    host_per_gather_ms: float = 0.78
+    # 1.0 to 1.5, on one GPU up to 2.0, in what files were fitted to.
+    fsdp_host: float = 1.0
+    # 0.43 and 0.78 ms of the peers in measured.py.
+    tensor_host: float = 0.109
+    gather_host: float = 0.198
     codec_efficiency: float = 0.8
     overlap: float = 1.0
     net_latency_us: float = 14.0
@@ -89,11 +102,20 @@ class Hardware:
 
 
 # 4 H200 of one host: NCCL over NVLink within a pair and the copy bandwidth were measured. host_per_block_ms and
-# achieved_tflops are fitted to FSDP2 in one node, then host_per_tensor_ms, host_per_gather_ms and link_efficiency to
+# achieved_tflops are fitted to FSDP2 in one node, then tensor_host, gather_host and link_efficiency to
 # the other peers in measured.py (`calibrate`). codec_efficiency is what benchmarks/kernels.py measured there, 0.6 to
 # 0.9 by kernel. link_efficiency of a network that is not this one is an assumption.
 EMULATED_H200 = Hardware(intra_gbs=200, memory_gbs=4300, achieved_tflops=362, link_efficiency=0.995)
 H200 = replace(EMULATED_H200, link_efficiency=0.9)
+# Data sheet: memory 3,350 GB/s, of which a copy reaches as much as the H200's of 4,800; products and NVLink are the
+# H200's. Kernels of a step of 8,192 tokens take 1.1 times as long (benchmarks/results/step_profile/*-4x2048.json).
+H100 = replace(H200, memory_gbs=3000, achieved_tflops=330)
 # Data sheet: NVLink 150 GB/s one way, memory 900 GB/s, 125 TFLOP/s; what training reaches of them is assumed.
 V100 = Hardware(intra_gbs=120, memory_gbs=800, achieved_tflops=60, matrix_tflops=100, fp8_tflops=100)
-PRESETS = {"h200": H200, "emulated-h200": EMULATED_H200, "v100": V100}
+PRESETS = {"h200": H200, "h100": H100, "emulated-h200": EMULATED_H200, "v100": V100}
+
+
+def measured_on(gpu: str) -> Hardware:
+    """The preset of a GPU by its name, an H200's where that says nothing, with a network that is this host's."""
+    preset = next((preset for name, preset in PRESETS.items() if name in gpu.lower()), H200)
+    return replace(preset, link_efficiency=EMULATED_H200.link_efficiency)

@@ -46,7 +46,7 @@ PHASES = ("experience", "training")
 class MeasuredPoint:
     """The median step time of one run; `steady`: its slowest step took less than UNSTEADY times its fastest.
 
-    `phase`: of an iteration of RLHF (PHASES), whose time it is; empty: a training step.
+    `phase`: of an iteration of RLHF (PHASES), whose time it is; empty: a training step. `gpu`: its name, where known.
     """
 
     run: str
@@ -56,6 +56,7 @@ class MeasuredPoint:
     peak_bytes: float | None = None
     steady: bool = True
     phase: str = ""
+    gpu: str = ""
 
     def __post_init__(self) -> None:
         require_positive(step_s=self.step_s)
@@ -151,6 +152,10 @@ def _ran_on_gpu(result: dict) -> bool:
     return "NVIDIA" in str(result.get("device", "NVIDIA"))
 
 
+def _gpu(row: dict) -> str:
+    return str(row.get("hardware", {}).get("gpu", ""))
+
+
 def _run_name(row: dict) -> str:
     name = str(row["run"]).lower().replace("_", "-")
     # The model reduces FSDP's gradients in 16 bits.
@@ -196,7 +201,7 @@ def _point(row: dict, source: str) -> MeasuredPoint:
     )
     peak = row["peak_gib"] * 2**30 if row.get("peak_gib") else row.get("peak_bytes")
     steady = row.get("max_ms", 0) < UNSTEADY * row.get("min_ms", math.inf)
-    return MeasuredPoint(_run_name(row), job, row["step_ms"] / 1e3, source, peak, steady)
+    return MeasuredPoint(_run_name(row), job, row["step_ms"] / 1e3, source, peak, steady, gpu=_gpu(row))
 
 
 def _phases(row: dict, source: str) -> list[MeasuredPoint]:
@@ -211,7 +216,7 @@ def _phases(row: dict, source: str) -> list[MeasuredPoint]:
     for phase in PHASES:
         times, peak = row[f"{phase}_times_ms"], row["peak_bytes"] if phase == "training" else None
         steady = max(times) < UNSTEADY * min(times)
-        points.append(MeasuredPoint(method, job, row[f"{phase}_ms"] / 1e3, source, peak, steady, phase))
+        points.append(MeasuredPoint(method, job, row[f"{phase}_ms"] / 1e3, source, peak, steady, phase, _gpu(row)))
     return points
 
 

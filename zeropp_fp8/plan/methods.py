@@ -114,6 +114,17 @@ class Method:
     def quantizes_gradients(self) -> bool:
         return self.gradient_inter < BYTES_16BIT
 
+    @property
+    def update(self) -> Literal["optimizer", "fp8_optimizer", "zeropp", "zero3"]:
+        """Which of Hardware's bytes a parameter a step takes; "zeropp" where this project reduces gradients and leaves
+        them in 16 bits."""
+        if not self.deepspeed:
+            return "optimizer"
+        if self.fused_update:
+            return "fp8_optimizer"
+        own = self.quantizes_gradients and self.stored_gradient_bytes is None and not self.host_by_tensor
+        return "zeropp" if own else "zero3"
+
     def kept_parameters(self, job: Job) -> float:
         """Parameters that stay gathered from forward to backward, so that the backward pass does not gather them."""
         kept = job.kept_parameters if self.deepspeed else job.model.embedding_parameters
@@ -307,12 +318,14 @@ _EAGER = {
         "in-tree-hpz": _HPZ,
         "in-tree-qgz": _QGZ,
         "fsdp2": _FSDP2,
+        "fsdp2-torchao": {**_FSDP2, **_FP8_COMPUTE},
         "hsdp": {**_FSDP2, **_HSDP},
     }.items()
 }
 _COMPILED = [
     replace(_EAGER[name], name=f"{name}-compiled", compiled=True)
-    for name in ("lossless", "zeropp", "zeropp-4bit", "fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp", "fsdp2", "hsdp")
+    for name in ("lossless", "zeropp", "zeropp-4bit", "fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp", "hsdp")
+    + ("fsdp2", "fsdp2-torchao")
 ]
 # Frozen weights as codes in blocks of 64 with a bf16 scale (NF4: fp32), or with scales in 8 bits and an fp32 scale for
 # 256 of those ("-dq", arXiv 2305.14314, section 3); `qlora` is NF4 with these. "-rank": every rank keeps all codes.

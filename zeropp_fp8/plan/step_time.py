@@ -148,16 +148,15 @@ def cast_bytes(method: Method, job: Job) -> tuple[float, float]:
 
 def host_seconds(method: Method, job: Job, hardware: Hardware) -> float:
     """Python and launches of one micro-batch, forward and backward."""
-    share = hardware.compiled_host if method.compiled else 1
-    if job.lora:
-        share *= 1 + hardware.adapter_host * job.lora.in_block(job.model)
+    share = 1 + (hardware.adapter_host * job.lora.in_block(job.model) if job.lora else 0)
     share += hardware.fp8_host if method.cast_bytes else 0
+    if method.compiled:
+        share *= hardware.compiled_fp8_host if method.cast_bytes else hardware.compiled_host
     share += hardware.reducer_host if method.reduces_by_tensor else 0
-    milliseconds = job.model.layers * hardware.host_per_block_ms * share
+    blocks = job.model.layers * share * (1 if method.deepspeed else hardware.fsdp_host)
     if method.host_by_tensor:
-        milliseconds += job.model.tensors * hardware.host_per_tensor_ms
-        milliseconds += method.gathers(job) * hardware.host_per_gather_ms
-    return milliseconds / 1e3
+        blocks += job.model.tensors * hardware.tensor_host + method.gathers(job) * hardware.gather_host
+    return blocks * hardware.host_per_block_ms / 1e3
 
 
 def computing_seconds(method: Method, flop: float, block_flop: float, hardware: Hardware) -> float:
@@ -215,8 +214,7 @@ def _backward(method: Method, job: Job, hardware: Hardware, last: bool) -> PassT
 def optimizer_seconds(method: Method, job: Job, hardware: Hardware) -> float:
     """The update is bound by memory: bytes a trained parameter of the shard over the copy bandwidth."""
     shard = job.trained_parameters / method.state_ranks(job)
-    of_deepspeed = hardware.fp8_optimizer_bytes if method.fused_update else hardware.zero3_bytes
-    return shard * (of_deepspeed if method.deepspeed else hardware.optimizer_bytes) / (hardware.memory_gbs * 1e9)
+    return shard * getattr(hardware, f"{method.update}_bytes") / (hardware.memory_gbs * 1e9)
 
 
 def evaluation(method: Method, job: Job, hardware: Hardware, copied: bool = False) -> PassTime:
