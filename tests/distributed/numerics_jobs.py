@@ -259,6 +259,26 @@ def compared(folder):
     return values, by_hand, told, (layers, exact, layer_table(layers), Path(picture).read_bytes()[:4])
 
 
+def two_engines(folder):
+    """{engine that is asked for: steps of each} where two take steps in turn."""
+    found = {}
+    for asked in (0, 1):
+        file = os.path.join(folder, f"{asked}.jsonl")
+        switch(True)
+        os.environ[TRIAL_VARIABLE] = Trial(steps=2, file=file, engine=2 * asked + asked).model_dump_json()
+        engines = [make_engine(llama(), ds_config(section("zeropp"))) for _ in range(2)]
+        try:
+            for tokens in batches(4, dist.get_rank()):
+                for engine in engines:
+                    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+                    engine.step()
+        except SystemExit as ended:
+            assert ended.code == 0
+        dist.barrier()
+        found[asked] = [len(read_run(Path(file), 2 * asked + number).steps) for number in range(2)]
+    return found
+
+
 def what_differs(*runs):
     try:
         return check_the_same(*runs, "a run")

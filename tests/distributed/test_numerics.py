@@ -117,6 +117,11 @@ def test_an_experiment_records_what_a_loop_sees(tmp_path):
         assert table.splitlines()[1].endswith(max(layers, key=lambda name: layers[name][0]))
 
 
+def test_an_experiment_ends_when_the_engine_that_is_asked_for_has_made_its_steps(tmp_path):
+    for found in run_two(jobs.two_engines, folder=str(tmp_path)):
+        assert found == {0: [2, 1], 1: [2, 2]}
+
+
 FP8 = {"compute": {"format": "fp8"}}
 WATCHED = [
     {},
