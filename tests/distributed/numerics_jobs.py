@@ -99,6 +99,23 @@ def sampled(path, recipe, accumulation=1, steps=2, every=1, poison=None, frozen=
     return samples, oracle, told, left
 
 
+def sampled_after_a_resume(folder):
+    """Steps of the samples, every third one, of a run that is saved after two, resumes and makes five more."""
+    switch(True)
+    path, tokens = os.path.join(folder, "numerics.jsonl"), list(batches(5, dist.get_rank()))
+    fields = {"numerics": {"every": 3, "parts": 1, "file": path}}
+    for steps in (2, 5):
+        engine = make_engine(llama(), ds_config(section("zeropp", **fields)))
+        if steps == 5:
+            engine.load_checkpoint(folder, tag="saved")
+        for batch in tokens[:steps]:
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            engine.step()
+        engine.save_checkpoint(folder, tag="saved")
+        engine.destroy()
+    return [json.loads(line)["step"] for line in Path(path).read_text().splitlines()]
+
+
 def beside_a_reference(path):
     """(observers of an engine that evaluates only, numbers of those of one that trains, engines in the samples)."""
     switch(True)

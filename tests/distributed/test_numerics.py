@@ -84,6 +84,11 @@ def check_told(told, rows):
             assert told[f"numerics/{kind}/highest_{name}"] == max(row[name] for row in mine)
 
 
+def test_samples_of_a_run_that_resumes(tmp_path):
+    for steps in run_two(jobs.sampled_after_a_resume, folder=str(tmp_path)):
+        assert steps == [3, 6]
+
+
 def test_an_engine_that_evaluates_only_is_not_observed(tmp_path):
     """A reference model with the policy's ds_config; nor does it count among the engines that train."""
     for found in run_two(jobs.beside_a_reference, path=str(tmp_path / "numerics.jsonl")):
