@@ -209,6 +209,24 @@ def across_engines():
         return str(error)
 
 
+def master_weights():
+    """What is said of unrounded master weights while a later engine has weights elsewhere; whether they are back."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    switch(True)
+    model = llama()
+    first = _over("FP8 states", model, True)
+    param = model.lm_head.weight
+    expected = safe_get_full_fp32_param(param).clone()
+    later = _over("whole tensors", model, False)
+    with pytest.raises(RuntimeError) as raised:
+        safe_get_full_fp32_param(param)
+    later.destroy()
+    found = str(raised.value), torch.equal(safe_get_full_fp32_param(param), expected)
+    first.destroy()
+    return found
+
+
 def refused():
     """What is said of later engines that cannot be; losses of the earlier one beside them, and of one left alone."""
     switch(True)

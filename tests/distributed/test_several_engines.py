@@ -105,6 +105,11 @@ def test_a_step_drops_what_a_later_engine_keeps_gathered():
             assert alone == beside and alone[1] and len(set(alone[0])) == 6, case
 
 
+def test_master_weights_beside_a_later_engine_that_has_weights_elsewhere():
+    for said, equal in run_two(jobs.master_weights):
+        assert "cannot train, show master weights, save or load" in said and equal
+
+
 def test_a_parameter_of_another_engine():
     for said in run_two(jobs.across_engines):
         assert "a Linear uses parameters that another engine has" in said and "make one engine over both models" in said
