@@ -99,6 +99,23 @@ def sampled(path, recipe, accumulation=1, steps=2, every=1, poison=None, frozen=
     return samples, oracle, told, left
 
 
+def sampled_after_a_resume(folder):
+    """Steps of the samples, every third one, of a run that is saved after two, resumes and makes five more."""
+    switch(True)
+    path, tokens = os.path.join(folder, "numerics.jsonl"), list(batches(5, dist.get_rank()))
+    fields = {"numerics": {"every": 3, "parts": 1, "file": path}}
+    for steps in (2, 5):
+        engine = make_engine(llama(), ds_config(section("zeropp", **fields)))
+        if steps == 5:
+            engine.load_checkpoint(folder, tag="saved")
+        for batch in tokens[:steps]:
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            engine.step()
+        engine.save_checkpoint(folder, tag="saved")
+        engine.destroy()
+    return [json.loads(line)["step"] for line in Path(path).read_text().splitlines()]
+
+
 def beside_a_reference(path):
     """(observers of an engine that evaluates only, numbers of those of one that trains, engines in the samples)."""
     switch(True)
@@ -257,6 +274,26 @@ def compared(folder):
         name: ((a - b).norm() / b.norm()).item() for (name, a), b in zip(gradients[0].items(), gradients[1].values())
     }
     return values, by_hand, told, (layers, exact, layer_table(layers), Path(picture).read_bytes()[:4])
+
+
+def two_engines(folder):
+    """{engine that is asked for: steps of each} where two take steps in turn."""
+    found = {}
+    for asked in (0, 1):
+        file = os.path.join(folder, f"{asked}.jsonl")
+        switch(True)
+        os.environ[TRIAL_VARIABLE] = Trial(steps=2, file=file, engine=2 * asked + asked).model_dump_json()
+        engines = [make_engine(llama(), ds_config(section("zeropp"))) for _ in range(2)]
+        try:
+            for tokens in batches(4, dist.get_rank()):
+                for engine in engines:
+                    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+                    engine.step()
+        except SystemExit as ended:
+            assert ended.code == 0
+        dist.barrier()
+        found[asked] = [len(read_run(Path(file), 2 * asked + number).steps) for number in range(2)]
+    return found
 
 
 def what_differs(*runs):

@@ -209,18 +209,37 @@ def across_engines():
         return str(error)
 
 
-def over_a_part():
-    """What is said of an engine over a part of a block that another has; losses of that one, and of one left alone."""
+def master_weights():
+    """What is said of unrounded master weights while a later engine has weights elsewhere; whether they are back."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
     switch(True)
-    config, said, losses = ds_config(section_of("zeropp")), None, []
+    model = llama()
+    first = _over("FP8 states", model, True)
+    param = model.lm_head.weight
+    expected = safe_get_full_fp32_param(param).clone()
+    later = _over("whole tensors", model, False)
+    with pytest.raises(RuntimeError) as raised:
+        safe_get_full_fp32_param(param)
+    later.destroy()
+    found = str(raised.value), torch.equal(safe_get_full_fp32_param(param), expected)
+    first.destroy()
+    return found
+
+
+def refused():
+    """What is said of later engines that cannot be; losses of the earlier one beside them, and of one left alone."""
+    switch(True)
+    config, said, losses = ds_config(section_of("zeropp")), [], []
     for beside in (False, True):
         model = llama()
         engine = make_engine(model, config)
-        if beside:
+        stored = ds_config(section_of("zeropp", frozen={"format": "int8", "block_size": 32}))
+        for part, its_config in ((model.model.layers[0].mlp, config), (model, stored)) if beside else ():
             try:
-                make_engine(model.model.layers[0].mlp, config, optimizer=None)
+                make_engine(part, its_config, optimizer=None)
             except ConfigError as error:
-                said = str(error)
+                said.append(str(error))
         losses.append(_trained(engine, batches(2, dist.get_rank())))
     return said, losses
 

@@ -84,6 +84,11 @@ def check_told(told, rows):
             assert told[f"numerics/{kind}/highest_{name}"] == max(row[name] for row in mine)
 
 
+def test_samples_of_a_run_that_resumes(tmp_path):
+    for steps in run_two(jobs.sampled_after_a_resume, folder=str(tmp_path)):
+        assert steps == [3, 6]
+
+
 def test_an_engine_that_evaluates_only_is_not_observed(tmp_path):
     """A reference model with the policy's ds_config; nor does it count among the engines that train."""
     for found in run_two(jobs.beside_a_reference, path=str(tmp_path / "numerics.jsonl")):
@@ -115,6 +120,11 @@ def test_an_experiment_records_what_a_loop_sees(tmp_path):
         ratios = [layers[name][0] / exact[name] for name in layers]
         assert sum(ratios) / len(ratios) == pytest.approx(1.0, abs=0.1)
         assert table.splitlines()[1].endswith(max(layers, key=lambda name: layers[name][0]))
+
+
+def test_an_experiment_ends_when_the_engine_that_is_asked_for_has_made_its_steps(tmp_path):
+    for found in run_two(jobs.two_engines, folder=str(tmp_path)):
+        assert found == {0: [2, 1], 1: [2, 2]}
 
 
 FP8 = {"compute": {"format": "fp8"}}

@@ -105,14 +105,22 @@ def test_a_step_drops_what_a_later_engine_keeps_gathered():
             assert alone == beside and alone[1] and len(set(alone[0])) == 6, case
 
 
+def test_master_weights_beside_a_later_engine_that_has_weights_elsewhere():
+    for said, equal in run_two(jobs.master_weights):
+        assert "cannot train, show master weights, save or load" in said and equal
+
+
 def test_a_parameter_of_another_engine():
     for said in run_two(jobs.across_engines):
         assert "a Linear uses parameters that another engine has" in said and "make one engine over both models" in said
 
 
-def test_an_engine_over_a_part_of_the_model_of_another():
-    for said, (alone, beside) in run_two(jobs.over_a_part):
-        assert "another engine has this model and more" in said and "call its destroy() first" in said
+def test_later_engines_that_are_refused():
+    """Over a part of what is gathered together, or with weights at rest as codes: the earlier one trains on."""
+    for (over_a_part, stored), (alone, beside) in run_two(jobs.refused):
+        assert "another engine has this model and more" in over_a_part and "call its destroy() first" in over_a_part
+        assert 'frozen.format": another engine over this model has model.layers.0.self_attn.q_proj.weight' in stored
+        assert "call its destroy() first" in stored
         assert alone == beside and len(set(alone)) == 2
 
 

@@ -26,7 +26,8 @@ class Trial(BaseModel):
     """What one run of an experiment does; JSON in ZEROPP_FP8_TRIAL.
 
     Attributes:
-        steps: after which every rank ends, with status 0.
+        steps: after which every rank ends, with status 0; `engine`: whose steps, in the order of the making of engines
+            that train, None: of any.
         file: where rank 0 writes what each step gave.
         high: pieces (`pieces_of`) in high precision; "all" of them: the recipe `lossless`.
         skip_modules: name patterns of layers that compute in high precision besides those of the section.
@@ -36,6 +37,7 @@ class Trial(BaseModel):
 
     steps: int
     file: str
+    engine: int | None = None
     high: list[str] = []
     skip_modules: list[str] = []
 

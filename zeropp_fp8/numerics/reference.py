@@ -73,7 +73,8 @@ class Experiment:
         print(f"zeropp_fp8: {self.steps} steps {name}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "steps.jsonl")
-            trial = Trial(steps=self.steps, file=str(file), high=list(high), skip_modules=list(skip_modules))
+            changed = {"high": list(high), "skip_modules": list(skip_modules)}
+            trial = Trial(steps=self.steps, file=str(file), engine=self.engine, **changed)
             environment = {**os.environ, TRIAL_VARIABLE: trial.model_dump_json()}
             status = subprocess.run(self.line, env=environment, stdout=sys.stderr).returncode
             found = read_run(file, self.engine)

@@ -141,6 +141,12 @@ class Sampler(Observer):
             del self.means, self.sums, self.amax
         self._begin_if_due(step + 1)
 
+    def load_state_dict(self, state: dict) -> None:
+        """Steps go on from those of the checkpoint, whose next one may be due."""
+        self._ended, self._ended_at = self._now(), self.session.engine().global_steps
+        if not self.sampling:
+            self._begin_if_due(self._ended_at + 1)
+
     # -- what it looks at --------------------------------------------------------------------------------------------
 
     def _finish(self, finish: Callable, unit) -> None:

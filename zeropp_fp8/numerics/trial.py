@@ -60,7 +60,7 @@ class Sketches:
 
 
 class Recorder(Observer):
-    """Writes a line of JSON for the engine and for each of its steps, on rank 0, and ends the process after the last.
+    """Writes a line of JSON for the engine and for each of its steps, on rank 0; that of the trial ends the process.
 
     engine: {"engine", "pieces": what is in low precision, "layers": those that compute so, "matrices": that train}
     step: {"engine", "step", "loss": mean over micro-batches and ranks, "grad_norm", "data": fingerprint of what the
@@ -69,7 +69,7 @@ class Recorder(Observer):
     What is not there (a loss that `engine.backward` did not get, the norm of gradients that are not finite) is NaN.
 
     Raises:
-        SystemExit: in the last step, with status 0, on every rank.
+        SystemExit: in the last step of the trial, with status 0, on every rank.
     """
 
     def __init__(self, engine, number: int, trial: Trial) -> None:
@@ -118,5 +118,5 @@ class Recorder(Observer):
         values["sketches"] = [[float(f"{one:.7g}") for one in sums] for sums in self.sketch.tolist()]
         self._write({"step": self.steps, **values, **({"state": state} if self.steps == 1 else {})})
         self.sums.zero_()
-        if self.steps == self.trial.steps:
+        if self.steps == self.trial.steps and self.trial.engine in (None, self.number):
             raise SystemExit(0)

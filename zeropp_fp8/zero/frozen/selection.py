@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from zeropp_fp8.config import SECTION, ConfigError, FrozenConfig
 from zeropp_fp8.config.patterns import matches
 from zeropp_fp8.zero.frozen.store import name_stored, note_version, store, store_format, stored_weight, unstore
+from zeropp_fp8.zero.gather.adopted import STATE
 
 # Where PEFT keeps the layer that it wraps: with adapters around it, or beside a copy that is trained (modules_to_save).
 # Only that belongs to the base model; what PEFT adds keeps its precision, frozen or not.
@@ -151,7 +152,8 @@ def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool) -> None:
 
     Raises:
         ConfigError: a weight that is to be trained was stored while the model was made, or "modules" names it; one was
-            stored in another format; "modules" names none; or there is nothing to store.
+            stored in another format; "modules" names none; there is nothing to store; or another engine has as numbers
+            what would be stored.
     """
     wire_format = store_format(frozen)
     names = dict(_names_of(model))
@@ -187,8 +189,15 @@ def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool) -> None:
                     f'"{SECTION}.frozen": {names[param]} is to be trained, and "frozen.modules" names it; freeze it, '
                     'or add its name to "frozen.skip_modules"'
                 )
-        for param in chosen:
-            if stored_weight(param) is None and not (param.requires_grad and trains):  # two layers may share one
+        to_store = [p for p in chosen if stored_weight(p) is None and not (p.requires_grad and trains)]
+        for param in to_store:
+            if hasattr(param, STATE):
+                raise ConfigError(
+                    f'"{SECTION}.frozen.format": another engine over this model has {names[param]} as numbers, which '
+                    'would become codes; call its destroy() first, or set "frozen.format" to "none"'
+                )
+        for param in to_store:
+            if stored_weight(param) is None:  # two layers may share one
                 param.requires_grad_(False)
                 store(param, wire_format)
         if frozen.modules != "frozen" and not any(stored_weight(param) for param in names):

@@ -255,8 +255,8 @@ class Gatherer:
             theirs = None if engine is None else engine.session
             if not all(self.session.places_like(theirs, param) for param in params):
                 raise RuntimeError(
-                    "a later engine over this model keeps its weights on other ranks, so this one can neither train "
-                    "nor save or load checkpoints: call the later one's destroy() first, or give both the same "
+                    "a later engine over this model keeps its weights on other ranks, so this one cannot train, show "
+                    "master weights, save or load: call the later one's destroy() first, or give both the same "
                     f"{SECTION}.partition"
                 )
 
