@@ -9,6 +9,9 @@ or 4 GPUs with NCCL; no namespaces, no root. What is compared:
     in-tree qgZ     DeepSpeed's all_to_all_quant_reduce, INT4 on both hops; GPUs only
     INT8 / INT8...  this project: the format in the node / between nodes
 
+Then, of gradients with fewer bits between nodes: --sums of them, one after the other, and how close their sum is to the
+sum of the means, with error feedback and without. An optimizer adds gradients up, too.
+
 A cosine of 1 and a norm ratio of 1 are exact. In-tree qgZ returns the sum over the ranks of a node (2 x), and reads the
 bits of bf16 and fp32 as fp16.
 """
@@ -36,6 +39,9 @@ OURS = {
     "INT8 / INT4 hadamard": ("int8", "int4", False, True),
     "INT4 / INT4 hadamard": ("int4", "int4", True, True),
 }
+FEWER = {
+    f"{kind}{', hadamard' * rotate}": (kind, rotate) for kind in ("int4", "int3", "int2") for rotate in (False, True)
+}
 DTYPES = ("float32", "bfloat16", "float16")
 STDS = (1.0, 1e-2, 1e-4)
 
@@ -46,6 +52,7 @@ def parse(argv=None):
         "--shape", default="1024x1024", help="of the gradient; in-tree qgZ needs whole groups, so a power of two"
     )
     parser.add_argument("--block-size", type=whole(1), default=128, help="elements that share a scale")
+    parser.add_argument("--sums", type=whole(1), default=32, help="gradients that are added up")
     parser.add_argument("--timeout", type=finite(above=0), default=300, help="seconds for everything")
     parser.add_argument("--out", type=new_file, default="runs/gradient_fidelity.json")
     return parser.parse_args(argv)
@@ -69,27 +76,61 @@ def in_tree(grad, topology, args):
     return all_to_all_quant_reduce([grad.clone()], args.groups)[0]
 
 
-def ours(name: str):
-    def reduce(grad, topology, args):
+def ours(intra: str, inter: str, *hadamard: bool):
+    """One reduction. With `feedback`, what is kept of those before is in it."""
+
+    def reduce(grad, topology, args, feedback=None):
         from zeropp_fp8.comm import quantized_reduce_scatter
         from zeropp_fp8.formats import make_format
 
-        intra, inter, *hadamard = OURS[name]
         formats = (
             make_format(kind, block_size=args.block_size, hadamard=rotate)
             for kind, rotate in zip((intra, inter), hadamard)
         )
-        return quantized_reduce_scatter([grad], topology, *formats)[0]
+        kept = {} if feedback is None else {"error_feedback": feedback, "keys": ["gradient"]}
+        return quantized_reduce_scatter([grad], topology, *formats, **kept)[0]
 
     return reduce
 
 
-def compare(reduce, grad, exact, topology, args) -> dict:
-    """Join the slices that `reduce` leaves on the ranks, and compare with the exact mean."""
+def sums(topology, device, args) -> list[dict]:
+    """Rows of FEWER, each with and without error feedback: of one gradient, and of args.sums of them added up."""
     import torch
     import torch.distributed as dist
 
-    mine = reduce(grad, topology, args).float().contiguous()
+    from zeropp_fp8.comm import ErrorFeedback
+
+    rows = []
+    for name, (kind, rotate) in FEWER.items():
+        for feedback in (None, ErrorFeedback(args.block_size)):
+            generator = torch.Generator(device=device).manual_seed(dist.get_rank())
+            mine, exact = 0.0, 0.0
+            for count in range(1, args.sums + 1):
+                grad = torch.randn(args.shape, generator=generator, device=device)
+                mine += ours("int8", kind, False, rotate)(grad, topology, args, feedback)
+                exact += mean_of(grad)
+                if count in (1, args.sums):
+                    row = {"between nodes": name, "error_feedback": feedback is not None, "added": count}
+                    rows.append(row | closeness(mine, exact))
+    return rows
+
+
+def mean_of(grad):
+    """In float64, over all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    everyone = [torch.empty_like(grad) for _ in range(RANKS)]
+    dist.all_gather(everyone, grad)
+    return torch.stack([g.double() for g in everyone]).mean(0).view(-1)
+
+
+def closeness(mine, exact) -> dict:
+    """Join the slices on the ranks, and compare with the exact mean."""
+    import torch
+    import torch.distributed as dist
+
+    mine = mine.float().contiguous()
     full = mine.new_empty(RANKS * mine.numel())
     dist.all_gather_into_tensor(full, mine)
     full = full[: exact.numel()].double()
@@ -110,7 +151,7 @@ def worker(args) -> None:
     from zeropp_fp8.comm import make_topology
 
     topology = make_topology(ranks_per_node=PER_NODE)
-    methods = {"stock": stock, **{name: ours(name) for name in OURS}}
+    methods = {"stock": stock, **{name: ours(*of) for name, of in OURS.items()}}
     if on_gpu:
         from deepspeed.utils import groups
 
@@ -122,19 +163,19 @@ def worker(args) -> None:
         generator = torch.Generator(device=device).manual_seed(dist.get_rank())
         for std in STDS:
             grad = torch.randn(args.shape, generator=generator, device=device).mul_(std).to(getattr(torch, dtype))
-            everyone = [torch.empty_like(grad) for _ in range(RANKS)]
-            dist.all_gather(everyone, grad)
-            exact = torch.stack([g.double() for g in everyone]).mean(0).view(-1)
+            exact = mean_of(grad)
             for name, reduce in methods.items():
                 row = {"dtype": dtype, "std": std, "method": name}
-                rows.append(row | compare(reduce, grad, exact, topology, args))
+                rows.append(row | closeness(reduce(grad, topology, args), exact))
+    found = {"rows": rows, "sums": sums(topology, device, args)}
     if dist.get_rank() == 0:
-        Path(os.environ["STORE_FILE"] + ".rows").write_text(json.dumps(rows))
+        Path(os.environ["STORE_FILE"] + ".rows").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def show(rows: list[dict]) -> None:
+def show(result: dict) -> None:
+    rows = result["rows"]
     names = list(dict.fromkeys(row["method"] for row in rows))
     print("cosine and norm ratio against the float64 mean\n")
     print(f"{'dtype':<10}{'std':<8}" + "".join(f"{name:>24}" for name in names))
@@ -144,6 +185,10 @@ def show(rows: list[dict]) -> None:
             print(f"{dtype:<10}{std:<8g}" + "".join(f"{cells[name]:>24}" for name in names))
     if IN_TREE not in names:
         print(f"\n{IN_TREE}: {NO_IN_TREE}")
+    print(f"\n{'between nodes':<20}{'feedback':<12}{'added up':<12}{'':>13}")
+    for row in result["sums"]:
+        feedback = "yes" if row["error_feedback"] else "no"
+        print(f"{row['between nodes']:<20}{feedback:<12}{row['added']:<12}{cell(row)}")
 
 
 def cell(row: dict) -> str:
@@ -169,11 +214,11 @@ def main() -> None:
             nodes=RANKS // PER_NODE,
             namespaces=False,
         )
-        rows = json.loads(Path(f"{store}.rows").read_text())
+        found = json.loads(Path(f"{store}.rows").read_text())
     head = describe("gradient_fidelity")
-    result = {**head, "shape": shape, "block_size": args.block_size, "ranks": f"2 nodes x {PER_NODE}", "rows": rows}
+    result = {**head, "shape": shape, "block_size": args.block_size, "ranks": f"2 nodes x {PER_NODE}", **found}
     write_result(args.out, result | {"finished": True})
-    show(rows)
+    show(result)
 
 
 if __name__ == "__main__":
