@@ -62,6 +62,7 @@ def ds_config(case: Case, size: Size, world: int) -> dict:
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": True},
         "zero_optimization": {
             "stage": 3,
@@ -71,6 +72,7 @@ def ds_config(case: Case, size: Size, world: int) -> dict:
             "stage3_max_live_parameters": size.max_live,
             "stage3_max_reuse_distance": size.max_live,
             "stage3_param_persistence_threshold": size.persistence_threshold,
+            **case.zero,
         },
     }
     if case.recipe is not None:

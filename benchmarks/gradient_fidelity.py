@@ -1,18 +1,18 @@
 """How close a reduced gradient is to the true mean: cosine and ratio of norms, by dtype and gradient size.
 
     python -m benchmarks.gradient_fidelity --out gradient_fidelity.json
-    python -m benchmarks.gradient_fidelity --micro-batches 1,8,16
 
 4 ranks as 2 nodes x 2 reduce random gradients; each row compares the joined slices with the float64 mean. CPU with gloo
-or GPUs with NCCL (with fewer than 4 ranks share them, and DeepSpeed's own is left out); no namespaces, no root. What is
+or GPUs with NCCL (with fewer than 4, ranks share them, and DeepSpeed's own is left out); no namespaces, no root. What is
 compared:
 
     stock           reduce-scatter in the gradient's own dtype, divided by the ranks first, as ZeRO-3 does
     in-tree qgZ     DeepSpeed's all_to_all_quant_reduce, INT4 on both hops; GPUs only
     INT8 / INT8...  this project: the format in the node / between nodes
 
-Gradients of several --micro-batches are added up and compared with their sum's mean: by this project alone, once with
-each reduced to the end and once added up inside the node and sent between nodes once (", added in the node").
+Then, of gradients with fewer bits between nodes: --sums of them, one after the other, and how close their sum is to the
+sum of the means, with error feedback and without. An optimizer adds gradients up, too. And of --micro-batches, each
+reduced to the end and added up there, or added up inside the node and sent between nodes once.
 
 A cosine of 1 and a norm ratio of 1 are exact. In-tree qgZ returns the sum over the ranks of a node (2 x), and reads the
 bits of bf16 and fp32 as fp16.
@@ -37,13 +37,15 @@ from benchmarks.harness.results import write_result
 from examples.options import finite, new_file, several, whole
 
 RANKS, PER_NODE = 4, 2
-IN_NODE = ", added in the node"
 IN_TREE = "in-tree qgZ"
 # name: (format in the node, format between nodes, Hadamard rotation in the node, between nodes)
 OURS = {
     "INT8 / INT8": ("int8", "int8", False, False),
     "INT8 / INT4 hadamard": ("int8", "int4", False, True),
     "INT4 / INT4 hadamard": ("int4", "int4", True, True),
+}
+FEWER = {
+    f"{kind}{', hadamard' * rotate}": (kind, rotate) for kind in ("int4", "int3", "int2") for rotate in (False, True)
 }
 DTYPES = ("float32", "bfloat16", "float16")
 STDS = (1.0, 1e-2, 1e-4)
@@ -54,19 +56,21 @@ def parse(argv=None):
     parser.add_argument(
         "--shape", default="1024x1024", help="of the gradient; in-tree qgZ needs whole groups, so a power of two"
     )
-    parser.add_argument("--micro-batches", type=several(whole(1)), default="1", help="separated by commas (default 1)")
     parser.add_argument("--block-size", type=whole(1), default=128, help="elements that share a scale")
+    parser.add_argument("--sums", type=whole(1), default=32, help="gradients that are added up")
+    parser.add_argument(
+        "--micro-batches", type=several(whole(1)), default="1,8,16", help="separated by commas (default %(default)s)"
+    )
     parser.add_argument("--timeout", type=finite(above=0), default=300, help="seconds for everything")
     parser.add_argument("--out", type=new_file, default="runs/gradient_fidelity.json")
     return parser.parse_args(argv)
 
 
-def stock(grads, topology, args):
+def stock(grad, topology, args):
     """ZeRO-3's reduce_scatter_coalesced for one tensor."""
     import torch.distributed as dist
     import torch.nn.functional as F
 
-    (grad,) = grads
     size = -(-grad.numel() // RANKS)
     flat = F.pad(grad.view(-1) / RANKS, (0, size * RANKS - grad.numel()))
     mine = flat.new_empty(size)
@@ -74,21 +78,37 @@ def stock(grads, topology, args):
     return mine
 
 
-def in_tree(grads, topology, args):
+def in_tree(grad, topology, args):
     from deepspeed.runtime.comm.coalesced_collectives import all_to_all_quant_reduce
 
-    return all_to_all_quant_reduce([grads[0].clone()], args.groups)[0]
+    return all_to_all_quant_reduce([grad.clone()], args.groups)[0]
 
 
-def ours(name: str):
-    """The reduction of several micro-batches' gradients to their sum, in fp32."""
+def ours(intra: str, inter: str, *hadamard: bool):
+    """One reduction. With `feedback`, what is kept of those before is in it."""
+
+    def reduce(grad, topology, args, feedback=None):
+        from zeropp_fp8.comm import quantized_reduce_scatter
+        from zeropp_fp8.formats import make_format
+
+        formats = (
+            make_format(kind, block_size=args.block_size, hadamard=rotate)
+            for kind, rotate in zip((intra, inter), hadamard)
+        )
+        kept = {} if feedback is None else {"error_feedback": feedback, "keys": ["gradient"]}
+        return quantized_reduce_scatter([grad], topology, *formats, **kept)[0]
+
+    return reduce
+
+
+def in_node(intra: str, inter: str, *hadamard: bool):
+    """Sums of several gradients inside the node, and one hop between nodes."""
 
     def reduce(grads, topology, args):
         from zeropp_fp8.comm.lanes import Lane
         from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan, Reduction, Rings
         from zeropp_fp8.formats import make_format
 
-        intra, inter, *hadamard = OURS[name.removesuffix(IN_NODE)]
         formats = (
             make_format(kind, block_size=args.block_size, hadamard=rotate)
             for kind, rotate in zip((intra, inter), hadamard)
@@ -96,28 +116,70 @@ def ours(name: str):
         device, here = grads[0].device, Lane.here()
         plan = ReduceScatterPlan([grads[0].shape], [grads[0].dtype], topology, *formats, device)
         result = torch.zeros(plan.slice_numels[0], device=device)
-        reduction, sums = Reduction(Rings.on(device), here, here), plan.new_sums(torch.float32)
+        reduction, added = Reduction(Rings.on(device), here, here), plan.new_sums(torch.float32)
         for index, grad in enumerate(grads):
-            added = index > 0
-            if name.endswith(IN_NODE):
-                hops = plan.sum_in_node([grad], sums, reduction, accumulate=added)
-            else:
-                hops = plan.run([grad], [result], reduction, accumulate=added)
-            for _ in hops:
+            for _ in plan.sum_in_node([grad], added, reduction, accumulate=index > 0):
                 pass
-        if name.endswith(IN_NODE):
-            for _ in plan.spread(sums, [result], reduction, accumulate=False):
-                pass
+        for _ in plan.spread(added, [result], reduction, accumulate=False):
+            pass
         return result
 
     return reduce
 
 
-def compare(reduce, grads, exact, topology, args) -> dict:
-    """Join the slices that `reduce` leaves on the ranks, and compare with the exact mean."""
+def micro_batches(topology, device, args) -> list[dict]:
+    """Rows of OURS, of as many gradients as args.micro_batches says, added up at the end or in the node."""
     import torch.distributed as dist
 
-    mine = reduce(grads, topology, args).float().contiguous()
+    rows = []
+    for dtype, count in itertools.product(DTYPES, args.micro_batches):
+        generator = torch.Generator(device=device).manual_seed(dist.get_rank())
+        grads = [torch.randn(args.shape, generator=generator, device=device) for _ in range(count)]
+        grads = [grad.to(getattr(torch, dtype)) for grad in grads]
+        exact = sum(mean_of(grad) for grad in grads)
+        for name, of in OURS.items():
+            apart = sum(ours(*of)(grad, topology, args) for grad in grads)
+            for where, mine in (("at the end", apart), ("in the node", in_node(*of)(grads, topology, args))):
+                row = {"dtype": dtype, "method": name, "micro_batches": count, "added": where}
+                rows.append(row | closeness(mine, exact))
+    return rows
+
+
+def sums(topology, device, args) -> list[dict]:
+    """Rows of FEWER, each with and without error feedback: of one gradient, and of args.sums of them added up."""
+    import torch.distributed as dist
+
+    from zeropp_fp8.comm import ErrorFeedback
+
+    rows = []
+    for name, (kind, rotate) in FEWER.items():
+        for feedback in (None, ErrorFeedback(args.block_size)):
+            generator = torch.Generator(device=device).manual_seed(dist.get_rank())
+            mine, exact = 0.0, 0.0
+            for count in range(1, args.sums + 1):
+                grad = torch.randn(args.shape, generator=generator, device=device)
+                mine += ours("int8", kind, False, rotate)(grad, topology, args, feedback)
+                exact += mean_of(grad)
+                if count in (1, args.sums):
+                    row = {"between nodes": name, "error_feedback": feedback is not None, "added": count}
+                    rows.append(row | closeness(mine, exact))
+    return rows
+
+
+def mean_of(grad):
+    """In float64, over all ranks."""
+    import torch.distributed as dist
+
+    everyone = [torch.empty_like(grad) for _ in range(RANKS)]
+    dist.all_gather(everyone, grad)
+    return torch.stack([g.double() for g in everyone]).mean(0).view(-1)
+
+
+def closeness(mine, exact) -> dict:
+    """Join the slices on the ranks, and compare with the exact mean."""
+    import torch.distributed as dist
+
+    mine = mine.float().contiguous()
     full = mine.new_empty(RANKS * mine.numel())
     dist.all_gather_into_tensor(full, mine)
     full = full[: exact.numel()].double()
@@ -137,46 +199,51 @@ def worker(args) -> None:
     from zeropp_fp8.comm import make_topology
 
     topology = make_topology(ranks_per_node=PER_NODE)
-    alone = {"stock": stock}
+    methods = {"stock": stock, **{name: ours(*of) for name, of in OURS.items()}}
     if on_gpu and torch.cuda.device_count() == PER_NODE:  # a GPU for each rank
         from deepspeed.utils import groups
 
         build_in_tree_op()
         args.groups = groups._get_local_all_to_all_group()
-        alone[IN_TREE] = in_tree
-    several = {name: ours(name) for of in OURS for name in (of, of + IN_NODE)}
+        methods[IN_TREE] = in_tree
     rows = []
     for dtype in DTYPES:
         generator = torch.Generator(device=device).manual_seed(dist.get_rank())
-        for std, count in itertools.product(STDS, args.micro_batches):
-            grads, exact = [], 0.0
-            for _ in range(count):
-                grad = torch.randn(args.shape, generator=generator, device=device).mul_(std).to(getattr(torch, dtype))
-                everyone = [torch.empty_like(grad) for _ in range(RANKS)]
-                dist.all_gather(everyone, grad)
-                grads.append(grad)
-                exact = exact + torch.stack([g.double() for g in everyone]).mean(0).view(-1)
-            methods = several if count > 1 else alone | {name: several[name] for name in OURS}
+        for std in STDS:
+            grad = torch.randn(args.shape, generator=generator, device=device).mul_(std).to(getattr(torch, dtype))
+            exact = mean_of(grad)
             for name, reduce in methods.items():
-                row = {"dtype": dtype, "std": std, "method": name, "micro_batches": count}
-                rows.append(row | compare(reduce, grads, exact, topology, args))
+                row = {"dtype": dtype, "std": std, "method": name}
+                rows.append(row | closeness(reduce(grad, topology, args), exact))
+    found = {
+        "rows": rows,
+        "sums": sums(topology, device, args),
+        "micro_batches": micro_batches(topology, device, args),
+    }
     if dist.get_rank() == 0:
-        Path(os.environ["STORE_FILE"] + ".rows").write_text(json.dumps(rows))
+        Path(os.environ["STORE_FILE"] + ".rows").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def show(rows: list[dict]) -> None:
-    print("cosine and norm ratio against the float64 mean")
-    for count in dict.fromkeys(row["micro_batches"] for row in rows):
-        of_count = [row for row in rows if row["micro_batches"] == count]
-        names = list(dict.fromkeys(row["method"] for row in of_count))
-        print(f"\n{count} micro-batch(es)\n{'dtype':<10}{'std':<8}" + "".join(f"{name:>42}" for name in names))
-        for dtype, std in itertools.product(DTYPES, STDS):
-            cells = {row["method"]: cell(row) for row in of_count if (row["dtype"], row["std"]) == (dtype, std)}
-            print(f"{dtype:<10}{std:<8g}" + "".join(f"{cells[name]:>42}" for name in names))
-        if count == 1 and IN_TREE not in names:
-            print(f"\n{IN_TREE}: {NO_IN_TREE if not torch.cuda.is_available() else 'needs a GPU for each rank'}")
+def show(result: dict) -> None:
+    rows = result["rows"]
+    names = list(dict.fromkeys(row["method"] for row in rows))
+    print("cosine and norm ratio against the float64 mean\n")
+    print(f"{'dtype':<10}{'std':<8}" + "".join(f"{name:>24}" for name in names))
+    for dtype in DTYPES:
+        for std in STDS:
+            cells = {row["method"]: cell(row) for row in rows if (row["dtype"], row["std"]) == (dtype, std)}
+            print(f"{dtype:<10}{std:<8g}" + "".join(f"{cells[name]:>24}" for name in names))
+    if IN_TREE not in names:
+        print(f"\n{IN_TREE}: {'needs a GPU for each rank' if torch.cuda.is_available() else NO_IN_TREE}")
+    print(f"\n{'between nodes':<20}{'feedback':<12}{'added up':<12}{'':>13}")
+    for row in result["sums"]:
+        feedback = "yes" if row["error_feedback"] else "no"
+        print(f"{row['between nodes']:<20}{feedback:<12}{row['added']:<12}{cell(row)}")
+    print(f"\n{'':<24}{'dtype':<10}{'micro-batches':>14}  {'added up':<14}")
+    for row in result["micro_batches"]:
+        print(f"{row['method']:<24}{row['dtype']:<10}{row['micro_batches']:>14}  {row['added']:<14}{cell(row)}")
 
 
 def cell(row: dict) -> str:
@@ -204,11 +271,11 @@ def main() -> None:
             namespaces=False,
             gpus=torch.cuda.device_count(),
         )
-        rows = json.loads(Path(f"{store}.rows").read_text())
+        found = json.loads(Path(f"{store}.rows").read_text())
     head = describe("gradient_fidelity")
-    result = {**head, "shape": shape, "block_size": args.block_size, "ranks": f"2 nodes x {PER_NODE}", "rows": rows}
+    result = {**head, "shape": shape, "block_size": args.block_size, "ranks": f"2 nodes x {PER_NODE}", **found}
     write_result(args.out, result | {"finished": True})
-    show(rows)
+    show(result)
 
 
 if __name__ == "__main__":

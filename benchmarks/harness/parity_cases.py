@@ -32,6 +32,7 @@ SIZES = {
     ("cpu", "features"): Size(128, 384, 2, 4, 256, 64, 100_000, lr=1e-3),
 }
 LORA_LR = 3e-3
+CPU, PINNED = ({"device": "cpu", "pin_memory": pinned} for pinned in (False, True))
 SOME_GB = 0.03 if torch.cuda.is_available() else 3e-4  # of codes: about half a model of "features"
 
 
@@ -46,6 +47,7 @@ class Case:
     leaf: bool = False
     nodes: int = 2  # that the ranks are cut into
     fields: dict = field(default_factory=dict)  # of the zeropp_fp8 section
+    zero: dict = field(default_factory=dict)  # of zero_optimization
     accumulation: int = 1
     lora: bool = False
     checkpointing: str | None = None  # reentrant | non-reentrant
@@ -100,6 +102,15 @@ def _backward_sends(inter: bool, intra: bool) -> Callable[[dict, dict], None]:
 def _keeps_residuals(record: dict, records: dict) -> None:
     ensure(record["residuals"] > 0, "error feedback kept no residual")
     ensure(record["losses"] != _plain(records)["losses"], "error feedback changed nothing")
+
+
+def _learns_as_plain(record: dict, records: dict) -> None:
+    """Gradients and states are elsewhere, by DeepSpeed, which adds up norms in another order."""
+    losses = torch.tensor([record["losses"], _plain(records)["losses"]])
+    apart = (losses[0] / losses[1] - 1).abs().max().item()
+    ensure(apart < 0.02, f"losses are up to {100 * apart:.1f} % from those without offload")
+    expected, sent = (r["wire"]["per_step"]["weights_forward"]["inter"] for r in (_plain(records), record))
+    ensure(sent == expected, f"forward sent {sent} bytes of weights between nodes, and {expected} without offload")
 
 
 def _only_adapters_moved(record: dict, records: dict) -> None:
@@ -236,6 +247,14 @@ CASES = (
     Case("compiled blocks, again", "features", "zeropp", "compiled blocks", fields={"compile": "blocks"}),
     Case("compiled blocks, LoRA", "features", fields={"compile": "blocks"}, checkpointing="non-reentrant", **LORA),
     Case("zero.Init", "features", "zeropp", zero_init=True),
+    *(
+        Case(f"offload of {what}", "features", "zeropp", zero=zero, check=_learns_as_plain, resume=True)
+        for what, zero in {
+            "the optimizer": {"offload_optimizer": CPU},
+            "parameters": {"offload_param": CPU},
+            "both, pinned": {"offload_optimizer": PINNED, "offload_param": PINNED},
+        }.items()
+    ),
     Case("LoRA", "features", **LORA),
     Case("LoRA, reentrant", "features", checkpointing="reentrant", **LORA),
     Case("LoRA, non-reentrant", "features", checkpointing="non-reentrant", **LORA),

@@ -392,6 +392,21 @@ def fidelity_says(result: dict) -> str:
     )
 
 
+def few_bits(result: dict) -> str:
+    """Gradients with fewer bits between nodes, one and many added up."""
+    found = {(row["between nodes"], row["error_feedback"], row["added"]): row for row in result["sums"]}
+    added = max(count for _, _, count in found)
+    rows = []
+    for kind in ("int4", "int3", "int2"):
+        name = f"{kind}, hadamard"
+        cosines = [
+            found[name, feedback, count]["cosine"] for feedback, count in ((False, 1), (False, added), (True, added))
+        ]
+        rows.append([f"INT{kind[-1]}, rotated", f"{int(kind[-1]) + 16 / result['block_size']:.3f}"])
+        rows[-1] += [f"{cosine:.4f}" for cosine in cosines]
+    return table(["between nodes", "bits a number", "one", f"sum of {added}", f"sum of {added}, error feedback"], rows)
+
+
 def kernels_on_cpu_say(result: dict) -> str:
     """What the torch code takes where there is no GPU."""
     us = {(row["operation"], row["format"]): row["us"] for row in result["rows"]}
@@ -438,5 +453,6 @@ BLOCKS = {
         ("bit_parity/h200-4-nvlink-lossless", "bit_parity/h200-4-nvlink-fp8_lm", "bit_parity/h200-2-nvlink"),
     ),
     "fidelity_says": Block(fidelity_says, ("gradient_fidelity/h200-4-nvlink",)),
+    "few_bits": Block(few_bits, ("gradient_fidelity/cpu-4-gloo",)),
     "kernels_on_cpu_say": Block(kernels_on_cpu_say, ("kernels/cpu-1-local",)),
 }

@@ -83,6 +83,12 @@ def test_the_site_has_every_page():
     assert config["strict"] and "plugins" not in config
 
 
+def test_the_first_page_leads_to_every_other():
+    assert [name for name in PAGES if name.startswith("docs/") and f"]({name[5:]}" not in PAGES["docs/index.md"]] == [
+        "docs/index.md"
+    ]
+
+
 @EACH_PAGE
 def test_every_placeholder_is_filled(name):
     assert "@@" not in PAGES[name] and "TODO" not in PAGES[name]

@@ -32,6 +32,7 @@ JOB = Job(MODEL, Cluster(4, 8, 100), 4096, 512, kept_parameters=0)
 # Largest error of a file's runs, both phases, after fitting the host; the figures of docs/planning.md.
 ERRORS = {
     "h200-1-local": 29,
+    "h100-2-nvlink-full": 20,
     "h200-2-25gbit-full": 5,
     "h200-2-25gbit": 13,
     "h200-2-nvlink": 20,
