@@ -3,8 +3,8 @@
     python -m benchmarks.gradient_fidelity --out gradient_fidelity.json
 
 4 ranks as 2 nodes x 2 reduce random gradients; each row compares the joined slices with the float64 mean. CPU with gloo
-or GPUs with NCCL (with fewer than 4, ranks share them, and DeepSpeed's own is left out); no namespaces, no root. What is
-compared:
+or GPUs with NCCL (with fewer than 4, ranks share them, and DeepSpeed's own is left out); no namespaces, no root. So
+compared are
 
     stock           reduce-scatter in the gradient's own dtype, divided by the ranks first, as ZeRO-3 does
     in-tree qgZ     DeepSpeed's all_to_all_quant_reduce, INT4 on both hops; GPUs only
