@@ -176,6 +176,27 @@ ON_NVLINK = {
 }
 
 
+def many_micro_batches(result: dict) -> str:
+    """Sixteen micro-batches on a slow link."""
+    found = {row["run"]: row for row in result["rows"]}
+    of = {run: f"{found[run]['step_ms']:,.0f} ms, {found[run]['times_floor']:.1f} times the wire" for run in QUANTIZED}
+    return paragraph(
+        f"""With {result["accumulation"]} micro-batches on two H100 and 10 Gbit/s: `zeropp` {of["zeropp"]},
+        `zeropp-4bit` {of["zeropp-4bit"]}. Computing, and Python for {result["accumulation"]} forwards and backwards,
+        take the rest."""
+    )
+
+
+def differences(result: dict) -> str:
+    """Weights that cross as differences, where the wire is the limit."""
+    rows = []
+    for run in ("zeropp", "zeropp-4bit", "zeropp-diff", "zeropp-2bit"):
+        row = next(row for row in result["rows"] if row["run"] == run)
+        sent = [f"{row[f'{count}_bytes_per_node_step'] / 1e6:.0f}" for count in ("ledger", "tx")]
+        rows.append([f"**`{run}`**", f"{row['step_ms']:.0f}", f"{row['floor_ms']:.0f}", " / ".join(sent)])
+    return table(["", "ms a step", "floor", "MB a node sends, by the ledger / by the interface"], rows)
+
+
 def two_gpus(small: dict, large: dict) -> str:
     """Steps of two GPUs of one node, with and without compiled decoder layers."""
     columns = [
@@ -407,6 +428,26 @@ def few_bits(result: dict) -> str:
     return table(["between nodes", "bits a number", "one", f"sum of {added}", f"sum of {added}, error feedback"], rows)
 
 
+def added_in_node(result: dict) -> str:
+    """Micro-batches that are sent between nodes once, beside one and beside those that are sent each time."""
+
+    def cosines(method: str, digits: int) -> str:
+        rows = [row for row in result["micro_batches"] if row["method"] == method]
+        one, end, node = (
+            {f"{row['cosine']:.{digits}f}" for row in rows if (row["micro_batches"] > 1, row["added"]) == which}
+            for which in ((False, "in the node"), (True, "at the end"), (True, "in the node"))
+        )
+        return ", ".join(" to ".join(dict.fromkeys((min(some), max(some)))) for some in (one, end, node))
+
+    most = max(row["micro_batches"] for row in result["micro_batches"])
+    return paragraph(
+        f"""Gradients of up to {most} micro-batches that add up inside the node are as near to the mean of their sum as
+        one gradient is to its mean. Cosines of one, of several that are reduced one by one, and of several that cross
+        between nodes once: {cosines("INT8 / INT4 hadamard", 4)} with INT8 inside and INT4 between nodes,
+        {cosines("INT8 / INT8", 5)} with INT8 on both hops."""
+    )
+
+
 def kernels_on_cpu_say(result: dict) -> str:
     """What the torch code takes where there is no GPU."""
     us = {(row["operation"], row["format"]): row["us"] for row in result["rows"]}
@@ -435,6 +476,12 @@ BLOCKS = {
     ),
     "slower_link": Block(slower_link, ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit")),
     "accumulation": Block(accumulation, ("two_nodes/h200-2-25_10gbit-k8",)),
+    "many_micro_batches": Block(
+        many_micro_batches, ("two_nodes/h100-2-10gbit-k16",), cut_short=("two_nodes/h100-2-10gbit-k16",)
+    ),
+    "differences": Block(
+        differences, ("two_nodes/h100-2-10gbit-differences",), cut_short=("two_nodes/h100-2-10gbit-differences",)
+    ),
     "two_gpus": Block(two_gpus, ("two_nodes/h100-2-nvlink", "two_nodes/h100-2-nvlink-4x2048")),
     "two_gpus_say": Block(
         two_gpus_say, ("two_nodes/h100-2-nvlink-4x2048", "step_profile/h100-2-nvlink-4x2048"), sourced=False
@@ -453,6 +500,7 @@ BLOCKS = {
         ("bit_parity/h200-4-nvlink-lossless", "bit_parity/h200-4-nvlink-fp8_lm", "bit_parity/h200-2-nvlink"),
     ),
     "fidelity_says": Block(fidelity_says, ("gradient_fidelity/h200-4-nvlink",)),
+    "added_in_node": Block(added_in_node, ("gradient_fidelity/cpu-4-gloo",)),
     "few_bits": Block(few_bits, ("gradient_fidelity/cpu-4-gloo",)),
     "kernels_on_cpu_say": Block(kernels_on_cpu_say, ("kernels/cpu-1-local",)),
 }
