@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 
 import pytest
 import torch
@@ -149,8 +150,8 @@ def before_a_later_one(first, later, destroyed):
         except RuntimeError as error:
             found[name] = [str(error)]
             for action in (trains.save_checkpoint, trains.load_checkpoint):
-                with pytest.raises(RuntimeError) as raised:
-                    action("nowhere", tag="none")
+                with tempfile.TemporaryDirectory() as folder, pytest.raises(RuntimeError) as raised:
+                    action(folder, tag="none")
                 found[name].append(str(raised.value))
     return found
 

@@ -160,7 +160,7 @@ def test_ranks_that_own_nothing_of_a_weight(world, shape, granularity):
     np.testing.assert_array_equal(found.numpy(), expected)
     scale = expected / np.float32(448)
     for rank, (weights, param) in enumerate(per_rank):
-        weights._scales = torch.from_numpy(scale.astype(np.float32)).reshape(-1)
+        weights._take(torch.from_numpy(scale.astype(np.float32)).reshape(-1))
         weights.encode(param, codes[rank * slice_numel : (rank + 1) * slice_numel])
     decoded = codes[:numel].view(torch.float8_e4m3fn).view(shape).float().numpy()
     spread = scale if granularity != "tile" else scale.repeat(128, axis=0).repeat(128, axis=1)

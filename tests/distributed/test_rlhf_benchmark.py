@@ -157,7 +157,7 @@ def test_comparison(capsys):
 
 def test_all_runs_by_default():
     args = parse([])
-    assert args.runs == ["stock-lora", "stock-four", "qlora", "stock-full", "zeropp", "fp8-lm"]
+    assert args.runs == ["stock-lora", "stock-four", "qlora", "stock-full", "zeropp", "fp8-lm", "fp8-lm-zeropp"]
     assert (args.ranks, args.nodes, args.leaf) == (1, 1, True)
 
 

@@ -126,14 +126,17 @@ class GemmWeights:
         # A backend's maximum may drop NaN. With an infinite scale every code is 0 and decodes to 0 * Inf = NaN.
         amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         all_reduce(amax, dist.ReduceOp.MAX, self.session.topology.group, self.session.ledger)
-        table = casts.scale_of_amax(amax, DTYPE)
+        self._take(casts.scale_of_amax(amax, DTYPE))
+        self.stale = False
+
+    def _take(self, table: Tensor) -> None:
+        """Have these scales, fp32, of all weights one after the other."""
         if self.granularity == "tensor":
             views = table[::SCALE_STRIDE].split(1)
         else:
             views = [table[weight.scales].view(weight.scale_shape) for weight in self._weights.values()]
         self._scales = dict(zip(self._weights, views))
         self._multipliers = torch.cat((table.new_ones(1), torch.ones_like(table) / table))
-        self.stale = False
 
     def _own(self, param: Parameter) -> Tensor:
         """This rank's elements of a weight, flat, without the padding of the last slices (which nobody writes)."""
