@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import deepspeed
@@ -25,16 +27,16 @@ NOTHING_STAYS = {
 }
 
 
-def _calls(layers: int, recipe: str) -> Counter:
-    """Functions of zero/ and of DeepSpeed that one step calls, after some that have learned its order."""
+def _calls(layers: int, recipe: str, folders: Sequence[Path] = (_ZERO, _DEEPSPEED), **more) -> Counter:
+    """Functions of some folders (none: all) that one step calls, after some that have learned its order."""
     switch(True)
-    engine = make_engine(llama(layers), ds_config(section(recipe), "bf16", zero_optimization=NOTHING_STAYS))
+    engine = make_engine(llama(layers), ds_config(section(recipe, **more), "bf16", zero_optimization=NOTHING_STAYS))
     tokens = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
     found: Counter = Counter()
 
     def count(frame, event, _) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and (path.is_relative_to(_ZERO) or path.is_relative_to(_DEEPSPEED)):
+        if event == "call" and (not folders or any(map(path.is_relative_to, folders))):
             found[f"{path.stem}.{frame.f_code.co_name}"] += 1
 
     def step() -> None:
@@ -59,4 +61,14 @@ def of_a_block(recipes: list[str]) -> dict[str, tuple[float, dict[str, float]]]:
         few, many = (_calls(layers, recipe) for layers in (2, 6))
         each = {name: (count - few[name]) / 4 for name, count in many.items() if count != few[name]}
         found[recipe] = sum(each.values()), each
+    return found
+
+
+def of_numerics(recipes: list[str]) -> dict[str, tuple[int, Counter]]:
+    """By recipe: all calls of a step, and those that it has more with a section `numerics` and no sample."""
+    found = {}
+    for recipe in recipes:
+        without = _calls(4, recipe, folders=())
+        beside = _calls(4, recipe, folders=(), numerics={"every": 10**9, "file": os.devnull})
+        found[recipe] = without.total(), beside - without
     return found
