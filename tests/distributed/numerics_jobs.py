@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -130,6 +132,23 @@ def beside_a_reference(path):
     dist.barrier()
     observers = [len(each.zeropp_fp8_session.observers) for each in (reference, engine)]
     return observers, [json.loads(line)["engine"] for line in Path(path).read_text().splitlines()]
+
+
+def beside_a_later_engine(path):
+    """What is printed of samples of an engine alone, beside a later one over its model, and when that is gone."""
+    switch(True)
+    model, said = llama(), []
+    engine = make_engine(model, ds_config(section("zeropp", numerics={"every": 1, "parts": 1, "file": path})))
+    tokens = next(batches(1, dist.get_rank()))
+    for place in range(3):
+        later = make_engine(model, ds_config(section("zeropp")), optimizer=None) if place == 1 else None
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+        said.append(printed.getvalue())
+        if later is not None:
+            later.destroy()
+    return said
 
 
 def many(folder, cases):

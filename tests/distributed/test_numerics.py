@@ -95,6 +95,14 @@ def test_an_engine_that_evaluates_only_is_not_observed(tmp_path):
         assert found == ([0, 2], [0])
 
 
+def test_beside_a_later_engine(tmp_path):
+    """What it cannot look at is said."""
+    alone, beside, after = run_two(jobs.beside_a_later_engine, path=str(tmp_path / "numerics.jsonl"))[0]
+    assert "numerics of step 1" in alone and "dB" in alone and "a later engine" not in alone
+    assert "numerics of step 2" in beside and "a later engine over this model has: call its destroy()" in beside
+    assert "numerics of step 3" in after and "a later engine" not in after
+
+
 def test_bisect_finds_the_layer(tmp_path):
     for whole, layers, without, at_fault, names in run_ranks(jobs.bisected, folder=str(tmp_path)):
         assert sorted(without) == ["compute", "gradients_between", "gradients_within"]

@@ -248,7 +248,10 @@ class Sampler(Observer):
             problem = self._cannot_write(
                 json.dumps({"engine": self.number, "step": step, "cost": cost, "rows": rows}) + "\n"
             )
-            print(progress(step, rows, cost) + (f"; not written: {problem}" if problem else ""), flush=True)
+            said = progress(step, rows, cost) + (f"; not written: {problem}" if problem else "")
+            if self.stage.gatherer.elsewhere():
+                said += "; not of weights that a later engine over this model has: call its destroy() to sample them"
+            print(said, flush=True)
 
     def _cannot_write(self, text: str) -> str | None:
         """Append to the file; says what prevents it, for which a run is not to end."""
