@@ -171,8 +171,9 @@ def other_errors(folder):
         Path(folder, "file").write_text("")
     found["folder"] = message_of(engine.save_checkpoint, str(Path(folder, "file")), tag="a")
     found["nowhere"] = message_of(engine.save_checkpoint, "", tag="a")
+    if rank == 0:  # alone: another rank would read it while it is empty
+        Path(folder, "latest").write_text("gone")
     dist.barrier()
-    Path(folder, "latest").write_text("gone")
     found["gone"] = message_of(engine.load_checkpoint, folder)
     found["left"] = sorted(path.name for path in Path(folder).rglob("*") if path.is_file())
     return found
