@@ -216,17 +216,19 @@ def two_gpus_say(large: dict, profile: dict) -> str:
     of_run = {row["run"]: row for row in profile["rows"]}
     gpu = {run: row["device"]["computing_ms"] + row["device"]["exposed_ms"] for run, row in of_run.items()}
     calls = {run: row["host"]["calls"] for run, row in of_run.items()}
-    multiplied = {
-        run: next(ms / n for name, n, ms in row["host"]["functions"] if kind in name) * 1e3
-        for (run, row), kind in zip(of_run.items(), ("_scaled_mm", "'matmul'"))
+    products = {
+        run: next((n, 1e3 * ms / n) for name, n, ms in of_run[run]["host"]["functions"] if kind in name)
+        for run, kind in (("fp8-lm", "_scaled_mm"), ("zeropp", "'matmul'"))
     }
+    (count, us), (_, us_in_16_bits) = products["fp8-lm"], products["zeropp"]
     return paragraph(
         f"""With 4 x 2,048 tokens `fp8-lm` keeps the GPU busy for {gpu["fp8-lm"]:.0f} ms of a step, `zeropp` for
         {gpu["zeropp"]:.0f}, {gpu["fp8-lm"] / gpu["zeropp"]:.2f} times as long, but its step takes
         {ms["fp8-lm"] / ms["zeropp"]:.2f} times as long: the host bounds it. It makes {calls["fp8-lm"]:,} calls in
-        Python ({calls["zeropp"]:,} in `zeropp`), and each of its 504 products takes the host
-        {multiplied["fp8-lm"]:.0f} us under the profiler, of which nothing is this project's ({multiplied["zeropp"]:.0f}
-        us in 16 bits). With more tokens a GPU, or a faster host, the smaller time on the GPU is what counts."""
+        Python ({calls["zeropp"]:,} in `zeropp`), and each of its
+        {count} products takes the host {us:.0f} us under the profiler, of which nothing is this project's
+        ({us_in_16_bits:.0f} us in 16 bits). With more tokens a GPU, or a faster host, the smaller time on the GPU is
+        what counts."""
     )
 
 
@@ -241,8 +243,8 @@ def graphs_say(profile: dict) -> str:
     return paragraph(
         f"""CUDA graphs of encoding, hops and decoding would save the calls that start them: in `zeropp` those of
         collectives take {collectives:.1f} of the {host["total_ms"]:.0f} ms that the profiler counts in a step, launches
-        of this project's kernels {kernels:.1f}. They are not built: a graph has fixed memory, so each of 26 units would
-        need buffers of its own, which the units share now."""
+        of this project's kernels {kernels:.1f}. They are not built: a graph has fixed memory, so each unit would need
+        buffers of its own, which the units share now."""
     )
 
 
@@ -483,9 +485,7 @@ BLOCKS = {
         differences, ("two_nodes/h100-2-10gbit-differences",), cut_short=("two_nodes/h100-2-10gbit-differences",)
     ),
     "two_gpus": Block(two_gpus, ("two_nodes/h100-2-nvlink", "two_nodes/h100-2-nvlink-4x2048")),
-    "two_gpus_say": Block(
-        two_gpus_say, ("two_nodes/h100-2-nvlink-4x2048", "step_profile/h100-2-nvlink-4x2048"), sourced=False
-    ),
+    "two_gpus_say": Block(two_gpus_say, ("two_nodes/h100-2-nvlink-4x2048", "step_profile/h100-2-nvlink-4x2048")),
     "graphs_say": Block(graphs_say, ("step_profile/h100-2-nvlink-4x2048",)),
     "without_nvlink": Block(without_nvlink, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",)),
     "without_nvlink_says": Block(

@@ -36,6 +36,15 @@ def test_the_preset_is_that_of_the_gpu():
     assert measured_on("Tesla V100-SXM2-32GB") == replace(V100, link_efficiency=EMULATED_H200.link_efficiency)
 
 
+def test_a_gpu_without_a_preset_is_named(tmp_path, capsys):
+    result = {"gbit": 25, "hardware": {"gpus": 4}, "rows": [{"run": "zeropp", "step_ms": 340.0}]}
+    for gpu in (None, "NVIDIA B300", "NVIDIA H100 80GB HBM3"):
+        result["hardware"] |= {"gpu": gpu} if gpu else {}
+        (tmp_path / "result.json").write_text(json.dumps(result))
+        main(["--check", str(tmp_path)])
+        assert ("NVIDIA B300: there is no preset of it" in capsys.readouterr().out) == (gpu == "NVIDIA B300")
+
+
 def test_peers_are_met_within_15_percent():
     for residual in check(PEERS, EMULATED_H200):
         assert abs(residual.error) < 0.15, residual.point.label

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from zeropp_fp8.plan.calibrate import Residual, calibrate, check, fitted, held_out, machine_of
-from zeropp_fp8.plan.hardware import PRESETS, Hardware, measured_on
+from zeropp_fp8.plan.hardware import PRESETS, Hardware, measured_on, preset_of
 from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError
 from zeropp_fp8.plan.measured import PEERS, load_points
 from zeropp_fp8.plan.memory import memory_for_copies
@@ -252,6 +252,8 @@ def run_check(arguments: argparse.Namespace) -> str:
     residuals = []
     for gpu in sorted({point.gpu for point in points}):
         of_it = [point for point in points if point.gpu == gpu]
+        if gpu and preset_of(gpu) is None:  # older results name none, and are of an H200
+            lines.append(f"{gpu}: there is no preset of it; begun from an H200's")
         preset = hardware = hardware_of(arguments, measured_on(gpu))
         fields = arguments.fit.split(",") if arguments.fit else []
         if fields == ["machine"]:

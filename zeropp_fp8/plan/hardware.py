@@ -115,7 +115,11 @@ V100 = Hardware(intra_gbs=120, memory_gbs=800, achieved_tflops=60, matrix_tflops
 PRESETS = {"h200": H200, "h100": H100, "emulated-h200": EMULATED_H200, "v100": V100}
 
 
+def preset_of(gpu: str) -> str | None:
+    """The name of a GPU's preset, by the GPU's name; None: there is none."""
+    return next((name for name in PRESETS if name in gpu.lower()), None)
+
+
 def measured_on(gpu: str) -> Hardware:
-    """The preset of a GPU by its name, an H200's where that says nothing, with a network that is this host's."""
-    preset = next((preset for name, preset in PRESETS.items() if name in gpu.lower()), H200)
-    return replace(preset, link_efficiency=EMULATED_H200.link_efficiency)
+    """The preset of a GPU by its name, an H200's where there is none, with a network that is this host's."""
+    return replace(PRESETS[preset_of(gpu) or "h200"], link_efficiency=EMULATED_H200.link_efficiency)
