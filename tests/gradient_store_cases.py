@@ -61,8 +61,8 @@ def filled_store(device):
         values = torch.randn(p.ds_numel, generator=generator) * 10.0 ** (i - 3)
         if i == 0:
             codes = torch.randint(0, 0x70, (p.ds_numel,), generator=generator).to(torch.uint8)
-            store.destination(p, True, again=False).copy_(codes)
+            store.destinations([p], True, again=False)[0].copy_(codes)
         else:
-            store.destination(p, False, again=False).copy_(values)
-            store.destination(p, True, again=True).add_(values.to(device) ** 2)
+            store.destinations([p], False, again=False)[0].copy_(values)
+            store.destinations([p], True, again=True)[0].add_(values.to(device) ** 2)
     return store

@@ -232,3 +232,47 @@ KERNEL_CASES = [
     (StateFormats(exp_avg="fp8_e5m2", exp_avg_sq="fp8_e4m3", expand_range=True), FP32, BF16, {"spoil": True}),
     (StateFormats(exp_avg_sq="fp8_e4m3", scales="block", block_size=32, expand_range=True), FP32, None, {}),
 ]
+
+
+def awkward_values(numel: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of many magnitudes, block by block, with zeros, subnormals, NaN and Inf among them."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = (-20, 10) if dtype == torch.float16 else (-140, 120)
+    exponents = torch.randint(low, high, (-(-numel // 16),), generator=generator)
+    magnitudes = torch.ldexp(torch.ones(1), exponents).repeat_interleave(16)[:numel]
+    values = torch.randn(numel, generator=generator) * magnitudes
+    values[torch.rand(numel, generator=generator) < 0.05] = 0.0
+    if numel > 2500:
+        values[1200], values[1400] = math.inf, math.nan
+    return values.to(dtype)
+
+
+def check_encode_several(element: str, block: int, dtype: torch.dtype, device: torch.device, encode=None) -> None:
+    """Segments at once hold what each of them holds when it is encoded alone; sums of squares are those of float64.
+
+    Args:
+        encode: (buffer, segments, values, in place) -> None instead of the buffer's own.
+    """
+    encode = encode or StateBuffer.encode_several_
+    numels = (700, 3001, 0, 1, 1024, 2049, 130)
+    chosen = [1, 2, 3, 5]
+    for in_place in (False, True):
+        alone, together = (StateBuffer(Segments(numels, d), element, "block", block) for d in (CPU, device))
+        per_segment = [awkward_values(n, seed, dtype) for seed, n in enumerate(numels)]
+        flat = torch.full((alone.segments.padded_numel,), 7.0, dtype=dtype)  # what padding holds does not matter
+        laid_out = []
+        for segment in range(len(numels)):
+            alone.segments.view(flat, segment).copy_(per_segment[segment])
+            if segment in chosen:
+                alone.encode_(segment, per_segment[segment].float())
+                row = torch.full((alone.segments.padded(segment),), 7.0, dtype=dtype)
+                row[: numels[segment]] = per_segment[segment]
+                laid_out.append(row)
+        encode(together, chosen, (flat if in_place else torch.cat(laid_out)).to(device), in_place)
+        assert torch.equal(together.scales.cpu(), alone.scales)
+        for mine, reference in zip(together.decode_all(), alone.decode_all()):
+            torch.testing.assert_close(mine.cpu(), reference, rtol=0, atol=0, equal_nan=True)
+        for segments in ([3, 5], chosen, list(range(len(numels)))):
+            expected = sum(alone.decode(k).double().square().sum() for k in segments)
+            torch.testing.assert_close(together.square_sum(segments).cpu(), expected, rtol=1e-5, atol=0, equal_nan=True)
+            assert bool(expected.isnan()) == (1 in segments)

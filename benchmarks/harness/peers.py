@@ -22,10 +22,12 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 from transformers import LlamaForCausalLM
 
 from benchmarks.harness.environment import build_in_tree_op, forget_in_tree_groups
 from benchmarks.harness.hf_llama import llama_config
+from benchmarks.harness.profiling import BACKWARD, FORWARD, UPDATE
 from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.zero3 import in_tree_zero
 
@@ -110,9 +112,12 @@ class DeepSpeedRun:
 
     def step(self, *micro_batches):
         for tokens in micro_batches:
-            loss = self.engine(input_ids=tokens, labels=tokens).loss
-            self.engine.backward(loss)
-            self.engine.step()
+            with record_function(FORWARD):
+                loss = self.engine(input_ids=tokens, labels=tokens).loss
+            with record_function(BACKWARD):
+                self.engine.backward(loss)
+            with record_function(UPDATE):
+                self.engine.step()
         return loss
 
     def close(self) -> None:
@@ -162,12 +167,15 @@ class FsdpRun:
     def step(self, *micro_batches):
         for index, tokens in enumerate(micro_batches):
             self.model.set_requires_all_reduce(index == len(micro_batches) - 1)
-            loss = self.model(input_ids=tokens, labels=tokens).loss
-            (loss / len(micro_batches)).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.after_step(self.model)
-        self.optimizer.zero_grad()
+            with record_function(FORWARD):
+                loss = self.model(input_ids=tokens, labels=tokens).loss
+            with record_function(BACKWARD):
+                (loss / len(micro_batches)).backward()
+        with record_function(UPDATE):
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.after_step(self.model)
+            self.optimizer.zero_grad()
         return loss
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ KINDS = (
     ("optimizer", ("adam", "squares_kernel", "lpnorm", "l2norm")),
     ("copies", ("memcpy", "memset", "catarray", "copy")),
 )
+PHASES = FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"  # what a trainer's step marks by record_function
 COMMUNICATION = tuple(kind for kind, parts in KINDS if parts[0].startswith("nccl"))
 
 
@@ -61,7 +62,8 @@ def summary(events: list[dict], count: int) -> dict:
     the host's calls into CUDA.
 
     "communication_ms" is the time in which a collective was on the device, waiting for other ranks included, and
-    "exposed_ms" the part of it in which nothing else ran.
+    "exposed_ms" the part of it in which nothing else ran. "from_to_ms" of a kind of kernel: when the first begins and
+    the last ends, and of a phase of the step: when the host does; from the first phase on, or the first kernel.
     """
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     by_kind, by_name = defaultdict(float), defaultdict(lambda: [0, 0.0])
@@ -73,6 +75,7 @@ def summary(events: list[dict], count: int) -> dict:
         by_name[event["name"][:100]][1] += ms
         spans[kind in COMMUNICATION].append((event["ts"], event["ts"] + event["dur"]))
     calls = defaultdict(lambda: [0, 0.0])
+    phases = [event for event in events if event.get("cat") == "user_annotation" and event["name"] in PHASES]
     for event in events:
         if event.get("cat") in ("cuda_runtime", "cuda_driver"):
             calls[event["name"]][0] += 1
@@ -86,9 +89,21 @@ def summary(events: list[dict], count: int) -> dict:
         "exposed_ms": busy_ms(everything) - computing,
         "launches": len(kernels),
         "by_kind_ms": dict(sorted(by_kind.items(), key=lambda item: -item[1])),
+        "from_to_ms": _from_to([(e["name"], e) for e in phases] + [(kind_of(e["name"]), e) for e in kernels]),
         "kernels": top(by_name, count),
         "cuda_calls": top(calls, min(count, 10)),
     }
+
+
+def _from_to(named: list[tuple[str, dict]]) -> dict[str, list[float]]:
+    """[first begin, last end] of the events of a name, in milliseconds after the first of all."""
+    begin = named[0][1]["ts"] if named else 0
+    found: dict[str, list[float]] = {}
+    for name, event in named:
+        start, end = (event["ts"] - begin) / 1e3, (event["ts"] + event["dur"] - begin) / 1e3
+        first, last = found.get(name, (start, end))
+        found[name] = [round(min(first, start), 3), round(max(last, end), 3)]
+    return found
 
 
 def device_profile(step: Callable[[], object], count: int) -> dict:
@@ -148,6 +163,8 @@ def show(label: str, found: dict) -> None:
         f"{found['exposed_ms']:.1f} ms"
     )
     print("  " + ", ".join(f"{kind} {ms:.1f}" for kind, ms in found["by_kind_ms"].items()))
+    spans = found.get("from_to_ms", {}).items()  # not in results of earlier commits
+    print("  from - to: " + ", ".join(f"{name} {first:.0f} - {last:.0f}" for name, (first, last) in spans))
     for title in ("kernels", "cuda_calls"):
         print(f"  {title}")
         show_top(found[title])

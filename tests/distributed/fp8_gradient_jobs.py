@@ -154,7 +154,7 @@ def accumulated_reductions(dtype_name):
     apart = [job.reducer.reduce(job.params, [g.clone() for g in grads[job.rank]], job.names, dtype) for grads in micro]
     for index, grads in enumerate(micro):
         last = index == 1
-        results = [store.destination(p, last, again=index > 0) for p in job.params]
+        results = store.destinations(job.params, last, again=index > 0)
         job.reducer.start(job.params, [g.clone() for g in grads[job.rank]], job.names, results, accumulate=index > 0)
         job.reducer.drain()
     for p, first, second in zip(job.params, *apart):
@@ -193,7 +193,7 @@ def one_micro_batch_is_codes(world_expected):
     store = GradientStore(job.session.inter_format, job.scales, groups, torch.float32)
     grads = job.draw(5)
     numbers = job.reducer.reduce(job.params, [g.clone() for g in grads[job.rank]], job.names, torch.float32)
-    results = [store.destination(p, True, again=False) for p in job.params]
+    results = store.destinations(job.params, True, again=False)
     assert [r.dtype for r in results] == [torch.uint8, torch.float32, torch.uint8]
     job.reducer.start(job.params, [g.clone() for g in grads[job.rank]], job.names, results, accumulate=False)
     job.reducer.drain()
@@ -206,7 +206,7 @@ def one_micro_batch_is_codes(world_expected):
         codes = sums.float().clamp(-448, 448).to(torch.float8_e4m3fn)
         assert torch.allclose(store.read(p), codes.float() * decode[i], rtol=1e-6, atol=0)
     # A second gradient in the same backward adds to the first.
-    results = [store.destination(job.params[2], True, again=True)]
+    results = store.destinations(job.params[2:3], True, again=True)
     before = store.read(job.params[2])
     job.reducer.start([job.params[2]], [grads[job.rank][2].clone()], ["p2"], results, accumulate=True)
     job.reducer.drain()
@@ -279,7 +279,7 @@ def mu_follows_its_schedule(stored):
                 continue
             if stored:
                 store = GradientStore(one.session.inter_format, one.scales, groups, torch.float32)
-                results = [store.destination(p, True, again=False) for p in one.params]
+                results = store.destinations(one.params, True, again=False)
                 one.reducer.start(one.params, [g.clone() for g in grads[one.rank]], one.names, results, False)
                 one.reducer.drain()
             else:
@@ -321,7 +321,7 @@ def what_a_fixed_mu_loses():
                     largest = job.scales.history.largest()
                     job.scales._encode, job.scales._decode = job.scales._multipliers(largest)
                 store = GradientStore(job.session.inter_format, job.scales, groups, torch.float32)
-                places = [store.destination(p, True, again=False) for p in job.params]
+                places = store.destinations(job.params, True, again=False)
                 job.reducer.start(job.params, grads[job.rank], job.names, places, False)
                 job.reducer.drain()
                 means = job.whole([store.read(p) for p in job.params])

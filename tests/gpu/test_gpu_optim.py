@@ -13,6 +13,7 @@ from optim_cases import (
     TENSOR,
     StateFormats,
     assert_same_buffers,
+    check_encode_several,
     check_kernel,
     raw,
     run_steps,
@@ -123,3 +124,10 @@ def test_more_than_two_to_the_31_elements():
     # 2^31 is a multiple of the block of 128, the last 1000 elements are no whole number of blocks
     torch.testing.assert_close(weights[0][-1000:], weights[1], rtol=0.01, atol=1e-5)
     torch.testing.assert_close(weights[0][:1000], weights[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [16, 128, 1024])
+@pytest.mark.parametrize("element", ["fp8_e4m3", "fp8_e5m2"])
+def test_segments_encoded_at_once(element, block, dtype):
+    check_encode_several(element, block, dtype, CUDA)

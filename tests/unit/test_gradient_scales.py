@@ -227,7 +227,7 @@ def test_store_in_which_a_later_step_replaces_codes():
     first = group.params[0]
     store.scales._decode.fill_(0.5)
     assert store.of(group).multipliers[0] == 1.0, "until the next gradient codes mean what they meant"
-    store.destination(first, True, again=False).fill_(0x38)  # 1.0
+    store.destinations([first], True, again=False)[0].fill_(0x38)  # 1.0
     assert store.read(first).unique().tolist() == [0.5]
     store.close()
     assert store.of(group).multipliers.tolist() == [0.5] * len(group.params)

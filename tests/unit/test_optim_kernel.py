@@ -177,3 +177,21 @@ for tensors, changes in mine((
 print("done")
 """
     assert run(script, interpret=False, processes=2).count("done") == 2
+
+
+def test_segments_encoded_at_once_in_the_interpreter():
+    script = """
+import torch
+from optim_cases import CPU, check_encode_several
+from zeropp_fp8.kernels.optimizer.encode_blocks import encode_blocks
+
+def encode(buffer, segments, values, in_place):
+    tiles = buffer._tiles_of(tuple(segments), in_place)
+    encode_blocks(values, buffer.codes, buffer.scales, tiles, buffer.storage.name, buffer.block_size)
+
+for element in ("fp8_e4m3", "fp8_e5m2"):
+    for block, dtype in mine([(16, torch.float32), (128, torch.float32), (1024, torch.float16), (256, torch.bfloat16)]):
+        check_encode_several(element, block, dtype, CPU, encode)
+print("done")
+"""
+    assert run(script, interpret=True, processes=2).split() == ["done"] * 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optim_cases import CPU, GRIDS, SCALED, heavy_tailed, rounded, scale_of, spacing_of
+from optim_cases import CPU, GRIDS, SCALED, check_encode_several, heavy_tailed, rounded, scale_of, spacing_of
 
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.optim import FP8Gradients, Segments, StateBuffer, StateFormats, make_state_buffers
@@ -344,3 +344,10 @@ def test_fp8_gradients_that_do_not_fit_are_refused():
             wrong.check(segments)
     with pytest.raises(ValueError, match="no range expansion"):
         FP8Gradients.of(StateBuffer(segments, "fp8_e4m3", expand_range=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [16, 128, 1024])
+@pytest.mark.parametrize("element", FLOAT8)
+def test_segments_encoded_at_once(element, block, dtype):
+    check_encode_several(element, block, dtype, CPU)

@@ -31,8 +31,9 @@ linear/, with weights that lie as codes:
 
 optimizer/:
 
-    adamw.py    a step of AdamW on master weights and moments in any format
-    squares.py  sums of squares of FP8 codes
+    adamw.py          a step of AdamW on master weights and moments in any format
+    encode_blocks.py  numbers -> FP8 codes with a scale a block
+    squares.py        sums of squares of FP8 codes
 
 `elements.py`, `mx_elements.py` and `nf4_levels.py` hold what all share; `launching.py` launches. What computing calls
 is imported from these files, whose names are often those of their functions. Kernels are compiled by Triton when first

@@ -56,6 +56,10 @@ class Segments:
     def __len__(self) -> int:
         return len(self.numels)
 
+    def padded(self, segment: int) -> int:
+        """Elements of a segment with its padding."""
+        return -(-self.numels[segment] // TILE) * TILE
+
     def view(self, flat: Tensor, segment: int) -> Tensor:
         """The part of a flat buffer that belongs to a segment, without its padding."""
         return flat[self.starts[segment] : self.starts[segment] + self.numels[segment]]

@@ -12,7 +12,7 @@ from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.e8m0 import E8M0Scale, power_of_two
 from zeropp_fp8.formats.noise import Seed, uniform
 from zeropp_fp8.optim.segments import Segments
-from zeropp_fp8.optim.state_formats import EXPONENT_ONE, StateFormats, check_scales, storage_of
+from zeropp_fp8.optim.state_formats import EXPONENT_ONE, TILE, StateFormats, check_scales, storage_of
 
 _INFINITY_BITS = 0x7F800000
 _SMALLEST_NORMAL_BITS = 0x00800000
@@ -63,6 +63,7 @@ class StateBuffer:
         self.exponents = None
         if expand_range:
             self.exponents = torch.full((units,), EXPONENT_ONE, dtype=torch.uint8, device=device)
+        self._tiles: dict[tuple, Tensor] = {}
 
     def units(self, segment: int) -> slice:
         """Where the scales of a segment lie: one, or one for each block that is not padding alone."""
@@ -118,6 +119,39 @@ class StateBuffer:
         rows.copy_(self.storage.codes_of(scaled, noise))
         self.scales[self.units(segment)] = scales.to(torch.uint8)
 
+    def encode_several_(self, segments: Sequence[int], values: Tensor, in_place: bool = False) -> None:
+        """Replace the numbers of some segments, rounded to nearest; on a GPU FP8 codes with blocks in one launch.
+
+        Args:
+            segments: of one buffer like this one, in ascending order.
+            values: flat fp32, bf16 or fp16: these segments one after the other, each padded to a multiple of TILE; or
+                (`in_place`) all segments, laid out as they are here.
+        """
+        if self.codes.is_cuda and self.per_block and self.storage.is_float8 and self.exponents is None:
+            from zeropp_fp8.kernels.optimizer.encode_blocks import encode_blocks
+
+            tiles = self._tiles_of(tuple(segments), in_place)
+            encode_blocks(values, self.codes, self.scales, tiles, self.storage.name, self.block_size)
+            return
+        start = 0
+        for segment in segments:
+            first = self.segments.starts[segment] if in_place else start
+            self.encode_(segment, values[first : first + self.segments.numels[segment]].float())
+            start += self.segments.padded(segment)
+
+    def square_sum(self, segments: Sequence[int]) -> Tensor:
+        """fp64 []: the sum of squares of some segments' FP8 numbers with blocks; NaN where one is not finite."""
+        if self.codes.is_cuda:
+            from zeropp_fp8.kernels.optimizer.squares import squares_of_tiles
+
+            blocks = squares_of_tiles(self.codes, self.storage.name, self.block_size)
+        else:
+            blocks = self.storage.numbers_of(self.codes).view(-1, self.block_size).square_().sum(dim=1)
+        squares = (blocks.double() * _ANY_SCALE.decode(self.scales).double().square()).view(self.segments.num_tiles, -1)
+        if len(segments) < len(self.segments):
+            squares = squares[self._tiles_of(tuple(segments), True)[:, 1]]
+        return squares.sum()
+
     def decode_all(self) -> list[Tensor]:
         """fp32 [numel] of every segment."""
         return [self.decode(segment) for segment in range(len(self.segments))]
@@ -166,6 +200,19 @@ class StateBuffer:
                 raise ValueError(f"the saved state and this buffer differ in whether they have {name}")
             if own[name] is not None:
                 own[name].copy_(state[name])
+
+    def _tiles_of(self, segments: tuple[int, ...], in_place: bool) -> Tensor:
+        """int64 [tiles, 3] of some segments: a tile's number in `encode_several_`'s values, here, and its elements."""
+        key = segments, in_place
+        if key not in self._tiles:
+            rows: list[tuple[int, int, int]] = []
+            for segment in segments:
+                first, numel = self.segments.starts[segment] // TILE, self.segments.numels[segment]
+                rows += [(first + k, first + k, min(TILE, numel - k * TILE)) for k in range(-(-numel // TILE))]
+            if not in_place:
+                rows = [(source, tile, left) for source, (_, tile, left) in enumerate(rows)]
+            self._tiles[key] = torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(self.codes.device)
+        return self._tiles[key]
 
     def _rows(self, segment: int) -> Tensor:
         """The codes of a segment, a row for each scale. Blocks are whole: the last one ends in padding."""

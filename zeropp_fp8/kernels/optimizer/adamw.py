@@ -30,8 +30,8 @@ from torch import Tensor
 from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, fp8_codes, narrowed, numbers_of, uniform
 from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.mx_elements import NAN_SCALE, SMALLEST_NORMAL, mx_scale_values, power_of_two
+from zeropp_fp8.kernels.optimizer.encode_blocks import TILE, largest_bits, scale_bytes
 
-TILE = 1024
 # 8 elements a thread: 16 bytes of 16-bit numbers and 8 of FP8 codes, so that all accesses are shared out alike and
 # nothing has to be exchanged between threads.
 NUM_WARPS = 4
@@ -191,12 +191,6 @@ def quotient(m, denominator, FAST: tl.constexpr):
 
 
 @triton.jit
-def largest_bits(x):
-    """int32 [ROWS]: the bits of each row's largest magnitude; as integers NaN > Inf > every finite number."""
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-
-
-@triton.jit
 def smallest_bits(x):
     """int32 [ROWS]: the bits of each row's smallest normal magnitude, those of Inf where there is none."""
     magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -261,10 +255,7 @@ def store_quantity(
             shares = tl.abs(x) * power_of_two(254 - scales)[:, None] * 0.5
             scaled = with_sign_of(tl.minimum(tl.exp2(tl.log2(shares) * powers) * largest, largest), x)
         else:
-            emax: tl.constexpr = 8 if STORAGE == "fp8_e4m3" else 15
-            # What carries into the exponent where the mantissa is above that of the largest number, 65504 or 1.75 * 2^e
-            carry: tl.constexpr = 0x1FFF if STORAGE == "fp16" else 0x1FFFFF
-            scales = tl.minimum(tl.maximum(((amax + carry) >> 23) - emax, 0), 254)
+            scales = scale_bytes(amax, STORAGE)
             scaled = x * power_of_two(254 - scales)[:, None]
         # What the codes of a NaN scale are does not matter.
         scales = tl.where(bad, NAN_SCALE, scales)

@@ -6,7 +6,8 @@ the stream where they arrive: 1 byte an element and 1 a block, each block scaled
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,28 @@ from torch.nn import Parameter
 from zeropp_fp8.optim import FP8Gradients, StateBuffer
 from zeropp_fp8.zero.states.gradient_store import GradientStore
 from zeropp_fp8.zero.states.groups import StateGroup
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """Where a reduction writes the numbers of matrices of one group.
+
+    Attributes:
+        values: fp32, one segment after the other, padded; `views` of it, by segment.
+    """
+
+    group: StateGroup
+    values: Tensor
+    views: dict[int, Tensor]
+
+    @classmethod
+    def at(cls, group: StateGroup, segments: list[int]) -> _Arriving:
+        """Room for these segments."""
+        laid_out = group.segments
+        padded = [laid_out.padded(k) for k in segments]
+        values = torch.empty(sum(padded), dtype=torch.float32, device=laid_out.device)
+        rows = values.split(padded)
+        return cls(group, values, {k: row[: laid_out.numels[k]] for k, row in zip(segments, rows)})
 
 
 class BlockGradientStore(GradientStore):
@@ -30,7 +53,7 @@ class BlockGradientStore(GradientStore):
     def __init__(self, element: str, block_size: int, groups: Sequence[StateGroup], dtype: torch.dtype) -> None:
         self._lay_out(groups, dtype)
         self._buffers = {id(g): StateBuffer(g.segments, element, "block", block_size) for g in groups if g.matrices}
-        self._on_the_way: dict[int, Tensor] = {}  # by ds_id: fp32 numbers that a reduction writes
+        self._on_the_way: dict[int, _Arriving] = {}  # by ds_id
 
     def view(self, param: Parameter) -> Tensor:
         group, segment = self._place[param.ds_id]
@@ -38,24 +61,34 @@ class BlockGradientStore(GradientStore):
             return self._view(self._sums, param)
         return group.segments.view(self._buffers[id(group)].codes, segment)
 
+    def destinations(
+        self, params: Sequence[Parameter], last_micro_batch: bool, again: bool, headroom: float = 1.0
+    ) -> list[Tensor]:
+        if last_micro_batch and not again:
+            for group, segments in self._by_group(params):
+                arriving = _Arriving.at(group, segments)
+                self._on_the_way.update((group.params[k].ds_id, arriving) for k in segments)
+        return super().destinations(params, last_micro_batch, again, headroom)
+
+    def _by_group(self, params: Iterable[Parameter]) -> list[tuple[StateGroup, list[int]]]:
+        """The matrices among parameters: their groups, and in ascending order their segments there."""
+        found: dict[int, tuple[StateGroup, list[int]]] = {}
+        for group, segment in (self._place[p.ds_id] for p in params):
+            if group.matrices:
+                found.setdefault(id(group), (group, []))[1].append(segment)
+        return [(group, sorted(segments)) for group, segments in found.values()]
+
     def _new_codes(self, param: Parameter) -> Tensor:
-        group, segment = self._place[param.ds_id]
-        numel, device = group.segments.numels[segment], group.segments.device
-        return self._on_the_way.setdefault(param.ds_id, torch.empty(numel, device=device))
+        return self._on_the_way[param.ds_id].views[self._place[param.ds_id][1]]
 
     @torch.no_grad()
     def arrived(self, params: Sequence[Parameter]) -> None:
-        for param in params:
-            values = self._on_the_way.pop(param.ds_id, None)
-            if values is None:
-                continue
-            self._encode_one(param, values)
+        come = {id(a): a for a in (self._on_the_way.pop(p.ds_id, None) for p in params) if a is not None}
+        for arriving in come.values():
+            values = arriving.values
+            self._buffers[id(arriving.group)].encode_several_(list(arriving.views), values)
             if values.is_cuda:  # its memory belongs to the stream of backward, which may use it again at once
                 values.record_stream(torch.cuda.current_stream(values.device))
-
-    def _encode_one(self, param: Parameter, values: Tensor) -> None:
-        group, segment = self._place[param.ds_id]
-        self._buffers[id(group)].encode_(segment, values.reshape(-1).float())
 
     @torch.no_grad()
     def read(self, param: Parameter) -> Tensor:
@@ -67,9 +100,9 @@ class BlockGradientStore(GradientStore):
     @torch.no_grad()
     def close(self) -> None:
         for group in self.groups:
-            for param in group.params if group.matrices else ():
-                if param.ds_id in self._summed:
-                    self._encode_one(param, self._view(self._sums, param))
+            summed = [k for k, p in enumerate(group.params) if p.ds_id in self._summed] if group.matrices else []
+            if summed:
+                self._buffers[id(group)].encode_several_(summed, self._sums[id(group)], in_place=True)
         self._summed.clear()
 
     def of(self, group: StateGroup) -> FP8Gradients | list[Tensor]:
@@ -77,15 +110,8 @@ class BlockGradientStore(GradientStore):
             return FP8Gradients.of(self._buffers[id(group)])
         return [group.segments.view(self._sums[id(group)], k) for k in range(len(group.params))]
 
-    @torch.no_grad()
-    def square_sum(self, sub_group: int, counted: Callable[[Parameter], bool] | None = None) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self.groups[0].segments.device)
-        for group in self.groups:
-            if group.sub_group == sub_group:
-                for param in group.params:
-                    if counted is None or counted(param):
-                        total += torch.linalg.vector_norm(self.read(param), dtype=torch.float64).square()
-        return total
+    def _codes_squared(self, group: StateGroup, members: list[int]) -> Tensor:
+        return self._buffers[id(group)].square_sum(members)
 
     def num_bytes(self) -> int:
         sums = sum(buffer.numel() * buffer.element_size() for buffer in self._sums.values())

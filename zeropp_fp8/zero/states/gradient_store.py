@@ -67,15 +67,21 @@ class GradientStore:
         """Where the step will find this rank's part: FP8 codes (uint8) of a matrix, numbers of a vector."""
         return self._view(self._codes if self._place[param.ds_id][0].matrices else self._sums, param)
 
-    def destination(self, param: Parameter, last_micro_batch: bool, again: bool, headroom: float = 1.0) -> Tensor:
-        """Where a reduction writes this rank's part, or (`again`) adds to.
+    def destinations(
+        self, params: Sequence[Parameter], last_micro_batch: bool, again: bool, headroom: float = 1.0
+    ) -> list[Tensor]:
+        """Where a reduction of a unit writes this rank's part of each, or (`again`) adds to.
 
         Args:
+            params: those of a unit.
             last_micro_batch: the step follows this backward.
             again: a gradient is there already, of an earlier micro-batch or of this backward. All reductions must have
                 arrived then.
             headroom: how many times larger than with the shared scale alone the numbers of new codes are.
         """
+        return [self._destination(param, last_micro_batch, again, headroom) for param in params]
+
+    def _destination(self, param: Parameter, last_micro_batch: bool, again: bool, headroom: float) -> Tensor:
         if not self._place[param.ds_id][0].matrices:
             return self._view(self._sums, param)
         if not again:
@@ -95,7 +101,7 @@ class GradientStore:
         return self._view(self._codes, param)
 
     def arrived(self, params: Sequence[Parameter]) -> None:
-        """A reduction has written what `destination` gave for these; called where it is issued. Codes need no more."""
+        """A reduction has written what `destinations` gave for these; called where it is issued. Codes need no more."""
 
     def _multipliers_of(self, group: StateGroup) -> Tensor:
         """fp32 [params] of a group of matrices: what their codes are multiplied with."""

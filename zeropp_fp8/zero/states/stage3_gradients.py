@@ -58,7 +58,7 @@ class StoredGradientsStage3(AtRestStage3):
             self.reducer.drain()  # what a second gradient is added to must be there
         # What was frozen since, and rests in the node, becomes no codes: `_drop_gradient` could not forget them.
         last = self._at_boundary() and all(p.requires_grad for p in params)
-        results = [self.store.destination(p, last, again, headroom) for p in params]
+        results = self.store.destinations(params, last, again, headroom)
         return results, functools.partial(self.store.arrived, params)
 
     @torch.no_grad()
