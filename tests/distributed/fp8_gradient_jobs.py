@@ -102,8 +102,8 @@ def scale_semantics(node_size):
         job = Reduction(node_size, scale_policy=policy)
         job.step(job.draw(0))
         job.scales.mu.fill_(0.25 if policy == "auto" else 1.0)
-        job.scales._encode, job.scales._decode = job.scales._multipliers(job.scales.history.largest())
-        encode, decode = job.scales._encode.clone(), job.scales._decode.clone()
+        job.scales.table.update(*job.scales._multipliers(job.scales.history.largest()))
+        encode, decode = job.scales.table.encode.clone(), job.scales.table.decode.clone()
         amax = torch.stack([torch.stack([r[i].abs().amax() for r in job.draw(0)]).amax() for i in range(3)])
         results[policy] = (encode / (448 / amax)).tolist(), (encode * decode * job.world).tolist()
         # Numbers that are codes already lose nothing: the mean is exact.
@@ -212,7 +212,7 @@ def one_micro_batch_is_codes(world_expected):
     job.reducer.drain()
     assert torch.allclose(store.read(job.params[2]), before + numbers[2], rtol=1e-6, atol=1e-9)
     if job.world == 1:  # an exact oracle: code of the gradient, then of itself
-        encode = job.scales._encode[0]
+        encode = job.scales.table.encode[0]
         codes = (grads[0][0].flatten() * encode).clamp(-448, 448).to(torch.float8_e4m3fn)
         assert torch.equal(store.read(job.params[0]), codes.float() * decode[0])
     return store.num_bytes()
@@ -319,7 +319,7 @@ def what_a_fixed_mu_loses():
                 if fixed:
                     job.scales.mu.fill_(2.0**-9)
                     largest = job.scales.history.largest()
-                    job.scales._encode, job.scales._decode = job.scales._multipliers(largest)
+                    job.scales.table.update(*job.scales._multipliers(largest))
                 store = GradientStore(job.session.inter_format, job.scales, groups, torch.float32)
                 places = store.destinations(job.params, True, again=False)
                 job.reducer.start(job.params, grads[job.rank], job.names, places, False)

@@ -126,13 +126,17 @@ def test_a_skipped_step_leaves_everything_as_it_was(reductions):
         scales.of(params, gradients_of(params, amax))
         scales.history.current.fill_(amax)
         scales.end_step(overflow=False)
-    before, encode, shares = scales.state_dict(), scales._encode.clone(), scales.report()
+    before, encode, shares = scales.state_dict(), scales.table.encode.clone(), scales.report()
     scales.of(params, gradients_of(params, 1e9))
     scales.history.current.fill_(1e9)
     count(scales, gradients=(50, 0))
     scales.end_step(overflow=True)
     after = scales.state_dict()
-    assert torch.equal(after["mu"], before["mu"]) and torch.equal(scales._encode, encode) and scales.report() == shares
+    assert (
+        torch.equal(after["mu"], before["mu"])
+        and torch.equal(scales.table.encode, encode)
+        and scales.report() == shares
+    )
     assert after["amax_history"].amax() == 3.0 and after["without_history"] == before["without_history"]
     # What the skipped step counted is not added to the next one's.
     scales.of(params, gradients_of(params, 1.0))
@@ -153,7 +157,7 @@ def test_checkpoint(reductions):
     assert state["without_history"] == names(params)[2:] and state["amax_history"][:, 0].tolist() == [2.0, 3.0, 4.0]
     again, _, _ = make_scales(amax_history=3)
     again.load_state_dict(state)
-    assert torch.equal(again._encode, scales._encode) and torch.equal(again._decode, scales._decode)
+    assert torch.equal(again.table.encode, scales.table.encode) and torch.equal(again.table.decode, scales.table.decode)
     assert again._without_history == {2} and again.mu.item() == scales.mu.item()
     shorter, _, _ = make_scales(amax_history=1)
     shorter.load_state_dict(state)
@@ -188,7 +192,7 @@ def test_neighbours(reductions):
     with pytest.raises(ValueError, match="neighbours in the order of reduction"):
         scales.of([params[0], params[2]], [])
     whole, part = scales.of(params, gradients_of(params, 1.0)), scales.of(params[1:], gradients_of(params, 1.0)[1:])
-    assert part.encode.data_ptr() == whole.encode[1:].data_ptr() and part.amax.numel() == 2
+    assert part.amax.data_ptr() == whole.amax[1:].data_ptr() and part.amax.numel() == 2
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------
@@ -225,7 +229,7 @@ def test_store_in_which_a_later_step_replaces_codes():
     store.close()
     group = next(group for group in store.groups if group.matrices)
     first = group.params[0]
-    store.scales._decode.fill_(0.5)
+    store.scales.table.decode.fill_(0.5)
     assert store.of(group).multipliers[0] == 1.0, "until the next gradient codes mean what they meant"
     store.destinations([first], True, again=False)[0].fill_(0x38)  # 1.0
     assert store.read(first).unique().tolist() == [0.5]

@@ -136,8 +136,8 @@ class Timed(Span):
     at_end: Callable[[float], None] | None = None
 
     def __init__(self, collective: Callable[..., dist.Work], arguments: Sequence[Any], group: Any) -> None:
-        buffer: Tensor = arguments[0]
-        super().__init__(buffer.is_cuda)
+        filled: Tensor | list[Tensor] = arguments[0]
+        super().__init__((filled[0] if isinstance(filled, list) else filled).is_cuda)
         self.__enter__()
         self._work = collective(*arguments, group=group, async_op=True)
         if self._events is not None:

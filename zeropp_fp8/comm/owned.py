@@ -16,10 +16,10 @@ from zeropp_fp8.comm.topology import Level
 
 
 class OwnedGather:
-    """A hop under way. It keeps the copies that are being sent.
+    """A hop under way. It keeps what is being sent.
 
-    The allocator would give their memory to the next copy on the stream that made them, and that stream waits for
-    nothing: the backend would send what it has not been given. So they are let go of only on a stream that has waited.
+    The allocator would give its memory to the next payload on the stream that made it, and that stream waits for
+    nothing: the backend would send what it has not been given. So it is let go of only on a stream that has waited.
     """
 
     def __init__(self, work: dist.Work, outgoing: Tensor) -> None:
@@ -39,8 +39,8 @@ def start_owned_gather(
 ) -> OwnedGather | None:
     """Start one hop: flat uint8 `gathered` becomes the payloads of the level's ranks; None where it is one rank.
 
-    An all-to-all that gives every rank the same: backends have no all-gather of unequal sizes that takes zero bytes,
-    and a copy of the payload for each receiver costs little beside sending it.
+    An all-to-all that gives every rank the same: backends have no all-gather of unequal sizes that takes zero bytes.
+    NCCL sends the payload itself; gloo knows no all-to-all of lists, and gets a copy for each receiver.
 
     Args:
         sizes: bytes of each of the level's ranks; gathered has their sum.
@@ -49,8 +49,10 @@ def start_owned_gather(
     """
     if level.size == 1:
         return None
-    outgoing = payload.repeat(level.size)
-    splits = [payload.numel()] * level.size
     others = level.size - 1
     counted = {"level": level, "ledger": ledger, "sent": others * payload.numel(), "by_all": others * held_by_all}
+    if payload.is_cuda:
+        work = issue(dist.all_to_all, list(gathered.split(sizes)), [payload] * level.size, **counted)
+        return OwnedGather(work, payload)
+    outgoing, splits = payload.repeat(level.size), [payload.numel()] * level.size
     return OwnedGather(issue(dist.all_to_all_single, gathered, outgoing, sizes, splits, **counted), outgoing)

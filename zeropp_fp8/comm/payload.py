@@ -193,8 +193,8 @@ class PayloadLayout:
                 kernels.quantize(members[0], table, group.segments, order.on_device, payload, seed, scales)
             else:
                 self._encode_by_torch(group, members, order, payload, seed, scales)
-            if scales is not None and scales.amax.data_ptr() != shared.amax[group.members[0] :].data_ptr():
-                shared.amax[group.index] = scales.amax  # members that are no neighbours were copied
+            if scales is not None:
+                shared.recorded(scales, group.index)
 
     def _encode_by_torch(
         self,

@@ -247,12 +247,12 @@ class ReducePlan:
             headroom: with shared scales, how many times larger than one gradient a sum may be.
         """
         per_node, rows, shared = self.topology.ranks_per_node, self.column_rows, reduction.shared
-        scales = self.scales_of(self.second, shared)
-        if scales is not None:
-            scales = scales.to_spread(self.topology.nodes, headroom)
         reduction.first.after_current()
         # Where there is no first hop, the ring's buffers are taken on the current stream.
         with reduction.first if per_node > 1 else Lane.here():
+            scales = self.scales_of(self.second, shared)
+            if scales is not None:
+                scales = scales.to_spread(self.topology.nodes, headroom)
             sent_ring = reduction.rings.sent_between
             sent = sent_ring.take(rows * self.second.row_bytes)
             sent_rows = sent.view(rows, self.second.row_bytes)

@@ -68,10 +68,10 @@ class OwnerReducePlan(ReducePlan):
                 device,
                 [partners[i] for i in members],
             )
-            self._members[id(made)] = torch.tensor(members, dtype=torch.int64, device=device)
+            self._members[id(made)] = members, torch.tensor(members, dtype=torch.int64, device=device)
             return made
 
-        self._members: dict[int, Tensor] = {}
+        self._members: dict[int, tuple[list[int], Tensor]] = {}
         by_place = sorted(parts, key=lambda p: (p.owner % per_node, p.owner // per_node, p.tensor, p.start))
         column = [p for p in by_place if p.owner % per_node == topology.local_rank]
         own = [p for p in column if p.owner == topology.rank]
@@ -109,13 +109,8 @@ class OwnerReducePlan(ReducePlan):
         return pieces
 
     def scales_of(self, layout: PayloadLayout, shared: SharedScales | None) -> SharedScales | None:
-        if shared is None:
-            return None
-        index = self._members[id(layout)]
-        # Half of what indexing costs the host.
-        tables = (table.index_select(0, index) for table in (shared.encode, shared.decode, shared.amax))
-        return SharedScales(*tables, shared.counts)
+        return None if shared is None else shared.of(*self._members[id(layout)])
 
     def amax_recorded(self, scales: SharedScales | None, shared: SharedScales | None) -> None:
         if shared is not None:
-            shared.amax.scatter_reduce_(0, self._members[id(self.first)], scales.amax, "amax")
+            shared.recorded(scales, self._members[id(self.first)][1])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from zeropp_fp8.formats.base import WireFormat, align_up, check_encodable
 from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.float8 import e4m3, e5m2
 from zeropp_fp8.formats.noise import Seed
+
+if TYPE_CHECKING:
+    from zeropp_fp8.formats.scale_table import ScaleTable
 
 NAN_CODE = 0x7F  # in both formats
 LARGEST_CODE = {"fp8_e4m3": 0x7E, "fp8_e5m2": 0x7B}
@@ -115,12 +119,15 @@ class SharedScales:
             the hops) and of results; how many lie at the format's largest magnitude, and how many became zero though
             the number was not. Stages are kept apart because a result is written once, and its ranks' gradients W
             times: together, a per cent of cut off sums would go unnoticed among 1,000 ranks.
+        table, places: the ScaleTable that they are of, and where; None of scales by themselves.
     """
 
     encode: Tensor
     decode: Tensor
     amax: Tensor
     counts: Tensor
+    table: ScaleTable | None = None
+    places: tuple[int, ...] = ()
 
     def of_sums_in_node(self, nodes: int, rows: int) -> SharedScales:
         """For `rows` times the tensors: the mean over the ranks of a node = sum of their codes * decode."""
@@ -140,13 +147,20 @@ class SharedScales:
         return SharedScales(self.encode, self.decode * headroom, self.amax, self.counts)
 
     def of(self, members: Sequence[int], index: Tensor) -> SharedScales:
-        """Those of some of the tensors, in ascending order. Neighbours share memory with the whole.
+        """Those of some of the tensors. Of neighbours, and of a table, they stay in place; others are copies, whose
+        amax `recorded` takes over.
 
         `index`: int64, the members on the tensors' device.
         """
-        start, stop = members[0], members[-1] + 1
-        if stop - start == len(members):
-            if len(members) == self.encode.numel():
-                return self
-            return SharedScales(self.encode[start:stop], self.decode[start:stop], self.amax[start:stop], self.counts)
-        return SharedScales(self.encode[index], self.decode[index], self.amax[index], self.counts)
+        if self.table is not None:
+            return self.table.at(tuple([self.places[i] for i in members]))
+        first = members[0] if members else 0
+        end = first + len(members)
+        if tuple(members) == tuple(range(first, end)):
+            return SharedScales(self.encode[first:end], self.decode[first:end], self.amax[first:end], self.counts)
+        return SharedScales(self.encode[index], self.decode[index], torch.zeros_like(self.amax[index]), self.counts)
+
+    def recorded(self, scales: SharedScales, index: Tensor) -> None:
+        """What `of` has given for `index` has recorded amax."""
+        if self.table is None and scales.amax.untyped_storage().data_ptr() != self.amax.untyped_storage().data_ptr():
+            self.amax.scatter_reduce_(0, index, scales.amax, "amax")

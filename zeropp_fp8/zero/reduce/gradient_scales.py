@@ -30,6 +30,7 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.formats import SharedScaleFormat
 from zeropp_fp8.formats.amax_history import AmaxHistory
+from zeropp_fp8.formats.scale_table import ScaleTable
 from zeropp_fp8.formats.shared_scale import SharedScales
 from zeropp_fp8.zero.session import Session
 
@@ -61,9 +62,9 @@ class GradientScales:
         self.history = AmaxHistory(gradients.amax_history, len(params), device)
         self.mu = torch.ones(1, device=device)
         self._ones = torch.ones(1, device=device)
-        self._encode = torch.ones(len(params), device=device)  # fp32 [tensors]
-        self._decode = torch.ones(len(params), device=device)
         self._counts = torch.zeros(3, 2, dtype=torch.int64, device=device)  # see SharedScales
+        self.table = ScaleTable(self.history.current, self._counts)
+        self._earlier_tables: list[ScaleTable] = []  # of this step
         # Of all tensors that this step has encoded, and that it has reduced to the end: the same on every rank.
         self._encoded = self._reduced = 0
         # Copies of an element, by stage: every rank's gradient, every node's sum, the owner's result.
@@ -123,8 +124,7 @@ class GradientScales:
         return sum(p.ds_numel for p in params if self._index[p.ds_id] in self._quantized)
 
     def _shared(self, places: range) -> SharedScales:
-        whole = slice(places.start, places.stop)
-        return SharedScales(self._encode[whole], self._decode[whole], self.history.current[whole], self._counts)
+        return self.table.at(tuple(places))
 
     def _take_current_amax(self, places: Sequence[tuple[int, Tensor]]) -> None:
         """Scales of tensors that no step has shown yet, from this step's gradients."""
@@ -134,7 +134,8 @@ class GradientScales:
         amax = torch.stack([norm.float() for norm in norms]).nan_to_num(0.0, 0.0, 0.0)
         all_reduce(amax, dist.ReduceOp.MAX, self.session.topology.group, self.session.ledger)
         index = torch.tensor([index for index, _ in new], device=self.session.device)
-        self._encode[index], self._decode[index] = self._multipliers(amax)
+        self._earlier_tables.append(self.table)  # reductions that are under way go on reading it
+        self.table = self.table.changed(index, *self._multipliers(amax))
 
     def _multipliers(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         """fp32 (encode, decode) of tensors with these amax; 0 means that nothing is known."""
@@ -151,7 +152,7 @@ class GradientScales:
         places = tuple(self._index[p.ds_id] for p in params)
         if places not in self._places:  # parameters of an optimizer's group; a copy to the device would wait
             self._places[places] = torch.tensor(places, device=self.session.device)
-        return self._decode[self._places[places]]
+        return self.table.decode[self._places[places]]
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -164,6 +165,9 @@ class GradientScales:
             loss_scale_change: the new loss scale over that of the step.
         """
         topology, history = self.session.topology, self.history
+        for table in (*self._earlier_tables, self.table):
+            table.collect()
+        self._earlier_tables.clear()
         if topology.world_size > 1:
             all_reduce(history.current, dist.ReduceOp.MAX, topology.group, self.session.ledger)
             all_reduce(self._counts, dist.ReduceOp.SUM, topology.group, self.session.ledger)
@@ -187,7 +191,7 @@ class GradientScales:
             # Looking waits for the device; tensors are new in the first step, and seldom later.
             has_history = largest.gt(0).tolist()
             self._without_history = {index for index in self._without_history if not has_history[index]}
-        self._encode, self._decode = self._multipliers(largest)
+        self.table.update(*self._multipliers(largest))
 
     def report(self) -> dict[str, float]:
         """mu, and the shares of the last step's FP8 numbers that lay at the largest code and that became zero.
@@ -227,6 +231,7 @@ class GradientScales:
             self._without_history = {self.names.index(name) for name in state["without_history"]}
         self.mu.copy_(state["mu"] if state else self._ones)
         self.history.load(amax_history)
+        self._earlier_tables.clear()
         self._counts.zero_()
         self._encoded = self._reduced = 0
-        self._encode, self._decode = self._multipliers(self.history.largest())
+        self.table.update(*self._multipliers(self.history.largest()))

@@ -1,0 +1,83 @@
+"""The scales of all tensors, and the selections of them that reductions ask for, for one step at a time.
+
+Kernels read a selection on a lane when the network has delivered, long after the host has gone on. A copy made for each
+reduction could be overwritten until then: the allocator knows the stream that made it, and no other. So selections stay
+where they are from step to step, and all copies are made at once, in two operations a step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeropp_fp8.formats.shared_scale import SharedScales
+
+
+class ScaleTable:
+    """Scales of tensors by their places in a table.
+
+    Args:
+        amax: fp32 [tensors], zeros: what the step has shown; complete after `collect`.
+        counts: see SharedScales.
+
+    Attributes:
+        encode, decode: fp32 [tensors], see SharedScales. Ones at first; `update` replaces them.
+    """
+
+    def __init__(self, amax: Tensor, counts: Tensor) -> None:
+        self.encode, self.decode, self.amax = torch.ones_like(amax), torch.ones_like(amax), amax
+        self._counts = counts
+        self._selections: dict[tuple[int, ...], SharedScales] = {}
+        self._copies: list[tuple[Tensor, SharedScales]] = []  # int64 places on the device, and what lies there
+        self._joined: Tensor | None = None  # the places of all copies, once these lie in one piece
+        self._pieces: tuple[Tensor, ...] = ()  # encode, decode and amax of all copies
+
+    def at(self, places: tuple[int, ...]) -> SharedScales:
+        """The scales of tensors, in any order and as often as asked for; neighbours share memory with the table."""
+        found = self._selections.get(places)
+        if found is None:
+            first = places[0] if places else 0  # a rank may own nothing
+            end = first + len(places)
+            if places == tuple(range(first, end)):
+                rows = (table[first:end] for table in (self.encode, self.decode, self.amax))
+                found = SharedScales(*rows, self._counts, self, places)
+            else:
+                index = torch.tensor(places, device=self.encode.device)
+                rows = self.encode[index], self.decode[index], torch.zeros_like(self.encode[index])
+                found = SharedScales(*rows, self._counts, self, places)
+                self._copies.append((index, found))
+                self._joined = None
+            self._selections[places] = found
+        return found
+
+    def collect(self) -> None:
+        """Let `amax` have what the copies have recorded. No lane may be at work on them."""
+        if self._copies:
+            self._join()
+            self.amax.scatter_reduce_(0, self._joined, self._pieces[2], "amax")
+
+    def update(self, encode: Tensor, decode: Tensor) -> None:
+        """Other scales from now on; what copies have recorded is forgotten. No lane may be at work on the old ones."""
+        self.encode.copy_(encode)
+        self.decode.copy_(decode)
+        if self._copies:
+            self._join()
+            torch.index_select(self.encode, 0, self._joined, out=self._pieces[0])
+            torch.index_select(self.decode, 0, self._joined, out=self._pieces[1])
+            self._pieces[2].zero_()
+
+    def changed(self, index: Tensor, encode: Tensor, decode: Tensor) -> ScaleTable:
+        """A table that has other scales at `index`, for what begins now; what is on its way keeps this one."""
+        new = ScaleTable(self.amax, self._counts)
+        new.encode, new.decode = self.encode.index_copy(0, index, encode), self.decode.index_copy(0, index, decode)
+        return new
+
+    def _join(self) -> None:
+        if self._joined is not None:
+            return
+        self._joined = torch.cat([index for index, _ in self._copies])
+        copies = [scales for _, scales in self._copies]
+        self._pieces = tuple(torch.cat([getattr(s, name) for s in copies]) for name in ("encode", "decode", "amax"))
+        sizes = [index.numel() for index, _ in self._copies]
+        for scales, *rows in zip(copies, *(piece.split(sizes) for piece in self._pieces)):
+            scales.encode, scales.decode, scales.amax = rows
