@@ -69,7 +69,7 @@ def worker(args) -> None:
                 trainer.step(tokens)
                 torch.cuda.synchronize()
         if rank0:
-            row["host"] = host_profile(lambda: trainer.step(tokens), 25)  # noqa: B023
+            row["host"] = host_profile(lambda: trainer.step(tokens), 40)  # noqa: B023
             append_to(args.out, "rows", row)
             show(row)
         else:
