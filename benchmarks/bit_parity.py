@@ -11,8 +11,9 @@ and kernels do in nodes of several ranks, without as many GPUs. Every case build
     parity      fresh batches; losses and gradient norms of all steps and ranks and a hash of all weights (16-bit shards
                 and fp32 master shards of all ranks) must be those of another case, bit for bit: stock against itself,
                 `lossless` against stock (with decoder layers as z3 leaf modules for blocks), `zeropp` against itself.
-                "delays" lets every rank stop for random times inside every layer, forward and backward: a stream that
-                fails to wait for another one then reads what is not there yet.
+                "delays" lets every rank stop for random times inside every layer, forward and backward, and on a GPU
+                before every collective, on its stream: a stream that fails to wait for another one then reads what is
+                not there yet, or not any more.
     features    one batch over and over, on a smaller model: losses must be finite, end lower than they began and never
                 rise above that; where equality is promised (resuming, scopes of the secondary shard, `lossless`), it
                 is tested as above. An FP8 weight that travels as its GEMM's codes must give what a cast of the gathered
@@ -143,6 +144,30 @@ def add_delays(model, device) -> None:
             module.register_forward_hook(after_forward)
 
 
+@contextlib.contextmanager
+def slow_links(on_gpu: bool):
+    """While it lasts every collective of the plugin begins later on its stream, by up to 3 ms: what is read when it is
+    over is read long after the host has gone on, and nothing on the stream of computing may have overwritten it."""
+    import torch
+
+    from zeropp_fp8.comm import issue
+
+    if not on_gpu:
+        yield
+        return
+    stock, draw = issue.timed, random.Random(torch.distributed.get_rank())
+
+    def later(*arguments):
+        torch.cuda._sleep(draw.randrange(6_000_000))
+        return stock(*arguments)
+
+    issue.timed = later
+    try:
+        yield
+    finally:
+        issue.timed = stock
+
+
 class Run:
     """An engine for a case, and its steps. Close it whatever happens."""
 
@@ -187,16 +212,17 @@ class Run:
         Reading a loss earlier would make the host wait, and with it hide a stream that does not.
         """
         losses, norms = [], []
-        for step in steps:
-            parts = []
-            for micro in range(self.case.accumulation):
-                tokens = self._tokens(step, micro)
-                loss = self.engine(input_ids=tokens, labels=tokens).loss
-                self.engine.backward(loss)
-                self.engine.step()
-                parts.append(loss.detach().double())
-            losses.append(sum(parts) / len(parts))
-            norms.append(self.engine.get_global_grad_norm())
+        with slow_links(self.case.delays and self.device.type == "cuda"):
+            for step in steps:
+                parts = []
+                for micro in range(self.case.accumulation):
+                    tokens = self._tokens(step, micro)
+                    loss = self.engine(input_ids=tokens, labels=tokens).loss
+                    self.engine.backward(loss)
+                    self.engine.step()
+                    parts.append(loss.detach().double())
+                losses.append(sum(parts) / len(parts))
+                norms.append(self.engine.get_global_grad_norm())
         return [float(loss) for loss in losses], [float(norm) for norm in norms]
 
     def hashes(self) -> dict[str, str]:
