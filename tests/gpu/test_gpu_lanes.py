@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zeropp_fp8.comm.lanes import Lane, buffer_for, used_last
+from zeropp_fp8.comm.lanes import Lane, buffer_for, on_one_stream, used_last
 
 pytestmark = pytest.mark.gpu
 BYTES = 1 << 26
@@ -70,3 +70,30 @@ def test_the_memory_serves_the_current_stream_again(device):
         values.fill_(2)
         del values
     assert torch.cuda.memory_reserved() - before == BYTES
+
+
+def test_what_a_generator_makes_is_there_for_whoever_asks(device):
+    """As vLLM asks: the next tensor on another stream than the last, and all of them read late."""
+    closed = []
+
+    def made():
+        try:
+            for number in range(12):
+                torch.cuda._sleep(LONG // 20)
+                yield str(number), torch.full((BYTES // 4,), number, dtype=torch.uint8, device=device)
+        finally:
+            closed.append(torch.cuda.current_stream())
+
+    home, streams, seen = torch.cuda.current_stream(), [torch.cuda.Stream() for _ in range(2)], []
+    tensors = on_one_stream(made(), home)
+    for number in range(10):
+        with torch.cuda.stream(streams[number % 2]):
+            name, tensor = next(tensors)
+            torch.cuda._sleep(LONG // 5)
+            seen.append(tensor.clone())
+            del tensor
+        assert name == str(number) and torch.cuda.current_stream() == home
+    tensors.close()
+    torch.cuda.synchronize()
+    assert closed == [home]
+    assert [(int(each.min()), int(each.max())) for each in seen] == [(number, number) for number in range(10)]

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp_fp8.comm.issue import timed
+from zeropp_fp8.comm.lanes import used_last
 from zeropp_fp8.comm.ledger import OUTSIDE, STOCK_BYTES_PER_ELEMENT, WireLedger
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.comm.topology import INTER, INTRA
@@ -183,6 +184,7 @@ class _Shares:
 
     def __init__(self, parts: list[tuple[Tensor, int, int, PayloadLayout, SliceOrder]]) -> None:
         self._parts = parts
+        self.tensors = [tensor for tensor, *_ in parts]
         self.numel_per_rank = [numel for _, numel, rows, _, _ in parts for _ in range(rows)]
         self.bytes_per_rank = [layout.row_bytes for _, _, rows, layout, _ in parts for _ in range(rows)]
 
@@ -217,6 +219,10 @@ class PendingExchange:
             self._work.wait()
             self._work = None
             self._received.decode(self._incoming)
+            # Whoever waits may do so on another stream than the one that has made these (Ulysses with a stream of its
+            # own), which has not waited and would give their memory away.
+            for buffer in (self._incoming, self._outgoing, *self._received.tensors):
+                used_last(buffer)
             del self._received, self._incoming, self._outgoing
 
 

@@ -7,6 +7,7 @@ several exchanges before it waits for the first one overlaps on both.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
@@ -78,6 +79,24 @@ def used_last(buffer: Tensor) -> None:
     """The current stream has been given the last use of a buffer of `buffer_for`."""
     if buffer.is_cuda:
         buffer.record_stream(torch.cuda.current_stream(buffer.device))  # nothing on the stream it was allocated on
+
+
+def on_one_stream(made: Generator[tuple[str, Tensor]], stream: torch.cuda.Stream) -> Generator[tuple[str, Tensor]]:
+    """Let a generator make its tensors on one stream, whichever streams those who ask for them are on."""
+    try:
+        while True:
+            asking = torch.cuda.current_stream(stream.device)
+            with torch.cuda.stream(stream):
+                named = next(made, None)
+            if named is None:
+                return
+            if asking != stream:
+                asking.wait_stream(stream)
+                named[1].record_stream(asking)
+            yield named
+    finally:
+        with torch.cuda.stream(stream):
+            made.close()
 
 
 class BufferRing:

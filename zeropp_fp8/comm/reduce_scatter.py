@@ -341,7 +341,13 @@ class ReducePlan:
     def _count_largest(self, codes: Tensor, shared: SharedScales) -> None:
         """Count the codes at the largest magnitude among partial sums that the backend has made."""
         largest = LARGEST_CODE[self.first.formats[0].name]
-        shared.counts[OF_PARTIAL_SUMS, 0] += ((codes & 0x7F) == largest).sum()
+        found = ((codes & 0x7F) == largest).sum()
+        # Units are counted on both lanes, in no order: an operation that is atomic.
+        shared.counts.view(-1).index_add_(0, self._place_of_partial_sums, found.view(1))
+
+    @functools.cached_property
+    def _place_of_partial_sums(self) -> Tensor:
+        return torch.tensor([2 * OF_PARTIAL_SUMS], device=self.device)
 
     def _residuals(self, reduction: Reduction) -> Residuals | None:
         """What earlier rounding has dropped of what is sent between nodes; nothing of what is sent as it is."""

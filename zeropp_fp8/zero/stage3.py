@@ -277,6 +277,7 @@ class ZeroppStage3(Stage3Base):
         """The step begins, without having been announced to the last backward. (Not in DeepSpeed 0.18.)"""
         self.set_gradient_accumulation_boundary(True)
         self._finish_resting()
+        self._wait_for_copies_to_host()
         super().finalize_gradient_accumulation_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -356,6 +357,12 @@ class ZeroppStage3(Stage3Base):
             return
         with _Replaced(self, "reduce_and_partition_stream", _NoWait()):
             super().independent_gradient_partition_epilogue()
+        self._wait_for_copies_to_host()
+
+    def _wait_for_copies_to_host(self) -> None:
+        """Offloaded gradients are copied on the current stream; the host looks at them next."""
+        if self.offload_optimizer and self.session.device.type == "cuda":
+            torch.cuda.current_stream(self.session.device).synchronize()
 
     def _count_gradients(self, numel: int, communication_data_type: torch.dtype | None, rounds: int) -> None:
         """DeepSpeed reduces `numel` elements by itself; `rounds` 2 when it is an all-reduce."""
@@ -493,6 +500,8 @@ class ZeroppStage3(Stage3Base):
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         with self.session.ledger.counting("other"):
             self.session.ledger.sent_around_ring(1, rounds=2)  # an all-reduce of one byte
+        if self.session.device.type == "cuda":  # DeepSpeed looks at gradients there
+            self.reduce_and_partition_stream.wait_stream(torch.cuda.current_stream(self.session.device))
         return super().has_overflow(partition_gradients)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------

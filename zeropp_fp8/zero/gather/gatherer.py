@@ -321,6 +321,7 @@ class Gatherer:
                     continue
                 unit.secondary = self._held_buffer(unit, Flight())
                 with self._network:
+                    after(self._weights_ready)
                     for work in unit.hold_again(state, unit.secondary):
                         work.wait()
                     self._node.after_current()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zeropp_fp8.comm.lanes import on_one_stream
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.compute.products import GATHERED_OPERAND
 from zeropp_fp8.zero.export.lockstep import Lockstep
@@ -126,10 +127,15 @@ class WeightSource:
         Who stops before the end goes on gathering for the others, when the iterator is closed, and they raise. The
         tensor belongs to training: it is not to be written to.
 
+        Everything is made on the stream that is current here. Who asks for the next tensor on another one, as vLLM
+        does, has it wait.
+
         Raises:
             RuntimeError: a rank has failed, or stopped early; on every rank, after all is gathered.
         """
-        return self._iterate(wanted=True)
+        tensors = self._iterate(wanted=True)
+        device = self._gatherer.device
+        return on_one_stream(tensors, torch.cuda.current_stream(device)) if device.type == "cuda" else tensors
 
     def take_part(self) -> Iterator[tuple[str, Tensor]]:
         """What others' iterations need of this rank, where its tensors are not wanted: it gathers, and yields none."""
