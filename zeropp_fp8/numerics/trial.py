@@ -77,7 +77,8 @@ class Recorder(Observer):
         self.number, self.steps = number, 0
         # Sums over this step and rank: losses, how many they are, the fingerprint of inputs.
         self.sums = torch.zeros(4, dtype=torch.float64, device=self.session.device)
-        engine.module.register_forward_pre_hook(self._inputs, with_kwargs=True)
+        hook = engine.module.register_forward_pre_hook(self._inputs, with_kwargs=True)
+        self.session.on_model.callback(hook.remove)
         conversion = self.session.conversion
         layers = [*conversion.converted] if conversion else []
         self.sketches, self.sketch = Sketches(engine), None

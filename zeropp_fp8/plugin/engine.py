@@ -51,27 +51,40 @@ def engine_class(stock_class, replace):
                     object.__setattr__(self, "_zeropp_fp8_conversion", _converted(model, plugin_config.compute))
             else:
                 _refuse_left_over(model)
-            for handle in model.__dict__.pop(_ALONE, ()):
-                handle.remove()
             try:
                 super().__init__(args, model, *positional, config=config, config_class=config_class, **kwargs)
-            except BaseException:
-                self._zeropp_fp8_let_go()
-                for name in ("module_forward_pre_hook", "module_forward_post_hook"):
-                    if name in vars(self):  # of a model that another engine may get
-                        vars(self)[name].remove()
+                self._zeropp_fp8_observe()
+            except BaseException as error:
+                self._zeropp_fp8_failed(error)
                 raise
-            observed = plugin_config is not None and (plugin_config.observed or TRIAL_VARIABLE in os.environ)
-            if observed and hasattr(self.optimizer, "parameter_offload"):  # not an engine that only evaluates
-                from zeropp_fp8.numerics import observe
-
-                observe(self)
+            for module in model.modules():
+                for handle in module.__dict__.pop(_ALONE, ()):
+                    handle.remove()
             if plugin_config is None and self.global_rank == 0:
                 print(
                     f'zeropp_fp8: stock DeepSpeed; the ds_config has no "{SECTION}" section and no ZeRO++ key '
                     f"(or switches the section off), and {RECIPE_VARIABLE} names no recipe for it",
                     flush=True,
                 )
+
+        def _zeropp_fp8_failed(self, error):
+            session = self.zeropp_fp8_session
+            if session is not None:
+                # Nothing is left to do when it is collected, by when another engine may have the model.
+                self._zeropp_fp8_destroyed = True
+                if not isinstance(error, ConfigError):
+                    # Owners give parameters back together. A rank that has failed alone waits there for the others.
+                    said = f"{type(error).__name__}: {error}"
+                    print(f"zeropp_fp8: rank {self.global_rank}: no engine was made: {said}", flush=True)
+            self._zeropp_fp8_let_go()
+
+        def _zeropp_fp8_observe(self):
+            config = self._zeropp_fp8_config
+            observed = config is not None and (config.observed or TRIAL_VARIABLE in os.environ)
+            if observed and hasattr(self.optimizer, "parameter_offload"):  # not an engine that only evaluates
+                from zeropp_fp8.numerics import observe
+
+                observe(self)
 
         def _configure_zero_optimizer(self, optimizer):
             if self._zeropp_fp8_config is None:
@@ -85,15 +98,13 @@ def engine_class(stock_class, replace):
             session.engine = weakref.ref(self)
             object.__setattr__(self, "zeropp_fp8_session", session)
             object.__setattr__(self, "_zeropp_fp8_activations", exchange_in_fp8(self.module, session))
+            if self._zeropp_fp8_activations is not None:
+                session.on_model.callback(self._zeropp_fp8_activations.remove)
             generate_with_the_plugin(replace)
             hand_over_with_the_plugin(replace)
             with _zero_classes_of(session):
                 stage = super()._configure_zero_optimizer(optimizer)
-            try:
-                getattr(stage, "parameter_offload", stage).all_is_there()
-            except ConfigError:
-                stage.destroy()
-                raise
+            getattr(stage, "parameter_offload", stage).all_is_there()
             return stage
 
         def _forward_prologue(self, inputs, kwargs):
@@ -143,24 +154,30 @@ def engine_class(stock_class, replace):
                 # (Trainer.train() called twice), and its layers and hooks are not this one's to take off.
                 return
             object.__setattr__(self, "_zeropp_fp8_destroyed", True)
+            if self.zeropp_fp8_session is None:
+                super().destroy()
+                return
             try:
                 super().destroy()
             finally:
                 self._zeropp_fp8_let_go()
-            if self.zeropp_fp8_session is not None:
-                from zeropp_fp8.zero.offload import run_alone
+            from zeropp_fp8.zero.offload import run_alone
 
-                # They would hold the engine for as long as the model lives.
-                self.module_forward_pre_hook.remove()
-                self.module_forward_post_hook.remove()
-                setattr(self.module, _ALONE, run_alone(self.module))
+            handles = run_alone(self.module)
+            if handles:
+                setattr(self.module, _ALONE, handles)
 
         def _zeropp_fp8_let_go(self):
-            """Take off the model what is not DeepSpeed's to take off."""
-            if self._zeropp_fp8_conversion is not None:
-                self._zeropp_fp8_conversion.restore()
-            if self._zeropp_fp8_activations is not None:
-                self._zeropp_fp8_activations.remove()
+            """Take off the model what this engine has put on it, whether or not its constructor has come to its end."""
+            for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+                if name in vars(self):
+                    vars(self)[name].remove()
+            try:
+                if self.zeropp_fp8_session is not None:
+                    self.zeropp_fp8_session.on_model.close()
+            finally:
+                if self._zeropp_fp8_conversion is not None:
+                    self._zeropp_fp8_conversion.restore()
 
         def __del__(self):
             if self.zeropp_fp8_session is not None:

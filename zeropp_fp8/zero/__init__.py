@@ -18,6 +18,7 @@ holders.py          the engine behind what a script holds: an engine, its module
 fragment.py         what a checkpoint holds of a weight that rests as codes
 linear_function.py  ZeRO-3's linear function at less host cost
 compiled.py         torch.compile: blocks between hooks that are never traced
+turns.py            several engines over one model: whose hooks and attributes are on it
 ulysses.py          FP8 exchanges of DeepSpeed's sequence parallelism
 
 The wings, each with its way in its own docstring:

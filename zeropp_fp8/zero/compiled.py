@@ -7,7 +7,7 @@ what backward needs of them is saved as the Parameter, whose values are gathered
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 
 import torch
@@ -26,32 +26,22 @@ def leave_untraced(handles: Iterable[RemovableHandle]) -> None:
             hooks[handle.id] = torch.compiler.disable(hook)
 
 
-class CompiledBlocks:
-    """Blocks whose forward is compiled, until `undo`.
+def compile_blocks(blocks: Sequence[nn.Module], put: Callable[[nn.Module, str, object], None]) -> None:
+    """Let the forward of blocks be compiled at their first call; those of one class share graphs.
 
     Args:
-        blocks: compiled at their first call; those of one class share graphs.
+        put: gives a module an attribute, for as long as it is to be compiled.
 
     Raises:
         ConfigError: there are none.
     """
-
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        if not blocks:
-            raise ConfigError(
-                f'"{SECTION}.compile" is "blocks", and the model has no repeated block: set it to "none", and call '
-                "compile() on the modules that are worth it"
-            )
-        self._forwards = {block: block.__dict__.get("forward") for block in blocks}  # of its own, a wrapper for example
-        compiled = {of_class: torch.compile(of_class.forward) for of_class in {type(block) for block in blocks}}
-        for block, own in self._forwards.items():
-            # A bound method, so that a deep copy of the block runs the copy's weights.
-            block.forward = MethodType(compiled[type(block)], block) if own is None else torch.compile(own)
-
-    def undo(self) -> None:
-        """Give every block its own forward back."""
-        for block, own in self._forwards.items():
-            block.__dict__.pop("forward", None)
-            if own is not None:
-                block.forward = own
-        self._forwards.clear()
+    if not blocks:
+        raise ConfigError(
+            f'"{SECTION}.compile" is "blocks", and the model has no repeated block: set it to "none", and call '
+            "compile() on the modules that are worth it"
+        )
+    compiled = {of_class: torch.compile(of_class.forward) for of_class in {type(block) for block in blocks}}
+    for block in blocks:
+        own = block.__dict__.get("forward")  # a wrapper for example
+        # A bound method, so that a deep copy of the block runs the copy's weights.
+        put(block, "forward", MethodType(compiled[type(block)], block) if own is None else torch.compile(own))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from deepspeed.runtime.zero import parameter_offload
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import _recomputation_hook
 from torch.utils.hooks import RemovableHandle
 
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.zero.compiled import CompiledBlocks, leave_untraced
+from zeropp_fp8.zero.compiled import compile_blocks, leave_untraced
 from zeropp_fp8.zero.gather.adopted import is_stored
 from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
@@ -25,6 +26,9 @@ from zeropp_fp8.zero.gather.sliced import Sliced
 from zeropp_fp8.zero.gather.units import build_units
 from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
+from zeropp_fp8.zero.turns import Turn, has_turn
+
+_ENGINES = "zeropp_fp8_engines"  # on a module or parameter: those over it
 
 
 class _CallTensors:
@@ -65,7 +69,6 @@ def _before_backward_of(offload: ZeroppOffload, module: nn.Module) -> type[torch
             offload.pre_sub_module_backward_function(module, begins=ctx.outputs.reach() == 1)
             return grads
 
-    PreBackwardFunctionForModule.offload = offload
     return PreBackwardFunctionForModule
 
 
@@ -85,21 +88,7 @@ def _after_backward_of(offload: ZeroppOffload, module: nn.Module) -> type[torch.
                 offload.post_sub_module_backward_function(module)
             return grads
 
-    PostBackwardFunctionModule.offload = offload
     return PostBackwardFunctionModule
-
-
-def _put_back(module: nn.Module, name: str) -> None:
-    """Give a module hooks and autograd function of the engine before that has not been destroyed, if there is one."""
-    function = module.__dict__[name]
-    while function is not None and hasattr(function, "offload") and function.offload.destroyed:
-        function = function.before
-    if function is None:
-        delattr(module, name)
-    else:
-        setattr(module, name, function)
-        if hasattr(function, "offload"):
-            function.offload._wake(module)
 
 
 class _OrdinaryTensors:
@@ -168,10 +157,12 @@ def _end_alone(module: nn.Module, args, output) -> None:
 
 
 def run_alone(model: nn.Module) -> list[RemovableHandle]:
-    """Let a model whose engine has ended run as DeepSpeed's engine lets it: what is read is gathered, and stays.
+    """Let a model whose last engine has ended run as DeepSpeed's engine lets it: what is read is gathered, and stays.
 
-    Nothing here refers to that engine.
+    Nothing here refers to that engine. Empty where the model has another one.
     """
+    if has_turn(model, _ENGINES):
+        return []
     after = model.register_forward_hook(_end_alone, always_call=True)
     return [model.register_forward_pre_hook(_begin_alone), after]
 
@@ -198,20 +189,17 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
     def __init__(self, module, *args, session: Session, trains: bool = False, **kwargs) -> None:
         self.session = session
         self._trains = trains
+        self.destroyed = False
+        self._on_model = ExitStack()  # takes everything off again, as far as this constructor gets
+        session.on_model.callback(self.destroy)
         Gatherer.check_adoptable(module.parameters())  # before anything is put on modules that another engine runs
         granularity = session.config.gather_granularity
         self.blocks = find_blocks(module) if granularity == "block" else []
-        self._made_leaf = [block for block in self.blocks if not z3_leaf_module(block)]
-        for block in self._made_leaf:
-            block._z3_leaf = True  # DeepSpeed then fetches and releases the block as one unit
-        self.destroyed = False
         self._evaluating = False
         self._by_name: list[ZeROOrderedDict] = []
         self.generating = False  # inside zeropp_fp8.generation (generation/context.py)
         self._earlier: list[ZeroppOffload] = []  # engines over (part of) this model, made before this one
         self._later: list[ZeroppOffload] = []
-        self._hooks: dict[int, list[RemovableHandle]] = {}  # by the id of a module's dictionary of hooks
-        self._silent: dict[nn.Module, list[tuple[dict, int, Callable]]] = {}
         self.announced: str | None = None  # where weights stayed in the last one
         self.before_backward: Callable[[], None] | None = None  # told that a module's backward begins
         self.after_backward_of: Callable[[nn.Module], None] | None = None  # told of each module whose backward is over
@@ -222,6 +210,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         kinds = kinds_of(route)
         units = build_units(module, self.blocks, granularity, kinds)
         self.gatherer = Gatherer(route, kinds)
+        self._on_model.callback(self.gatherer.give_back)
         self.gatherer.adopt(units)
         self.param_coordinator = UnitCoordinator(
             self.gatherer,
@@ -229,7 +218,9 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             max_live_numel=self._max_available_parameters_in_numel,
             max_reuse_numel=self._max_reuse_distance_in_numel,
         )
-        self._compiled = CompiledBlocks(self.blocks) if session.config.compile == "blocks" else None
+        self._on_model.callback(self._leave_pass)
+        if session.config.compile == "blocks":
+            compile_blocks(self.blocks, self._turn.put)
 
     def all_is_there(self) -> None:
         """The engine has allocated what it needs at start: decide which codes stay, and print the table. Collective."""
@@ -244,48 +235,50 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             parameters._in_forward = yes
 
     def setup_zero_stage3_hooks(self) -> None:
+        self._on_model.callback(self._remove_module_hooks)
         super().setup_zero_stage3_hooks()
-        hooks = (self.fwd_pre_hook, *self.forward_hooks, *self.backward_hooks)
-        leave_untraced(hooks)
-        for hook in hooks:
-            self._hooks.setdefault(id(hook.hooks_dict_ref()), []).append(hook)
+        # DeepSpeed has put it there for good: no model would ever be freed.
+        self._on_model.callback(parameter_offload.FWD_MODULE_STACK.remove, self.module)
 
     def _register_deepspeed_module(self, module, *args, **kwargs) -> None:
         """Put this project's autograd functions where DeepSpeed looks for its own before it makes them."""
-        for name, made in {"pre_bwd_fn": _before_backward_of, "post_bwd_fn": _after_backward_of}.items():
-            before = module.__dict__.get(name)
-            setattr(module, name, made(self, module))
-            module.__dict__[name].before = before
-        earlier = getattr(before, "offload", None)  # DeepSpeed's own functions, of an engine without the plugin: None
-        if earlier is not None:
-            earlier._silence(module)
-            for engine in (earlier, *earlier._earlier):
-                if engine not in self._earlier:
-                    self._earlier.append(engine)
-                    engine._later.append(self)
+        self._turn.put(module, "pre_bwd_fn", _before_backward_of(self, module))
+        self._turn.put(module, "post_bwd_fn", _after_backward_of(self, module))
         super()._register_deepspeed_module(module, *args, **kwargs)
+        if module is self.module:  # which is the last one; TRL lets it be done again
+            hooks = (self.fwd_pre_hook, *self.forward_hooks, *self.backward_hooks)
+            leave_untraced(hooks)
+            self._turn.silences(hooks)
 
-    def _silence(self, module: nn.Module) -> None:
-        """A later engine brings a module's parameters, also for calls by this one: one engine's hooks run at a time."""
-        taken = self._silent[module] = []
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for hook in self._hooks.get(id(hooks), ()):
-                if hook.id in hooks:
-                    taken.append((hooks, hook.id, hooks.pop(hook.id)))
+    def _begin_turn(self, model: nn.Module) -> None:
+        """Be the engine whose hooks, and whose leaf modules, the model has: it brings parameters for all of them."""
+        self._turn = Turn(self, (*model.modules(), *model.parameters()), _ENGINES)
+        self._on_model.callback(self._end_turn)
+        for turn in self._turn.begin():
+            self._earlier.append(turn.owner)
+            turn.owner._later.append(self)
+        for param in model.parameters():
+            self._turn.keep(param, "ds_persist", "ds_z3_leaf_module")
+        for block in self.blocks:
+            if not z3_leaf_module(block):
+                self._turn.put(block, "_z3_leaf", True)  # DeepSpeed then fetches and releases the block as one unit
 
-    def _wake(self, module: nn.Module) -> None:
-        """The later one has ended."""
-        for hooks, number, hook in self._silent.pop(module, ()):
-            hooks[number] = hook
+    def _end_turn(self) -> None:
+        self._turn.end()
+        for engine in self._earlier:
+            engine._later.remove(self)
+        for engine in self._later:
+            engine._earlier.remove(self)
 
     def _convert_to_zero_parameters(self, ds_config, module, mpu) -> None:
-        """Afterwards, what is frozen goes into the store, if there is one."""
+        """Afterwards, what is frozen goes into the store, if there is one; and the model is this engine's."""
         super()._convert_to_zero_parameters(ds_config, module, mpu)
         frozen = self.session.config.frozen
         if frozen.format != "none" or any(is_stored(param) for param in module.parameters()):
             from zeropp_fp8.zero.frozen.selection import store_frozen
 
             store_frozen(module, frozen, self._trains)
+        self._begin_turn(module)
 
     def mark_persistent_parameters(self, param_threshold: int, model_threshold: int) -> list[nn.Parameter]:
         """DeepSpeed's choice without stored parameters, which would be kept in 16 bits."""
@@ -340,9 +333,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def release_backward_leftovers(self) -> None:
         for engine in (self, *self._later):
-            if not engine.destroyed:
-                engine._leave_unfinished()
-                engine.param_coordinator.release_backward_leftovers()
+            engine._leave_unfinished()
+            engine.param_coordinator.release_backward_leftovers()
 
     def _check_usable(self) -> None:
         """Refuse parameters that may not be computed with, while no module is active yet.
@@ -388,31 +380,15 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def _over_the_model(self) -> list[ZeroppOffload]:
         """This engine and those made earlier over (part of) the model: the backward may be one of theirs."""
-        return [engine for engine in (self, *self._earlier) if not engine.destroyed]
+        return [self, *self._earlier]
+
+    def _leave_pass(self) -> None:
+        """An exception may have left one."""
+        self._leave_unfinished()
+        _gathers_what_is_read(self.module, False)
+        self.param_coordinator.release_and_reset_all(self.module)
 
     def destroy(self) -> None:
         """Take the hooks off, and give the parameters DeepSpeed's own gathers back. The second time it does nothing."""
-        if self.destroyed:
-            return
         self.destroyed = True
-        for engine in self._earlier:
-            engine._later.remove(self)
-        self._leave_unfinished()
-        super().destroy()
-        # DeepSpeed's constructor has put it there for good: no model would ever be freed.
-        parameter_offload.FWD_MODULE_STACK.remove(self.module)
-        _gathers_what_is_read(self.module, False)  # an exception may have left it on
-        for module in self.module.modules():
-            # A later engine over the model has its own; these would call this one.
-            for name in ("pre_bwd_fn", "post_bwd_fn"):
-                if getattr(module.__dict__.get(name), "offload", None) is self:
-                    _put_back(module, name)
-        if self._compiled is not None:
-            self._compiled.undo()
-        for block in self._made_leaf:
-            if all(map(self.gatherer.has, block.parameters())):  # else it is one for a later engine too
-                block._z3_leaf = False
-                for param in block.parameters():
-                    param.__dict__.pop("ds_z3_leaf_module", None)
-        self.param_coordinator.release_and_reset_all(self.module)  # an exception may have left some in use
-        self.gatherer.give_back()
+        self._on_model.close()

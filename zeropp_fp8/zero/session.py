@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,7 @@ class Session:
         self.bytes_to_come = 0  # what residuals and sums will take, from the first backward passes on
         self.sums_numel = 0  # gradients of several backward passes that add up on this rank inside the node; 0: world
         self.shares = None  # what a step's time goes to (StepShares of bound.py), once it is measured
+        self.on_model = ExitStack()  # takes off the model what this engine has put on it
         self.collected = False  # the engine is being collected: nothing collective can be done
         self.fell_back = False  # from the formats of the section, to high precision
         self.observers: list[Observer] = []

@@ -32,9 +32,11 @@ from zeropp_fp8.zero.reduce.reducer import GradientReducer
 from zeropp_fp8.zero.report import print_progress_line
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage3_base import Freed, Stage3Base
+from zeropp_fp8.zero.turns import Turn
 
 CHECKPOINT_ENTRY = "zeropp_fp8"
 _LEAF = "ds_z3_leaf_module"
+_ENDED = (type(None), weakref.ProxyType)  # what a parameter refers to that no engine trains
 # The double-underscore methods of DeepSpeed's class, by the names under which Python stores them.
 AVG_SCATTER_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 AVG_SCATTER_CONTIGUOUS_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
@@ -78,10 +80,24 @@ class ZeroppStage3(Stage3Base):
         if self.parameter_offload.destroyed:
             return
         super().destroy()
+        self._linked.end()
         for param in self.module.parameters():
-            if getattr(param, "_z3_optimizer", None) is self:  # else a later engine has the model
+            if type(param.__dict__.get("_z3_optimizer")) in _ENDED:  # else another engine has the model
                 param._z3_optimizer = weakref.proxy(self)  # safe_get_full_fp32_param asks it, while the engine is kept
         self._reducer = Freed() if self.reducer.error_feedback else None
+
+    def _link_all_hp_params(self) -> None:
+        """Be whom safe_get_full_fp32_param asks, until this engine ends."""
+        self._linked = Turn(self, self.module.parameters(), "zeropp_fp8_stages")
+        self.session.on_model.callback(self._linked.end)
+        self._linked.begin()
+        for param in self.module.parameters():
+            self._linked.keep(param, "_z3_optimizer")
+        super()._link_all_hp_params()
+
+    def _remove_gradient_hooks(self) -> None:
+        for hook in (*self._grad_acc_hooks, *self._leaf_module_hooks):
+            hook.remove()
 
     # -- gathers ---------------------------------------------------------------------------------------------------
 
@@ -122,6 +138,7 @@ class ZeroppStage3(Stage3Base):
         exist when no input of the block needs one (a frozen embedding under LoRA). The unit order below keeps blocks
         together without it, and gives the same buckets as stock's leaf modules.
         """
+        self.session.on_model.callback(self._remove_gradient_hooks)
         trainable = [param for group in self.fp16_groups for param in group]
         self._names = {param.ds_id: self.param_names.get(param, str(param.ds_id)) for param in trainable}
         self.parameter_offload.before_backward = self._begin_backward
@@ -144,7 +161,7 @@ class ZeroppStage3(Stage3Base):
                     self.scales = self.reducer.scales = GradientScales(self.session, params, names)
                 self._order_is_known(params)
             self._users = Counter(id(p) for module in self.module.modules() for p in module.parameters(recurse=False))
-            self._used_by_only: dict[int, list[Parameter]] = {}
+            self._used_by_only: dict[tuple[int, bool], list[Parameter]] = {}
             self.parameter_offload.after_backward_of = self._module_ended
             leaf_of = {param: param.__dict__.pop(_LEAF) for param in trainable if _LEAF in param.__dict__}
             super().create_reduce_and_remove_grad_hooks()
@@ -188,10 +205,11 @@ class ZeroppStage3(Stage3Base):
 
     def _module_ended(self, module: nn.Module) -> None:
         """Of a module whose backward is over: gradients of parameters that no other module has come no more."""
-        params = self._used_by_only.get(id(module))
+        leaf = z3_leaf_module(module)  # another engine over the model may have it so
+        params = self._used_by_only.get((id(module), leaf))
         if params is None:
-            params = [p for p in module.parameters(recurse=z3_leaf_module(module)) if self._users[id(p)] == 1]
-            self._used_by_only[id(module)] = params
+            params = [p for p in module.parameters(recurse=leaf) if self._users[id(p)] == 1]
+            self._used_by_only[id(module), leaf] = params
         if params and not self._coalesce_grad_reduction:
             self._order.module_ended(params)
 

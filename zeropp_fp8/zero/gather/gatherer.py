@@ -98,6 +98,7 @@ class Gatherer:
     def __init__(self, route: Route, kinds: Sequence[Kind]) -> None:
         self.route, self.kinds, self.session, self.device = route, kinds, route.session, route.device
         self.adopted: dict[int, Parameter] = {}
+        self._before: dict[Parameter, ParameterWire | None] = {}  # what they were in the engine before
         self.units: list[Unit] = []
         self._all_units: list[Unit] = []  # also those that another engine has now
         self.module_depth = 0
@@ -138,13 +139,13 @@ class Gatherer:
     def adopt(self, units: Sequence[Unit]) -> None:
         """Take the ZeRO-3 parameters of `units`, from another engine over the same model too. Collective."""
         params = [param for unit in units for param in unit.params]
-        before = {id(param): getattr(param, STATE, None) for param in params}
+        self.adopted = {param.ds_id: param for param in params}
+        self._before = {param: getattr(param, STATE, None) for param in params}
         for previous, theirs in by_engine(params):
             if previous is not None:
                 previous._leave(theirs)
         self._all_units = list(units)
-        states = {}
-        world = self.route.world_size
+        states, world = {}, self.route.world_size
         for unit in units:
             for param in unit.params:
                 states[param] = ParameterWire(
@@ -153,9 +154,8 @@ class Gatherer:
                     stock_partition=param.partition,
                     unit=unit,
                     owner=self,
-                    before=before[id(param)],
+                    before=self._before[param],
                 )
-                self.adopted[param.ds_id] = param
                 self._padded_numel[param.ds_id] = slice_numel(param.ds_numel, world) * world
         self._take_over(states)
         self._outsized = outsized_units(self.units, self.bytes_of)
@@ -165,13 +165,13 @@ class Gatherer:
         units = list({id(state.unit): state.unit for state in states.values()}.values())
         for kind in self.kinds:
             kind.place([unit for unit in units if unit.kind is kind])
-        for kind in self.kinds:
-            kind.adopt([param for unit in units if unit.kind is kind for param in unit.params])
         for param, state in states.items():
             setattr(param, STATE, state)
             param.all_gather_coalesced = self.all_gather_coalesced
             param.all_gather = self._all_gather_closure(param)
             param.partition = self._partition_closure(param)
+        for kind in self.kinds:
+            kind.adopt([param for unit in units if unit.kind is kind for param in unit.params])
         self.units = [unit for unit in self._all_units if all(map(self.has, unit.params))]
         self.weights_changed(states)
 
@@ -198,8 +198,9 @@ class Gatherer:
 
     def give_back(self) -> None:
         """Give parameters to the engine that had them before, or DeepSpeed; and the buffers to the allocator."""
-        mine = [param for param in self.adopted.values() if self.has(param)]
-        previous = {param: _still_there(getattr(param, STATE).before) for param in mine}
+        # What no engine has was about to be taken over, when something failed.
+        mine = [param for param in self.adopted.values() if self.has(param) or not hasattr(param, STATE)]
+        previous = {param: _still_there(self._before[param]) for param in mine}
         engines = {id(state.owner): state.owner for state in previous.values() if state is not None}.values()
         if self.session.collected and any(kind.leaves_together for each in (self, *engines) for kind in each.kinds):
             # The engine is collected, at a moment of this rank's own: nothing collective can be done. Parameters keep
@@ -209,8 +210,9 @@ class Gatherer:
             self._forget_copies(unit)
         for ring in (self._held_ring, self._gathered_ring, self._brought_ring):
             ring.clear()
-        self._let_go(mine)
+        self._let_go(filter(self.has, mine))
         self.adopted.clear()
+        self._before.clear()
         self.units = self._all_units = []
         for engine in engines:
             theirs = {p: state for p, state in previous.items() if state is not None and state.owner is engine}

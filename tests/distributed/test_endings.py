@@ -1,0 +1,84 @@
+"""Engines over one model that cannot be made, or end in any order: each leaves what was there before it."""
+
+import ending_jobs as jobs
+import pytest
+from ranks import run_two
+
+GRANULARITIES = [("block", "block"), ("block", "module"), ("module", "block")]
+
+
+@pytest.mark.parametrize("kind", ["lossless", "zeropp"])
+def test_an_engine_that_cannot_be_made_leaves_nothing(kind):
+    for found in run_two(jobs.beside_failures, kinds=[kind], granularities=GRANULARITIES, timeout=400):
+        alone = {case[:3]: run for case, run in found.items() if case[3] == "alone"}
+        for case, run in found.items():
+            if case[3] != "alone":
+                failed, left, losses = run
+                assert failed, case
+                assert not left, (case, left[:8])
+                assert losses == alone[case[:3]], case
+
+
+def test_a_model_without_another_engine():
+    """As it was before: a failed engine leaves ZeRO-3's parameters, as one does that was destroyed."""
+    for found in run_two(jobs.without_another, kind="zeropp", timeout=400):
+        for case, (failed, left, parts, losses) in found.items():
+            assert failed and not left and not parts, (case, left[:8], parts)
+            assert losses == found[None, case[1]][3], case
+
+
+def test_low_precision_after_a_failure():
+    for counts in run_two(jobs.converted_again):
+        assert counts == [0, 8, 8, 0]
+
+
+def test_blocks_are_compiled_in_turn():
+    for found in run_two(jobs.compiled_in_turn):
+        assert found == {True: (True, True), False: (True, True)}
+
+
+def test_leaf_modules_are_those_of_the_engine_that_has_the_model():
+    pairs = [("block", "module"), ("module", "block"), ("parameter", "block"), ("block", "parameter")]
+    found = run_two(jobs.units_gathered, granularities=[*pairs, *((a, a) for a in ("block", "module", "parameter"))])
+    for run in found:
+        for (own, (first, second)), (alone, beside, again, without, left) in run.items():
+            assert again == alone == run[own, (first, first)][0], (own, first, second)
+            assert beside == without == run[own, (second, second)][0], (own, first, second)
+            assert left == (2 if own else 0)
+    (units, hooked, leaves, marked), (of_modules, more_hooked, none, no_marked) = found[0][False, pairs[0]][:2]
+    assert leaves == ["LlamaDecoderLayer"] * 2 and not none and marked == 18 and not no_marked
+    assert of_modules > units and more_hooked > hooked
+
+
+@pytest.mark.parametrize("kind", ["lossless", "zeropp", "whole tensors"])
+def test_any_order(kind):
+    found = run_two(jobs.in_any_order, kind=kind, seeds=range(12), length=20, timeout=400)
+    for rank in found:
+        for seed, (said, trained, evaluated, (expected, expected_evaluations), log) in rank.items():
+            assert not said, (seed, said[0])
+            # Where weights lie decides, on a CPU, on the last bit of a product.
+            within = 1e-6 if seed % 2 else 0
+            assert [number for number, _ in trained] == [number for number, _ in expected]
+            for losses, wanted in ((trained, expected), (evaluated, expected_evaluations)):
+                wanted = pytest.approx([loss for _, loss in wanted], rel=within, abs=0)
+                assert [loss for _, loss in losses] == wanted, (seed, log)
+    log = " ".join(line for _, _, _, _, log in found[0].values() for line in log)
+    for what in ("make", "to train", "fail", "train ", "evaluate", "destroy", "collect"):
+        assert what in log
+
+
+def test_hooks_that_were_put_on_again_are_silent_in_the_turn_of_another():
+    for alone, beside in run_two(jobs.hooks_again):
+        assert alone == beside and len(set(alone)) == 4
+
+
+def test_failures_beside_weights_that_rest_as_codes():
+    for failed, left, losses in run_two(jobs.stored_weights):
+        assert failed and not left
+        assert len(set(losses)) == 1
+
+
+def test_an_engine_that_fails_on_one_rank():
+    """Nothing that a rank does then needs the others, where parameters have no owners."""
+    for left, (alone, after) in run_two(jobs.failed_on_a_rank):
+        assert not left and alone == after
