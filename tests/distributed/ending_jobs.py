@@ -364,6 +364,28 @@ def units_gathered(granularities):
     return found
 
 
+def loaded_after_a_later_one(kinds, folder):
+    """{kind: {whether a later engine to train was there: losses after weights alone, then all, were loaded}}."""
+    switch(True)
+    tokens, found = list(batches(6, dist.get_rank())), {}
+    for kind in kinds:
+        found[kind] = {}
+        for beside in (False, True):
+            model, tag = llama(), f"{kind} {beside}"
+            engine = make_engine(model, config_of(kind, "block"))
+            losses = [step(engine, batch) for batch in tokens[:2]]
+            engine.save_checkpoint(folder, tag=tag)
+            losses.append(step(engine, tokens[2]))
+            for options in ({"load_module_only": True}, {"load_optimizer_states": False}, {}):
+                if beside:
+                    make_engine(model, config_of(kind, "block")).destroy()
+                engine.load_checkpoint(folder, tag=tag, **options)
+                losses += [step(engine, tokens[3]), evaluated(engine, tokens[4])]
+            found[kind][beside] = losses
+            engine.destroy()
+    return found
+
+
 # -- any order -------------------------------------------------------------------------------------------------------
 
 

@@ -67,6 +67,14 @@ def test_any_order(kind):
         assert what in log
 
 
+def test_checkpoints_are_loaded_after_a_later_engine_has_ended(tmp_path):
+    """DeepSpeed reads weights in the flat buffer that shards of the first were in."""
+    kinds = ["lossless", "FP8 states", "whole tensors"]
+    for found in run_two(jobs.loaded_after_a_later_one, kinds=kinds, folder=str(tmp_path), timeout=400):
+        for kind, losses in found.items():
+            assert losses[True] == losses[False], kind
+
+
 def test_hooks_that_were_put_on_again_are_silent_in_the_turn_of_another():
     for alone, beside in run_two(jobs.hooks_again):
         assert alone == beside and len(set(alone)) == 4

@@ -65,6 +65,7 @@ class ZeroppStage3(Stage3Base):
         if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
             print("zeropp_fp8: the optimizer leaves the choice to torch: its fused update is used", flush=True)
         super().__init__(module, init_optimizer, param_names, *args, session=session, **kwargs)
+        self.gatherer.given_back = self._bring_shards_home
         session.residual_bytes = self.reducer.residual_bytes(module.parameters())
         session.bytes_to_come = session.residual_bytes + session.sums_numel * dtype.itemsize
 
@@ -94,6 +95,13 @@ class ZeroppStage3(Stage3Base):
         for param in self.module.parameters():
             self._linked.keep(param, "_z3_optimizer")
         super()._link_all_hp_params()
+
+    @torch.no_grad()
+    def _bring_shards_home(self) -> None:
+        """Let shards, which a later engine has moved, lie in DeepSpeed's flat buffers again: it reads weights there."""
+        for flat, shards in zip(self.fp16_partitioned_groups_flat, self.fp16_partitioned_groups):
+            for shard, home in zip(shards, flat.split([shard.numel() for shard in shards])):
+                shard.data = home.copy_(shard.data.view(-1))
 
     def _remove_gradient_hooks(self) -> None:
         for hook in (*self._grad_acc_hooks, *self._leaf_module_hooks):

@@ -104,6 +104,7 @@ class Gatherer:
         self.module_depth = 0
         self.live_numel = self.in_flight_numel = 0
         self.resident = False
+        self.given_back: Callable[[], None] | None = None  # told that a later engine has ended
         self._network = Lane(self.device)
         self._node = Lane(self.device)
         self._adding = Lane(self.device)
@@ -214,9 +215,12 @@ class Gatherer:
         self.adopted.clear()
         self._before.clear()
         self.units = self._all_units = []
+        self.given_back = None  # earlier states may be remembered for as long as later ones
         for engine in engines:
             theirs = {p: state for p, state in previous.items() if state is not None and state.owner is engine}
             engine._take_over(theirs)
+            if engine.given_back is not None:
+                engine.given_back()
 
     def _let_go(self, params: Iterable[Parameter]) -> None:
         """Give parameters DeepSpeed's slices and closures again."""
