@@ -11,6 +11,7 @@ import weakref
 from unittest import mock
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -21,6 +22,7 @@ from parity_jobs import switch
 from recipes import section_of
 
 from zeropp_fp8.compute.products import LinearPrecision
+from zeropp_fp8.handover import WeightSource
 from zeropp_fp8.zero.gather.adopted import STATE
 
 # What DeepSpeed leaves on modules for good, of an engine that was destroyed too.
@@ -362,6 +364,32 @@ def units_gathered(granularities):
             second.destroy()
             found[own, pair] = alone, beside, again, without, len(get_z3_leaf_modules(model))
     return found
+
+
+def collected_on_a_rank():
+    """An engine over the parameters of another one's model, in modules of its own, is collected on rank 0 alone.
+
+    What a source of the other owes before and after, what it hands over, and what is said of its next step.
+    """
+    switch(True)
+    tokens = next(batches(1, dist.get_rank()))
+    engine = make_engine(llama(), config_of("zeropp", "block"))
+    step(engine, tokens)
+    source = WeightSource(engine, only_changed=True)
+    other = llama(seed=1)
+    for mine, its in zip(engine.module.modules(), other.modules(), strict=True):
+        its._parameters.update(mine._parameters)
+    later, found = make_engine(other, config_of("zeropp", "module"), optimizer=None), []
+    evaluated(later, tokens)
+    found.append(len(list(source)))
+    if dist.get_rank() == 0:
+        later.__del__()
+        del later
+        gc.collect()
+    found += [len(source.metadata()), len(list(source)), len(list(WeightSource(engine)))]
+    with pytest.raises(RuntimeError) as raised:
+        step(engine, tokens)
+    return found, str(raised.value)
 
 
 def loaded_after_a_later_one(kinds, folder):

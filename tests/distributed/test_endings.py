@@ -67,6 +67,13 @@ def test_any_order(kind):
         assert what in log
 
 
+def test_an_engine_that_is_collected_gives_nothing_back():
+    """Ranks collect at moments of their own: they would not agree on what is owed, nor on who gathers it."""
+    for owed, said in run_two(jobs.collected_on_a_rank):
+        assert owed == [21, 0, 0, 21]
+        assert "uses parameters that another engine has" in said
+
+
 def test_checkpoints_are_loaded_after_a_later_engine_has_ended(tmp_path):
     """DeepSpeed reads weights in the flat buffer that shards of the first were in."""
     kinds = ["lossless", "FP8 states", "whole tensors"]

@@ -130,7 +130,7 @@ class Gatherer:
         """
         for engine, mine in by_engine(params):
             taken = {id(p) for p in mine}
-            units = () if engine is None or engine.session.collected else engine.units_of(mine)
+            units = () if engine is None else engine.units_of(mine)
             if any(id(p) not in taken for unit in units for p in unit.params):
                 raise ConfigError(
                     "another engine has this model and more: what is gathered together cannot be divided between them; "
@@ -199,14 +199,14 @@ class Gatherer:
 
     def give_back(self) -> None:
         """Give parameters to the engine that had them before, or DeepSpeed; and the buffers to the allocator."""
+        if self.session.collected:
+            # Ranks collect engines at moments of their own, and must agree on who gathers what: parameters keep the
+            # gatherer, whose gathers go on working, until another engine takes them over, on all ranks.
+            return
         # What no engine has was about to be taken over, when something failed.
         mine = [param for param in self.adopted.values() if self.has(param) or not hasattr(param, STATE)]
         previous = {param: _still_there(self._before[param]) for param in mine}
         engines = {id(state.owner): state.owner for state in previous.values() if state is not None}.values()
-        if self.session.collected and any(kind.leaves_together for each in (self, *engines) for kind in each.kinds):
-            # The engine is collected, at a moment of this rank's own: nothing collective can be done. Parameters keep
-            # the gatherer, whose gathers go on working; destroy() would have given them back.
-            return
         for unit in self.units:
             self._forget_copies(unit)
         for ring in (self._held_ring, self._gathered_ring, self._brought_ring):
