@@ -27,7 +27,7 @@ def describe(question: str) -> dict:
         "question": question,
         "date": datetime.date.today().isoformat(),
         "commit": measured_commit(),
-        "command": " ".join([f"python -m benchmarks.{question}", *map(_without_folder, sys.argv[1:])]),
+        "command": " ".join([*_nccl(), f"python -m benchmarks.{question}", *map(_without_folder, sys.argv[1:])]),
         "hardware": _hardware(),
         "versions": {
             "python": platform.python_version(),
@@ -37,6 +37,13 @@ def describe(question: str) -> dict:
             **{name: _version(name) for name in ("deepspeed", "transformers", "triton")},
         },
     }
+
+
+def _nccl() -> list[str]:
+    """What NCCL was told, as one writes it before a command; but for what `nodes.launch` always sets."""
+    told = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    told.pop("NCCL_NVLS_ENABLE", None)
+    return [f"{name}={value}" for name, value in sorted(told.items())]
 
 
 def measured_commit() -> str:
