@@ -7,6 +7,7 @@ import gc
 import importlib
 import itertools
 import random
+import time
 import weakref
 from unittest import mock
 
@@ -21,6 +22,7 @@ from models import batches, ds_config, llama, make_engine
 from parity_jobs import switch
 from recipes import section_of
 
+from zeropp_fp8.comm import failures
 from zeropp_fp8.compute.products import LinearPrecision
 from zeropp_fp8.handover import WeightSource
 from zeropp_fp8.zero.gather.adopted import STATE
@@ -298,6 +300,30 @@ def failed_on_a_rank():
         engine.destroy()
         found.append(losses)
     return left, found
+
+
+def owners_failed_on_a_rank():
+    """Seconds until rank 1, which alone fails with whole tensors, is told; the others go on waiting somewhere else."""
+    switch(True)
+    tokens = next(batches(1, dist.get_rank()))
+    engine = make_engine(llama(), config_of("whole tensors", "block"))
+    step(engine, tokens)
+    began, failures.WAIT_S = time.monotonic(), 1.0
+    if dist.get_rank() == 1:
+        assert fails_to_be_made(engine.module, config_of("whole tensors", "block"), "the timers", trains=True)
+    else:
+        make_engine(engine.module, config_of("whole tensors", "block"))
+    return time.monotonic() - began
+
+
+def all_fail(apart):
+    """What ranks find out who fail `apart` seconds one after the other; and whether nobody is expected who has not."""
+    failures.WAIT_S = 1.5
+    time.sleep(apart * dist.get_rank())
+    together = failures.all_have_failed(1, None)
+    dist.barrier()
+    alone = dist.get_rank() == 0 and failures.all_have_failed(2, None)
+    return together, alone
 
 
 def stored_weights():

@@ -93,6 +93,16 @@ def test_failures_beside_weights_that_rest_as_codes():
         assert len(set(losses)) == 1
 
 
+def test_owners_that_fail_on_one_rank():
+    """Giving back is then collective; but the error goes its way, and no rank is left waiting by it."""
+    assert run_two(jobs.owners_failed_on_a_rank)[1] > 1
+
+
+@pytest.mark.parametrize("apart, together", [(0.3, True), (4, False)])
+def test_whether_all_have_failed(apart, together):
+    assert run_two(jobs.all_fail, apart=apart) == [(together, False)] * 2
+
+
 def test_an_engine_that_fails_on_one_rank():
     """Nothing that a rank does then needs the others, where parameters have no owners."""
     for left, (alone, after) in run_two(jobs.failed_on_a_rank):

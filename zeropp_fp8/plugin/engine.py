@@ -72,10 +72,7 @@ def engine_class(stock_class, replace):
             if session is not None:
                 # Nothing is left to do when it is collected, by when another engine may have the model.
                 self._zeropp_fp8_destroyed = True
-                if not isinstance(error, ConfigError):
-                    # Owners give parameters back together. A rank that has failed alone waits there for the others.
-                    said = f"{type(error).__name__}: {error}"
-                    print(f"zeropp_fp8: rank {self.global_rank}: no engine was made: {said}", flush=True)
+                session.failed = not isinstance(error, ConfigError)  # which all ranks raise
             self._zeropp_fp8_let_go()
 
         def _zeropp_fp8_observe(self):

@@ -35,6 +35,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8.comm.failures import all_have_failed
 from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark, used_last
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.reduce_scatter import slice_numel
@@ -207,6 +208,9 @@ class Gatherer:
         mine = [param for param in self.adopted.values() if self.has(param) or not hasattr(param, STATE)]
         previous = {param: _still_there(self._before[param]) for param in mine}
         engines = {id(state.owner): state.owner for state in previous.values() if state is not None}.values()
+        together = any(kind.leaves_together for each in (self, *engines) for kind in each.kinds)
+        if self.session.failed and together and not all_have_failed(self.session.number, self.session.topology.group):
+            return  # the job is lost: rather than to wait for the others the error shall go its way
         for unit in self.units:
             self._forget_copies(unit)
         for ring in (self._held_ring, self._gathered_ring, self._brought_ring):
