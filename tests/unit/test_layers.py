@@ -248,3 +248,20 @@ def test_importing_the_package_is_light():
         [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=HANG, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_new_tensors_have_a_dtype():
+    """Of their own, not torch's default, which a script may have set to bf16: kernels would read it as fp32."""
+    makers, without = {"zeros", "ones", "empty", "rand", "randn", "eye"}, []
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name == "doctor":  # a process of its own
+            continue
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in makers):
+                continue
+            said = {keyword.arg: keyword.value for keyword in call.keywords}
+            of_torch = isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
+            on_meta = isinstance(said.get("device"), ast.Constant) and said["device"].value == "meta"
+            if of_torch and "dtype" not in said and not on_meta:
+                without.append(f"{path.relative_to(PACKAGE)}:{call.lineno}")
+    assert not without

@@ -407,8 +407,8 @@ def check_adds_codes(topology: Topology, dtype: torch.dtype, device: torch.devic
     for level in (topology.within, topology.between):
         if level.size == 1:
             continue
-        ones = torch.ones(16 * level.size, device=device)
-        total = torch.zeros(16, device=device).to(dtype)
+        ones = torch.ones(16 * level.size, dtype=torch.float32, device=device)
+        total = torch.zeros(16, dtype=torch.float32, device=device).to(dtype)
         dist.reduce_scatter_tensor(total, ones.to(dtype), group=level.group)
         if not bool((total.float() == level.size).all()):
             raise RuntimeError(f"the sum of {level.size} ones in {dtype} came out as {total.float().tolist()}")

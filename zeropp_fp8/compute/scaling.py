@@ -219,7 +219,7 @@ class DelayedScaling(Scaling):
             self._scale = self._scale.to(device)
         else:
             self._recorded = AmaxHistory(self.compute.amax_history, count, device, self.compute.amax_reduction)
-            self._scale = torch.ones(count, SCALE_STRIDE, device=device)
+            self._scale = torch.ones(count, SCALE_STRIDE, dtype=torch.float32, device=device)
         # Made once, and not in each of some 500 casts a step of 24 blocks.
         self._entries = [(self._scale[index, :1], self._amax[index : index + 1]) for index in range(count)]
 

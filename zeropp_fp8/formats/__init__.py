@@ -22,7 +22,8 @@ stores a part is encoded part by part:
     fmt = make_format("nf4", block_size=64, double_quantize=True)
     fmt.encode_part(weight, first, numel, out)                # both multiples of fmt.granule; scales as of the whole
 
-`shared_scale.py` holds FP8 codes whose scale travels by itself, `amax_history.py` where such scales come from.
+`shared_scale.py` holds FP8 codes whose scale travels by itself, `amax_history.py` where such scales come from,
+`scale_table.py` what reductions take of them.
 """
 
 from zeropp_fp8.formats.base import WireFormat

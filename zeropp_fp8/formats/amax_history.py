@@ -25,8 +25,8 @@ class AmaxHistory:
         self.length = length
         self.reduction = reduction
         self.steps = 0
-        self.current = torch.zeros(count, device=device)
-        self.table = torch.zeros(length, count, device=device)  # fp32 [length, count], a ring
+        self.current = torch.zeros(count, dtype=torch.float32, device=device)
+        self.table = torch.zeros(length, count, dtype=torch.float32, device=device)  # [length, count], a ring
 
     @property
     def newest(self) -> Tensor:

@@ -33,7 +33,7 @@ def cut_again(wire_format: WireFormat, parts: Sequence[Tensor], part_numel: int,
     if part_numel % granule or part_numel <= 0:
         raise ValueError(f"{wire_format.name}: parts of {part_numel} elements are not cut at multiples of {granule}")
     payload = torch.empty(wire_format.payload_bytes(numel), dtype=torch.uint8)
-    wire_format.encode_part(torch.zeros(1), first, numel, payload)
+    wire_format.encode_part(torch.zeros(1, dtype=torch.float32), first, numel, payload)
     if numel == 0:
         return payload
     runs, part_runs = wire_format.granule_runs(numel), wire_format.granule_runs(part_numel)

@@ -42,9 +42,11 @@ class ScaleTable:
                 rows = (table[first:end] for table in (self.encode, self.decode, self.amax))
                 found = SharedScales(*rows, self._counts, self, places)
             else:
-                index = torch.tensor(places, device=self.encode.device)
+                # Joined, all begin at multiples of 16 bytes, by which kernels are compiled; what is added is not used.
+                padded = *places, *places[-1:] * (-len(places) % 4)
+                index = torch.tensor(padded, device=self.encode.device)
                 rows = self.encode[index], self.decode[index], torch.zeros_like(self.encode[index])
-                found = SharedScales(*rows, self._counts, self, places)
+                found = SharedScales(*(row[: len(places)] for row in rows), self._counts, self, places)
                 self._copies.append((index, found))
                 self._joined = None
             self._selections[places] = found
@@ -77,7 +79,10 @@ class ScaleTable:
             return
         self._joined = torch.cat([index for index, _ in self._copies])
         copies = [scales for _, scales in self._copies]
-        self._pieces = tuple(torch.cat([getattr(s, name) for s in copies]) for name in ("encode", "decode", "amax"))
         sizes = [index.numel() for index, _ in self._copies]
+        amax = torch.zeros(sum(sizes), dtype=torch.float32, device=self.amax.device)
+        self._pieces = self.encode[self._joined], self.decode[self._joined], amax
         for scales, *rows in zip(copies, *(piece.split(sizes) for piece in self._pieces)):
-            scales.encode, scales.decode, scales.amax = rows
+            encode, decode, amax = (row[: len(scales.places)] for row in rows)
+            amax.copy_(scales.amax)
+            scales.encode, scales.decode, scales.amax = encode, decode, amax

@@ -91,14 +91,14 @@ class SharedScaleFormat(WireFormat):
     def decode_rows(self, payload: Tensor, numel: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """The numbers of the codes, not divided by any multiplier: [rows, numel]."""
         codes = payload[:, :numel].clone(memory_format=torch.contiguous_format)
-        numbers = torch.empty(codes.shape, device=codes.device)
+        numbers = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         if numbers.numel():
             self.element.dequantize(codes, numbers, Scratch(codes.device))
         return numbers.to(dtype) if out is None else out.copy_(numbers)
 
     def sum_of_rows(self, payloads: Tensor, numel: int) -> Tensor:
         """fp32 [rows, numel]: 0 + the numbers of each rank in uint8 [ranks, rows, bytes], added in their order."""
-        total = torch.zeros(payloads.shape[1], numel, device=payloads.device)
+        total = torch.zeros(payloads.shape[1], numel, dtype=torch.float32, device=payloads.device)
         for payload in payloads:
             total += self.decode_rows(payload, numel, torch.float32)
         return total

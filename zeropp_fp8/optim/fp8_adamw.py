@@ -245,7 +245,7 @@ class FP8AdamW(torch.optim.Optimizer):
 
     def _sign(self, device: torch.device) -> Tensor:
         if device not in self._minus_one:
-            self._minus_one[device] = torch.full((1,), -1.0, device=device)
+            self._minus_one[device] = torch.full((1,), -1.0, dtype=torch.float32, device=device)
         return self._minus_one[device]
 
 

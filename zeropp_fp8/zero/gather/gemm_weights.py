@@ -111,7 +111,7 @@ class GemmWeights:
             return
         device = self.session.device
         count = max(w.scales.stop for w in self._weights.values())
-        amax = torch.zeros(count, device=device)
+        amax = torch.zeros(count, dtype=torch.float32, device=device)
         if self.granularity == "tensor":
             params = [weight.param for weight in self._weights.values()]
             if any(param.ds_tensor.device != device for param in params):

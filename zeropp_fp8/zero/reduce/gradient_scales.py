@@ -60,8 +60,8 @@ class GradientScales:
         self._index = {p.ds_id: index for index, p in enumerate(params)}
         device = session.device
         self.history = AmaxHistory(gradients.amax_history, len(params), device)
-        self.mu = torch.ones(1, device=device)
-        self._ones = torch.ones(1, device=device)
+        self.mu = torch.ones(1, dtype=torch.float32, device=device)
+        self._ones = torch.ones_like(self.mu)
         self._counts = torch.zeros(3, 2, dtype=torch.int64, device=device)  # see SharedScales
         self.table = ScaleTable(self.history.current, self._counts)
         self._earlier_tables: list[ScaleTable] = []  # of this step
@@ -218,7 +218,7 @@ class GradientScales:
         Raises:
             ValueError: it is of other parameters, or of a version that did not save their names.
         """
-        amax_history = torch.zeros(0, len(self.names))
+        amax_history = torch.zeros(0, len(self.names), dtype=torch.float32)
         self._without_history = set(self._quantized)
         if state:
             if "names" not in state:

@@ -109,7 +109,7 @@ class GradientStore:
             return self._multipliers[id(group)]
         headrooms = tuple(self._headroom.get(p.ds_id, 1.0) for p in group.params)
         if headrooms not in self._headrooms:
-            self._headrooms[headrooms] = torch.tensor(headrooms, device=group.segments.device)
+            self._headrooms[headrooms] = torch.tensor(headrooms, dtype=torch.float32, device=group.segments.device)
         return self.scales.decode_of(group.params) * self._headrooms[headrooms]
 
     @torch.no_grad()

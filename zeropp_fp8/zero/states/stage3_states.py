@@ -67,7 +67,7 @@ class CompressedStatesStage3(AtRestStage3):
         # In fp64, for a norm of fp32 numbers may be beyond fp32.
         scale = torch.full((1,), float(self.loss_scale), dtype=torch.float64, device=self.session.device)
         if self.clip_grad > 0.0:
-            norm = torch.as_tensor(total_norm, device=scale.device).to(torch.float64)
+            norm = torch.as_tensor(total_norm, dtype=torch.float64, device=scale.device)
             scale = scale * ((norm / self.loss_scale + 1e-6) / self.clip_grad).clamp(min=1.0)
         self._grad_scale = (1.0 / scale).to(torch.float32)
 
@@ -121,7 +121,7 @@ class CompressedStatesStage3(AtRestStage3):
             flat.ds_id = empty[i].ds_id
             flat.requires_grad = True
             steps = self.states.steps[i]
-            state = {"step": steps if counts_on_host else torch.tensor(float(steps))}
+            state = {"step": steps if counts_on_host else torch.tensor(float(steps), dtype=torch.float32)}
             state |= {key: torch.cat(parts[key]) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[flat] = state
             flats.append(flat)
