@@ -254,6 +254,9 @@ def check_encode_several(element: str, block: int, dtype: torch.dtype, device: t
         encode: (buffer, segments, values, in place) -> None instead of the buffer's own.
     """
     encode = encode or StateBuffer.encode_several_
+    nothing = StateBuffer(Segments([0], device), element, "block", block)  # of a rank that owns no matrix
+    encode(nothing, [0], torch.empty(0, dtype=dtype, device=device), False)
+    assert nothing.square_sum([0]) == nothing.square_sum([]) == 0
     numels = (700, 3001, 0, 1, 1024, 2049, 130)
     chosen = [1, 2, 3, 5]
     for in_place in (False, True):

@@ -250,18 +250,18 @@ def test_importing_the_package_is_light():
     assert done.stdout.strip() == "[]"
 
 
-def test_new_tensors_have_a_dtype():
-    """Of their own, not torch's default, which a script may have set to bf16: kernels would read it as fp32."""
-    makers, without = {"zeros", "ones", "empty", "rand", "randn", "eye"}, []
+def test_new_tensors_say_what_they_are():
+    """A script may have set torch's default dtype to bf16, which kernels would read as fp32, and its default device."""
+    floating, others, unsaid = {"zeros", "ones", "empty", "rand", "randn"}, {"tensor", "full", "arange", "randint"}, []
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name == "doctor":  # a process of its own
             continue
         for call in ast.walk(ast.parse(path.read_text())):
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in makers):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
                 continue
-            said = {keyword.arg: keyword.value for keyword in call.keywords}
-            of_torch = isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
-            on_meta = isinstance(said.get("device"), ast.Constant) and said["device"].value == "meta"
-            if of_torch and "dtype" not in said and not on_meta:
-                without.append(f"{path.relative_to(PACKAGE)}:{call.lineno}")
-    assert not without
+            maker, said = ast.unparse(call.func), {keyword.arg for keyword in call.keywords}
+            on_meta = "device='meta'" in map(ast.unparse, call.keywords)
+            if maker.startswith("torch.") and call.func.attr in floating | others and None not in said and not on_meta:
+                needs = {"dtype", "device"} if call.func.attr in floating else {"device"}
+                unsaid += [f"{path.relative_to(PACKAGE)}:{call.lineno}: {name}" for name in needs - said]
+    assert not unsaid

@@ -70,7 +70,7 @@ def ranks_held(level_sizes: Sequence[int], hops: int, rank: int) -> list[int]:
     Every hop puts its own level in front, so the buffer's dimensions are the levels, last hop first, while ranks count
     with the first level outermost: rank = (i_0 * size_1 + i_1) * size_2 + i_2.
     """
-    ranks = torch.arange(math.prod(level_sizes)).view(*level_sizes)
+    ranks = torch.arange(math.prod(level_sizes), device="cpu").view(*level_sizes)
     place = (ranks == rank).nonzero()[0].tolist()
     held = ranks[(slice(None),) * hops + tuple(place[hops:])]
     return held.permute(tuple(reversed(range(hops)))).reshape(-1).tolist()

@@ -28,7 +28,7 @@ class SliceOrder:
     def __init__(self, slices: Sequence[int], device: torch.device) -> None:
         self.slices = tuple(slices)
         self.is_natural = self.slices == tuple(range(len(self.slices)))
-        self.on_device = torch.tensor(self.slices, dtype=torch.int32).to(device)
+        self.on_device = torch.tensor(self.slices, dtype=torch.int32, device="cpu").to(device)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def draw_seed(generator: torch.Generator | None) -> Seed:
     """
     if generator is not None and generator.device.type != "cpu":
         raise TypeError(f"stochastic rounding: the generator must be a CPU generator, got one on {generator.device}")
-    low, high = torch.randint(0, 1 << 31, (2,), generator=generator).tolist()
+    low, high = torch.randint(0, 1 << 31, (2,), generator=generator, device="cpu").tolist()
     return Seed(low, high)
 
 

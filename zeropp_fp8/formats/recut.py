@@ -32,8 +32,8 @@ def cut_again(wire_format: WireFormat, parts: Sequence[Tensor], part_numel: int,
     granule = wire_format.granule
     if part_numel % granule or part_numel <= 0:
         raise ValueError(f"{wire_format.name}: parts of {part_numel} elements are not cut at multiples of {granule}")
-    payload = torch.empty(wire_format.payload_bytes(numel), dtype=torch.uint8)
-    wire_format.encode_part(torch.zeros(1, dtype=torch.float32), first, numel, payload)
+    payload = torch.empty(wire_format.payload_bytes(numel), dtype=torch.uint8, device="cpu")
+    wire_format.encode_part(torch.zeros(1, dtype=torch.float32, device="cpu"), first, numel, payload)
     if numel == 0:
         return payload
     runs, part_runs = wire_format.granule_runs(numel), wire_format.granule_runs(part_numel)

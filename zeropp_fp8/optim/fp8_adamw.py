@@ -200,12 +200,12 @@ class FP8AdamW(torch.optim.Optimizer):
             for segment, p in enumerate(members):
                 state = _views(buffers, segment, p)
                 if saved is None:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                     if "master" in buffers:
                         buffers["master"].encode_(segment, p.detach().reshape(-1).to(torch.float32))
                 else:
                     _copy_saved(state, saved[p])
-                    state["step"] = torch.as_tensor(saved[p]["step"], dtype=torch.float32).cpu().clone()
+                    state["step"] = torch.as_tensor(saved[p]["step"], dtype=torch.float32, device="cpu").clone()
                 self.state[p] = state
             self._buckets.append(bucket)
 

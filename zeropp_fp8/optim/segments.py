@@ -47,10 +47,11 @@ class Segments:
         self.padded_numel = starts.pop()
         self.starts = tuple(starts)
         self.num_tiles = self.padded_numel // TILE
-        indices = torch.arange(len(tiles), dtype=torch.int32)
-        self.tile_segments = torch.repeat_interleave(indices, torch.tensor(tiles, dtype=torch.int64)).to(self.device)
+        indices = torch.arange(len(tiles), dtype=torch.int32, device="cpu")
+        counts = torch.tensor(tiles, dtype=torch.int64, device="cpu")
+        self.tile_segments = torch.repeat_interleave(indices, counts).to(self.device)
         rows = list(zip(self.starts, self.numels, self.ids))
-        self.table = torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(self.device)
+        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3).to(self.device)
         self.pointer_tables: dict[Any, Tensor] = {}
 
     def __len__(self) -> int:

@@ -147,7 +147,8 @@ class StateBuffer:
             blocks = squares_of_tiles(self.codes, self.storage.name, self.block_size)
         else:
             blocks = self.storage.numbers_of(self.codes).view(-1, self.block_size).square_().sum(dim=1)
-        squares = (blocks.double() * _ANY_SCALE.decode(self.scales).double().square()).view(self.segments.num_tiles, -1)
+        squares = blocks.double() * _ANY_SCALE.decode(self.scales).double().square()
+        squares = squares.view(-1, TILE // self.block_size)
         if len(segments) < len(self.segments):
             squares = squares[self._tiles_of(tuple(segments), True)[:, 1]]
         return squares.sum()
@@ -211,7 +212,7 @@ class StateBuffer:
                 rows += [(first + k, first + k, min(TILE, numel - k * TILE)) for k in range(-(-numel // TILE))]
             if not in_place:
                 rows = [(source, tile, left) for source, (_, tile, left) in enumerate(rows)]
-            self._tiles[key] = torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(self.codes.device)
+            self._tiles[key] = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3).to(self.codes.device)
         return self._tiles[key]
 
     def _rows(self, segment: int) -> Tensor:

@@ -521,7 +521,7 @@ class Places:
             size = base.element_size()
             columns.append([MISSING if t is None else (t.data_ptr() - base.data_ptr()) // size for t in tensors])
             aligned.append(all(t is None or t.numel() == 0 or t.data_ptr() % 16 == 0 for t in tensors))
-        entries = torch.tensor(columns, dtype=torch.int64).t().contiguous()
+        entries = torch.tensor(columns, dtype=torch.int64, device="cpu").t().contiguous()
         if torch.device(device).type == "cuda":
             # From pinned memory the copy does not wait for the device; torch keeps the memory until it is done.
             entries = entries.pin_memory().to(device, non_blocking=True)

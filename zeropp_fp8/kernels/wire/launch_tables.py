@@ -214,7 +214,8 @@ class SegmentTable:
             segments.append((offset, numel, num_blocks, code_bytes, wire_format.payload_bytes(numel)))
         self.slice_numels = tuple(slice_numels)
         self.largest_numel = max(slice_numels)
-        self.decoded_segments = torch.tensor(segments, dtype=torch.int64).view(-1, SEGMENT_COLUMNS).to(device)
+        rows = torch.tensor(segments, dtype=torch.int64, device="cpu").view(-1, SEGMENT_COLUMNS)
+        self.decoded_segments = rows.to(device)
         self.lookup = lookup_table(device)
         self._device = device
         self._tile_starts: dict[int, tuple[Tensor, int]] = {}
@@ -255,7 +256,7 @@ class SegmentTable:
             tiles = [-(-numel // (blocks * self.format.block_size)) for numel in self.slice_numels]
             starts = [sum(tiles[:index]) for index in range(len(tiles))]
             beyond = [torch.iinfo(torch.int32).max] * (triton.next_power_of_2(len(starts)) - len(starts))
-            table = torch.tensor(starts + beyond, dtype=torch.int32).to(self._device)
+            table = torch.tensor(starts + beyond, dtype=torch.int32, device="cpu").to(self._device)
             self._tile_starts[blocks] = table, sum(tiles)
         return self._tile_starts[blocks]
 
@@ -274,7 +275,7 @@ class TensorTable:
             if tensor.dtype != base.dtype or not tensor.is_contiguous():
                 raise ValueError("the tensors of one launch must be contiguous and of one dtype")
         rows = [((t.data_ptr() - base.data_ptr()) // itemsize, t.numel()) for t in tensors]
-        entries = torch.tensor(rows, dtype=torch.int64).view(-1, 2)
+        entries = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2)
         # From pinned memory the copy does not wait for the device; torch keeps the memory until it is done.
         self.entries = entries.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else entries
         self.aligned = all(t.data_ptr() % 16 == 0 for t in tensors) and all(

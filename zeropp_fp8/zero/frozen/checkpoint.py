@@ -119,7 +119,8 @@ class FrozenLoad:
     def _nothing_if_stored(self, name: str, value: Tensor) -> Tensor:
         """A full weight; of a stored one what its partitioned parameter holds."""
         param = self._params.get(name)
-        return value if param is None or stored_weight(param) is None else torch.empty(0, dtype=value.dtype)
+        stored = param is not None and stored_weight(param) is not None
+        return torch.empty(0, dtype=value.dtype, device="cpu") if stored else value
 
     def _path_of(self, rank: int) -> str:
         if self._load_dir is None:

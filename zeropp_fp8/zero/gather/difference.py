@@ -146,4 +146,4 @@ class Difference:
     def continue_from(self, state: dict) -> None:
         """What was held has been put there again: go on where `state` was taken."""
         self.begin()
-        self.steps, self.fits = state["steps"], torch.tensor(not state["too large"])
+        self.steps, self.fits = state["steps"], torch.tensor(not state["too large"], device="cpu")

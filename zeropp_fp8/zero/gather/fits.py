@@ -34,7 +34,8 @@ class Fits:
         if not found:
             return
         fits = torch.stack([difference.fits for difference in found])
-        on_host = torch.empty(fits.shape, dtype=torch.bool, pin_memory=fits.is_cuda).copy_(fits, non_blocking=True)
+        on_host = torch.empty(fits.shape, dtype=torch.bool, pin_memory=fits.is_cuda, device="cpu")
+        on_host.copy_(fits, non_blocking=True)
         self._copied = mark(fits.device)
         for difference, one in zip(found, on_host.unbind()):
             difference.fits = one

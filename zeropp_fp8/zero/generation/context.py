@@ -105,7 +105,7 @@ def _choose(weights: str, offload: ZeroppOffload, values: ResidentValues, codes:
         return weights
     needed = {"values": values.num_bytes(), "codes": codes.num_bytes()}
     session = offload.session
-    free = torch.tensor([free_bytes(session.device, session.ranks_here)], dtype=torch.int64)
+    free = torch.tensor([free_bytes(session.device, session.ranks_here)], dtype=torch.int64, device="cpu")
     free = free.to(session.device)
     dist.all_reduce(free, op=dist.ReduceOp.MIN, group=session.topology.group)
     least = int(free.item())

@@ -159,7 +159,7 @@ class Transfer:
         for bucket in buckets(declared, self._limit):
             packed = None
             for meta, place in zip(bucket, _places(bucket)):
-                name, tensor = next(weights, ("nothing", torch.empty(0, dtype=torch.float32)))
+                name, tensor = next(weights, ("nothing", torch.empty(0, dtype=torch.float32, device="cpu")))
                 if (name, tensor.dtype, tuple(tensor.shape)) != meta:
                     raise RuntimeError(f"{meta} was declared, and {name} {tensor.dtype} {tuple(tensor.shape)} came")
                 if packed is None:

@@ -69,7 +69,7 @@ class GradientScales:
         self._encoded = self._reduced = 0
         # Copies of an element, by stage: every rank's gradient, every node's sum, the owner's result.
         copies = (session.topology.world_size, session.topology.nodes, 1)
-        self._copies = torch.tensor(copies, dtype=torch.float64).view(3, 1).to(device)
+        self._copies = torch.tensor(copies, dtype=torch.float64, device="cpu").view(3, 1).to(device)
         self._shares = torch.zeros(2, dtype=torch.float64, device=device)  # of the last step: saturated, vanished
         self._quantized = frozenset(index for index, p in enumerate(params) if len(p.ds_shape) >= 2)
         self._without_history = set(self._quantized)
@@ -218,7 +218,7 @@ class GradientScales:
         Raises:
             ValueError: it is of other parameters, or of a version that did not save their names.
         """
-        amax_history = torch.zeros(0, len(self.names), dtype=torch.float32)
+        amax_history = torch.zeros(0, len(self.names), dtype=torch.float32, device="cpu")
         self._without_history = set(self._quantized)
         if state:
             if "names" not in state:

@@ -148,7 +148,7 @@ class CompressedStates:
             self._unrounded.difference_update(param.ds_id for param in group.params)
             seed = None
             if self.formats.rounding == "stochastic":
-                seed = Seed(*torch.randint(0, 1 << 31, (2,), generator=generator).tolist())
+                seed = Seed(*torch.randint(0, 1 << 31, (2,), generator=generator, device="cpu").tolist())
             grads: FP8Gradients | list[Tensor] = grads_of(group)
             adamw_step(
                 group.segments,

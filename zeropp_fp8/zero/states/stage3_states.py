@@ -121,7 +121,7 @@ class CompressedStatesStage3(AtRestStage3):
             flat.ds_id = empty[i].ds_id
             flat.requires_grad = True
             steps = self.states.steps[i]
-            state = {"step": steps if counts_on_host else torch.tensor(float(steps), dtype=torch.float32)}
+            state = {"step": steps if counts_on_host else torch.tensor(float(steps), dtype=torch.float32, device="cpu")}
             state |= {key: torch.cat(parts[key]) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[flat] = state
             flats.append(flat)
