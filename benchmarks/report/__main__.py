@@ -24,6 +24,7 @@ DOCUMENTS = (
     "docs/results.md",
     "docs/fp8-lm.md",
     "docs/handover.md",
+    "docs/rlhf.md",
     "docs/checkpoints.md",
     "benchmarks/results/faults/README.md",
     "benchmarks/results/upstream/README.md",

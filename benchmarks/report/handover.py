@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.report.blocks import Block, table
+from benchmarks.report.blocks import Block, paragraph, table
 from benchmarks.report.rows import fastest
 
 LABELS = {
@@ -32,4 +32,19 @@ def handover(result: dict) -> str:
     return table(["", "MB to the engine", "MB a rank sends for it", "MB of weights there at once", "ms"], rows)
 
 
-BLOCKS = {"handover": Block(handover, ("handover/cpu-2-gloo",))}
+def handover_nccl(result: dict) -> str:
+    """The same between two GPUs, where TRL was not installed."""
+    settings, found = result["settings"], fastest(result, "ms")
+    merged = found["merged"]
+    said = paragraph(
+        f"""A rank gathers {merged["gathered_bytes_per_rank"] / 1e6:,.0f} MB for all weights in {merged["ms"]:.0f} ms,
+        which {settings["gbit"]:.0f} Gbit/s need
+        {8e-6 * merged["gathered_bytes_per_rank"] / settings["gbit"]:.0f} ms for."""
+    )
+    return f"{handover(result)}\n\n{said}"
+
+
+BLOCKS = {
+    "handover": Block(handover, ("handover/cpu-2-gloo",)),
+    "handover_nccl": Block(handover_nccl, ("handover/h100-2-25gbit",)),
+}

@@ -43,6 +43,38 @@ def rlhf_step_says(full: dict, nvlink: dict) -> str:
     )
 
 
+def rlhf_step_h100(result: dict) -> str:
+    """All weights on two H100, FP8 with few bytes between nodes."""
+    found, settings = by_run(result), result["settings"]
+    stock, ours = found["stock-full"], found["fp8-lm-zeropp"]
+
+    def both(key: str, unit: float = 1.0, digits: int = 0) -> str:
+        return f"{ours[key] / unit:,.{digits}f} instead of stock's {stock[key] / unit:,.{digits}f}"
+
+    return paragraph(
+        f"""Two H100 as two nodes at {settings["gbit"]:.0f} Gbit/s, all weights: training takes `fp8-lm-zeropp`
+        {both("training_ms")} ms (layers as z3 leaf modules), {stock["training_ms"] / ours["training_ms"]:.1f} x as
+        fast, for which a node sends {both("training_tx_bytes_per_node", 1e6)} MB; experience takes
+        {both("experience_ms")} ms, and the peak is {both("peak_bytes", GIB, 1)} GiB."""
+    )
+
+
+def rlhf_gives(*results: dict) -> str:
+    """The training phase of PPO in one sentence, and where the rest is."""
+    of_gpu = by_run(*results[:2]), by_run(results[2])  # two results of H200
+    ms = [{run: row["training_ms"] for run, row in found.items()} for found in of_gpu]
+    parts = [
+        f"`{run}` {each[run]:,.0f} ms instead of stock's {each['stock-full']:,.0f} on two {gpus} "
+        f"({each['stock-full'] / each[run]:.1f} x)"
+        for each, run, gpus in zip(ms, ("zeropp", "fp8-lm-zeropp"), ("H200", "H100"))
+    ]
+    return paragraph(
+        f"""Step times, memory, batches, and whether quantized models learn the same are in [Results](results.md). In
+        short: where {results[0]["settings"]["gbit"]:.0f} Gbit/s are between two nodes of one GPU, a step of actor and
+        critic of 1.3 B parameters each, all weights trained, takes {", and ".join(parts)}."""
+    )
+
+
 def rlhf_memory(result: dict) -> str:
     """What four models take on one GPU; states of all weights are some hundred times those of LoRA."""
     labels = {
@@ -135,10 +167,13 @@ def rlhf_quality(result: dict) -> str:
 
 MACHINES = ("h200-2-25gbit", "h200-4-25gbit", "h200-2-nvlink")
 STEP_FILES = tuple(f"rlhf_step/{name}{part}" for name in MACHINES for part in ("", "-full"))
+FULL_H100 = "rlhf_step/h100-2-25gbit-full"
 LIMITS = tuple(f"rlhf_limits/h200-1-local-{part}" for part in ("lora_24gib", "lora_40gib", "full_64gib"))
 BLOCKS = {
     "rlhf_step": Block(rlhf_step, STEP_FILES, cut_short=("rlhf_step/h200-4-25gbit",)),
     "rlhf_step_says": Block(rlhf_step_says, ("rlhf_step/h200-4-25gbit-full", "rlhf_step/h200-4-nvlink")),
+    "rlhf_step_h100": Block(rlhf_step_h100, (FULL_H100,)),
+    "rlhf_gives": Block(rlhf_gives, (*STEP_FILES[:2], FULL_H100)),
     "rlhf_memory": Block(rlhf_memory, ("rlhf_step/h200-1-local",)),
     "rlhf_limits": Block(rlhf_limits, LIMITS),
     "rlhf_limits_says": Block(rlhf_limits_says, (LIMITS[1],), sourced=False),  # the table above names it

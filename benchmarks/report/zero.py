@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 from benchmarks.report.blocks import Block, bold, paragraph, since, table
@@ -176,14 +177,91 @@ ON_NVLINK = {
 }
 
 
-def many_micro_batches(result: dict) -> str:
-    """Sixteen micro-batches on a slow link."""
-    found = {row["run"]: row for row in result["rows"]}
-    of = {run: f"{found[run]['step_ms']:,.0f} ms, {found[run]['times_floor']:.1f} times the wire" for run in QUANTIZED}
+def many_micro_batches(eight: dict, sixteen: dict) -> str:
+    """Micro-batches of two H100, beside HSDP: times at two rates, and by how much `zeropp` is faster."""
+    columns = [{row["run"]: row for row in result["rows"]} for result in (eight, sixteen)]
+    head, rows = [""], []
+    for result, found in zip((eight, sixteen), columns):
+        head += [f"{result['accumulation']}, {found['zeropp']['gbit']:.0f} Gbit/s, ms a step", "MB a node sends"]
+    for run, label in {
+        "hsdp": LABELS["hsdp"],
+        "zeropp": LABELS["zeropp"],
+        "zeropp-world": '`zeropp`, `"accumulate_in": "world"`',
+    }.items():
+        rows.append([label])
+        for found in columns:
+            sent = f"{found[run]['tx_bytes_per_node_step'] / 1e6:.0f}" if run in found else ""
+            rows[-1] += [f"{found[run]['step_ms']:,.0f}" if run in found else "", sent]
+    ms = [{run: row["step_ms"] for run, row in found.items()} for found in columns]
+    factors = [f"{each['hsdp'] / each['zeropp']:.2f}" for each in ms]
+    said = paragraph(
+        f"""`zeropp` is {" and ".join(factors)} times as fast as HSDP there; with {eight["accumulation"]} micro-batches
+        it takes {ms[0]["zeropp"] / ms[0]["zeropp-world"]:.2f} of the time that it takes where each of them crosses
+        between nodes (medians of {eight["steps"]} and {sixteen["steps"]} steps). Its step is
+        {" and ".join(f"{found['zeropp']['times_floor']:.1f}" for found in columns)} times what the bytes alone need:
+        computing, and Python for {eight["accumulation"]} and {sixteen["accumulation"]} forwards and
+        backwards, take the rest."""
+    )
+    return f"{table(head, rows)}\n\n{said}"
+
+
+# run -> label; "-compiled" is added for the second column.
+BETWEEN_H100 = {
+    "hsdp": LABELS["hsdp"],
+    **{run: f"**`{run}`**" for run in ("zeropp", "zeropp-4bit", "zeropp-diff", "zeropp-2bit", "fp8-lm-zeropp")},
+    "fp8-lm": "**`fp8-lm`**",
+}
+
+
+def told_nccl(result: dict, name: str) -> int:
+    """What a variable was set to before the command."""
+    return int(re.search(rf"\b{name}=(\d+)", result["command"])[1])
+
+
+def connections(result: dict) -> int:
+    """Those of a peer."""
+    return told_nccl(result, "NCCL_SOCKET_NTHREADS") * told_nccl(result, "NCCL_NSOCKS_PERTHREAD")
+
+
+def two_h100(default: dict, compiled: dict, more: dict) -> str:
+    """Steps of two H100 as two nodes: by NCCL's default, with compiled blocks, and with more connections."""
+    columns = [{row["run"]: row for row in result["rows"]} for result in (default, compiled, more)]
+    rows = []
+    for run, label in BETWEEN_H100.items():
+        found = [columns[0].get(run), columns[1].get(f"{run}-compiled"), columns[2].get(run)]
+        floor = found[0].get("floor_ms")
+        rows.append([label, "" if floor is None else f"{floor:.0f}"])
+        rows[-1] += ["" if row is None else f"{row['step_ms']:,.0f}" for row in found]
+    head = ["ms a step", "floor", "NCCL's default", "the same, compiled"]
+    return table([*head, f"{connections(more)} connections a peer"], rows)
+
+
+def two_h100_say(default: dict, compiled: dict, more: dict, profile: dict) -> str:
+    """What bounds an exchange over sockets, and how recipes compare where it is bounded less."""
+    one, again, many = ({row["run"]: row for row in result["rows"]} for result in (default, compiled, more))
+    (step,) = profile["rows"]
+    by_kind, sent = step["device"]["by_kind_ms"], one[step["run"]]["tx_bytes_per_node_step"]
+
+    def ratio(run: str, other: str, key: str = "step_ms") -> str:
+        return f"{many[run][key] / many[other][key]:.2f}"
+
+    eager = " and ".join(f"{again[run]['step_ms']:.0f}" for run in ("zeropp", "fp8-lm-zeropp"))
+    uneven = [(f"`{run}`", f"{row['max_ms']:.0f}") for run, row in many.items() if row["max_ms"] > 1.5 * row["step_ms"]]
+    names, longest = (" and ".join(each) for each in zip(*uneven))
     return paragraph(
-        f"""With {result["accumulation"]} micro-batches on two H100 and 10 Gbit/s: `zeropp` {of["zeropp"]},
-        `zeropp-4bit` {of["zeropp-4bit"]}. Computing, and Python for {result["accumulation"]} forwards and backwards,
-        take the rest."""
+        f"""By default an all-to-all of NCCL over sockets has one connection a peer, and that does not fill the link: in
+        a step of `{step["run"]}` all-to-alls take {by_kind["all-to-all"]:.0f} of {step["device"]["span_ms"]:.0f} ms on
+        the device (waiting for the other rank included) for {sent / 1e6:,.0f} MB, about
+        {8e-6 * sent / by_kind["all-to-all"]:.0f} Gbit/s. With {connections(more)} connections
+        (`NCCL_SOCKET_NTHREADS={told_nccl(more, "NCCL_SOCKET_NTHREADS")}
+        NCCL_NSOCKS_PERTHREAD={told_nccl(more, "NCCL_NSOCKS_PERTHREAD")}`) it takes {many[step["run"]]["step_ms"]:.0f}
+        ms instead of {one[step["run"]]["step_ms"]:.0f}, while HSDP's all-reduce gains nothing
+        ({many["hsdp"]["step_ms"]:,.0f} and {one["hsdp"]["step_ms"]:,.0f}). Then `fp8-lm-zeropp`, whose weights cross in
+        all-to-alls, takes {ratio("fp8-lm-zeropp", "zeropp")} times `zeropp`'s step; the target, 1.15, is missed.
+        `zeropp-2bit` takes {ratio("zeropp-2bit", "zeropp-4bit")} of `zeropp-4bit`'s, where the floors are
+        {ratio("zeropp-2bit", "zeropp-4bit", "floor_ms")}. These are medians of {more["steps"]} steps; single ones of
+        {names} took up to {longest} ms. Each file is of another host of one kind: with the compiled runs `zeropp` and
+        `fp8-lm-zeropp` took {eager} ms without compiled blocks."""
     )
 
 
@@ -210,6 +288,22 @@ def two_gpus(small: dict, large: dict) -> str:
     return table(["ms a step", head[0], "compiled", head[1], "compiled"], rows)
 
 
+def two_gpus_since(before: dict, after: dict) -> str:
+    """FP8 over NVLink once more, after changes to it."""
+    ms, ms_before = ({row["run"]: row["step_ms"] for row in result["rows"]} for result in (after, before))
+    return paragraph(
+        f"""Four of these runs once more, after changes to FP8 (the table's are of commit `{before["commit"]}`, these of
+        `{after["commit"]}` and another host of the kind), {after["micro_batch"]} x {after["tokens"]:,} tokens: `fp8-lm`
+        compiled takes {ms["fp8-lm-compiled"]:.0f} ms ({ms_before["fp8-lm-compiled"]:.0f} in the table), FSDP2 with
+        torchao's float8, compiled, {ms["fsdp2-torchao-compiled"]:.0f} ({ms_before["fsdp2-torchao-compiled"]:.0f});
+        without compiled layers `zeropp` {ms["zeropp"]:.0f} ({ms_before["zeropp"]:.0f}) and `fp8-lm`
+        {ms["fp8-lm"]:.0f} ({ms_before["fp8-lm"]:.0f}). So `fp8-lm` compiled takes
+        {ms["fp8-lm-compiled"] / ms["zeropp"]:.2f} of `zeropp`'s step that is not compiled; `zeropp` compiled, which is
+        faster ({ms_before["zeropp-compiled"]:.0f} in the table), was not run beside it. torchao's code is the same in
+        both, so part of what both gain is the host's."""
+    )
+
+
 def two_gpus_say(large: dict, profile: dict) -> str:
     """Whether the GPU or the host bounds FP8-LM over NVLink."""
     ms = {row["run"]: row["step_ms"] for row in large["rows"]}
@@ -222,10 +316,10 @@ def two_gpus_say(large: dict, profile: dict) -> str:
     }
     (count, us), (_, us_in_16_bits) = products["fp8-lm"], products["zeropp"]
     return paragraph(
-        f"""With 4 x 2,048 tokens `fp8-lm` keeps the GPU busy for {gpu["fp8-lm"]:.0f} ms of a step, `zeropp` for
-        {gpu["zeropp"]:.0f}, {gpu["fp8-lm"] / gpu["zeropp"]:.2f} times as long, but its step takes
-        {ms["fp8-lm"] / ms["zeropp"]:.2f} times as long: the host bounds it. It makes {calls["fp8-lm"]:,} calls in
-        Python ({calls["zeropp"]:,} in `zeropp`), and each of its
+        f"""At commit `{large["commit"]}`, with 4 x 2,048 tokens, `fp8-lm` keeps the GPU busy for {gpu["fp8-lm"]:.0f} ms
+        of a step, `zeropp` for {gpu["zeropp"]:.0f}, {gpu["fp8-lm"] / gpu["zeropp"]:.2f} times as long, but its step
+        takes {ms["fp8-lm"] / ms["zeropp"]:.2f} times as long: the host bounds it. It makes {calls["fp8-lm"]:,} calls
+        in Python ({calls["zeropp"]:,} in `zeropp`), and each of its
         {count} products takes the host {us:.0f} us under the profiler, of which nothing is this project's
         ({us_in_16_bits:.0f} us in 16 bits). With more tokens a GPU, or a faster host, the smaller time on the GPU is
         what counts."""
@@ -364,15 +458,16 @@ def kernels_say(result: dict, profile: dict) -> str:
 
 
 def all_well(*results: dict) -> int:
-    """The number of cases, none of which failed."""
+    """The number of cases, none of which failed, of files that may share some."""
     rows = [row for result in results for row in result["rows"]]
     assert all(row["well"] for row in rows)
-    return len(rows)
+    return len({row["case"] for row in rows})
 
 
-def accuracy(lossless: dict, fp8_lm: dict, two_ranks: dict) -> str:
+def accuracy(lossless: dict, fp8_lm: dict, two_ranks: dict, *two_h100: dict) -> str:
     """Bit parity, counted; the other rows are what the tests named below print."""
-    cases, steps = f"{all_well(lossless, fp8_lm)} cases; {all_well(two_ranks)} on 2 H200", lossless["steps"]
+    cases = f"{all_well(lossless, fp8_lm)} cases; {all_well(two_ranks)} on 2 H200, {all_well(*two_h100)} on 2 H100"
+    steps = lossless["steps"]
     rows = [
         ["`lossless`, 30 steps, fp32 and bf16, gloo", "bit for bit stock ZeRO-3: losses and weights"],
         [
@@ -461,6 +556,7 @@ def kernels_on_cpu_say(result: dict) -> str:
     )
 
 
+TWO_H100 = tuple(f"two_nodes/h100-2-25gbit{variant}" for variant in ("", "-compiled", "-sockets"))
 BLOCKS = {
     "demo": Block(demo, ("demo/cpu-4-gloo",)),
     "step_time": Block(
@@ -478,13 +574,16 @@ BLOCKS = {
     ),
     "slower_link": Block(slower_link, ("two_nodes/h200-4-25gbit", "two_nodes/h200-4-10_6_4gbit")),
     "accumulation": Block(accumulation, ("two_nodes/h200-2-25_10gbit-k8",)),
-    "many_micro_batches": Block(
-        many_micro_batches, ("two_nodes/h100-2-10gbit-k16",), cut_short=("two_nodes/h100-2-10gbit-k16",)
+    "many_micro_batches": Block(many_micro_batches, ("two_nodes/h100-2-25gbit-k8", "two_nodes/h100-2-10gbit-k16")),
+    "two_h100": Block(two_h100, TWO_H100),
+    "two_h100_say": Block(
+        two_h100_say, (*TWO_H100, "step_profile/h100-2-25gbit"), cut_short=("step_profile/h100-2-25gbit",)
     ),
     "differences": Block(
         differences, ("two_nodes/h100-2-10gbit-differences",), cut_short=("two_nodes/h100-2-10gbit-differences",)
     ),
     "two_gpus": Block(two_gpus, ("two_nodes/h100-2-nvlink", "two_nodes/h100-2-nvlink-4x2048")),
+    "two_gpus_since": Block(two_gpus_since, ("two_nodes/h100-2-nvlink-4x2048", "two_nodes/h100-2-nvlink-4x2048-fp8")),
     "two_gpus_say": Block(two_gpus_say, ("two_nodes/h100-2-nvlink-4x2048", "step_profile/h100-2-nvlink-4x2048")),
     "graphs_say": Block(graphs_say, ("step_profile/h100-2-nvlink-4x2048",)),
     "without_nvlink": Block(without_nvlink, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",)),
@@ -497,7 +596,12 @@ BLOCKS = {
     "kernels_say": Block(kernels_say, ("kernels/h200-1-local", "step_profile/h200-4-nvlink")),
     "accuracy": Block(
         accuracy,
-        ("bit_parity/h200-4-nvlink-lossless", "bit_parity/h200-4-nvlink-fp8_lm", "bit_parity/h200-2-nvlink"),
+        (
+            "bit_parity/h200-4-nvlink-lossless",
+            "bit_parity/h200-4-nvlink-fp8_lm",
+            "bit_parity/h200-2-nvlink",
+            *(f"bit_parity/h100-2-nvlink{part}" for part in ("", "-fp8", "-offload")),
+        ),
     ),
     "fidelity_says": Block(fidelity_says, ("gradient_fidelity/h200-4-nvlink",)),
     "added_in_node": Block(added_in_node, ("gradient_fidelity/cpu-4-gloo",)),

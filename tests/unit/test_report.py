@@ -120,6 +120,18 @@ def value(key, **where):
 
 FIGURES = {
     ("demo", "`zeropp`", "held-out loss"): ("demo/cpu-4-gloo", lambda runs: runs["zeropp"]["held_out_loss"], "runs"),
+    ("two_h100", "**`zeropp-2bit`**", "16 connections a peer"): (
+        "two_nodes/h100-2-25gbit-sockets",
+        value("step_ms", run="zeropp-2bit"),
+    ),
+    ("many_micro_batches", "**`zeropp`**", "16, 10 Gbit/s, ms a step"): (
+        "two_nodes/h100-2-10gbit-k16",
+        value("step_ms", run="zeropp"),
+    ),
+    ("handover_nccl", '`zeropp` with FP8 compute, `format="fp8"`', "ms"): (
+        "handover/h100-2-25gbit",
+        value("ms", run="fp8"),
+    ),
     ("kernels", "dequantize", "FP8 E4M3"): (
         "kernels/h200-1-local",
         lambda rows_: 100 * value("share_of_copy", operation="dequantize", format="fp8_e4m3 block 128")(rows_),
