@@ -221,7 +221,7 @@ def test_codes_take_less_memory_and_traffic_than_16_bits(cluster):
 
 def test_the_page_says_how_well_it_fits():
     """docs/planning.md: every line of its table, from the files it names; held-out errors of short ones. No result that
-    the check reads is missing, and no run is beyond 15 % but the two that the page explains."""
+    the check reads is missing, and no run is beyond 15 % but the three that the page explains."""
     lines = re.findall(r"^\| (`.+`): (\d+)\b.* \| (\d+) \| (\d+) % \| (\d+) % \|$", PAGE.read_text(), re.MULTILINE)
     beyond, checked = [], []
     for names, count, constants, *errors in lines:
@@ -237,8 +237,11 @@ def test_the_page_says_how_well_it_fits():
             assert round(max(100 * abs(one.error) for one in held_out(points, preset))) == int(errors[1]), names
         beyond += [(r.point.source, r.point.run, r.point.job.tokens) for r in residuals if abs(r.error) > 0.15]
         checked += files
-    not_steady = ("h100-2-pcie.json", "fsdp2-compiled", 1024), ("h200-1-local-sequence.json", "fp8-lm-o2", 8192)
-    assert tuple(beyond) == not_steady
+    assert beyond == [
+        ("h100-2-25gbit.json", "fp8-lm", 1024),  # by all-to-alls that do not fill the link
+        ("h100-2-pcie.json", "fsdp2-compiled", 1024),  # not steady, like the next
+        ("h200-1-local-sequence.json", "fp8-lm-o2", 8192),
+    ]
     assert sorted(checked) == [
         file
         for file in sorted(RESULTS.rglob("*.json"))

@@ -324,7 +324,7 @@ _EAGER = {
 }
 _COMPILED = [
     replace(_EAGER[name], name=f"{name}-compiled", compiled=True)
-    for name in ("lossless", "zeropp", "zeropp-4bit", "fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp", "hsdp")
+    for name in ("lossless", "zeropp", "zeropp-4bit", "zeropp-2bit", "fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp", "hsdp")
     + ("fsdp2", "fsdp2-torchao")
 ]
 # Frozen weights as codes in blocks of 64 with a bf16 scale (NF4: fp32), or with scales in 8 bits and an fp32 scale for
