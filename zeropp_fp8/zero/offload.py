@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.compiled import compile_blocks, leave_untraced
 from zeropp_fp8.zero.gather.adopted import is_stored
+from zeropp_fp8.zero.gather.adoption import Adoption
 from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
 from zeropp_fp8.zero.gather.gatherer import Gatherer
@@ -192,7 +193,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self.destroyed = False
         self._on_model = ExitStack()  # takes everything off again, as far as this constructor gets
         session.on_model.callback(self.destroy)
-        Gatherer.check_adoptable(module.parameters())  # before anything is put on modules that another engine runs
+        Adoption.check_adoptable(module.parameters())  # before anything is put on modules that another engine runs
         granularity = session.config.gather_granularity
         self.blocks = find_blocks(module) if granularity == "block" else []
         self._evaluating = False

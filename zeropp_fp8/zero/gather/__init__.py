@@ -11,6 +11,7 @@ fits.py          whether these were small enough
 differing.py     units of which only that crosses
 gemm_weights.py  weights whose gathered bytes are the operand of a GEMM
 secondary.py     which units keep what the first hops brought
+adoption.py      which parameters an engine has, and who gets them when another one takes them or it ends
 gatherer.py      starts, finishes, cancels and forgets gathers; never asks a unit's kind
 trace.py         in which order a step fetches units
 coordinator.py   when they are fetched, fetched ahead and released: what DeepSpeed's hooks ask

@@ -1,7 +1,6 @@
 """Gathering parameters: quantized once, two-level, with the node's copy kept as received codes.
 
-DeepSpeed puts `all_gather`, `all_gather_coalesced` and `partition` on each ZeRO-3 parameter as closures; `adopt()`
-replaces them. Two kinds of gather exist:
+Two kinds of gather exist:
 
 * for computing (fetches of the coordinator, `all_gather_coalesced`, and `all_gather()` while a module runs): the
   configured wire format, a unit at a time. The shards' payload is encoded once and kept until the weights change, so
@@ -35,14 +34,13 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.comm.failures import all_have_failed
 from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark, used_last
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.products import GATHERED_OPERAND, READ_AS_NUMBERS
-from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.formats import WireFormat
-from zeropp_fp8.zero.gather.adopted import STATE, ParameterWire, by_engine, gather_by_engine, partition_by_engine
+from zeropp_fp8.zero.gather.adopted import STATE, by_engine
+from zeropp_fp8.zero.gather.adoption import Adoption
 from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
 from zeropp_fp8.zero.gather.kinds import Kind, by_kind
 from zeropp_fp8.zero.gather.route import Route
@@ -66,13 +64,6 @@ def outsized_units(units: Sequence[Unit], bytes_of: Callable[[Parameter], float]
     return {unit for unit in single if usual and sizes[unit] > 2 * usual[-1]}
 
 
-def _still_there(state: ParameterWire | None) -> ParameterWire | None:
-    """The state of the last engine before that has not been destroyed."""
-    while state is not None and not state.owner.adopted:
-        state = state.before
-    return state
-
-
 class UnitsHandle:
     """Units whose gather is under way; `wait` makes their parameters available."""
 
@@ -86,26 +77,18 @@ class UnitsHandle:
             self._gatherer.finish(unit)
 
 
-class Gatherer:
+class Gatherer(Adoption):
     """Gathers the parameters of one engine.
 
     Attributes:
-        adopted: its parameters, by ds_id; `units`: what they are gathered in; `kinds`: what these are.
-        module_depth: > 0 while a module of the model runs.
         live_numel, in_flight_numel: elements of units whose parameters hold their values now, or get them.
         resident: weights stay, for generation: nobody else gathers or drops them.
     """
 
     def __init__(self, route: Route, kinds: Sequence[Kind]) -> None:
-        self.route, self.kinds, self.session, self.device = route, kinds, route.session, route.device
-        self.adopted: dict[int, Parameter] = {}
-        self._before: dict[Parameter, ParameterWire | None] = {}  # what they were in the engine before
-        self.units: list[Unit] = []
-        self._all_units: list[Unit] = []  # also those that another engine has now
-        self.module_depth = 0
+        super().__init__(route, kinds)
         self.live_numel = self.in_flight_numel = 0
         self.resident = False
-        self.given_back: Callable[[], None] | None = None  # told that a later engine has ended
         self._network = Lane(self.device)
         self._node = Lane(self.device)
         self._adding = Lane(self.device)
@@ -120,178 +103,19 @@ class Gatherer:
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._nan: dict[torch.dtype, Tensor] = {}
 
-    # -- adoption ------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def check_adoptable(params: Iterable[Parameter]) -> None:
-        """An engine over these parameters is about to be made.
-
-        Raises:
-            ConfigError: of what another one gathers together some would be left there.
-        """
-        for engine, mine in by_engine(params):
-            taken = {id(p) for p in mine}
-            units = () if engine is None else engine.units_of(mine)
-            if any(id(p) not in taken for unit in units for p in unit.params):
-                raise ConfigError(
-                    "another engine has this model and more: what is gathered together cannot be divided between them; "
-                    "call its destroy() first, or give both the same model"
-                )
-
     def adopt(self, units: Sequence[Unit]) -> None:
-        """Take the ZeRO-3 parameters of `units`, from another engine over the same model too. Collective."""
-        params = [param for unit in units for param in unit.params]
-        self.adopted = {param.ds_id: param for param in params}
-        self._before = {param: getattr(param, STATE, None) for param in params}
-        for previous, theirs in by_engine(params):
-            if previous is not None:
-                previous._leave(theirs)
-        self._all_units = list(units)
-        states, world = {}, self.route.world_size
-        for unit in units:
-            for param in unit.params:
-                states[param] = ParameterWire(
-                    stock_all_gather=param.all_gather,
-                    stock_all_gather_coalesced=param.all_gather_coalesced,
-                    stock_partition=param.partition,
-                    unit=unit,
-                    owner=self,
-                    before=self._before[param],
-                )
-                self._padded_numel[param.ds_id] = slice_numel(param.ds_numel, world) * world
-        self._take_over(states)
+        super().adopt(units)
+        world = self.route.world_size
+        self._padded_numel = {
+            ds_id: slice_numel(param.ds_numel, world) * world for ds_id, param in self.adopted.items()
+        }
         self._outsized = outsized_units(self.units, self.bytes_of)
 
-    def _take_over(self, states: Mapping[Parameter, ParameterWire]) -> None:
-        """Put this gatherer's closures on parameters that are DeepSpeed's, and their shards where they rest here."""
-        units = list({id(state.unit): state.unit for state in states.values()}.values())
-        for kind in self.kinds:
-            kind.place([unit for unit in units if unit.kind is kind])
-        for param, state in states.items():
-            setattr(param, STATE, state)
-            param.all_gather_coalesced = self.all_gather_coalesced
-            param.all_gather = self._all_gather_closure(param)
-            param.partition = self._partition_closure(param)
-        for kind in self.kinds:
-            kind.adopt([param for unit in units if unit.kind is kind for param in unit.params])
-        self.units = [unit for unit in self._all_units if all(map(self.has, unit.params))]
-        self.weights_changed(states)
-
-    def _leave(self, params: Sequence[Parameter]) -> None:
-        """Another engine over the same model takes parameters over. Collective, before it adopts them.
-
-        From then on its hooks bring them, for this engine's calls of the model too, and only it holds copies of them,
-        until it is destroyed.
-        """
-        left = self.units_of(params)
-        for unit in left:
-            unit.active_modules.clear()
-            for param in unit.params:
-                param.ds_active_sub_modules.clear()
-            self.release(unit)
-            self._forget_copies(unit)
-        self.units = [unit for unit in self.units if unit not in left]
-        self._let_go(params)
-
-    def _forget_copies(self, unit: Unit) -> None:
-        self.cancel(unit)
-        unit.changed()
-        unit.secondary = None
-
-    def give_back(self) -> None:
-        """Give parameters to the engine that had them before, or DeepSpeed; and the buffers to the allocator."""
-        if self.session.collected:
-            # Ranks collect engines at moments of their own, and must agree on who gathers what: parameters keep the
-            # gatherer, whose gathers go on working, until another engine takes them over, on all ranks.
-            return
-        # What no engine has was about to be taken over, when something failed.
-        mine = [param for param in self.adopted.values() if self.has(param) or not hasattr(param, STATE)]
-        previous = {param: _still_there(self._before[param]) for param in mine}
-        engines = {id(state.owner): state.owner for state in previous.values() if state is not None}.values()
-        together = any(kind.leaves_together for each in (self, *engines) for kind in each.kinds)
-        if self.session.failed and together and not all_have_failed(self.session.number, self.session.topology.group):
-            return  # the job is lost: rather than to wait for the others the error shall go its way
-        for unit in self.units:
-            self._forget_copies(unit)
+    def _forget_buffers(self) -> None:
         for ring in (self._held_ring, self._gathered_ring, self._brought_ring):
             ring.clear()
-        self._let_go(filter(self.has, mine))
-        self.adopted.clear()
-        self._before.clear()
-        self.units = self._all_units = []
-        self.given_back = None  # earlier states may be remembered for as long as later ones
-        for engine in engines:
-            theirs = {p: state for p, state in previous.items() if state is not None and state.owner is engine}
-            engine._take_over(theirs)
-            if engine.given_back is not None:
-                engine.given_back()
-
-    def _let_go(self, params: Iterable[Parameter]) -> None:
-        """Give parameters DeepSpeed's slices and closures again."""
-        for kind, mine in by_kind(params):
-            kind.leave(self, mine)
-            for param in mine:
-                state: ParameterWire = getattr(param, STATE)
-                param.__dict__.pop(READ_AS_NUMBERS, None)
-                param.all_gather = state.stock_all_gather
-                param.all_gather_coalesced = state.stock_all_gather_coalesced
-                param.partition = state.stock_partition
-                delattr(param, STATE)
-
-    def _all_gather_closure(self, param: Parameter):
-        def all_gather(param_list=None, async_op=False, hierarchy=0):
-            if param_list is None and self.module_depth > 0:
-                self._check_not_resident()
-                return self.gather_now([param])
-            gather_by_engine([param] if param_list is None else param_list)
-            return [] if async_op else None  # handles of what is complete
-
-        return all_gather
-
-    @staticmethod
-    def _partition_closure(param: Parameter):
-        def partition(param_list=None, hierarchy=0, has_been_updated=False, free_data=True):
-            partition_by_engine([param] if param_list is None else param_list, has_been_updated, free_data)
-
-        return partition
-
-    def check_placement(self) -> None:
-        """Gradients, new weights or a checkpoint are about to go to, or come from, where this engine has parameters.
-
-        Raises:
-            RuntimeError: a later engine over the model has them elsewhere. On all ranks.
-        """
-        for engine, params in self.elsewhere():
-            theirs = None if engine is None else engine.session
-            if not all(self.session.places_like(theirs, param) for param in params):
-                raise RuntimeError(
-                    "a later engine over this model keeps its weights on other ranks, so this one cannot train, show "
-                    "master weights, save or load: call the later one's destroy() first, or give both the same "
-                    f"{SECTION}.partition"
-                )
-
-    def elsewhere(self) -> list[tuple[Gatherer | None, list[Parameter]]]:
-        """Parameters that later engines over the model have taken over, by engine."""
-        if len(self.units) == len(self._all_units):
-            return []
-        return [(engine, params) for engine, params in by_engine(self.adopted.values()) if engine is not self]
-
-    def has(self, param: Parameter) -> bool:
-        """Whether a parameter is this engine's to gather."""
-        state: ParameterWire | None = getattr(param, STATE, None)
-        return state is not None and state.owner is self
 
     # -- what is said of parameters ----------------------------------------------------------------------------------
-
-    @staticmethod
-    def unit_of(param: Parameter) -> Unit:
-        """The unit of an adopted parameter."""
-        return getattr(param, STATE).unit
-
-    def units_of(self, params: Iterable[Parameter]) -> tuple[Unit, ...]:
-        """The units that hold `params`, each once."""
-        units = (getattr(p, STATE).unit for p in params)
-        return tuple({id(unit): unit for unit in units}.values())
 
     def format_of(self, param: Parameter) -> WireFormat:
         """The wire format of a parameter."""
