@@ -157,7 +157,7 @@ def show(result: dict) -> None:
             )
 
 
-# A connection moves 25 Gbit/s at most on a host with H100s, whatever the link is shaped to; 16 of them do not.
+# By NCCL's default, one socket a channel, a rank may move less than the link is shaped to: "link" says what it moves.
 SOCKETS = {"NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
 
 

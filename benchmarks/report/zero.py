@@ -218,13 +218,13 @@ def told_nccl(result: dict, name: str) -> int:
     return int(re.search(rf"\b{name}=(\d+)", result["command"])[1])
 
 
-def connections(result: dict) -> int:
-    """Those of a peer."""
+def sockets(result: dict) -> int:
+    """Those of a channel."""
     return told_nccl(result, "NCCL_SOCKET_NTHREADS") * told_nccl(result, "NCCL_NSOCKS_PERTHREAD")
 
 
 def two_h100(default: dict, compiled: dict, more: dict) -> str:
-    """Steps of two H100 as two nodes: by NCCL's default, with compiled blocks, and with more connections."""
+    """Steps of two H100 as two nodes: by NCCL's default, with compiled blocks, and with more sockets."""
     columns = [{row["run"]: row for row in result["rows"]} for result in (default, compiled, more)]
     rows = []
     for run, label in BETWEEN_H100.items():
@@ -233,7 +233,7 @@ def two_h100(default: dict, compiled: dict, more: dict) -> str:
         rows.append([label, "" if floor is None else f"{floor:.0f}"])
         rows[-1] += ["" if row is None else f"{row['step_ms']:,.0f}" for row in found]
     head = ["ms a step", "floor", "NCCL's default", "the same, compiled"]
-    return table([*head, f"{connections(more)} connections a peer"], rows)
+    return table([*head, f"{sockets(more)} sockets a channel"], rows)
 
 
 def two_h100_say(default: dict, compiled: dict, more: dict, profile: dict) -> str:
@@ -249,10 +249,10 @@ def two_h100_say(default: dict, compiled: dict, more: dict, profile: dict) -> st
     uneven = [(f"`{run}`", f"{row['max_ms']:.0f}") for run, row in many.items() if row["max_ms"] > 1.5 * row["step_ms"]]
     names, longest = (" and ".join(each) for each in zip(*uneven))
     return paragraph(
-        f"""By default an all-to-all of NCCL over sockets has one connection a peer, and that does not fill the link: in
+        f"""Over TCP a channel of NCCL has one socket by default, and an all-to-all then does not fill the link: in
         a step of `{step["run"]}` all-to-alls take {by_kind["all-to-all"]:.0f} of {step["device"]["span_ms"]:.0f} ms on
         the device (waiting for the other rank included) for {sent / 1e6:,.0f} MB, about
-        {8e-6 * sent / by_kind["all-to-all"]:.0f} Gbit/s. With {connections(more)} connections
+        {8e-6 * sent / by_kind["all-to-all"]:.0f} Gbit/s. With {sockets(more)} sockets
         (`NCCL_SOCKET_NTHREADS={told_nccl(more, "NCCL_SOCKET_NTHREADS")}
         NCCL_NSOCKS_PERTHREAD={told_nccl(more, "NCCL_NSOCKS_PERTHREAD")}`) it takes {many[step["run"]]["step_ms"]:.0f}
         ms instead of {one[step["run"]]["step_ms"]:.0f}, while HSDP's all-reduce gains nothing

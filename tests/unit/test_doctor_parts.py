@@ -211,13 +211,13 @@ def test_hardware_is_what_was_measured():
 @pytest.mark.parametrize(
     "gpus, exchanged, named", [(True, 1.9, True), (True, 2.5, False), (False, 1.9, False), (True, None, False)]
 )
-def test_exchanges_through_one_connection_are_named(gpus, exchanged, named):
+def test_slow_exchanges_are_named(gpus, exchanged, named):
     """Between nodes only, on GPUs only, and where there is such a level."""
     within = {"all_gather_gbs": 30.0, "all_to_all_gbs": 1.0, "latency_us": 9.0}
     between = {"all_gather_gbs": 3.0, "all_to_all_gbs": exchanged, "latency_us": 9.0}
     levels = {"within": within} if exchanged is None else {"within": within, "between": between}
     found = diagnosis.Diagnosis(facts={0: {"rates": {} if gpus else None}}, links={0: levels, 1: levels})
-    problems = diagnosis._single_connections(found)
+    problems = diagnosis._slow_exchanges(found)
     assert [not problem.serious for problem in problems] == [True] * named
     if named:
         assert "an all-to-all moves 1.9 GB/s where an all-gather moves 3" in problems[0].what

@@ -120,7 +120,7 @@ def value(key, **where):
 
 FIGURES = {
     ("demo", "`zeropp`", "held-out loss"): ("demo/cpu-4-gloo", lambda runs: runs["zeropp"]["held_out_loss"], "runs"),
-    ("two_h100", "**`zeropp-2bit`**", "16 connections a peer"): (
+    ("two_h100", "**`zeropp-2bit`**", "16 sockets a channel"): (
         "two_nodes/h100-2-25gbit-sockets",
         value("step_ms", run="zeropp-2bit"),
     ),

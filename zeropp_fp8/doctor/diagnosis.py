@@ -31,9 +31,9 @@ from zeropp_fp8.plan import __main__ as plan
 from zeropp_fp8.plan.recommend import Advice, recommend
 
 UNEVEN = 0.7  # of the median: a group this slow is named
-# Of an all-gather's rate: an all-to-all this slow is named. With a connection a peer it reached 15 of 25 Gbit/s, and a
-# step of `zeropp-2bit` took 275 ms, with 16 connections 221 (benchmarks/results/two_nodes/h100-2-25gbit*).
-SINGLE = 0.8
+# Of an all-gather's rate: an all-to-all this slow is named. By NCCL's default it reached about 15 of 25 Gbit/s, and a
+# step of `zeropp-2bit` took 275 ms, with 16 sockets a channel 221 (benchmarks/results/two_nodes/h100-2-25gbit*).
+SLOW_EXCHANGE = 0.8
 START_S = 30  # for what is not waiting: imports, and the report
 
 
@@ -195,21 +195,21 @@ def _hear_links(found: Diagnosis, ranks: Ranks, arguments: argparse.Namespace) -
                     serious=False,
                 )
             )
-    found.problems += _single_connections(found)
+    found.problems += _slow_exchanges(found)
 
 
-def _single_connections(found: Diagnosis) -> list[Problem]:
-    """Whether NCCL exchanges more slowly than it gathers: over sockets each peer gets one connection."""
+def _slow_exchanges(found: Diagnosis) -> list[Problem]:
+    """Whether NCCL exchanges more slowly than it gathers, as it may over TCP, where a channel has one socket."""
     between = slowest(found, "between")
     on_gpus = any(one["rates"] is not None for one in found.facts.values())
-    if between is None or not on_gpus or between["all_to_all_gbs"] >= SINGLE * between["all_gather_gbs"]:
+    if between is None or not on_gpus or between["all_to_all_gbs"] >= SLOW_EXCHANGE * between["all_gather_gbs"]:
         return []
     return [
         Problem(
             f"between nodes an all-to-all moves {between['all_to_all_gbs']:.3g} GB/s where an all-gather moves "
-            f"{between['all_gather_gbs']:.3g}: over sockets NCCL exchanges through one connection a peer",
-            "if these links are TCP, set NCCL_SOCKET_NTHREADS=4 and NCCL_NSOCKS_PERTHREAD=4 on all ranks (the product "
-            "is at most 64): gradients and whole tensors travel so",
+            f"{between['all_gather_gbs']:.3g}: gradients and whole tensors travel so",
+            "if these links are TCP, where a channel of NCCL has one socket, set NCCL_SOCKET_NTHREADS=4 and "
+            "NCCL_NSOCKS_PERTHREAD=4 on all ranks (their product is at most 64)",
             serious=False,
         )
     ]
