@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -298,12 +299,12 @@ class ZeroppStage3(Stage3Base):
         for params in self.reducer.resting:
             self._finish_unit(params, [self._names[p.ds_id] for p in params], None)
         self.reducer.drain()
+        self._wait_for_copies_to_host()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """The step begins, without having been announced to the last backward. (Not in DeepSpeed 0.18.)"""
         self.set_gradient_accumulation_boundary(True)
         self._finish_resting()
-        self._wait_for_copies_to_host()
         super().finalize_gradient_accumulation_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -378,10 +379,9 @@ class ZeroppStage3(Stage3Base):
         if not quantizes:
             super().independent_gradient_partition_epilogue()
             return
-        if any(bucket.params for bucket in self.ipg_buckets.values()):  # DeepSpeed's own work on that stream
-            super().independent_gradient_partition_epilogue()
-            return
-        with _Replaced(self, "reduce_and_partition_stream", _NoWait()):
+        # There is DeepSpeed's own work on that stream where something has come into a bucket.
+        waits = any(bucket.params for bucket in self.ipg_buckets.values())
+        with nullcontext() if waits else _Replaced(self, "reduce_and_partition_stream", _NoWait()):
             super().independent_gradient_partition_epilogue()
         self._wait_for_copies_to_host()
 
