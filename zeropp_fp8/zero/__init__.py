@@ -8,6 +8,7 @@ placement.py        which elements of a parameter lie on which rank
 offload.py          subclass of DeepSpeedZeRoOffload: the hooks around modules (all there is without an optimizer)
 stage3.py           subclass of DeepSpeedZeroOptimizer_Stage3
 stage3_base.py      what the parts of a stage ask of each other
+own_entry.py        what a checkpoint holds of it beside weights and states
 compose.py          the stage of an engine, composed of the parts that its configuration asks for
 fused_update.py     torch's fused Adam where the user left the choice to torch
 report.py           the table printed at start

@@ -26,6 +26,7 @@ from zeropp_fp8.zero.bound import StepWatch
 from zeropp_fp8.zero.fall_back import fall_back_as_saved
 from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.offload import ZeroppOffload
+from zeropp_fp8.zero.own_entry import ENTRY, load_own_entry, own_entry
 from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 from zeropp_fp8.zero.reduce.node_sums import numel_of_sums
 from zeropp_fp8.zero.reduce.order import FixedOrder, reduction_units
@@ -35,7 +36,6 @@ from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage3_base import Freed, Stage3Base
 from zeropp_fp8.zero.turns import Turn
 
-CHECKPOINT_ENTRY = "zeropp_fp8"
 _LEAF = "ds_z3_leaf_module"
 _ENDED = (type(None), weakref.ProxyType)  # what a parameter refers to that no engine trains
 # The double-underscore methods of DeepSpeed's class, by the names under which Python stores them.
@@ -533,81 +533,25 @@ class ZeroppStage3(Stage3Base):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _rigid_state_dict(self) -> dict:
-        state = super()._rigid_state_dict()
-        extra = self._own_states()
-        if self.scales is not None:
-            extra["gradient_scales"] = self.scales.state_dict()
-        if self.reducer.error_feedback is not None:
-            extra["error_feedback"] = self.reducer.error_feedback.state_dict()
-        if self.session.rounds_stochastically:
-            extra["generators"] = {name: g.get_state() for name, g in self.session.generators.items()}
-        if self.session.conversion is not None and self.session.conversion.scaling.state_dict():
-            extra["compute"] = self.session.conversion.scaling.state_dict()
-        held = self.gatherer.held_states(self.param_names)
-        if held:
-            extra["held weights"] = held
-        observers = {type(one).__name__: one.state_dict() for one in self.session.observers if one.state_dict()}
-        if observers:
-            extra["observers"] = observers
-        if self.session.fell_back:
-            extra["fell back"] = True
-        if extra:
-            extra["world"] = (self.session.topology.nodes, self.session.topology.ranks_per_node)
-            state[CHECKPOINT_ENTRY] = extra
-        return state
+        entry = own_entry(self)
+        return super()._rigid_state_dict() | ({ENTRY: entry} if entry else {})
 
     def _rigid_load_state_dict(self, state_dict: dict, load_optimizer_states: bool = True) -> None:
         super()._rigid_load_state_dict(state_dict, load_optimizer_states)
         if self.session.config.quantizes and self.session.state_formats is None:
             use_fused_update(self.optimizer, self.fp32_partitioned_groups_flat)
-        self._load_own_entry(state_dict.get(CHECKPOINT_ENTRY))
-
-    def _load_own_entry(self, extra: dict | None) -> None:
-        """Take over residuals, generator states, amax histories and gradient scales.
-
-        A checkpoint without them, or (histories and scales apart) of another world, resets them.
-        """
-        if self.session.conversion is not None:
-            scaling = self.session.conversion.scaling
-            _load_or_start_afresh(scaling, (extra or {}).get("compute", {}), {}, "delayed scaling starts afresh")
-        if self.scales is not None:
-            _load_or_start_afresh(
-                self.scales, (extra or {}).get("gradient_scales"), None, "gradient scales start afresh"
-            )
-        self._load_own_states(extra or {})
-        observers = (extra or {}).get("observers", {})
-        for observer in self.session.observers:
-            observer.load_state_dict(observers.get(type(observer).__name__, {}))
-        self._fell_back_before = "fell back" in (extra or {})
-        topology = self.session.topology
-        if self.reducer.error_feedback is not None:
-            self.reducer.error_feedback.reset()
-        if extra is None or tuple(extra["world"]) != (topology.nodes, topology.ranks_per_node):
-            wanted = self.reducer.error_feedback is not None or self.session.rounds_stochastically
-            if wanted and ds_comm.get_rank() == 0:
-                logger.warning(
-                    "zeropp_fp8: the checkpoint holds no residuals or generator states for this topology "
-                    f"({topology.nodes} x {topology.ranks_per_node} ranks); they start afresh"
-                )
-            return
-        self._held_before = extra.get("held weights", {})
-        if self.reducer.error_feedback is not None and "error_feedback" in extra:
-            feedback = self.reducer.error_feedback
-            _load_or_start_afresh(feedback, extra["error_feedback"], {}, "error feedback starts afresh")
-        for name, generator_state in extra.get("generators", {}).items():
-            self.session.generators[name].set_state(generator_state)
+        self._held_before, self._fell_back_before = load_own_entry(self, state_dict.get(ENTRY))
 
     def _restore_from_bit16_weights(self) -> None:
         super()._restore_from_bit16_weights()
         self.gatherer.weights_changed()  # master weights in low precision have rounded them
 
     def load_state_dict(self, *args, **kwargs) -> None:
-        self._held_before: dict = {}
-        self._fell_back_before = False
+        self._held_before, self._fell_back_before = {}, False
         with self.session.ledger.counting(OUTSIDE):
             super().load_state_dict(*args, **kwargs)
         if kwargs.get("checkpoint_folder"):  # a universal checkpoint holds weights and optimizer state only
-            self._load_own_entry(None)
+            self._held_before, self._fell_back_before = load_own_entry(self, None)
         self.gatherer.weights_changed()
         if self._fell_back_before:
             fall_back_as_saved(self)
@@ -616,16 +560,6 @@ class ZeroppStage3(Stage3Base):
 
 setattr(ZeroppStage3, AVG_SCATTER_GRADS, ZeroppStage3._avg_scatter_grads)
 setattr(ZeroppStage3, AVG_SCATTER_CONTIGUOUS_GRADS, ZeroppStage3._avg_scatter_contiguous_grads)
-
-
-def _load_or_start_afresh(what, state, nothing, consequence: str) -> None:
-    """Give `what` a saved state; one that does not fit this run is told of, and `nothing` takes its place."""
-    try:
-        what.load_state_dict(state)
-    except ValueError as error:
-        what.load_state_dict(nothing)
-        if ds_comm.get_rank() == 0:
-            logger.warning(f"zeropp_fp8: {error}; {consequence}")
 
 
 class _NoWait:

@@ -1,0 +1,87 @@
+"""The plugin's own entry in DeepSpeed's optimizer checkpoint: what training depends on beside weights and states.
+
+Residuals of error feedback, generators, amax histories, gradient scales, what nodes hold of each other's weights, and
+what observers remember. Stock DeepSpeed passes over the entry.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed import comm as ds_comm
+from deepspeed.utils import logger
+
+from zeropp_fp8.zero.stage3_base import Stage3Base
+
+ENTRY = "zeropp_fp8"
+_HELD, _FELL_BACK = "held weights", "fell back"
+
+
+def own_entry(stage: Stage3Base) -> dict[str, Any]:
+    """The entry of a stage; empty where training depends on nothing more."""
+    session, entry = stage.session, stage._own_states()
+    if stage.scales is not None:
+        entry["gradient_scales"] = stage.scales.state_dict()
+    if stage.reducer.error_feedback is not None:
+        entry["error_feedback"] = stage.reducer.error_feedback.state_dict()
+    if session.rounds_stochastically:
+        entry["generators"] = {name: g.get_state() for name, g in session.generators.items()}
+    if session.conversion is not None and session.conversion.scaling.state_dict():
+        entry["compute"] = session.conversion.scaling.state_dict()
+    held = stage.gatherer.held_states(stage.param_names)
+    if held:
+        entry[_HELD] = held
+    observers = {type(one).__name__: one.state_dict() for one in session.observers if one.state_dict()}
+    if observers:
+        entry["observers"] = observers
+    if session.fell_back:
+        entry[_FELL_BACK] = True
+    return entry | {"world": _world(stage)} if entry else entry
+
+
+def load_own_entry(stage: Stage3Base, entry: dict[str, Any] | None) -> tuple[dict, bool]:
+    """Take over residuals, generator states, amax histories and gradient scales.
+
+    A checkpoint without them, or (histories and scales apart) of another world, resets them.
+
+    Returns:
+        What nodes held of the weights, to hold again once these are there; and whether the run had fallen back.
+    """
+    session, feedback, saved = stage.session, stage.reducer.error_feedback, entry or {}
+    if session.conversion is not None:
+        _load_or_start_afresh(session.conversion.scaling, saved.get("compute", {}), {}, "delayed scaling starts afresh")
+    if stage.scales is not None:
+        _load_or_start_afresh(stage.scales, saved.get("gradient_scales"), None, "gradient scales start afresh")
+    stage._load_own_states(saved)
+    for observer in session.observers:
+        observer.load_state_dict(saved.get("observers", {}).get(type(observer).__name__, {}))
+    if feedback is not None:
+        feedback.reset()
+    if entry is None or tuple(entry["world"]) != _world(stage):
+        if (feedback is not None or session.rounds_stochastically) and ds_comm.get_rank() == 0:
+            nodes, per_node = _world(stage)
+            logger.warning(
+                "zeropp_fp8: the checkpoint holds no residuals or generator states for this topology "
+                f"({nodes} x {per_node} ranks); they start afresh"
+            )
+        return {}, _FELL_BACK in saved
+    if feedback is not None and "error_feedback" in entry:
+        _load_or_start_afresh(feedback, entry["error_feedback"], {}, "error feedback starts afresh")
+    for name, generator_state in entry.get("generators", {}).items():
+        session.generators[name].set_state(generator_state)
+    return entry.get(_HELD, {}), _FELL_BACK in saved
+
+
+def _world(stage: Stage3Base) -> tuple[int, int]:
+    topology = stage.session.topology
+    return topology.nodes, topology.ranks_per_node
+
+
+def _load_or_start_afresh(what, state, nothing, consequence: str) -> None:
+    """Give `what` a saved state; one that does not fit this run is told of, and `nothing` takes its place."""
+    try:
+        what.load_state_dict(state)
+    except ValueError as error:
+        what.load_state_dict(nothing)
+        if ds_comm.get_rank() == 0:
+            logger.warning(f"zeropp_fp8: {error}; {consequence}")
