@@ -51,13 +51,13 @@ def trained(way, around):
     return losses, weights
 
 
-def differences(ways):
-    """{(way, surrounding): (losses without it, with it, weights that differ)}."""
+def differences(ways, trained=trained, kinds=tuple(SURROUNDINGS)):
+    """{(way, kind): (losses without it, with it, weights that differ)}; the first of the kinds is nothing."""
     found = {}
     for way in ways:
-        losses, weights = trained(way, "nothing")
-        for around in SURROUNDINGS.keys() - {"nothing"}:
-            others, other_weights = trained(way, around)
+        losses, weights = trained(way, kinds[0])
+        for kind in kinds[1:]:
+            others, other_weights = trained(way, kind)
             changed = [name for name in weights if not torch.equal(weights[name], other_weights[name])]
-            found[way, around] = losses, others, changed
+            found[way, kind] = losses, others, changed
     return found

@@ -38,15 +38,3 @@ def trained(way, default):
     weights = full_fp32_weights(engine.module)
     engine.destroy()
     return [loss.item() for loss in losses], weights
-
-
-def differences(ways):
-    """{(way, default): (losses without it, with it, weights that differ)}."""
-    found = {}
-    for way in ways:
-        losses, weights = trained(way, "nothing")
-        for default in DEFAULTS.keys() - {"nothing"}:
-            others, other_weights = trained(way, default)
-            changed = [name for name in weights if not torch.equal(weights[name], other_weights[name])]
-            found[way, default] = losses, others, changed
-    return found
