@@ -302,6 +302,27 @@ def failed_on_a_rank():
     return left, found
 
 
+def owners_half_placed():
+    """{call: (whether an engine failed in it, what that left, losses beside it)} of handing parts to owners, by an
+    engine over one with owners, too; of None: losses alone."""
+    switch(True)
+    tokens, found = list(batches(4, dist.get_rank())), {}
+    config = config_of("whole tensors", "block")
+    owners = "zeropp_fp8.zero.owners.placement", "Owners", "own_part"
+    given_up = "zeropp_fp8.zero.owners.unit", "", "slice_of_rank"
+    calls = {f"{place[2]}, {call}": (*place, call, False) for place in (owners, given_up) for call in (1, 5, 20)}
+    with mock.patch.dict(FAILURES, calls):
+        for where in (None, *calls):
+            engine = make_engine(llama(), config)
+            losses, before = [step(engine, tokens[0])], on_model(engine.module)
+            failed = where is not None and fails_to_be_made(engine.module, config, where, trains=True)
+            left = differing(before, on_model(engine.module))
+            losses += [step(engine, tokens[1]), evaluated(engine, tokens[2])]
+            engine.destroy()
+            found[where] = failed, left, losses
+    return found
+
+
 def owners_failed_on_a_rank():
     """Seconds until rank 1, which alone fails with whole tensors, is told; the others go on waiting somewhere else."""
     switch(True)

@@ -93,6 +93,14 @@ def test_failures_beside_weights_that_rest_as_codes():
         assert len(set(losses)) == 1
 
 
+def test_owners_that_have_some_of_the_parts():
+    """Failures while a later engine takes whole tensors over, and while the earlier one gives them up."""
+    for found in run_two(jobs.owners_half_placed):
+        (_, _, alone) = found.pop(None)
+        for where, (failed, left, losses) in found.items():
+            assert failed and not left and losses == alone, (where, left[:5], losses, alone)
+
+
 def test_owners_that_fail_on_one_rank():
     """Giving back is then collective; but the error goes its way, and no rank is left waiting by it."""
     assert run_two(jobs.owners_failed_on_a_rank)[1] > 1

@@ -17,7 +17,7 @@ from zeropp_fp8.comm.failures import all_have_failed
 from zeropp_fp8.compute.products import READ_AS_NUMBERS
 from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.zero.gather.adopted import STATE, ParameterWire, by_engine, gather_by_engine, partition_by_engine
-from zeropp_fp8.zero.gather.kinds import Kind, by_kind
+from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import Unit
 
@@ -55,6 +55,10 @@ class Adoption(ABC):
     @abstractmethod
     def gather_now(self, params: Sequence[Parameter]) -> None:
         """Gather for computing, while a module runs."""
+
+    @abstractmethod
+    def gather_exactly(self, params: Sequence[Parameter]) -> None:
+        """Gather every bit, complete."""
 
     @abstractmethod
     def release(self, unit: Unit) -> None:
@@ -121,12 +125,14 @@ class Adoption(ABC):
         """Put this gatherer's closures on parameters that are DeepSpeed's, and their shards where they rest here."""
         units = list({id(state.unit): state.unit for state in states.values()}.values())
         for kind in self.kinds:
-            kind.place([unit for unit in units if unit.kind is kind])
-        for param, state in states.items():
-            setattr(param, STATE, state)
-            param.all_gather_coalesced = self.all_gather_coalesced
-            param.all_gather = self._all_gather_closure(param)
-            param.partition = self._partition_closure(param)
+            kind.prepare([unit for unit in units if unit.kind is kind])
+        for unit in units:
+            unit.kind.place(unit)
+            for param in unit.params:
+                setattr(param, STATE, states[param])
+                param.all_gather_coalesced = self.all_gather_coalesced
+                param.all_gather = self._all_gather_closure(param)
+                param.partition = self._partition_closure(param)
         for kind in self.kinds:
             kind.adopt([param for unit in units if unit.kind is kind for param in unit.params])
         self.units = [unit for unit in self._all_units if all(map(self.has, unit.params))]
@@ -182,9 +188,9 @@ class Adoption(ABC):
 
     def _let_go(self, params: Iterable[Parameter]) -> None:
         """Give parameters DeepSpeed's slices and closures again."""
-        for kind, mine in by_kind(params):
-            kind.leave(self, mine)
-            for param in mine:
+        for unit in self.units_of(params):
+            unit.kind.leave(self, unit)
+            for param in unit.params:
                 state: ParameterWire = getattr(param, STATE)
                 param.__dict__.pop(READ_AS_NUMBERS, None)
                 param.all_gather = state.stock_all_gather

@@ -21,7 +21,7 @@ from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import Unit
 
 if TYPE_CHECKING:
-    from zeropp_fp8.zero.gather.gatherer import Gatherer
+    from zeropp_fp8.zero.gather.adoption import Adoption
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
 
@@ -47,8 +47,11 @@ class Kind(ABC):
     def unit(self, params: list[Parameter], persistent: bool = False) -> Unit:
         """A unit of such parameters."""
 
-    def place(self, units: Sequence[Unit]) -> None:
-        """Bring parameters from DeepSpeed's slices to where they rest. Collective, before units are adopted."""
+    def prepare(self, units: Sequence[Unit]) -> None:
+        """These are about to be placed."""
+
+    def place(self, unit: Unit) -> None:
+        """Bring parameters from DeepSpeed's slices to where they rest, all or none. Collective, before adoption."""
 
     def adopt(self, params: Sequence[Parameter]) -> None:
         """Parameters of this kind belong to the engine from now on."""
@@ -58,8 +61,8 @@ class Kind(ABC):
         """Weights (None: all) were written."""
         self.route.gemm_weights.changed(params)
 
-    def leave(self, gatherer: Gatherer, params: Sequence[Parameter]) -> None:
-        """Give parameters DeepSpeed's slices again: the engine ends, or another one takes them over.
+    def leave(self, gatherer: Adoption, unit: Unit) -> None:
+        """Give parameters DeepSpeed's slices again, all or none: the engine ends, or another one takes them over.
 
         Collective, if the kind `leaves_together`.
         """

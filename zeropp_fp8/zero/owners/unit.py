@@ -24,10 +24,10 @@ from zeropp_fp8.comm.payload import PayloadLayout
 from zeropp_fp8.comm.reduce_scatter import slice_of_rank
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.zero.gather.adoption import Adoption
 from zeropp_fp8.zero.gather.buffers import Places
 from zeropp_fp8.zero.gather.difference import Contents
 from zeropp_fp8.zero.gather.differing import DifferingUnit
-from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.gemm_weights import DTYPE as OPERAND_DTYPE
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
 from zeropp_fp8.zero.gather.kinds import Kind
@@ -106,28 +106,35 @@ class Owned(Kind):
 
     # -- giving parameters to owners, and taking them back -----------------------------------------------------------
 
-    @torch.no_grad()
-    def place(self, units: Sequence[Unit]) -> None:
-        """Plan who owns what, if it is not planned, and replace DeepSpeed's slices by whole parts, unit by unit."""
+    def prepare(self, units: Sequence[Unit]) -> None:
+        """Plan who owns what, if it is not planned."""
         session = self.route.session
         if not isinstance(session.placement, Owners):
             session.placement = _plan_owners(session, units)
-        placement = session.placement
-        for unit in units:
-            unit.params[0].all_gather(unit.params)
-            for param in unit.params:
-                own = placement.own_part(param, param.data).to(param.ds_tensor.dtype, copy=True)
-                param.partition([param])
-                _replace_shard(param, own, padding=0)
 
     @torch.no_grad()
-    def leave(self, gatherer: Gatherer, params: Sequence[Parameter]) -> None:
-        topology = self.route.session.topology
-        for param in params:
-            gatherer.gather_exactly([param])
-            own = slice_of_rank(param.data.reshape(-1), topology.rank, topology.world_size)
-            param.partition([param])
-            _replace_shard(param, own, padding=own.numel() * topology.world_size - param.ds_numel)
+    def place(self, unit: Unit) -> None:
+        placement = self.route.session.placement
+        try:
+            unit.params[0].all_gather(unit.params)
+            parts = [placement.own_part(p, p.data).to(p.ds_tensor.dtype, copy=True) for p in unit.params]
+        finally:
+            unit.params[0].partition(unit.params)
+        for param, own in zip(unit.params, parts):
+            _replace_shard(param, own, padding=0)
+
+    @torch.no_grad()
+    def leave(self, gatherer: Adoption, unit: Unit) -> None:
+        rank, world = self.route.session.topology.rank, self.route.session.topology.world_size
+        slices = []
+        for param in unit.params:
+            try:
+                gatherer.gather_exactly([param])
+                slices.append(slice_of_rank(param.data.reshape(-1), rank, world))
+            finally:
+                param.partition([param])
+        for param, own in zip(unit.params, slices):
+            _replace_shard(param, own, padding=own.numel() * world - param.ds_numel)
 
     # -- layouts -----------------------------------------------------------------------------------------------------
 
