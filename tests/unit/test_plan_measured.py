@@ -178,6 +178,27 @@ def test_rounds_are_one_run(tmp_path):
     assert fitted == calibrate([after], EMULATED_H200, ("link_efficiency",)) != EMULATED_H200
 
 
+def test_a_link_of_each_rank_is_what_it_has_reached(tmp_path):
+    """Ranks of one node that are apart are planned as nodes of one GPU; rounds of a run are one link."""
+    rows = [ROW | {"link": 64.0, "round": i, "reached_gbit": reached} for i, reached in enumerate((30.0, 44.04, 80.0))]
+    rows += [ROW | {"link": 16.0, "reached_gbit": 17.0}, ROW | {"link": 0.0, "reached_gbit": 70.0}]
+    rows += [ROW | {"link": "pcie", "reached_gbit": 190.0}]
+    (tmp_path / "result.json").write_text(json.dumps({"settings": {"ranks": 2}, "rows": rows}))
+    clusters = [point.job.cluster for point in load_points(tmp_path)]
+    assert clusters == [Cluster(2, 1, 44.0), Cluster(2, 1, 16), Cluster(2, 1, 70), Cluster(1, 2)]
+
+
+def test_links_of_one_node_need_no_fit():
+    """`zeropp-pcie` and FSDP2 on links that carried 36 of the 64 Gbit/s asked for."""
+    points = [p for p in load_points(RESULTS.parent / "one_node/h100-2-64gbit.json") if p.run in METHODS]
+    assert {p.run: p.job.cluster for p in points} == {
+        "fsdp2-compiled": Cluster(2, 1, 35.8),
+        "zeropp-pcie": Cluster(2, 1, 35.8),
+    }
+    for residual in check(points, measured_on(points[0].gpu)):
+        assert abs(residual.error) < 0.06, residual.point.label
+
+
 def test_the_check_marks_what_it_does_not_fit_to(capsys):
     main(["--check", str(RESULTS.parent / "fp8_lm_limits/h200-1-local-sequence.json"), "--fit", "achieved_tflops"])
     (marked,) = [line for line in capsys.readouterr().out.splitlines() if line.endswith("unsteady: not fitted to")]

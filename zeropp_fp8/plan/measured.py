@@ -179,7 +179,16 @@ def _model(row: dict, source: str) -> Model:
     return MODELS[name]
 
 
-def _point(row: dict, source: str) -> MeasuredPoint:
+def _apart(row: dict, rows: list[dict]) -> Cluster | None:
+    """Ranks of one node with nothing but a shaped link each (benchmarks/one_node.py): as nodes of one GPU. A host may
+    move less than the rate: the link is what an all-gather has reached on it, in the middle of the run's rounds."""
+    if not isinstance(link := row.get("link"), (int, float)):
+        return None
+    reached = median(other["reached_gbit"] for other in rows if (other["run"], other["link"]) == (row["run"], link))
+    return Cluster(row["ranks"], 1, round(min(reached, link or math.inf), 1))
+
+
+def _point(row: dict, source: str, rows: list[dict]) -> MeasuredPoint:
     if isinstance(row.get("gbit"), (list, tuple)):
         raise PlanError(f'{source}: row {row["run"]!r} must say which of the rates {row["gbit"]} it ran at in "gbit"')
     sequence, nodes = row.get("sequence", row.get("tokens", 1024)), row.get("nodes", NODES)
@@ -195,6 +204,7 @@ def _point(row: dict, source: str) -> MeasuredPoint:
     )
     job = replace(
         job,
+        cluster=_apart(row, rows) or job.cluster,
         kept_parameters=0 if question in NOTHING_KEPT else job.kept_parameters,
         checkpointing=bool(row.get("checkpointing", False)),
         lora=LORA if question in OF_LORA else None,
@@ -261,7 +271,7 @@ def _points_of(file: Path) -> list[MeasuredPoint]:
         if result.get("question") == RLHF:
             return [point for row in _rows(result) if "training_ms" in row for point in _phases(row, file.name)]
         rows = [row for row in _rows(result) if row.get("step_ms") and "run" in row]
-        return _over_rounds([(row.get("version"), _point(row, file.name)) for row in rows])
+        return _over_rounds([(row.get("version"), _point(row, file.name, rows)) for row in rows])
     except PlanError:
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
