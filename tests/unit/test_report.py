@@ -124,6 +124,14 @@ FIGURES = {
         "two_nodes/h100-2-25gbit-sockets",
         value("step_ms", run="zeropp-2bit"),
     ),
+    ("two_h100", "**`zeropp`**", "16 sockets, compiled"): (
+        "two_nodes/h100-2-25gbit-sockets-compiled",
+        value("step_ms", run="zeropp-compiled"),
+    ),
+    ("link_each", "**`zeropp-pcie`**", "x the best peer"): (
+        "one_node/h100-2-64gbit",
+        lambda rows_: value("step_ms", run="fsdp2-compiled")(rows_) / value("step_ms", run="zeropp-pcie")(rows_),
+    ),
     ("many_micro_batches", "**`zeropp`**", "16, 10 Gbit/s, ms a step"): (
         "two_nodes/h100-2-10gbit-k16",
         value("step_ms", run="zeropp"),
