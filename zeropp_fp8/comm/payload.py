@@ -8,9 +8,11 @@ has no kernel: scales per tensor, and all but decoding of NF4 and double-quantiz
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +52,14 @@ class Held:
     def values(self, i: int, rows: slice = slice(None)) -> Tensor:
         """fp32 [rows, slice numel] of it."""
         return self.layout.formats[i].decode_rows(self.of(i)[rows], self.layout.slice_numels[i], torch.float32)
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """Triton is not everywhere; an import statement on the way of every launch takes six calls."""
+    from zeropp_fp8 import kernels
+
+    return kernels
 
 
 def format_key(wire_format: WireFormat) -> Hashable:
@@ -129,26 +139,24 @@ class PayloadLayout:
         if isinstance(group.wire_format, SharedScaleFormat):
             group.index = torch.tensor(members, device=self.device)
         if use_kernels:
-            from zeropp_fp8 import kernels
-
             mine, partner = group.wire_format, partners[members[0]]
             numels, offsets = [self.slice_numels[i] for i in members], [self.offsets[i] for i in members]
-            if kernels.supports(mine) and kernels.supports(partner):
+            if _kernels().supports(mine) and _kernels().supports(partner):
                 like = partner if isinstance(partner, BlockScaledFormat) else None
-                group.segments = kernels.SegmentTable(mine, numels, offsets, self.device, like=like)
+                group.segments = _kernels().SegmentTable(mine, numels, offsets, self.device, like=like)
                 group.decoded_segments = group.segments
-            elif kernels.decodes(mine):
-                group.decoded_segments = kernels.SegmentTable(mine, numels, offsets, self.device)
+            elif _kernels().decodes(mine):
+                group.decoded_segments = _kernels().SegmentTable(mine, numels, offsets, self.device)
         return group
 
-    def _table(self, index: int, role: str, tensors: Sequence[Tensor], segments) -> object:
+    def _table(
+        self, index: int, role: str, tensors: Sequence[Tensor], segments, places: Hashable | None = None
+    ) -> object:
         """The TensorTable of a group's tensors, made again only when their places changed."""
-        from zeropp_fp8 import kernels
-
-        key = kernels.table_key(tensors)
+        key = _kernels().table_key(tensors) if places is None else places
         held = self._tables.get((index, role))
         if held is None or held[0] != key:
-            held = self._tables[(index, role)] = (key, kernels.TensorTable(tensors, segments, self.device))
+            held = self._tables[(index, role)] = (key, _kernels().TensorTable(tensors, segments, self.device))
         return held[1]
 
     def draw_seed(self, generator: torch.Generator | None) -> Seed | None:
@@ -187,10 +195,8 @@ class PayloadLayout:
             elif held is not None and not isinstance(group.wire_format, UnquantizedFormat):
                 self._encode_differences(index, members, order, payload, held)
             elif group.segments is not None:
-                from zeropp_fp8 import kernels
-
                 table = self._table(index, "source", members, group.segments)
-                kernels.quantize(members[0], table, group.segments, order.on_device, payload, seed, scales)
+                _kernels().quantize(members[0], table, group.segments, order.on_device, payload, seed, scales)
             else:
                 self._encode_by_torch(group, members, order, payload, seed, scales)
             if scales is not None:
@@ -228,13 +234,11 @@ class PayloadLayout:
     ) -> None:
         group = self._groups[index]
         if group.segments is not None:
-            from zeropp_fp8 import kernels
-
             kept_at = self._residual_table(index, residuals)
-            if kernels.can_feed_back(group.segments, kept_at):
+            if _kernels().can_feed_back(group.segments, kept_at):
                 table = self._table(index, "source", members, group.segments)
                 sources = members[0], table, group.segments, order.on_device, payload
-                kernels.quantize_with_residuals(*sources, kept_at, residuals.rows, seed)
+                _kernels().quantize_with_residuals(*sources, kept_at, residuals.rows, seed)
                 return
         for place, (i, tensor) in enumerate(zip(group.members, members)):
             numel, part, kept = self.slice_numels[i], self._part(payload, i), residuals.of(i)
@@ -249,11 +253,9 @@ class PayloadLayout:
     ) -> None:
         group, theirs = self._groups[index], held.layout._groups[index]
         if _can_add(group, theirs):
-            from zeropp_fp8 import kernels
-
             table = self._table(index, "source", members, group.segments)
             sources = members[0], table, group.segments, order.on_device, payload
-            kernels.quantize_differences(*sources, theirs.segments, held.rows)
+            _kernels().quantize_differences(*sources, theirs.segments, held.rows)
             return
         for i, tensor in zip(group.members, members):
             rows = slices_of(tensor, self.slice_numels[i], order).float() - held.values(i)
@@ -263,18 +265,21 @@ class PayloadLayout:
         """Where a group's residuals lie in their rows."""
         key = (index, format_key(residuals.wire_format), *residuals.offsets)
         if key not in self._residual_tables:
-            from zeropp_fp8 import kernels
-
             members = self._groups[index].members
             numels, offsets = [self.slice_numels[i] for i in members], [residuals.offsets[i] for i in members]
-            self._residual_tables[key] = kernels.SegmentTable(residuals.wire_format, numels, offsets, self.device)
+            self._residual_tables[key] = _kernels().SegmentTable(residuals.wire_format, numels, offsets, self.device)
         return self._residual_tables[key]
 
     # -- rows -> tensors ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def decode(self, payload: Tensor, order: SliceOrder, tensors: Sequence[Tensor]) -> None:
+    def decode(
+        self, payload: Tensor, order: SliceOrder, tensors: Sequence[Tensor], places: Hashable | None = None
+    ) -> None:
         """Decode `payload`, uint8 [rows, row_bytes], into the slices of contiguous `tensors` that its rows hold.
+
+        `places`: equal for tensors that lie alike in their buffer, which begins at a multiple of 16; None: they are
+        asked where they lie.
 
         Codes with a shared scale are left out (their entries of `tensors` are not looked at): who gathers such codes
         wants them as they are.
@@ -284,10 +289,8 @@ class PayloadLayout:
                 continue
             members = [tensors[i] for i in group.members]
             if group.decoded_segments is not None:
-                from zeropp_fp8 import kernels
-
-                table = self._table(index, "destination", members, group.decoded_segments)
-                kernels.dequantize(members[0], table, group.decoded_segments, order.on_device, payload)
+                table = self._table(index, "destination", members, group.decoded_segments, places)
+                _kernels().dequantize(members[0], table, group.decoded_segments, order.on_device, payload)
                 continue
             for i, tensor in zip(group.members, members):
                 part, slice_numel, flat = self._part(payload, i), self.slice_numels[i], tensor.view(-1)
@@ -309,9 +312,7 @@ class PayloadLayout:
         largest = torch.zeros(2, sum(counts), dtype=torch.float32, device=self.device)
         for group, theirs, of_group in zip(self._groups, held.layout._groups, largest.split(counts, dim=1)):
             if _can_add(group, theirs):
-                from zeropp_fp8 import kernels
-
-                kernels.add_differences(payload, group.segments, held.rows, theirs.segments, of_group)
+                _kernels().add_differences(payload, group.segments, held.rows, theirs.segments, of_group)
                 continue
             for i, of_tensor in zip(group.members, of_group.unbind(1)):
                 part, numel = self._part(payload, i), self.slice_numels[i]
@@ -353,13 +354,10 @@ class PayloadLayout:
         """
         for group, next_group in zip(self._groups, then._groups):
             is_shared = isinstance(group.wire_format, SharedScaleFormat)
-            if group.segments is not None and next_group.segments is not None:
-                from zeropp_fp8 import kernels
-
-                if kernels.can_chain(group.segments, next_group.segments):
-                    scales = shared if is_shared else None
-                    kernels.reduce_to_payload(received, group.segments, next_group.segments, payload, seed, scales)
-                    continue
+            mine, theirs = group.segments, next_group.segments
+            if mine is not None and theirs is not None and _kernels().can_chain(mine, theirs):
+                _kernels().reduce_to_payload(received, mine, theirs, payload, seed, shared if is_shared else None)
+                continue
             for place, i in enumerate(group.members):
                 part = then._part(payload, i)
                 if is_shared:
@@ -391,10 +389,8 @@ class PayloadLayout:
                 if accumulate and any(tensor.dtype == torch.uint8 for tensor in members):
                     raise ValueError("codes with a shared scale cannot be added to codes; accumulate in 16 or 32 bits")
             if group.segments is not None:
-                from zeropp_fp8 import kernels
-
                 table = self._table(index, "result", members, group.segments)
-                kernels.reduce_to_tensors(received, group.segments, members[0], table, accumulate, scales)
+                _kernels().reduce_to_tensors(received, group.segments, members[0], table, accumulate, scales)
                 continue
             for place, (i, tensor) in enumerate(zip(group.members, members)):
                 rows = received.unsqueeze(1)
@@ -419,9 +415,7 @@ def _can_add(group: _Group, held: _Group) -> bool:
     """Whether kernels make and add differences of these formats."""
     if group.segments is None or held.segments is None:
         return False
-    from zeropp_fp8 import kernels
-
-    return kernels.can_add(group.segments, held.segments)
+    return _kernels().can_add(group.segments, held.segments)
 
 
 def slices_of(tensor: Tensor, slice_numel: int, order: SliceOrder) -> Tensor:

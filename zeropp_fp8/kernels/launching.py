@@ -40,15 +40,15 @@ class Kernel:
     def launch(self, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> Compiled | None:
         """Launch, and give what ran; None where Triton has to launch every time."""
         device = arguments[0].get_device()
-        if device >= 0 and device != torch.cuda.current_device():
+        if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self.launch(grid, arguments, constants)
         watched = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
         if self._by_triton or device < 0 or watched:
             self.jitted[grid](*arguments, **constants)
             return None
-        values = addresses(arguments)
-        key = (device, *specializations(arguments, values), *constants.items())
+        values, specialized = bind(arguments)
+        key = (device, *specialized, *constants.items())
         known = self._known.get(key)
         if known is None:
             compiled = self.jitted[grid](*arguments, **constants)
@@ -76,7 +76,7 @@ class Compiled(NamedTuple):
     constants: tuple
 
     def launch(self, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
-        """Launch on the current stream, with what `addresses` gives of the arguments."""
+        """Launch on the current stream, with the values that `bind` gives of the arguments."""
         self.run(*grid, torch._C._cuda_getCurrentRawStream(self.device), *self.kernel, *values, *self.constants)
 
 
@@ -84,20 +84,21 @@ class Plan:
     """A launch that is made again and again, with other tensors in front and all else as it was: looked at once.
 
     Args:
-        last: the arguments after the tensors.
+        last: the arguments after the tensors; they are kept.
         constants: and options.
     """
 
     def __init__(self, kernel: Kernel, grid: tuple[int, ...], last: Sequence[Any], constants: dict[str, Any]) -> None:
         self._kernel, self._grid, self._last, self._constants = kernel, grid, tuple(last), constants
-        self._grid_of_three, self._last_values = (*grid, 1, 1)[:3], tuple(addresses(last))
+        self._grid_of_three, self._last_values = (*grid, 1, 1)[:3], tuple(bind(last)[0])
         self._compiled: Compiled | None = None  # for tensors that lie at multiples of 16 wherever it matters
         self._matters: tuple[bool, ...] = ()
 
-    def __call__(self, *first: Tensor) -> None:
+    def __call__(self, *first: Tensor, numbers: tuple[int, ...] = ()) -> None:
         """Launch with tensors that are as many, and of the device and the dtypes, as in the first call; None is none.
 
-        Tensors of FP8 count as their bytes.
+        Tensors of FP8 count as their bytes. `numbers` come after all other arguments, and differ from call to call: of
+        31 bits, and nothing that the kernel is specialized for.
         """
         values = [tensor.data_ptr() for tensor in first]
         compiled = self._compiled
@@ -107,11 +108,11 @@ class Plan:
                 bits |= value if matters else 0
             hooks = knobs.runtime
             if bits % 16 == 0 and not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls):
-                compiled.launch(self._grid_of_three, (*values, *self._last_values))
+                compiled.launch(self._grid_of_three, (*values, *self._last_values, *numbers))
                 return
         # Triton before 3.7 has no pointers to float8 on devices without the type, and its interpreter has none at all.
         given = [tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor for tensor in first]
-        compiled = self._kernel.launch(self._grid, (*given, *self._last), self._constants)
+        compiled = self._kernel.launch(self._grid, (*given, *self._last, *numbers), self._constants)
         if compiled is not None:
             params = self._kernel.jitted.params[: len(first)]
             matters = tuple(not param.do_not_specialize_on_alignment for param in params)
@@ -119,22 +120,23 @@ class Plan:
                 self._compiled, self._matters = compiled, matters
 
 
-def addresses(arguments: Sequence[Any]) -> list[Any]:
-    """Arguments with addresses in the places of tensors: Triton asks the driver where a tensor lies."""
-    return [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
+def bind(arguments: Sequence[Any]) -> tuple[list[Any], list[Hashable]]:
+    """(arguments with addresses in the places of tensors, what Triton compiles for them: where it is equal, that is).
 
-
-def specializations(arguments: Sequence[Any], values: Sequence[Any]) -> list[Hashable]:
-    """What Triton compiles for arguments, `values` being those of `addresses`: where this is equal, that is."""
-    found: list[Hashable] = []
-    for argument, value in zip(arguments, values):
-        kind = type(argument)
+    Triton asks the driver where a tensor lies; here the tensor is asked.
+    """
+    values: list[Any] = []
+    specialized: list[Hashable] = []
+    for argument in arguments:
+        kind, value = type(argument), argument
         if kind is int:
             # Whether it is 1, a multiple of 16, and its bits: 32, 64, or 64 without a sign.
             bits = 0 if -(2**31) <= value < 2**31 else 1 if value < 2**63 else 2
-            found.append((value == 1) + 2 * (value % 16 == 0) + 4 * bits)
-        elif isinstance(argument, Tensor):
-            found += (argument.dtype, value % 16 == 0)
+            specialized.append((value == 1) + 2 * (value % 16 == 0) + 4 * bits)
+        elif kind is Tensor or isinstance(argument, Tensor):
+            value = argument.data_ptr()
+            specialized += (argument.dtype, value % 16 == 0)
         else:
-            found.append(kind)
-    return found
+            specialized.append(kind)
+        values.append(value)
+    return values, specialized

@@ -15,7 +15,7 @@ from torch import Tensor
 from zeropp_fp8.formats.double_quantized import SCALE_GROUP
 from zeropp_fp8.formats.dynamic_map import ZERO_CODE
 from zeropp_fp8.kernels.elements import clamp_keeping_nan, load_some, narrowed, numbers_of, rotate, store_some
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import Kernel, Plan
 from zeropp_fp8.kernels.mx_elements import load_six_bits, mx_numbers_of, mx_scale_values, mx_times_scales
 from zeropp_fp8.kernels.nf4_levels import nf4_numbers_of
 from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
@@ -228,21 +228,19 @@ def dequantize(base: Tensor, tensors: TensorTable, segments: SegmentTable, slice
         payload: uint8 [rows, row bytes], contiguous.
     """
     rows, row_bytes = payload.shape
-    form = segments.format
-    tile_starts, tiles = segments.tile_starts(form.tile_blocks)
-    dequantize_kernel[tiles, rows](
-        base,
-        payload,
-        slices,
-        tensors.entries,
-        segments.decoded_segments,
-        tile_starts,
-        segments.lookup,
-        row_bytes,
-        LIMIT=torch.finfo(base.dtype).max,
-        FORMAT=form,
-        STARTS=tile_starts.numel(),
-        ALIGNED=tensors.aligned,
-        num_warps=form.num_warps,
-        enable_fp_fusion=False,
-    )
+    key = (dequantize_kernel, rows, row_bytes, id(slices))
+    plan = tensors.plans.get(key)
+    if plan is None:
+        form = segments.format
+        tile_starts, tiles = segments.tile_starts(form.tile_blocks)
+        last = (slices, tensors.entries, segments.decoded_segments, tile_starts, segments.lookup, row_bytes)
+        constants = {
+            "LIMIT": torch.finfo(base.dtype).max,
+            "FORMAT": form,
+            "STARTS": tile_starts.numel(),
+            "ALIGNED": tensors.aligned,
+            "num_warps": form.num_warps,
+            "enable_fp_fusion": False,
+        }
+        plan = tensors.plans[key] = Plan(dequantize_kernel, (tiles, rows), last, constants)
+    plan(base, payload)

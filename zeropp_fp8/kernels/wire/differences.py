@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import Kernel, Plan
 from zeropp_fp8.kernels.wire.dequantize import LARGEST_FP32, decode_tile, inside, tile_of_program, write_tile
 from zeropp_fp8.kernels.wire.launch_tables import KernelFormat, SegmentTable, TensorTable
 from zeropp_fp8.kernels.wire.quantize import load_tile, segment_of_program, slice_of_tensor, store_tile
@@ -224,26 +224,23 @@ def quantize_differences(
         held: uint8 [rows, bytes], contiguous.
     """
     rows, row_bytes = payload.shape
-    form, kept, num_warps = with_equal_tiles(segments.format, held_segments.format)
-    tile_starts, tiles = segments.tile_starts(form.tile_blocks)
-    quantize_differences_kernel[tiles, rows](
-        base,
-        payload,
-        held,
-        slices,
-        tensors.entries,
-        segments.segments,
-        held_segments.segments,
-        tile_starts,
-        row_bytes,
-        held.shape[1],
-        FORMAT=form,
-        HELD=kept,
-        STARTS=tile_starts.numel(),
-        ALIGNED=tensors.aligned,
-        num_warps=num_warps,
-        enable_fp_fusion=False,
-    )
+    key = (quantize_differences_kernel, payload.shape, held.shape, id(slices), held_segments)
+    plan = tensors.plans.get(key)
+    if plan is None:
+        form, kept, num_warps = with_equal_tiles(segments.format, held_segments.format)
+        tile_starts, tiles = segments.tile_starts(form.tile_blocks)
+        places = (slices, tensors.entries, segments.segments, held_segments.segments, tile_starts)
+        constants = {
+            "FORMAT": form,
+            "HELD": kept,
+            "STARTS": tile_starts.numel(),
+            "ALIGNED": tensors.aligned,
+            "num_warps": num_warps,
+            "enable_fp_fusion": False,
+        }
+        last = (*places, row_bytes, held.shape[1])
+        plan = tensors.plans[key] = Plan(quantize_differences_kernel, (tiles, rows), last, constants)
+    plan(base, payload, held)
 
 
 def add_differences(
@@ -258,21 +255,19 @@ def add_differences(
             and of what was held.
     """
     rows, row_bytes = payload.shape
-    form, kept, num_warps = with_equal_tiles(segments.format, held_segments.format)
-    tile_starts, tiles = segments.tile_starts(form.tile_blocks)
-    add_differences_kernel[tiles, rows](
-        payload,
-        held,
-        largest,
-        segments.segments,
-        held_segments.segments,
-        tile_starts,
-        row_bytes,
-        held.shape[1],
-        largest.stride(0),
-        FORMAT=form,
-        HELD=kept,
-        STARTS=tile_starts.numel(),
-        num_warps=num_warps,
-        enable_fp_fusion=False,
-    )
+    key = (add_differences_kernel, payload.shape, held.shape, largest.stride(0), held_segments)
+    plan = segments.plans.get(key)
+    if plan is None:
+        form, kept, num_warps = with_equal_tiles(segments.format, held_segments.format)
+        tile_starts, tiles = segments.tile_starts(form.tile_blocks)
+        places = (segments.segments, held_segments.segments, tile_starts)
+        constants = {
+            "FORMAT": form,
+            "HELD": kept,
+            "STARTS": tile_starts.numel(),
+            "num_warps": num_warps,
+            "enable_fp_fusion": False,
+        }
+        last = (*places, row_bytes, held.shape[1], largest.stride(0))
+        plan = segments.plans[key] = Plan(add_differences_kernel, (tiles, rows), last, constants)
+    plan(payload, held, largest)

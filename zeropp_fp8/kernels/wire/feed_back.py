@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, clamp_keeping_nan, numbers_of, rotate
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import Kernel, Plan
 from zeropp_fp8.kernels.wire.dequantize import LARGEST_FP32, inside, load_quantized
 from zeropp_fp8.kernels.wire.launch_tables import KernelFormat, SegmentTable, TensorTable
 from zeropp_fp8.kernels.wire.quantize import (
@@ -156,23 +156,20 @@ def quantize_with_residuals(
     """
     rows, row_bytes = payload.shape
     seed = seed or Seed(0, 0)
-    # Tiles as of sums: 2048 elements at 2 warps spill registers, 512 take 91 with INT4 and its rotation.
-    form, kept = (_stored_and_decoded(table.format, table.format.sum_blocks) for table in (segments, residual_segments))
-    feed_back_kernel[segments.grid(rows, form.tile_blocks)](
-        base,
-        payload,
-        residuals,
-        slices,
-        tensors.entries,
-        segments.segments,
-        residual_segments.segments,
-        row_bytes,
-        residuals.shape[1],
-        seed.low,
-        seed.high,
-        FORMAT=form,
-        RESIDUAL=kept,
-        ALIGNED=tensors.aligned,
-        num_warps=form.sum_warps,
-        enable_fp_fusion=False,
-    )
+    key = (feed_back_kernel, payload.shape, residuals.shape, id(slices), residual_segments)
+    plan = tensors.plans.get(key)
+    if plan is None:
+        # Tiles as of sums: 2048 elements at 2 warps spill registers, 512 take 91 with INT4 and its rotation.
+        tables = (segments, residual_segments)
+        form, kept = (_stored_and_decoded(table.format, table.format.sum_blocks) for table in tables)
+        places = (slices, tensors.entries, segments.segments, residual_segments.segments)
+        constants = {
+            "FORMAT": form,
+            "RESIDUAL": kept,
+            "ALIGNED": tensors.aligned,
+            "num_warps": form.sum_warps,
+            "enable_fp_fusion": False,
+        }
+        grid, last = segments.grid(rows, form.tile_blocks), (*places, row_bytes, residuals.shape[1])
+        plan = tensors.plans[key] = Plan(feed_back_kernel, grid, last, constants)
+    plan(base, payload, residuals, numbers=(seed.low, seed.high))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +29,7 @@ from zeropp_fp8.formats.dynamic_map import dynamic_levels
 from zeropp_fp8.formats.e8m0 import SCALE_MODES
 from zeropp_fp8.formats.nf4 import NF4_LEVELS
 from zeropp_fp8.formats.tables import fp32_table
+from zeropp_fp8.kernels.launching import Plan
 
 # Elements a program handles: 32 a thread at 2 warps. Of 1024 to 8192 elements at 2 to 8 warps this moves most bytes a
 # second on an H200: int8 quantization 92 % of a copy (4096 at 4 warps: 84 %, 4096 at 8: 78 %).
@@ -136,8 +137,8 @@ class KernelFormat:
         return cls(name, width, width, max(1, TILE // width), max(1, SUM_TILE // width), False, "nearest", 0.0, "none")
 
     def on(self, device: torch.device) -> KernelFormat:
-        """The same for kernels on a device."""
-        return replace(self, native_fp8=native_float8(device), interpreted=interpreted())
+        """The same for kernels on a device; one object for equal ones, which a launch then need not compare."""
+        return _one_of_equals(replace(self, native_fp8=native_float8(device), interpreted=interpreted()))
 
     @functools.cache  # noqa: B019 (formats are few, and live as long as the kernels that are compiled for them)
     def with_tiles(self, blocks: int) -> KernelFormat:
@@ -183,6 +184,11 @@ class KernelFormat:
         return min(16, max(2, self.sum_blocks * self.width // 512))
 
 
+@functools.cache
+def _one_of_equals(form: KernelFormat) -> KernelFormat:
+    return form
+
+
 class SegmentTable:
     """Where the tensors of one format lie in a payload row.
 
@@ -219,6 +225,7 @@ class SegmentTable:
         self.lookup = lookup_table(device)
         self._device = device
         self._tile_starts: dict[int, tuple[Tensor, int]] = {}
+        self.plans: dict[Hashable, Plan] = {}  # of launches without a TensorTable
 
     @property
     def segments(self) -> Tensor:
@@ -266,6 +273,9 @@ class TensorTable:
 
     The tensors must be contiguous and of one dtype. The table fits any tensors with the same `key`, so it is made once
     for views of a buffer, wherever the buffer lies. It does not keep them alive.
+
+    Attributes:
+        plans: the launches that were made with it, by the kernel and all that they depend on but the table.
     """
 
     def __init__(self, tensors: Sequence[Tensor], segments: SegmentTable, device: torch.device) -> None:
@@ -274,6 +284,7 @@ class TensorTable:
         for tensor in tensors:
             if tensor.dtype != base.dtype or not tensor.is_contiguous():
                 raise ValueError("the tensors of one launch must be contiguous and of one dtype")
+        self.plans: dict[Hashable, Plan] = {}
         rows = [((t.data_ptr() - base.data_ptr()) // itemsize, t.numel()) for t in tensors]
         entries = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2)
         # From pinned memory the copy does not wait for the device; torch keeps the memory until it is done.

@@ -28,7 +28,7 @@ from zeropp_fp8.kernels.elements import (
     store_some,
     uniform,
 )
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import Kernel, Plan
 from zeropp_fp8.kernels.mx_elements import mx_codes_of, mx_scale_blocks, pack_four_bits, store_six_bits
 from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
 
@@ -236,12 +236,12 @@ def load_tile(tensor_ptr, end, tile, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
 def quantize_kernel(
     base_ptr,
     payload_ptr,
-    slices_ptr,
-    tensors_ptr,
-    segments_ptr,
     multipliers_ptr,
     amax_ptr,
     counts_ptr,
+    slices_ptr,
+    tensors_ptr,
+    segments_ptr,
     row_bytes,
     seed_low,
     seed_high,
@@ -305,19 +305,13 @@ def quantize(
     """
     rows, row_bytes = payload.shape
     seed = seed or Seed(0, 0)
-    form = segments.format
-    quantize_kernel[segments.grid(rows, form.tile_blocks)](
-        base,
-        payload,
-        slices,
-        tensors.entries,
-        segments.segments,
-        *((shared.encode, shared.amax, shared.counts[OF_GRADIENTS]) if shared else (None, None, None)),
-        row_bytes,
-        seed.low,
-        seed.high,
-        FORMAT=form,
-        ALIGNED=tensors.aligned,
-        num_warps=form.num_warps,
-        enable_fp_fusion=False,
-    )
+    scales = () if shared is None else (shared.encode, shared.amax, shared.counts[OF_GRADIENTS])
+    key = (quantize_kernel, rows, row_bytes, id(slices), len(scales))
+    plan = tensors.plans.get(key)
+    if plan is None:
+        form, unused = segments.format, (None,) * (3 - len(scales))
+        last = (*unused, slices, tensors.entries, segments.segments, row_bytes)
+        constants = {"FORMAT": form, "ALIGNED": tensors.aligned, "num_warps": form.num_warps, "enable_fp_fusion": False}
+        grid = segments.grid(rows, form.tile_blocks)
+        plan = tensors.plans[key] = Plan(quantize_kernel, grid, last, constants)
+    plan(base, payload, *scales, numbers=(seed.low, seed.high))

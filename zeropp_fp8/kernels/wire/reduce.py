@@ -20,7 +20,7 @@ from torch import Tensor
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.formats.shared_scale import OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
 from zeropp_fp8.kernels.elements import numbers_of, rotate
-from zeropp_fp8.kernels.launching import Kernel
+from zeropp_fp8.kernels.launching import Kernel, Plan
 from zeropp_fp8.kernels.wire.dequantize import inside, load_codes, load_quantized, load_unquantized, write_tile
 from zeropp_fp8.kernels.wire.launch_tables import SegmentTable, TensorTable
 from zeropp_fp8.kernels.wire.quantize import segment_of_program, shared_codes, store_codes, store_tile
@@ -95,9 +95,9 @@ def mean_of_tiles(
 def reduce_to_payload_kernel(
     received_ptr,
     payload_ptr,
+    counts_ptr,
     segments_in_ptr,
     segments_out_ptr,
-    counts_ptr,
     rank_bytes,
     row_bytes_in,
     row_bytes_out,
@@ -168,10 +168,10 @@ def write_mean(
 def reduce_to_tensors_kernel(
     received_ptr,
     base_ptr,
-    tensors_ptr,
-    segments_ptr,
     factors_ptr,
     counts_ptr,
+    tensors_ptr,
+    segments_ptr,
     rank_bytes,
     inverse_ranks,
     RANKS: tl.constexpr,
@@ -229,25 +229,24 @@ def reduce_to_payload(
     """
     ranks, rows, row_bytes_in = received.shape
     seed = seed or Seed(0, 0)
-    tile = max(segments_in.format, segments_out.format, key=lambda f: f.sum_blocks)
-    reduce_to_payload_kernel[segments_in.grid(rows, tile.sum_blocks)](
-        received,
-        payload,
-        segments_in.segments,
-        segments_out.segments,
-        shared.counts[OF_PARTIAL_SUMS] if shared else None,
-        rows * row_bytes_in,
-        row_bytes_in,
-        payload.shape[1],
-        1.0 / ranks,
-        seed.low,
-        seed.high,
-        RANKS=ranks,
-        FORMAT_IN=segments_in.format.with_tiles(tile.sum_blocks),
-        FORMAT=segments_out.format.with_tiles(tile.sum_blocks),
-        num_warps=tile.sum_warps,
-        enable_fp_fusion=False,
-    )
+    counts = () if shared is None else (shared.counts[OF_PARTIAL_SUMS],)
+    key = (reduce_to_payload_kernel, received.shape, payload.shape, segments_out, len(counts))
+    plan = segments_in.plans.get(key)
+    if plan is None:
+        tile = max(segments_in.format, segments_out.format, key=lambda f: f.sum_blocks)
+        unused = (None,) * (1 - len(counts))
+        sizes = (rows * row_bytes_in, row_bytes_in, payload.shape[1], 1.0 / ranks)
+        last = (*unused, segments_in.segments, segments_out.segments, *sizes)
+        constants = {
+            "RANKS": ranks,
+            "FORMAT_IN": segments_in.format.with_tiles(tile.sum_blocks),
+            "FORMAT": segments_out.format.with_tiles(tile.sum_blocks),
+            "num_warps": tile.sum_warps,
+            "enable_fp_fusion": False,
+        }
+        grid = segments_in.grid(rows, tile.sum_blocks)
+        plan = segments_in.plans[key] = Plan(reduce_to_payload_kernel, grid, last, constants)
+    plan(received, payload, *counts, numbers=(seed.low, seed.high))
 
 
 def reduce_to_tensors(
@@ -268,19 +267,20 @@ def reduce_to_tensors(
         shared: of these tensors, where their format's scale is shared; `counts` is brought up to date.
     """
     ranks, row_bytes = received.shape
-    form = segments.format
-    reduce_to_tensors_kernel[segments.grid(1, form.sum_blocks)](
-        received,
-        base,
-        tensors.entries,
-        segments.segments,
-        *((shared.decode, shared.counts[OF_RESULTS]) if shared else (None, None)),
-        row_bytes,
-        1.0 / ranks,
-        RANKS=ranks,
-        ACCUMULATE=accumulate,
-        FORMAT=form.with_tiles(form.sum_blocks),
-        ALIGNED=tensors.aligned,
-        num_warps=form.sum_warps,
-        enable_fp_fusion=False,
-    )
+    scales = () if shared is None else (shared.decode, shared.counts[OF_RESULTS])
+    key = (reduce_to_tensors_kernel, ranks, row_bytes, accumulate, len(scales))
+    plan = tensors.plans.get(key)
+    if plan is None:
+        form, unused = segments.format, (None,) * (2 - len(scales))
+        last = (*unused, tensors.entries, segments.segments, row_bytes, 1.0 / ranks)
+        constants = {
+            "RANKS": ranks,
+            "ACCUMULATE": accumulate,
+            "FORMAT": form.with_tiles(form.sum_blocks),
+            "ALIGNED": tensors.aligned,
+            "num_warps": form.sum_warps,
+            "enable_fp_fusion": False,
+        }
+        grid = segments.grid(1, form.sum_blocks)
+        plan = tensors.plans[key] = Plan(reduce_to_tensors_kernel, grid, last, constants)
+    plan(received, base, *scales)

@@ -214,7 +214,7 @@ class SlicedUnit(DifferingUnit):
 
     def _values_in(self, codes: Tensor) -> list[Tensor | None]:
         values = self._places.empty(self.route.device)
-        self.layout.decode(codes, self.route.rank_order, values)
+        self.layout.decode(codes, self.route.rank_order, values, self._places)
         return values
 
     def _operands_in(self, gathered: Tensor) -> list[tuple[Parameter, Float8Operand]]:

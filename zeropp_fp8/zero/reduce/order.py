@@ -95,13 +95,14 @@ class FixedOrder:
     def is_ready(self, param: Parameter) -> None:
         """Autograd produced `param.grad`."""
         self._begun = True
-        index = self._unit_of[id(param)]
+        key = id(param)
+        index = self._unit_of[key]
         if index < self._next:
             # A second gradient in one backward, after the first has been reduced: it adds to the first.
             self._reduce([param])
             return
-        if id(param) not in self._ready:
-            self._ready.add(id(param))
+        if key not in self._ready:
+            self._ready.add(key)
             self._missing[index] -= 1
         while self._next < len(self.units) and self._missing[self._next] == 0:
             self._reduce_next()
