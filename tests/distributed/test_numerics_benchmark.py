@@ -1,5 +1,6 @@
-"""benchmarks/numerics_cost.py: its variants in turn, and what it makes of their times."""
+"""benchmarks/numerics_cost.py: two engines in turns, and what it makes of their times."""
 
+import math
 import os
 import subprocess
 import sys
@@ -12,41 +13,62 @@ from benchmarks.harness.environment import ROOT
 from benchmarks.harness.results import finished_result
 
 
+def line_of(cycles):
+    (line,) = numerics_cost.compare([{"run": "zeropp", "cycles_ms": cycles}], group=4)
+    return line
+
+
 def test_what_a_sample_costs():
-    """100 ms without, 101 beside it, and 4 steps with a sample take 4 x 101 + 20: 1 % and 0.2 % by one in 100."""
-    times = {"without": (100.0, 100.0, 90.0), "idle": (101.0, 101.0, 101.0), "sampled": (106.0, 106.0, 150.0)}
-    rows = [
-        {"run": "zeropp", "variant": variant, "round": n, "step_ms": times[variant][n]}
-        for variant in times
-        for n in range(3)
-    ]
-    (line,) = numerics_cost.compare(rows, every=4)
-    assert line["sample_ms"] == pytest.approx(20.0) and line["sample_steps"] == pytest.approx(0.2)
-    assert line["unsampled_percent"] == pytest.approx(1.0)
-    assert line["percent"] == pytest.approx(1.2) and not line["met"]
-    assert line["spread_percent"] == pytest.approx(100 * (150 / 106 - 1))
-    assert numerics_cost.compare([row for row in rows if row["variant"] != "idle"], every=4) == []
+    """Steps of 100 ms, 100.2 with an idle section, and 20 ms a sample: 0.2 % and 0.2 % by one in 100, in any cycle."""
+    cycles = [[400 + drift, 400.8 + drift, 400 + drift, 420.8 + drift] for drift in (-80, -2, -1, 0, 1, 2, 300)]
+    line = line_of(cycles)
+    assert line["without_ms"] == pytest.approx(100) and line["cycles"] == 7
+    assert line["idle_percent"] == pytest.approx([0.2] * 3)
+    assert line["sample_ms"] == pytest.approx([20] * 3) and line["sample_percent"] == pytest.approx([0.2] * 3)
+    assert line["percent"] == pytest.approx([0.4] * 3) and line["verdict"] == "met"
 
 
-def test_variants_take_turns():
-    args = numerics_cost.parse(["--rounds", "2", "--runs", "zeropp"])
-    order = ["without", "idle", "sampled", "sampled", "idle", "without"]
-    assert [job.arguments["variant"] for job in numerics_cost.turns(args)] == order
+def test_a_drift_inside_cycles_is_no_cost_of_the_section():
+    assert line_of([[396, 400, 404, 408]] * 6)["idle_percent"] == pytest.approx([0] * 3)
+
+
+@pytest.mark.parametrize(
+    ("idle", "verdict"),
+    [([404.4] * 6, "missed"), ([396] * 6, "met"), ([401, 402, 403, 404, 405, 406], "not resolved")],
+)
+def test_verdicts(idle, verdict):
+    assert line_of([[400, ms, 400, ms] for ms in idle])["verdict"] == verdict
+
+
+@pytest.mark.parametrize("count", range(numerics_cost.LEAST, 60))
+def test_intervals_of_the_median(count):
+    """The smallest that symmetric ranks give: one rank further inside, the true median is outside too often."""
+    median, low, high = numerics_cost.median_of(range(count, 0, -1))
+    assert median == (count + 1) / 2 and low - 1 == count - high
+
+    def outside(cut):
+        return 2 * sum(math.comb(count, heads) for heads in range(cut + 1)) / 2**count
+
+    assert outside(low - 1) <= 0.05 < outside(low)
+
+
+def test_too_few_cycles_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        numerics_cost.parse(["--parts", "2", "--turns", "2"])
+    assert "an interval takes 6 cycles" in capsys.readouterr().err
 
 
 def test_on_two_ranks(tmp_path):
     out = tmp_path / "cost.json"
-    words = ["--ranks", "2", "--runs", "zeropp-fp8", "--every", "2", "--turns", "1", "--out", str(out)]
+    words = ["--ranks", "2", "--runs", "zeropp-fp8", "--parts", "1", "--turns", "6", "--out", str(out)]
     command = [sys.executable, "-m", "benchmarks.numerics_cost", *words]
     env = {**os.environ, "ZEROPP_FP8_COMMIT": "tested"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
     result = finished_result(out)
-    rows = {row["variant"]: row for row in result["rows"]}
-    assert rows.keys() == set(numerics_cost.VARIANTS) and all(len(row["group_ms"]) == 2 for row in rows.values())
-    assert rows["without"]["sampled_last"] == rows["idle"]["sampled_last"] == {}
-    told = rows["sampled"]["sampled_last"]
+    (row,), (line,) = result["rows"], result["comparison"]
+    assert len(row["cycles_ms"]) == 6 and all(len(times) == 4 for times in row["cycles_ms"])
     for kind in ("weights", "gradients", "compute_activations"):
-        assert f"numerics/{kind}/lowest_snr_db" in told
-    (line,) = result["comparison"]
-    assert line["without_ms"] > 0 and "Cost of sampled numerics, Llama tiny, 2 rank(s)" in done.stdout
+        assert f"numerics/{kind}/lowest_snr_db" in row["sampled_last"]
+    assert line["without_ms"] > 0 and f"zeropp-fp8, {line['without_ms']:.1f} ms a step, 6 cycles" in done.stdout
+    assert "Cost of sampled numerics, Llama tiny, 2 rank(s)" in done.stdout
