@@ -33,7 +33,7 @@ import torch
 from benchmarks.harness.command import add_batch, add_steps, choose_runs, command
 from benchmarks.harness.environment import forget_memory
 from benchmarks.harness.jobs import Job
-from benchmarks.harness.measuring import random_tokens, reached_gbit, timed_steps
+from benchmarks.harness.measuring import Steps, micro_batches, random_tokens, reached_gbit, timed_steps
 from benchmarks.harness.nodes import PLACES, ranks_apart, set_rate_everywhere
 from benchmarks.harness.peers import MODELS, SECTIONS, made
 from benchmarks.harness.question import Question
@@ -61,7 +61,8 @@ def measure(run: str, args, device: torch.device) -> dict:
     forget_memory(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    batches = micro_batches(random_tokens(SIZES[args.size].vocabulary, args.micro_batch, args.sequence, device), args)
+    tokens = random_tokens(SIZES[args.size].vocabulary, args.micro_batch, args.sequence, device)
+    batches = micro_batches(tokens, args.accumulation)
     row = {"run": run, "link": args.link, "round": args.round, "reached_gbit": reached}
     row |= timed_steps(Steps(trainer), batches, args.warmup, args.steps, device)
     row["tx_bytes_per_rank_step"] = row.pop("tx_bytes_per_node_step") if shaped else None
@@ -76,22 +77,6 @@ def measure(run: str, args, device: torch.device) -> dict:
         set_rate_everywhere(None)
     trainer.close()
     return row
-
-
-class Steps:
-    """A trainer whose step takes the micro-batches of a step as one."""
-
-    def __init__(self, trainer) -> None:
-        self._trainer = trainer
-
-    def step(self, tokens: list[torch.Tensor]) -> torch.Tensor:
-        return self._trainer.step(*tokens)
-
-
-def micro_batches(tokens, args):
-    """Lists of a step's micro-batches."""
-    while True:
-        yield [next(tokens) for _ in range(args.accumulation)]
 
 
 def wire(engine) -> dict:

@@ -26,15 +26,14 @@ import itertools
 import json
 import math
 import os
-import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from benchmarks.harness.environment import NO_IN_TREE, describe, forget_memory, join
-from benchmarks.harness.measuring import random_tokens, reached_gbit
-from benchmarks.harness.nodes import GBIT, launch, sent_bytes, set_rate_everywhere, two_nodes
+from benchmarks.harness.measuring import Steps, micro_batches, random_tokens, reached_gbit, timed_steps
+from benchmarks.harness.nodes import GBIT, launch, set_rate_everywhere, two_nodes
 from benchmarks.harness.peers import (
     DIFFERENCES,
     FSDP,
@@ -152,12 +151,16 @@ def measure(run: str, args, device) -> None:
     forget_memory(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    batches = random_tokens(SIZES[args.model].vocabulary, args.micro_batch, args.tokens, device)
+    tokens = random_tokens(SIZES[args.model].vocabulary, args.micro_batch, args.tokens, device)
+    batches, engine = micro_batches(tokens, args.accumulation), trainer.session
+    counters = {"ledger_bytes_per_node_step": lambda: _ledger_bytes(engine)} if engine else {}
     more = args.quantized_gbit if run in QUANTIZED and ONE_NODE not in args.gbit else []
     for index, rate in enumerate([*args.gbit, *more]):
         _set_rate(rate)
         row = {"run": run, "gbit": rate, "reached_gbit": None if rate == ONE_NODE else reached_gbit(device)}
-        row |= _time_steps(trainer, batches, args, args.warmup if index == 0 else 1, device)
+        row["ledger_bytes_per_node_step"] = None  # without the plugin
+        warmup = args.warmup if index == 0 else 1
+        row |= timed_steps(Steps(trainer), batches, warmup, args.steps, device, counters)
         row |= _bytes_and_floor(trainer.session, row, rate)
         if device.type == "cuda":
             # DeepSpeed's engines leave about 5 GiB behind after destroy(): a run's peak is counted from what it found.
@@ -177,44 +180,8 @@ def _set_rate(rate) -> None:
         set_rate_everywhere(rate or None)
 
 
-def _time_steps(trainer, batches, args, warmup: int, device) -> dict:
-    import torch
-    import torch.distributed as dist
-
-    times, losses, steps = [], [], args.steps
-    for step in range(warmup + steps):
-        tokens = [next(batches) for _ in range(args.accumulation)]
-        if step == warmup:
-            dist.barrier()
-            sent, counted = sent_bytes(), _ledger_bytes(trainer.session)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        loss = trainer.step(*tokens)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-        losses.append(loss.item())
-    dist.barrier()
-    counted = None if counted is None else (_ledger_bytes(trainer.session) - counted) / steps
-    everyones = [None] * args.ranks
-    dist.all_gather_object(everyones, (sent_bytes() - sent) / steps)
-    timed = times[warmup:]
-    return {
-        "step_ms": statistics.median(timed),
-        "min_ms": min(timed),
-        "max_ms": max(timed),
-        "times_ms": timed,
-        "losses": losses,
-        "tx_bytes_per_node_step": max(everyones),  # of the node that sent more
-        "ledger_bytes_per_node_step": counted,
-    }
-
-
-def _ledger_bytes(engine) -> float | None:
-    """Bytes that one node has sent to the other in finished steps, by the plugin's count; None without it."""
-    if engine is None:
-        return None
+def _ledger_bytes(engine) -> float:
+    """Bytes that one node has sent to the other in finished steps, by the plugin's count."""
     import zeropp_fp8
 
     report = zeropp_fp8.wire_report(engine, total=True)
@@ -312,6 +279,7 @@ def line(row: dict, first: dict) -> str:
         f"{number(speed, 2):>8}",
         f"{number(row['tx_bytes_per_node_step'], 2, 1e6):>10}{number(row['ledger_bytes_per_node_step'], 2, 1e6):>10}",
         f"{number(row.get('floor_ms')):>9}{number(row.get('times_floor'), 2):>8}{number(row.get('reached_gbit')):>8}",
+        f"{number(sum(row['tcp_timeouts']) if 'tcp_timeouts' in row else None, 0):>9}",
         f"{number(row.get('peak_gib'), 2):>7}",
         f"  {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}",
     )
@@ -320,9 +288,9 @@ def line(row: dict, first: dict) -> str:
 
 HEAD = (
     f"{'':<20}{'median':>9}{'min':>9}{'max':>9}{'x first':>8}{'sent':>10}{'ledger':>10}{'floor':>9}{'x':>8}"
-    f"{'link':>8}{'peak':>7}  loss\n"
+    f"{'link':>8}{'timeouts':>9}{'peak':>7}  loss\n"
     f"{'':<20}{'ms':>9}{'ms':>9}{'ms':>9}{'':>8}{'MB/node':>10}{'MB/node':>10}{'ms':>9}{'floor':>8}"
-    f"{'Gbit/s':>8}{'GiB':>7}"
+    f"{'Gbit/s':>8}{'of TCP':>9}{'GiB':>7}"
 )
 
 

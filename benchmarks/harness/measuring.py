@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness.environment import forget_memory
-from benchmarks.harness.nodes import GBIT, sent_bytes
+from benchmarks.harness.nodes import GBIT, sent_bytes, tcp_timeouts
 
 
 def live_bytes(device: torch.device) -> int:
@@ -59,14 +61,43 @@ def random_tokens(vocabulary: int, micro_batch: int, length: int, device: torch.
         yield torch.randint(vocabulary, (micro_batch, length), generator=generator).to(device)
 
 
-def timed_steps(trainer, batches: Iterator, warmup: int, steps: int, device: torch.device) -> dict:
-    """Times, losses and the bytes that left a node, of `steps` steps after `warmup` others, as `trainer.step` does."""
-    times, losses, sent = [], [], 0
+class Steps:
+    """A trainer whose step takes the micro-batches of a step as one."""
+
+    def __init__(self, trainer) -> None:
+        self._trainer = trainer
+
+    def step(self, tokens: list[Tensor]) -> Tensor:
+        return self._trainer.step(*tokens)
+
+
+def micro_batches(tokens: Iterator[Tensor], count: int) -> Iterator[list[Tensor]]:
+    """Lists of a step's micro-batches."""
+    while True:
+        yield [next(tokens) for _ in range(count)]
+
+
+def timed_steps(
+    trainer,
+    batches: Iterator,
+    warmup: int,
+    steps: int,
+    device: torch.device,
+    counters: Mapping[str, Callable[[], float]] | None = None,
+) -> dict:
+    """Times, losses and what left a node, of `steps` steps after `warmup` others, as `trainer.step` does.
+
+    `counters`, by names of a row: what they count a step. `tcp_timeouts` of a row are those of each step, of all nodes:
+    where there are some, long steps are the emulated link's.
+    """
+    counters = {"tx_bytes_per_node_step": sent_bytes, **(counters or {})}
+    times, losses, timeouts, before = [], [], [], {}
     for step in range(warmup + steps):
         tokens = next(batches)
         if step == warmup:
             torch.distributed.barrier()
-            sent = sent_bytes()
+            before = {name: count() for name, count in counters.items()}
+        timeouts.append(tcp_timeouts())
         synchronize(device)
         start = time.perf_counter()
         loss = trainer.step(tokens)
@@ -74,8 +105,10 @@ def timed_steps(trainer, batches: Iterator, warmup: int, steps: int, device: tor
         times.append(1e3 * (time.perf_counter() - start))
         losses.append(loss.item())
     torch.distributed.barrier()
-    everyones = [0.0] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyones, (sent_bytes() - sent) / steps)
+    timeouts = [after - before for before, after in pairwise([*timeouts[warmup:], tcp_timeouts()])]
+    everyones: list = [None] * torch.distributed.get_world_size()
+    counted = {name: (count() - before[name]) / steps for name, count in counters.items()}
+    torch.distributed.all_gather_object(everyones, (counted, timeouts if os.environ["LOCAL_RANK"] == "0" else []))
     timed = times[warmup:]
     return {
         "step_ms": statistics.median(timed),
@@ -83,7 +116,8 @@ def timed_steps(trainer, batches: Iterator, warmup: int, steps: int, device: tor
         "max_ms": max(timed),
         "times_ms": timed,
         "losses": losses,
-        "tx_bytes_per_node_step": max(everyones),
+        "tcp_timeouts": [sum(nodes) for nodes in zip(*(each for _, each in everyones if each))],
+        **{name: max(each[name] for each, _ in everyones) for name in counters},  # of the node that sent more
     }
 
 

@@ -223,6 +223,14 @@ def sent_bytes() -> int:
     raise RuntimeError(f"no interface {os.environ['NODE_INTERFACE']} here")
 
 
+def tcp_timeouts() -> int:
+    """How often TCP in this node's namespace has waited in vain, for 200 ms and more, for what it sent to arrive."""
+    names, values = (
+        line.split() for line in Path("/proc/self/net/netstat").read_text().splitlines() if line.startswith("TcpExt:")
+    )
+    return int(values[names.index("TCPTimeouts")])
+
+
 if __name__ == "__main__":  # enter a namespace, then become what is to run there
     from pyroute2 import netns
 
