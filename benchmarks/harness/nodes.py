@@ -133,12 +133,14 @@ def set_rate_everywhere(gbit_per_second: float | None) -> None:
 def _remove() -> None:
     from pyroute2 import IPRoute, netns
 
+    with IPRoute() as host:
+        # A namespace is taken away later, and with it the ends at the bridge, whose names the next one needs at once.
+        for name in (BRIDGE, *(f"{BRIDGE}{place}" for place in range(PLACES))):
+            for index in host.link_lookup(ifname=name):
+                host.link("del", index=index)
     for name in NAMESPACES:
         if name in netns.listnetns():
             netns.remove(name)
-    with IPRoute() as host:
-        for index in host.link_lookup(ifname=BRIDGE):
-            host.link("del", index=index)
 
 
 def launch(
