@@ -2,7 +2,8 @@
 
 import ending_jobs as jobs
 import pytest
-from ranks import run_two
+from ranks import run_ranks, run_two
+from surrounding_jobs import differences
 
 GRANULARITIES = [("block", "block"), ("block", "module"), ("module", "block")]
 
@@ -76,7 +77,7 @@ def test_an_engine_that_is_collected_gives_nothing_back():
 
 def test_checkpoints_are_loaded_after_a_later_engine_has_ended(tmp_path):
     """DeepSpeed reads weights in the flat buffer that shards of the first were in."""
-    kinds = ["lossless", "FP8 states", "whole tensors"]
+    kinds = ["lossless", "FP8 states", "whole tensors", "zeropp-diff", "stochastic rounding"]
     for found in run_two(jobs.loaded_after_a_later_one, kinds=kinds, folder=str(tmp_path), timeout=400):
         for kind, losses in found.items():
             assert losses[True] == losses[False], kind
@@ -111,7 +112,28 @@ def test_whether_all_have_failed(apart, together):
     assert run_two(jobs.all_fail, apart=apart) == [(together, False)] * 2
 
 
-def test_an_engine_that_fails_on_one_rank():
+@pytest.mark.parametrize("kind", ["zeropp", "zeropp-diff", "stochastic rounding"])
+def test_an_engine_that_fails_on_one_rank(kind):
     """Nothing that a rank does then needs the others, where parameters have no owners."""
-    for left, (alone, after) in run_two(jobs.failed_on_a_rank):
+    for left, (alone, after) in run_two(jobs.failed_on_a_rank, kind=kind):
         assert not left and alone == after
+
+
+@pytest.mark.parametrize("name", jobs.OWN_STATES)
+def test_an_engine_that_does_not_train_leaves_no_trace(name):
+    """What nodes hold of each other's weights, and what rounding has drawn, is what it was: each bit is."""
+    for found in run_ranks(differences, ways=[name], trained=jobs.without_a_trace, kinds=tuple(jobs.ENDS), timeout=400):
+        assert len(found) == len(jobs.ENDS) - 1
+        for case, (losses, others, changed) in found.items():
+            assert others == losses and not changed, (case, losses, others, changed[:5])
+
+
+def test_weights_that_were_written_while_a_later_engine_was_there():
+    """Copies of the engines before it are of other weights then."""
+    kinds = ["zeropp", "stochastic rounding", "zeropp-diff", "zeropp-2bit, on INT8", "whole tensors"]
+    for found in run_two(jobs.written_while_later_ones_were_there, kinds=kinds, timeout=400):
+        assert len(found) == 3 * len(kinds)
+        for (kind, who), (new, again) in found.items():
+            # Engines draw alike where they have drawn as often, and otherwise other numbers.
+            within = 1e-3 if kind.startswith("stochastic") else 0
+            assert again == pytest.approx([new] * 2, rel=within, abs=0), (kind, who)

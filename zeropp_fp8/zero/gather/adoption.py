@@ -4,6 +4,9 @@ DeepSpeed puts `all_gather`, `all_gather_coalesced` and `partition` on each ZeRO
 replaced while an engine of the plugin has it. Engines over one model take it from each other: the last one has it, and
 gives it back to the one before that is still there, in whatever order they end. Taking, leaving and giving back are the
 same on all ranks.
+
+Where nothing was written in between, the engine that has parameters again goes on as if it had never given them up: it
+gets the same bits again, from weights, the seeds of their rounding, and rows of what was held (on the host meanwhile).
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class Adoption(ABC):
     def __init__(self, route: Route, kinds: Sequence[Kind]) -> None:
         self.route, self.kinds, self.session, self.device = route, kinds, route.session, route.device
         self.adopted: dict[int, Parameter] = {}
-        self._before: dict[Parameter, ParameterWire | None] = {}  # what they were in the engine before
+        self._before: dict[Parameter, ParameterWire] = {}  # what they were in an engine before
         self.units: list[Unit] = []
         self._all_units: list[Unit] = []  # also those that another engine has now
         self.module_depth = 0
@@ -77,6 +80,14 @@ class Adoption(ABC):
         """Raise RuntimeError where weights stay, for generation."""
 
     @abstractmethod
+    def _settle(self) -> None:
+        """Let what is held be complete, for the current stream."""
+
+    @abstractmethod
+    def _are_ready(self, params: Iterable[Parameter]) -> None:
+        """The current stream has been given the last write to parameters, or brought them here."""
+
+    @abstractmethod
     def _forget_buffers(self) -> None:
         """Give buffers to the allocator."""
 
@@ -102,7 +113,7 @@ class Adoption(ABC):
         """Take the ZeRO-3 parameters of `units`, from another engine over the same model too. Collective."""
         params = [param for unit in units for param in unit.params]
         self.adopted = {param.ds_id: param for param in params}
-        self._before = {param: getattr(param, STATE, None) for param in params}
+        self._before = {param: getattr(param, STATE) for param in params if hasattr(param, STATE)}
         for previous, theirs in by_engine(params):
             if previous is not None:
                 previous._leave(theirs)
@@ -114,7 +125,7 @@ class Adoption(ABC):
                 stock_partition=param.partition,
                 unit=unit,
                 owner=self,
-                before=self._before[param],
+                before=self._before.get(param),
             )
             for unit in units
             for param in unit.params
@@ -135,8 +146,14 @@ class Adoption(ABC):
                 param.partition = self._partition_closure(param)
         for kind in self.kinds:
             kind.adopt([param for unit in units if unit.kind is kind for param in unit.params])
-        self.units = [unit for unit in self._all_units if all(map(self.has, unit.params))]
-        self.weights_changed(states)
+        self._find_own_units()
+        self._are_ready(states)
+
+    def _find_own_units(self) -> None:
+        own = [unit for unit in self._all_units if all(map(self.has, unit.params))]
+        # The same list again, where it is: by it the coordinator knows that what it has learned of their order holds,
+        # in which units draw numbers.
+        self.units = self._all_units if len(own) == len(self._all_units) else own
 
     def _leave(self, params: Sequence[Parameter]) -> None:
         """Another engine over the same model takes parameters over. Collective, before it adopts them.
@@ -150,14 +167,24 @@ class Adoption(ABC):
             for param in unit.params:
                 param.ds_active_sub_modules.clear()
             self.release(unit)
-            self._forget_copies(unit)
-        self.units = [unit for unit in self.units if unit not in left]
-        self._let_go(params)
+            self.cancel(unit)
+        self._settle()
+        for unit in left:
+            unit.put_aside()
+        try:
+            self._let_go(params)
+        finally:
+            self._find_own_units()
 
-    def _forget_copies(self, unit: Unit) -> None:
-        self.cancel(unit)
-        unit.changed()
-        unit.secondary = None
+    def _earlier_units(self, units: Iterable[Unit]) -> set[Unit]:
+        """Units of engines that had their parameters before, and may have them again."""
+        found: set[Unit] = set()
+        if self._before:
+            for state in (self._before.get(param) for unit in units for param in unit.params):
+                while state is not None:
+                    found.add(state.unit)
+                    state = state.before
+        return found
 
     def give_back(self) -> None:
         """Give parameters to the engine that had them before, or DeepSpeed; and the buffers to the allocator."""
@@ -167,13 +194,15 @@ class Adoption(ABC):
             return
         # What no engine has was about to be taken over, when something failed.
         mine = [param for param in self.adopted.values() if self.has(param) or not hasattr(param, STATE)]
-        previous = {param: _still_there(self._before[param]) for param in mine}
+        previous = {param: _still_there(self._before.get(param)) for param in mine}
         engines = {id(state.owner): state.owner for state in previous.values() if state is not None}.values()
         together = any(kind.leaves_together for each in (self, *engines) for kind in each.kinds)
         if self.session.failed and together and not all_have_failed(self.session.number, self.session.topology.group):
             return  # the job is lost: rather than to wait for the others the error shall go its way
-        for unit in self.units:
-            self._forget_copies(unit)
+        for unit in self._all_units:  # what another engine has now lies aside
+            self.cancel(unit)
+            unit.changed()
+            unit.secondary = None
         self._forget_buffers()
         self._let_go(filter(self.has, mine))
         self.adopted.clear()

@@ -58,7 +58,7 @@ class DifferingUnit(Unit):
 
     def let_differ(self, own: Contents, brought: Contents) -> None:
         """From now on differences travel, if any of the unit's parameters does so."""
-        self.difference = None
+        self.difference, self.aside = None, {}
         if any(self._differs(param) for param in self.params):
             every = self.route.session.config.weights.difference.refresh_every
             self.difference = Difference(own, brought, self.route.device, every, self.route.fits)
@@ -110,19 +110,34 @@ class DifferingUnit(Unit):
         super().changed(by_step)
         if not by_step:
             self.begin_anew()
+        elif self.aside:
+            self.aside = {**self.aside, "current": False}
+
+    def put_aside(self) -> None:
+        state = self._held()  # all of it: a step may come before the next gather
+        super().put_aside()
+        self.begin_anew()
+        self.aside = state
 
     def begin_anew(self) -> None:
+        self.aside = {}
         if self.difference is not None:
             self.difference.forget()
 
     # -- what checkpoints hold ---------------------------------------------------------------------------------------
 
     def held_state(self) -> dict:
+        state = self._held()
+        if state and state["current"] and not state["steps"]:
+            return {}  # the weights as they are: the next full gather brings the same
+        return state
+
+    def _held(self) -> dict:
+        if self.aside:
+            return self.aside
         difference = self.difference
         if difference is None or not difference.begun or self.secondary is None:
             return {}
-        if self.secondary_is_current and not difference.steps:
-            return {}  # the weights as they are: the next full gather brings the same
         own = self.own_held_row(self.secondary).view(-1).cpu()
         return {"row": own, "sizes": self.row_sizes(), "current": self.secondary_is_current, **difference.state()}
 
@@ -130,7 +145,7 @@ class DifferingUnit(Unit):
         return self.difference is not None and state["sizes"] == self.row_sizes()
 
     def hold_again(self, state: dict, held: Tensor) -> list[dist.Work]:
-        """Fill `held` with what was held when `state` was taken. Collective among the ranks of the first hops."""
+        self.aside = {}
         self.own_held_row(held).view(-1).copy_(state["row"])
         self.difference.continue_from(state)
         return self.bring_own_row(held)

@@ -138,29 +138,33 @@ class Gatherer(Adoption):
 
     def held_states(self, names: Mapping[Parameter, str]) -> dict[tuple[str, ...], dict]:
         """What each unit that gets differences holds of this rank's weights, by the names of its parameters."""
+        self._settle()
+        states = {tuple(names.get(p, "") for p in unit.params): unit.held_state() for unit in self._all_units}
+        return {key: state for key, state in states.items() if state}
+
+    def _settle(self) -> None:
         for unit in list(self._coming):
             self._add_differences(unit)
         for lane in (self._network, self._adding):
             lane.before_current()
-        states = {tuple(names.get(p, "") for p in unit.params): unit.held_state() for unit in self.units}
-        return {key: state for key, state in states.items() if state}
 
     def hold_again(self, states: Mapping[tuple[str, ...], dict], names: Mapping[Parameter, str]) -> None:
         """Let units hold what they held when `held_states` was called. Collective; weights are there already."""
-        with self.session.ledger.counting(OUTSIDE):
-            for unit in self.units:
-                state = states.get(tuple(names.get(p, "") for p in unit.params))
-                unit.lay_out()
-                if state is None or not unit.keeps_secondary or not unit.can_hold(state):
-                    continue
-                unit.secondary = self._held_buffer(unit, Flight())
-                with self._network:
-                    after(self._weights_ready)
-                    for work in unit.hold_again(state, unit.secondary):
-                        work.wait()
-                    self._node.after_current()
-                self._network.before_current()
-                unit.secondary_is_current = state["current"]
+        for unit in self.units:
+            state = states.get(tuple(names.get(p, "") for p in unit.params))
+            unit.lay_out()
+            if state is not None and unit.keeps_secondary and unit.can_hold(state):
+                self._hold_again(unit, state)
+
+    def _hold_again(self, unit: Unit, state: dict) -> None:
+        unit.secondary = self._held_buffer(unit, Flight())
+        with self.session.ledger.counting(OUTSIDE), self._network:
+            after(self._weights_ready)
+            for work in unit.hold_again(state, unit.secondary):
+                work.wait()
+            self._node.after_current()
+        self._network.before_current()
+        unit.secondary_is_current = state["current"]
 
     # -- a unit's gather -----------------------------------------------------------------------------------------
 
@@ -169,6 +173,10 @@ class Gatherer(Adoption):
         if unit.flight is not None or unit.secondary_is_current or unit.shards_are_values:
             return
         unit.lay_out()
+        if unit.aside:
+            self._hold_again(unit, unit.aside)
+            if unit.secondary_is_current:
+                return
         if unit.prepare():
             self._weights_ready = mark(self.device)
         flight, at_rest = Flight(), unit.at_rest()
@@ -481,9 +489,15 @@ class Gatherer(Adoption):
                 if engine not in (None, self):  # it holds copies
                     engine.weights_changed(theirs, by_step)
             params = params and [p for p in params if self.has(p)]
-        for unit in self.units if params is None else self.units_of(params):
+        units = self.units if params is None else self.units_of(params)
+        for unit in units:
             self.cancel(unit)
             unit.changed(by_step)
+        for unit in self._earlier_units(units):
+            unit.changed()
+        self._are_ready(params)
+
+    def _are_ready(self, params: Iterable[Parameter] | None) -> None:
         for kind in self.kinds:
             kind.changed(params)
         self._weights_ready = mark(self.device)

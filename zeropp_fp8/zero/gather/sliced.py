@@ -69,8 +69,8 @@ class SlicedUnit(DifferingUnit):
 
     Attributes:
         packed: parameters in the payload; `operands`: the others.
-        payload: this rank's encoded shards, uint8 [row bytes]: kept where there is no secondary shard, so that forward,
-            backward, every micro-batch and evaluation see the same bits, also with stochastic rounding.
+        payload: uint8 [row bytes]: kept where there is no secondary shard, so that forward, backward, every micro-batch
+            and evaluation see the same bits, also with stochastic rounding.
     """
 
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
@@ -78,7 +78,6 @@ class SlicedUnit(DifferingUnit):
         self.layout: PayloadLayout | None = None
         self.packed: list[Parameter] = []
         self.operands: list[Parameter] = []
-        self.payload: Tensor | None = None
         self._made_for: list[tuple[torch.dtype, int]] = []
 
     def bytes_in(self, wire_format: WireFormat, param: Parameter) -> int:
@@ -194,9 +193,7 @@ class SlicedUnit(DifferingUnit):
         if self.payload is not None:
             row.copy_(self.payload, non_blocking=True)
             return
-        self.layout.encode(
-            self._shards(), route.one_row, row, self.layout.draw_seed(route.session.generators["weights"])
-        )
+        self.layout.encode(self._shards(), route.one_row, row, self.seed_of(self.layout))
         # A secondary shard holds it anyway, and nearest rounding gives the same bytes again.
         if not self.keeps_secondary and (self.layout.needs_seed or route.device.type == "cpu"):
             self.payload = row.clone() if route.session.weight_format is not None else None
@@ -225,10 +222,6 @@ class SlicedUnit(DifferingUnit):
                 codes = codes[route.rows_in_rank_order]  # the copy that sorts slices
             operands.append((param, route.gemm_weights.operand(param, codes.view(-1).view(OPERAND_DTYPE))))
         return operands
-
-    def changed(self, by_step: bool = False) -> None:
-        super().changed(by_step)
-        self.payload = None
 
     # -- codes -------------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 
 if TYPE_CHECKING:
+    from zeropp_fp8.comm.payload import PayloadLayout
+    from zeropp_fp8.formats.noise import Seed
     from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight  # needs Triton, which is loaded on first use
     from zeropp_fp8.zero.gather.kinds import Kind
 
@@ -81,6 +83,9 @@ class Unit(ABC):
         flight: its gather under way.
         keeps_secondary: what the first hops bring stays, until the weights change (secondary.py decides).
         secondary, secondary_is_current: the secondary shard, flat uint8, and whether it is of the weights as they are.
+        aside: what was held, as `held_state` says it, when another engine took the parameters over; until it is again.
+        payload: this rank's encoded shards, where they are kept, until the weights change.
+        seed: what their stochastic rounding has drawn; until then as well, so that they come out the same again.
         lent: buffers in which operands of live parameters lie.
         live: the parameters hold their values.
         active_modules: those that are using the parameters now.
@@ -95,6 +100,9 @@ class Unit(ABC):
         self.keeps_secondary = False
         self.secondary: Tensor | None = None
         self.secondary_is_current = False
+        self.aside: dict = {}
+        self.payload: Tensor | None = None
+        self.seed: Seed | None = None
         self.lent: list[tuple[BufferRing, Tensor]] = []
         self.live = False
         self.active_modules: set[int] = set()
@@ -185,7 +193,19 @@ class Unit(ABC):
     def changed(self, by_step: bool = False) -> None:
         """The weights were written, `by_step` of the optimizer: what was derived from them is stale."""
         self.secondary_is_current = False
+        self.payload = self.seed = None
         self.writes = next(_writes)
+
+    def put_aside(self) -> None:
+        """Another engine takes the parameters over: drop what can be made again as it was, and no more of it."""
+        self.secondary, self.secondary_is_current = None, False
+        self.payload = None
+
+    def seed_of(self, layout: PayloadLayout) -> Seed | None:
+        """What the stochastic rounding of its payload draws, the same until the weights change."""
+        if self.seed is None:
+            self.seed = layout.draw_seed(self.route.session.generators["weights"])
+        return self.seed
 
     # -- differences to what is held (differing.py); a unit that has none brings all of itself -----------------------
 
@@ -200,6 +220,10 @@ class Unit(ABC):
     def held_state(self) -> dict:
         """What training depends on of what is held, while no gather is under way: empty, or `hold_again` needs it."""
         return {}
+
+    def hold_again(self, state: dict, held: Tensor) -> list[dist.Work]:
+        """Fill `held` with what was held when `state` was taken. Collective among the ranks of the first hops."""
+        raise NotImplementedError(f"{type(self).__name__} holds nothing")
 
     def can_hold(self, state: dict) -> bool:
         """Whether a state is of a unit like this one. The same on all ranks."""

@@ -256,18 +256,13 @@ class Owned(Kind):
 
 
 class OwnedUnit(DifferingUnit):
-    """A unit of parameters that have owners.
-
-    Attributes:
-        payload: this rank's encoded parts, flat uint8; kept as for slices.
-    """
+    """A unit of parameters that have owners. Its payload is kept as for slices."""
 
     kind: Owned
 
     def __init__(self, params: list[Parameter], kind: Owned, persistent: bool = False) -> None:
         super().__init__(params, kind, persistent)
         self.layout: OwnedLayout | None = None
-        self.payload: Tensor | None = None
         self._sent: OwnedLayout | None = None  # of differences
         self._made_for: list[tuple[torch.dtype, int]] = []
 
@@ -324,7 +319,7 @@ class OwnedUnit(DifferingUnit):
         if row is None:
             row = torch.empty(layout.own.row_bytes, dtype=torch.uint8, device=route.device)
         shards = self.kind.shard_views(self.params, layout.own_pieces)
-        seed = layout.own.draw_seed(route.session.generators["weights"])
+        seed = self.seed_of(layout.own)
         one_scale = layout.operand_places and weights.granularity == "tensor"
         scales = self.kind.operand_scales(layout) if one_scale else None
         layout.own.encode(shards, route.one_row, row.view(1, -1), seed, scales)
@@ -352,10 +347,6 @@ class OwnedUnit(DifferingUnit):
             in_place = in_place or codes is all_codes
             operands.append((param, self.route.gemm_weights.operand(param, codes, start)))
         return Arrived(list(zip(values, values.values(), self._exact)), operands, in_place)
-
-    def changed(self, by_step: bool = False) -> None:
-        super().changed(by_step)
-        self.payload = None
 
     # -- differences to what is held ---------------------------------------------------------------------------------
 
