@@ -176,6 +176,15 @@ def test_checkpoints(recipe, fields, dtype):
         assert result["stock to own"] and result["consolidated"] and result["zero_to_fp32"]
 
 
+@pytest.mark.parametrize("evaluates, persistent", [(True, 0), (False, 5000)])
+def test_what_was_drawn_for_the_weights_that_are_saved(evaluates, persistent):
+    """By an evaluation, or a step, which gathers small matrices at its end: resumed training does not draw it again."""
+    settings = {"recipe": "zeropp", "fields": STOCHASTIC, "evaluates": evaluates, "persistent": persistent}
+    for result in run_two(jobs.checkpoints, **settings):
+        uninterrupted, resumed = result["resume losses"]
+        assert resumed == uninterrupted and result["resume weights"]
+
+
 def test_load_checkpoint_with_frozen_parameters_and_hpz():
     for expected, before, after in run_two(jobs.load_with_frozen_parameters):
         assert after == expected and before != expected

@@ -344,13 +344,14 @@ def held_out_losses(dtype, runs, ranks, steps=20, batch=8, length=32, peak_lr=2e
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def checkpoints(recipe, fields=None, dtype="bf16"):
+def checkpoints(recipe, fields=None, dtype="bf16", evaluates=False, persistent=0):
     """Save and resume, exchange with stock, zero_to_fp32 and the consolidated 16-bit weights."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     folder = shared_folder()
     tokens = list(batches(8, dist.get_rank()))
-    own = ds_config(section(recipe, **(fields or {})), dtype, gradient_clipping=1.0)
+    zero = {"stage3_param_persistence_threshold": persistent}
+    own = ds_config(section(recipe, **(fields or {})), dtype, gradient_clipping=1.0, zero_optimization=zero)
     stock = ds_config(None, dtype, gradient_clipping=1.0)
 
     def steps(engine, some):
@@ -369,6 +370,9 @@ def checkpoints(recipe, fields=None, dtype="bf16"):
     switch(True)
     engine = make_engine(llama(), own)
     steps(engine, tokens[:4])
+    if evaluates:  # which encodes the weights that are saved
+        with torch.no_grad():
+            engine(input_ids=tokens[0], labels=tokens[0])
     engine.save_checkpoint(folder, tag="own")
     uninterrupted = steps(engine, tokens[4:])
     final = full_weights(engine.module)

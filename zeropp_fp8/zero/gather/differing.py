@@ -128,8 +128,8 @@ class DifferingUnit(Unit):
 
     def held_state(self) -> dict:
         state = self._held()
-        if state and state["current"] and not state["steps"]:
-            return {}  # the weights as they are: the next full gather brings the same
+        if not state or (state["current"] and not state["steps"]):
+            return super().held_state()  # the weights as they are: the next full gather brings the same
         return state
 
     def _held(self) -> dict:
@@ -142,7 +142,7 @@ class DifferingUnit(Unit):
         return {"row": own, "sizes": self.row_sizes(), "current": self.secondary_is_current, **difference.state()}
 
     def can_hold(self, state: dict) -> bool:
-        return self.difference is not None and state["sizes"] == self.row_sizes()
+        return self.difference is not None and state.get("sizes") == self.row_sizes()
 
     def hold_again(self, state: dict, held: Tensor) -> list[dist.Work]:
         self.aside = {}

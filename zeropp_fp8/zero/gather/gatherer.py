@@ -39,6 +39,7 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.products import GATHERED_OPERAND, READ_AS_NUMBERS
 from zeropp_fp8.formats import WireFormat
+from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.zero.gather.adopted import STATE, by_engine
 from zeropp_fp8.zero.gather.adoption import Adoption
 from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
@@ -137,7 +138,7 @@ class Gatherer(Adoption):
     # -- what checkpoints hold of secondary shards -----------------------------------------------------------------
 
     def held_states(self, names: Mapping[Parameter, str]) -> dict[tuple[str, ...], dict]:
-        """What each unit that gets differences holds of this rank's weights, by the names of its parameters."""
+        """What each unit holds of this rank's weights, or has drawn for them, by the names of its parameters."""
         self._settle()
         states = {tuple(names.get(p, "") for p in unit.params): unit.held_state() for unit in self._all_units}
         return {key: state for key, state in states.items() if state}
@@ -151,9 +152,10 @@ class Gatherer(Adoption):
     def hold_again(self, states: Mapping[tuple[str, ...], dict], names: Mapping[Parameter, str]) -> None:
         """Let units hold what they held when `held_states` was called. Collective; weights are there already."""
         for unit in self.units:
-            state = states.get(tuple(names.get(p, "") for p in unit.params))
+            state = states.get(tuple(names.get(p, "") for p in unit.params), {})
+            unit.seed = Seed(*state["seed"]) if "seed" in state else None
             unit.lay_out()
-            if state is not None and unit.keeps_secondary and unit.can_hold(state):
+            if unit.keeps_secondary and unit.can_hold(state):
                 self._hold_again(unit, state)
 
     def _hold_again(self, unit: Unit, state: dict) -> None:

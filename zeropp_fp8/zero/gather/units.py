@@ -218,8 +218,11 @@ class Unit(ABC):
         return False
 
     def held_state(self) -> dict:
-        """What training depends on of what is held, while no gather is under way: empty, or `hold_again` needs it."""
-        return {}
+        """What training depends on of what is held, while no gather is under way: empty, or `hold_again` needs it.
+
+        Or of what has been drawn for the weights as they are: `seed`.
+        """
+        return {} if self.seed is None else {"seed": (self.seed.low, self.seed.high)}
 
     def hold_again(self, state: dict, held: Tensor) -> list[dist.Work]:
         """Fill `held` with what was held when `state` was taken. Collective among the ranks of the first hops."""
