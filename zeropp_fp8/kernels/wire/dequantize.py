@@ -190,8 +190,8 @@ def tile_of_program(tile_starts_ptr, STARTS: tl.constexpr):
 def dequantize_kernel(
     base_ptr,
     payload_ptr,
-    slices_ptr,
     tensors_ptr,
+    slices_ptr,
     segments_ptr,
     tile_starts_ptr,
     lookup_ptr,
@@ -228,12 +228,12 @@ def dequantize(base: Tensor, tensors: TensorTable, segments: SegmentTable, slice
         payload: uint8 [rows, row bytes], contiguous.
     """
     rows, row_bytes = payload.shape
-    key = (dequantize_kernel, rows, row_bytes, id(slices))
-    plan = tensors.plans.get(key)
+    key = (dequantize_kernel, base.dtype, rows, row_bytes, id(slices), tensors.aligned)
+    plan = segments.plans.get(key)
     if plan is None:
         form = segments.format
         tile_starts, tiles = segments.tile_starts(form.tile_blocks)
-        last = (slices, tensors.entries, segments.decoded_segments, tile_starts, segments.lookup, row_bytes)
+        last = (slices, segments.decoded_segments, tile_starts, segments.lookup, row_bytes)
         constants = {
             "LIMIT": torch.finfo(base.dtype).max,
             "FORMAT": form,
@@ -242,5 +242,5 @@ def dequantize(base: Tensor, tensors: TensorTable, segments: SegmentTable, slice
             "num_warps": form.num_warps,
             "enable_fp_fusion": False,
         }
-        plan = tensors.plans[key] = Plan(dequantize_kernel, (tiles, rows), last, constants)
-    plan(base, payload)
+        plan = segments.plans[key] = Plan(dequantize_kernel, (tiles, rows), last, constants)
+    plan(base, payload, tensors.entries)

@@ -66,8 +66,8 @@ def quantize_differences_kernel(
     base_ptr,
     payload_ptr,
     held_ptr,
-    slices_ptr,
     tensors_ptr,
+    slices_ptr,
     segments_ptr,
     held_segments_ptr,
     tile_starts_ptr,
@@ -224,12 +224,13 @@ def quantize_differences(
         held: uint8 [rows, bytes], contiguous.
     """
     rows, row_bytes = payload.shape
-    key = (quantize_differences_kernel, payload.shape, held.shape, id(slices), held_segments)
-    plan = tensors.plans.get(key)
+    sizes = (payload.shape, held.shape)
+    key = (quantize_differences_kernel, base.dtype, *sizes, id(slices), tensors.aligned, held_segments)
+    plan = segments.plans.get(key)
     if plan is None:
         form, kept, num_warps = with_equal_tiles(segments.format, held_segments.format)
         tile_starts, tiles = segments.tile_starts(form.tile_blocks)
-        places = (slices, tensors.entries, segments.segments, held_segments.segments, tile_starts)
+        places = (slices, segments.segments, held_segments.segments, tile_starts)
         constants = {
             "FORMAT": form,
             "HELD": kept,
@@ -239,8 +240,8 @@ def quantize_differences(
             "enable_fp_fusion": False,
         }
         last = (*places, row_bytes, held.shape[1])
-        plan = tensors.plans[key] = Plan(quantize_differences_kernel, (tiles, rows), last, constants)
-    plan(base, payload, held)
+        plan = segments.plans[key] = Plan(quantize_differences_kernel, (tiles, rows), last, constants)
+    plan(base, payload, held, tensors.entries)
 
 
 def add_differences(

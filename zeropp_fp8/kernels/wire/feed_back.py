@@ -86,8 +86,8 @@ def feed_back_kernel(
     base_ptr,
     payload_ptr,
     residual_ptr,
-    slices_ptr,
     tensors_ptr,
+    slices_ptr,
     segments_ptr,
     residual_segments_ptr,
     row_bytes,
@@ -156,13 +156,14 @@ def quantize_with_residuals(
     """
     rows, row_bytes = payload.shape
     seed = seed or Seed(0, 0)
-    key = (feed_back_kernel, payload.shape, residuals.shape, id(slices), residual_segments)
-    plan = tensors.plans.get(key)
+    sizes = (payload.shape, residuals.shape)
+    key = (feed_back_kernel, base.dtype, *sizes, id(slices), tensors.aligned, residual_segments)
+    plan = segments.plans.get(key)
     if plan is None:
         # Tiles as of sums: 2048 elements at 2 warps spill registers, 512 take 91 with INT4 and its rotation.
         tables = (segments, residual_segments)
         form, kept = (_stored_and_decoded(table.format, table.format.sum_blocks) for table in tables)
-        places = (slices, tensors.entries, segments.segments, residual_segments.segments)
+        places = (slices, segments.segments, residual_segments.segments)
         constants = {
             "FORMAT": form,
             "RESIDUAL": kept,
@@ -171,5 +172,5 @@ def quantize_with_residuals(
             "enable_fp_fusion": False,
         }
         grid, last = segments.grid(rows, form.tile_blocks), (*places, row_bytes, residuals.shape[1])
-        plan = tensors.plans[key] = Plan(feed_back_kernel, grid, last, constants)
-    plan(base, payload, residuals, numbers=(seed.low, seed.high))
+        plan = segments.plans[key] = Plan(feed_back_kernel, grid, last, constants)
+    plan(base, payload, residuals, tensors.entries, numbers=(seed.low, seed.high))

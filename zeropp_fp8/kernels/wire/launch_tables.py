@@ -225,7 +225,7 @@ class SegmentTable:
         self.lookup = lookup_table(device)
         self._device = device
         self._tile_starts: dict[int, tuple[Tensor, int]] = {}
-        self.plans: dict[Hashable, Plan] = {}  # of launches without a TensorTable
+        self.plans: dict[Hashable, Plan] = {}  # by the kernel and what a launch depends on but the tensors' places
 
     @property
     def segments(self) -> Tensor:
@@ -273,9 +273,6 @@ class TensorTable:
 
     The tensors must be contiguous and of one dtype. The table fits any tensors with the same `key`, so it is made once
     for views of a buffer, wherever the buffer lies. It does not keep them alive.
-
-    Attributes:
-        plans: the launches that were made with it, by the kernel and all that they depend on but the table.
     """
 
     def __init__(self, tensors: Sequence[Tensor], segments: SegmentTable, device: torch.device) -> None:
@@ -284,7 +281,6 @@ class TensorTable:
         for tensor in tensors:
             if tensor.dtype != base.dtype or not tensor.is_contiguous():
                 raise ValueError("the tensors of one launch must be contiguous and of one dtype")
-        self.plans: dict[Hashable, Plan] = {}
         rows = [((t.data_ptr() - base.data_ptr()) // itemsize, t.numel()) for t in tensors]
         entries = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2)
         # From pinned memory the copy does not wait for the device; torch keeps the memory until it is done.

@@ -168,9 +168,9 @@ def write_mean(
 def reduce_to_tensors_kernel(
     received_ptr,
     base_ptr,
+    tensors_ptr,
     factors_ptr,
     counts_ptr,
-    tensors_ptr,
     segments_ptr,
     rank_bytes,
     inverse_ranks,
@@ -268,11 +268,11 @@ def reduce_to_tensors(
     """
     ranks, row_bytes = received.shape
     scales = () if shared is None else (shared.decode, shared.counts[OF_RESULTS])
-    key = (reduce_to_tensors_kernel, ranks, row_bytes, accumulate, len(scales))
-    plan = tensors.plans.get(key)
+    key = (reduce_to_tensors_kernel, base.dtype, ranks, row_bytes, accumulate, tensors.aligned, len(scales))
+    plan = segments.plans.get(key)
     if plan is None:
         form, unused = segments.format, (None,) * (2 - len(scales))
-        last = (*unused, tensors.entries, segments.segments, row_bytes, 1.0 / ranks)
+        last = (*unused, segments.segments, row_bytes, 1.0 / ranks)
         constants = {
             "RANKS": ranks,
             "ACCUMULATE": accumulate,
@@ -282,5 +282,5 @@ def reduce_to_tensors(
             "enable_fp_fusion": False,
         }
         grid = segments.grid(1, form.sum_blocks)
-        plan = tensors.plans[key] = Plan(reduce_to_tensors_kernel, grid, last, constants)
-    plan(received, base, *scales)
+        plan = segments.plans[key] = Plan(reduce_to_tensors_kernel, grid, last, constants)
+    plan(received, base, tensors.entries, *scales)
