@@ -200,7 +200,9 @@ def test_the_command_runs_a_launch_line_twice(tmp_path):
     }
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(config))
-    script = Path(__file__).with_name("unmodified_script.py")
+    script = tmp_path / "script.py"
+    at_exit = "import atexit, torch\natexit.register(lambda: print('groups:', torch.distributed.is_initialized()))\n"
+    script.write_text(at_exit + Path(__file__).with_name("unmodified_script.py").read_text())
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "zeropp_fp8.run"]
     line += [str(script), "--deepspeed", "--deepspeed_config", str(path)]
     command = [sys.executable, "-m", "zeropp_fp8", "reference", "--steps", "3", "--repeat", "--picture", "p.png"]
@@ -226,3 +228,4 @@ def test_the_command_runs_a_launch_line_twice(tmp_path):
     assert (
         done.stderr.count("step 1 loss") == 3 * 2 and "step 2 loss" not in done.stderr
     )  # the last step ends the ranks
+    assert done.stderr.count("groups: False") == 3 * 2, "threads of gloo may outlive Python, and abort"

@@ -22,3 +22,4 @@ for step in range(args.steps):
     engine.backward(loss)
     engine.step()
     print(f"rank {engine.global_rank} step {step} loss {loss.item():.4f}", flush=True)
+torch.distributed.destroy_process_group()  # else a thread of gloo may outlive Python, and abort

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 from pathlib import Path
@@ -120,4 +121,11 @@ class Recorder(Observer):
         self._write({"step": self.steps, **values, **({"state": state} if self.steps == 1 else {})})
         self.sums.zero_()
         if self.steps == self.trial.steps and self.trial.engine in (None, self.number):
+            atexit.register(_end_process_groups)
             raise SystemExit(0)
+
+
+def _end_process_groups() -> None:
+    """While Python is there: a thread of gloo that outlives it aborts the process (pytorch issue 190489)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
