@@ -147,6 +147,34 @@ print("done")
     assert run(script, interpret=True, processes=2).split() == ["done"] * 2
 
 
+def test_a_launch_is_looked_at_once_wherever_tensors_lie():
+    """Also with another table of slices each time: plans would keep them all."""
+    script = """
+import torch
+from kernel_cases import CPU, make
+from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
+
+for name in ("int8", "int4-hadamard") if turn() else ():
+    layout = PayloadLayout([600, 33], [make(name)] * 2, [torch.float32] * 2, CPU, use_kernels=True)
+    reference = PayloadLayout([600, 33], [make(name)] * 2, [torch.float32] * 2, CPU, use_kernels=False)
+    kept = []
+    for gap in (0, 7, 64):
+        whole = torch.randn(600 + gap + 33)
+        tensors, order = [whole[:600], whole[600 + gap :]], SliceOrder([0], CPU)
+        rows, expected = (torch.zeros(1, layout.row_bytes, dtype=torch.uint8) for _ in range(2))
+        layout.encode(tensors, order, rows)
+        reference.encode(tensors, order, expected)
+        assert torch.equal(rows, expected), (name, gap)
+        out = [torch.zeros(600), torch.zeros(33)]
+        layout.decode(rows, order, out)
+        kept += [tensors, order, rows, out]  # so that nothing comes to lie where it was
+    plans = layout._groups[0].segments.plans
+    assert len({key[0] for key in plans}) == 2 and len(plans) <= 4, list(plans)  # aligned or not
+print("done")
+"""
+    assert run(script, interpret=True, processes=2).split() == ["done"] * 2
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles_without_a_gpu(capability):
     """Each code path once: tensors are accessed 16 bytes at a time, codes 8 at a time; nothing is spilled.

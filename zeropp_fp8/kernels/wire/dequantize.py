@@ -228,12 +228,12 @@ def dequantize(base: Tensor, tensors: TensorTable, segments: SegmentTable, slice
         payload: uint8 [rows, row bytes], contiguous.
     """
     rows, row_bytes = payload.shape
-    key = (dequantize_kernel, base.dtype, rows, row_bytes, id(slices), tensors.aligned)
+    key = (dequantize_kernel, base.dtype, rows, row_bytes, tensors.aligned)
     plan = segments.plans.get(key)
     if plan is None:
         form = segments.format
         tile_starts, tiles = segments.tile_starts(form.tile_blocks)
-        last = (slices, segments.decoded_segments, tile_starts, segments.lookup, row_bytes)
+        last = (segments.decoded_segments, tile_starts, segments.lookup, row_bytes)
         constants = {
             "LIMIT": torch.finfo(base.dtype).max,
             "FORMAT": form,
@@ -243,4 +243,4 @@ def dequantize(base: Tensor, tensors: TensorTable, segments: SegmentTable, slice
             "enable_fp_fusion": False,
         }
         plan = segments.plans[key] = Plan(dequantize_kernel, (tiles, rows), last, constants)
-    plan(base, payload, tensors.entries)
+    plan(base, payload, tensors.entries, slices)

@@ -225,12 +225,12 @@ def quantize_differences(
     """
     rows, row_bytes = payload.shape
     sizes = (payload.shape, held.shape)
-    key = (quantize_differences_kernel, base.dtype, *sizes, id(slices), tensors.aligned, held_segments)
+    key = (quantize_differences_kernel, base.dtype, *sizes, tensors.aligned, held_segments)
     plan = segments.plans.get(key)
     if plan is None:
         form, kept, num_warps = with_equal_tiles(segments.format, held_segments.format)
         tile_starts, tiles = segments.tile_starts(form.tile_blocks)
-        places = (slices, segments.segments, held_segments.segments, tile_starts)
+        places = (segments.segments, held_segments.segments, tile_starts)
         constants = {
             "FORMAT": form,
             "HELD": kept,
@@ -241,7 +241,7 @@ def quantize_differences(
         }
         last = (*places, row_bytes, held.shape[1])
         plan = segments.plans[key] = Plan(quantize_differences_kernel, (tiles, rows), last, constants)
-    plan(base, payload, held, tensors.entries)
+    plan(base, payload, held, tensors.entries, slices)
 
 
 def add_differences(

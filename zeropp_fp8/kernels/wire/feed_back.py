@@ -157,13 +157,13 @@ def quantize_with_residuals(
     rows, row_bytes = payload.shape
     seed = seed or Seed(0, 0)
     sizes = (payload.shape, residuals.shape)
-    key = (feed_back_kernel, base.dtype, *sizes, id(slices), tensors.aligned, residual_segments)
+    key = (feed_back_kernel, base.dtype, *sizes, tensors.aligned, residual_segments)
     plan = segments.plans.get(key)
     if plan is None:
         # Tiles as of sums: 2048 elements at 2 warps spill registers, 512 take 91 with INT4 and its rotation.
         tables = (segments, residual_segments)
         form, kept = (_stored_and_decoded(table.format, table.format.sum_blocks) for table in tables)
-        places = (slices, segments.segments, residual_segments.segments)
+        places = (segments.segments, residual_segments.segments)
         constants = {
             "FORMAT": form,
             "RESIDUAL": kept,
@@ -173,4 +173,4 @@ def quantize_with_residuals(
         }
         grid, last = segments.grid(rows, form.tile_blocks), (*places, row_bytes, residuals.shape[1])
         plan = segments.plans[key] = Plan(feed_back_kernel, grid, last, constants)
-    plan(base, payload, residuals, tensors.entries, numbers=(seed.low, seed.high))
+    plan(base, payload, residuals, tensors.entries, slices, numbers=(seed.low, seed.high))

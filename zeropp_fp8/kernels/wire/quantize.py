@@ -237,10 +237,10 @@ def quantize_kernel(
     base_ptr,
     payload_ptr,
     tensors_ptr,
+    slices_ptr,
     multipliers_ptr,
     amax_ptr,
     counts_ptr,
-    slices_ptr,
     segments_ptr,
     row_bytes,
     seed_low,
@@ -306,12 +306,12 @@ def quantize(
     rows, row_bytes = payload.shape
     seed = seed or Seed(0, 0)
     scales = () if shared is None else (shared.encode, shared.amax, shared.counts[OF_GRADIENTS])
-    key = (quantize_kernel, base.dtype, rows, row_bytes, id(slices), tensors.aligned, len(scales))
+    key = (quantize_kernel, base.dtype, rows, row_bytes, tensors.aligned, len(scales))
     plan = segments.plans.get(key)
     if plan is None:
         form, unused = segments.format, (None,) * (3 - len(scales))
-        last = (*unused, slices, segments.segments, row_bytes)
+        last = (*unused, segments.segments, row_bytes)
         constants = {"FORMAT": form, "ALIGNED": tensors.aligned, "num_warps": form.num_warps, "enable_fp_fusion": False}
         grid = segments.grid(rows, form.tile_blocks)
         plan = segments.plans[key] = Plan(quantize_kernel, grid, last, constants)
-    plan(base, payload, tensors.entries, *scales, numbers=(seed.low, seed.high))
+    plan(base, payload, tensors.entries, slices, *scales, numbers=(seed.low, seed.high))
