@@ -2,6 +2,7 @@
 
 import ending_jobs as jobs
 import pytest
+import trace_jobs
 from ranks import run_ranks, run_two
 from surrounding_jobs import differences
 
@@ -119,11 +120,13 @@ def test_an_engine_that_fails_on_one_rank(kind):
         assert not left and alone == after
 
 
-@pytest.mark.parametrize("name", jobs.OWN_STATES)
+@pytest.mark.parametrize("name", trace_jobs.OWN_STATES)
 def test_an_engine_that_does_not_train_leaves_no_trace(name):
     """What nodes hold of each other's weights, and what rounding has drawn, is what it was: each bit is."""
-    for found in run_ranks(differences, ways=[name], trained=jobs.without_a_trace, kinds=tuple(jobs.ENDS), timeout=400):
-        assert len(found) == len(jobs.ENDS) - 1
+    for found in run_ranks(
+        differences, ways=[name], trained=trace_jobs.without_a_trace, kinds=tuple(trace_jobs.ENDS), timeout=400
+    ):
+        assert len(found) == len(trace_jobs.ENDS) - 1
         for case, (losses, others, changed) in found.items():
             assert others == losses and not changed, (case, losses, others, changed[:5])
 
@@ -131,7 +134,7 @@ def test_an_engine_that_does_not_train_leaves_no_trace(name):
 def test_weights_that_were_written_while_a_later_engine_was_there():
     """Copies of the engines before it are of other weights then."""
     kinds = ["zeropp", "stochastic rounding", "zeropp-diff", "zeropp-2bit, on INT8", "whole tensors"]
-    for found in run_two(jobs.written_while_later_ones_were_there, kinds=kinds, timeout=400):
+    for found in run_two(trace_jobs.written_while_later_ones_were_there, kinds=kinds, timeout=400):
         assert len(found) == 3 * len(kinds)
         for (kind, who), (new, again) in found.items():
             # Engines draw alike where they have drawn as often, and otherwise other numbers.

@@ -1,0 +1,132 @@
+"""Jobs of an engine that has its model again after later ones: bit for bit, or with the weights that were written."""
+
+from __future__ import annotations
+
+import itertools
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from ending_jobs import config_of, evaluated, fails_to_be_made, step
+from models import batches, ds_config, full_fp32_weights, llama, make_engine
+from parity_jobs import switch
+from recipes import section_of
+
+# Ways in which training depends on more than weights and optimizer states.
+OWN_STATES = {
+    "stochastic": (
+        "zeropp",
+        {"weights": {"rounding": "stochastic"}, "gradients": {"rounding": "stochastic", "error_feedback": True}},
+    ),
+    "stochastic, no copy": ("stochastic rounding", {"gradients": {"rounding": "stochastic"}}),
+    "differences": ("zeropp-diff", {}),
+    "differences, refreshed": (
+        "zeropp-diff",
+        {"weights": {"format": "int8", "difference": {"format": "int4", "refresh_every": 2}}},
+    ),
+    "differences in 2 bits": ("zeropp-2bit, on INT8", {}),
+    "differences to whole tensors": ("differences to whole tensors", {}),
+    "whole tensors, stochastic": (
+        "zeropp",
+        {"partition": "whole_tensor", "weights": {"rounding": "stochastic"}, "gradients": {"rounding": "stochastic"}},
+    ),
+    "stochastic states": ("FP8 states", {"optimizer": {"master_format": "fp16", "rounding": "stochastic"}}),
+    "some copies": ("zeropp-pcie, some copies", {"weights": {"rounding": "stochastic"}}),
+    "delayed scaling": ("lossless, delayed FP8 compute", {}),
+    "FP8 operands": ("FP8 operands, node's copy", {}),
+    "fp8-lm": ("fp8-lm", {}),
+}
+# What becomes of another engine over the model: None where there is none.
+ENDS = {
+    "none": None,
+    "early": "hooks are on",
+    "half": "half taken over",
+    "late": "the timers",
+    "destroyed": "",
+    "evaluated": "",
+}
+
+
+def without_a_trace(name, end):
+    """(losses, fp32 weights) of three steps of two micro-batches, with another engine in all places between them."""
+    switch(True)
+    way, fields = OWN_STATES[name]
+    # Small matrices stay gathered between steps.
+    zero = {"stage3_param_persistence_threshold": 5000}
+    settings = {"gradient_accumulation_steps": 2, "zero_optimization": zero}
+    config = ds_config(section_of(way, **fields), "bf16", **settings)
+    # Layers that compute in low precision are the first one's.
+    way, fields = ("zeropp", {}) if "compute" in config["zeropp_fp8"] else (way, fields)
+    its_config = ds_config(section_of(way, gather_granularity="module", **fields), "bf16", **settings)
+    torch.manual_seed(dist.get_rank())
+    engine, losses = make_engine(llama(), config), []
+    *tokens, last = batches(7, dist.get_rank())
+
+    def another(trains):
+        drawn = torch.get_rng_state()
+        if ENDS[end]:
+            assert fails_to_be_made(engine.module, its_config, ENDS[end], trains)
+        elif ENDS[end] is not None:
+            its = make_engine(engine.module, its_config, optimizer="adamw" if trains else None)
+            if end == "evaluated":
+                evaluated(its, last)
+            its.destroy()
+        assert torch.equal(drawn, torch.get_rng_state())
+
+    for index, batch in enumerate(tokens):
+        another(trains=index % 3 == 0)
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        another(trains=index % 3 == 1)
+        engine.step()
+        losses.append(loss.item())
+        if index in (1, 2):
+            losses.append(evaluated(engine, last))
+    losses.append(evaluated(engine, last))
+    another(trains=False)
+    losses.append(evaluated(engine, last))
+    weights = full_fp32_weights(engine.module)
+    engine.destroy()
+    return losses, weights
+
+
+def written_while_later_ones_were_there(kinds):
+    """{(kind, who wrote weights): losses of two engines that have them again, one after the other, beside a new one's}.
+
+    Of three engines the last one has the model when weights are written, by a step (of its own, or of the first) or
+    from outside.
+    """
+    switch(True)
+    tokens, found = list(batches(4, dist.get_rank())), {}
+
+    def outside(first, last):
+        with deepspeed.zero.GatheredParameters(list(first.module.parameters()), modifier_rank=0):
+            if dist.get_rank() == 0:
+                for param in first.module.parameters():
+                    param.data.mul_(0.5)
+
+    writers = {
+        "first": lambda first, last: step(first, tokens[2]),
+        "last": lambda first, last: step(last, tokens[2]),
+        "outside": outside,
+    }
+    for kind, (who, write) in itertools.product(kinds, writers.items()):
+        config = config_of(kind, "block")
+        first = make_engine(llama(), config, optimizer=None if who == "last" else "adamw")
+        for batch in tokens[:2]:
+            if who != "last":
+                step(first, batch)
+            evaluated(first, batch)
+        between = make_engine(first.module, config, optimizer=None)
+        evaluated(between, tokens[3])
+        last = make_engine(first.module, config, optimizer="adamw" if who == "last" else None)
+        write(first, last)
+        losses = []
+        for ends, has_it in ((last, between), (between, first)):
+            ends.destroy()
+            losses.append(evaluated(has_it, tokens[3]))
+        new = make_engine(first.module, config, optimizer=None)
+        found[kind, who] = evaluated(new, tokens[3]), losses
+        new.destroy()
+        first.destroy()
+    return found
