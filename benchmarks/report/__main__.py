@@ -15,7 +15,20 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness.environment import ROOT
-from benchmarks.report import compute, faults, fp8_lm, generation, handover, lora, pictures, rlhf, upstream, wire, zero
+from benchmarks.report import (
+    compute,
+    faults,
+    fp8_lm,
+    generation,
+    handover,
+    lora,
+    pictures,
+    rlhf,
+    two_gpus,
+    upstream,
+    wire,
+    zero,
+)
 from benchmarks.report.blocks import MARKED, Block, filled, named
 
 DOCUMENTS = (
@@ -29,7 +42,7 @@ DOCUMENTS = (
     "benchmarks/results/faults/README.md",
     "benchmarks/results/upstream/README.md",
 )
-TOPICS = (zero, compute, fp8_lm, lora, generation, handover, rlhf, faults, upstream, wire)
+TOPICS = (zero, two_gpus, compute, fp8_lm, lora, generation, handover, rlhf, faults, upstream, wire)
 
 
 def all_blocks() -> dict[str, Block]:
