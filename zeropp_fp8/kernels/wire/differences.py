@@ -208,6 +208,15 @@ def with_equal_tiles(mine: KernelFormat, kept: KernelFormat) -> tuple[KernelForm
     return mine, kept, min(16, max(2, mine.tile_blocks * mine.width // 512))
 
 
+def _launch_of(segments: SegmentTable, held_segments: SegmentTable) -> tuple[int, tuple[Tensor, ...], dict]:
+    """(tiles, where things lie, constants) of both kernels."""
+    form, kept, num_warps = with_equal_tiles(segments.format, held_segments.format)
+    tile_starts, tiles = segments.tile_starts(form.tile_blocks)
+    places = (segments.segments, held_segments.segments, tile_starts)
+    constants = {"FORMAT": form, "HELD": kept, "STARTS": tile_starts.numel(), "num_warps": num_warps}
+    return tiles, places, {**constants, "enable_fp_fusion": False}
+
+
 def quantize_differences(
     base: Tensor,
     tensors: TensorTable,
@@ -228,18 +237,8 @@ def quantize_differences(
     key = (quantize_differences_kernel, base.dtype, *sizes, tensors.aligned, held_segments)
     plan = segments.plans.get(key)
     if plan is None:
-        form, kept, num_warps = with_equal_tiles(segments.format, held_segments.format)
-        tile_starts, tiles = segments.tile_starts(form.tile_blocks)
-        places = (segments.segments, held_segments.segments, tile_starts)
-        constants = {
-            "FORMAT": form,
-            "HELD": kept,
-            "STARTS": tile_starts.numel(),
-            "ALIGNED": tensors.aligned,
-            "num_warps": num_warps,
-            "enable_fp_fusion": False,
-        }
-        last = (*places, row_bytes, held.shape[1])
+        tiles, places, constants = _launch_of(segments, held_segments)
+        last, constants = (*places, row_bytes, held.shape[1]), {**constants, "ALIGNED": tensors.aligned}
         plan = segments.plans[key] = Plan(quantize_differences_kernel, (tiles, rows), last, constants)
     plan(base, payload, held, tensors.entries, slices)
 
@@ -259,16 +258,7 @@ def add_differences(
     key = (add_differences_kernel, payload.shape, held.shape, largest.stride(0), held_segments)
     plan = segments.plans.get(key)
     if plan is None:
-        form, kept, num_warps = with_equal_tiles(segments.format, held_segments.format)
-        tile_starts, tiles = segments.tile_starts(form.tile_blocks)
-        places = (segments.segments, held_segments.segments, tile_starts)
-        constants = {
-            "FORMAT": form,
-            "HELD": kept,
-            "STARTS": tile_starts.numel(),
-            "num_warps": num_warps,
-            "enable_fp_fusion": False,
-        }
+        tiles, places, constants = _launch_of(segments, held_segments)
         last = (*places, row_bytes, held.shape[1], largest.stride(0))
         plan = segments.plans[key] = Plan(add_differences_kernel, (tiles, rows), last, constants)
     plan(payload, held, largest)
