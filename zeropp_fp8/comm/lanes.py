@@ -44,19 +44,22 @@ class Lane:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
-def mark(device: torch.device) -> torch.cuda.Event | None:
-    """An event at this point of the current stream; None on a CPU."""
+def mark(device: torch.device) -> torch.Event | None:
+    """An event at this point of the current stream; None on a CPU.
+
+    torch.cuda's events find the current stream in Python: 14 calls, 600 times a step.
+    """
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()
+    event = torch.Event(device)
     event.record()
     return event
 
 
-def after(event: torch.cuda.Event | None) -> None:
+def after(event: torch.Event | None) -> None:
     """Make the current stream wait for an event of `mark`."""
     if event is not None:
-        torch.cuda.current_stream().wait_event(event)
+        event.wait()
 
 
 def buffer_for(lane: Lane, num_bytes: int, device: torch.device) -> Tensor:
@@ -111,7 +114,7 @@ class BufferRing:
     def __init__(self, device: torch.device, count: int) -> None:
         self.device = device
         self.count = count
-        self._free: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._free: deque[tuple[Tensor, torch.Event | None]] = deque()
         self._taken = 0
 
     def take(self, num_bytes: int) -> Tensor:

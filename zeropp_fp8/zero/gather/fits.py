@@ -21,7 +21,7 @@ class Fits:
 
     def __init__(self) -> None:
         self._found: list[Difference] = []
-        self._copied: torch.cuda.Event | None = None
+        self._copied: torch.Event | None = None
 
     def note(self, difference: Difference) -> None:
         """Its `fits` is on the device, written by what the current stream has been given."""

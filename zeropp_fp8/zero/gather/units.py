@@ -50,7 +50,7 @@ class Flight:
     held: Tensor | None = None
     first_work: list[dist.Work] = field(default_factory=list)
     brought: Tensor | None = None
-    filled: torch.cuda.Event | None = None
+    filled: torch.Event | None = None
     gathered: Tensor | None = None
     last_work: list[dist.Work] = field(default_factory=list)
     asked_for: bool = False
