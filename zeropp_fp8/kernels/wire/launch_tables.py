@@ -297,4 +297,4 @@ def table_key(tensors: Sequence[Tensor]) -> tuple:
     Sizes are not part of it: those of a layout's tensors never change in one role.
     """
     base = tensors[0].data_ptr()
-    return (tensors[0].dtype, base % 16, *(t.data_ptr() - base for t in tensors))
+    return (tensors[0].dtype, base % 16, *[t.data_ptr() - base for t in tensors])
