@@ -22,6 +22,7 @@ from benchmarks.report import (
     generation,
     handover,
     lora,
+    numerics,
     pictures,
     rlhf,
     two_gpus,
@@ -37,12 +38,13 @@ DOCUMENTS = (
     "docs/results.md",
     "docs/fp8-lm.md",
     "docs/handover.md",
+    "docs/numerics.md",
     "docs/rlhf.md",
     "docs/checkpoints.md",
     "benchmarks/results/faults/README.md",
     "benchmarks/results/upstream/README.md",
 )
-TOPICS = (zero, two_gpus, compute, fp8_lm, lora, generation, handover, rlhf, faults, upstream, wire)
+TOPICS = (zero, two_gpus, compute, fp8_lm, lora, generation, handover, numerics, rlhf, faults, upstream, wire)
 
 
 def all_blocks() -> dict[str, Block]:

@@ -1,0 +1,31 @@
+"""What sampling of numerics costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.numerics_cost import APART, TARGET
+from benchmarks.report.blocks import Block, paragraph
+
+
+def numerics_cost_says(result: dict) -> str:
+    """A sample, an idle section, and both, in steps that the host bounds."""
+    (line,), settings = result["comparison"], result["settings"]
+    _, least, most = line["sample_percent"]
+    sampled = "met" if most < TARGET else "missed" if least >= TARGET else "not resolved"
+
+    def between(found: Sequence[float], unit: str, digits: int) -> str:
+        median, low, high = (f"{value:+.{digits}f}" for value in found)
+        return f"{median} {unit} ({low} to {high})"
+
+    return paragraph(
+        f"""On one {result["hardware"]["gpu"]}, in `{line["run"]}` with 1.3 B parameters and {settings["micro_batch"]}
+        x {settings["sequence"]:,} tokens ({line["without_ms"]:.0f} ms a step, {line["cycles"]} cycles), a sample costs
+        {between(line["sample_ms"], "ms", 1)}: with one in {APART} steps {between(line["sample_percent"], "%", 2)} of
+        the time, so that the target, below {TARGET:g} %, is {sampled} for samples. An idle section costs
+        {between(line["idle_percent"], "%", 2)}, both {between(line["percent"], "%", 2)}: {line["verdict"]}, the
+        host's noise being larger than what four calls take."""
+    )
+
+
+BLOCKS = {"numerics_cost_says": Block(numerics_cost_says, ("numerics_cost/h100-1",))}
