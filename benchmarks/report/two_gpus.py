@@ -182,15 +182,15 @@ def timeouts_say(result: dict) -> str:
     without = times("zeropp-compiled", False)
 
     return paragraph(
-        f"""One reason why steps are unsteady there: TCP loses data on the emulated link and waits 200 ms or more before it sends
-        them again. Of {len(steps)} steps of another {len(found)} runs (commit `{result["commit"]}`,
+        f"""One reason why steps are unsteady there: TCP loses data on the emulated link and waits 200 ms or more before it
+        sends them again. Of {len(steps)} steps of another {len(found)} runs (commit `{result["commit"]}`,
         {sockets(result)} sockets, before which the link moved {min(row["reached_gbit"] for row in found.values()):.0f}
         Gbit/s and more) {sum(count > 0 for count, _ in steps)} had such waits. Without and with them the median step of
         `zeropp` compiled takes {medians("zeropp-compiled")} ms, of `zeropp` {medians("zeropp")}, of `zeropp-2bit`
         compiled {medians(few)}; without them `zeropp` compiled still takes {min(without):.0f} to {max(without):.0f},
-        which is not explained. The median of `zeropp-2bit` compiled is {ms[few]:.0f} ms, of `zeropp-4bit` compiled {ms[some]:.0f}:
-        {ms[few] / ms[some]:.2f}, where the floors are {found[few]["floor_ms"] / found[some]["floor_ms"]:.2f} and the
-        targets 190 ms and 0.75."""
+        which is not explained. The median of `zeropp-2bit` compiled is {ms[few]:.0f} ms, of `zeropp-4bit` compiled
+        {ms[some]:.0f}: {ms[few] / ms[some]:.2f}, where the floors are
+        {found[few]["floor_ms"] / found[some]["floor_ms"]:.2f} and the targets 190 ms and 0.75."""
     )
 
 
