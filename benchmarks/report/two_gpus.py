@@ -182,8 +182,8 @@ def timeouts_say(result: dict) -> str:
     without = times("zeropp-compiled", False)
 
     return paragraph(
-        f"""One reason why steps are unsteady there: TCP loses data on the emulated link and waits 200 ms or more before it
-        sends them again. Of {len(steps)} steps of another {len(found)} runs (commit `{result["commit"]}`,
+        f"""One reason why steps are unsteady there: TCP loses data on the emulated link and waits 200 ms or more before
+        it sends them again. Of {len(steps)} steps of another {len(found)} runs (commit `{result["commit"]}`,
         {sockets(result)} sockets, before which the link moved {min(row["reached_gbit"] for row in found.values()):.0f}
         Gbit/s and more) {sum(count > 0 for count, _ in steps)} had such waits. Without and with them the median step of
         `zeropp` compiled takes {medians("zeropp-compiled")} ms, of `zeropp` {medians("zeropp")}, of `zeropp-2bit`
