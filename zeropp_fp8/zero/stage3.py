@@ -517,20 +517,6 @@ class ZeroppStage3(Stage3Base):
         # DeepSpeed's mark for a norm that is not finite.
         return torch.where(norm.isfinite(), norm, torch.full_like(norm, -1.0))
 
-    def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:
-        """What an optimizer step is given: the sub-group's partitions as one flat tensor.
-
-        DeepSpeed tells the allocator of each partition which stream reads it, 38 calls in Python a parameter; they are
-        views of few buffers, of which each is told once.
-        """
-        partitions, flat = self.averaged_gradients[sub_group_id], self.fp32_partitioned_groups_flat[sub_group_id]
-        flat.grad = self.flatten(partitions).to(flat.dtype)
-        if self.session.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.session.device)
-            for partition in {p.untyped_storage().data_ptr(): p for p in partitions}.values():
-                partition.record_stream(stream)
-        self.averaged_gradients[sub_group_id] = None
-
     def _get_norm_groups(self):
         with self.session.ledger.counting("other"):
             for _ in self.fp16_groups:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 from torch.nn import Parameter
@@ -48,6 +49,18 @@ class Stage3Base(DeepSpeedZeroOptimizer_Stage3):
         """
         partitions = getattr(self, GRAD_PARTITIONS)
         return [partitions[p.ds_id].view(-1)[: self.session.own_numel(p)] for p in params], None
+
+    def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:
+        """What an optimizer step is given: the sub-group's partitions as one flat tensor.
+
+        DeepSpeed tells the allocator of each partition which stream reads it, 38 calls in Python a parameter; they are
+        views of few buffers, of which each is told once.
+        """
+        partitions, flat = self.averaged_gradients[sub_group_id], self.fp32_partitioned_groups_flat[sub_group_id]
+        flat.grad = self.flatten(partitions).to(flat.dtype)
+        for partition in {p.untyped_storage().data_ptr(): p for p in partitions if p.is_cuda}.values():
+            partition.record_stream(torch.cuda.current_stream(partition.device))
+        self.averaged_gradients[sub_group_id] = None
 
     def _drop_gradients_of_frozen(self) -> None:
         """What is frozen as the step begins has a gradient of zeros, whatever came before.
