@@ -28,4 +28,4 @@ def numerics_cost_says(result: dict) -> str:
     )
 
 
-BLOCKS = {"numerics_cost_says": Block(numerics_cost_says, ("numerics_cost/h100-1",))}
+BLOCKS = {"numerics_cost_says": Block(numerics_cost_says, ("numerics_cost/h100-1-local",))}
