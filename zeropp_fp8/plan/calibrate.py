@@ -130,10 +130,10 @@ def _nearest(
     least, steps = misfit(best), {field: min(WIDEST_STEP, spread) for field, spread in spreads.items()}
     while steps:
         for field, step in tuple(steps.items()):
-            trial = min((_scaled(best, field, sign * step) for sign in (1, -1)), key=misfit)
-            found = misfit(trial)
-            if found < least:
-                best, least, steps[field] = trial, found, 1.5 * step
+            trials = [_scaled(best, field, sign * step) for sign in (1, -1)]
+            found = [misfit(trial) for trial in trials]
+            if min(found) < least:
+                best, least, steps[field] = trials[found.index(min(found))], min(found), 1.5 * step
             elif step < LAST_STEP:
                 del steps[field]
             else:
