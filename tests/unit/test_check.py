@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from config_cases import ds_config
 
 from zeropp_fp8.__main__ import main as command
@@ -14,6 +16,7 @@ from zeropp_fp8.doctor.check import check, differing
 from zeropp_fp8.doctor.method import method_of
 from zeropp_fp8.doctor.problems import exit_status
 from zeropp_fp8.plan import H200, METHODS, Cluster, Job, Model, estimate
+from zeropp_fp8.plan.hugging_face import model_of
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
 BATCH = {"train_micro_batch_size_per_gpu": 1}
@@ -248,6 +251,26 @@ def test_costs_are_the_plans(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         command(words)
     assert ended.value.code == 2 and "check: qlora: its codes are of frozen weights" in capsys.readouterr().err
+
+
+def test_the_model_by_its_config(tmp_path, capsys):
+    """Of transformers; its parameters are counted, not guessed from the name."""
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=512
+    )
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        parameters = transformers.LlamaForCausalLM(config).num_parameters()
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(ds_config({"recipe": "zeropp"}, **BATCH)))
+    job = Job(model_of(tmp_path), Cluster(2, 2, 25), 2048)
+    assert job.model.parameters == parameters
+    ranks = ["--ranks", "4", "--ranks-per-node", "2", "--gbit", "25"]
+    with pytest.raises(SystemExit) as ended:
+        command(["check", str(path), "--model", str(tmp_path), *ranks])
+    one = estimate(METHODS["stock"], job, H200)
+    assert ended.value.code == 0
+    assert f"stock: {one.inter_bytes / 1e9:.4g} GB a node" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

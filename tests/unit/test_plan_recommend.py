@@ -124,3 +124,14 @@ def test_what_is_written_trains(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["--write", str(tmp_path)])
     assert "plan: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--lora-rank", "8"], ["--rlhf", "--response", "512"], ["--lora-rank", "8", "--rlhf"]]
+)
+def test_what_is_written_for_lora_and_rlhf(tmp_path, capsys, words):
+    path = tmp_path / "ds_config.json"
+    main(["--gbit", "10", "--tokens", "2048", "--sequence", "1024", *words, "--write", str(path)])
+    resolved = resolve(json.loads(path.read_text()))
+    recipe = "stock" if resolved is None else resolved.recipe
+    assert f"recommended: {recipe}," in capsys.readouterr().out
