@@ -14,10 +14,14 @@ from unittest import mock
 import deepspeed
 import torch.distributed as dist
 from trainer_jobs import tell_accelerate
+from transformers import set_seed
 
 import zeropp_fp8
 import zeropp_fp8_autoload as autoload
 from zeropp_fp8 import run
+
+# What stands before a script: how the plugin is switched on where its ds_config alone does not.
+WAYS = {"run": ["-m", "zeropp_fp8.run"], "enable": ["enable()"]}
 
 
 def run_scripts(commands):
@@ -44,9 +48,13 @@ def run_scripts(commands):
 def _run(words):
     """What `python WORDS` does in a new process: nothing of the plugin is on but what the .pth file puts there."""
     zeropp_fp8.disable()
+    set_seed(0)  # in every new process torch's generator begins alike
     if os.environ.get(autoload.VARIABLE) != "0":
         autoload._watch(deepspeed)
-    if words[:2] == ["-m", "zeropp_fp8.run"]:
+    if words[0] in WAYS["enable"]:
+        zeropp_fp8.enable()
+        words = words[1:]
+    if words[:2] == WAYS["run"]:
         run.main(words[2:])
     else:
         with (

@@ -35,6 +35,9 @@ SHORTER = {
     "dpo": ON_CPU,
     "grpo": [*ON_CPU, "--num_generations", "4", "--max_completion_length", "8", "--ref_model_sync_steps", "1"],
 }
+# Commands that are tried once more, switched on in another way than by their ds_config alone.
+OTHER_WAYS = dict.fromkeys(("encoder", "accelerate", "sft", "lora", "grpo"), "run")
+OTHER_WAYS |= dict.fromkeys(("vision", "seq2seq", "student", "reward", "dpo"), "enable")
 LEARN_FROM_NOTHING = {
     "encoder": "AutoModelForSequenceClassification",
     "vision": "AutoModelForImageClassification",
@@ -98,6 +101,10 @@ def ended(tmp_path_factory):
         name: (environment, [in_folder(word, folder) for word in words + SHORTER[name]])
         for name, (environment, words) in found.items()
     }
+    for name, way in OTHER_WAYS.items():
+        environment, words = given[name]
+        words = [word.replace(str(folder / "runs" / name), str(folder / "again" / name)) for word in words]
+        given[name, way] = environment | {"ZEROPP_FP8_AUTOLOAD": "0"}, [*jobs.WAYS[way], *words]
     return run_two(jobs.run_scripts, commands=given, env={"HF_HOME": str(folder)})[0], folder
 
 
@@ -109,6 +116,17 @@ def make_data(words, folder):
     argv = [in_folder(word, folder) for word in words] + ["--train", "200", "--test", "8", "--text-characters", "60000"]
     with mock.patch.object(sys, "argv", argv):
         runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", OTHER_WAYS)
+def test_switched_on_in_another_way(ended, name):
+    """By `-m zeropp_fp8.run`, or one line before the script, it trains the same."""
+    runs, _ = ended
+    said, printed = runs[name, OTHER_WAYS[name]]
+    assert not said, f"{said[-3000:]}\n{printed[-3000:]}"
+    once = runs[name][1]
+    assert printed.count("zeropp_fp8: recipe zeropp") == once.count("zeropp_fp8: recipe zeropp") > 0
+    assert jobs.losses(printed) == jobs.losses(once)
 
 
 @pytest.mark.parametrize("name", SHORTER)
