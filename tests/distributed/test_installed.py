@@ -119,6 +119,19 @@ def test_installed_and_removed(python):
     assert newest[1] == zeropp_fp8.__version__
 
 
+def test_the_sdist_with_its_dependencies(distributions, python, tmp_path):
+    """What is around satisfies them, or pip would look for others; it installs what the wheel does."""
+    from_sdist = environment(tmp_path)
+    said = pip(from_sdist, "install", "--no-index", "--no-build-isolation", distributions[1])
+    for name in ("deepspeed", "torch", "triton", "transformers", "peft", "accelerate", "pydantic"):
+        assert re.search(rf"Requirement already satisfied: {name}\b.*\(from zeropp_fp8==", said), said
+
+    def files(of):
+        return {path.relative_to(packages_of(of)) for path in packages_of(of).rglob("zeropp_fp8*/**/*.py")}
+
+    assert files(from_sdist) == files(python) != set()
+
+
 def test_an_editable_installation(tmp_path):
     python = environment(tmp_path)
     pip(python, "install", "--no-deps", "--no-index", "--no-build-isolation", "--editable", ROOT)
