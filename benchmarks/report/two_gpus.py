@@ -263,7 +263,7 @@ def calls_say(before: dict, after: dict) -> str:
     return paragraph(
         f"""Since then launches are planned once, and streams are marked with fewer calls: at commit
         `{after["commit"]}` `zeropp` makes {own["host"]["calls"]:,} calls in a step instead of {earlier:,}, FSDP2
-        {peer["host"]["calls"]:,} (with two ranks; how many tokens there are changes no call). With 1 x 1,024 tokens,
+        {peer["host"]["calls"]:,} (with two ranks; the number of tokens hardly matters). With 1 x 1,024 tokens,
         not compiled, the two take {own["step_ms"]:.0f} and {peer["step_ms"]:.0f} ms there: the target, not above FSDP2,
         is {"met" if own["step_ms"] <= peer["step_ms"] else "missed"}. The host bounds both: their work on the GPU takes
         {own["device"]["computing_ms"]:.0f} and {peer["device"]["computing_ms"]:.0f} ms."""

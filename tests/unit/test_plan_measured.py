@@ -178,6 +178,31 @@ def test_rounds_are_one_run(tmp_path):
     assert fitted == calibrate([after], EMULATED_H200, ("link_efficiency",)) != EMULATED_H200
 
 
+@pytest.mark.parametrize(
+    ("waits", "step_ms", "steady"),
+    [
+        ([0, 2, 0, 0], 320, True),
+        ([0, 0, 0, 0], 330, True),
+        ([1, 1, 2, 1], 330, False),
+        ([], 330, True),
+        (None, 330, True),
+    ],
+)
+def test_steps_in_which_tcp_waited_are_left_out(tmp_path, waits, step_ms, steady):
+    row = {
+        "run": "zeropp",
+        "step_ms": 330.0,
+        "min_ms": 310.0,
+        "max_ms": 600.0,
+        "times_ms": [310.0, 600.0, 320.0, 340.0],
+    }
+    row |= {} if waits is None else {"tcp_timeouts": waits}
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"gbit": 25, "hardware": {"gpus": 4}, "rows": [row]}))
+    (point,) = load_points(path)
+    assert (1e3 * point.step_s, point.steady) == (pytest.approx(step_ms), steady)
+
+
 def test_a_link_of_each_rank_is_what_it_has_reached(tmp_path):
     """Ranks of one node that are apart are planned as nodes of one GPU; rounds of a run are one link."""
     rows = [ROW | {"link": 64.0, "round": i, "reached_gbit": reached} for i, reached in enumerate((30.0, 44.04, 80.0))]

@@ -47,7 +47,7 @@ class Lane:
 def mark(device: torch.device) -> torch.Event | None:
     """An event at this point of the current stream; None on a CPU.
 
-    torch.cuda's events find the current stream in Python: 14 calls, 600 times a step.
+    Not torch.cuda's: those find the current stream in Python, at every mark and wait.
     """
     if device.type != "cuda":
         return None

@@ -46,7 +46,7 @@ PHASES = ("experience", "training")
 class MeasuredPoint:
     """The median step time of one run; `steady`: its slowest step took less than UNSTEADY times its fastest.
 
-    Of steps in which TCP did not wait to send lost data again, where that was counted.
+    Of steps in which TCP did not wait to send lost data again, where that was counted; with no such step, not steady.
 
     `phase`: of an iteration of RLHF (PHASES), whose time it is; empty: a training step. `gpu`: its name, where known.
     """
@@ -214,9 +214,11 @@ def _point(row: dict, source: str, rows: list[dict]) -> MeasuredPoint:
     peak = row["peak_gib"] * 2**30 if row.get("peak_gib") else row.get("peak_bytes")
     step_ms, fastest, slowest = row["step_ms"], row.get("min_ms", math.inf), row.get("max_ms", 0)
     # Where TCP lost data on an emulated link, it waited 200 ms or more: not of the method, nor of a real link.
-    if undisturbed := [ms for ms, waits in zip(row.get("times_ms", ()), row.get("tcp_timeouts", ())) if not waits]:
+    waits = row.get("tcp_timeouts") or []
+    undisturbed = [ms for ms, waited in zip(row.get("times_ms", ()), waits) if not waited]
+    if undisturbed:
         step_ms, fastest, slowest = median(undisturbed), min(undisturbed), max(undisturbed)
-    steady = slowest < UNSTEADY * fastest
+    steady = slowest < UNSTEADY * fastest and bool(undisturbed or not waits)
     return MeasuredPoint(_run_name(row), job, step_ms / 1e3, source, peak, steady, gpu=_gpu(row))
 
 

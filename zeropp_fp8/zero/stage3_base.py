@@ -53,8 +53,8 @@ class Stage3Base(DeepSpeedZeroOptimizer_Stage3):
     def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:
         """What an optimizer step is given: the sub-group's partitions as one flat tensor.
 
-        DeepSpeed tells the allocator of each partition which stream reads it, 38 calls in Python a parameter; they are
-        views of few buffers, of which each is told once.
+        DeepSpeed tells the allocator of each partition which stream reads it, and finds the stream in Python each time.
+        They are views of few buffers, of which each is told once.
         """
         partitions, flat = self.averaged_gradients[sub_group_id], self.fp32_partitioned_groups_flat[sub_group_id]
         flat.grad = self.flatten(partitions).to(flat.dtype)
