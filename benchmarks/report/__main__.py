@@ -21,6 +21,7 @@ from benchmarks.report import (
     fp8_lm,
     generation,
     handover,
+    host_time,
     lora,
     numerics,
     pictures,
@@ -44,7 +45,21 @@ DOCUMENTS = (
     "benchmarks/results/faults/README.md",
     "benchmarks/results/upstream/README.md",
 )
-TOPICS = (zero, two_gpus, compute, fp8_lm, lora, generation, handover, numerics, rlhf, faults, upstream, wire)
+TOPICS = (
+    zero,
+    two_gpus,
+    host_time,
+    compute,
+    fp8_lm,
+    lora,
+    generation,
+    handover,
+    numerics,
+    rlhf,
+    faults,
+    upstream,
+    wire,
+)
 
 
 def all_blocks() -> dict[str, Block]:

@@ -233,59 +233,6 @@ def two_gpus_since(before: dict, after: dict) -> str:
     )
 
 
-def two_gpus_say(large: dict, profile: dict) -> str:
-    """Whether the GPU or the host bounds FP8-LM over NVLink."""
-    ms = {row["run"]: row["step_ms"] for row in large["rows"]}
-    of_run = {row["run"]: row for row in profile["rows"]}
-    gpu = {run: row["device"]["computing_ms"] + row["device"]["exposed_ms"] for run, row in of_run.items()}
-    calls = {run: row["host"]["calls"] for run, row in of_run.items()}
-    products = {
-        run: next((n, 1e3 * ms / n) for name, n, ms in of_run[run]["host"]["functions"] if kind in name)
-        for run, kind in (("fp8-lm", "_scaled_mm"), ("zeropp", "'matmul'"))
-    }
-    (count, us), (_, us_in_16_bits) = products["fp8-lm"], products["zeropp"]
-    return paragraph(
-        f"""At commit `{large["commit"]}`, with 4 x 2,048 tokens, `fp8-lm` keeps the GPU busy for {gpu["fp8-lm"]:.0f} ms
-        of a step, `zeropp` for {gpu["zeropp"]:.0f}, {gpu["fp8-lm"] / gpu["zeropp"]:.2f} times as long, but its step
-        takes {ms["fp8-lm"] / ms["zeropp"]:.2f} times as long: the host bounds it. It makes {calls["fp8-lm"]:,} calls
-        in Python ({calls["zeropp"]:,} in `zeropp`), and each of its
-        {count} products takes the host {us:.0f} us under the profiler, of which nothing is this project's
-        ({us_in_16_bits:.0f} us in 16 bits). With more tokens a GPU, or a faster host, the smaller time on the GPU is
-        what counts."""
-    )
-
-
-def calls_say(before: dict, after: dict) -> str:
-    """Calls in Python before and after launches were planned and streams marked with less, beside FSDP2's."""
-    of_run = {row["run"]: row for row in after["rows"]}
-    own, peer = of_run["zeropp"], of_run["fsdp2"]
-    (earlier,) = (row["host"]["calls"] for row in before["rows"] if row["run"] == "zeropp")
-    return paragraph(
-        f"""Since then launches are planned once, and streams are marked with fewer calls: at commit
-        `{after["commit"]}` `zeropp` makes {own["host"]["calls"]:,} calls in a step instead of {earlier:,}, FSDP2
-        {peer["host"]["calls"]:,} (with two ranks; the number of tokens hardly matters). With 1 x 1,024 tokens,
-        not compiled, the two take {own["step_ms"]:.0f} and {peer["step_ms"]:.0f} ms there: the target, not above FSDP2,
-        is {"met" if own["step_ms"] <= peer["step_ms"] else "missed"}. The host bounds both: their work on the GPU takes
-        {own["device"]["computing_ms"]:.0f} and {peer["device"]["computing_ms"]:.0f} ms."""
-    )
-
-
-def graphs_say(profile: dict) -> str:
-    """What CUDA graphs could save at most, of the functions that a profile names."""
-    host = next(row["host"] for row in profile["rows"] if row["run"] == "zeropp")
-
-    def taken(*parts: str) -> float:
-        return sum(ms for name, _, ms in host["functions"] if any(part in name for part in parts))
-
-    collectives, kernels = taken("distributed_c10d"), taken("kernels/launching")
-    return paragraph(
-        f"""CUDA graphs of encoding, hops and decoding would save the calls that start them: in `zeropp` those of
-        collectives take {collectives:.1f} of the {host["total_ms"]:.0f} ms that the profiler counts in a step, launches
-        of this project's kernels {kernels:.1f}. They are not built: a graph has fixed memory, so each unit would need
-        buffers of its own, which the units share now."""
-    )
-
-
 WITHOUT_NVLINK = {
     "stock-zero2": "ZeRO-2",
     "stock": "stock ZeRO-3",
@@ -387,9 +334,6 @@ BLOCKS = {
     ),
     "two_gpus": Block(two_gpus, ("two_nodes/h100-2-nvlink", "two_nodes/h100-2-nvlink-4x2048")),
     "two_gpus_since": Block(two_gpus_since, ("two_nodes/h100-2-nvlink-4x2048", "two_nodes/h100-2-nvlink-4x2048-fp8")),
-    "two_gpus_say": Block(two_gpus_say, ("two_nodes/h100-2-nvlink-4x2048", "step_profile/h100-2-nvlink-4x2048")),
-    "calls_say": Block(calls_say, ("step_profile/h100-2-nvlink-4x2048", "step_profile/h100-2-nvlink")),
-    "graphs_say": Block(graphs_say, ("step_profile/h100-2-nvlink",)),
     "without_nvlink": Block(without_nvlink, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",)),
     "without_nvlink_says": Block(
         without_nvlink_says, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",), sourced=False
