@@ -107,7 +107,7 @@ def weights_of(args: argparse.Namespace, seed: int) -> Path:
 
 
 def waiting(args: argparse.Namespace) -> list[list[str]]:
-    """The runs to be done, of each seed in their order: CASE:RUN:SEED.
+    """The runs to be done, CASE:RUN:SEED, in lists of those that must come one after the other.
 
     Raises:
         ValueError: a file is there of a run with other settings.
@@ -118,8 +118,9 @@ def waiting(args: argparse.Namespace) -> list[list[str]]:
         of_seed = [f"{args.case}:{name}:{seed}" for name in names]
         if of_seed and args.case == SFT and not weights_of(args, seed).exists():
             is_done(args, PRETRAIN, LOSSLESS, seed)  # its file will be written anew
-            of_seed.insert(0, f"{PRETRAIN}:{LOSSLESS}:{seed}")
-        found.append(of_seed)
+            found.append([f"{PRETRAIN}:{LOSSLESS}:{seed}", *of_seed])
+        else:
+            found += [[name] for name in of_seed]
     return found
 
 
@@ -393,13 +394,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, todo: list[list[str]]) -> None:
-    """Do the runs; those of a seed together where they need its weights."""
-    if args.case == SFT:
-        jobs = dealt_jobs(todo, args.side_by_side)
-        for job in jobs:
-            job.runs = [name for of_seed in job.runs for name in of_seed]
-    else:
-        jobs = dealt_jobs([name for of_seed in todo for name in of_seed], args.side_by_side)
+    """Do the runs; those of a list in one group."""
+    jobs = dealt_jobs(todo, args.side_by_side)
+    for job in jobs:
+        job.runs = [name for in_order in job.runs for name in in_order]
     deadline = time.monotonic() + args.timeout
     run_jobs(f"benchmarks.{QUESTION}", jobs, args, deadline, side_by_side=args.side_by_side)
 
@@ -423,7 +421,7 @@ def main() -> None:
     show(groups)
     ended = {f"{row['case']}:{row['run']}:{row['seed']}" for row in result["rows"]}
     ended |= {failure["run"] for failure in result["failed"]}
-    left = [name for of_seed in todo for name in of_seed if name not in ended]
+    left = [name for in_order in todo for name in in_order if name not in ended]
     if left:
         print(f"not done: {', '.join(left)}")
     for failure in result["failed"]:

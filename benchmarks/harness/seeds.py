@@ -47,28 +47,40 @@ def compare(rows: list[dict], references: Sequence[str]) -> list[dict]:
         references: the run that others are compared with is the one of these with most seeds, the first of equals;
             where there is none, lines hold no comparison.
 
-    A line says the mean, its interval and the spread over seeds; `percent` that the mean is above the reference's, and
+    A line says the mean over runs, its interval and their spread; `percent` that the mean is above the reference's, and
     whether it is inside the interval of that; `paired_percent`, the mean of how much it is above the reference of the
-    same seed, with the interval of that: what seeds have in common falls out of it.
+    same seed, with the interval of that: what seeds have in common falls out of it. A seed that was run several times
+    counts as its mean there, and `apart_by_seed` says by how many percent its runs differ, in which nothing does.
     """
-    found: dict[str, dict[int, float]] = defaultdict(dict)
+    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        found[row["run"]][row["seed"]] = row["held_out_loss"]
+        found[row["run"]][row["seed"]].append(row["held_out_loss"])
     reference = max(references, key=lambda name: len(found.get(name, ())))
     base = found.get(reference, {})
-    around = interval(list(base.values())) if base else None
+    around = interval(_all(base)) if base else None
     lines = []
     for run, losses in found.items():
-        mean, half_width = interval(list(losses.values()))
-        line = {"run": run, "seeds": sorted(losses), "mean": mean, "half_width": half_width}
-        line["stdev"] = statistics.stdev(losses.values()) if len(losses) > 1 else None
+        every = _all(losses)
+        mean, half_width = interval(every)
+        line = {"run": run, "seeds": sorted(losses), "runs": len(every), "mean": mean, "half_width": half_width}
+        line["stdev"] = statistics.stdev(every) if len(every) > 1 else None
+        line["apart_by_seed"] = {
+            str(seed): 100 * (max(runs) / min(runs) - 1) for seed, runs in sorted(losses.items()) if len(runs) > 1
+        }
         if around and run != reference:
             percent = 100 * (mean / around.mean - 1)
             line |= {"reference": reference, "percent": percent, "inside_interval": around.holds(mean)}
             line["within_target"] = percent <= TARGET_PERCENT
-            pairs = {seed: 100 * (losses[seed] / base[seed] - 1) for seed in sorted(losses.keys() & base.keys())}
+            pairs = {
+                seed: 100 * (statistics.fmean(losses[seed]) / statistics.fmean(base[seed]) - 1)
+                for seed in sorted(losses.keys() & base.keys())
+            }
             if pairs:
                 line["paired_by_seed"] = {str(seed): percent for seed, percent in pairs.items()}
                 line["paired_percent"], line["paired_half_width"] = interval(list(pairs.values()))
         lines.append(line)
     return lines
+
+
+def _all(losses: dict[int, list[float]]) -> list[float]:
+    return [loss for of_seed in losses.values() for loss in of_seed]

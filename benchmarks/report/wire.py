@@ -33,11 +33,13 @@ def _of_group(group: dict) -> str:
     rows = [
         [
             f"`{line['run']}`",
-            str(len(line["seeds"])),
+            str(line["runs"]),
             _with_half(line["mean"], line["half_width"], ".4f"),
             "" if line["stdev"] is None else f"{line['stdev']:.4f}",
             f"{line['percent']:+.2f} %" if "percent" in line else "",
-            {True: "yes", False: "no", None: ""}[line.get("inside_interval")],
+            {True: "yes", False: "below" if line.get("percent", 0) < 0 else "no", None: ""}[
+                line.get("inside_interval")
+            ],
             _with_half(line["paired_percent"], line["paired_half_width"], "+.2f", " %")
             if "paired_percent" in line
             else "",
@@ -46,14 +48,21 @@ def _of_group(group: dict) -> str:
     ]
     columns = [
         "",
-        "seeds",
+        "runs",
         "held-out loss",
-        "spread of seeds",
+        "spread",
         "mean's difference",
         "in the interval",
         "paired by seed",
     ]
-    return f"{paragraph(f'{head} ({commits}):')}\n\n{table(columns, rows)}"
+    text = f"{paragraph(f'{head} ({commits}):')}\n\n{table(columns, rows)}"
+    apart = {line["run"]: line["apart_by_seed"].values() for line in group["comparison"] if line["apart_by_seed"]}
+    says = [
+        f"Of `{run}` seeds were run twice: nothing differs between two such runs, and their losses do, by "
+        f"{', '.join(f'{percent:.2f}' for percent in percents)} %."
+        for run, percents in apart.items()
+    ]
+    return "\n\n".join([text, *map(paragraph, says)])
 
 
 def _with_half(mean: float, half_width: float | None, form: str, unit: str = "") -> str:

@@ -80,6 +80,16 @@ def test_what_is_worse_and_what_cannot_be_paired():
     assert all("reference" not in line for line in seeds.compare(rows(zeropp=(1.0,)), ("stock", "lossless")))
 
 
+def test_seeds_that_were_run_again():
+    """The reference's interval is over its four runs, a pair's reference the mean of its seed's two."""
+    twice = rows(lossless=(1.0, 1.1)) + rows(lossless=(1.02, 1.1))
+    base, zeropp = seeds.compare(twice + rows(zeropp=(1.01, 1.21)), ("lossless",))
+    assert base["runs"] == 4 and base["seeds"] == [0, 1] and base["mean"] == pytest.approx(1.055)
+    assert base["half_width"] == pytest.approx(3.1824 * statistics.stdev([1.0, 1.02, 1.1, 1.1]) / 2, rel=1e-4)
+    assert base["apart_by_seed"] == {"0": pytest.approx(2), "1": 0} and not zeropp["apart_by_seed"]
+    assert list(zeropp["paired_by_seed"].values()) == pytest.approx([0, 10])
+
+
 def test_the_rate_ends_at_the_least():
     assert rate_factor(0, 10, 100, 0.01) == 0.1 and rate_factor(9, 10, 100, 0.01) == 1.0
     assert rate_factor(55, 10, 100, 0.01) == pytest.approx(0.505)
