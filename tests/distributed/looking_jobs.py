@@ -45,9 +45,20 @@ def look_at_states(engine, folder):
             safe_get_full_optimizer_state(param, "exp_avg")
 
 
+def last_layers_first(engine, folder):
+    """Evaluate layers by themselves, in another order than training gathers them."""
+    model = engine.module.model
+    hidden = torch.zeros(1, 2, engine.module.config.hidden_size, dtype=engine.module.dtype)
+    positions = model.rotary_emb(hidden, torch.arange(2)[None])
+    with torch.no_grad():
+        for layer in reversed(model.layers):
+            layer(hidden, position_embeddings=positions)
+
+
 LOOKS = {
     "save_16bit_model": lambda engine, folder: engine.save_16bit_model(folder),
     "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),
+    "last layers first": last_layers_first,
     "module by module": gather_for_writing,
     "all at once": gather_all_for_writing,
     "states": look_at_states,

@@ -9,6 +9,7 @@ The hash is the 32-bit integer mixer "lowbias32" (C. Wellons, hash-prospector; b
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,13 @@ class Seed:
 
     low: int
     high: int
+
+    @classmethod
+    def at(cls, *place: int) -> Seed:
+        """The seed of a place, as (run, rank, unit, draw): whoever comes first, the same."""
+        words = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+        low, high = (int.from_bytes(half, "little") & 0x7FFFFFFF for half in (words[:4], words[4:]))
+        return cls(low, high)
 
     def of_tensor(self, index: int) -> Seed:
         """The seed of the tensor with this index in a payload of several."""

@@ -98,8 +98,8 @@ class Session:
         # Ranks draw different seeds, or the rounding errors of a mean would not average out. The host draws them.
         self.device = torch.device(get_accelerator().current_device_name())
         self.generators = {
-            name: torch.Generator().manual_seed(config.seed * 1000003 + 2 * self.topology.rank + index)
-            for index, name in enumerate(("weights", "gradients"))
+            name: torch.Generator().manual_seed(config.seed * 1000003 + first + step * self.topology.rank)
+            for name, first, step in (("gradients", 1, 2), ("states", 500009, 1))
         }
         if gradients.reduction == "nccl":
             try:
@@ -110,7 +110,6 @@ class Session:
                     f"(NCCL 2.24 or later on GPUs of compute capability 9.0 or later), and this one says: {error}; use "
                     '"two_hop"'
                 ) from None
-        self.generators["states"] = torch.Generator().manual_seed(config.seed * 1000003 + 500009 + self.topology.rank)
 
     def own_numel(self, param: torch.nn.Parameter) -> int:
         """Elements that this rank has of a ZeRO-3 parameter, without padding."""

@@ -118,6 +118,8 @@ class Adoption(ABC):
             if previous is not None:
                 previous._leave(theirs)
         self._all_units = list(units)
+        for place, unit in enumerate(units):
+            unit.place = place
         states = {
             param: ParameterWire(
                 stock_all_gather=param.all_gather,

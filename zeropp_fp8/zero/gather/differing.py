@@ -129,8 +129,8 @@ class DifferingUnit(Unit):
     def held_state(self) -> dict:
         state = self._held()
         if not state or (state["current"] and not state["steps"]):
-            return super().held_state()  # the weights as they are: the next full gather brings the same
-        return state
+            state = {}  # the weights as they are: the next full gather brings the same
+        return super().held_state() | state
 
     def _held(self) -> dict:
         if self.aside:

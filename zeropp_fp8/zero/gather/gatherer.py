@@ -39,7 +39,6 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.products import GATHERED_OPERAND, READ_AS_NUMBERS
 from zeropp_fp8.formats import WireFormat
-from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.zero.gather.adopted import STATE, by_engine
 from zeropp_fp8.zero.gather.adoption import Adoption
 from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
@@ -153,7 +152,7 @@ class Gatherer(Adoption):
         """Let units hold what they held when `held_states` was called. Collective; weights are there already."""
         for unit in self.units:
             state = states.get(tuple(names.get(p, "") for p in unit.params), {})
-            unit.seed = Seed(*state["seed"]) if "seed" in state else None
+            unit.draw_again(state)
             unit.lay_out()
             if unit.keeps_secondary and unit.can_hold(state):
                 self._hold_again(unit, state)

@@ -24,10 +24,10 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.lanes import BufferRing
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.formats.noise import Seed
 
 if TYPE_CHECKING:
     from zeropp_fp8.comm.payload import PayloadLayout
-    from zeropp_fp8.formats.noise import Seed
     from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight  # needs Triton, which is loaded on first use
     from zeropp_fp8.zero.gather.kinds import Kind
 
@@ -85,7 +85,9 @@ class Unit(ABC):
         secondary, secondary_is_current: the secondary shard, flat uint8, and whether it is of the weights as they are.
         aside: what was held, as `held_state` says it, when another engine took the parameters over; until it is again.
         payload: this rank's encoded shards, where they are kept, until the weights change.
-        seed: what their stochastic rounding has drawn; until then as well, so that they come out the same again.
+        seed: what their stochastic rounding draws; until then as well, so that they come out the same again.
+        place: which of its engine's units it is.
+        draws: how many seeds it has had.
         lent: buffers in which operands of live parameters lie.
         live: the parameters hold their values.
         active_modules: those that are using the parameters now.
@@ -103,6 +105,7 @@ class Unit(ABC):
         self.aside: dict = {}
         self.payload: Tensor | None = None
         self.seed: Seed | None = None
+        self.place = self.draws = 0
         self.lent: list[tuple[BufferRing, Tensor]] = []
         self.live = False
         self.active_modules: set[int] = set()
@@ -203,9 +206,15 @@ class Unit(ABC):
 
     def seed_of(self, layout: PayloadLayout) -> Seed | None:
         """What the stochastic rounding of its payload draws, the same until the weights change."""
-        if self.seed is None:
-            self.seed = layout.draw_seed(self.route.session.generators["weights"])
+        if self.seed is None and layout.needs_seed:
+            self.draws += 1
+            self.seed = self._seed()
         return self.seed
+
+    def _seed(self) -> Seed:
+        """Ranks draw differently; a unit draws the same in whichever order units are gathered."""
+        session = self.route.session
+        return Seed.at(session.config.seed, session.topology.rank, self.place, self.draws)
 
     # -- differences to what is held (differing.py); a unit that has none brings all of itself -----------------------
 
@@ -220,9 +229,14 @@ class Unit(ABC):
     def held_state(self) -> dict:
         """What training depends on of what is held, while no gather is under way: empty, or `hold_again` needs it.
 
-        Or of what has been drawn for the weights as they are: `seed`.
+        And of what is drawn for them: how many times, and whether for the weights as they are.
         """
-        return {} if self.seed is None else {"seed": (self.seed.low, self.seed.high)}
+        return {"draws": self.draws, "drawn": self.seed is not None} if self.draws else {}
+
+    def draw_again(self, state: dict) -> None:
+        """Go on drawing where `held_state` was taken."""
+        self.draws = state.get("draws", 0)
+        self.seed = self._seed() if state.get("drawn") else None
 
     def hold_again(self, state: dict, held: Tensor) -> list[dist.Work]:
         """Fill `held` with what was held when `state` was taken. Collective among the ranks of the first hops."""
