@@ -44,6 +44,7 @@ DEFAULTS = {
     "compute.evaluate_in": "compute_format",
     "compute.allow_fp16": False,
     "compute.skip_modules": ["lm_head"],
+    "compute.high_precision_gemms": [],
     "optimizer.master_format": "fp32",
     "optimizer.exp_avg_format": "fp32",
     "optimizer.exp_avg_sq_format": "fp32",

@@ -142,6 +142,27 @@ def test_evaluation_and_generation(casts_made):
     assert torch.equal(report.scaling.state_dict()["history"], before["history"])
 
 
+@pytest.mark.parametrize("gemm, expected", [("output", 0), ("grad_input", 1), ("grad_weight", 1)])
+def test_before_a_gemm_in_high_precision(casts_made, gemm, expected):
+    """Without codes for the output there is nothing to hand on; gradients are as those of modules as written."""
+    found = []
+    for restore in (False, True):
+        model = llama(hidden=256, intermediate=512, layers=1).cuda().bfloat16()
+        report = convert_linear_layers(model, DELAYED | {"high_precision_gemms": {gemm: ["q_proj", "down_proj"]}})
+        for module in report.fused if restore else ():
+            restore_fused(module)
+        tokens = torch.randint(0, 256, (2, 65), generator=torch.Generator().manual_seed(0)).cuda()
+        for _ in range(2):
+            casts_made.clear()
+            model.zero_grad()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            report.scaling.end_step()
+        assert casts_made.count("swiglu_cast") == (0 if restore else expected)
+        assert casts_made.count("rms_norm_cast") == (0 if restore else 1 + expected)  # that before gate_proj too
+        found.append([param.grad for param in model.parameters()])
+    assert all(signal_to_noise_db(one, other) > 20 for one, other in zip(*found))
+
+
 def test_swiglu_gradients():
     from zeropp_fp8.kernels.casts.swiglu import swiglu_backward
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from linear_cases import check_each_product
 from numerics import signal_to_noise_db
 from torch import nn
 
@@ -44,6 +45,11 @@ def only_native(monkeypatch):
 
     monkeypatch.setattr(gemm, "_emulated", refuse)
     return emulated
+
+
+@pytest.mark.parametrize("compute_format, scaling", [*FP8_CASES, ("mxfp8_e4m3", "mx")])
+def test_each_product_in_high_precision_by_itself(compute_format, scaling):
+    check_each_product(compute_format, scaling, torch.bfloat16, CUDA)
 
 
 def draw(*shape, seed=0):

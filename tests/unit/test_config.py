@@ -296,6 +296,7 @@ def test_every_mistake_is_reported_at_once():
         ("compute.scaling", ["tensor"]),
         ("compute.amax_history", [0, 1.5, 10**13]),
         ("compute.skip_modules", ["lm_head", [1]]),
+        ("compute.high_precision_gemms", ["output", ["forward"], {"grad": ["a"]}, {"output": "a"}]),
         ("optimizer.master_format", [16]),
         ("optimizer.scales", ["row"]),
         ("optimizer.block_size", [1, 128.0, "128"]),

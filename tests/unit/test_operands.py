@@ -248,6 +248,24 @@ def test_gathered_codes_are_read_where_evaluation_is_in_high_precision():
     assert torch.equal(layer.eval()(x), nn.functional.linear(x, operand.dequantize(), layer.bias))
 
 
+@pytest.mark.parametrize("scaling", ["current", "delayed", "per_channel", "block"])
+def test_gathered_codes_are_decoded_for_a_gemm_in_high_precision(scaling):
+    """What has arrived is multiplied as it is, by that GEMM alone; the codes stay the other one's operand."""
+    x, grad = draw("normal", 24, 256), draw("normal", 24, 128, seed=1)
+
+    def results(*high):
+        torch.manual_seed(0)
+        layer, _, plain = make_layer("fp8", scaling, 256, 128, high_precision_gemms=list(high))
+        plain.weight.data = gather_as_operand(layer, plain).dequantize()
+        return run(layer, x, grad), run(plain, x, grad)
+
+    low, decoded = results()
+    for gemm, own in (("output", 0), ("grad_input", 1)):
+        found, _ = results(gemm)
+        assert [torch.equal(a, b) for a, b in zip(found, low)] == [own != 0, own != 1, True, True], gemm
+        assert torch.equal(found[own], decoded[own])
+
+
 class _Partitioned:
     """A ZeRO-3 parameter's methods, for a weight that was released between forward and backward."""
 

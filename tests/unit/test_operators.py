@@ -46,10 +46,10 @@ class Block(nn.Module):
         return x + self.o_proj(self.q_proj(y) * torch.sigmoid(self.k_proj(y)) + self.v_proj(y))
 
 
-def blocks(scaling, dtype=torch.float32, count=3):
+def blocks(scaling, dtype=torch.float32, count=3, **fields):
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(count))).to(dtype)
-    return model, convert_linear_layers(model, SCALINGS[scaling]).scaling
+    return model, convert_linear_layers(model, SCALINGS[scaling] | fields).scaling
 
 
 def compiled(model):
@@ -119,6 +119,23 @@ def test_what_is_frozen(frozen):
             assert_same_numbers(expected, trained(compiled(model), scales, frozen))
 
 
+# In each layer of a block others; the last block has one more, so that it needs a graph of its own.
+MIXED = {
+    "output": ["q_proj", "2.o_proj"],
+    "grad_input": ["k_proj", "o_proj", "up_proj"],
+    "grad_weight": ["q_proj", "v_proj", "gate_proj", "down_proj"],
+}
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current", "block", "mx"])
+def test_gemms_in_high_precision(scaling):
+    with compiled_by("aot_eager"):
+        expected = trained(*blocks(scaling, high_precision_gemms=MIXED))
+        model, scales = blocks(scaling, high_precision_gemms=MIXED)
+        assert_same_numbers(expected, trained(compiled(model), scales))
+    assert not counters["graph_break"]
+
+
 def test_under_autocast():
     with compiled_by("aot_eager"):
         expected = trained(*blocks("delayed"), autocast=True)
@@ -169,16 +186,18 @@ def test_the_contract_of_torch(scaling, rows):
         model, scales = blocks(scaling, dtype, count=1)
         layer = model[0].q_proj
         x, granularity = torch.randn(rows, WIDTH).to(dtype), scales.granularity
-        cast = (x, layer.number, granularity, scales.codes_dtype("activations", dtype), transposed, transposed)
+        cast = (x, layer.number, granularity, scales.codes_dtype("activations", dtype), True, transposed, transposed)
         for _ in range(2):  # the second time delayed scaling has a table
             tables = [t for t in (getattr(scales, "_scale", None),) if t is not None]
+            if transposed:  # for the gradient of the weight alone
+                check_contract(torch.ops.zeropp_fp8.cast_input.default, (*cast[:4], False, True, True), tables)
             parts = check_contract(torch.ops.zeropp_fp8.cast_input.default, cast, tables)
             returns_scale = transposed and scaling in ("current", "hybrid")
             arguments = (*parts[:2], layer.weight.detach(), layer.bias.detach(), layer.number, granularity, dtype)
             arguments += (WIDTH, returns_scale, transposed)
             _, weight_scale = check_contract(torch.ops.zeropp_fp8.product.default, arguments, tables)
             if transposed:
-                in_high = layer.precision.scaling.backward_in_high_precision
+                in_high = layer.precision.high.grad_weight
                 scale_t = parts[1 if granularity == "tensor" else 3]
                 saved = (x if in_high else parts[2], scale_t)
                 grad = torch.randn(rows, WIDTH).to(dtype)
@@ -199,12 +218,12 @@ def test_the_contract_of_torch(scaling, rows):
 # -- norms and SwiGLU --------------------------------------------------------------------------------------------------
 
 
-def llama_of(fused, frozen=(), dtype=torch.bfloat16, layers=2):
+def llama_of(fused, frozen=(), dtype=torch.bfloat16, layers=2, **fields):
     """A Llama with delayed scaling; `fused`: compiled layers, which share one graph."""
     model = llama(hidden=64, intermediate=128, layers=layers).to(dtype)
     for name, param in model.named_parameters():
         param.requires_grad_(not any(part in name for part in frozen))
-    report = convert_linear_layers(model, SCALINGS["delayed"])
+    report = convert_linear_layers(model, SCALINGS["delayed"] | fields)
     assert len(report.fused) == 3 * layers
     if fused:
         torch._dynamo.reset()
@@ -251,6 +270,14 @@ def test_fused_modules_in_a_graph(reentrant):
 def test_fused_modules_with_frozen_weights(frozen):
     with compiled_by("aot_eager"):
         assert_same_numbers(*(llama_trained(*llama_of(fused, frozen)) for fused in (False, True)))
+
+
+def test_fused_modules_before_gemms_in_high_precision():
+    """What they hand on is what the layers after them multiply: no codes, or those for one product only."""
+    named = {"output": ["q_proj"], "grad_input": ["up_proj"], "grad_weight": ["k_proj", "down_proj"]}
+    with compiled_by("aot_eager"):
+        both = (llama_of(fused, layers=1, high_precision_gemms=named) for fused in (False, True))
+        assert_same_numbers(*(llama_trained(*one) for one in both))
 
 
 def test_fused_modules_in_fp32_and_under_autocast():

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from zeropp_fp8.compute.fused_module import restore_fused
 from zeropp_fp8.compute.linear import LowPrecisionLinear, _LowPrecisionModule
 from zeropp_fp8.compute.operand import ALIGNMENT, BLOCK
-from zeropp_fp8.compute.products import LinearPrecision
+from zeropp_fp8.compute.products import HighPrecision, LinearPrecision
 from zeropp_fp8.compute.rms_norm import fuse_rms_norms
 from zeropp_fp8.compute.scaling import SCALINGS, Scaling
 from zeropp_fp8.compute.swiglu import fuse_swiglu
-from zeropp_fp8.config import ComputeConfig, check_compute, completed_compute
+from zeropp_fp8.config import GEMMS, ComputeConfig, check_compute, completed_compute, high_precision_gemms
 from zeropp_fp8.config.patterns import matches
 
 # Layers of one module that get the same input, in Llama and its relatives.
@@ -73,8 +73,7 @@ def _conv1d_classes() -> tuple[type, type]:
             return self._multiply(x)
 
         def extra_repr(self) -> str:
-            scaling = self.precision.scaling
-            return f"nf={self.nf}, nx={self.nx}, {scaling.formats}, scaling={scaling.compute.scaling}"
+            return f"nf={self.nf}, nx={self.nx}, {self.precision}"
 
     return Conv1D, LowPrecisionConv1D
 
@@ -87,6 +86,8 @@ def _full_shape(weight: Tensor) -> tuple[int, ...]:
 def _reason_to_skip(name: str, module: nn.Module, compute: ComputeConfig, owners: Counter) -> str | None:
     if matches(name, compute.skip_modules):
         return "named in skip_modules"
+    if high_precision_gemms(compute, name) == set(GEMMS):
+        return "all of its GEMMs are named in high_precision_gemms"
     if type(module) not in (nn.Linear, _conv1d_classes()[0]):
         return f"a {type(module).__name__}, which has a forward of its own"
     if owners[id(module.weight)] > 1:
@@ -138,7 +139,8 @@ def convert_linear_layers(model: nn.Module, compute: ComputeConfig | Mapping[str
             continue
         is_conv1d = type(module) is conv1d
         module.__class__ = low_precision_conv1d if is_conv1d else LowPrecisionLinear
-        module.compute_in(LinearPrecision(report.scaling, report.scaling.add_layer(), name, is_conv1d))
+        high = HighPrecision(**dict.fromkeys(high_precision_gemms(compute, name), True))
+        module.compute_in(LinearPrecision(report.scaling, report.scaling.add_layer(), name, is_conv1d, high))
         report.converted[name] = module
     _share_casts(model)
     report.fused = fuse_swiglu(model) + fuse_rms_norms(model)

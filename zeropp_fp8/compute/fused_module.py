@@ -32,6 +32,11 @@ def restore_fused(module: nn.Module) -> None:
         module.__dict__.pop("feeds", None)
 
 
+def takes_transposed_codes(linear: LowPrecisionLinear, training: bool) -> bool:
+    """Whether a layer multiplies codes of its input in the gradient of its weight, too."""
+    return training and linear.weight_requires_grad and not linear.precision.high.grad_weight
+
+
 def scales_are_known(linear: nn.Module | None) -> bool:
     """Whether a layer's input is cast with a scale of earlier steps."""
     return type(linear) is LowPrecisionLinear and isinstance(linear.precision.scaling, DelayedScaling)
@@ -41,7 +46,7 @@ def takes_codes(linear: nn.Module, x: Tensor, other_dtype: torch.dtype) -> bool:
     """Whether a layer takes codes that are made of `x` and something of another dtype: by kernels, or in a graph."""
     if type(linear) is not LowPrecisionLinear or x.dtype != other_dtype or x.dtype.itemsize != 2 or x.numel() == 0:
         return False
-    if linear.precision.scaling.rests_in(linear.training):
+    if linear.precision.scaling.rests_in(linear.training) or linear.precision.high.output:
         return False
     if torch.compiler.is_compiling():  # operators of a graph look for scales when they run
         return "weight" in linear._parameters

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeropp_fp8.compute.casts import gradients_of_swiglu
+from zeropp_fp8.compute.fused_module import takes_transposed_codes
 from zeropp_fp8.compute.handed_on import hand_on
 from zeropp_fp8.compute.linear import LowPrecisionLinear
 from zeropp_fp8.compute.operators import layer_of, library, like_pair_of_parts, pair_of_parts
@@ -25,7 +26,7 @@ from zeropp_fp8.compute.operators import layer_of, library, like_pair_of_parts, 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, linear: LowPrecisionLinear, training: bool) -> Tensor:
     """RMSNorm of x [..., K], with the operands that a layer takes."""
     dtype = linear.precision.scaling.codes_dtype("activations", x.dtype)
-    transposed = training and linear._parameters["weight"].requires_grad
+    transposed = takes_transposed_codes(linear, training)
     return torch.ops.zeropp_fp8.rms_norm(x, weight, epsilon, linear.number, dtype, transposed, training)
 
 
@@ -39,7 +40,7 @@ def swiglu(
     """
     scaling = down.precision.scaling
     dtypes = (scaling.codes_dtype(role, gate.dtype) for role in ("activations", "gradients"))
-    transposed = training and down._parameters["weight"].requires_grad
+    transposed = takes_transposed_codes(down, training)
     sources_t = any(source._parameters["weight"].requires_grad for source in sources)
     numbers = [source.number for source in sources]
     return torch.ops.zeropp_fp8.swiglu(gate, up, down.number, numbers, *dtypes, transposed, sources_t, training)

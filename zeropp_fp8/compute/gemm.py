@@ -57,13 +57,13 @@ def matmul_nt(
     """a[M, K] @ b[N, K]^T + bias, [M, N] of `out_dtype`.
 
     Args:
-        a, b: FP8 operands of the same kind of scales (blocks also with tiles), or tensors that hold rounded values (MX,
-            which no GPU before Blackwell can multiply itself).
+        a, b: FP8 operands of the same kind of scales (blocks also with tiles), or tensors: numbers as they are, or
+            rounded values (MX, which no GPU before Blackwell can multiply itself).
         bias: [N].
         fast_accumulation: let tensor cores add partial sums with about 14 bits; 6 % faster.
     """
     if isinstance(a, Tensor):
-        a, b_t = a.to(out_dtype), b.to(out_dtype).t()  # exact: rounded values have at most 8 significant bits
+        a, b_t = a.to(out_dtype), b.to(out_dtype).t()  # MX's rounded values have at most 8 significant bits
         return torch.mm(a, b_t) if bias is None else torch.addmm(bias.to(out_dtype), a, b_t)
     if not has_fp8_gemm(a.codes.device, a.granularity):  # blocks are multiplied where tiles are
         out = _emulated(a, b).to(out_dtype)

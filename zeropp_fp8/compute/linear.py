@@ -21,18 +21,14 @@ from zeropp_fp8.compute.scaling import Operand
 class _LowPrecisionLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, precision: LinearPrecision, training: bool):
-        in_high = precision.scaling.backward_in_high_precision
-        needs_x_t = training and weight.requires_grad and not in_high
-        x_q, x_t_q = precision.scaling.quantize_input(precision.layer, x, needs_x_t, training)
+        needs_x_t = training and weight.requires_grad
+        x_q, x_t_q = precision.input_operands(x, needs_x_t, training)
         y, weight_scale = product(x_q, weight, bias, precision, x.dtype, training)
         if training:
             ctx.precision = precision
             ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
             ctx.bias_dtype = None if bias is None else bias.dtype
-            # Layers that share an input may have made a copy that this one, frozen, does not need; a recomputation in
-            # activation checkpointing may not find it, and must save as many tensors.
-            x_t_q = x_t_q if needs_x_t else None
-            saved_x, ctx.rebuild_x = _saved(x if in_high and weight.requires_grad else x_t_q)
+            saved_x, ctx.rebuild_x = _saved(x if needs_x_t and precision.high.grad_weight else x_t_q)
             # All through autograd, so that activation checkpointing can drop it. But a ZeRO-3 Parameter as it is:
             # non-reentrant checkpointing hands backward a detached tensor instead, without codes and status.
             ctx.parameter = weight if hasattr(weight, "ds_status") else None
@@ -49,8 +45,8 @@ class _LowPrecisionLinear(torch.autograd.Function):
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = grad_output.reshape(-1, grad_output.shape[-1])
         x = ctx.rebuild_x(saved_x)
-        if isinstance(x, Tensor) and precision.scaling.backward_in_high_precision:
-            x = x.reshape(-1, ctx.x_shape[-1])
+        if x is not None and precision.high.grad_weight:
+            x = x.reshape(-1, ctx.x_shape[-1]).t()
         # loss.backward() may be called in autocast's context.
         grad_input, grad_weight = _outside_autocast(
             products_of_gradient, grad, x, weight, weight_scale, precision, ctx.x_dtype, needs_input, needs_weight
@@ -167,8 +163,7 @@ class _LowPrecisionModule(nn.Module):
         return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
-        compute = self.precision.scaling.compute
-        return f"{super().extra_repr()}, {self.precision.scaling.formats}, scaling={compute.scaling}"
+        return f"{super().extra_repr()}, {self.precision}"
 
 
 class LowPrecisionLinear(_LowPrecisionModule, nn.Linear):

@@ -6,7 +6,7 @@
       linear_backward   grad_input = g W, grad_weight = g^T x
 
 Of x and of g `product` and `linear_backward` take nothing but operands where these were made before (handed_on.py): a
-graph then never writes x and g themselves, unless somebody else reads them.
+graph then never writes x and g themselves, unless somebody else reads them. A product in high precision takes them.
 
 Blocks of one class share a graph, whose inputs are tensors. But a weight may be there as codes on its Parameter, and
 scales lie in tables that casts write to: a graph gets the number of the layer, as a tensor, by which its operators find
@@ -55,8 +55,7 @@ def linear(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     training = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
-    saves_input = training and weight.requires_grad and precision.scaling.backward_in_high_precision
-    transposed = training and weight.requires_grad and not saves_input
+    needs_x_t = training and weight.requires_grad
     (caster,) = layer.casts_input
     return torch.ops.zeropp_fp8.linear(
         x,
@@ -67,10 +66,11 @@ def linear(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
         scaling.granularity,
         scaling.codes_dtype("activations", x.dtype),
         weight.shape[1 if precision.weight_is_transposed else 0],
-        saves_input,
-        transposed,
+        not precision.high.output,
+        needs_x_t and precision.high.grad_weight,
+        needs_x_t and not precision.high.grad_weight,
         # With delayed scaling backward finds the scale in the table.
-        training and scaling.compute.scaling == "current",
+        training and scaling.compute.scaling == "current" and not precision.high.output,
         training,
     )
 
@@ -106,18 +106,19 @@ def pair_of_parts(pair: tuple[Operand, Operand | None], like: Tensor) -> Parts:
     """The tensors of the operands of a matrix `like`; a scale of all of it stands in the first place only."""
     plain, transposed = pair
     if isinstance(transposed, Float8Operand) and transposed.granularity == "tensor":
-        return *_parts(plain, like), transposed.codes, _empty(like, 0)
+        codes = _parts(plain, like)[0]
+        return codes, transposed.scale.clone(), transposed.codes, _empty(like, 0)
     return *_parts(plain, like), *_parts(transposed, like)
 
 
-def like_pair_of_parts(x: Tensor, granularity: str, dtype: torch.dtype, transposed: bool) -> Parts:
+def like_pair_of_parts(x: Tensor, granularity: str, dtype: torch.dtype, transposed: bool, plain: bool = True) -> Parts:
     """Tensors as `pair_of_parts` gives them of the operands of x [..., K]."""
     rows, summed = x.shape[:-1].numel(), x.shape[-1]
-    plain = _like_parts((rows, summed), x, granularity, dtype)
+    codes, scale = _like_parts((rows, summed), x, granularity, dtype) if plain else _parts(None, x)
     if not transposed:
-        return *plain, *_parts(None, x)
+        return codes, scale, *_parts(None, x)
     codes_t, scale_t = _like_parts((summed, rows), x, granularity, dtype)
-    return *plain, codes_t, _empty(x, 0) if granularity == "tensor" else scale_t
+    return (codes, scale_t, codes_t, _empty(x, 0)) if granularity == "tensor" else (codes, scale, codes_t, scale_t)
 
 
 def _transposed_scale(parts: Parts, granularity: str) -> Tensor:
@@ -132,11 +133,11 @@ def _operand(codes: Tensor, scale: Tensor, shape: Sequence[int], granularity: st
 
 library.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor number, Tensor caster, str granularity, ScalarType dtype, "
-    "int features, bool saves_input, bool transposed, bool returns_scale, bool training) -> Tensor"
+    "int features, bool plain, bool saves_input, bool transposed, bool returns_scale, bool training) -> Tensor"
 )
 library.define(
-    "cast_input(Tensor x, Tensor number, str granularity, ScalarType dtype, bool transposed, bool training) "
-    "-> (Tensor codes, Tensor scale, Tensor codes_t, Tensor scale_t)"
+    "cast_input(Tensor x, Tensor number, str granularity, ScalarType dtype, bool plain, bool transposed, "
+    "bool training) -> (Tensor codes, Tensor scale, Tensor codes_t, Tensor scale_t)"
 )
 library.define(
     "product(Tensor codes, Tensor scale, Tensor weight, Tensor? bias, Tensor number, str granularity, "
@@ -159,18 +160,23 @@ def _linear(
     granularity: str,
     dtype: torch.dtype,
     features: int,
+    plain: bool,
     saves_input: bool,
     transposed: bool,
     returns_scale: bool,
     training: bool,
 ) -> Tensor:
-    parts = handed_on(x, transposed, training)
-    if parts is None:
-        parts = torch.ops.zeropp_fp8.cast_input(x.detach(), caster, granularity, dtype, transposed, training)
-    saved = x if saves_input else parts[2] if transposed else None
+    saved, saved_scale = x if saves_input else None, None
+    operand = x.detach().reshape(-1, x.shape[-1]), _empty(x, 0)  # what a product in high precision takes
+    if plain or transposed:
+        parts = handed_on(x, transposed, training)
+        if parts is None:
+            parts = torch.ops.zeropp_fp8.cast_input(x.detach(), caster, granularity, dtype, plain, transposed, training)
+        if transposed:
+            saved, saved_scale = parts[2], _transposed_scale(parts, granularity)
+        operand = parts[:2] if plain else operand
     flags = (granularity, features, returns_scale, training)
-    saved_scale = _transposed_scale(parts, granularity) if transposed else None
-    return _Linear.apply(x, weight, bias, number, *parts[:2], saved, saved_scale, *flags)
+    return _Linear.apply(x, weight, bias, number, *operand, saved, saved_scale, *flags)
 
 
 class _Linear(torch.autograd.Function):
@@ -230,16 +236,18 @@ def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Ten
 
 
 @torch.library.impl(library, "cast_input", "CompositeExplicitAutograd")
-def _cast_input(x: Tensor, number: Tensor, granularity: str, dtype: torch.dtype, transposed: bool, training: bool):
+def _cast_input(
+    x: Tensor, number: Tensor, granularity: str, dtype: torch.dtype, plain: bool, transposed: bool, training: bool
+):
     precision = layer_of(number).precision
     matrix = x.reshape(-1, x.shape[-1])
-    pair = precision.scaling.quantize(precision.layer, "activations", matrix, True, transposed, training=training)
+    pair = precision.scaling.quantize(precision.layer, "activations", matrix, plain, transposed, training=training)
     return pair_of_parts(pair, x)
 
 
 @torch.library.register_fake("zeropp_fp8::cast_input", lib=library)
-def _(x: Tensor, number: Tensor, granularity: str, dtype: torch.dtype, transposed: bool, training: bool):
-    return like_pair_of_parts(x, granularity, dtype, transposed)
+def _(x: Tensor, number: Tensor, granularity: str, dtype: torch.dtype, plain: bool, transposed: bool, training: bool):
+    return like_pair_of_parts(x, granularity, dtype, transposed, plain)
 
 
 @torch.library.impl(library, "product", "CompositeExplicitAutograd")
@@ -256,7 +264,8 @@ def _product(
     training: bool,
 ):
     layer = layer_of(number)
-    x_q = _operand(codes, scale, codes.shape, granularity)  # K is never padded: convert.py
+    # K is never padded: convert.py
+    x_q = codes if layer.precision.high.output else _operand(codes, scale, codes.shape, granularity)
     y, weight_scale = product(x_q, layer.own_weight(), bias, layer.precision, dtype, training)
     return y, weight_scale.clone() if returns_scale else _empty(codes, 0)
 
@@ -285,8 +294,8 @@ def _linear_backward(
 ):
     layer = layer_of(number)
     x: Operand | None = None
-    if needs_weight and layer.precision.scaling.backward_in_high_precision:
-        x = saved.reshape(-1, features)
+    if needs_weight and layer.precision.high.grad_weight:
+        x = saved.reshape(-1, features).t()
     elif needs_weight:
         x = _operand(saved, saved_scale, (features, rows), granularity)
     operands = None

@@ -6,11 +6,18 @@
 
 Each product sums over another axis, so each matrix is quantized along both of its axes. Biases, and sums of gradients
 over tokens, stay in high precision.
+
+Each of the six operands belongs to one product, and one that stays in high precision takes the matrices themselves:
+
+    output        x  [rows, in]      W   [out, in]
+    grad_input    g  [rows, out]     W^T [in, out]
+    grad_weight   g^T [out, rows]    x^T [in, rows]
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,24 +33,79 @@ GATHERED_OPERAND = "zeropp_fp8_operand"
 READ_AS_NUMBERS = "zeropp_fp8_read_as_numbers"
 
 
+class HighPrecision(NamedTuple):
+    """Which products of a layer stay in high precision."""
+
+    output: bool = False
+    grad_input: bool = False
+    grad_weight: bool = False
+
+    @property
+    def takes_weight(self) -> bool:
+        """Whether one of them multiplies the weight."""
+        return self.output or self.grad_input
+
+
+_NONE_IN_HIGH = HighPrecision()
+
+
 @dataclass(frozen=True)
 class LinearPrecision:
     """How one layer computes.
 
     Attributes:
         weight_is_transposed: the weight is [in, out] (transformers' Conv1D), not [out, in].
+        high: its products in high precision.
     """
 
     scaling: Scaling
     layer: int
     name: str
     weight_is_transposed: bool = False
+    high: HighPrecision = _NONE_IN_HIGH
+
+    def __str__(self) -> str:
+        in_high = ", ".join(name for name, is_high in self.high._asdict().items() if is_high)
+        said = f"{self.scaling.formats}, scaling={self.scaling.compute.scaling}"
+        return f"{said}, {in_high} in high precision" if in_high else said
+
+    def input_operands(self, x: Tensor, transposed: bool, training: bool) -> tuple[Operand, Operand | None]:
+        """The input [..., in] for y = x W^T, [rows, in], and (`transposed`) for grad_weight = g^T x, [in, rows]."""
+        low = not self.high.output, transposed and not self.high.grad_weight
+        pair = self.scaling.quantize_input(self.layer, x, *low, training) if any(low) else (None, None)
+        return self._operands(x.reshape(-1, x.shape[-1]), pair, True, transposed, self.high.output)
+
+    def gradient_operands(self, grad: Tensor, plain: bool, transposed: bool) -> tuple[Operand | None, Operand | None]:
+        """The gradient [rows, out] for grad_input = g W (`plain`), and for grad_weight, [out, rows] (`transposed`)."""
+        low = plain and not self.high.grad_input, transposed and not self.high.grad_weight
+        pair = self.scaling.quantize(self.layer, "gradients", grad, *low) if any(low) else (None, None)
+        return self._operands(grad, pair, plain, transposed, self.high.grad_input)
+
+    def _operands(
+        self,
+        matrix: Tensor,
+        pair: tuple[Operand | None, Operand | None],
+        plain: bool,
+        transposed: bool,
+        plain_in_high: bool,
+    ) -> tuple[Operand | None, Operand | None]:
+        """What is asked for: the matrix itself where its product is in high precision, else of `pair`.
+
+        Layers that share an input may have made a copy that this one, frozen, does not need; a recomputation in
+        activation checkpointing may not find it, and must save as many tensors.
+        """
+        first = matrix if plain_in_high else pair[0]
+        second = matrix.t() if self.high.grad_weight else pair[1]
+        return first if plain else None, second if transposed else None
 
     def weight_operand(
         self, weight: Tensor, forward: bool, scale: Tensor | None = None, training: bool = True
     ) -> Operand:
         """The weight for y = x W^T, [out, in], or for grad_input = g W, [in, out]."""
         plain = forward != self.weight_is_transposed
+        if self.high.output if forward else self.high.grad_input:
+            values = self.weight_values(weight).detach()
+            return values if plain else values.t()
         gathered: Float8Operand | None = getattr(weight, GATHERED_OPERAND, None)
         if gathered is not None:
             if plain:
@@ -123,29 +185,19 @@ def products_of_gradient(
     """(grad_input [rows, in] of `dtype`, grad_weight like the weight) of grad [rows, out], None for what is not needed.
 
     Args:
-        x: what the weight's gradient takes of the input: its operand for sums over rows, or where backward computes in
-            high precision the input itself, [rows, in].
+        x: what the weight's gradient takes of the input, [in, rows].
         weight: gathered for as long as it takes, if its values are not there.
         weight_scale: that of forward serves backward too: one pass less over the weight.
         operands: those of the gradient, where they are made; `grad` is not looked at then.
     """
-    scaling, transposed_weight = precision.scaling, precision.weight_is_transposed
     grad_input = grad_weight = None
-    if scaling.backward_in_high_precision:
-        if needs_input:
-            with _Gathered(weight):
-                values = precision.weight_values(weight).to(grad.dtype)
-                grad_input = grad @ (values.t() if transposed_weight else values)
-        if needs_weight:
-            grad_weight = x.t() @ grad if transposed_weight else grad.t() @ x
-    elif needs_input or needs_weight:
-        grad_q, grad_t_q = operands or scaling.quantize(precision.layer, "gradients", grad, needs_input, needs_weight)
-        if needs_input:
-            with _Gathered(weight):
-                weight_t_q = precision.weight_operand(weight, forward=False, scale=weight_scale)
-                grad_input = matmul_nt(grad_q, weight_t_q, dtype)
-                del weight_t_q
-        if needs_weight:
-            a, b = (x, grad_t_q) if transposed_weight else (grad_t_q, x)
-            grad_weight = matmul_nt(a, b, dtype)
+    grad_q, grad_t_q = operands or precision.gradient_operands(grad, needs_input, needs_weight)
+    if needs_input:
+        with _Gathered(weight):
+            weight_t_q = precision.weight_operand(weight, forward=False, scale=weight_scale)
+            grad_input = matmul_nt(grad_q, weight_t_q, dtype)
+            del weight_t_q
+    if needs_weight:
+        a, b = (x, grad_t_q) if precision.weight_is_transposed else (grad_t_q, x)
+        grad_weight = matmul_nt(a, b, dtype)
     return grad_input, None if grad_weight is None else grad_weight.to(weight.dtype)

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from zeropp_fp8.compute import casts, fused_operators
 from zeropp_fp8.compute.differentiable_once import differentiable_once
-from zeropp_fp8.compute.fused_module import FusedModule, fuse, scales_are_known, takes_codes
+from zeropp_fp8.compute.fused_module import (
+    FusedModule,
+    fuse,
+    scales_are_known,
+    takes_codes,
+    takes_transposed_codes,
+)
 from zeropp_fp8.compute.linear import LowPrecisionLinear
 from zeropp_fp8.compute.source import says
 
@@ -35,7 +41,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, epsilon: float, linear: LowPrecisionLinear, training: bool):
         precision = linear.precision
         flat = x.reshape(-1, x.shape[-1])
-        transposed = training and linear.weight_requires_grad
+        transposed = takes_transposed_codes(linear, training)
         inverse_rms = casts.inverse_rms(flat, epsilon)
         values, pair = precision.scaling.rms_norm_input(
             precision.layer, flat, weight, inverse_rms, transposed, training

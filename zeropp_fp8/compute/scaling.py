@@ -38,7 +38,6 @@ class Scaling:
     """Shared by all layers of one conversion.
 
     Attributes:
-        backward_in_high_precision: whether gradients are no operands.
         granularity: what shares a scale in operands of activations and gradients; "rounded": see rounded.py.
         rests: layers compute in high precision for now.
     """
@@ -49,7 +48,6 @@ class Scaling:
     def __init__(self, compute: ComputeConfig) -> None:
         self.compute = compute
         self.formats = operand_formats(compute)
-        self.backward_in_high_precision = self.formats["gradients"] == "none"
         self._input: tuple | None = None
         self._layers = 0
 
@@ -85,16 +83,18 @@ class Scaling:
         """
         raise NotImplementedError
 
-    def quantize_input(self, layer: int, x: Tensor, transposed: bool, training: bool) -> tuple[Operand, Operand | None]:
+    def quantize_input(
+        self, layer: int, x: Tensor, plain: bool, transposed: bool, training: bool
+    ) -> tuple[Operand | None, Operand | None]:
         """Operands of a layer's input [..., K]; layers with the same input one after the other (q, k, v) share them.
 
         The last input is kept alive so that its memory, by which it is recognized, cannot become another tensor's.
         """
         key = _key(x, training)
         known = self._input is not None and key is not None and self._input[0] == key
-        if known and (self._input[2][1] is not None or not transposed):
+        if known and all(made is not None or not asked for made, asked in zip(self._input[2], (plain, transposed))):
             return self._input[2]
-        pair = self.quantize(layer, "activations", x.reshape(-1, x.shape[-1]), True, transposed, training=training)
+        pair = self.quantize(layer, "activations", x.reshape(-1, x.shape[-1]), plain, transposed, training=training)
         self._input = None if key is None else (key, x.detach(), pair)
         return pair
 

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from zeropp_fp8.compute import fused_operators
 from zeropp_fp8.compute.differentiable_once import differentiable_once
-from zeropp_fp8.compute.fused_module import FusedModule, fuse, scales_are_known, takes_codes
+from zeropp_fp8.compute.fused_module import (
+    FusedModule,
+    fuse,
+    scales_are_known,
+    takes_codes,
+    takes_transposed_codes,
+)
 from zeropp_fp8.compute.linear import LowPrecisionLinear
 from zeropp_fp8.compute.source import says
 
@@ -27,7 +33,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor, down: LowPrecisionLinear, training: bool):
         precision = down.precision
-        transposed = training and down.weight_requires_grad and not precision.weight_is_transposed
+        transposed = takes_transposed_codes(down, training) and not precision.weight_is_transposed
         flat = gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1])
         values, pair = precision.scaling.swiglu_input(precision.layer, *flat, transposed, training)
         if training:
@@ -57,10 +63,15 @@ class _SwiGLUModule(FusedModule):
             training = torch.is_grad_enabled() and trains
             if torch.compiler.is_compiling():
                 sources = (self.gate_proj, self.up_proj)
-                whole = training and x.requires_grad and all(scales_are_known(source) for source in sources)
+                whole = training and x.requires_grad and all(_takes_gradient_codes(source) for source in sources)
                 return down(fused_operators.swiglu(gate, up, sources if whole else (), down, training))
             return down(_SwiGLU.apply(gate, up, down, training))
         return down(self.act_fn(gate) * up)
+
+
+def _takes_gradient_codes(linear: nn.Module) -> bool:
+    """Whether both products of a layer's backward pass take codes of its gradient, of scales that are known."""
+    return scales_are_known(linear) and not (linear.precision.high.grad_input or linear.precision.high.grad_weight)
 
 
 @torch.no_grad()

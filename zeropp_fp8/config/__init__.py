@@ -5,7 +5,13 @@
 collective, with the key and the remedy in the message.
 """
 
-from zeropp_fp8.config.compute import check_compute, completed_compute, operand_formats
+from zeropp_fp8.config.compute import (
+    check_compute,
+    completed_compute,
+    high_precision_gemms,
+    operand_formats,
+    patterns_of_gemms,
+)
 from zeropp_fp8.config.ds_config import (
     IN_TREE_KEYS,
     asks_for_plugin,
@@ -19,6 +25,7 @@ from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.resolve import resolve
 from zeropp_fp8.config.sections import (
     FROZEN_FORMATS,
+    GEMMS,
     MX_FORMATS,
     SECTION,
     WIRE_FORMATS,
@@ -35,6 +42,7 @@ from zeropp_fp8.config.trial import TRIAL_VARIABLE, Trial, pieces_of, trial_from
 
 __all__ = [
     "FROZEN_FORMATS",
+    "GEMMS",
     "IN_TREE_KEYS",
     "MX_FORMATS",
     "RECIPES",
@@ -57,9 +65,11 @@ __all__ = [
     "check_topology",
     "completed_compute",
     "find_ranks_per_node",
+    "high_precision_gemms",
     "in_tree_keys",
     "load_ds_config",
     "operand_formats",
+    "patterns_of_gemms",
     "pieces_of",
     "place_of",
     "resolve",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from zeropp_fp8.config.sections import FP8_FORMATS, MX_FORMATS, SECTION, ComputeConfig, ConfigError, nearest
+from zeropp_fp8.config.patterns import matches
+from zeropp_fp8.config.sections import FP8_FORMATS, GEMMS, MX_FORMATS, SECTION, ComputeConfig, ConfigError, nearest
 
 
 def completed_compute(compute: ComputeConfig) -> ComputeConfig:
@@ -29,6 +30,20 @@ def operand_formats(compute: ComputeConfig) -> dict[str, str]:
     if compute.format in of_gradients:
         return {"weights": "fp8_e4m3", "activations": "fp8_e4m3", "gradients": of_gradients[compute.format]}
     return dict.fromkeys(("weights", "activations", "gradients"), compute.format)
+
+
+def patterns_of_gemms(compute: ComputeConfig) -> dict[str, list[str]]:
+    """{GEMM: name patterns of layers in which it stays in high precision}, of those that do anywhere."""
+    named = compute.high_precision_gemms
+    found = {gemm: ["*"] for gemm in named} if isinstance(named, list) else {g: list(p) for g, p in named.items()}
+    if compute.format != "none" and operand_formats(compute)["gradients"] == "none":
+        found |= {"grad_input": ["*"], "grad_weight": ["*"]}
+    return found
+
+
+def high_precision_gemms(compute: ComputeConfig, name: str) -> frozenset[str]:
+    """The GEMMs that stay in high precision in the layer of this name."""
+    return frozenset(gemm for gemm, patterns in patterns_of_gemms(compute).items() if matches(name, patterns))
 
 
 def check_compute(compute: ComputeConfig) -> None:
@@ -60,6 +75,11 @@ def check_compute(compute: ComputeConfig) -> None:
         raise ConfigError(
             f'"{where}.format": {compute.format!r} cannot be computed with{nearest(compute.format, shorthands)}; '
             f"formats here are {', '.join(shorthands)}, or one an operand"
+        )
+    if all("*" in patterns_of_gemms(compute).get(gemm, ()) for gemm in GEMMS):
+        raise ConfigError(
+            f'"{where}.high_precision_gemms" leaves no GEMM of any layer in low precision; set "{where}.format" to '
+            '"none", or name fewer'
         )
     formats = operand_formats(compute)
     mx = [role for role, name in formats.items() if name in MX_FORMATS]

@@ -31,6 +31,7 @@ DIFFERENCE_FORMATS = ("none", "int8", "int4", *HALF_STEP_FORMATS)
 STATE_FORMATS = ("fp32", "bf16", "fp16", *FP8_FORMATS)
 STATE_BLOCKS = tuple(16 << shift for shift in range(7))
 HADAMARD_GROUP = 32
+GEMMS = ("output", "grad_input", "grad_weight")  # of a linear layer
 
 
 def nearest(word: str, known) -> str:
@@ -56,6 +57,7 @@ Memory = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 OrDetect = BeforeValidator(lambda given: "auto" if given == "detect" else given)  # Accelerate refuses the word "auto"
 OnTheWire = Annotated[str, OneOf(WIRE_FORMATS)]
 AtRest = Annotated[str, OneOf(FROZEN_FORMATS)]
+Gemm = Literal["output", "grad_input", "grad_weight"]
 OfState = Annotated[str, OneOf(STATE_FORMATS)]
 
 _SHARE_A_SCALE = "elements that share a scale, an even number; 32 with MX"
@@ -183,6 +185,10 @@ class ComputeConfig(_Section):
 
     MX formats imply `"scaling": "mx"`. With a format an operand, gradients take the activations' format where they are
     not given; of MX formats they may be `"none"`, a backward pass in high precision.
+
+    A linear layer has three GEMMs: `output` (x W^T), `grad_input` (g W) and `grad_weight` (g^T x).
+    `"high_precision_gemms": ["grad_weight"]` multiplies the last one in 16 or 32 bits, of the numbers as they are;
+    `{"grad_weight": ["layers.0", "*.down_proj"]}` does so in these layers only. The others' bits stay as they are.
     """
 
     format: Annotated[
@@ -197,6 +203,10 @@ class ComputeConfig(_Section):
     scale_mode: ScaleMode = Field("rceil", description=_SCALE_MODE)
     rounding: Rounding = Field("nearest", description="of MX formats; FP8 casts round to nearest")
     skip_modules: list[str] = Field(["lm_head"], description="name patterns of layers that stay in high precision")
+    high_precision_gemms: Annotated[
+        list[Gemm] | dict[Gemm, list[str]],
+        OneOf((), 'a list of `"output"`, `"grad_input"`, `"grad_weight"`, or `{GEMM: a list of name patterns}`'),
+    ] = Field([], description="GEMMs that stay in high precision: of all layers, or of those with these names")
     min_features: PositiveInt = Field(64, description="a layer with fewer inputs or outputs stays as it is")
     evaluate_in: Literal["compute_format", "high_precision"] = Field(
         "compute_format", description="what `model.eval()` computes in"

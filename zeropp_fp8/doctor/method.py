@@ -16,7 +16,7 @@ def method_of(config: PluginConfig) -> Method:
     """How the plan counts a job with this configuration; a recipe's own is METHODS[recipe].
 
     Not modelled: a secondary copy that several ranks of a node share (counted as one in the node), scales of optimizer
-    states, and layers that stay in 16 bits.
+    states, and layers and GEMMs that stay in 16 bits.
     """
     base = METHODS["lossless"]
     weights, gradients, compute, frozen = config.weights, config.gradients, config.compute, config.frozen

@@ -21,7 +21,7 @@ def unused_fields(section: Mapping[str, Any], config: PluginConfig) -> list[str]
 
 def _written(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in section.items():
-        if isinstance(value, Mapping) and f"{prefix}{key}" != "compute.format":
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in ("compute.format", "compute.high_precision_gemms"):
             yield from _written(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"

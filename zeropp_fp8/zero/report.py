@@ -10,6 +10,7 @@ from torch import nn
 
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.gemm import execution
+from zeropp_fp8.config import patterns_of_gemms
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.zero.session import Session
 
@@ -165,13 +166,19 @@ def _compute_rows(session: Session) -> list[tuple]:
         where = "" if session.device.type == "cuda" else "; done on a GPU only, not here"
         remark = f"{len(conversion.fused)} norms and gated products hand codes to the layer after them{where}"
         rows.append(("fused with the cast", "", 0, remark))
+    for gemm in patterns_of_gemms(compute):
+        names = [name for name, module in conversion.converted.items() if getattr(module.precision.high, gemm)]
+        rows.append((f"GEMM {gemm}", "high precision", 0, f"{len(names)} layers: {_shown(names)}"))
     names_of: dict[str, list[str]] = defaultdict(list)
     for name, reason in conversion.skipped.items():
         names_of[reason].append(name)
     for reason, names in names_of.items():
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        rows.append(("linear layers", "high precision", 0, f"{shown}: {reason}"))
+        rows.append(("linear layers", "high precision", 0, f"{_shown(names)}: {reason}"))
     return rows
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "none"
 
 
 def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str, float]]:

@@ -48,8 +48,8 @@ class FrozenOperands:
         compute = conversion.scaling.compute
         if compute.scaling not in _ONE_SCALE or compute.evaluate_in == "high_precision":
             return
-        weights = {id(module.weight) for module in conversion.converted.values()}
-        self._scales |= {p.ds_id: None for p in params if id(p) in weights and _is_convertible(p)}
+        in_high = {id(module.weight): module.precision.high.takes_weight for module in conversion.converted.values()}
+        self._scales |= {p.ds_id: None for p in params if id(p) in in_high and _is_convertible(p, in_high[id(p)])}
 
     def __contains__(self, param: Parameter) -> bool:
         return param.ds_id in self._scales
@@ -96,10 +96,11 @@ class FrozenOperands:
         return Float8Operand(codes.view(DTYPE), scale, tuple(weight.shape), "tensor")
 
 
-def _is_convertible(param: Parameter) -> bool:
+def _is_convertible(param: Parameter, in_high: bool) -> bool:
+    """`in_high`: products in high precision take it too, which codes made of codes would round a second time."""
     from zeropp_fp8.kernels.linear.quantized_weight import can_multiply
 
     stored = stored_weight(param)
     if stored is None or len(param.ds_shape) != 2:
         return False
-    return isinstance(stored.wire_format, TensorScaledFormat) or can_multiply(stored.wire_format)
+    return isinstance(stored.wire_format, TensorScaledFormat) or (not in_high and can_multiply(stored.wire_format))
