@@ -18,7 +18,8 @@ from ranks import printed
 
 from zeropp_fp8.config import TRIAL_VARIABLE, Trial
 from zeropp_fp8.formats import make_format
-from zeropp_fp8.numerics.bisect import Bisection
+from zeropp_fp8.numerics import watch as watch_module
+from zeropp_fp8.numerics.bisect import Bisection, say
 from zeropp_fp8.numerics.reference import Experiment, by_layer, check_the_same, draw, layer_table, read_run
 from zeropp_fp8.zero.metrics import StepMetrics
 
@@ -243,10 +244,10 @@ class OnRanks(Experiment):
         self.folder, self.make_model, self.fields, self.names, self.seed = folder, make_model, fields, [], 1
         self.recipe, self.options = recipe, options or {}
 
-    def run(self, name, high=(), skip_modules=()):
+    def run(self, name, **changes):
         file = os.path.join(self.folder, f"{len(self.names)}.jsonl")
         self.names.append(name)
-        trial = Trial(steps=self.steps, file=file, high=list(high), skip_modules=list(skip_modules))
+        trial = Trial(steps=self.steps, file=file, **changes)
         os.environ[TRIAL_VARIABLE] = trial.model_dump_json()
         switch(True)
         engine = make_engine(self.make_model(), ds_config(section(self.recipe, **self.fields), **self.options))
@@ -265,23 +266,27 @@ class OnRanks(Experiment):
 
 
 def bisected(folder):
-    """(what is said, the runs' names, distances by piece) of a job with a fault in one layer's compute."""
-    experiment = OnRanks(folder, 2, faulty_model, **AT_FAULT)
-    bisection = Bisection(experiment, "loss")
-    whole, run, without = bisection.pieces()
-    layers = bisection.layers(run.layers, whole)
-    return whole, run.layers, without, layers, experiment.names
+    """(what is said, the runs' names) of a job with a fault in one layer's compute, and in one layer's weights."""
+    found = []
+    of_weights = {"gradients": AT_FAULT["gradients"], "weights": {"format": "int4", "block_size": 256}}
+    for name, fields in (("compute", AT_FAULT), ("weights", of_weights)):
+        os.makedirs(os.path.join(folder, name), exist_ok=True)
+        experiment = OnRanks(os.path.join(folder, name), 2, faulty_model, **fields)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            say(Bisection(experiment, "loss"))
+        found.append((said.getvalue().splitlines(), experiment.names))
+    return found
 
 
 def compared(folder):
     """Losses and gradient norms of a run with and without rounding, of Recorder and of a loop that asks the engine."""
     fields = {"gradients": {"intra_format": "int8", "inter_format": "int4"}, "weights": {"format": "int4"}}
     experiment = OnRanks(folder, 3, **fields)
-    runs = {name: experiment.run(name, high) for name, high in (("as it is", ()), ("lossless", ("all",)))}
+    runs = {name: experiment.run(name, high=high) for name, high in (("as it is", []), ("lossless", ["all"]))}
     experiment.seed = 2
-    other = experiment.run("other data", ("all",))
+    other = experiment.run("other data", high=["all"])
     experiment.seed, experiment.make_model = 1, lambda: llama(seed=5)
-    other_model = experiment.run("other model", ("all",))
+    other_model = experiment.run("other model", high=["all"])
     told = [what_differs(runs["lossless"], one) for one in (runs["as it is"], other, other_model)]
     by_hand = {name: by_engine(fields if name == "as it is" else {}) for name in runs}
     values = {n: tuple([step[what] for step in run.steps] for what in ("loss", "grad_norm")) for n, run in runs.items()}

@@ -103,11 +103,16 @@ def test_beside_a_later_engine(tmp_path):
     assert "numerics of step 3" in after and "a later engine" not in after
 
 
-def test_bisect_finds_the_layer(tmp_path):
-    for whole, layers, without, at_fault, names in run_ranks(jobs.bisected, folder=str(tmp_path)):
-        assert sorted(without) == ["compute", "gradients_between", "gradients_within"]
-        assert without["compute"] < 0.1 * whole < 0.8 * min(left for name, left in without.items() if name != "compute")
-        assert len(layers) == 14 and at_fault == [jobs.FAULTY]
+def test_bisect_finds_the_gemm_and_the_layer(tmp_path):
+    """Of compute the output of a layer; of weights the matrix."""
+    for compute, weights in run_ranks(jobs.bisected, folder=str(tmp_path)):
+        lines, names = compute
+        named = f'{{"output": ["{jobs.FAULTY}"]}}'
+        assert "compute carries most of the difference" in lines and "output carries most of that" in lines
+        assert lines[-2:] == [
+            "it is in 1 of 14 layers; these are in high precision with",
+            f'"compute": {{"high_precision_gemms": {named}}}, besides what is there',
+        ]
         assert names[:2] == ["in high precision", "as it is"] and names[-1].startswith("with 1 of 14 layers in high ")
 
 

@@ -250,7 +250,7 @@ def test_unknown_key_names_the_nearest(section, where, nearest):
 
 def test_unknown_key_lists_the_keys_there():
     message = refusal({"weights": {"zzz": 1}})
-    keys = "format, block_size, hadamard, rounding, scale_mode, difference"
+    keys = "format, block_size, hadamard, rounding, scale_mode, skip_modules, difference"
     assert message == f'"{SECTION}.weights.zzz": unknown key; keys here are {keys}'
 
 
@@ -295,6 +295,8 @@ def test_every_mistake_is_reported_at_once():
         ("compute.format", [8, None]),
         ("compute.scaling", ["tensor"]),
         ("compute.amax_history", [0, 1.5, 10**13]),
+        ("weights.skip_modules", ["lm_head", [1]]),
+        ("gradients.skip_modules", ["lm_head", [1]]),
         ("compute.skip_modules", ["lm_head", [1]]),
         ("compute.high_precision_gemms", ["output", ["forward"], {"grad": ["a"]}, {"output": "a"}]),
         ("optimizer.master_format", [16]),

@@ -55,9 +55,23 @@ def test_each_piece_by_itself_and_all(recipe, tried):
 
 
 def test_layers_in_high_precision(tried):
-    config = tried({"recipe": "mxfp8", "compute": {"skip_modules": ["head"]}}, skip_modules=["a.b", "c"])
+    config = tried({"recipe": "mxfp8", "compute": {"skip_modules": ["head"]}}, skip_modules={"compute": ["a.b", "c"]})
     assert config.compute.skip_modules == ["head", "a.b", "c"]
-    assert tried({"recipe": "mxfp8"}, high=["compute"], skip_modules=["a"]).compute.format == "none"
+    assert tried({"recipe": "mxfp8"}, high=["compute"], skip_modules={"compute": ["a"]}).compute.format == "none"
+    both = tried({"recipe": "zeropp"}, skip_modules={"weights": ["a"], "gradients": ["b"]})
+    assert (both.weights.skip_modules, both.gradients.skip_modules) == (["a"], ["b"])
+    assert pieces_of(both) == pieces_of(resolved({"recipe": "zeropp"}))
+
+
+def test_gemms_in_high_precision(tried):
+    """Besides those of the section, whichever way it names them."""
+    for named, expected in (
+        ({}, {"output": ["a"]}),
+        (["output"], {"output": ["*", "a"]}),
+        ({"output": ["b"], "grad_input": ["c"]}, {"output": ["b", "a"], "grad_input": ["c"]}),
+    ):
+        section = {"compute": {"format": "fp8", "high_precision_gemms": named}} if named else {"recipe": "mxfp8"}
+        assert tried(section, gemms={"output": ["a"]}).compute.high_precision_gemms == expected
 
 
 def test_trials_that_cannot_be(monkeypatch, tried):
@@ -81,10 +95,11 @@ def test_layers_are_halved_down_to_those_at_fault(guilty):
         runs.append(some)
         return sum(1.0 if i in guilty else 0.01 for i in range(7) if layers[i] not in some)
 
-    found = halved(layers, remaining, remaining([]))
+    before = remaining([])
+    found = halved(layers, remaining, before, carried=before - remaining(layers))
     # One in each half: either takes half of it away.
     assert found == (layers if len(guilty) > 1 else [f"layer{i}" for i in guilty])
-    assert len(runs) <= 1 + 2 * 3
+    assert len(runs) <= 2 + 2 * 3
 
 
 @pytest.mark.parametrize(

@@ -149,27 +149,49 @@ def test_operands_that_are_cast_where_they_are_made():
     assert sampler.rows == {}
 
 
-def test_a_bisection_names_what_keeps_the_fault_away(capsys):
-    """Of four layers one is at fault, and takes nine tenths of the distance."""
-    layers = ["a", "b", "c", "d"]
+class Pretended(Bisection):
+    """Two pieces of four layers: `fault` carries seven tenths of the distance, of which its layer c has most."""
 
-    class Made(Bisection):
-        def __init__(self):
-            pass
+    def __init__(self, fault, gemms=()):
+        self.fault, self.at_fault = fault, gemms
 
-        def distance(self, name, high=(), skip_modules=()):
-            return 0.1 if "c" in skip_modules or "compute" in high else 1.0, Run(
-                pieces=["weights", "compute"], layers=layers
-            )
+    def distance(self, name, high=(), skip_modules=None, gemms=None):
+        layers = {piece: ["a", "b", "c", "d"] for piece in ("weights", "compute")}
+        run = Run(pieces=["weights", "compute", "optimizer"], layers=layers, gemms=["output", "grad_input"])
+        carried = 0.7 if self.fault in high or "c" in (skip_modules or {}).get(self.fault, ()) else 0.0
+        for gemm, named in (gemms or {}).items():
+            found = "c" in named or named == ["*"]
+            carried = max(carried, 0.7 / len(self.at_fault) if found and gemm in self.at_fault else 0.0)
+        return 1.0 - carried, run
 
-    say(Made())
+
+@pytest.mark.parametrize(
+    ("fault", "gemms", "said"),
+    [
+        ("compute", ["grad_input"], '"compute": {"high_precision_gemms": {"grad_input": ["c"]}}'),
+        ("compute", ["output", "grad_input"], '"compute": {"skip_modules": ["c"]}'),
+        ("weights", [], '"weights": {"skip_modules": ["c"]}'),
+    ],
+)
+def test_a_bisection_names_what_keeps_the_fault_away(capsys, fault, gemms, said):
+    say(Pretended(fault, gemms))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["nothing", "1"] and lines[2].split() == ["compute", "0.1"]
-    assert lines[4:6] == [
-        "compute carries most of the difference",
-        "it is in 1 of 4 layers; these compute in high precision with",
+    assert lines[1].split() == ["nothing", "1"] and lines[2].split() == [fault, "0.3"]
+    assert f"{fault} carries most of the difference" in lines
+    assert (f"{gemms[0]} carries most of that" in lines) if len(gemms) == 1 else True
+    assert ("no GEMM by itself carries most of that" in lines) == (len(gemms) == 2)
+    assert lines[-2:] == [
+        "it is in 1 of 4 layers; these are in high precision with",
+        f"{said}, besides what is there",
     ]
-    assert lines[6] == '"compute": {"skip_modules": ["c"]}, besides those that are there'
+
+
+def test_a_bisection_says_where_layers_cannot_be_left_out(capsys):
+    say(Pretended("optimizer"))
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "optimizer carries most of the difference",
+        "layers of optimizer cannot be left out one by one",
+    ]
 
 
 def test_steps_whose_gradients_are_not_finite_in_both_runs():

@@ -38,7 +38,7 @@ from zeropp_fp8.config.sections import (
     PluginConfig,
     WeightsConfig,
 )
-from zeropp_fp8.config.trial import TRIAL_VARIABLE, Trial, pieces_of, trial_from_environment
+from zeropp_fp8.config.trial import SKIPPED_IN, TRIAL_VARIABLE, Trial, pieces_of, trial_from_environment
 
 __all__ = [
     "FROZEN_FORMATS",
@@ -48,6 +48,7 @@ __all__ = [
     "RECIPES",
     "RECIPE_VARIABLE",
     "SECTION",
+    "SKIPPED_IN",
     "TRIAL_VARIABLE",
     "WIRE_FORMATS",
     "ComputeConfig",

@@ -62,6 +62,7 @@ OfState = Annotated[str, OneOf(STATE_FORMATS)]
 
 _SHARE_A_SCALE = "elements that share a scale, an even number; 32 with MX"
 _ROTATE = "rotate groups of 32 elements first (Hadamard), so that 4-bit codes survive outliers"
+_NAMED = "name patterns of modules, or parameters,"
 _SCALE_MODE = "of MX formats: scales rounded up, so that nothing saturates, or as in the MX paper"
 
 
@@ -120,6 +121,7 @@ class WeightsConfig(_Section):
     hadamard: Flag = Field(False, description=_ROTATE)
     rounding: Rounding = Field("nearest", description="nearest rounds halves to even")
     scale_mode: ScaleMode = Field("rceil", description=_SCALE_MODE)
+    skip_modules: list[str] = Field([], description=f"{_NAMED} whose weights travel in 16 or 32 bits")
     difference: DifferenceConfig = DifferenceConfig()
 
 
@@ -151,6 +153,9 @@ class GradientsConfig(_Section):
     hadamard: Flag = Field(True, description=_ROTATE + "; inside a node only int4 is rotated")
     rounding: Rounding = Field("nearest", description="nearest rounds halves to even")
     scale_mode: ScaleMode = Field("rceil", description=_SCALE_MODE)
+    skip_modules: list[str] = Field(
+        [], description=f"{_NAMED} whose gradients travel in 16 or 32 bits, with scales of blocks"
+    )
     error_feedback: Flag = Field(
         False, description="keep what the hop between nodes dropped, in 8 bits, and add it next time"
     )

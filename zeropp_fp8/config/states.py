@@ -67,6 +67,7 @@ def check_gradients(gradients: GradientsConfig) -> None:
             ("rounding", "nearest"),
             ("error_feedback", False),
             ("block_size", 128),
+            ("skip_modules", []),
         ):
             if name in gradients.model_fields_set and getattr(gradients, name) != plain:
                 raise ConfigError(

@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from zeropp_fp8.config.sections import SECTION, ConfigError, GradientsConfig, NumericsConfig, PluginConfig
+from zeropp_fp8.config.compute import patterns_of_gemms
+from zeropp_fp8.config.sections import SECTION, ConfigError, Gemm, GradientsConfig, NumericsConfig, PluginConfig
 
 TRIAL_VARIABLE = "ZEROPP_FP8_TRIAL"
 # piece -> fields of the gradients section; every other piece is a section of its name, as it is by default.
@@ -19,6 +20,14 @@ _OF_GRADIENTS: dict[str, dict[str, Any]] = {
     "gradients_within": {"intra_format": "none"},
     "gradients_between": {"inter_format": "none", "error_feedback": False},
     "gradients_at_rest": {"store_format": "none"},
+}
+# piece -> the section whose `skip_modules` leaves layers of it in high precision.
+SKIPPED_IN = {
+    "weights": "weights",
+    "gradients_within": "gradients",
+    "gradients_between": "gradients",
+    "compute": "compute",
+    "frozen": "frozen",
 }
 
 
@@ -30,7 +39,8 @@ class Trial(BaseModel):
             that train, None: of any.
         file: where rank 0 writes what each step gave.
         high: pieces (`pieces_of`) in high precision; "all" of them: the recipe `lossless`.
-        skip_modules: name patterns of layers that compute in high precision besides those of the section.
+        skip_modules: of sections (`SKIPPED_IN`), name patterns of layers that are left out, besides their own.
+        gemms: of GEMMs, those of layers in which they stay in high precision, besides.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,7 +49,8 @@ class Trial(BaseModel):
     file: str
     engine: int | None = None
     high: list[str] = []
-    skip_modules: list[str] = []
+    skip_modules: dict[str, list[str]] = {}
+    gemms: dict[Gemm, list[str]] = {}
 
     def applied(self, config: PluginConfig) -> PluginConfig:
         """The configuration that the run has."""
@@ -56,9 +67,14 @@ class Trial(BaseModel):
                 changes["gradients"] = gradients.model_copy(update=_OF_GRADIENTS[piece])
             else:
                 changes[piece] = type(getattr(config, piece))()
-        if self.skip_modules and "compute" not in self.high:
-            patterns = [*config.compute.skip_modules, *self.skip_modules]
-            changes["compute"] = config.compute.model_copy(update={"skip_modules": patterns})
+        for section, patterns in self.skip_modules.items():
+            part = changes.get(section, getattr(config, section))
+            changes[section] = part.model_copy(update={"skip_modules": [*part.skip_modules, *patterns]})
+        if self.gemms:
+            part = changes.get("compute", config.compute)
+            named = patterns_of_gemms(part)
+            more = {gemm: [*named.get(gemm, ()), *patterns] for gemm, patterns in self.gemms.items()}
+            changes["compute"] = part.model_copy(update={"high_precision_gemms": named | more})
         changed = config.model_copy(update=changes)
         if not config.quantizes_gradients or changed.quantizes_gradients:
             return changed

@@ -37,7 +37,8 @@ def _idle(config: PluginConfig) -> Iterator[tuple[set[str], str]]:
     """(fields, why they do nothing) for what this configuration does not do."""
     weights, gradients = config.weights, config.gradients
     if weights.format == "none":
-        yield _fields("weights", config, "format", "difference"), '"weights.format" is "none"'
+        others = ("skip_modules",) if weights.difference.format != "none" else ()
+        yield _fields("weights", config, "format", "difference", *others), '"weights.format" is "none"'
     elif weights.format not in MX_FORMATS:
         yield {"weights.scale_mode"}, "it is of MX formats"
     if not config.quantizes_gradients:

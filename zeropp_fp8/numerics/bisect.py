@@ -1,11 +1,13 @@
-"""Which part of low precision takes a job away from high precision: pieces are given up one by one, then layers.
+"""Which part of low precision takes a job away from high precision: pieces are given up one by one, then GEMMs, layers.
 
 python -m zeropp_fp8 bisect --steps 20 -- deepspeed --module zeropp_fp8.run train.py --deepspeed ds_config.json
 
 The launch line runs in `lossless`, as it is, and once more for each piece (weights, gradients within and between nodes
 and at rest, compute, optimizer, frozen, activations) with that piece alone in high precision. The one without which the
-distance to `lossless` falls most is at fault. Is that compute, its layers are halved: the half whose high precision
-takes most of the distance away has the fault, until one layer is left or neither half has it alone.
+distance to `lossless` falls most is at fault. Is that compute, so is each GEMM of linear layers by itself: output,
+grad_input, grad_weight. Then layers are halved, of compute, weights, gradients between ranks and frozen weights: the
+half whose high precision takes most of the distance away has the fault, until one layer is left or neither half has it
+alone. What is printed last is the part of the section with which the job is nearly as good as without the piece.
 
 Distances are root mean squares over steps. Losses of few steps differ little; `--by grad_norm` sees more of gradients.
 """
@@ -14,25 +16,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from zeropp_fp8.config import SKIPPED_IN
 from zeropp_fp8.numerics.reference import Experiment, Run, check_the_same, distance, experiment_of, parser_of
 
-MOST = 0.6  # of a distance: with a fault in each half, either takes half of it away
+MOST = 0.6  # of what a piece carries: with a fault in each half, either takes half of it away
 
 
-def halved(layers: Sequence[str], remaining: Callable[[Sequence[str]], float], before: float) -> list[str]:
-    """The layers at fault: the fewest found that take most of a distance away.
+def halved(
+    layers: Sequence[str], remaining: Callable[[Sequence[str]], float], before: float, carried: float
+) -> list[str]:
+    """The layers at fault: the fewest found that take most of what a piece carries away.
 
     Args:
         remaining: the distance with some layers in high precision; `before`: with none of them.
+        carried: how much smaller the distance is with all of them.
     """
     while len(layers) > 1:
         halves = layers[: len(layers) // 2], layers[len(layers) // 2 :]
         left = [remaining(half) for half in halves]
-        if before - min(left) < MOST * before:
+        if before - min(left) < MOST * carried:
             break
         layers = halves[left.index(min(left))]
     return list(layers)
+
+
+def changed_section(piece: str, layers: Sequence[str], gemm: str | None = None) -> dict[str, Any]:
+    """The part of a ds_config's section that leaves layers of a piece, or one GEMM of them, in high precision."""
+    if gemm is not None:
+        return {"compute": {"high_precision_gemms": {gemm: list(layers)}}}
+    return {SKIPPED_IN[piece]: {"skip_modules": list(layers)}}
 
 
 class Bisection:
@@ -46,9 +60,9 @@ class Bisection:
         self.experiment, self.what = experiment, what
         self.reference = experiment.run("in high precision", high=["all"])
 
-    def distance(self, name: str, high: Sequence[str] = (), skip_modules: Sequence[str] = ()) -> tuple[float, Run]:
+    def distance(self, name: str, **changes) -> tuple[float, Run]:
         """(the distance to `lossless` of a run, the run)."""
-        run = self.experiment.run(name, high, skip_modules)
+        run = self.experiment.run(name, **changes)
         check_the_same(run, self.reference, name)
         found = distance(run, self.reference, self.what)
         print(f"zeropp_fp8: distance {found:.4g} {name}", flush=True)
@@ -59,16 +73,24 @@ class Bisection:
         whole, run = self.distance("as it is")
         if not run.pieces:
             raise SystemExit("nothing of this job is in low precision")
-        return whole, run, {p: self.distance(f"with {p} in high precision", [p])[0] for p in run.pieces}
+        return whole, run, {p: self.distance(f"with {p} in high precision", high=[p])[0] for p in run.pieces}
 
-    def layers(self, layers: Sequence[str], whole: float) -> list[str]:
-        """Those of compute that are at fault."""
+    def gemms(self, run: Run) -> dict[str, float]:
+        """The distance with each GEMM alone in high precision; of a single one compute has told it."""
+        if len(run.gemms) < 2:
+            return {}
+        return {g: self.distance(f"with {g} in high precision", gemms={g: ["*"]})[0] for g in run.gemms}
+
+    def layers(self, piece: str, run: Run, whole: float, carried: float, gemm: str | None = None) -> list[str]:
+        """Those of a piece, or of a GEMM of it, that are at fault."""
+        layers = run.layers[piece]
 
         def remaining(some: Sequence[str]) -> float:
             name = f"with {len(some)} of {len(layers)} layers in high precision, {some[0]} and after"
-            return self.distance(name, skip_modules=some)[0]
+            left_out = {SKIPPED_IN[piece]: list(some)}
+            return self.distance(name, **({"skip_modules": left_out} if gemm is None else {"gemms": {gemm: some}}))[0]
 
-        return halved(layers, remaining, whole)
+        return halved(layers, remaining, whole, carried)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,21 +100,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(Bisection(experiment_of(parser, arguments), arguments.by))
 
 
+def _show(title: str, whole: float, without: dict[str, float]) -> None:
+    print(f"{title:<24}{'distance':>12}\n{'nothing':<24}{whole:>12.4g}")
+    for piece, left in sorted(without.items(), key=lambda each: each[1]):
+        print(f"{piece:<24}{left:>12.4g}")
+
+
 def say(bisection: Bisection) -> None:
     """Make the runs, and print what they tell."""
     whole, run, without = bisection.pieces()
-    print(f"{'in high precision':<24}{'distance':>12}\n{'nothing':<24}{whole:>12.4g}")
-    for piece, left in sorted(without.items(), key=lambda each: each[1]):
-        print(f"{piece:<24}{left:>12.4g}")
+    _show("in high precision", whole, without)
     fault = min(without, key=without.__getitem__)
     if without[fault] >= whole:
         print("no piece by itself carries the difference: several do, or it is not precision (reference --repeat)")
         return
     print(f"{fault} carries most of the difference")
-    if fault == "compute":
-        layers = bisection.layers(run.layers, whole)
-        print(f"it is in {len(layers)} of {len(run.layers)} layers; these compute in high precision with")
-        print(f'"compute": {{"skip_modules": {json.dumps(layers)}}}, besides those that are there')
+    carried, gemm = whole - without[fault], None
+    of_gemms = bisection.gemms(run) if fault == "compute" else {}
+    if of_gemms:
+        _show("GEMM in high precision", whole, of_gemms)
+        least = min(of_gemms, key=of_gemms.__getitem__)
+        gemm = least if whole - of_gemms[least] >= MOST * carried else None
+        print(f"{gemm} carries most of that" if gemm else "no GEMM by itself carries most of that")
+    if not run.layers.get(fault):
+        print(f"layers of {fault} cannot be left out one by one")
+        return
+    layers = bisection.layers(fault, run, whole, carried, gemm)
+    print(f"it is in {len(layers)} of {len(run.layers[fault])} layers; these are in high precision with")
+    print(f"{json.dumps(changed_section(fault, layers, gemm))[1:-1]}, besides what is there")
 
 
 if __name__ == "__main__":

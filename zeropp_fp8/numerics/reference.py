@@ -35,13 +35,14 @@ class Run:
 
     Attributes:
         steps: what trial.py has written of each.
-        pieces, layers: what is in low precision in it, and the linear layers that compute so.
+        pieces: what is in low precision in it; layers: of pieces, those that can be left out; gemms: of linear layers.
         matrices: those that train, in the order of each step's sketches.
     """
 
     steps: list[dict] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
-    layers: list[str] = field(default_factory=list)
+    layers: dict[str, list[str]] = field(default_factory=dict)
+    gemms: list[str] = field(default_factory=list)
     matrices: list[str] = field(default_factory=list)
 
 
@@ -49,7 +50,9 @@ def read_run(path: Path, engine: int) -> Run:
     """What the engine of that number has written; an empty Run where there is none."""
     lines = path.read_text().splitlines() if path.exists() else []
     mine = [values for values in map(json.loads, lines) if values["engine"] == engine]
-    return Run(mine[1:], *(mine[0][name] for name in ("pieces", "layers", "matrices"))) if mine else Run()
+    return (
+        Run(mine[1:], **{name: mine[0][name] for name in ("pieces", "layers", "gemms", "matrices")}) if mine else Run()
+    )
 
 
 class Experiment:
@@ -64,8 +67,8 @@ class Experiment:
     def __init__(self, line: Sequence[str], steps: int, engine: int = 0) -> None:
         self.line, self.steps, self.engine = list(line), steps, engine
 
-    def run(self, name: str, high: Sequence[str] = (), skip_modules: Sequence[str] = ()) -> Run:
-        """One run; what it prints goes to stderr.
+    def run(self, name: str, **changes) -> Run:
+        """One run, of a `Trial` with these changes; what it prints goes to stderr.
 
         Raises:
             SystemExit: it failed, or made fewer steps with the plugin; with what to do.
@@ -73,8 +76,7 @@ class Experiment:
         print(f"zeropp_fp8: {self.steps} steps {name}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "steps.jsonl")
-            changed = {"high": list(high), "skip_modules": list(skip_modules)}
-            trial = Trial(steps=self.steps, file=str(file), engine=self.engine, **changed)
+            trial = Trial(steps=self.steps, file=str(file), engine=self.engine, **changes)
             environment = {**os.environ, TRIAL_VARIABLE: trial.model_dump_json()}
             status = subprocess.run(self.line, env=environment, stdout=sys.stderr).returncode
             found = read_run(file, self.engine)

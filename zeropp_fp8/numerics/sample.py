@@ -78,7 +78,7 @@ class Sampler(Observer):
         turn = step // self.config.every % self.config.parts
         self.units = units[turn :: self.config.parts]
         params = [p for unit in self.units for p in unit.params]
-        self.reduced = {p for p in params if p.requires_grad and len(p.ds_shape) > 1}
+        self.reduced = {p for p in params if p.requires_grad and not session.sends_exactly("gradients", p)}
         self.means: dict[str, dict[Parameter, Tensor]] = {WITHIN: {}, WHOLE: {}}
         self.rows: dict[tuple[str, int], int] = {}  # (kind, id of a Parameter or number of a layer) -> place, to come
         self.of_row: list[tuple[str, str]] = []

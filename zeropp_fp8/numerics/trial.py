@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp_fp8.config import Trial, pieces_of
+from zeropp_fp8.config import GEMMS, SKIPPED_IN, Trial, pieces_of
 from zeropp_fp8.zero.observer import Observer
+from zeropp_fp8.zero.session import Session
 
 _PERIOD = 8191  # of the weights in a sum over elements, so that their order counts
 
@@ -60,10 +61,33 @@ class Sketches:
         return sums
 
 
+def gemms_of(session: Session) -> list[str]:
+    """The GEMMs that are in low precision in some linear layer."""
+    layers = session.conversion.converted.values() if session.conversion else ()
+    return [gemm for gemm in GEMMS if not all(getattr(layer.precision.high, gemm) for layer in layers)]
+
+
+def layers_of(engine) -> dict[str, list[str]]:
+    """{piece: names of the layers in it}, of pieces of which layers can be left out."""
+    session, found = engine.zeropp_fp8_session, {piece: [] for piece in SKIPPED_IN}
+    found["compute"] = [*session.conversion.converted] if session.conversion else []
+    for name, param in engine.module.named_parameters():
+        unit, layer = engine.optimizer.gatherer.unit_of(param), name.removesuffix(".weight")
+        if unit.kind.sends_what_rests:
+            found["frozen"].append(layer)
+        elif not unit.is_exact(param):
+            found["weights"].append(layer)
+        if param.requires_grad and not session.sends_exactly("gradients", param):
+            for hop in ("gradients_within", "gradients_between"):
+                found[hop].append(layer)
+    return found
+
+
 class Recorder(Observer):
     """Writes a line of JSON for the engine and for each of its steps, on rank 0; that of the trial ends the process.
 
-    engine: {"engine", "pieces": what is in low precision, "layers": those that compute so, "matrices": that train}
+    engine: {"engine", "pieces": what is in low precision, "layers": {piece: those that can be left out of it},
+        "gemms": those that are, in some layer, "matrices": that train}
     step: {"engine", "step", "loss": mean over micro-batches and ranks, "grad_norm", "data": fingerprint of what the
         model was trained on, "sketches": of gradients, "state": of the weights, as the sum of their squares,
         in the first step}
@@ -80,11 +104,10 @@ class Recorder(Observer):
         self.sums = torch.zeros(4, dtype=torch.float64, device=self.session.device)
         hook = engine.module.register_forward_pre_hook(self._inputs, with_kwargs=True)
         self.session.on_model.callback(hook.remove)
-        conversion = self.session.conversion
-        layers = [*conversion.converted] if conversion else []
         self.sketches, self.sketch = Sketches(engine), None
-        matrices = self.sketches.names
-        self._write({"pieces": pieces_of(self.session.config), "layers": layers, "matrices": matrices})
+        gemms, matrices = gemms_of(self.session), self.sketches.names
+        pieces, layers = pieces_of(self.session.config), layers_of(engine)
+        self._write({"pieces": pieces, "layers": layers, "gemms": gemms, "matrices": matrices})
 
     def _write(self, values: dict) -> None:
         if self.session.topology.rank == 0:

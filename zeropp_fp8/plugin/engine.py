@@ -93,6 +93,7 @@ def engine_class(stock_class, replace):
             group = _partition_group(self.module, self.mpu)
             session = Session(self._zeropp_fp8_config, group, self._zeropp_fp8_conversion, _model_parallel(self.mpu))
             session.engine = weakref.ref(self)
+            session.leave_exact(self.module)
             object.__setattr__(self, "zeropp_fp8_session", session)
             object.__setattr__(self, "_zeropp_fp8_activations", exchange_in_fp8(self.module, session))
             if self._zeropp_fp8_activations is not None:

@@ -53,6 +53,8 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
             reason = "frozen; 16 or 32 bits at rest" if not param.requires_grad else ""
         elif len(param.ds_shape) < 2 and (config.weights.format != "none" or session.difference_format):
             reason = "fewer than 2 dimensions: norms and biases stay in high precision"
+        elif param in session.exact["weights"]:
+            reason = "named in weights.skip_modules"
         else:
             reason = "weights.format is none"
         reason = "; ".join(part for part in (reason, _without_kernel(session, wire_format)) if part)
@@ -73,7 +75,9 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
             return (f"gradients {hop}", "-", 0, "one rank on this level: no such hop")
         if not config.quantizes_gradients:
             return (f"gradients {hop}", "none", trainable, "DeepSpeed's own flat reduce-scatter")
-        remarks = filter(None, ("tensors of fewer than 2 dimensions exact", _without_kernel(session, chosen)))
+        named = len(session.exact["gradients"])
+        skipped = f"{named} named in gradients.skip_modules exact" if named else ""
+        remarks = filter(None, ("tensors of fewer than 2 dimensions exact", skipped, _without_kernel(session, chosen)))
         return (f"gradients {hop}", repr(chosen) if chosen else "none", trainable, "; ".join(remarks))
 
     if config.gradients.scales == "tensor":
@@ -200,9 +204,9 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
         if param.requires_grad and session.config.quantizes_gradients:
             size = slice_numel(param.ds_numel, world)
             exact = UnquantizedFormat(param.dtype)
-            vector = len(param.ds_shape) < 2
-            intra = exact if vector else session.intra_format or exact
-            inter = exact if vector else session.inter_format or exact
+            in_full = session.sends_exactly("gradients", param)
+            intra = exact if in_full else session.intra_format or exact
+            inter = exact if in_full else session.inter_format or exact
             gradients["intra"] += intra.payload_bytes(size) * topology.nodes * (topology.ranks_per_node - 1)
             gradients["inter"] += inter.payload_bytes(size) * (topology.nodes - 1)
         elif param.requires_grad:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from deepspeed import comm as ds_comm
 from deepspeed.accelerator import get_accelerator
+from torch import nn
+from torch.nn import Parameter
 
 from zeropp_fp8.comm import Topology, WireLedger, make_topology
 from zeropp_fp8.comm.reduce_scatter import check_adds_codes
@@ -28,6 +30,7 @@ from zeropp_fp8.config import (
     place_of,
     secondary_ranks,
 )
+from zeropp_fp8.config.patterns import matches
 from zeropp_fp8.formats import SharedScaleFormat, WireFormat, make_format
 from zeropp_fp8.optim import StateFormats
 from zeropp_fp8.zero.observer import Observer
@@ -80,6 +83,8 @@ class Session:
         self.ledger = WireLedger(self.topology.nodes, ranks_per_node)
         self.ledger.comms_logger = ds_comm.comms_logger
         self.placement = Slices(self.topology.rank, world_size)  # until parameters are given to owners
+        # What matrices travel in full, whatever the formats: "weights" and "gradients".
+        self.exact: dict[str, frozenset[Parameter]] = {"weights": frozenset(), "gradients": frozenset()}
 
         weights, gradients = config.weights, config.gradients
         if world_size == 1:  # nothing is sent, so nothing is gained by rounding it
@@ -111,11 +116,22 @@ class Session:
                     '"two_hop"'
                 ) from None
 
-    def own_numel(self, param: torch.nn.Parameter) -> int:
+    def leave_exact(self, model: nn.Module) -> None:
+        """Let what `skip_modules` of weights and gradients names in a model travel in full."""
+        named = list(model.named_parameters(remove_duplicate=False))
+        for what in self.exact:
+            patterns = getattr(self.config, what).skip_modules
+            self.exact[what] = frozenset(param for name, param in named if patterns and matches(name, patterns))
+
+    def sends_exactly(self, what: str, param: Parameter) -> bool:
+        """Whether the "weights" or "gradients" of a parameter travel in 16 or 32 bits whatever the formats."""
+        return len(param.ds_shape) < 2 or param in self.exact[what]
+
+    def own_numel(self, param: Parameter) -> int:
         """Elements that this rank has of a ZeRO-3 parameter, without padding."""
         return self.placement.own_numel(param)
 
-    def places_like(self, other: Session | None, param: torch.nn.Parameter) -> bool:
+    def places_like(self, other: Session | None, param: Parameter) -> bool:
         """Whether each rank has the same of a parameter as in another engine; None: as DeepSpeed cuts it."""
         theirs = Slices(self.topology.rank, self.topology.world_size) if other is None else other.placement
         return self.placement.of_all_ranks(param) == theirs.of_all_ranks(param)

@@ -50,7 +50,7 @@ class DifferingUnit(Unit):
     def _differs(self, param: Parameter) -> bool:
         """Whether a secondary shard of a parameter is made of differences. Small ones that stay gathered have none."""
         differs = self.route.session.difference_format is not None and not self.kind.sends_what_rests
-        return differs and not self.persistent and len(param.ds_shape) >= 2
+        return differs and not self.persistent and not self.route.session.sends_exactly("weights", param)
 
     def format_of_difference(self, param: Parameter) -> WireFormat:
         """What a parameter travels in where only how it has changed does; its own format where it travels whole."""

@@ -51,7 +51,7 @@ class Route:
         return self.rank_order.is_natural
 
     def format_of(self, param: Parameter) -> WireFormat:
-        """What the numbers of a shard travel in: matrices as configured, vectors in full."""
-        if len(param.ds_shape) >= 2 and self.session.weight_format is not None:
+        """What the numbers of a shard travel in: matrices as configured, vectors and what is skipped in full."""
+        if self.session.weight_format is not None and not self.session.sends_exactly("weights", param):
             return self.session.weight_format
         return UnquantizedFormat(get_allgather_dtype(param, param.ds_tensor))

@@ -43,6 +43,8 @@ class GradientReducer:
         plan = self._plans.get(key)
         if plan is None:
             session = self.session
+            # What travels in full is reduced as a vector is.
+            shapes = [(p.ds_numel,) if session.sends_exactly("gradients", p) else p.ds_shape for p in params]
             args = (
                 [p.ds_shape for p in params],
                 [g.dtype for g in grads],
@@ -60,8 +62,8 @@ class GradientReducer:
         nodes, world = self.session.topology.nodes, self.session.topology.world_size
         if self.error_feedback is None or nodes == 1:
             return 0
-        matrices = (p for p in params if p.requires_grad and len(p.ds_shape) > 1)
-        return sum(self.error_feedback.num_bytes(nodes, slice_numel(p.ds_numel, world)) for p in matrices)
+        rounded = (p for p in params if p.requires_grad and not self.session.sends_exactly("gradients", p))
+        return sum(self.error_feedback.num_bytes(nodes, slice_numel(p.ds_numel, world)) for p in rounded)
 
     def start(
         self,
