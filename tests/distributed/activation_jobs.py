@@ -13,6 +13,7 @@ from torch import nn
 
 import zeropp_fp8
 from zeropp_fp8.comm import ActivationExchange, WireLedger, fp8_all_to_all
+from zeropp_fp8.zero.fall_back import fall_back
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # For 2 ranks: [ranks, sequence, batch, heads, head_dim] or [ranks, sequence, batch, heads * head_dim]
@@ -380,9 +381,11 @@ def two_engines(steps=4):
         with contextlib.suppress(IndexError):
             engines[0](batch[0], batch[1] + 1000, batch[2])
         after = [float(engine(*batch)) for engine in reversed(engines)][::-1]
+        said = fall_back(engines[0].optimizer)
+        fallen = float(engines[0](*batch))
         hooks.remove()
         exact = float(engines[0](*batch))
-    return losses, reports, before, after, exact
+    return losses, reports, before, after, exact, (said, fallen)
 
 
 def _engine(model, mpu, dtype="bf16", recipe="lossless", fp8=False):

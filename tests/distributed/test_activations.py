@@ -180,11 +180,12 @@ def test_engines_with_and_without_live_side_by_side():
         run("train_split", fp8=True, recipe="lossless")[0][0],
         run("train_split", fp8=False, recipe="lossless")[0][0],
     )
-    losses, reports, before, after, switched_off = run("two_engines")[0]
+    losses, reports, before, after, switched_off, (said, fallen) = run("two_engines")[0]
     assert losses == (in_fp8[:4], exact[:4])
     assert reports == [2 * 2 * 4 * EXCHANGE, 0]
     assert after == before
     assert switched_off != before[0] and switched_off == pytest.approx(before[0], rel=CLOSE)
+    assert (said, fallen) == ("activations of sequence parallelism (fp8): 16 or 32 bits", switched_off)
 
 
 def test_without_sequence_parallelism():

@@ -61,7 +61,7 @@ ROOMS = {
     "stage3_base": {"session"},
     "own_entry": {"stage3_base"},
     "bound": {"session"},
-    "fall_back": {"stage3_base"},
+    "fall_back": {"session", "stage3_base"},
     "stage3": {
         "session",
         "stage3_base",

@@ -50,7 +50,12 @@ class ActivationExchange:
         ledger: where bytes are counted, as kind "activations".
         block_size: elements a scale is shared by; None: those of a token (see above).
         use_kernels: Triton kernels instead of torch operations; None: on a GPU.
+
+    Attributes:
+        rests: all tensors travel as they are for now, in compiled graphs too.
     """
+
+    rests = False
 
     def __init__(
         self,
@@ -78,9 +83,9 @@ class ActivationExchange:
         """Whether a tensor for `size` ranks travels in FP8. All ranks of an exchange come to the same answer.
 
         No: integers and booleans (position ids, masks), fp64, nothing at all, one rank only, and tensors so small that
-        the padding makes them no smaller than 16 bits.
+        the padding makes them no smaller than 16 bits. All while it rests.
         """
-        if size == 1 or tensor.dtype not in DTYPES:
+        if self.rests or size == 1 or tensor.dtype not in DTYPES:
             return False
         if splits is not None:
             return True  # shares differ from rank to rank, so their size must not decide

@@ -39,11 +39,9 @@ class Scaling:
 
     Attributes:
         granularity: what shares a scale in operands of activations and gradients; "rounded": see rounded.py.
-        rests: layers compute in high precision for now.
     """
 
     granularity: Granularity | Literal["rounded"] = "tensor"
-    rests = False
 
     def __init__(self, compute: ComputeConfig) -> None:
         self.compute = compute
@@ -58,7 +56,7 @@ class Scaling:
 
     def rests_in(self, training: bool) -> bool:
         """Whether a layer in training, or in evaluation, computes in high precision."""
-        return self.rests or (not training and self.compute.evaluate_in == "high_precision")
+        return not training and self.compute.evaluate_in == "high_precision"
 
     def codes_dtype(self, role: Role, dtype: torch.dtype) -> torch.dtype:
         """The dtype of an operand's codes, of a matrix of `dtype`."""

@@ -191,27 +191,24 @@ def _check_compile(config: PluginConfig) -> None:
 
 
 def _check_watch(config: PluginConfig) -> None:
-    """What a running job can give up: formats of the wire, and of products."""
-    if config.numerics.watch != "fall_back":
-        return
-    where = f'"{SECTION}.numerics.watch": "fall_back"'
-    at_rest = "rest in it, and what it has rounded is gone"
-    fixed = {
-        "gradients.scales": (config.gradients.scales == "tensor", "gradients are added and kept as its codes"),
-        "gradients.store_format": (config.gradients.store_format != "none", f"gradients {at_rest}"),
-        "optimizer": (config.stores_states_in_low_precision, f"master weights and moments {at_rest}"),
-        "frozen.format": (config.frozen.format != "none", f"frozen weights {at_rest}"),
-        "weights.difference": (config.weights.difference.format != "none", "nodes add to copies in its formats"),
-        "activations.wire_format": (config.activations.wire_format != "none", "its exchange is put in at start"),
-        "partition": (config.partition != "slice", "how owners send their tensors is laid out at start"),
-        "compile": (config.compile != "none" and config.computes_in_low_precision, "its graphs hold the casts"),
-        "secondary.memory_gb": (config.secondary.memory_gb != "all", "it bounds copies that would take 16 or 32 bits"),
-    }
-    for name, (is_set, why) in fixed.items():
-        if is_set:
-            raise ConfigError(f'{where} cannot change "{name}" in a running job: {why}; use "stop", or remove "{name}"')
-    if not (config.quantizes_gradients or config.weights.format != "none" or config.computes_in_low_precision):
-        raise ConfigError(f'{where} has nothing to fall back from: nothing is in low precision; use "stop"')
+    """A job that falls back has something to give up: what travels, gradients until the step, products."""
+    gradients, weights = config.gradients, config.weights
+    falls_back = (
+        config.quantizes_gradients
+        or gradients.store_format != "none"
+        or weights.format != "none"
+        or weights.difference.format != "none"
+        or config.computes_in_low_precision
+        or config.activations.wire_format != "none"
+    )
+    if config.numerics.watch == "fall_back" and not falls_back:
+        resting = {"optimizer": config.stores_states_in_low_precision, "frozen": config.frozen.format != "none"}
+        rests = [f'"{name}"' for name, is_set in resting.items() if is_set]
+        why = "what rests, as " + " and ".join(rests) + ", stays rounded" if rests else "nothing is in low precision"
+        raise ConfigError(
+            f'"{SECTION}.numerics.watch": "fall_back" has nothing to fall back from: {why}; use "stop", or set formats '
+            'that can be given up (of "weights", "gradients" or "compute")'
+        )
 
 
 def _check_partition(config: PluginConfig) -> None:

@@ -293,7 +293,7 @@ class NumericsConfig(_Section):
     watch: Literal["none", "stop", "fall_back"] = Field(
         "none",
         description="what is done where a loss jumps, or something is not finite: the run ends with an error, or goes "
-        "on with weights, gradients and products in 16 or 32 bits",
+        "on with what travels, gradients and GEMMs in 16 or 32 bits",
     )
     spike: Annotated[float, Strict(), Field(ge=1, allow_inf_nan=False)] = Field(
         8.0, description="a jump is so many standard deviations above the mean of the last 32 losses"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp_fp8.config import SECTION
-from zeropp_fp8.zero.fall_back import HIGH_PRECISION, fall_back
+from zeropp_fp8.zero.fall_back import fall_back, what_falls_back
 from zeropp_fp8.zero.observer import Observer
 
 WINDOW, LEAST = 32, 8  # losses that a jump is measured by: at most, and at least
@@ -46,6 +46,8 @@ class Watch(Observer):
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.session.device)  # losses, and how many
         self.earlier: deque[float] = deque(maxlen=WINDOW)
         self.problem: str | None = None
+        if self.config.watch == "fall_back" and self.session.topology.rank == 0:
+            print(f"zeropp_fp8: where a loss jumps, {what_falls_back(self.session)}", flush=True)
 
     def state_dict(self) -> dict:
         """The losses that the next one is compared with."""
@@ -86,10 +88,9 @@ class Watch(Observer):
             self._stop_if_asked()
         if self.problem is None:
             return
-        says = "weights, gradients and products are in high precision already"
+        says = "all that goes to high precision is in it already"
         if not self.session.fell_back:
-            fall_back(self.stage)
-            says = f"from the next step on {HIGH_PRECISION}; so they do in a run that resumes from its checkpoints"
+            says = f"from the next step on, and in runs that resume from its checkpoints, {fall_back(self.stage)}"
         if self.session.topology.rank == 0:
             print(f"zeropp_fp8: step {self._step()}: {self.problem}; {says}", flush=True)
         self.problem = None

@@ -1,30 +1,78 @@
-"""Giving up low precision in a job that runs: what travels, and what linear layers compute in."""
+"""Giving up low precision in a job that runs: what travels, reduced gradients, and what linear layers compute in.
+
+What rests in low precision stays: master weights, moments and stored weights are rounded already, and more bits would
+bring nothing back.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from zeropp_fp8.config import SECTION
+from zeropp_fp8.zero.session import Session, told_by_all
 
 if TYPE_CHECKING:
     from zeropp_fp8.zero.stage3_base import Stage3Base
 
-HIGH_PRECISION = "weights and gradients travel in 16 or 32 bits, and linear layers compute in them"
+
+def what_falls_back(session: Session) -> str:
+    """What goes to 16 or 32 bits when a job falls back, and what stays in its format; in words."""
+    config, several = session.config, session.topology.world_size > 1
+    weights = session.difference_format or session.weight_format
+    hops = {"within nodes": session.intra_format, "between nodes": session.inter_format}
+    levels = {"within nodes": session.topology.ranks_per_node, "between nodes": session.topology.nodes}
+    gradients = [f"{one.name} {hop}" for hop, one in hops.items() if one is not None and levels[hop] > 1]
+    compute = config.compute.format if isinstance(config.compute.format, str) else "mixed formats"
+    given_up = {
+        f"weights that travel ({getattr(weights, 'name', None)})": several and weights is not None,
+        f"gradients that travel ({', '.join(gradients)})": bool(gradients),
+        f"gradients until the step ({config.gradients.store_format})": config.gradients.store_format != "none",
+        f"GEMMs of linear layers ({compute})": session.conversion is not None,
+        "activations of sequence parallelism (fp8)": session.activations is not None,
+    }
+    states, kept = session.state_formats, []
+    if states is not None:
+        kept.append(f"master weights and moments ({states.master}, {states.exp_avg}, {states.exp_avg_sq})")
+    if config.frozen.format != "none":
+        kept.append(f"frozen weights ({config.frozen.format})")
+    named = [what for what, is_given_up in given_up.items() if is_given_up]
+    said = f"{', '.join(named)}: 16 or 32 bits" if named else "nothing goes to 16 or 32 bits, for nothing travels"
+    return f"{said}; {', '.join(kept)}: as before" if kept else said
 
 
-def fall_back(stage: Stage3Base) -> None:
-    """Let weights and gradients travel, and linear layers compute, in high precision. Between steps, on every rank."""
+def fall_back(stage: Stage3Base) -> str:
+    """Let weights and gradients travel, gradients rest, and linear layers compute, in high precision.
+
+    Between steps, on every rank. Collective.
+
+    Returns:
+        What has changed and what has not, in words.
+
+    Raises:
+        RuntimeError: a rank has no memory for gradients in 16 or 32 bits; on every rank.
+    """
     session, gatherer = stage.session, stage.gatherer
+    said = what_falls_back(session)
     session.fell_back = True
-    session.weight_format = session.intra_format = session.inter_format = None
-    stage.reducer.formats_changed()
+    session.weight_format = session.difference_format = session.intra_format = session.inter_format = None
+    problem = None
+    try:
+        stage.formats_changed()
+    except RuntimeError as error:  # out of memory
+        problem = f"rank {session.topology.rank}: {error}"
+    for told in filter(None, told_by_all(problem, session.topology.group)):
+        raise RuntimeError(f"falling back to high precision has failed on {told}")
     if session.conversion is not None:
-        session.conversion.scaling.rests = True
+        session.conversion.restore()  # plain layers again, which torch.compile traces anew
+        session.conversion = None
+    if session.activations is not None:
+        session.activations.rests = True
     persistent = stage.persistent_parameters
     gatherer.partition(persistent)
     gatherer.formats_changed()
     with session.ledger.counting("other"):
         gatherer.gather_now(persistent)
+    return said
 
 
 def fall_back_as_saved(stage: Stage3Base) -> None:
@@ -33,13 +81,14 @@ def fall_back_as_saved(stage: Stage3Base) -> None:
     On every rank, when weights are loaded.
     """
     session, watch = stage.session, stage.session.config.numerics.watch
-    says = f"as in the run that saved the checkpoint, {HIGH_PRECISION}"
     if watch != "fall_back":
         says = (
             "the run that saved the checkpoint had fallen back to high precision; this one has the formats of its "
             f'section, as its "{SECTION}.numerics.watch" is "{watch}" ("fall_back" goes on in high precision)'
         )
-    elif not session.fell_back:
-        fall_back(stage)
+    elif session.fell_back:
+        says = "as the run that saved the checkpoint, this one has fallen back to high precision"
+    else:
+        says = f"as in the run that saved the checkpoint, {fall_back(stage)}"
     if session.topology.rank == 0:
         print(f"zeropp_fp8: {says}", flush=True)

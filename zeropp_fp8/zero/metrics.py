@@ -25,9 +25,8 @@ class StepMetrics:
 
     def __init__(self, engine) -> None:
         self._session = engine.zeropp_fp8_session
-        self._ledger = self._session.ledger
+        self._optimizer, self._ledger = engine.optimizer, self._session.ledger
         self._shares_told = False
-        self._scales = getattr(engine.optimizer, "scales", None)
         self._steps = 0
         self._before: dict[tuple[str, str, str], float] = {}
 
@@ -58,8 +57,9 @@ class StepMetrics:
         if shares is not None and not self._shares_told:
             self._shares_told = True
             found |= {"step_share_between_nodes": shares.between, "step_share_within_nodes": shares.within}
-        if self._scales is not None:
-            found |= {f"gradient_{name}": value for name, value in self._scales.report().items()}
+        scales = getattr(self._optimizer, "scales", None)  # none once it has fallen back
+        if scales is not None:
+            found |= {f"gradient_{name}": value for name, value in scales.report().items()}
         return found | self._session.numerics
 
 

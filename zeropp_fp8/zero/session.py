@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.nn import Parameter
 
-from zeropp_fp8.comm import Topology, WireLedger, make_topology
+from zeropp_fp8.comm import ActivationExchange, Topology, WireLedger, make_topology
 from zeropp_fp8.comm.reduce_scatter import check_adds_codes
 from zeropp_fp8.compute import ConversionReport
 from zeropp_fp8.config import (
@@ -72,6 +72,7 @@ class Session:
         self.on_model = ExitStack()  # takes off the model what this engine has put on it
         self.failed = False  # its constructor has, here if not on all ranks
         self.collected = False  # the engine is being collected: nothing collective can be done
+        self.activations: ActivationExchange | None = None  # of sequence parallelism, where it is in FP8
         self.fell_back = False  # from the formats of the section, to high precision
         self.observers: list[Observer] = []
         self.numerics: dict[str, float] = {}  # what the last sample has found, by name
@@ -82,9 +83,9 @@ class Session:
         self.gather_levels = self.topology.gather_levels(self.secondary_ranks)
         self.ledger = WireLedger(self.topology.nodes, ranks_per_node)
         self.ledger.comms_logger = ds_comm.comms_logger
-        self.placement = Slices(self.topology.rank, world_size)  # until parameters are given to owners
         # What matrices travel in full, whatever the formats: "weights" and "gradients".
         self.exact: dict[str, frozenset[Parameter]] = {"weights": frozenset(), "gradients": frozenset()}
+        self.placement = Slices(self.topology.rank, world_size)  # until parameters are given to owners
 
         weights, gradients = config.weights, config.gradients
         if world_size == 1:  # nothing is sent, so nothing is gained by rounding it

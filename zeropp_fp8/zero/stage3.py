@@ -252,6 +252,11 @@ class ZeroppStage3(Stage3Base):
             # Encoding was the last use, on this stream: the memory may be used again at once.
             param.grad = None
 
+    def formats_changed(self) -> None:
+        self.reducer.formats_changed()
+        self.scales = None
+        super().formats_changed()
+
     def _finish_unit(self, params: Sequence[Parameter], names: list[str], grads: list[Tensor] | None) -> None:
         """Let the mean of a unit's gradients, those that rest in the node too, arrive in the gradient partitions."""
         # A parameter whose gradient comes twice in one backward adds to what it has reduced before.

@@ -37,6 +37,9 @@ class Stage3Base(DeepSpeedZeroOptimizer_Stage3):
     def _order_is_known(self, params: list[Parameter]) -> None:
         """In which quantized gradients of `params` are reduced."""
 
+    def formats_changed(self) -> None:
+        """Gradients travel, and rest, in the session's formats, which are others from now on. Between steps."""
+
     def _gradient_results(
         self, params: list[Parameter], again: bool, twice: bool, headroom: float
     ) -> tuple[Sequence[Tensor], Callable[[], None] | None]:

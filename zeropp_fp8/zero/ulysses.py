@@ -192,7 +192,7 @@ def exchange_in_fp8(model: nn.Module, session) -> ActivationHooks | None:
             'more than one rank, and this job has none; give deepspeed.initialize the "mpu" of '
             "UlyssesSPAttentionHF.register_with_transformers, use DistributedAttention, or remove the key"
         )
-    exchange = ActivationExchange(session.place.node, session.ledger)
+    exchange = session.activations = ActivationExchange(session.place.node, session.ledger)
     for group in found:
         exchange.route(group)  # torch.compile must not be the first to ask
     return ActivationHooks(model, exchange)

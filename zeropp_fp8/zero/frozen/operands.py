@@ -57,6 +57,10 @@ class FrozenOperands:
     def __len__(self) -> int:
         return len(self._scales)
 
+    def clear(self) -> None:
+        """Codes go to no product any more: their layers multiply what they decode to."""
+        self._scales.clear()
+
     def changed(self, params: Iterable[Parameter] | None) -> None:
         """Weights (None: all) were written: their scales are to be found again."""
         ids = list(self._scales) if params is None else [p.ds_id for p in params if p in self]

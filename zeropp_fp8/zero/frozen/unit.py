@@ -55,6 +55,9 @@ class Stored(Kind):
     def changed(self, params: Sequence[Parameter] | None) -> None:
         self.operands.changed(params)
 
+    def formats_changed(self) -> None:
+        self.operands.clear()
+
     def fragment(self, name: str, param: Parameter, stock: Callable[[], Tensor]) -> QuantizedFragment:
         return fragment_of(name, param)
 

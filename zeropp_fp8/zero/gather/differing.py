@@ -28,6 +28,10 @@ class DifferingUnit(Unit):
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
         super().__init__(params, kind, persistent)
         self.difference: Difference | None = None
+        self.layout = None  # where everything lies, as each kind of unit has it
+
+    def forget_layout(self) -> None:
+        self.layout = None
 
     # -- what its parameters are on the wire -------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from zeropp_fp8.zero.gather.adoption import Adoption
 from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
 from zeropp_fp8.zero.gather.kinds import Kind, by_kind
 from zeropp_fp8.zero.gather.route import Route
+from zeropp_fp8.zero.gather.secondary import keep_in_other_formats
 from zeropp_fp8.zero.gather.units import Flight, Unit
 
 # Units whose differences are on their way at a time: one is sent, one is added, one waits.
@@ -504,12 +505,14 @@ class Gatherer(Adoption):
         self._weights_ready = mark(self.device)
 
     def formats_changed(self) -> None:
-        """Weights travel in other formats from now on. Between steps, on every rank."""
+        """Weights travel in other formats from now on. Between steps, on every rank; collective."""
         for unit in self._all_units:
             self.cancel(unit)
             unit.forget_layout()
-        self.gemm_weights.clear()
+        for kind in self.kinds:
+            kind.formats_changed()
         self.weights_changed()
+        keep_in_other_formats(self.units, self.session)
 
     def _forget_amax(self) -> None:
         """Weights were written from outside: what earlier steps have shown of operands is past.

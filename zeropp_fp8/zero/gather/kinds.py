@@ -61,6 +61,10 @@ class Kind(ABC):
         """Weights (None: all) were written."""
         self.route.gemm_weights.changed(params)
 
+    def formats_changed(self) -> None:
+        """No weight is the operand of a product any more."""
+        self.route.gemm_weights.clear()
+
     def leave(self, gatherer: Adoption, unit: Unit) -> None:
         """Give parameters DeepSpeed's slices again, all or none: the engine ends, or another one takes them over.
 

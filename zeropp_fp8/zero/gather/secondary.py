@@ -50,15 +50,11 @@ def keep_secondary_shards(units: Sequence[Unit], session: Session) -> None:
         for unit in units:
             unit.keeps_secondary = True
         return
-    for unit in units:
-        unit.lay_out()
     place = (session.device, session.ranks_here)
     available = free_bytes(*place) - session.bytes_to_come
     if limit == "auto":
         available -= int(MARGIN * device_bytes(*place))
-    largest = torch.tensor([*(unit.held_bytes for unit in units), -available], device=session.device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=session.topology.group)
-    *sizes, less = largest.tolist()
+    *sizes, less = _largest_of_all(units, session, -available)
     available = max(0, -less)
     session.secondary_bytes = available if limit == "auto" else int(limit * GB)
     kept = units_that_fit(units, sizes, session.secondary_bytes)
@@ -71,3 +67,22 @@ def keep_secondary_shards(units: Sequence[Unit], session: Session) -> None:
         )
     for unit in kept:
         unit.keeps_secondary = True
+
+
+def keep_in_other_formats(units: Sequence[Unit], session: Session) -> None:
+    """Decide again, now that a shard takes other memory: fewer are kept where that is bounded. Collective then."""
+    if session.secondary_ranks is None or session.config.secondary.memory_gb == "all":
+        return
+    kept = units_that_fit(units, _largest_of_all(units, session), session.secondary_bytes)
+    for unit in units:
+        unit.keeps_secondary = unit in kept
+        unit.secondary = None
+
+
+def _largest_of_all(units: Sequence[Unit], session: Session, *others: int) -> list[int]:
+    """The bytes of each unit's secondary shard, and other numbers, where they are largest. Collective."""
+    for unit in units:
+        unit.lay_out()
+    largest = torch.tensor([*(unit.held_bytes for unit in units), *others], device=session.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=session.topology.group)
+    return largest.tolist()

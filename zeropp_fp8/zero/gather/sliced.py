@@ -105,9 +105,6 @@ class SlicedUnit(DifferingUnit):
         contents = Contents(numels, formats, [self.format_of_difference(p) for p in self.packed])
         self.let_differ(contents, contents)
 
-    def forget_layout(self) -> None:
-        self.layout = None
-
     def _not_decoded(self) -> list[int]:
         """Indices of `packed` whose codes go to an operand directly."""
         return []

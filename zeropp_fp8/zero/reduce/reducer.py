@@ -46,7 +46,7 @@ class GradientReducer:
             # What travels in full is reduced as a vector is.
             shapes = [(p.ds_numel,) if session.sends_exactly("gradients", p) else p.ds_shape for p in params]
             args = (
-                [p.ds_shape for p in params],
+                shapes,
                 [g.dtype for g in grads],
                 session.topology,
                 session.intra_format,
@@ -152,6 +152,7 @@ class GradientReducer:
         """Gradients travel in the session's formats, which are others from now on. Between steps."""
         self._plans.clear()
         self._sums.clear()
+        self.scales = None
         self.error_feedback = None  # what rounding has dropped is little beside what made somebody change formats
 
     def _count_stock(self, params: Sequence[Parameter]) -> None:

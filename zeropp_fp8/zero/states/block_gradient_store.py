@@ -55,9 +55,12 @@ class BlockGradientStore(GradientStore):
         self._buffers = {id(g): StateBuffer(g.segments, element, "block", block_size) for g in groups if g.matrices}
         self._on_the_way: dict[int, _Arriving] = {}  # by ds_id
 
+    def _drop_codes(self) -> None:
+        self._buffers.clear()
+
     def view(self, param: Parameter) -> Tensor:
         group, segment = self._place[param.ds_id]
-        if not group.matrices:
+        if not self._in_codes(group):
             return self._view(self._sums, param)
         return group.segments.view(self._buffers[id(group)].codes, segment)
 
@@ -74,7 +77,7 @@ class BlockGradientStore(GradientStore):
         """The matrices among parameters: their groups, and in ascending order their segments there."""
         found: dict[int, tuple[StateGroup, list[int]]] = {}
         for group, segment in (self._place[p.ds_id] for p in params):
-            if group.matrices:
+            if self._in_codes(group):
                 found.setdefault(id(group), (group, []))[1].append(segment)
         return [(group, sorted(segments)) for group, segments in found.values()]
 
@@ -93,20 +96,20 @@ class BlockGradientStore(GradientStore):
     @torch.no_grad()
     def read(self, param: Parameter) -> Tensor:
         group, segment = self._place[param.ds_id]
-        if not group.matrices or param.ds_id in self._summed:
+        if not self._in_codes(group) or param.ds_id in self._summed:
             return self._view(self._sums, param).to(torch.float32, copy=True)
         return self._buffers[id(group)].decode(segment)
 
     @torch.no_grad()
     def close(self) -> None:
         for group in self.groups:
-            summed = [k for k, p in enumerate(group.params) if p.ds_id in self._summed] if group.matrices else []
+            summed = [k for k, p in enumerate(group.params) if p.ds_id in self._summed] if self._in_codes(group) else []
             if summed:
                 self._buffers[id(group)].encode_several_(summed, self._sums[id(group)], in_place=True)
         self._summed.clear()
 
     def of(self, group: StateGroup) -> FP8Gradients | list[Tensor]:
-        if group.matrices:
+        if self._in_codes(group):
             return FP8Gradients.of(self._buffers[id(group)])
         return [group.segments.view(self._sums[id(group)], k) for k in range(len(group.params))]
 

@@ -44,6 +44,7 @@ class GradientStore:
     def _lay_out(self, groups: Sequence[StateGroup], dtype: torch.dtype) -> None:
         self.groups = list(groups)
         self.dtype = dtype
+        self._keeps_numbers = False
         self._place = {p.ds_id: (g, k) for g in self.groups for k, p in enumerate(g.params)}
         # By id(group): `dtype` [padded_numel]; of matrices made when needed.
         self._sums = {id(g): self._zeros(g, dtype) for g in self.groups if not g.matrices}
@@ -52,6 +53,21 @@ class GradientStore:
         self._multipliers: dict[int, Tensor] = {}
         self._headroom: dict[int, float] = {}  # by ds_id: how many times the shared scale's a code stands for
         self._headrooms: dict[tuple[float, ...], Tensor] = {}  # fp32, those of a group's parameters
+
+    def keep_numbers(self) -> None:
+        """Hold gradients of matrices in 16 or 32 bits too, from now on. Between steps."""
+        self._keeps_numbers = True
+        self._sums = {id(g): self._zeros(g, self.dtype) for g in self.groups}
+        self._summed.clear()
+        self._multipliers.clear()
+        self._drop_codes()
+
+    def _drop_codes(self) -> None:
+        self._codes.clear()
+
+    def _in_codes(self, group: StateGroup) -> bool:
+        """Whether a group's gradients become codes."""
+        return group.matrices and not self._keeps_numbers
 
     @staticmethod
     def _zeros(group: StateGroup, dtype: torch.dtype) -> Tensor:
@@ -65,7 +81,7 @@ class GradientStore:
 
     def view(self, param: Parameter) -> Tensor:
         """Where the step will find this rank's part: FP8 codes (uint8) of a matrix, numbers of a vector."""
-        return self._view(self._codes if self._place[param.ds_id][0].matrices else self._sums, param)
+        return self._view(self._codes if self._in_codes(self._place[param.ds_id][0]) else self._sums, param)
 
     def destinations(
         self, params: Sequence[Parameter], last_micro_batch: bool, again: bool, headroom: float = 1.0
@@ -82,7 +98,7 @@ class GradientStore:
         return [self._destination(param, last_micro_batch, again, headroom) for param in params]
 
     def _destination(self, param: Parameter, last_micro_batch: bool, again: bool, headroom: float) -> Tensor:
-        if not self._place[param.ds_id][0].matrices:
+        if not self._in_codes(self._place[param.ds_id][0]):
             return self._view(self._sums, param)
         if not again:
             self._multipliers.clear()
@@ -116,7 +132,7 @@ class GradientStore:
     def read(self, param: Parameter) -> Tensor:
         """fp32 [this rank's elements], a copy."""
         group, segment = self._place[param.ds_id]
-        if not group.matrices or param.ds_id in self._summed:
+        if not self._in_codes(group) or param.ds_id in self._summed:
             return self._view(self._sums, param).to(torch.float32, copy=True)
         codes = self._view(self._codes, param)
         numbers = self.format.decode_rows(codes.view(1, -1), codes.numel(), torch.float32).view(-1)
@@ -125,21 +141,21 @@ class GradientStore:
     @torch.no_grad()
     def write(self, param: Parameter, values: Tensor) -> None:
         """Replace this rank's part, [its elements]."""
-        if self._place[param.ds_id][0].matrices:
+        if self._in_codes(self._place[param.ds_id][0]):
             self._summed.add(param.ds_id)
         self._view(self._sums, param).copy_(values)
 
     @torch.no_grad()
     def drop_sum(self, param: Parameter) -> None:
         """Let what several micro-batches have added up for a parameter be zeros."""
-        if param.ds_id in self._summed or not self._place[param.ds_id][0].matrices:
+        if param.ds_id in self._summed or not self._in_codes(self._place[param.ds_id][0]):
             self._view(self._sums, param).zero_()
 
     @torch.no_grad()
     def close(self) -> None:
         """The step begins: what has added up becomes FP8, and every code keeps its scale until the next gradients."""
         for group in self.groups:
-            if not group.matrices:
+            if not self._in_codes(group):
                 continue
             # A copy in any case: the shared scales move on with the step.
             multipliers = self._multipliers[id(group)] = self._multipliers_of(group)
@@ -187,7 +203,7 @@ class GradientStore:
 
     def of(self, group: StateGroup) -> FP8Gradients | list[Tensor]:
         """A group's gradients as the optimizer takes them."""
-        if group.matrices:
+        if self._in_codes(group):
             return FP8Gradients(self._codes[id(group)], self.format.name, self._multipliers_of(group))
         return [group.segments.view(self._sums[id(group)], k) for k in range(len(group.params))]
 
@@ -201,7 +217,8 @@ class GradientStore:
         for group in self.groups:
             if group.sub_group == sub_group:
                 members = [k for k, p in enumerate(group.params) if counted is None or counted(p)]
-                total += self._codes_squared(group, members) if group.matrices else self._sums_squared(group, members)
+                squared = self._codes_squared if self._in_codes(group) else self._sums_squared
+                total += squared(group, members)
         return total
 
     def _sums_squared(self, group: StateGroup, members: list[int]) -> Tensor:
