@@ -2,6 +2,7 @@
 
     python -m benchmarks.numerics_cost --ranks 1 --out runs/numerics_cost.json                  # a GPU
     python -m benchmarks.numerics_cost --ranks 2 --gbit 0                                       # two nodes; as root
+    python -m benchmarks.numerics_cost --ranks 2 --nodes 2 --runs zeropp,zeropp-diff,fp8-lm --seconds 100 --timeout 150
 
 A run is a recipe, trained by two engines that take turns in one process: one without the section `numerics`, one that
 samples one step in 2 x --group. Each group of --group steps is timed together, with one wait for the device at its end:
@@ -10,7 +11,8 @@ samples one step in 2 x --group. Each group of --group steps is timed together, 
 
 Differences are taken inside a cycle, where what the machine does to steps is alike: in processes of their own steps of
 1.3 B parameters on an H100 took 115 to 180 ms, and an idle section seemed to cost 7 %. A sample looks at one of --parts
-of the gather units: as many cycles as there are parts warm up, then --turns times as many are measured.
+of the gather units: as many cycles as there are parts warm up, then --turns times as many are measured; fewer where
+the run's share of --seconds, its start included, is used up before.
 
     an idle section costs       idle - the mean of both groups beside it
     a sample costs              sampled - idle
@@ -40,13 +42,14 @@ from benchmarks.harness.nodes import set_rate_everywhere
 from benchmarks.harness.question import Question
 from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.tables import link_of
-from examples.options import whole
+from examples.options import finite, whole
 
 TARGET = 1.0  # percent of a step, by one sample in APART steps
 APART = 100
 LEAST = 6  # cycles: the median of fewer has no interval of 95 %
 SECTIONS = {
     "zeropp": {"recipe": "zeropp"},
+    "zeropp-diff": {"recipe": "zeropp-diff"},
     "zeropp-fp8": {"recipe": "zeropp", "compute": {"format": "fp8"}},
     "fp8-lm": {"recipe": "fp8-lm"},
 }
@@ -55,6 +58,9 @@ SECTIONS = {
 def measure(run: str, args, device: torch.device) -> dict:
     """The row of one recipe: milliseconds of each group, cycle by cycle."""
     size, section, start = SIZES[args.size], SECTIONS[run], time.perf_counter()
+    share = args.seconds / args.of_runs if args.seconds is not None else math.inf
+    if args.gbit is None and args.nodes > 1:  # on one host
+        section = section | {"topology": {"ranks_per_node": args.ranks // args.nodes}}
     if args.gbit is not None:
         set_rate_everywhere(None)
     with tempfile.TemporaryDirectory() as folder:
@@ -74,6 +80,7 @@ def measure(run: str, args, device: torch.device) -> dict:
         group(engines[1], args.group - 2)
         cycles = []
         for turn in range(args.turns + 1):
+            began = time.perf_counter()
             for _ in range(args.parts):
                 times, samples = [], []
                 for engine in engines * 2:
@@ -85,10 +92,20 @@ def measure(run: str, args, device: torch.device) -> dict:
             if torch.distributed.get_rank() == 0:
                 done = f"{run}: turn {turn} of {args.turns}{'' if turn else ' (warm-up)'}"
                 print(f"{done}, {time.perf_counter() - start:.0f} s since its start", flush=True)
+            now = time.perf_counter()
+            if len(cycles) >= args.parts + LEAST and _on_any_rank(now - start + now - began > share, device):
+                break
         sampled_last = session.numerics
         for engine in engines:
             engine.close()
     return {"run": run, "cycles_ms": cycles[args.parts :], "sampled_last": sampled_last}
+
+
+def _on_any_rank(what: bool, device: torch.device) -> bool:
+    """Whether something is so on some rank. Collective."""
+    told = torch.tensor([int(what)], device=device)
+    torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
+    return bool(told.item())
 
 
 def median_of(values: Sequence[float]) -> list[float]:
@@ -160,18 +177,26 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", type=whole(3), default=3, help="steps that are timed together (default %(default)s)")
     parser.add_argument("--parts", type=whole(1), default=8 if on_gpu else 2, help="of the section (%(default)s)")
     parser.add_argument("--turns", type=whole(1), default=4, help="samples of each part that are timed (%(default)s)")
+    parser.add_argument("--nodes", type=whole(1), default=1, help="that the ranks count as, on one host without --gbit")
+    parser.add_argument("--seconds", type=finite(above=0), help="of all runs together, for fewer turns (default: all)")
     args = parser.parse_args(argv)
+    asked = args.nodes
     if args.parts * args.turns < LEAST:
         parser.error(f"--parts x --turns is {args.parts * args.turns}; an interval takes {LEAST} cycles")
     cut_into_nodes(args, parser)
+    if args.gbit is None and asked > 1:
+        args.nodes = asked
+        if args.ranks % asked:
+            parser.error(f"{args.ranks} ranks cannot be cut into {asked} nodes")
     choose_runs(args, parser, SECTIONS)
+    args.of_runs = len(args.runs)
     return args
 
 
 QUESTION = Question(
     name="numerics_cost",
     parse=parse,
-    settings=("size", "ranks", "nodes", "gbit", "micro_batch", "sequence", "group", "parts", "turns"),
+    settings=("size", "ranks", "nodes", "gbit", "micro_batch", "sequence", "group", "parts", "turns", "seconds"),
     jobs=lambda args: dealt_jobs(args.runs, 1),
     work=measure,
     line=lambda row: f"{row['run']}: {len(row['cycles_ms'])} cycles",

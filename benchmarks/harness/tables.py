@@ -18,5 +18,5 @@ def link_of(settings: dict) -> str:
     """What is between the ranks."""
     gbit = settings["gbit"]
     if gbit is None:
-        return "one node"
+        return "one node" if settings["nodes"] == 1 else f"{settings['nodes']} nodes on the links of one"
     return f"{settings['nodes']} nodes, {gbit:g} Gbit/s" if gbit else "link not shaped"

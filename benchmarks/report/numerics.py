@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.harness.tables import link_of
 from benchmarks.numerics_cost import APART, TARGET
 from benchmarks.report.blocks import Block, paragraph
 
 
 def numerics_cost_says(result: dict) -> str:
-    """A sample, an idle section, and both, in steps that the host bounds."""
-    (line,), settings = result["comparison"], result["settings"]
+    """A sample, an idle section, and both, in steps that the host bounds; a paragraph a recipe."""
+    return "\n\n".join(_says(result, line) for line in result["comparison"])
+
+
+def _says(result: dict, line: dict) -> str:
+    settings = result["settings"]
+    ranks = settings["ranks"]
+    on = f"{'one' if ranks == 1 else ranks} {result['hardware']['gpu']}" + (f" ({link_of(settings)})" * (ranks > 1))
     _, least, most = line["sample_percent"]
     sampled = "met" if most < TARGET else "missed" if least >= TARGET else "not resolved"
 
@@ -18,13 +25,14 @@ def numerics_cost_says(result: dict) -> str:
         median, low, high = (f"{value:+.{digits}f}" for value in found)
         return f"{median} {unit} ({low} to {high})"
 
+    noise = ", the host's noise being larger than what four calls take" if line["verdict"] == "not resolved" else ""
     return paragraph(
-        f"""On one {result["hardware"]["gpu"]}, in `{line["run"]}` with 1.3 B parameters and {settings["micro_batch"]}
-        x {settings["sequence"]:,} tokens ({line["without_ms"]:.0f} ms a step, {line["cycles"]} cycles), a sample costs
-        {between(line["sample_ms"], "ms", 1)}: with one in {APART} steps {between(line["sample_percent"], "%", 2)} of
-        the time, so that the target, below {TARGET:g} %, is {sampled} for samples. An idle section costs
-        {between(line["idle_percent"], "%", 2)}, both {between(line["percent"], "%", 2)}: {line["verdict"]}, the
-        host's noise being larger than what four calls take."""
+        f"""On {on}, in `{line["run"]}` with {settings["size"].replace("b", " B")} parameters and
+        {settings["micro_batch"]} x {settings["sequence"]:,} tokens ({line["without_ms"]:.0f} ms a step,
+        {line["cycles"]} cycles), a sample costs {between(line["sample_ms"], "ms", 1)}: with one in {APART} steps
+        {between(line["sample_percent"], "%", 2)} of the time, so that the target, below {TARGET:g} %, is {sampled} for
+        samples. An idle section costs {between(line["idle_percent"], "%", 2)}, both
+        {between(line["percent"], "%", 2)}: {line["verdict"]}{noise}."""
     )
 
 

@@ -11,6 +11,7 @@ from hang_guard import HANG
 from benchmarks import numerics_cost
 from benchmarks.harness.environment import ROOT
 from benchmarks.harness.results import finished_result
+from benchmarks.report.numerics import numerics_cost_says
 
 
 def line_of(cycles):
@@ -60,7 +61,8 @@ def test_too_few_cycles_are_refused(capsys):
 
 def test_on_two_ranks(tmp_path):
     out = tmp_path / "cost.json"
-    words = ["--ranks", "2", "--runs", "zeropp-fp8", "--parts", "1", "--turns", "6", "--out", str(out)]
+    words = ["--ranks", "2", "--nodes", "2", "--runs", "fp8-lm", "--parts", "1", "--turns", "99"]
+    words += ["--seconds", "0.1", "--out", str(out)]  # which is over at once: as few cycles as an interval takes
     command = [sys.executable, "-m", "benchmarks.numerics_cost", *words]
     env = {**os.environ, "ZEROPP_FP8_COMMIT": "tested"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG)
@@ -70,5 +72,8 @@ def test_on_two_ranks(tmp_path):
     assert len(row["cycles_ms"]) == 6 and all(len(times) == 4 for times in row["cycles_ms"])
     for kind in ("weights", "gradients", "compute_activations"):
         assert f"numerics/{kind}/lowest_snr_db" in row["sampled_last"]
-    assert line["without_ms"] > 0 and f"zeropp-fp8, {line['without_ms']:.1f} ms a step, 6 cycles" in done.stdout
-    assert "Cost of sampled numerics, Llama tiny, 2 rank(s)" in done.stdout
+    assert line["without_ms"] > 0 and f"fp8-lm, {line['without_ms']:.1f} ms a step, 6 cycles" in done.stdout
+    assert "Cost of sampled numerics, Llama tiny, 2 rank(s) in 2 nodes on the links of one" in done.stdout
+    several = result | {"hardware": {"gpu": "H100"}, "comparison": [line, line | {"run": "zeropp-diff"}]}
+    said = numerics_cost_says(several)
+    assert said.count("On 2 H100 (2 nodes on the links of one), in `") == 2 and "in `zeropp-diff`" in said
