@@ -8,11 +8,11 @@ and packing into buckets; the buckets go nowhere. All of the weights are trained
 
 trl, trl-lora      stock DeepSpeed, and what TRL with vLLM iterates over: parameter by parameter; with LoRA the whole
                    model at once, merged in its own dtype
-merged, ...-lora   zeropp: `WeightSource(engine)`, block by block, adapters merged in fp32
+merged, ...-lora   zeropp: `weights="merged"`, block by block, adapters merged in fp32
 fp8                zeropp with FP8 compute and weights that travel in FP8: `format="fp8"`, the codes that training uses
-changed-lora       zeropp: `only_changed=True` in the second hand-over, after a step that trained adapters alone
-adapters-lora      zeropp: `weights="adapters"`
-merged-qlora, adapters-qlora   the same on frozen weights that rest in NF4
+changed-lora       zeropp: as it is without being told, after a step that trained adapters alone
+adapters-lora      the same to an engine that takes adapters: `takes_adapters=True`
+merged-qlora, adapters-qlora   on frozen weights that rest in NF4
 
 "payload" is what the engine gets, "gathered" what a rank of the trainer sends for it by the ledger of the plugin (stock
 has none; `--gbit` counts at the interface for all), "there" the largest part of the weights that is gathered at once.
@@ -43,14 +43,14 @@ FP8 = {"compute": {"format": "fp8", "scaling": "current"}, "weights": {"format":
 # run: (section of the plugin, LoRA, arguments of WeightSource)
 RUNS: dict[str, tuple[dict | None, bool, dict]] = {
     "trl": (None, False, {}),
-    "merged": ({"recipe": "zeropp"}, False, {}),
+    "merged": ({"recipe": "zeropp"}, False, {"weights": "merged"}),
     "fp8": ({"recipe": "zeropp", **FP8}, False, {"format": "fp8"}),
     "trl-lora": (None, True, {}),
-    "merged-lora": ({"recipe": "zeropp"}, True, {}),
-    "changed-lora": ({"recipe": "zeropp"}, True, {"only_changed": True}),
-    "adapters-lora": ({"recipe": "zeropp"}, True, {"weights": "adapters"}),
-    "merged-qlora": ({"recipe": "qlora"}, True, {}),
-    "adapters-qlora": ({"recipe": "qlora"}, True, {"weights": "adapters"}),
+    "merged-lora": ({"recipe": "zeropp"}, True, {"weights": "merged"}),
+    "changed-lora": ({"recipe": "zeropp"}, True, {}),
+    "adapters-lora": ({"recipe": "zeropp"}, True, {"takes_adapters": True}),
+    "merged-qlora": ({"recipe": "qlora"}, True, {"weights": "merged"}),
+    "adapters-qlora": ({"recipe": "qlora"}, True, {"takes_adapters": True}),
 }
 
 
@@ -107,6 +107,9 @@ class OfTrl:
 
     def forget(self) -> None:
         """It remembers nothing."""
+
+    def agree(self) -> None:
+        """All of it is always due."""
 
 
 def source_of(run: str, engine):
@@ -174,17 +177,17 @@ def measure(run: str, args, device: torch.device) -> dict:
         gathered = None if sent is None else gathered_bytes(run, engine) - sent
         payload = transfer.sent_bytes - payload
         peak = meter.peak()
-    source.forget()
+    step()
     row = {
         "run": run,
         "ms": min(times),
         "payload_bytes": payload,
         "gathered_bytes_per_rank": gathered,
         "tx_bytes_per_node": crossed,
+        "tensors": len(source.metadata()),
         "there_bytes": there_at_once(engine, source),
         "largest_bucket_bytes": transfer.peak_bucket_bytes,
         "peak_bytes": peak,
-        "tensors": len(source.metadata()) if run != "changed-lora" else None,
     }
     engine.destroy()
     return {"round": args.round, **row}

@@ -20,6 +20,9 @@ class Trainer:
         self._connection = Client(address, authkey=key)
         self.failing, self.calls = failing, []
 
+    def close(self):
+        self._connection.close()
+
     def _call(self, name, argument=None):
         self.calls.append((name, argument))
         self._connection.send((name, argument, name == self.failing))
@@ -67,6 +70,8 @@ class Engine:
             (name, getattr(torch, dtype), shape)
             for name, dtype, shape in zip(told["names"], told["dtype_names"], told["shapes"], strict=True)
         ]
+        if any(map(of_adapter, told["names"])):
+            self.held = {name: tensor for name, tensor in self.held.items() if not of_adapter(name)}
         while waiting:
             message, size = [], 0
             while waiting and size <= self.limit:
@@ -87,23 +92,31 @@ class Engine:
         torch.save({"held": self.held, "sizes": self.sizes}, self.file)
 
 
+def of_adapter(name):
+    return name.startswith("base_model.")
+
+
 def main(address, key, device, file):
     with Listener(address, authkey=key.encode()) as listener:
         print("listening", flush=True)
-        connection = listener.accept()
-        engine = Engine(device, file)
         while True:
-            try:
-                name, argument, fails = connection.recv()
-            except EOFError:
-                return
-            try:
-                if fails:
-                    raise ValueError(f"{name} is not to be had")
-                getattr(engine, name)(argument)
-                connection.send(None)
-            except Exception as error:
-                connection.send(f"{type(error).__name__}: {error}")
+            with listener.accept() as connection:
+                answer(connection, Engine(device, file))
+
+
+def answer(connection, engine):
+    while True:
+        try:
+            name, argument, fails = connection.recv()
+        except EOFError:
+            return
+        try:
+            if fails:
+                raise ValueError(f"{name} is not to be had")
+            getattr(engine, name)(argument)
+            connection.send(None)
+        except Exception as error:
+            connection.send(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

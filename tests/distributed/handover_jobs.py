@@ -57,7 +57,7 @@ def whole_models(cases, stateful):
     for case, (way, tie, dtype) in cases.items():
         recipe, fields = WAYS[way]
         engine = engine_of(recipe, dtype=dtype, sizes={"tie": tie}, **fields)
-        weights, source = full_weights(engine.module), WeightSource(engine)
+        weights, source = full_weights(engine.module), WeightSource(engine, weights="merged")
         most, got = 0, {}
         for name, tensor in source:
             got[name] = tensor.clone()
@@ -94,7 +94,7 @@ def merged_models(cases):
 
             with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
                 engine.module.merge_adapter()
-        source = WeightSource(engine)
+        source = WeightSource(engine, weights="merged")
         got = copied(source)
         ordinary = all_kinds_of_adapters(kind)(llama(tie=tie, layers=3)).float()
         ordinary.load_state_dict(weights, strict=False)
@@ -117,7 +117,7 @@ def merged_into_float8():
     ordinary = all_kinds_of_adapters("lora")(llama(layers=3)).float()
     ordinary.load_state_dict(full_weights(engine.module), strict=False)
     expected = dict(ordinary.merge_and_unload().named_parameters())
-    source = WeightSource(engine, format="fp8")
+    source = WeightSource(engine, "merged", format="fp8")
     got = copied(source)
     codes = [name for name, tensor in got.items() if tensor.dtype == torch.float8_e4m3fn]
     close = {name: written_out(got, name, expected[name].detach()) for name in codes}
@@ -275,7 +275,7 @@ def float8_weights(ways):
         engine_operands = dict(operands)
         weights = full_weights(engine.module)
         operands.clear()
-        source = WeightSource(engine, format="fp8")
+        source = WeightSource(engine, "merged", format="fp8")
         got = copied(source)
         agrees = declared(source) == shown(got) and not there(engine)
         handles = [layer.register_forward_hook(keep(name)) for name, layer in layers.items()]
@@ -339,7 +339,7 @@ def failures():
     from peft.tuners.lora.layer import Linear
 
     engine, said = engine_of(adapters="lora"), {}
-    source, first, calls = WeightSource(engine), dist.get_rank() == 0, []
+    source, first, calls = WeightSource(engine, "merged"), dist.get_rank() == 0, []
 
     def merge(self, *args, **kwargs):
         calls.append(1)
@@ -381,7 +381,6 @@ def stand_in(folder, device="cpu"):
     if dist.get_rank():
         yield None, None
         return
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from stand_in import Trainer
 
     address, file = f"{folder}/socket", f"{folder}/held.pt"
@@ -421,7 +420,10 @@ def to_a_stand_in(folder, limit):
     engine, found = engine_of(adapters="lora", dtype="bf16"), {}
     with stand_in(folder) as (client, file):
         transfers = {}
-        for name, options in {"merged": {"only_changed": True}, "fp8": {"format": "fp8"}}.items():
+        for name, options in {
+            "merged": {"weights": "merged", "only_changed": True},
+            "fp8": {"weights": "merged", "format": "fp8"},
+        }.items():
             source = WeightSource(engine, **options)
             if not transfers:
                 transfer = Transfer.trainer_init(init_info(limit), client=client, source=source)
@@ -531,6 +533,7 @@ def refusals():
     said["weights"] = attempt(lambda: WeightSource(plain, weights="all"))
     said["format"] = attempt(lambda: WeightSource(plain, format="fp4"))
     said["codes of adapters"] = attempt(lambda: WeightSource(plain, weights="adapters", format="fp8"))
+    said["apart"] = attempt(lambda: WeightSource(plain, "merged", takes_adapters=True))
     said["no codes"] = attempt(lambda: WeightSource(plain).quantization_config())
     said["no adapters"] = attempt(lambda: WeightSource(plain, weights="adapters").metadata())
     said["no engine"] = attempt(lambda: WeightSource(llama()))

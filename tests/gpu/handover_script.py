@@ -38,10 +38,14 @@ def main(folder):
     zeropp_fp8.enable()
     engine, found = engine_of(), {}
     tokens = torch.randint(1024, (2, 32), device="cuda")
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-    engine.step()
+
+    def step():
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+
+    step()
     port = dist.TCPStore("127.0.0.1", 0, 1, True).port + 1
-    ways = {"merged": {}, "fp8": {"format": "fp8"}, "adapters": {"weights": "adapters"}}
+    ways = {"merged": {}, "fp8": {"format": "fp8"}, "apart": {"takes_adapters": True}}
     for number, (way, options) in enumerate(ways.items()):
         address, file = f"{folder}/socket{number}", f"{folder}/held{number}.pt"
         script = Path(__file__).parents[1] / "stand_in.py"
@@ -55,7 +59,7 @@ def main(folder):
                 lambda where=where: TransferGroup(**where, rank=0, world_size=2, device=torch.device("cuda:0")),
                 receivers=where,
                 rank=0,
-                packed_buffer_size_bytes=1 << 16 if way == "adapters" else LIMIT,
+                packed_buffer_size_bytes=LIMIT,
             )
             transfer = Transfer.trainer_init(info, client=Trainer(address, b"key"), source=source)
             torch.cuda.synchronize()
@@ -63,16 +67,22 @@ def main(folder):
             before = torch.cuda.memory_allocated()
             transfer.send_weights()
             grown = torch.cuda.max_memory_allocated() - before
-            held, expected = torch.load(file), {name: t.cpu().clone() for name, t in source}
+            messages = len(torch.load(file)["sizes"])
+            step()
+            transfer.send_weights()
+            held, fresh = torch.load(file), WeightSource(engine, **options)
+            expected = {name: tensor.cpu().clone() for name, tensor in fresh}
         finally:
             process.kill()
             process.wait()
         same = [torch.equal(held["held"][n].view(torch.uint8), t.view(torch.uint8)) for n, t in expected.items()]
         found[way] = {
             "equal": all(same) and held["held"].keys() == expected.keys(),
-            "messages": len(held["sizes"]),
+            "messages": messages,
+            "after a step": sum(held["sizes"]),
             "grown": grown,
             "model": sum(p.ds_numel * 2 for p in engine.module.parameters()),
+            "adapters": sum(p.ds_numel * 2 for p in engine.module.parameters() if p.requires_grad),
         }
     print("RESULT " + json.dumps(found))
 

@@ -48,7 +48,7 @@ class Source:
     """A source of two tensors that are not those it declares, if told so."""
 
     def __init__(self, wrong=None):
-        self.wrong, self.forgotten = wrong, 0
+        self.wrong, self.forgotten, self.ended = wrong, 0, 0
 
     def metadata(self):
         return [ParamMeta("a", torch.float32, (2,)), ParamMeta("b", torch.float32, (3,))]
@@ -61,9 +61,13 @@ class Source:
             yield "b", torch.ones(3)
         if self.wrong == "too many":
             yield "c", torch.ones(1)
+        self.ended += 1
 
     def forget(self):
         self.forgotten += 1
+
+    def agree(self):
+        """It is one rank."""
 
 
 class Client:
@@ -101,7 +105,7 @@ def test_a_source_that_does_not_keep_its_word(wrong, said):
     source, client = Source(wrong), Client()
     with pytest.raises(RuntimeError, match=f"send_weights failed on rank 0: RuntimeError: .*{said}"):
         transfer_of(source, client).send_weights()
-    assert "finish" not in client.calls and source.forgotten == 1
+    assert "finish" not in client.calls and source.forgotten == 2  # when the engine was joined, and now
 
 
 def test_what_the_engine_is_told():
@@ -138,8 +142,26 @@ def test_an_older_vllm(monkeypatch):
         vllm_transfer(Source(), None, None)
 
 
-def test_with_classes_like_those_of_vllm(monkeypatch):
-    """The factory gets one of vLLM's sources, with vLLM's own metadata, that can be iterated again."""
+class Engine:
+    """A trainer engine as vLLM documents one: it asks for metadata and iterates the source, at each `send_weights`."""
+
+    def __init__(self, source):
+        self.source, self.sent, self.failing = source, [], None
+
+    def send_weights(self):
+        if self.failing == "start":
+            raise OSError("connection refused")
+        self.sent.append((self.source.metadata(), [name for name, _ in self.source]))
+        if self.failing == "finish":
+            raise OSError("connection reset")
+
+    def shutdown(self):
+        self.source = None
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """vLLM's names, with classes like its own."""
 
     class WeightSource:
         pass
@@ -154,12 +176,37 @@ def test_with_classes_like_those_of_vllm(monkeypatch):
         @classmethod
         def trainer_init(cls, init_info, *, client, source):
             assert isinstance(source, WeightSource) and (init_info, client) == ("info", "client")
-            return source
+            return Engine(source)
 
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    vllm = sys.modules["vllm.distributed.weight_transfer"]
-    vllm.WeightSource, vllm.ParamMeta, vllm.WeightTransferTrainerFactory = WeightSource, Meta, Factory
-    source = vllm_transfer(Source(), "info", "client")
-    assert source.metadata()[1] == Meta("b", torch.float32, (3,))
-    assert [[name for name, _ in source] for _ in range(2)] == [["a", "b"], ["a", "b"]]
+    module = sys.modules["vllm.distributed.weight_transfer"]
+    module.WeightSource, module.ParamMeta, module.WeightTransferTrainerFactory = WeightSource, Meta, Factory
+    return module
+
+
+def test_with_classes_like_those_of_vllm(vllm):
+    """The factory gets one of vLLM's sources, with vLLM's own metadata, that can be iterated at each hand-over."""
+    source = Source()
+    transfer = vllm_transfer(source, "info", "client")
+    assert source.forgotten == 1
+    for _ in range(2):
+        transfer.send_weights()
+    declared = [vllm.ParamMeta("a", torch.float32, (2,)), vllm.ParamMeta("b", torch.float32, (3,))]
+    assert transfer.engine.sent == [(declared, ["a", "b"])] * 2
+    source.metadata = lambda: []
+    transfer.send_weights()  # nothing is due
+    assert len(transfer.engine.sent) == 2
+    transfer.shutdown()
+    assert transfer.engine.source is None
+
+
+@pytest.mark.parametrize("failing, error", [("start", "refused"), ("finish", "reset")])
+def test_vllm_that_fails(vllm, failing, error):
+    """Where nobody has begun to iterate, or all has been: others wait in no gather, and all is due again."""
+    source = Source()
+    transfer = vllm_transfer(source, "info", "client")
+    transfer.engine.failing = failing
+    with pytest.raises(RuntimeError, match=f"send_weights failed on rank 0: OSError: connection {error}"):
+        transfer.send_weights()
+    assert source.ended == 1 and source.forgotten == 2

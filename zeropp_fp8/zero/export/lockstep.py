@@ -34,14 +34,19 @@ class Lockstep:
     def failures(self) -> list[str]:
         """What failed, by rank. Collective."""
         own = self.error and f"{type(self.error).__name__}: {self.error}"
-        everyones = [own]
-        if dist.is_initialized():
-            everyones = [None] * dist.get_world_size()
-            dist.all_gather_object(everyones, own)
-        return [f"{self._what} failed on rank {rank}: {error}" for rank, error in enumerate(everyones) if error]
+        return [f"{self._what} failed on rank {rank}: {error}" for rank, error in enumerate(everyones(own)) if error]
 
     def raise_everywhere(self) -> None:
         """Raise what failed on the first of the ranks on which something did. Collective."""
         failures = self.failures()
         if failures:
             raise RuntimeError(failures[0]) from self.error
+
+
+def everyones(value) -> list:
+    """What each rank has, by rank. Collective."""
+    found = [value]
+    if dist.is_initialized():
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+    return found

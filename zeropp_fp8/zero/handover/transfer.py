@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -93,16 +94,55 @@ class TransferInit:
         return self.rank == 0
 
 
-class Transfer:
-    """Sends a source to an engine. Every rank of the trainer has one, and calls its methods together.
+class Sender(ABC):
+    """Hands a source over to an engine. Every rank of the trainer has one, and calls its methods together.
+
+    An engine that has just been joined has nothing: all is due. For one that loses its weights later, as vLLM does in
+    sleep of level 2, call `source.forget()`; the rank that hears of it is enough.
+
+    Args:
+        takes: whether this rank needs the tensors, or gathers them for others only.
+    """
+
+    def __init__(self, source: WeightSource, takes: bool) -> None:
+        self._source, self._takes = source, takes
+        source.forget()
+
+    def send_weights(self) -> None:
+        """Hand over what is due; nothing is said to the engine where nothing is. Collective.
+
+        Raises:
+            RuntimeError: a rank, the engine or the way to it has failed; on every rank. Then all is due again.
+        """
+        self._source.agree()
+        declared = self._source.metadata()
+        if not declared:
+            return
+        lockstep = Lockstep("send_weights", here=self._takes)
+        weights = iter(self._source) if self._takes else self._source.take_part()
+        lockstep.call(self._send, declared, weights)
+        lockstep.always(deque, weights, 0)  # the rest: gathers that others wait in
+        try:
+            lockstep.raise_everywhere()
+        except RuntimeError:
+            self._source.forget()
+            raise
+
+    @abstractmethod
+    def _send(self, declared: list[ParamMeta], weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Tell the engine what comes, and send it."""
+
+
+class Transfer(Sender):
+    """Sends over a group of processes, in messages.
 
     Attributes:
         peak_bucket_bytes: the largest bucket so far; sent_bytes: of all.
     """
 
     def __init__(self, client: Client, source: WeightSource, group, init_info: TransferInit) -> None:
-        self._client, self._source, self._group = client, source, group
-        self._is_sender, self._limit = init_info.is_sender, init_info.packed_buffer_size_bytes
+        super().__init__(source, init_info.is_sender)
+        self._client, self._group, self._limit = client, group, init_info.packed_buffer_size_bytes
         self.peak_bucket_bytes = self.sent_bytes = 0
 
     @classmethod
@@ -127,25 +167,6 @@ class Transfer:
         group = lockstep.call(join)
         lockstep.raise_everywhere()
         return cls(client, source, group, init_info)
-
-    def send_weights(self) -> None:
-        """Hand over what is due; nothing is said to the engine where nothing is. Collective.
-
-        Raises:
-            RuntimeError: a rank, the engine or the way to it has failed; on every rank. Then all is due again.
-        """
-        declared = self._source.metadata()
-        if not declared:
-            return
-        lockstep = Lockstep("send_weights", here=self._is_sender)
-        weights = iter(self._source) if self._is_sender else self._source.take_part()
-        lockstep.call(self._send, declared, weights)
-        lockstep.always(deque, weights, 0)  # the rest: gathers that others wait in
-        try:
-            lockstep.raise_everywhere()
-        except RuntimeError:
-            self._source.forget()
-            raise
 
     def shutdown(self) -> None:
         """Leave the group."""

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
 
-from zeropp_fp8.zero.handover.source import WeightSource
+from torch import Tensor
+
+from zeropp_fp8.zero.handover.source import ParamMeta, WeightSource
+from zeropp_fp8.zero.handover.transfer import Sender
 
 _OLDEST = "0.29"
 
 
-def vllm_transfer(source: WeightSource, init_info, client):
+class VLLMTransfer(Sender):
+    """vLLM's trainer engine, whose failures reach every rank.
+
+    Attributes:
+        engine: vLLM's own.
+    """
+
+    def __init__(self, source: WeightSource, replayed, engine) -> None:
+        super().__init__(source, takes=True)  # some of vLLM's transports need them on every rank
+        self._replayed, self.engine = replayed, engine
+
+    def shutdown(self) -> None:
+        """Leave the engine."""
+        self.engine.shutdown()
+
+    def _send(self, declared: list[ParamMeta], weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._replayed.weights = weights
+        self.engine.send_weights()
+
+
+def vllm_transfer(source: WeightSource, init_info, client) -> VLLMTransfer:
     """vLLM's trainer engine over a source: its `send_weights()` hands over. Call it on every rank.
 
     Args:
@@ -29,13 +53,16 @@ def vllm_transfer(source: WeightSource, init_info, client):
             "zeropp_fp8.handover.Transfer, which needs none"
         ) from error
 
-    class Source(base):
-        """The plugin's source as one of vLLM's."""
+    class Replayed(base):
+        """The plugin's source as one of vLLM's: what is due, and the `weights` that a hand-over is to send."""
+
+        weights = None
 
         def metadata(self):
             return [meta(*declared) for declared in source.metadata()]
 
         def __iter__(self):
-            return iter(source)
+            return iter(source) if self.weights is None else self.weights
 
-    return factory.trainer_init(init_info=init_info, client=client, source=Source())
+    replayed = Replayed()
+    return VLLMTransfer(source, replayed, factory.trainer_init(init_info=init_info, client=client, source=replayed))
