@@ -268,7 +268,8 @@ def report_to_libraries(folder, libraries):
 
     from zeropp_fp8.integrations import log_metrics
 
-    os.environ.update(WANDB_MODE="offline", WANDB_DIR=folder, WANDB_SILENT="true")
+    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_ERROR_REPORTING="false")
+    os.environ.update({f"WANDB_{kind}DIR": folder for kind in ("", "CACHE_", "CONFIG_", "DATA_")})
     os.environ.update(TENSORBOARD_LOGGING_DIR=f"{folder}/tensorboard")
     the_section = section("zeropp", numerics={"every": 4, "parts": 1, "file": f"{folder}/numerics.jsonl"})
     arguments = _arguments(the_section, folder, steps=8) | {"logging_steps": 4, "report_to": libraries}
