@@ -62,29 +62,39 @@ def train_with_trainer(recipes, folder):
     return {recipe: _with_trainer(recipe, folder) for recipe in recipes}
 
 
-def train_compiled(recipe, folder):
-    """Losses of the Trainer without and with `torch_compile`, and how many graphs there are then.
+def train_compiled(recipe, folder, backends):
+    """Losses of the Trainer without `torch_compile`, and {backend: (losses, graphs after each step)} with it.
 
     There are more layers than dynamo compiles one function anew for. Where it would leave the rest eager, it raises.
     """
     from torch._dynamo import config
     from torch._dynamo.utils import counters
+    from transformers import TrainerCallback
+
+    class Graphs(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            after_steps.append(counters["stats"]["unique_graphs"])
 
     config.fail_on_recompile_limit_hit = True
     sizes = {"layers": config.recompile_limit + 2, "hidden": 16}
     eager, _ = _with_trainer(recipe, folder, sizes)
-    torch._dynamo.reset()
-    counters.clear()
-    compiled, _ = _with_trainer(recipe, folder, sizes, torch_compile=True, torch_compile_backend="aot_eager")
-    return eager, compiled, counters["stats"]["unique_graphs"]
+    compiled = {}
+    for backend in backends:
+        torch._dynamo.reset()
+        counters.clear()
+        after_steps = []
+        arguments = {"torch_compile": True, "torch_compile_backend": backend}
+        losses, _ = _with_trainer(recipe, folder, sizes, callbacks=[Graphs], **arguments)
+        compiled[backend] = losses, after_steps
+    return eager, compiled
 
 
-def _with_trainer(recipe, folder, sizes=None, steps=4, **more):
+def _with_trainer(recipe, folder, sizes=None, steps=4, callbacks=None, **more):
     from transformers import Trainer, TrainingArguments
 
     arguments = _arguments(section(recipe) if recipe else None, folder, steps)
     arguments = TrainingArguments(learning_rate=1e-3, **arguments, **more)
-    trainer = Trainer(model=llama(**(sizes or {})), args=arguments, train_dataset=_Tokens())
+    trainer = Trainer(model=llama(**(sizes or {})), args=arguments, train_dataset=_Tokens(), callbacks=callbacks)
     return _losses(trainer), zeropp_fp8.wire_report(trainer.model_wrapped) if recipe else None
 
 
