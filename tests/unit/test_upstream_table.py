@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from upstream.table import KNOWN_DIFFERENCES, Difference, judge, known_differences, markdown
+from upstream.table import KNOWN_DIFFERENCES, Difference, judge, known_differences, markdown, result
 
 from zeropp_fp8.config import RECIPES
 
@@ -85,6 +85,19 @@ def test_the_table_names_regressions_and_reasons():
     assert "* device: CPU" in text and "stock: 1 failed, 5 passed, 1 skipped;" in text
     assert "| `lossless` | 1 | 1 | 1 | 1 | 1 | 3 |" in text
     assert "* `a.py::T::breaks[fp16-3]`: AssertionError: wrong\n" in text and "* 1 x who F.linear is\n" in text
+
+
+def test_what_a_result_file_keeps():
+    """Every test with both endings, reasons, and no folder of somebody's."""
+    results = {**RESULTS, "a.py::T::breaks[fp16-3]": line("failed", "no /home/me/file.py there\nmore")}
+    kept = result(STOCK, {"lossless": results}, {"lossless": judge("lossless", STOCK, results, [IDENTITY])})
+    assert kept["finished"] is False and kept["tests"].keys() == STOCK.keys()
+    assert kept["tests"]["a.py::T::breaks[fp16-3]"] == {
+        "stock": {"outcome": "passed", "engines": 0},
+        "lossless": {"outcome": "failed", "engines": 1, "says": "no file.py there"},
+    }
+    assert kept["tests"]["a.py::T::differs[fp16-3]"]["lossless"]["reason"] == "who F.linear is"
+    assert kept["tests"]["a.py::T::fails_anyway"] == {"stock": {"outcome": "failed", "engines": 0, "says": "stock"}}
 
 
 @pytest.mark.parametrize("left_out", ["tests", "recipes", "says", "reason"])

@@ -50,7 +50,7 @@ def upstream(tmp_path):
 
 
 def a_run(upstream, tmp_path, timeout=600, gpus=()):
-    return Run(upstream, tmp_path / "stock.jsonl", None, timeout, list(gpus))
+    return Run(upstream / "tests", tmp_path / "stock.jsonl", None, timeout, list(gpus))
 
 
 def forever():

@@ -1,6 +1,7 @@
-"""Run the ZeRO-3 parts of DeepSpeed's unit tests, unmodified, without and with recipes, and write the table.
+"""Run the ZeRO-3 parts of others' tests, unmodified, without and with recipes, and write the table.
 
     python tests/upstream/run_upstream.py --upstream /path/to/DeepSpeed --recipes lossless zeropp --out runs/upstream
+    python tests/upstream/run_upstream.py --suite trl --upstream /path/to/trl --out runs/upstream/trl
 
 First stock DeepSpeed runs them, then each recipe those that stock has passed; or, in half of the time, first the
 recipes and then stock what one of them has failed (--stock-last). Every result is kept in OUT, and a second call goes
@@ -10,29 +11,35 @@ on where the first one ended. A GPU each rank, or the CPU (DS_ACCELERATOR=cpu LO
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
+import subprocess
 import sys
 import time
 from importlib import metadata
 from pathlib import Path
 
 import torch
-from table import NOT_RUN, judge, known_differences, markdown
-from workers import Run
+from suites import SUITES, Suite, prepare
+from table import NOT_RUN, judge, known_differences, markdown, result
+from workers import PROJECT, Run
 
 from zeropp_fp8.config import RECIPES
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.append(str(PROJECT))
+sys.path.append(str(PROJECT / "examples"))
 
 from options import finite, whole
 
-FOLDERS = ("unit/v1/zero", "unit/runtime/zero", "unit/checkpoint")
+from benchmarks.harness.environment import measured_commit
+from benchmarks.harness.results import write_result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--upstream", type=Path, required=True, help="a checkout of DeepSpeed, or its tests/ folder's")
+    parser.add_argument("--suite", choices=sorted(SUITES), default="deepspeed", help="whose tests they are")
+    parser.add_argument("--upstream", type=Path, required=True, help="a checkout of it")
     parser.add_argument(
         "--recipes", nargs="*", default=["lossless", "zeropp"], choices=sorted(RECIPES), metavar="RECIPE"
     )
@@ -43,16 +50,17 @@ def main() -> None:
     parser.add_argument("--timeout", type=finite(above=0), default=300, help="seconds a test may take")
     parser.add_argument("--minutes", type=finite(above=0), default=600, help="for all; what is not run by then is told")
     parser.add_argument("--stock-last", action="store_true", help="let stock run only what a recipe fails")
-    parser.add_argument("tests", nargs="*", help=f"ids, files or folders; else of {', '.join(FOLDERS)} what is there")
+    parser.add_argument("tests", nargs="*", help="ids, files or folders; else what tests/upstream/suites.py names")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     upstream, deadline = arguments.upstream.resolve(), time.monotonic() + 60 * arguments.minutes
-    gpus = visible_gpus()
+    gpus, suite, out = visible_gpus(), SUITES[arguments.suite], arguments.out.resolve()
+    folder, environment = prepare(suite, upstream, out)
 
     def run_of(recipe: str | None) -> Run:
-        return Run(upstream, arguments.out.resolve() / f"{recipe or 'stock'}.jsonl", recipe, arguments.timeout, gpus)
+        return Run(folder, out / f"{recipe or 'stock'}.jsonl", recipe, arguments.timeout, gpus, environment)
 
-    chosen = arguments.tests or [folder for folder in FOLDERS if (upstream / "tests" / folder).is_dir()]
+    chosen = arguments.tests or [name for name in suite.tests if (folder / name).exists()]
     tests = run_of(None).collect(chosen)
 
     def stock() -> dict[str, dict]:
@@ -72,8 +80,10 @@ def main() -> None:
     judged = {recipe: judge(recipe, stock(), found, known) for recipe, found in results.items()}
     for recipe, found in judged.items():
         print(f"{recipe}: {found['counts']}", flush=True)
-    table = {"about": described(upstream, gpus), "stock": stock(), "recipes": judged}
+    table = {"about": described(suite, upstream, gpus), "stock": stock(), "recipes": judged}
     (arguments.out / "table.json").write_text(json.dumps(table, indent=1))
+    head = {"question": "upstream", "date": datetime.date.today().isoformat(), "commit": measured_commit()}
+    write_result(arguments.out / "result.json", {**head, "about": table["about"], **result(stock(), results, judged)})
     (arguments.out / "table.md").write_text(markdown(table["stock"], judged, table["about"]))
     print(f"{arguments.out / 'table.md'}")
     raise SystemExit(1 if any(found["regressions"] or found["not run"] for found in judged.values()) else 0)
@@ -87,14 +97,23 @@ def visible_gpus() -> list[str]:
     return given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def described(upstream: Path, gpus: list[str]) -> dict:
+def described(suite: Suite, upstream: Path, gpus: list[str]) -> dict:
     """What was run, where."""
-    version = upstream / "version.txt"
+    packages = dict.fromkeys([suite.package, "deepspeed", "torch"])
     return {
-        "tests of": f"DeepSpeed {version.read_text().strip() if version.exists() else '(version.txt is missing)'}",
-        "installed": f"DeepSpeed {metadata.version('deepspeed')}, torch {torch.__version__}",
+        "tests of": f"{suite.package} {version_of(upstream)}",
+        "installed": ", ".join(f"{package} {metadata.version(package)}" for package in packages),
         "device": f"{len(gpus)} x {torch.cuda.get_device_name()}" if gpus else "CPU",
     }
+
+
+def version_of(upstream: Path) -> str:
+    """The version that a checkout says it has, or else its commit."""
+    for name in ("version.txt", "VERSION"):
+        if (upstream / name).exists():
+            return (upstream / name).read_text().strip()
+    git = ["git", "-C", str(upstream), "log", "-1", "--format=%h of %cs"]
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -102,11 +102,38 @@ def judge(recipe: str, stock: dict[str, dict], results: dict[str, dict], known: 
     return {"counts": {verdict: counts[verdict] for verdict in VERDICTS}, "engines": engines, **found}
 
 
+def result(stock: dict[str, dict], results: dict[str, dict], judged: dict[str, dict]) -> dict:
+    """What a result file keeps: {"finished": all were run, "tests": {test: {"stock" or recipe: how it ended}}}.
+
+    An ending has "outcome", "engines" and "seconds", and where it is not "passed" the first line of what the test says
+    and the reason why it is not meant to hold.
+    """
+
+    def ending(line: dict, reason: str | None = None) -> dict:
+        kept = {key: line[key] for key in ("outcome", "engines", "seconds") if key in line}
+        if line["outcome"] != "passed":
+            kept["says"] = re.sub(r"/\S+/", "", _first_line(line["says"]))  # somebody's folders
+        return kept if reason is None else {**kept, "reason": reason}
+
+    tests = {
+        test: {
+            "stock": ending(line),
+            **{
+                recipe: ending(finished[test], judged[recipe]["not meant to hold"].get(test))
+                for recipe, finished in results.items()
+                if test in finished
+            },
+        }
+        for test, line in stock.items()
+    }
+    return {"finished": not any(found["not run"] for found in judged.values()), "tests": tests}
+
+
 def markdown(stock: dict[str, dict], judged: dict[str, dict], about: dict) -> str:
     """The table as text: a line a recipe, then each regression and each reason."""
     outcomes = Counter(line["outcome"] for line in stock.values())
     lines = [
-        "# DeepSpeed's own ZeRO-3 tests with the plugin on",
+        "# Others' ZeRO-3 tests with the plugin on",
         "",
         *(f"* {name}: {value}" for name, value in about.items()),
         "* stock: "

@@ -1,8 +1,8 @@
-"""pytest plugin for DeepSpeed's own tests (`pytest -p upstream_plugin`): turn a recipe on, choose tests, report each.
+"""pytest plugin for others' tests (`pytest -p upstream_plugin`): turn a recipe on, choose tests, report each.
 
-With ZEROPP_FP8_RECIPE set, the plugin is enabled in this process and in those that the tests start. Tests whose
-parameters say another ZeRO stage than 3 are left out. UPSTREAM_REPORT names a file that gets a line of JSON for each
-test that is collected, started and finished, so that what is known survives a process that has to be killed.
+With ZEROPP_FP8_RECIPE set, the plugin is enabled in this process and in those that the tests start. Tests whose name or
+parameters say another way than ZeRO stage 3 are left out. UPSTREAM_REPORT names a file that gets a line of JSON for
+each test that is collected, started and finished, so that what is known survives a process that has to be killed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import gc
 import json
 import multiprocessing.pool
 import os
+import re
 import threading
 
 from zeropp_fp8.config import RECIPE_VARIABLE
 
 STAGE_PARAMETERS = ("zero_stage", "stage")
+OTHER_WAYS = re.compile(r"[_\[](zero[12]|ddp|fsdp2?)(?=[_\]-]|$)")  # as a part of a test's id
+RAISED = re.compile(r"^\[rank\d+\]: ((?:\w+\.)*\w*(?:Error|Exception): .*)", re.MULTILINE)
 TABLE = "zeropp_fp8: recipe "  # how the table begins that an engine with the plugin prints
 
 IMPORTED = ("torch._dynamo", "deepspeed", "deepspeed.runtime.zero.stage3")
@@ -40,7 +43,9 @@ def write(**line) -> None:
 
 
 def concerns_stage3(item) -> bool:
-    """Whether a test's parameters leave room for stage 3."""
+    """Whether a test's name and parameters leave room for stage 3."""
+    if OTHER_WAYS.search(item.name):
+        return False
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     return all(parameters.get(name, 3) == 3 for name in STAGE_PARAMETERS)
 
@@ -99,7 +104,10 @@ def _message(report) -> str:
     if report.skipped:
         return str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
     crash = getattr(report.longrepr, "reprcrash", None)
-    return "\n".join(filter(None, [crash.message if crash else "", report.longreprtext[-4000:]]))
+    # Of a process that the test has started, which says itself no more than that it has failed.
+    raised = RAISED.findall(f"{report.capstdout}\n{report.capstderr}")
+    words = [crash.message if crash else "", report.longreprtext[-4000:]]
+    return "\n".join(filter(None, [*raised[:1], *words]))
 
 
 def raised_in_pools() -> list[str]:

@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock, Thread
+from types import MappingProxyType
 
 from zeropp_fp8.config import RECIPE_VARIABLE
 
@@ -23,11 +25,27 @@ TESTS_OF_A_PROCESS = 8  # importing torch and DeepSpeed once for so many
 
 
 class Run:
-    """The tests of DeepSpeed with one recipe, or with none: a file of results that only grows."""
+    """Tests with one recipe, or with none: a file of results that only grows."""
 
-    def __init__(self, upstream: Path, results: Path, recipe: str | None, timeout: float, gpus: list[str]):
-        """`upstream` has tests/; `timeout` in seconds a test; `gpus` as in CUDA_VISIBLE_DEVICES, none for the CPU."""
-        self.upstream, self.results, self.recipe, self.timeout, self.gpus = upstream, results, recipe, timeout, gpus
+    def __init__(
+        self,
+        folder: Path,
+        results: Path,
+        recipe: str | None,
+        timeout: float,
+        gpus: list[str],
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ):
+        """Of the tests.
+
+        Args:
+            folder: where pytest runs.
+            timeout: seconds a test.
+            gpus: as in CUDA_VISIBLE_DEVICES, none for the CPU.
+            environment: what the processes find there besides.
+        """
+        self.folder, self.results, self.recipe, self.timeout, self.gpus = folder, results, recipe, timeout, gpus
+        self.environment = environment
         self.lock = Lock()  # of what follows
         self.batches: list[list[str]] = []
         self.processes: set[subprocess.Popen] = set()
@@ -42,7 +60,7 @@ class Run:
         report, output = self._run_pytest(0, ["--collect-only", "-q", *arguments])
         collected = [test for line in report for test in line.get("collected", [])]
         if not collected:
-            raise RuntimeError(f"pytest collected nothing in {self.upstream}:\n{output}")
+            raise RuntimeError(f"pytest collected nothing in {self.folder}:\n{output}")
         return collected
 
     def run(self, tests: list[str], workers: int, deadline: float) -> None:
@@ -88,10 +106,10 @@ class Run:
     def _run_pytest(self, worker: int, arguments: list[str]) -> tuple[list[dict], str]:
         """The lines that pytest has written for these tests, and the end of what it has printed."""
         report, log = self.results.with_suffix(f".{worker}.lines"), self.results.with_suffix(f".{worker}.log")
-        tests = self.upstream / "tests"
+        given = {**os.environ, **self.environment}
         environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(PROJECT), str(tests), os.environ.get("PYTHONPATH", "")]),
+            **given,
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(PROJECT), given.get("PYTHONPATH", "")]),
             # DeepSpeed's tests choose ports by the number of a worker of pytest-xdist.
             "PYTEST_XDIST_WORKER": f"gw{worker}",
             "UPSTREAM_REPORT": str(report),
@@ -109,7 +127,7 @@ class Run:
                     return [], ""
                 process = subprocess.Popen(
                     [*command, *arguments],
-                    cwd=tests,
+                    cwd=self.folder,
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
