@@ -19,6 +19,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from models import batches, build, ds_config, full_fp32_weights, full_weights, llama, make_engine, section
 from parity_jobs import allow_fp16_on_cpu, switch
+from token_drop_jobs import KEYS as TOKEN_DROP
+from token_drop_jobs import by_token_drop
 from torch import nn
 from zero_jobs import shared_folder
 
@@ -274,6 +276,7 @@ CASES = {
     "safe_get, safe_set": Case(run=read_and_written),
     "GatheredParameters": Case(run=gathered),
     "data_efficiency": Case({"data_efficiency": {"enabled": True, "data_sampling": SAMPLING}}, run=by_curriculum),
+    "random_ltd": Case(TOKEN_DROP, run=by_token_drop),
     "scheduler": Case({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-2}}}),
     "untested optimizer": Case(optimizer=functools.partial(torch.optim.Adagrad, lr=1e-2)),
     "Muon": Case(ALL_REDUCED, run=uncompiled, optimizer=muon, fields=EXACT_GRADIENTS),
