@@ -285,20 +285,48 @@ def test_help_names_the_commands(capsys):
     assert ended.value.code == 0 and all(name in shown for name in ("doctor", "check", "plan"))
 
 
-def test_rates_of_a_link_count_what_is_sent(monkeypatch):
-    """By a clock that stands still but for a call's length: 3 of 4 parts leave a rank."""
+class Links:
+    """Four ranks on GPUs, by a clock of their own: a link of 200 GB/s, and waits that sleep a millisecond at a time."""
 
-    class Level:
-        size = 4
+    size, group = 4, None
 
-    class Topology:
-        group = None
+    def __init__(self):
+        self.now, self.ends, self.sizes = 0.0, 0.0, set()
 
-    monkeypatch.setattr(links, "_seconds", lambda *given: 0.01)
+    def perf_counter(self):
+        self.now += 1e-6
+        return self.now
+
+    def sent(self, received, payload, *others, **more):
+        self.sizes.add(len(received) // self.size)
+        self.ends = self.now + 20e-6 + 3 * len(received) / self.size / 200e9
+        return self
+
+    def is_completed(self):
+        self.now += 1e-6
+        return self.now >= self.ends
+
+    def wait(self):
+        while self.now < self.ends:
+            self.now += 1e-3
+
+
+@pytest.mark.parametrize("collective", links.COLLECTIVES)
+def test_rates_of_a_link_are_those_that_it_has(collective, monkeypatch):
+    """Of both collectives, in messages as large as they get: how the host waits is not measured."""
+    here, cuda = Links(), accelerator.torch.device("cuda")
+    empty = lambda numel, **others: range(numel)  # noqa: E731
+    monkeypatch.setattr(links.torch, "empty", empty)
+    monkeypatch.setattr(links.torch, "zeros", empty)
+    monkeypatch.setattr(links, "time", here)
+    monkeypatch.setattr(links, "start_level", here.sent)
+    monkeypatch.setattr(links.dist, "all_to_all_single", here.sent)
     monkeypatch.setattr(links, "_agreed", lambda seconds, *others: seconds)
-    for collective, sent in (("all_gather", 3), ("all_to_all", 3 / 4)):
-        rate, size = links._rate(collective, Level(), Topology(), None, 1e6)
-        assert size == links.LARGEST_BYTES and rate == pytest.approx(sent * size / 0.01 / 1e9)
+    rate, size = links._rate(collective, here, here, cuda, 1.0)
+    assert size == max(here.sizes) == links.LARGEST_BYTES // 8
+    assert rate == pytest.approx(200, rel=0.03)
+    latency = links._seconds("all_gather", here, here, cuda, links.SMALL_BYTES, 20)
+    assert latency == pytest.approx(20e-6, rel=0.25)
 
 
 def test_facts_can_be_sent():

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from zeropp_fp8.comm import Level, Topology
 from zeropp_fp8.comm.all_gather import start_level
 
-SMALL_BYTES, FIRST_BYTES, LARGEST_BYTES = 4096, 1 << 18, 1 << 26  # that a rank contributes
+# What a rank sends to each other one; LARGEST_BYTES of a buffer for all of them.
+SMALL_BYTES, FIRST_BYTES, LARGEST_BYTES = 4096, 1 << 18, 1 << 29
 GROWTH = 4
+POLLED_S = 1.0
 COLLECTIVES = ("all_gather", "all_to_all")
 GIGA, MICRO = 1e9, 1e-6
 
@@ -20,8 +22,8 @@ GIGA, MICRO = 1e9, 1e-6
 def measure(topology: Topology, device: torch.device, seconds: float) -> dict[str, Any]:
     """{"within" | "between": {"ranks", "all_gather_gbs", "all_to_all_gbs", "latency_us", "bytes"}} of a rank's groups.
 
-    GB/s that a rank sends to the others of its group while all groups of the level send, in messages of `bytes`; the
-    slowest rank of the group counts. Collective over the topology. A level of one rank is left out.
+    GB/s that a rank sends to the others of its group while all groups of the level send, `bytes` to each; the slowest
+    rank of the group counts. Collective over the topology. A level of one rank is left out.
     """
     levels = {name: getattr(topology, name) for name in ("within", "between")}
     levels = {name: level for name, level in levels.items() if level.size > 1}
@@ -37,35 +39,41 @@ def measure(topology: Topology, device: torch.device, seconds: float) -> dict[st
 
 
 def _rate(collective: str, level: Level, topology: Topology, device: torch.device, seconds: float) -> tuple[float, int]:
-    """(GB/s, bytes a rank): messages grow until one takes a twentieth of the time, or are as large as they get."""
+    """(GB/s, bytes to each): messages grow until one takes a twentieth of the time, or are as large as they get."""
     size = FIRST_BYTES
-    _seconds(collective, level, topology, device, size, 2)  # the first call makes connections
     while True:
         took = _agreed(_seconds(collective, level, topology, device, size, 1), topology.group, device)
-        if size >= LARGEST_BYTES or took > seconds / 20:
+        if GROWTH * size * level.size > LARGEST_BYTES or took > seconds / 20:
             break
         size *= GROWTH
     repeats = max(2, min(200, round(seconds / 2 / took)))
-    sent = (level.size - 1) * (size if collective == "all_gather" else size // level.size)
+    sent = (level.size - 1) * size
     return sent / _seconds(collective, level, topology, device, size, repeats) / GIGA, size
 
 
 def _seconds(collective: str, level: Level, topology: Topology, device: torch.device, size: int, repeats: int) -> float:
     """Of one call, on the slowest rank of this rank's group."""
-    size -= size % level.size
-    payload = torch.zeros(size, dtype=torch.uint8, device=device)
-    gathered = torch.empty(size * (level.size if collective == "all_gather" else 1), dtype=torch.uint8, device=device)
-    _agreed(0.0, topology.group, device)  # all begin together
-    start = time.perf_counter()
-    for _ in range(repeats):
+    received = torch.empty(size * level.size, dtype=torch.uint8, device=device)
+    payload = torch.zeros(size if collective == "all_gather" else len(received), dtype=torch.uint8, device=device)
+    _agreed(0.0, topology.group, device)
+    for repeat in range(repeats + 1):
+        if repeat == 1:  # the one before has made connections, and lets the ranks of a group begin together
+            start = time.perf_counter()
         if collective == "all_gather":
-            work = start_level(gathered, payload, level, None)
+            work = start_level(received, payload, level, None)
         else:
-            work = dist.all_to_all_single(gathered, payload, group=level.group, async_op=True)
-        work.wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+            work = dist.all_to_all_single(received, payload, group=level.group, async_op=True)
+        _wait(work, device)
     return _agreed((time.perf_counter() - start) / repeats, level.group, device)
+
+
+def _wait(work: dist.Work, device: torch.device) -> None:
+    """Until it has ended. On GPUs it is looked at all the time for a second: a wait of NCCL's process group that raises
+    when time is up sleeps a millisecond between two looks, in which NVLink moves 200 MB."""
+    until = time.perf_counter() + POLLED_S
+    while device.type == "cuda" and not work.is_completed() and time.perf_counter() < until:
+        pass
+    work.wait()
 
 
 def _agreed(seconds: float, group: Any, device: torch.device) -> float:
