@@ -285,9 +285,13 @@ CASES = {
 
 
 def beside_stock(case):
+    return compared(CASES[case])
+
+
+def compared(case):
     """{"stock", "lossless" or "zeropp": what `run` returns, and the weights at the end}."""
     importlib.import_module("torch._dynamo")  # zero.Init needs it imported before, see plugin.enable
-    case, found = CASES[case], {}
+    found = {}
     if "fp16" in case.config:
         allow_fp16_on_cpu()
     for name, chosen in {"stock": None, "lossless": MODULE, "zeropp": case.fields}.items():

@@ -3,30 +3,57 @@
 import breadth_jobs as jobs
 import deepspeed
 import pytest
+import removed_jobs
 import torch
 from packaging.version import Version
 from ranks import RankError, run_ranks, run_two
 
 version = Version(deepspeed.__version__)
 
+# Case: the DeepSpeed that has it, and what stock ZeRO-3 raises before.
+SINCE = {
+    "AutoTP": ("0.19.4", "compatibility between 'autotp' and 'zero_stage = 3'"),
+    "random_ltd": ("0.19.1", "'dict' object has no attribute '_in_forward'"),
+}
+
 
 @pytest.mark.parametrize("case", jobs.CASES)
 def test_beside_stock(case):
-    """`lossless` to the bit, in what was seen and in the weights; `zeropp` within what INT8 changes of a loss."""
     if case == "DeepSpeedCPUAdam" and not jobs.is_compiled("cpu_adam"):
         pytest.skip("DeepSpeed has not compiled its CPU Adam here")
     run = run_ranks if case == "AutoTP" else run_two
-    if case == "AutoTP" and version < Version("0.19.4"):
-        with pytest.raises(RankError, match="compatibility between 'autotp' and 'zero_stage = 3'"):
+    since, says = SINCE.get(case, ("0", ""))
+    if version < Version(since):
+        with pytest.raises(RankError, match=says):
             run(jobs.beside_stock, case=case)
-        return  # refused without the plugin too
-    for found in run(jobs.beside_stock, case=case):
+        return
+    check_beside_stock(run(jobs.beside_stock, case=case))
+
+
+def check_beside_stock(ranks):
+    """`lossless` to the bit, in what was seen and in the weights; `zeropp` within what INT8 changes of a loss."""
+    for found in ranks:
         stock = found["stock"]
         assert stock["fp32 weights"] and stock["seen"]
         torch.testing.assert_close(found["lossless"], stock, rtol=0, atol=0)
         losses = {name: [seen for seen in each["seen"] if isinstance(seen, float)] for name, each in found.items()}
         assert len(set(losses["stock"])) >= 2
         assert losses["zeropp"] == pytest.approx(losses["stock"], rel=5e-3)
+
+
+REMOVED = pytest.mark.skipif(version >= Version("0.19.7"), reason="DeepSpeed 0.19.7 has removed it")
+
+
+@REMOVED
+@pytest.mark.parametrize("case", removed_jobs.REMOVED)
+def test_what_is_removed_beside_stock(case):
+    check_beside_stock(run_two(removed_jobs.beside_stock, case=case))
+
+
+@REMOVED
+def test_one_bit_optimizers_are_refused():
+    with pytest.raises(RankError, match="1bit-Adam is not compatible with ZeRO"):
+        run_two(removed_jobs.one_bit)
 
 
 def test_offload_with_a_copy_in_each_node():

@@ -12,7 +12,8 @@ from models import ds_config, section
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/deepspeed.md").read_text()
-ROWS = [[cell.strip() for cell in line[1:-1].split("|")] for line in PAGE.splitlines() if line.startswith("| ")][1:]
+TABLE = PAGE[PAGE.index("| feature |") :]
+ROWS = [[cell.strip() for cell in line[1:-1].split("|")] for line in TABLE.splitlines() if line.startswith("| ")][1:]
 UPSTREAM = json.loads((ROOT / "benchmarks/results/upstream/h200-2-nvlink-lossless.json").read_text())["tests"]
 
 
@@ -29,9 +30,8 @@ def is_test(name):
 def test_each_line_names_tests_that_are_there(row):
     feature, verdict, remark, tests = row
     named = re.findall(r"`([^`]+)`", tests)
-    assert feature and verdict in ("works", "refused", "untested")
-    assert bool(named) == (verdict != "untested") and all(map(is_test, named)), named
-    assert remark or verdict != "untested", "say why"
+    assert feature and verdict in ("works", "refused")
+    assert named and all(map(is_test, named)), named
 
 
 def test_every_case_has_a_line():
