@@ -9,8 +9,7 @@ QUESTION ?=
 UPSTREAM ?=
 RECIPES ?= lossless zeropp
 UPSTREAM_ARGS ?=
-DEEPSPEED ?= 0.18.0 0.19.8
-TORCH ?= 2.11.0 2.15.0
+PAIRS ?= 0.18.0:2.11.0 0.19.8:2.15.0
 
 # No op of DeepSpeed is compiled at installation: this project needs none.
 export DS_BUILD_OPS = 0
@@ -24,7 +23,7 @@ help:
 	@echo "make rlhf-demo  SFT, reward model and PPO of a tiny model on tasks with exact answers; results in runs/rlhf-demo"
 	@echo "make test     all tests; ZEROPP_FP8_TEST_FULL=1 make test: products of parameters in full too"
 	@echo "make test-quick   the tests to run before every commit"
-	@echo "make test-compat   parity with stock on the oldest DeepSpeed and torch that are supported, and on the newest"
+	@echo "make test-compat   parity with stock on the oldest DeepSpeed and torch, and on the newest; in runs/compat.json"
 	@echo "make test-upstream UPSTREAM=/path/to/DeepSpeed   DeepSpeed's own ZeRO-3 tests with recipes; in runs/upstream"
 	@echo "make bench QUESTION=kernels   measure; the questions are the files of benchmarks/; results in runs/"
 	@echo "make faults   one rank struck at every place of a job, for every recipe; results in runs/faults.json"
@@ -64,21 +63,9 @@ test-quick: $(VENV)/.test
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(QUICK:%=tests/distributed/test_%.py) tests/unit \
 		$(NOT_QUICK:%=--ignore=tests/unit/test_%.py)
 
-# Another DeepSpeed or torch lies in a folder of its own that is read before .venv, with the rest of what is there. torch
-# comes as the index has it. Each DeepSpeed has the torch at its place in the list, the last one where there are more of
-# them; with TORCH= that of .venv. The first pair that fails ends it.
-COMPAT := unit/test_plugin distributed/test_parity distributed/test_zero distributed/test_breadth
+# DEEPSPEED:TORCH, the oldest and the newest of both; without a torch with that of .venv. torch comes as the index has it.
 test-compat: $(VENV)/.test
-	@set -e; set -- $(TORCH); \
-	for version in $(DEEPSPEED); do folder=$(CURDIR)/$(VENV)/compat/deepspeed-$$version; torch=; \
-		test -d $$folder || $(BIN)/pip install --quiet --no-build-isolation --no-deps --target $$folder deepspeed==$$version; \
-		if [ -n "$$1" ]; then torch=$(CURDIR)/$(VENV)/compat/torch-$$1; \
-			test -d $$torch || $(BIN)/pip install --progress-bar off --target $$torch torch==$$1; fi; \
-		echo "DeepSpeed $$version, torch $${1:-of .venv}"; \
-		PYTHONPATH=$$folder:$${torch:+$$torch:}$(CURDIR) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(COMPAT:%=tests/%.py) \
-			-k "test_plugin or test_parity or test_breadth or checkpoints or refusals or hpz"; \
-		if [ $$# -gt 1 ]; then shift; fi; \
-	done
+	$(BIN)/python -m benchmarks.compat $(PAIRS) --workers $(WORKERS) $(BENCH_ARGS)
 
 # Nothing is fetched but what DeepSpeed's tests need of pytest: before 8.4, where their fixtures still are fixtures. It
 # goes to a folder of its own. A GPU each rank; on the CPU: DS_ACCELERATOR=cpu LOCAL_SIZE=2 make test-upstream ...

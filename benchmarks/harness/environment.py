@@ -21,21 +21,26 @@ NO_IN_TREE = (
 
 def describe(question: str) -> dict:
     """Question, date, commit, hardware, versions and command of this process, for the head of a result file."""
-    import torch
-
     return {
         "question": question,
         "date": datetime.date.today().isoformat(),
         "commit": measured_commit(),
         "command": " ".join([*_nccl(), f"python -m benchmarks.{question}", *map(_without_folder, sys.argv[1:])]),
         "hardware": _hardware(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
-            **{name: _version(name) for name in ("deepspeed", "transformers", "triton")},
-        },
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and of the packages that results depend on, here; None: not there."""
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        **{name: _version(name) for name in ("deepspeed", "transformers", "triton")},
     }
 
 
