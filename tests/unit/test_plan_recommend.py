@@ -105,7 +105,9 @@ def test_one_node_without_a_fast_link():
     assert advice.recipe == PCIE
     alone = Job(MODEL, Cluster(4, 1, 64), 2048)
     by_hand = estimate(METHODS[PCIE], alone, type(H200)(8, 4300, 362, link_efficiency=1.0))
-    assert advice.estimates[-1].step_s == by_hand.step_s
+    pcie = advice.estimates[-1]
+    assert pcie.step_s == by_hand.step_s and by_hand.bound == "wire between nodes"
+    assert (pcie.inter_bytes, pcie.intra_bytes, pcie.bound) == (0, by_hand.inter_bytes, "wire in the node")
     bounded = recommend(job, slow, 100e9).estimates[-1].memory
     assert 0 < bounded.secondary < advice.estimates[-1].memory.secondary or bounded.peak <= 100e9
 

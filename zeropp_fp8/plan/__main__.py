@@ -187,7 +187,7 @@ def with_copies(job: Job, method: Method, arguments: argparse.Namespace) -> Job:
 def table(estimates: Sequence[StepEstimate], job: Job) -> str:
     """One line a method; the speed-up is over the first."""
     model, cluster = job.model, job.cluster
-    link = f"{cluster.inter_gbit:g} Gbit/s between nodes" if cluster.nodes > 1 else "one node"
+    link = f"{round(cluster.inter_gbit, 2):g} Gbit/s between nodes" if cluster.nodes > 1 else "one node"
     trains = f"LoRA of rank {job.lora.rank}, {job.trained_parameters / MEGA:.3g} M trained, " if job.lora else ""
     lines = [
         f"{model.parameters / GIGA:.3g} B parameters ({model.layers} layers, hidden {model.hidden}), {cluster.nodes} x "

@@ -11,7 +11,7 @@ from zeropp_fp8.plan.job import Job, PlanError
 from zeropp_fp8.plan.memory import memory_for_copies
 from zeropp_fp8.plan.methods import METHODS, Method
 from zeropp_fp8.plan.rlhf import IterationEstimate
-from zeropp_fp8.plan.step_time import StepEstimate, estimate
+from zeropp_fp8.plan.step_time import WIRE_INTER, WIRE_INTRA, StepEstimate, estimate
 
 # The most careful first. `mxfp8` is no faster before Blackwell and is there to be studied; `fp8-lm-o2` is for memory.
 _BF16 = ("stock", "lossless", "zeropp", "zeropp-diff", "zeropp-2bit", "zeropp-4bit")
@@ -40,7 +40,8 @@ def estimates_of_recipes(
     """Of stock and of each recipe that can train the job, the most careful first.
 
     FP8 compute is left out where the hardware multiplies it no faster. `zeropp-pcie` is planned on one node as it runs
-    there, as nodes of one GPU that send at the rate within the node; copies of its codes take what `gpu_bytes` leave.
+    there, as nodes of one GPU that send at the rate within the node, which what it sends counts as; copies of its codes
+    take what `gpu_bytes` leave.
     """
     names = [name for name in (LORA if job.lora else FULL) if _computes(name, hardware)]
     found = [estimator(METHODS[name], job, hardware) for name in names]
@@ -50,7 +51,9 @@ def estimates_of_recipes(
         alone_job = replace(job, cluster=alone)
         if gpu_bytes is not None:
             alone_job = replace(alone_job, copies=memory_for_copies(METHODS[PCIE], alone_job, gpu_bytes))
-        found.append(estimate(METHODS[PCIE], alone_job, replace(hardware, link_efficiency=1.0)))
+        one = estimate(METHODS[PCIE], alone_job, replace(hardware, link_efficiency=1.0))
+        bound = WIRE_INTRA if one.bound == WIRE_INTER else one.bound
+        found.append(replace(one, inter_bytes=0.0, intra_bytes=one.inter_bytes, bound=bound))
     return found
 
 
