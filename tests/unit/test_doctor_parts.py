@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import sys
 from dataclasses import asdict
 
@@ -18,7 +19,7 @@ from zeropp_fp8.doctor.kernels import FORMATS
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.ranks import Ranks, Unanswered, joined, place_in_job
 from zeropp_fp8.doctor.variables import variable_problems, variables
-from zeropp_fp8.plan import H200
+from zeropp_fp8.plan import H100, H200
 
 
 def test_versions_of_what_is_needed():
@@ -200,12 +201,16 @@ def test_hardware_is_what_was_measured():
     found = diagnosis.Diagnosis(facts={0: {"rates": None}}, links={})
     assert diagnosis.hardware_of(found) == diagnosis.replace(H200, link_efficiency=1.0)
     rates = {"matrix_tflops": H200.matrix_tflops / 2, "fp8_tflops": 500.0, "memory_gbs": 1000.0}
-    slower = {**rates, "memory_gbs": 900.0}
+    fast = {"rates": rates, "device": {"name": "NVIDIA A100"}}
+    slow = {**fast, "rates": {**rates, "memory_gbs": 900.0}}
     link = {"ranks": 2, "all_gather_gbs": 30.0, "all_to_all_gbs": 20.0, "latency_us": 9.0, "bytes": 1}
-    found = diagnosis.Diagnosis(facts={0: {"rates": rates}, 1: {"rates": slower}}, links={0: {"within": link}, 1: {}})
+    found = diagnosis.Diagnosis(facts={0: fast, 1: slow}, links={0: {"within": link}, 1: {}})
     hardware = diagnosis.hardware_of(found)
     assert (hardware.memory_gbs, hardware.fp8_tflops, hardware.intra_gbs) == (900.0, 500.0, 20.0)
     assert hardware.achieved_tflops == H200.achieved_tflops / 2
+    # Training on an H100 reaches less of the same products.
+    found.facts = {0: {**fast, "device": {"name": "NVIDIA H100 80GB HBM3"}}}
+    assert diagnosis.hardware_of(found).achieved_tflops == H100.achieved_tflops / 2 < H200.achieved_tflops / 2
 
 
 @pytest.mark.parametrize(
@@ -242,7 +247,12 @@ def test_alone(capsys, tmp_path, monkeypatch):
     assert ended.value.code == 0 and text.endswith("no problem found\n")
     assert f"python {platform.python_version()}, zeropp_fp8 {zeropp_fp8.__version__}" in text
     assert "not tested: there is no accelerator" in text and "7 B parameters" in text and "no GPU is here" in text
-    assert json.loads(path.read_text())["status"] == 0
+    found = json.loads(path.read_text())
+    assert found["status"] == 0 and found["advice"] in text and found["nodes_from"] in text
+    assert found["hardware"] == asdict(diagnosis.replace(H200, link_efficiency=1.0))
+    for row in found["recipes"]:
+        memory = row["peak_bytes"] / 2**30
+        assert re.search(rf"^{row['method']} +{1e3 * row['step_s']:.1f} .* {memory:.2f} ", text, flags=re.M)
 
     monkeypatch.setattr(facts, "device_of", lambda local_rank: accelerator.torch.device("cuda"))
     monkeypatch.setattr(facts, "describe", lambda device: {"name": "a GPU", "bytes": 10**11})

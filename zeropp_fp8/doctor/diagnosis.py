@@ -26,8 +26,9 @@ from zeropp_fp8.doctor.compared import differences, missing_problems, nodes_of, 
 from zeropp_fp8.doctor.facts import facts_of
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.ranks import GRACE_S, Ranks, Unanswered, joined, place_in_job
-from zeropp_fp8.plan import H200, Cluster, Hardware, Job, PlanError
+from zeropp_fp8.plan import PRESETS, Cluster, Hardware, Job, PlanError
 from zeropp_fp8.plan import __main__ as plan
+from zeropp_fp8.plan.hardware import preset_of
 from zeropp_fp8.plan.recommend import Advice, recommend
 
 UNEVEN = 0.7  # of the median: a group this slow is named
@@ -72,6 +73,7 @@ class Diagnosis:
     nodes_from: str = ""
     problems: list[Problem] = field(default_factory=list)
     job: Job | None = None
+    hardware: Hardware | None = None
     advice: Advice | None = None
 
 
@@ -225,15 +227,15 @@ def slowest(found: Diagnosis, level: str) -> dict[str, float] | None:
 
 
 def hardware_of(found: Diagnosis) -> Hardware:
-    """The plan's H200 with what was measured: links and, on GPUs, products and copies.
+    """The plan's preset of the GPU (an H200's where it has none) with what was measured: links, products and copies.
 
-    Training reaches the share of a product's rate that it reaches on an H200.
+    Training reaches the share of a product's rate that it reaches by the preset.
     """
-    hardware = H200
-    measured_rates = [one["rates"] for one in found.facts.values() if one["rates"]]
-    if measured_rates:
-        lowest = {name: min(one[name] for one in measured_rates) for name in measured_rates[0]}
-        achieved = H200.achieved_tflops * lowest["matrix_tflops"] / H200.matrix_tflops
+    gpus = [one for one in found.facts.values() if one["rates"]]
+    hardware = PRESETS[(gpus and preset_of(gpus[0]["device"]["name"])) or "h200"]
+    if gpus:
+        lowest = {name: min(one["rates"][name] for one in gpus) for name in gpus[0]["rates"]}
+        achieved = hardware.achieved_tflops * lowest["matrix_tflops"] / hardware.matrix_tflops
         hardware = replace(hardware, achieved_tflops=achieved, **lowest)
     within = slowest(found, "within")
     if within is not None:
@@ -252,7 +254,8 @@ def _plan(found: Diagnosis, arguments: argparse.Namespace) -> None:
     try:
         found.job = plan.job_of(arguments, Cluster(nodes, per_node, gbit))
         sizes = [one["device"]["bytes"] for one in found.facts.values() if "bytes" in one["device"]]
-        found.advice = recommend(found.job, hardware_of(found), min(sizes, default=None))
+        found.hardware = hardware_of(found)
+        found.advice = recommend(found.job, found.hardware, min(sizes, default=None))
     except PlanError as error:
         found.problems.append(Problem(f"no plan: {error}", serious=False))
 
@@ -308,17 +311,25 @@ def _plan_lines(found: Diagnosis) -> list[str]:
 
 
 def as_json(found: Diagnosis) -> dict[str, Any]:
-    """The same for tools."""
+    """The same for tools; `job` and `hardware` are what the recipes are estimated of."""
     advice = found.advice
+    recipes = [
+        {**asdict(one), "step_s": one.step_s, "peak_bytes": one.memory.peak}
+        for one in (advice.estimates if advice else ())
+    ]
     return {
         "status": exit_status(found.problems),
         "problems": [asdict(each) for each in found.problems],
         "ranks": found.facts,
         "nodes": found.nodes[0],
         "ranks_per_node": found.nodes[1],
+        "nodes_from": found.nodes_from,
         "links": {level: slowest(found, level) for level in ("within", "between")},
-        "recipes": [{**asdict(one), "step_s": one.step_s} for one in advice.estimates] if advice else [],
+        "job": found.job and asdict(found.job),
+        "hardware": found.hardware and asdict(found.hardware),
+        "recipes": recipes,
         "recommended": advice and advice.recipe,
+        "advice": advice and advice.text,
     }
 
 
