@@ -28,7 +28,7 @@ def is_test(name):
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
 def test_each_line_names_tests_that_are_there(row):
-    feature, verdict, remark, tests = row
+    feature, verdict, _, tests = row
     named = re.findall(r"`([^`]+)`", tests)
     assert feature and verdict in ("works", "refused")
     assert named and all(map(is_test, named)), named
