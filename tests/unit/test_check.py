@@ -94,6 +94,15 @@ def test_fields_are_those_that_differ():
         ),
         ({"section": {}, "zero": {"reduce_bucket_size": "much"}}, "DeepSpeed refuses it: ValidationError: "),
         ({"section": {}, "zero": {"no_such_key": 1}}, "DeepSpeed refuses it: ValidationError: "),
+        *(
+            ({"section": {}, "optimizer": {"type": kind, "params": {}}}, f"DeepSpeed refuses it: {says}")
+            for kind, says in {
+                "Adan": '"optimizer.type": neither DeepSpeed nor torch.optim has "Adan"',
+                "OneBitAdam": '"optimizer.type" "OneBitAdam" does not go with ZeRO',
+                "Muon": '"optimizer.type" "Muon" does not go with reduce-scatter; set "zero_optimization.reduce_s',
+                "SGD": '"optimizer.type" "SGD" is untested with ZeRO; to use it set "zero_allow_untested_optimizer" to',
+            }.items()
+        ),
         ({"section": {}, "nebula": {}}, "DeepSpeed refuses it: DeepSpeedConfigError: "),
         (
             {"section": {}, "train_batch_size": 5, "gradient_accumulation_steps": 1, "ranks": 4},
@@ -109,8 +118,15 @@ def test_what_start_would_refuse(given, message):
 
 
 def test_every_problem_at_once():
-    found = checked({"recipe": "zerop"}, {"no_such_key": 1}, steps_per_print="auto")
-    assert len(texts(found)) == 3
+    found = checked({"recipe": "zerop"}, {"no_such_key": 1}, steps_per_print="auto", gradient_clipping="auto")
+    assert len(texts(found)) == 3 and found.auto == ["gradient_clipping"]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad", "SGD", "Muon"])
+def test_optimizers_that_an_engine_makes(kind):
+    zero = {"reduce_scatter": False} if kind == "Muon" else None
+    found = checked({}, zero, optimizer={"type": kind}, zero_allow_untested_optimizer=kind == "SGD")
+    assert texts(found) == []
 
 
 def test_owners_need_a_later_deepspeed(monkeypatch):

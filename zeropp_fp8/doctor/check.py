@@ -63,11 +63,11 @@ def check(ds_config: Any, ranks: int | None = None, ranks_per_node: int | None =
     except ConfigError as error:
         found.problems.append(Problem(str(error)))
         return found
-    found.auto = sorted(auto_keys(given))
-    for key in found.auto:
-        if key not in FILLED:
-            remedy = "give a value; neither transformers' Trainer nor Accelerate fills it in"
-            found.problems.append(Problem(f'"{key}" is "auto"', remedy))
+    asked = set(auto_keys(given))
+    found.auto = sorted(asked & FILLED)
+    for key in sorted(asked - FILLED):
+        remedy = "give a value; neither transformers' Trainer nor Accelerate fills it in"
+        found.problems.append(Problem(f'"{key}" is "auto"', remedy))
     filled = as_if_filled(given)
     try:
         found.config = resolve(filled)

@@ -69,7 +69,8 @@ def _seconds(collective: str, level: Level, topology: Topology, device: torch.de
 
 def _wait(work: dist.Work, device: torch.device) -> None:
     """Until it has ended. On GPUs it is looked at all the time for a second: a wait of NCCL's process group that raises
-    when time is up sleeps a millisecond between two looks, in which NVLink moves 200 MB."""
+    when time is up sleeps a millisecond between two looks, in which NVLink moves 200 MB. An all-gather of 64 MiB
+    and an all-to-all of half of that both took 1.25 ms (benchmarks/results/doctor/h100-2-nvlink-before.json)."""
     until = time.perf_counter() + POLLED_S
     while device.type == "cuda" and not work.is_completed() and time.perf_counter() < until:
         pass

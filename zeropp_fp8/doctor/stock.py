@@ -59,8 +59,39 @@ def stock_refusal(ds_config: Mapping[str, Any], ranks: int | None = None) -> tup
         return f"{type(error).__name__}: {error}", []
     finally:
         logger.setLevel(level)
+    refused = _optimizer_refusal(given)
+    if refused is not None:
+        return refused, []
     unread = sorted(set(given) - recording.asked - _READ_ELSEWHERE)
     return None, [f'"{key}"{_nearest(key, recording.asked)}' for key in unread]
+
+
+# What ZeRO takes without being asked to (deepspeed/runtime/zero/utils.py), and what it never takes.
+_TESTED = frozenset({"adam", "adamw", "adagrad", "lion", "muon"})
+_ONE_BIT = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
+
+
+def _optimizer_refusal(ds_config: Mapping[str, Any]) -> str | None:
+    """What an engine says of the optimizer that it makes itself, with the remedy."""
+    import torch
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    optimizer = ds_config.get("optimizer")
+    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    if not kind:
+        return None
+    name = str(kind).lower()
+    if name in _ONE_BIT:
+        return f'"optimizer.type" "{kind}" does not go with ZeRO; use another one'
+    if name not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, str(kind)):
+        return f'"optimizer.type": neither DeepSpeed nor torch.optim has "{kind}"'
+    if name == "muon" and ds_config["zero_optimization"].get("reduce_scatter", True):
+        return (
+            '"optimizer.type" "Muon" does not go with reduce-scatter; set "zero_optimization.reduce_scatter" to false'
+        )
+    if name not in _TESTED and not ds_config.get("zero_allow_untested_optimizer"):
+        return f'"optimizer.type" "{kind}" is untested with ZeRO; to use it set "zero_allow_untested_optimizer" to true'
+    return None
 
 
 def _nearest(key: str, known: set[str]) -> str:
