@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 from typing import Any
 
 import torch
@@ -46,25 +47,27 @@ def _rate(collective: str, level: Level, topology: Topology, device: torch.devic
         if GROWTH * size * level.size > LARGEST_BYTES or took > seconds / 20:
             break
         size *= GROWTH
-    repeats = max(2, min(200, round(seconds / 2 / took)))
+    repeats = max(3, min(200, round(seconds / 2 / took)))
     sent = (level.size - 1) * size
     return sent / _seconds(collective, level, topology, device, size, repeats) / GIGA, size
 
 
 def _seconds(collective: str, level: Level, topology: Topology, device: torch.device, size: int, repeats: int) -> float:
-    """Of one call, on the slowest rank of this rank's group."""
+    """Of one call, the median, on the slowest rank of this rank's group."""
     received = torch.empty(size * level.size, dtype=torch.uint8, device=device)
     payload = torch.zeros(size if collective == "all_gather" else len(received), dtype=torch.uint8, device=device)
     _agreed(0.0, topology.group, device)
-    for repeat in range(repeats + 1):
-        if repeat == 1:  # the one before has made connections, and lets the ranks of a group begin together
-            start = time.perf_counter()
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
         if collective == "all_gather":
             work = start_level(received, payload, level, None)
         else:
             work = dist.all_to_all_single(received, payload, group=level.group, async_op=True)
         _wait(work, device)
-    return _agreed((time.perf_counter() - start) / repeats, level.group, device)
+        times.append(time.perf_counter() - start)
+    # The first makes connections, and lets the ranks of a group begin together.
+    return _agreed(median(times[1:]), level.group, device)
 
 
 def _wait(work: dist.Work, device: torch.device) -> None:
