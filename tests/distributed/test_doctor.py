@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -92,11 +91,15 @@ def test_rank_0_dies():
         assert "rank 0 has not said what comes next (measuring); it may have ended" in message and seconds < 60
 
 
-def test_under_torchrun():
-    """The command, its rendezvous and its exit status."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "zeropp_fp8", "doctor"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, "--seconds", "0.2"], capture_output=True, text=True, timeout=HANG, env=environment)
+def test_under_torchrun(tmp_path):
+    """The command, its rendezvous and its exit status, by the benchmark that keeps what it says."""
+    out = tmp_path / "result.json"
+    command = [sys.executable, "-m", "benchmarks.doctor", "--ranks", "2", "--seconds", "0.2", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("versions      ") == 1 and done.stdout.endswith("no problem found\n")
+    assert done.stdout.count("versions      ") == 1 and done.stdout.strip().endswith("no problem found")
     assert "1 x 2 rank(s)" in done.stdout and done.stdout.count("links         within nodes") == 1
+    result = json.loads(out.read_text())
+    assert result["printed"][-1] == "no problem found" and result["found"]["status"] == 0 and result["finished"]
+    places = [one["place"]["host"] for one in result["found"]["ranks"].values()]
+    assert places == ["host0", "host0"] and any(line.endswith("of the ranks: host0") for line in result["printed"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import before_after
+from benchmarks import before_after, compat
 from benchmarks.harness import command, environment, question, results
 from benchmarks.harness.sizes import SIZES, flops_per_token
 
@@ -131,3 +131,24 @@ def test_before_and_after(tmp_path, capsys):
     (line,) = before_after.compare(rows)
     assert line["percent_slower"] == pytest.approx(100 * (105.05 / 102 - 1)) and not line["met"]
     assert line["before_spread_percent"] == pytest.approx(4.0)
+
+
+def test_how_tests_of_other_versions_ended():
+    """By XML as pytest writes it: a test that passed says nothing."""
+    case = '<testcase classname="tests.unit.test_a" name="test_{}" time="0.1">{}</testcase>'
+    said = (
+        ("one", ""),
+        ("two[a-b]", '<skipped type="pytest.skip" message="not here">test_a.py:3: not here</skipped>'),
+        ("three", '<failure message="assert 1 == 2&#10; + where">a trace</failure>'),
+        ("four", '<error message="failed on setup">a trace</error>'),
+        ("five", "<system-out>printed</system-out>"),
+    )
+    report = f"<testsuites><testsuite>{''.join(case.format(*each) for each in said)}</testsuite></testsuites>"
+    assert compat.ended(report) == {
+        "passed": 2,
+        "skipped": {"tests/unit/test_a.py::test_two[a-b]": "not here"},
+        "failed": {
+            "tests/unit/test_a.py::test_three": "assert 1 == 2",
+            "tests/unit/test_a.py::test_four": "failed on setup",
+        },
+    }
