@@ -206,7 +206,7 @@ def cost_of(config: PluginConfig, ds_config: Mapping[str, Any], arguments: argpa
         one = estimate(method, its_job, hardware)
         lines.append(
             f"{name}: {one.inter_bytes / GIGA:.4g} GB a node and {one.intra_bytes / GIGA:.4g} GB a GPU in its node a "
-            f"step, {one.memory.peak / GIB:.4g} GiB at most, {1e3 * one.step_s:.4g} ms (modelled)"
+            f"step, {one.memory.peak / GIB:.4g} GiB at most, {1e3 * one.step_s:.1f} ms (modelled)"
         )
     return lines
 

@@ -82,7 +82,7 @@ def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, esti
         text = f"recommended: stock DeepSpeed; no recipe is faster by more than {SAME:.0%}, {stock.bound} bounds a step"
     else:
         gain = f"{stock.step_s / chosen.step_s:.2f} x stock" + ("" if stock in fits else ", which does not fit")
-        text = f"recommended: {chosen.method}, {1e3 * chosen.step_s:.4g} ms a step ({gain}; bound by {chosen.bound})"
+        text = f"recommended: {chosen.method}, {1e3 * chosen.step_s:.1f} ms a step ({gain}; bound by {chosen.bound})"
     return Advice(chosen.method, text, tuple(found))
 
 
