@@ -16,7 +16,9 @@ from pathlib import Path
 
 from benchmarks.harness.environment import ROOT
 from benchmarks.report import (
+    compat,
     compute,
+    doctor,
     faults,
     fp8_lm,
     generation,
@@ -36,6 +38,8 @@ from benchmarks.report.blocks import MARKED, Block, filled, named
 DOCUMENTS = (
     "README.md",
     "docs/method.md",
+    "docs/deepspeed.md",
+    "docs/doctor.md",
     "docs/results.md",
     "docs/fp8-lm.md",
     "docs/handover.md",
@@ -45,21 +49,8 @@ DOCUMENTS = (
     "benchmarks/results/faults/README.md",
     "benchmarks/results/upstream/README.md",
 )
-TOPICS = (
-    zero,
-    two_gpus,
-    host_time,
-    compute,
-    fp8_lm,
-    lora,
-    generation,
-    handover,
-    numerics,
-    rlhf,
-    faults,
-    upstream,
-    wire,
-)
+TOPICS = (zero, two_gpus, host_time, compat, compute, doctor, fp8_lm, lora, generation, handover, numerics, rlhf)
+TOPICS += (faults, upstream, wire)
 
 
 def all_blocks() -> dict[str, Block]:

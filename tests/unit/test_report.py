@@ -176,6 +176,10 @@ FIGURES = {
         "faults/cpu-2-gloo",
         lambda rows_: max(row["seconds"] for row in rows_ if (row["fault"], row["place"]) == ("exit", "load")),
     ),
+    ("compat", "0.18.0", "passed"): (
+        "compat/cpu-4-gloo",
+        lambda rows_: next(row["passed"] for row in rows_ if row["versions"]["deepspeed"] == "0.18.0"),
+    ),
     ("upstream_results", "`cpu-2-gloo-qlora.json`: the rest of the 353", "passed"): (
         "upstream/cpu-2-gloo-qlora",
         lambda tests: sum(test["outcome"] == "passed" for test in tests.values()),

@@ -1,0 +1,13 @@
+"""The doctor: what it prints."""
+
+from __future__ import annotations
+
+from benchmarks.report.blocks import Block
+
+
+def doctor(result: dict) -> str:
+    """All of it."""
+    return "\n".join(["```", *result["printed"], "```"])
+
+
+BLOCKS = {"doctor": Block(doctor, ("doctor/cpu-2-gloo",))}
