@@ -11,37 +11,40 @@ LABELS = {
     "fp8": '`zeropp` with FP8 compute, `format="fp8"`',
     "trl-lora": "LoRA: TRL, stock",
     "merged-lora": "`zeropp`, merged",
-    "changed-lora": "`zeropp`, merged, `only_changed=True`",
-    "adapters-lora": '`zeropp`, `weights="adapters"`',
+    "changed-lora": "`zeropp`, merged, what a step has changed",
+    "adapters-lora": "`zeropp`, the adapter, which a step has changed",
     "merged-qlora": "`qlora`, merged",
-    "adapters-qlora": '`qlora`, `weights="adapters"`',
+    "adapters-qlora": "`qlora`, the adapter",
 }
 
 
 def handover(result: dict) -> str:
-    """Bytes and milliseconds of a hand-over, of the fastest round."""
-    found = fastest(result, "ms")
+    """Bytes and milliseconds of a hand-over, of the fastest round; bytes between nodes as the interface counts them."""
+    found, counted = fastest(result, "ms"), result["settings"]["gbit"] is not None
+    keys = ("payload_bytes", "tx_bytes_per_node" if counted else "gathered_bytes_per_rank", "there_bytes")
     rows = []
     for run in (run for run in LABELS if run in found):
         row = found[run]
-        gathered = row["gathered_bytes_per_rank"]
-        megabytes = [
-            None if size is None else size / 1e6 for size in (row["payload_bytes"], gathered, row["there_bytes"])
-        ]
-        rows.append([LABELS[run], *("" if size is None else f"{size:.2f}" for size in megabytes), f"{row['ms']:.0f}"])
-    return table(["", "MB to the engine", "MB a rank sends for it", "MB of weights there at once", "ms"], rows)
+        megabytes = ["" if row[key] is None else f"{row[key] / 1e6:.2f}" for key in keys]
+        rows.append([LABELS[run], *megabytes, f"{row['ms']:.0f}"])
+    sends = f"MB a {'node' if counted else 'rank'} sends for it"
+    return table(["", "MB to the engine", sends, "MB of weights there at once", "ms"], rows)
 
 
 def handover_nccl(result: dict) -> str:
-    """The same between two GPUs, where TRL was not installed."""
+    """The same between two GPUs, with TRL where it was installed."""
     settings, found = result["settings"], fastest(result, "ms")
-    merged = found["merged"]
-    said = paragraph(
-        f"""A rank gathers {merged["gathered_bytes_per_rank"] / 1e6:,.0f} MB for all weights in {merged["ms"]:.0f} ms,
-        which {settings["gbit"]:.0f} Gbit/s need
-        {8e-6 * merged["gathered_bytes_per_rank"] / settings["gbit"]:.0f} ms for."""
-    )
-    return f"{handover(result)}\n\n{said}"
+    merged, trl = found["merged"], found.get("trl-lora")
+    gathered = merged["gathered_bytes_per_rank"]
+    said = f"""A rank gathers {gathered / 1e6:,.0f} MB for all weights in {merged["ms"]:.0f} ms, which
+        {settings["gbit"]:.0f} Gbit/s need {8e-6 * gathered / settings["gbit"]:.0f} ms for."""
+    if trl is None:
+        said += " TRL was not installed there, so that nothing stands beside it."
+    else:
+        adapters = found["adapters-lora"]
+        said += f""" With LoRA TRL has {trl["there_bytes"] / 1e9:.1f} GB of weights there at once and takes
+            {trl["ms"]:.0f} ms; the adapter alone takes {adapters["ms"]:.0f} ms."""
+    return f"{handover(result)}\n\n{paragraph(said)}"
 
 
 BLOCKS = {

@@ -12,6 +12,7 @@ from benchmarks.report import __main__ as report
 from benchmarks.report import blocks as parts
 from benchmarks.report import pictures, rows
 from benchmarks.report.blocks import Block
+from benchmarks.report.handover import handover_nccl
 
 BLOCKS = report.all_blocks()
 
@@ -228,3 +229,17 @@ def test_pictures(tmp_path, monkeypatch):
         pictures.draw([results.RESULTS / "kernels/h200-1-local.json"], "none.png")
     with pytest.raises(results.UnfinishedError):
         pictures.draw([results.RESULTS / "fp8_lm_policies/h200-1-local.json"], "none.png")
+
+
+def test_a_hand_over_beside_trl():
+    """Where TRL was measured too the paragraph compares with it, and bytes are those that the interface counts."""
+    shared = {"payload_bytes": 4e6, "gathered_bytes_per_rank": 2e6, "tx_bytes_per_node": 3e6}
+    runs = {"merged": (10.0, 1e6), "trl-lora": (70.0, 5e9), "adapters-lora": (20.0, 1e6)}
+    rows = [{"run": run, "ms": ms, "there_bytes": there, **shared} for run, (ms, there) in runs.items()]
+    rows[1]["gathered_bytes_per_rank"] = None
+    said = handover_nccl({"settings": {"gbit": 25.0}, "rows": rows}).replace("\n", " ")
+    assert "| LoRA: TRL, stock | 4.00 | 3.00 | 5000.00 | 70 |" in said and "MB a node sends for it" in said
+    assert "With LoRA TRL has 5.0 GB of weights there at once and takes 70 ms; the adapter alone takes 20 ms." in said
+    assert "A rank gathers 2 MB for all weights in 10 ms, which 25 Gbit/s need 1 ms for." in said
+    without = handover_nccl({"settings": {"gbit": 25.0}, "rows": [rows[0]]})
+    assert without.replace("\n", " ").endswith("TRL was not installed there, so that nothing stands beside it.")
