@@ -10,4 +10,4 @@ def doctor(result: dict) -> str:
     return "\n".join(["```", *result["printed"], "```"])
 
 
-BLOCKS = {"doctor": Block(doctor, ("doctor/cpu-2-gloo",))}
+BLOCKS = {"doctor": Block(doctor, ("doctor/h100-2-nvlink",))}

@@ -31,23 +31,24 @@ def handover(result: dict) -> str:
     return table(["", "MB to the engine", sends, "MB of weights there at once", "ms"], rows)
 
 
-def handover_nccl(result: dict) -> str:
-    """The same between two GPUs, with TRL where it was installed."""
-    settings, found = result["settings"], fastest(result, "ms")
-    merged, trl = found["merged"], found.get("trl-lora")
-    gathered = merged["gathered_bytes_per_rank"]
-    said = f"""A rank gathers {gathered / 1e6:,.0f} MB for all weights in {merged["ms"]:.0f} ms, which
-        {settings["gbit"]:.0f} Gbit/s need {8e-6 * gathered / settings["gbit"]:.0f} ms for."""
-    if trl is None:
-        said += " TRL was not installed there, so that nothing stands beside it."
-    else:
-        adapters = found["adapters-lora"]
-        said += f""" With LoRA TRL has {trl["there_bytes"] / 1e9:.1f} GB of weights there at once and takes
-            {trl["ms"]:.0f} ms; the adapter alone takes {adapters["ms"]:.0f} ms."""
-    return f"{handover(result)}\n\n{paragraph(said)}"
+def handover_nccl(result: dict, beside_trl: dict) -> str:
+    """The same between two GPUs: with TRL, and what it was not run beside from an earlier result."""
+    rows = {row["run"]: row for row in result["rows"]} | {row["run"]: row for row in beside_trl["rows"]}
+    merged, trl, adapters = rows["merged"], rows["trl-lora"], rows["adapters-lora"]
+    gathered, gbit = merged["gathered_bytes_per_rank"], result["settings"]["gbit"]
+    said = f"""A rank gathers {gathered / 1e6:,.0f} MB for all weights in {merged["ms"]:.0f} ms, which {gbit:.0f} Gbit/s
+        need {8e-6 * gathered / gbit:.0f} ms for. With LoRA TRL has {trl["there_bytes"] / 1e9:.1f} GB of weights
+        there at once and takes {trl["ms"]:.0f} ms, merging block by block {rows["merged-lora"]["there_bytes"] / 1e9:.2f} GB and
+        {rows["merged-lora"]["ms"]:.0f} ms; the adapter alone takes {adapters["ms"]:.0f} ms. (What changes, and the
+        adapter, are of the earlier run.)"""
+    return f"{handover({**result, 'rows': list(rows.values())})}\n\n{paragraph(said)}"
 
 
 BLOCKS = {
     "handover": Block(handover, ("handover/cpu-2-gloo",)),
-    "handover_nccl": Block(handover_nccl, ("handover/h100-2-25gbit",)),
+    "handover_nccl": Block(
+        handover_nccl,
+        ("handover/h100-2-25gbit", "handover/h100-2-25gbit-trl"),
+        cut_short=("handover/h100-2-25gbit-trl",),
+    ),
 }
