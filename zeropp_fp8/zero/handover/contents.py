@@ -63,6 +63,7 @@ class Contents:
     ) -> None:
         self._module, self._model, self._kinds = module, model, kinds
         self._gatherer, self._float8 = gatherer, float8
+        self._blocks = find_blocks(model)  # PEFT's wrapper has the same
 
     def but(self, known: Mapping[str, tuple]) -> Iterator[Group]:
         """All but the pieces that are made of what `known` says of them."""
@@ -88,9 +89,8 @@ class Contents:
         """Of blocks, and of modules outside of them."""
         if base and any(getattr(m, "merged_adapters", None) for m in self._model.modules()):
             raise ValueError(f'{NAME}: adapters are merged into the weights: unmerge them, or use weights="merged"')
-        blocks = find_blocks(self._model)
-        child_of = {id(m): id(child) for block in blocks for child in block.children() for m in child.modules()}
-        for parts in groups(self._model, blocks):
+        child_of = {id(m): id(child) for block in self._blocks for child in block.children() for m in child.modules()}
+        for parts in groups(self._model, self._blocks):
             pieces: dict[int, list[Part]] = {}
             for part in parts:
                 pieces.setdefault(child_of.get(id(part.module), id(part.module)), []).append(part)
@@ -124,7 +124,7 @@ class Contents:
     def _adapter(self, known: Mapping[str, tuple]) -> Iterator[Group]:
         """Its parameters, of each block together: all, or none."""
         peft_names = self._peft_names()
-        parts = groups(self._module, find_blocks(self._module))
+        parts = groups(self._module, self._blocks)
         of_groups = [[p for part in group for _, p in part.params if id(p) in peft_names] for group in parts]
         layers = [part for part in chain.from_iterable(parts) if part.is_adapter]
         now = self._made_of(layers, list(chain.from_iterable(of_groups)))

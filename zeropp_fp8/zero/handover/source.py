@@ -110,8 +110,8 @@ class WeightSource:
 
     def agree(self) -> None:
         """Forget everywhere if a rank has forgotten, as the one does that hears of an engine's restart. Collective."""
-        due = [piece for group in self._due() for piece in group.made_of]
-        if any(theirs != due for theirs in everyones(due)):
+        mine = list(self._handed_over)
+        if any(theirs != mine for theirs in everyones(mine)):
             self.forget()
 
     # -- vLLM's two channels -----------------------------------------------------------------------------------------
