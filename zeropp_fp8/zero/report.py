@@ -53,7 +53,7 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
             reason = "frozen; 16 or 32 bits at rest" if not param.requires_grad else ""
         elif len(param.ds_shape) < 2 and (config.weights.format != "none" or session.difference_format):
             reason = "fewer than 2 dimensions: norms and biases stay in high precision"
-        elif param in session.exact["weights"]:
+        elif id(param) in session.exact["weights"]:
             reason = "named in weights.skip_modules"
         else:
             reason = "weights.format is none"
@@ -63,6 +63,8 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
         ("weights", name, sum(p.ds_numel for p in members), f"{len(members)} tensors; {reason}".rstrip("; "))
         for (name, reason), members in by_format.items()
     ]
+    if config.weights.skip_modules and not session.exact["weights"]:
+        rows.append(("weights", "", 0, "weights.skip_modules names no parameter of this model"))
     rows += _difference_rows(session, gatherer)
     for kind in gatherer.kinds:
         rows += kind.report_rows([unit for unit in gatherer.units if unit.kind is kind])
@@ -76,7 +78,7 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
         if not config.quantizes_gradients:
             return (f"gradients {hop}", "none", trainable, "DeepSpeed's own flat reduce-scatter")
         named = len(session.exact["gradients"])
-        skipped = f"{named} named in gradients.skip_modules exact" if named else ""
+        skipped = f"{named} named in gradients.skip_modules exact" if config.gradients.skip_modules else ""
         remarks = filter(None, ("tensors of fewer than 2 dimensions exact", skipped, _without_kernel(session, chosen)))
         return (f"gradients {hop}", repr(chosen) if chosen else "none", trainable, "; ".join(remarks))
 

@@ -83,8 +83,8 @@ class Session:
         self.gather_levels = self.topology.gather_levels(self.secondary_ranks)
         self.ledger = WireLedger(self.topology.nodes, ranks_per_node)
         self.ledger.comms_logger = ds_comm.comms_logger
-        # What matrices travel in full, whatever the formats: "weights" and "gradients".
-        self.exact: dict[str, frozenset[Parameter]] = {"weights": frozenset(), "gradients": frozenset()}
+        # By id, whose "weights" and "gradients" travel in full whatever the formats; the model keeps them.
+        self.exact: dict[str, frozenset[int]] = {"weights": frozenset(), "gradients": frozenset()}
         self.placement = Slices(self.topology.rank, world_size)  # until parameters are given to owners
 
         weights, gradients = config.weights, config.gradients
@@ -122,11 +122,11 @@ class Session:
         named = list(model.named_parameters(remove_duplicate=False))
         for what in self.exact:
             patterns = getattr(self.config, what).skip_modules
-            self.exact[what] = frozenset(param for name, param in named if patterns and matches(name, patterns))
+            self.exact[what] = frozenset(id(param) for name, param in named if patterns and matches(name, patterns))
 
     def sends_exactly(self, what: str, param: Parameter) -> bool:
         """Whether the "weights" or "gradients" of a parameter travel in 16 or 32 bits whatever the formats."""
-        return len(param.ds_shape) < 2 or param in self.exact[what]
+        return len(param.ds_shape) < 2 or id(param) in self.exact[what]
 
     def own_numel(self, param: Parameter) -> int:
         """Elements that this rank has of a ZeRO-3 parameter, without padding."""
