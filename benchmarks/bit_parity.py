@@ -283,6 +283,10 @@ def run_case(case: Case, args, device, folder: str) -> dict:
     with running(case, args, device) as run:
         start = run.hashes() if case.lora else None
         losses, norms = run.train(range(half))
+        if case.falls_back:
+            from zeropp_fp8.zero.fall_back import fall_back
+
+            fall_back(run.engine.optimizer)
         if case.resume:
             run.engine.save_checkpoint(folder, tag="half")
         more = run.train(range(half, args.steps))

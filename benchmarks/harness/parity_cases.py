@@ -33,6 +33,7 @@ SIZES = {
 }
 LORA_LR = 3e-3
 CPU, PINNED = ({"device": "cpu", "pin_memory": pinned} for pinned in (False, True))
+FALL_BACK = {"numerics": {"watch": "fall_back"}}
 SOME_GB = 0.03 if torch.cuda.is_available() else 3e-4  # of codes: about half a model of "features"
 
 
@@ -54,6 +55,7 @@ class Case:
     zero_init: bool = False
     delays: bool = False
     only_gemm_weights: bool = False  # weights that no FP8 layer multiplies travel as they are
+    falls_back: bool = False  # in the middle, to high precision
     resume: bool = False  # save in the middle, and repeat the second half from the checkpoint
     check: Callable[[dict, dict], None] | None = None  # (this case's record, records by name)
 
@@ -303,6 +305,10 @@ CASES = (
     Case("fp8-lm, delays", "features", "fp8-lm", "fp8-lm", delays=True),
     Case("fp8-lm, zero.Init", "features", "fp8-lm", zero_init=True),
     Case("fp8-lm-zeropp", "features", "fp8-lm-zeropp", resume=True),
+    *(
+        Case(f"falls back, {recipe}", "features", recipe, fields=FALL_BACK, falls_back=True, resume=True, delays=True)
+        for recipe in ("fp8-lm", "fp8-lm-zeropp", "zeropp-2bit", "mxfp8")
+    ),
     Case("fp8-lm-zeropp, accumulation", "features", "fp8-lm-zeropp", accumulation=3),
     Case("qlora", "features", resume=True, **QLORA),
     Case("qlora, delays", "features", equal_to="qlora", delays=True, **QLORA),

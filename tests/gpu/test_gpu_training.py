@@ -57,5 +57,5 @@ def test_bit_parity(rows, case, reference):
 
 def test_features(rows):
     features = {name: row["result"] for name, row in rows.items() if row.get("part") == "features"}
-    assert len(features) == 52
+    assert len(features) == 56
     assert not {name: result for name, result in features.items() if result.startswith("FAILED")}
