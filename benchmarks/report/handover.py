@@ -38,9 +38,9 @@ def handover_nccl(result: dict, beside_trl: dict) -> str:
     gathered, gbit = merged["gathered_bytes_per_rank"], result["settings"]["gbit"]
     said = f"""A rank gathers {gathered / 1e6:,.0f} MB for all weights in {merged["ms"]:.0f} ms, which {gbit:.0f} Gbit/s
         need {8e-6 * gathered / gbit:.0f} ms for. With LoRA TRL has {trl["there_bytes"] / 1e9:.1f} GB of weights
-        there at once and takes {trl["ms"]:.0f} ms, merging block by block {rows["merged-lora"]["there_bytes"] / 1e9:.2f} GB and
-        {rows["merged-lora"]["ms"]:.0f} ms; the adapter alone takes {adapters["ms"]:.0f} ms. (What changes, and the
-        adapter, are of the earlier run.)"""
+        there at once and takes {trl["ms"]:.0f} ms, merging block by block
+        {rows["merged-lora"]["there_bytes"] / 1e9:.2f} GB and {rows["merged-lora"]["ms"]:.0f} ms; the
+        adapter alone takes {adapters["ms"]:.0f} ms. (What changes, and the adapter, are of the earlier run.)"""
     return f"{handover({**result, 'rows': list(rows.values())})}\n\n{paragraph(said)}"
 
 
