@@ -7,6 +7,7 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 QUESTION ?=
 UPSTREAM ?=
+SUITE ?= deepspeed
 RECIPES ?= lossless zeropp
 UPSTREAM_ARGS ?=
 PAIRS ?= 0.18.0:2.11.0 0.19.8:2.15.0
@@ -25,6 +26,7 @@ help:
 	@echo "make test-quick   the tests to run before every commit"
 	@echo "make test-compat   parity with stock on the oldest DeepSpeed and torch, and on the newest; in runs/compat.json"
 	@echo "make test-upstream UPSTREAM=/path/to/DeepSpeed   DeepSpeed's own ZeRO-3 tests with recipes; in runs/upstream"
+	@echo "                SUITE=accelerate UPSTREAM=/path/to/accelerate   and transformers or trl: those libraries' tests"
 	@echo "make bench QUESTION=kernels   measure; the questions are the files of benchmarks/; results in runs/"
 	@echo "make faults   one rank struck at every place of a job, for every recipe; results in runs/faults.json"
 	@echo "make soak     thousands of steps of every recipe, and whether anything grows (nightly); in runs/soak.json"
@@ -67,12 +69,12 @@ test-quick: $(VENV)/.test
 test-compat: $(VENV)/.test
 	$(BIN)/python -m benchmarks.compat $(PAIRS) --workers $(WORKERS) $(BENCH_ARGS)
 
-# Nothing is fetched but what DeepSpeed's tests need of pytest: before 8.4, where their fixtures still are fixtures. It
-# goes to a folder of its own. A GPU each rank; on the CPU: DS_ACCELERATOR=cpu LOCAL_SIZE=2 make test-upstream ...
+# Nothing is fetched but what the tests need of pytest: before 8.4, where DeepSpeed's fixtures still are fixtures. It goes
+# to a folder of its own. A GPU each rank; on the CPU: DS_ACCELERATOR=cpu LOCAL_SIZE=2 make test-upstream ...
 test-upstream: $(VENV)/.upstream
-	@test -n "$(UPSTREAM)" || { echo "say where DeepSpeed is checked out: make test-upstream UPSTREAM=/path"; exit 2; }
+	@test -n "$(UPSTREAM)" || { echo "say where $(SUITE) is checked out: make test-upstream UPSTREAM=/path"; exit 2; }
 	PYTHONPATH=$(CURDIR)/$(VENV)/upstream PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/upstream/run_upstream.py \
-		--upstream "$(UPSTREAM)" --recipes $(RECIPES) --out runs/upstream $(UPSTREAM_ARGS)
+		--suite $(SUITE) --upstream "$(UPSTREAM)" --recipes $(RECIPES) --out runs/upstream/$(SUITE) $(UPSTREAM_ARGS)
 
 # On GPUs, else small on the CPU. Two nodes are network namespaces: as root.
 bench: $(VENV)/.bench
@@ -140,5 +142,5 @@ $(VENV)/.test: $(VENV)/.run
 	@touch $@
 
 $(VENV)/.upstream: $(VENV)/.test
-	$(BIN)/pip install --quiet --target $(VENV)/upstream --no-deps pytest==8.3.5
+	$(BIN)/pip install --quiet --target $(VENV)/upstream --no-deps pytest==8.3.5 parameterized==0.9.0 pytest-datadir==1.9.0
 	@touch $@

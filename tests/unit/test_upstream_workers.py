@@ -10,6 +10,8 @@ from upstream.workers import Run, lines_of
 
 TESTS = """
 import os
+import subprocess
+import sys
 import threading
 import pytest
 from zeropp_fp8.config import RECIPE_VARIABLE
@@ -23,6 +25,8 @@ class TestOutcomes:
         assert False, "of its own"
     def test_skips(self):
         pytest.skip("no GPU")
+    def test_starts(self):
+        subprocess.run([sys.executable, "-c", "raise ValueError('of a child')"], check=True)
 
 class TestDeath:
     def test_before(self):
@@ -64,6 +68,7 @@ def test_each_test_gets_a_result(upstream, tmp_path):
         "TestOutcomes::test_passes",
         "TestOutcomes::test_fails",
         "TestOutcomes::test_skips",
+        "TestOutcomes::test_starts",
         "TestDeath::test_before",
         "TestDeath::test_dies",
         "TestDeath::test_after",
@@ -77,14 +82,16 @@ def test_each_test_gets_a_result(upstream, tmp_path):
         "passed",
         "failed",
         "skipped",
+        "failed",
         "passed",
         "failed",
         "passed",
         "passed",
     ]
-    assert [one["engines"] for one in found] == [1, 0, 0, 0, 0, 0, 0]
+    assert [one["engines"] for one in found] == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert found[3]["says"].startswith("ValueError: of a child\n") and "exit status 1" in found[3]["says"]
     assert found[1]["says"].startswith("AssertionError: of its own") and "no GPU" in found[2]["says"]
-    assert "the process died" in found[4]["says"]
+    assert "the process died" in found[5]["says"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["DeepSpeed", "stock.jsonl"]
 
     again = len(lines_of(tmp_path / "stock.jsonl"))

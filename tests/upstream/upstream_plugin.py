@@ -18,7 +18,8 @@ from zeropp_fp8.config import RECIPE_VARIABLE
 
 STAGE_PARAMETERS = ("zero_stage", "stage")
 OTHER_WAYS = re.compile(r"[_\[](zero[12]|ddp|fsdp2?)(?=[_\]-]|$)")  # as a part of a test's id
-RAISED = re.compile(r"^\[rank\d+\]: ((?:\w+\.)*\w*(?:Error|Exception): .*)", re.MULTILINE)
+ENDED = re.compile("returncode|exit status")
+RAISED = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception): .*)", re.MULTILINE)
 TABLE = "zeropp_fp8: recipe "  # how the table begins that an engine with the plugin prints
 
 IMPORTED = ("torch._dynamo", "deepspeed", "deepspeed.runtime.zero.stage3")
@@ -104,10 +105,10 @@ def _message(report) -> str:
     if report.skipped:
         return str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
     crash = getattr(report.longrepr, "reprcrash", None)
-    # Of a process that the test has started, which says itself no more than that it has failed.
-    raised = RAISED.findall(f"{report.capstdout}\n{report.capstderr}")
-    words = [crash.message if crash else "", report.longreprtext[-4000:]]
-    return "\n".join(filter(None, [*raised[:1], *words]))
+    words = crash.message if crash else ""
+    if ENDED.search(words):  # of a process that the test has started, which says no more
+        words = "\n".join([*RAISED.findall(f"{report.capstdout}\n{report.capstderr}")[:1], words])
+    return "\n".join(filter(None, [words, report.longreprtext[-4000:]]))
 
 
 def raised_in_pools() -> list[str]:
