@@ -7,7 +7,7 @@ show.py        python -m zeropp_fp8 numerics FILE: the samples as a table and a 
 watch.py       losses that jump: stop, or go on in high precision
 trial.py       what each step of an experiment gave
 reference.py   python -m zeropp_fp8 reference: a job's launch line, as it is and in `lossless`, and the difference
-bisect.py      python -m zeropp_fp8 bisect: the same with pieces, and layers, in high precision
+bisect.py      python -m zeropp_fp8 bisect: the same with pieces, GEMMs and layers in high precision
 
 Observers are told by the engine of each loss, and by the stage when gradients are there and when a step has ended, on
 every rank.
