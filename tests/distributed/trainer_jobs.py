@@ -62,8 +62,8 @@ def train_with_trainer(recipes, folder):
     return {recipe: _with_trainer(recipe, folder) for recipe in recipes}
 
 
-def train_compiled(recipe, folder, backends):
-    """Losses of the Trainer without `torch_compile`, and {backend: (losses, graphs after each step)} with it.
+def train_compiled(recipe, folder, backend):
+    """Losses of the Trainer without and with `torch_compile`, and how many graphs there are then after each step.
 
     There are more layers than dynamo compiles one function anew for. Where it would leave the rest eager, it raises.
     """
@@ -72,21 +72,19 @@ def train_compiled(recipe, folder, backends):
     from transformers import TrainerCallback
 
     class Graphs(TrainerCallback):
+        after_steps = []
+
         def on_step_end(self, args, state, control, **kwargs):
-            after_steps.append(counters["stats"]["unique_graphs"])
+            self.after_steps.append(counters["stats"]["unique_graphs"])
 
     config.fail_on_recompile_limit_hit = True
     sizes = {"layers": config.recompile_limit + 2, "hidden": 16}
     eager, _ = _with_trainer(recipe, folder, sizes)
-    compiled = {}
-    for backend in backends:
-        torch._dynamo.reset()
-        counters.clear()
-        after_steps = []
-        arguments = {"torch_compile": True, "torch_compile_backend": backend}
-        losses, _ = _with_trainer(recipe, folder, sizes, callbacks=[Graphs], **arguments)
-        compiled[backend] = losses, after_steps
-    return eager, compiled
+    torch._dynamo.reset()
+    counters.clear()
+    arguments = {"callbacks": [Graphs], "torch_compile": True, "torch_compile_backend": backend}
+    compiled, _ = _with_trainer(recipe, folder, sizes, **arguments)
+    return eager, compiled, Graphs.after_steps
 
 
 def _with_trainer(recipe, folder, sizes=None, steps=4, callbacks=None, **more):
