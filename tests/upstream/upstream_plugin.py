@@ -19,7 +19,7 @@ from zeropp_fp8.config import RECIPE_VARIABLE
 STAGE_PARAMETERS = ("zero_stage", "stage")
 OTHER_WAYS = re.compile(r"[_\[](zero[12]|ddp|fsdp2?)(?=[_\]-]|$)")  # as a part of a test's id
 ENDED = re.compile("returncode|exit status")
-RAISED = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception): .*)", re.MULTILINE)
+RAISED = re.compile(r"^(?:stderr: )?(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception): .*)", re.MULTILINE)
 TABLE = "zeropp_fp8: recipe "  # how the table begins that an engine with the plugin prints
 
 IMPORTED = ("torch._dynamo", "deepspeed", "deepspeed.runtime.zero.stage3")
