@@ -40,14 +40,23 @@ def engine_class(stock_class, replace):
         def __init__(self, args, model, *positional, config=None, config_class=None, **kwargs):
             config = load_ds_config(config) if config is not None else None
             plugin_config = resolve(config) if config is not None else None
-            if plugin_config is None:
-                _refuse_left_over(model)
-                # What it would be without the plugin, its class too: scripts and tests compare `type(engine)`.
-                object.__setattr__(self, "__class__", stock_class)
-                self.__init__(args, model, *positional, config=config, config_class=config_class, **kwargs)
+            # nn.Module.__setattr__ is not usable before Module.__init__ for modules only; a plain object is fine.
+            object.__setattr__(self, "_zeropp_fp8_config", plugin_config)
+            if plugin_config is not None:
+                config = without_in_tree_keys(config)
+                for key, off in IN_TREE_KEYS.items():
+                    setattr(config_class.zero_config, key, off)
+                if plugin_config.computes_in_low_precision:
+                    # Before ZeRO-3 puts its hooks on modules, which would keep calling the class that they saw.
+                    object.__setattr__(self, "_zeropp_fp8_conversion", _converted(model, plugin_config.compute))
             else:
-                options = {"config": config, "config_class": config_class, **kwargs}
-                self._zeropp_fp8_init(plugin_config, args, model, *positional, **options)
+                _refuse_left_over(model)
+            try:
+                super().__init__(args, model, *positional, config=config, config_class=config_class, **kwargs)
+                self._zeropp_fp8_observe()
+            except BaseException as error:
+                self._zeropp_fp8_failed(error)
+                raise
             for module in model.modules():
                 for handle in module.__dict__.pop(_ALONE, ()):
                     handle.remove()
@@ -58,22 +67,6 @@ def engine_class(stock_class, replace):
                     flush=True,
                 )
 
-        def _zeropp_fp8_init(self, plugin_config, args, model, *positional, config, config_class, **kwargs):
-            # nn.Module.__setattr__ is not usable before Module.__init__ for modules only; a plain object is fine.
-            object.__setattr__(self, "_zeropp_fp8_config", plugin_config)
-            config = without_in_tree_keys(config)
-            for key, off in IN_TREE_KEYS.items():
-                setattr(config_class.zero_config, key, off)
-            if plugin_config.computes_in_low_precision:
-                # Before ZeRO-3 puts its hooks on modules, which would keep calling the class that they saw.
-                object.__setattr__(self, "_zeropp_fp8_conversion", _converted(model, plugin_config.compute))
-            try:
-                super().__init__(args, model, *positional, config=config, config_class=config_class, **kwargs)
-                self._zeropp_fp8_observe()
-            except BaseException as error:
-                self._zeropp_fp8_failed(error)
-                raise
-
         def _zeropp_fp8_failed(self, error):
             session = self.zeropp_fp8_session
             if session is not None:
@@ -83,13 +76,16 @@ def engine_class(stock_class, replace):
             self._zeropp_fp8_let_go()
 
         def _zeropp_fp8_observe(self):
-            observed = self._zeropp_fp8_config.observed or TRIAL_VARIABLE in os.environ
+            config = self._zeropp_fp8_config
+            observed = config is not None and (config.observed or TRIAL_VARIABLE in os.environ)
             if observed and hasattr(self.optimizer, "parameter_offload"):  # not an engine that only evaluates
                 from zeropp_fp8.numerics import observe
 
                 observe(self)
 
         def _configure_zero_optimizer(self, optimizer):
+            if self._zeropp_fp8_config is None:
+                return super()._configure_zero_optimizer(optimizer)
             from zeropp_fp8.zero.session import Session
             from zeropp_fp8.zero.ulysses import exchange_in_fp8
 
@@ -110,23 +106,29 @@ def engine_class(stock_class, replace):
             return stage
 
         def _forward_prologue(self, inputs, kwargs):
+            stock = super()._forward_prologue
+            if self.zeropp_fp8_session is None:
+                return stock(inputs, kwargs)
             self._zeropp_fp8_offload.gather_what_is_read(True)
             with self._zeropp_fp8_not_walked():
-                return super()._forward_prologue(inputs, kwargs)
+                return stock(inputs, kwargs)
 
         def _forward_epilogue(self):
+            stock = super()._forward_epilogue
+            if self.zeropp_fp8_session is None:
+                return stock()
             self._zeropp_fp8_offload.gather_what_is_read(False)
             with self._zeropp_fp8_not_walked():
-                return super()._forward_epilogue()
+                return stock()
 
         def backward(self, loss, *args, **kwargs):
-            for observer in self.zeropp_fp8_session.observers:
+            for observer in self.zeropp_fp8_session.observers if self.zeropp_fp8_session is not None else ():
                 observer.loss_is(loss)
             return super().backward(loss, *args, **kwargs)
 
         def step(self, *args, **kwargs):
             super().step(*args, **kwargs)
-            if self.monitor.enabled and self.global_rank == 0:
+            if self.zeropp_fp8_session is not None and self.monitor.enabled and self.global_rank == 0:
                 if self._zeropp_fp8_metrics is None:
                     from zeropp_fp8.zero.metrics import StepMetrics
 
@@ -192,6 +194,8 @@ def engine_class(stock_class, replace):
 
         def _get_param_fragment_func(self, param):
             stock = functools.partial(super()._get_param_fragment_func, param)
+            if self.zeropp_fp8_session is None:
+                return stock()
             return self._zeropp_fp8_gatherer.unit_of(param).kind.fragment(self.param_names[param], param, stock)
 
         def save_checkpoint(
@@ -199,6 +203,8 @@ def engine_class(stock_class, replace):
         ):
             options = {"client_state": client_state or {}, "exclude_frozen_parameters": exclude_frozen_parameters}
             stock = functools.partial(super().save_checkpoint, **options)
+            if self.zeropp_fp8_session is None:
+                return stock(save_dir, tag, save_latest=save_latest)
             from zeropp_fp8.zero.checkpoint.commit import save_in_two_phases
 
             return save_in_two_phases(self, stock, save_dir, tag, save_latest)
@@ -217,6 +223,8 @@ def engine_class(stock_class, replace):
 
         def _load_checkpoint(self, load_dir, tag, *args, **kwargs):
             stock = functools.partial(super()._load_checkpoint, load_dir, tag, *args, **kwargs)
+            if self.zeropp_fp8_session is None:
+                return stock()
             from zeropp_fp8.zero.checkpoint.check import check_files, check_ranks
             from zeropp_fp8.zero.fragment import fragments_stand_in
 
@@ -240,7 +248,7 @@ def engine_class(stock_class, replace):
 
         def load_module_state_dict(self, checkpoint, *args, **kwargs):
             stock, frozen = super().load_module_state_dict, checkpoint.get(FROZEN_PARAM_FRAGMENTS)
-            if frozen is None:
+            if self.zeropp_fp8_session is None or frozen is None:
                 return stock(checkpoint, *args, **kwargs)
             from zeropp_fp8.zero.fragment import has_codes
 
