@@ -42,7 +42,7 @@ def parts_of(engine):
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     parts = {"engine": engine, "model": engine.module, "parameter": next(engine.module.parameters())}
     parts |= {"stage": engine.optimizer, "offload": offload}
-    if engine.zeropp_fp8_session is not None:
+    if hasattr(engine, "zeropp_fp8_session"):  # not one of stock
         gatherer = offload.gatherer
         parts |= {"session": engine.zeropp_fp8_session, "gatherer": gatherer, "unit": gatherer.units[0]}
         for name in ("_reducer", "_order", "store", "states"):

@@ -41,7 +41,15 @@ def plugin_modules():
 
 
 def trained(config, zero_init=None):
-    """The package that the ZeRO-3 stage of an engine is of, after a step."""
+    """The package that the ZeRO stage of an engine is of, after a step."""
+    return package(engine_after_a_step(config, zero_init))
+
+
+def package(engine):
+    return type(engine.optimizer).__module__.partition(".")[0]
+
+
+def engine_after_a_step(config, zero_init=None):
     store = torch.distributed.FileStore(tempfile.mktemp(dir=FOLDER), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     if zero_init is None:
@@ -53,7 +61,7 @@ def trained(config, zero_init=None):
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.backward(engine(torch.ones(1, 8, dtype=next(model.parameters()).dtype)).sum())
     engine.step()
-    return type(engine.optimizer).__module__.partition(".")[0]
+    return engine
 
 
 SECTION = ds_config(zeropp_fp8={"recipe": "zeropp"})
@@ -96,6 +104,18 @@ def enabled_by_the_script():
     return [found, (deepspeed.DeepSpeedConfig.__init__, deepspeed.zero.Init.__init__) == STOCK]
 
 
+def enabled_with(config):
+    """[the package, whether its class is stock's own, and whether it is one in every way a library asks]."""
+    import zeropp_fp8
+
+    imported_before = deepspeed.DeepSpeedEngine
+    zeropp_fp8.enable()
+    engine = engine_after_a_step(config)
+    engine.destroy()
+    classes = (imported_before, deepspeed.DeepSpeedEngine, deepspeed.runtime.engine.DeepSpeedEngine)
+    return [package(engine), type(engine) is imported_before, all(isinstance(engine, each) for each in classes)]
+
+
 def switch(name, value, config):
     os.environ[name] = value
     return trained(config)
@@ -115,6 +135,9 @@ CASES = {
     "null": lambda: trained({**ds_config(), "zeropp_fp8": None}),
     "disabled": disabled,
     "enabled by the script": enabled_by_the_script,
+    "enabled, a section": lambda: enabled_with(SECTION),
+    "enabled, without a section": lambda: enabled_with(ds_config()),
+    "enabled, another stage": lambda: enabled_with(ds_config(zero={"stage": 2})),
     "recipe in the environment": lambda: switch("ZEROPP_FP8_RECIPE", "zeropp", ds_config()),
     "ZeRO++ keys, as asked": lambda: switch("ZEROPP_FP8_AUTOLOAD", "1", IN_TREE),
     "unknown switch": lambda: switch("ZEROPP_FP8_AUTOLOAD", "off", SECTION),

@@ -327,11 +327,14 @@ def test_every_way_a_ds_config_arrives(python):
     halted = answers.pop("broken plugin")
     assert len(halted) == 4 and all("zeropp_fp8.plugin" in error for error in halted)
     assert answers.pop("enabled by the script") == ["zeropp_fp8", True]
+    assert answers.pop("enabled, a section") == ["zeropp_fp8", False, True]
+    for name in ("enabled, without a section", "enabled, another stage"):
+        assert answers.pop(name) == ["deepspeed", True, True], name
     assert answers.pop("stock") == ["deepspeed", []] and answers.pop("modules") == []
     assert not answers.pop("file")
     on_stock = {"stock with a broken plugin", "disabled"}
     assert answers == {name: "deepspeed" if name in on_stock else "zeropp_fp8" for name in answers}
-    assert len(answers) == 10 and output.count(TABLE) == 7  # those with the section
+    assert len(answers) == 10 and output.count(TABLE) == 8  # those with the section
 
 
 SECTION = {"zeropp_fp8": {"recipe": "zeropp"}}

@@ -21,8 +21,8 @@ def leave_stock():
 
 def replaceable():
     return (
-        deepspeed.DeepSpeedEngine,
-        deepspeed.DeepSpeedHybridEngine,
+        deepspeed.DeepSpeedEngine.__init__,
+        partition_parameters.zero3_linear_wrap,
         partition_parameters.Init.__init__,
         deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm"),
     )
@@ -42,23 +42,35 @@ def test_enable_is_idempotent_and_disable_restores_every_name():
 
 
 def test_deepspeed_imported_anew_runs_with_the_plugin():
-    """A reload puts the names of DeepSpeed's module back; the next `deepspeed.initialize` reads its ds_config first."""
+    """A reload of DeepSpeed's module gives it the same classes, and it is they that are changed."""
     stock = replaceable()
     zeropp_fp8.enable()
     installed = replaceable()
     importlib.reload(deepspeed)
-    assert deepspeed.DeepSpeedEngine is stock[0]
-    deepspeed.DeepSpeedConfig({"train_batch_size": 1})
     assert replaceable() == installed
     zeropp_fp8.disable()
     assert replaceable() == stock
 
 
-def test_engine_class_keeps_its_name_and_ancestry():
-    stock = deepspeed.DeepSpeedEngine
+def test_classes_of_engines_are_the_same_objects_everywhere():
+    """Libraries ask `isinstance(model, deepspeed.DeepSpeedEngine)`, and of either module `type(model) is`."""
+    from deepspeed.runtime import engine, hybrid_engine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    stock = engine.DeepSpeedEngine, hybrid_engine.DeepSpeedHybridEngine
     zeropp_fp8.enable()
-    assert issubclass(deepspeed.DeepSpeedEngine, stock)
-    assert deepspeed.DeepSpeedEngine.__name__ == stock.__name__
+    assert (deepspeed.DeepSpeedEngine, deepspeed.DeepSpeedHybridEngine) == stock
+    assert (engine.DeepSpeedEngine, hybrid_engine.DeepSpeedHybridEngine) == stock
+    assert issubclass(PipelineEngine, deepspeed.DeepSpeedEngine)
+
+
+def test_an_engine_class_of_the_users_own_refuses_the_section():
+    class Engine(deepspeed.DeepSpeedEngine):
+        pass
+
+    zeropp_fp8.enable()
+    with pytest.raises(zeropp_fp8.ConfigError, match=r"with Engine, an engine class of its own.*remove the section"):
+        Engine(None, nn.Linear(2, 2), config={"zero_optimization": {"stage": 3}, "zeropp_fp8": {"recipe": "zeropp"}})
 
 
 @pytest.mark.parametrize(

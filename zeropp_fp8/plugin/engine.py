@@ -1,4 +1,4 @@
-"""DeepSpeedEngine that builds the plugin's ZeRO-3 where the ds_config asks for it, and is stock otherwise."""
+"""The engine: DeepSpeed's own, or one that builds the plugin's ZeRO-3 where the ds_config asks for it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from zeropp_fp8.config import (
     SECTION,
     TRIAL_VARIABLE,
     ConfigError,
+    asks_for_plugin,
     load_ds_config,
     resolve,
     without_in_tree_keys,
@@ -24,11 +25,67 @@ FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkp
 _ALONE = "_zeropp_fp8_alone"  # on a model whose engine has ended: what lets it run
 
 
+def choosing_init(stock_class, replace):
+    """`DeepSpeedEngine.__init__` that makes an engine one of the plugin where its ds_config asks for that.
+
+    Any other engine stays of the class it is, and has nothing of the plugin: scripts and libraries compare classes.
+    `replace` replaces a name of a module until the plugin is disabled.
+    """
+    stock_init = stock_class.__init__
+    of_plugin = engine_class(stock_class, replace)
+
+    @functools.wraps(stock_init)
+    def __init__(self, args, model, *positional, config=None, **kwargs):
+        config = load_ds_config(config) if config is not None else None
+        if config is not None and type(self) is not stock_class:
+            _refuse_other_engine(type(self), config)
+        plugin_config = resolve(config) if config is not None else None
+        kwargs["config"] = config
+        if plugin_config is not None:
+            object.__setattr__(self, "__class__", of_plugin)
+            self._zeropp_fp8_init(plugin_config, args, model, *positional, **kwargs)
+        else:
+            _refuse_left_over(model)
+            stock_init(self, args, model, *positional, **kwargs)
+        for module in model.modules():
+            for handle in module.__dict__.pop(_ALONE, ()):
+                handle.remove()
+        if plugin_config is None and self.global_rank == 0:
+            print(
+                f'zeropp_fp8: stock DeepSpeed; the ds_config has no "{SECTION}" section and no ZeRO++ key '
+                f"(or switches the section off), and {RECIPE_VARIABLE} names no recipe for it",
+                flush=True,
+            )
+
+    return __init__
+
+
+def _refuse_other_engine(cls, config) -> None:
+    """Refuse the plugin to an engine that is not DeepSpeedEngine itself, and so would train as stock."""
+    from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    if issubclass(cls, DeepSpeedHybridEngine):  # which has ZeRO-3 code of its own
+        resolve(config, hybrid_engine=True)
+    elif asks_for_plugin(config) or resolve(config) is not None:
+        raise ConfigError(
+            f'"{SECTION}" (or a ZeRO++ key) with '
+            + (
+                "a PipelineModule: pipelines go with ZeRO stages 0 and 1, the plugin works with stage 3; remove the "
+                "section and the keys, or the PipelineModule"
+                if issubclass(cls, PipelineEngine)
+                else f"{cls.__name__}, an engine class of its own: the plugin trains DeepSpeedEngine, as "
+                "deepspeed.initialize makes it; remove the section and the keys, or the class"
+            )
+        )
+
+
 def engine_class(stock_class, replace):
-    """The class for `deepspeed.DeepSpeedEngine`; `replace` replaces a name of a module until the plugin is disabled."""
+    """The class of engines whose ds_config asks for the plugin."""
+    stock_init = stock_class.__init__
 
     class ZeroppEngine(stock_class):
-        """DeepSpeedEngine that builds the plugin's ZeRO-3 when the ds_config asks for it, and is stock otherwise."""
+        """DeepSpeedEngine that builds the plugin's ZeRO-3."""
 
         zeropp_fp8_session = None
         _zeropp_fp8_conversion = None
@@ -37,35 +94,21 @@ def engine_class(stock_class, replace):
         _zeropp_fp8_destroyed = False
         _zeropp_fp8_metrics = None
 
-        def __init__(self, args, model, *positional, config=None, config_class=None, **kwargs):
-            config = load_ds_config(config) if config is not None else None
-            plugin_config = resolve(config) if config is not None else None
+        def _zeropp_fp8_init(self, plugin_config, args, model, *positional, config, config_class, **kwargs):
             # nn.Module.__setattr__ is not usable before Module.__init__ for modules only; a plain object is fine.
             object.__setattr__(self, "_zeropp_fp8_config", plugin_config)
-            if plugin_config is not None:
-                config = without_in_tree_keys(config)
-                for key, off in IN_TREE_KEYS.items():
-                    setattr(config_class.zero_config, key, off)
-                if plugin_config.computes_in_low_precision:
-                    # Before ZeRO-3 puts its hooks on modules, which would keep calling the class that they saw.
-                    object.__setattr__(self, "_zeropp_fp8_conversion", _converted(model, plugin_config.compute))
-            else:
-                _refuse_left_over(model)
+            config = without_in_tree_keys(config)
+            for key, off in IN_TREE_KEYS.items():
+                setattr(config_class.zero_config, key, off)
+            if plugin_config.computes_in_low_precision:
+                # Before ZeRO-3 puts its hooks on modules, which would keep calling the class that they saw.
+                object.__setattr__(self, "_zeropp_fp8_conversion", _converted(model, plugin_config.compute))
             try:
-                super().__init__(args, model, *positional, config=config, config_class=config_class, **kwargs)
+                stock_init(self, args, model, *positional, config=config, config_class=config_class, **kwargs)
                 self._zeropp_fp8_observe()
             except BaseException as error:
                 self._zeropp_fp8_failed(error)
                 raise
-            for module in model.modules():
-                for handle in module.__dict__.pop(_ALONE, ()):
-                    handle.remove()
-            if plugin_config is None and self.global_rank == 0:
-                print(
-                    f'zeropp_fp8: stock DeepSpeed; the ds_config has no "{SECTION}" section and no ZeRO++ key '
-                    f"(or switches the section off), and {RECIPE_VARIABLE} names no recipe for it",
-                    flush=True,
-                )
 
         def _zeropp_fp8_failed(self, error):
             session = self.zeropp_fp8_session
@@ -76,16 +119,13 @@ def engine_class(stock_class, replace):
             self._zeropp_fp8_let_go()
 
         def _zeropp_fp8_observe(self):
-            config = self._zeropp_fp8_config
-            observed = config is not None and (config.observed or TRIAL_VARIABLE in os.environ)
+            observed = self._zeropp_fp8_config.observed or TRIAL_VARIABLE in os.environ
             if observed and hasattr(self.optimizer, "parameter_offload"):  # not an engine that only evaluates
                 from zeropp_fp8.numerics import observe
 
                 observe(self)
 
         def _configure_zero_optimizer(self, optimizer):
-            if self._zeropp_fp8_config is None:
-                return super()._configure_zero_optimizer(optimizer)
             from zeropp_fp8.zero.session import Session
             from zeropp_fp8.zero.ulysses import exchange_in_fp8
 
@@ -106,29 +146,23 @@ def engine_class(stock_class, replace):
             return stage
 
         def _forward_prologue(self, inputs, kwargs):
-            stock = super()._forward_prologue
-            if self.zeropp_fp8_session is None:
-                return stock(inputs, kwargs)
             self._zeropp_fp8_offload.gather_what_is_read(True)
             with self._zeropp_fp8_not_walked():
-                return stock(inputs, kwargs)
+                return super()._forward_prologue(inputs, kwargs)
 
         def _forward_epilogue(self):
-            stock = super()._forward_epilogue
-            if self.zeropp_fp8_session is None:
-                return stock()
             self._zeropp_fp8_offload.gather_what_is_read(False)
             with self._zeropp_fp8_not_walked():
-                return stock()
+                return super()._forward_epilogue()
 
         def backward(self, loss, *args, **kwargs):
-            for observer in self.zeropp_fp8_session.observers if self.zeropp_fp8_session is not None else ():
+            for observer in self.zeropp_fp8_session.observers:
                 observer.loss_is(loss)
             return super().backward(loss, *args, **kwargs)
 
         def step(self, *args, **kwargs):
             super().step(*args, **kwargs)
-            if self.zeropp_fp8_session is not None and self.monitor.enabled and self.global_rank == 0:
+            if self.monitor.enabled and self.global_rank == 0:
                 if self._zeropp_fp8_metrics is None:
                     from zeropp_fp8.zero.metrics import StepMetrics
 
@@ -194,8 +228,6 @@ def engine_class(stock_class, replace):
 
         def _get_param_fragment_func(self, param):
             stock = functools.partial(super()._get_param_fragment_func, param)
-            if self.zeropp_fp8_session is None:
-                return stock()
             return self._zeropp_fp8_gatherer.unit_of(param).kind.fragment(self.param_names[param], param, stock)
 
         def save_checkpoint(
@@ -203,8 +235,6 @@ def engine_class(stock_class, replace):
         ):
             options = {"client_state": client_state or {}, "exclude_frozen_parameters": exclude_frozen_parameters}
             stock = functools.partial(super().save_checkpoint, **options)
-            if self.zeropp_fp8_session is None:
-                return stock(save_dir, tag, save_latest=save_latest)
             from zeropp_fp8.zero.checkpoint.commit import save_in_two_phases
 
             return save_in_two_phases(self, stock, save_dir, tag, save_latest)
@@ -223,8 +253,6 @@ def engine_class(stock_class, replace):
 
         def _load_checkpoint(self, load_dir, tag, *args, **kwargs):
             stock = functools.partial(super()._load_checkpoint, load_dir, tag, *args, **kwargs)
-            if self.zeropp_fp8_session is None:
-                return stock()
             from zeropp_fp8.zero.checkpoint.check import check_files, check_ranks
             from zeropp_fp8.zero.fragment import fragments_stand_in
 
@@ -248,7 +276,7 @@ def engine_class(stock_class, replace):
 
         def load_module_state_dict(self, checkpoint, *args, **kwargs):
             stock, frozen = super().load_module_state_dict, checkpoint.get(FROZEN_PARAM_FRAGMENTS)
-            if self.zeropp_fp8_session is None or frozen is None:
+            if frozen is None:
                 return stock(checkpoint, *args, **kwargs)
             from zeropp_fp8.zero.fragment import has_codes
 

@@ -1,8 +1,7 @@
 """Installing the plugin: what of DeepSpeed is replaced, by what, and how it is put back.
 
-    deepspeed.DeepSpeedEngine        -> a subclass that builds the plugin's ZeRO-3 where the ds_config asks for it
-    deepspeed.DeepSpeedHybridEngine  -> a subclass that refuses such a ds_config
-    PipelineEngine.__init__          -> refuses such a ds_config
+    DeepSpeedEngine.__init__         -> an engine whose ds_config asks for it becomes one of a subclass that builds the
+                                        plugin's ZeRO-3; engines of other classes refuse such a ds_config
     deepspeed.DeepSpeedConfig        -> says which file it is that cannot be read
     deepspeed.zero.Init.__init__     -> hides the four ZeRO++ keys and checks the configuration early
     deepspeed.zero.Init              -> stores frozen weights as codes while a model is made; gathers and partitions
@@ -23,19 +22,15 @@ import functools
 import inspect
 import os
 import sys
-from types import ModuleType
 from typing import Any
 
 from zeropp_fp8.config import (
     IN_TREE_KEYS,
-    SECTION,
-    ConfigError,
-    asks_for_plugin,
     load_ds_config,
     resolve,
     without_in_tree_keys,
 )
-from zeropp_fp8.plugin.engine import engine_class
+from zeropp_fp8.plugin.engine import choosing_init
 from zeropp_fp8.plugin.relied_on import verify
 
 _restore: list[tuple[Any, Any, Any, Any]] = []  # (object or dict, name or key, what was there, what is there)
@@ -66,7 +61,6 @@ def enable() -> None:
     verify()
     from deepspeed.accelerator import get_accelerator
     from deepspeed.profiling.flops_profiler import FlopsProfiler
-    from deepspeed.runtime.pipe.engine import PipelineEngine
     from deepspeed.runtime.zero import partition_parameters
     from deepspeed.runtime.zero import utils as zero_utils
     from deepspeed.runtime.zero.partition_parameters import Init
@@ -79,9 +73,7 @@ def enable() -> None:
     from zeropp_fp8.zero.ulysses import replace_exchanges
 
     _end_watch()
-    _replace(deepspeed, "DeepSpeedEngine", engine_class(deepspeed.DeepSpeedEngine, _replace))
-    _replace(deepspeed, "DeepSpeedHybridEngine", _refusing_hybrid_engine(deepspeed.DeepSpeedHybridEngine))
-    _replace(PipelineEngine, "__init__", _init_of_no_pipeline(PipelineEngine.__init__))
+    _replace(deepspeed.DeepSpeedEngine, "__init__", choosing_init(deepspeed.DeepSpeedEngine, _replace))
     _replace(deepspeed.DeepSpeedConfig, "__init__", _init_naming_file(deepspeed.DeepSpeedConfig.__init__))
     _replace(Init, "__init__", _init_without_in_tree_keys(Init.__init__))
     _replace(Init, "_post_init_method", storing_post_init(Init._post_init_method))
@@ -114,13 +106,6 @@ def disable() -> None:
             setattr(owner, name, value)
 
 
-def _replace_again() -> None:
-    """`importlib.reload(deepspeed)` puts the names of its module back; its classes stay as they are."""
-    for owner, name, before, value in _restore:
-        if isinstance(owner, ModuleType) and getattr(owner, name) is before:
-            setattr(owner, name, value)
-
-
 def _end_watch() -> None:
     """Let zeropp_fp8_autoload, where it is installed, leave it to this file."""
     autoload = sys.modules.get("zeropp_fp8_autoload")
@@ -129,14 +114,10 @@ def _end_watch() -> None:
 
 
 def _init_naming_file(stock_init):
-    """DeepSpeedConfig.__init__, which reads a ds_config before any engine is made, with errors that name the file.
-
-    Then it is seen, too, whether DeepSpeed has been imported anew.
-    """
+    """DeepSpeedConfig.__init__, which reads a ds_config before any engine is made, with errors that name the file."""
 
     @functools.wraps(stock_init)
     def __init__(self, config, *args, **kwargs):
-        _replace_again()
         if isinstance(config, (str, os.PathLike)):
             load_ds_config(config)
         stock_init(self, config, *args, **kwargs)
@@ -175,31 +156,5 @@ def _init_without_in_tree_keys(stock_init):
                         if key in bound.arguments:
                             bound.arguments[key] = IN_TREE_KEYS[key]
         stock_init(*bound.args, **bound.kwargs)
-
-    return __init__
-
-
-def _refusing_hybrid_engine(stock_class):
-    class HybridEngine(stock_class):
-        """DeepSpeedHybridEngine, which has ZeRO-3 code of its own, refuses a ds_config that asks for the plugin."""
-
-        def __init__(self, *args, config=None, **kwargs):
-            resolve(load_ds_config(config), hybrid_engine=True)
-            super().__init__(*args, config=config, **kwargs)
-
-    return HybridEngine
-
-
-def _init_of_no_pipeline(stock_init):
-    """PipelineEngine.__init__ that refuses a ds_config that asks for the plugin, which it would pass over."""
-
-    @functools.wraps(stock_init)
-    def __init__(self, *args, config=None, **kwargs):
-        if config is not None and asks_for_plugin(load_ds_config(config)):
-            raise ConfigError(
-                f'"{SECTION}" (or a ZeRO++ key) with a PipelineModule: pipelines go with ZeRO stages 0 and 1, the '
-                "plugin works with stage 3; remove the section and the keys, or the PipelineModule"
-            )
-        stock_init(self, *args, config=config, **kwargs)
 
     return __init__

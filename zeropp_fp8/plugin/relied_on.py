@@ -22,10 +22,10 @@ _REMEDY = "install deepspeed>=0.18,<0.20"
 
 # (module, class or module in it): names that must be there, some with parameters that they must take.
 RELIED_ON: dict[tuple[str, str], str] = {
-    ("deepspeed", ""): "DeepSpeedEngine DeepSpeedHybridEngine",
     ("deepspeed", "DeepSpeedConfig"): "__init__(config)",
     ("deepspeed", "ops"): "__compatible_ops__",
     (_ENGINE, "DeepSpeedEngine"): """
+        __init__(args, model, config, config_class)
         _configure_zero_optimizer(optimizer) _forward_prologue(inputs, kwargs) _forward_epilogue destroy __del__
         _get_param_fragment_func(param) step
         save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -35,7 +35,8 @@ RELIED_ON: dict[tuple[str, str], str] = {
         _get_ckpt_name(checkpoints_path, tag, pp_placeholder)
     """,
     ("deepspeed.runtime.checkpoint_engine", "TorchCheckpointEngine"): "save(state_dict, path)",
-    ("deepspeed.runtime.pipe.engine", "PipelineEngine"): "__init__",
+    ("deepspeed.runtime.pipe.engine", ""): "PipelineEngine",
+    ("deepspeed.runtime.hybrid_engine", ""): "DeepSpeedHybridEngine",
     (_ENGINE, ""): "DeepSpeedZeRoOffload",
     ("deepspeed.runtime.superoffload.superoffload_stage3", ""): "SuperOffloadOptimizer_Stage3",
     (_STAGE3, "DeepSpeedZeroOptimizer_Stage3"): """
