@@ -233,6 +233,16 @@ def test_start_table_and_progress_line():
     assert "zeropp_fp8:" not in text[1], "only rank 0 prints"
 
 
+def test_the_start_table_says_which_patterns_name_nothing():
+    """Misspelt ones; not those of defaults, which many models have no use for."""
+    idle = {"weights": ["layrs.1", "lm_head"], "gradients": ["layers.0"], "frozen": ["*embd*", "score"]}
+    fields = {name: {"skip_modules": patterns} for name, patterns in idle.items()}
+    fields["compute"] = {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head", "layers.7.*", "rout?r"]}
+    (text, *_) = run_ranks(jobs.start_table, fields=fields)
+    said = re.findall(r"(\w+) +as without .*skip_modules names nothing of this model by (.*)", text)
+    assert said == [("weights", "layrs.1"), ("compute", "layers.7.*, rout?r"), ("frozen", "*embd*")]
+
+
 def test_wire_report_of_a_stock_engine_is_an_error():
     with pytest.raises(ValueError, match=r"enable\(\)"):
         zeropp_fp8.wire_report(torch.nn.Linear(2, 2))

@@ -10,7 +10,8 @@ from torch import nn
 
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.gemm import execution
-from zeropp_fp8.config import patterns_of_gemms
+from zeropp_fp8.config import PluginConfig, patterns_of_gemms
+from zeropp_fp8.config.patterns import matches
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.zero.session import Session
 
@@ -63,8 +64,6 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
         ("weights", name, sum(p.ds_numel for p in members), f"{len(members)} tensors; {reason}".rstrip("; "))
         for (name, reason), members in by_format.items()
     ]
-    if config.weights.skip_modules and not session.exact["weights"]:
-        rows.append(("weights", "", 0, "weights.skip_modules names no parameter of this model"))
     rows += _difference_rows(session, gatherer)
     for kind in gatherer.kinds:
         rows += kind.report_rows([unit for unit in gatherer.units if unit.kind is kind])
@@ -117,6 +116,21 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
     rows.append(("gather unit", config.gather_granularity, 0, remark))
     if config.compile == "blocks":
         rows.append(("compiled", "blocks", 0, "by torch.compile, at their first call"))
+    return rows + _idle_pattern_rows(config, model)
+
+
+def _idle_pattern_rows(config: PluginConfig, model: nn.Module) -> list[tuple]:
+    """Name patterns of the user's that name nothing of this model: misspelt, or meant for another engine's model."""
+    modules = [name for name, _ in model.named_modules()]
+    params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    rows = []
+    for section, names in {"weights": params, "gradients": params, "compute": modules, "frozen": modules}.items():
+        part = getattr(config, section)
+        default = type(part).model_fields["skip_modules"].default
+        given = [pattern for pattern in part.skip_modules if pattern not in default]
+        idle = [pattern for pattern in given if not any(matches(name, [pattern]) for name in names)]
+        if idle:
+            rows.append((section, "as without", 0, f"skip_modules names nothing of this model by {_shown(idle)}"))
     return rows
 
 
