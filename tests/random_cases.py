@@ -277,7 +277,29 @@ def _draw(rng: random.Random, seed: int, features: frozenset[str]) -> Case:
     has_blocks = case.granularity == "block" and blocks and not any(text.endswith(":reads") for text in blocks)
     if has_blocks and not case.is_lossless and "compile" in features and rng.random() < 0.8:
         case.fields["compile"] = "blocks"  # which may change a last bit
+    if not case.is_lossless:
+        _leave_exact(random.Random(f"{seed}, left exact"), case.fields, stages, computes)
     return case
+
+
+def _leave_exact(rng: random.Random, fields: dict[str, Any], stages: tuple[str, ...], computes: bool) -> None:
+    """Add to the fields of a section what travels, or is multiplied, in high precision in some layers.
+
+    `rng` is one of its own: these keys came later, and the other cases stay as they are.
+    """
+
+    def add(name: str, **more: Any) -> None:
+        fields[name] = {**fields.get(name, {}), **more}
+
+    def some() -> list[str]:
+        return rng.choice(([f"stages.{rng.randrange(len(stages))}"], ["*[02468]"], ["*weight"], ["bias", "head*"]))
+
+    for name in ("weights", "gradients"):
+        if rng.random() < 0.2:
+            add(name, skip_modules=some())
+    if computes and rng.random() < 0.4:
+        gemms = rng.sample(("output", "grad_input", "grad_weight"), rng.choice((1, 1, 2)))
+        add("compute", high_precision_gemms=rng.choice((gemms, {gemm: some() for gemm in gemms})))
 
 
 def _that_stock_can(case: Case) -> Case:
