@@ -172,16 +172,25 @@ def quality(result: dict):
     return figure
 
 
+def _mean(curves: list[dict[int, float]]) -> dict[int, float]:
+    return {step: statistics.fmean(curve[step] for curve in curves) for step in curves[0]}
+
+
 def learning(*results: dict):
-    """Held-out losses, and how far they are from the reference of the same seed; each seed thin, the mean thick."""
-    pyplot, groups = drawing(), groups_of(list(results))
+    """Held-out losses, and how far they are from the reference of the same seed; each seed thin, the mean thick.
+
+    A seed that was run several times counts as the mean of its runs; what has nothing beside it is left out.
+    """
+    pyplot = drawing()
+    groups = [group for group in groups_of(list(results)) if len({row["run"] for row in group["rows"]}) > 1]
     figure, grid = pyplot.subplots(len(groups), 2, figsize=(13, 4.4 * len(groups)), layout="constrained", squeeze=False)
     for (losses, differences), group in zip(grid, groups):
         chosen = group["settings"]
         million = chosen["batch"] * chosen["sequence"] / 1e6
-        curves: dict[str, dict[int, dict[int, float]]] = {}
+        found: dict[str, dict[int, list[dict[int, float]]]] = {}
         for row in group["rows"]:
-            curves.setdefault(row["run"], {})[row["seed"]] = dict(row["held_out"])
+            found.setdefault(row["run"], {}).setdefault(row["seed"], []).append(dict(row["held_out"]))
+        curves = {run: {seed: _mean(runs) for seed, runs in of_run.items()} for run, of_run in found.items()}
         named = [line["reference"] for line in group["comparison"] if "reference" in line]
         base = curves[named[0]] if named else {}
         for run, of_seeds in curves.items():
@@ -196,9 +205,8 @@ def learning(*results: dict):
                 for curve in each:
                     axis.plot([s * million for s in curve], curve.values(), color=color, linewidth=0.6, alpha=0.4)
                 if each:
-                    means = [statistics.fmean(curve[step] for curve in each) for step in each[0]]
-                    label = f"{run}, {len(each)} seed(s)"
-                    axis.plot([s * million for s in each[0]], means, color=color, linewidth=1.9, label=label)
+                    mean, label = _mean(each), f"{run}, {len(each)} seed(s)"
+                    axis.plot([s * million for s in mean], mean.values(), color=color, linewidth=1.9, label=label)
         differences.axhline(TARGET_PERCENT, color="gray", linestyle=":", linewidth=0.8)
         losses.set(xlabel="million tokens", ylabel="held-out loss (nats a byte)", yscale="log")
         differences.set(xlabel="million tokens", ylabel=f"above {named[0]} of the same seed (%)" if named else "")
