@@ -67,16 +67,17 @@ def _refuse_other_engine(cls, config) -> None:
 
     if issubclass(cls, DeepSpeedHybridEngine):  # which has ZeRO-3 code of its own
         resolve(config, hybrid_engine=True)
-    elif asks_for_plugin(config) or resolve(config) is not None:
+    elif not asks_for_plugin(config) and resolve(config) is None:
+        return
+    elif issubclass(cls, PipelineEngine):
         raise ConfigError(
-            f'"{SECTION}" (or a ZeRO++ key) with '
-            + (
-                "a PipelineModule: pipelines go with ZeRO stages 0 and 1, the plugin works with stage 3; remove the "
-                "section and the keys, or the PipelineModule"
-                if issubclass(cls, PipelineEngine)
-                else f"{cls.__name__}, an engine class of its own: the plugin trains DeepSpeedEngine, as "
-                "deepspeed.initialize makes it; remove the section and the keys, or the class"
-            )
+            f'"{SECTION}" (or a ZeRO++ key) with a PipelineModule: pipelines go with ZeRO stages 0 and 1, the plugin '
+            "works with stage 3; remove the section and the keys, or the PipelineModule"
+        )
+    else:
+        raise ConfigError(
+            f'"{SECTION}" (or a ZeRO++ key) with {cls.__name__}, an engine class of its own: the plugin trains '
+            "DeepSpeedEngine, as deepspeed.initialize makes it; remove the section and the keys, or the class"
         )
 
 
