@@ -206,7 +206,7 @@ def in_tree(args: argparse.Namespace):
 
 def train(case: str, run: str, seed: int, args, data: tuple[Sequences, Sequences], device: torch.device) -> dict:
     """One run; its row of results."""
-    began, weights_file = time.perf_counter(), weights_of(args, seed)
+    began, weights_file = time.perf_counter(), weights_of(args, seed) if args.weights else None
     training, held_out = data
     args = of_case(args, case)
     args.eval_sequences = evaluated(held_out, args)
@@ -245,7 +245,7 @@ def train(case: str, run: str, seed: int, args, data: tuple[Sequences, Sequences
     model.load_state_dict(weights)
     model.to(device, torch.bfloat16)
     row["checkpoint_loss"] = trainer.held_out_loss(held_out, args.eval_sequences, args.batch, model)
-    if case == PRETRAIN and run == LOSSLESS and torch.distributed.get_rank() == 0:
+    if weights_file and case == PRETRAIN and run == LOSSLESS and torch.distributed.get_rank() == 0:
         save(weights, weights_file)
     row["tokens_per_s"] = row["tokens"] / row["seconds"]
     if device.type == "cuda":
@@ -371,7 +371,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--folder", type=new_folder, default=f"runs/{QUESTION}", help="of results (default: %(default)s)"
     )
     parser.add_argument(
-        "--weights", type=new_folder, default="runs/weights", help="of pretrainings (default: %(default)s)"
+        "--weights",
+        type=new_folder,
+        help="where a pretraining leaves weights; default: runs/weights with sft",
     )
     parser.add_argument("--show", action="store_true", help="train nothing: compare what is in --folder")
     parser.add_argument("--out", type=new_file, default=f"runs/{QUESTION}.json", help="the comparison, and what failed")
@@ -389,7 +391,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.ranks % NODES or args.batch % args.ranks:
         parser.error(f"{args.ranks} ranks must be {NODES} equal nodes, and share --batch {args.batch}")
     args.nodes, args.machine = NODES, machine(args.ranks)
-    args.folder, args.weights, args.out = (str(Path(p).resolve()) for p in (args.folder, args.weights, args.out))
+    if args.case == SFT:
+        args.weights = args.weights or "runs/weights"
+    for name in ("folder", "out", "weights"):
+        if getattr(args, name) is not None:
+            setattr(args, name, str(Path(getattr(args, name)).resolve()))
     return args
 
 
