@@ -27,6 +27,7 @@ FEATURES = frozenset(
         "checkpointed function",  # non-reentrant, over several modules
         "compile",  # blocks, by a backend that fuses nothing
         "early read",  # of a parameter by the parent, before its own module runs
+        "fall back",  # to high precision, between two steps
         "freeze",  # and unfreeze, in mid-training
         "looks",  # GatheredParameters and save_16bit_model in between
         "ranks differ",  # in what they use of a module's own parameters
@@ -102,6 +103,11 @@ class Case:
         return self.recipe == "lossless"
 
     @property
+    def falls_back(self) -> bool:
+        """Whether it ends in high precision, whatever its recipe."""
+        return any(event.endswith(":fall") for event in self.events)
+
+    @property
     def stale_as_stock(self) -> bool:
         """Whether a gradient that does not come stays what it was in the step before, as in stock; else it is zero."""
         return self.is_lossless and self.granularity != "block"
@@ -161,7 +167,7 @@ def _stochastic(config) -> float:
 
 
 def weight_error(case: Case) -> float:
-    """The relative rounding error of a matrix on its way to the ranks; vectors travel as they are."""
+    """The relative rounding error of a matrix on its way to the ranks, until a case falls back; vectors travel as is."""
     config = resolve(case.ds_config(plugin=True))
     if config.weights.difference.format != "none":  # of what steps here change, which may be as much as there is
         return _ROUNDING[config.weights.difference.format]
@@ -182,6 +188,8 @@ def tolerance(case: Case, rounded_loss: float = 0.0, rounded_gradient: float = 0
     less for the loss, whose many tokens they are averaged over. `losses` are those of up to a dozen backward passes at
     rates at which every step changes the loss by some percent, and weights are multiplied by -1.5 in between: they
     tell a run that computes something else, not how exact it is.
+
+    A case that has fallen back rounds nothing in its last step, which `loss` and `gradient` are of.
     """
     config = resolve(case.ds_config(plugin=True))
     computed = _COMPUTED if config.computes_in_low_precision else _NOTHING
@@ -190,6 +198,9 @@ def tolerance(case: Case, rounded_loss: float = 0.0, rounded_gradient: float = 0
     reduced = _stochastic(config) * sum(_ROUNDING[name] for name in formats)
     forward = computed["forward"] + dtype["forward"]
     backward = forward + computed["backward"] + dtype["backward"]
+    if case.falls_back:
+        exact = tolerance(dataclasses.replace(case, recipe="lossless", fields={}, events=()))
+        return dataclasses.replace(exact, losses=10 * LAYERS * (weight_error(case) + backward))
     return Tolerance(
         loss=TIMES_LOSS * rounded_loss + LAYERS_OF_LOSS * forward,
         gradient=TIMES_GRADIENT * rounded_gradient + LAYERS * backward + 2 * reduced,
@@ -278,7 +289,11 @@ def _draw(rng: random.Random, seed: int, features: frozenset[str]) -> Case:
     if has_blocks and not case.is_lossless and "compile" in features and rng.random() < 0.8:
         case.fields["compile"] = "blocks"  # which may change a last bit
     if not case.is_lossless:
-        _leave_exact(random.Random(f"{seed}, left exact"), case.fields, stages, computes)
+        later = random.Random(f"{seed}, left exact")
+        _leave_exact(later, case.fields, stages, computes)
+        if "fall back" in features and later.random() < 0.25:
+            fall = f"{later.randrange(steps)}:0:fall"
+            case = dataclasses.replace(case, events=(*case.events, fall))
     return case
 
 

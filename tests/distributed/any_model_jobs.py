@@ -220,6 +220,12 @@ class Run:
     def do_allreduce(self) -> None:
         self.engine.allreduce_gradients()
 
+    def do_fall(self) -> None:
+        if self.plugin:
+            from zeropp_fp8.zero.fall_back import fall_back
+
+            fall_back(self.engine.optimizer)
+
     def do_sync(self) -> None:
         """What TRL's sync_ref_model does."""
         import deepspeed
@@ -282,7 +288,7 @@ class Run:
             p.requires_grad_(name in named)
         exact = self.in_one_process(plain, weights, batches)
         figures = _apart(([evaluated, *losses], gradient), exact)
-        size = weight_error(case)
+        size = 0.0 if case.falls_back else weight_error(case)
         noise = torch.Generator().manual_seed(case.seed)  # all ranks draw the same
         rounded = [
             _apart(self.in_one_process(plain, _with_noise(weights, size, noise), batches), exact)
