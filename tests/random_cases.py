@@ -167,7 +167,7 @@ def _stochastic(config) -> float:
 
 
 def weight_error(case: Case) -> float:
-    """The relative rounding error of a matrix on its way to the ranks, until a case falls back; vectors travel as is."""
+    """The relative rounding error of a matrix on its way to the ranks, until a case falls back; of vectors none."""
     config = resolve(case.ds_config(plugin=True))
     if config.weights.difference.format != "none":  # of what steps here change, which may be as much as there is
         return _ROUNDING[config.weights.difference.format]
