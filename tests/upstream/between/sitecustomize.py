@@ -2,7 +2,7 @@
 
 Python imports it at every start where this folder is in PYTHONPATH. On a CPU it says to Accelerate, transformers and
 DeepSpeed that ranks are on an accelerator: the tests ask for GPUs, and the libraries themselves allow neither DeepSpeed
-nor bf16 there; what DeepSpeed does on gloo, it does all the same. A module is changed when it has been imported.
+nor 16-bit numbers there; what DeepSpeed does on gloo, it does all the same. A module is changed when it has been imported.
 """
 
 import importlib.abc
@@ -39,6 +39,10 @@ def _training_args(module):
 def _deepspeed(module):
     # Compiled at the first group otherwise, for half a minute and for nothing that is used here.
     module.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # It refuses fp16 where the CPU has no instructions for it; torch computes in it all the same.
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    CPU_Accelerator.is_fp16_supported = lambda self: True
 
 
 def _parameters(module):
