@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,14 +46,18 @@ def test_a_suite_runs_beside_what_is_installed(upstream, tmp_path, monkeypatch):
     """Copied tests, the installed library in the place of the checkout's, and every name in a cache of the hub."""
     checkout, out = tmp_path / "checkout", tmp_path / "out"
     (checkout / "tests").mkdir(parents=True)
-    (checkout / "tests/test_some.py").write_text("")
+    (checkout / "tests/test_some.py").write_text("def test_it(): pass")
+    (tmp_path / "setup.cfg").write_text("[tool:pytest]\naddopts = --of-another-project")
     (checkout / "accelerate").mkdir()
     monkeypatch.setenv("PYTHONPATH", "/given")
     folder, environment = upstream.suites.prepare(upstream.suites.SUITES["accelerate"], checkout, out)
-    assert sorted(path.name for path in folder.iterdir()) == ["accelerate", "tests"]
+    assert sorted(path.name for path in folder.iterdir()) == ["accelerate", "pytest.ini", "tests"]
     assert (folder / "accelerate").resolve() == Path(accelerate.__file__).resolve().parent and (
         folder / "tests/test_some.py"
     ).exists()
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests"]
+    collected = subprocess.run(collect, cwd=folder, capture_output=True, text=True)
+    assert collected.stdout.startswith("tests/test_some.py::test_it\n"), collected.stdout + collected.stderr
     assert environment["PYTHONPATH"] == os.pathsep.join([str(UPSTREAM / "between"), "/given"])
     cache = Path(environment["HF_HOME"])
     for name, (kind, _) in upstream.hub.MODELS.items():

@@ -46,6 +46,8 @@ def prepare(suite: Suite, upstream: Path, out: Path) -> tuple[Path, dict[str, st
     tree = out / "tree"
     if not tree.exists():
         shutil.copytree(upstream / "tests", tree / "tests")
+        # With no file of settings, pytest takes those of a folder above: of this project, where OUT is in it.
+        (tree / "pytest.ini").write_text("[pytest]\n")
         (tree / suite.package).symlink_to(Path(importlib.util.find_spec(suite.package).origin).parent)
     hub.make(out / "hub")
     return tree, {

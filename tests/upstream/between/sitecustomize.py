@@ -2,7 +2,8 @@
 
 Python imports it at every start where this folder is in PYTHONPATH. On a CPU it says to Accelerate, transformers and
 DeepSpeed that ranks are on an accelerator: the tests ask for GPUs, and the libraries themselves allow neither DeepSpeed
-nor 16-bit numbers there; what DeepSpeed does on gloo, it does all the same. A module is changed when it has been imported.
+nor 16-bit numbers there; what DeepSpeed does on gloo, it does all the same. A module is changed
+when it has been imported.
 """
 
 import importlib.abc
