@@ -24,6 +24,7 @@ from benchmarks.report import (
     generation,
     handover,
     host_time,
+    integrations,
     lora,
     numerics,
     pictures,
@@ -43,6 +44,7 @@ DOCUMENTS = (
     "docs/results.md",
     "docs/fp8-lm.md",
     "docs/handover.md",
+    "docs/integrations.md",
     "docs/numerics.md",
     "docs/rlhf.md",
     "docs/checkpoints.md",
@@ -50,7 +52,7 @@ DOCUMENTS = (
     "benchmarks/results/upstream/README.md",
 )
 TOPICS = (zero, two_gpus, host_time, compat, compute, doctor, fp8_lm, lora, generation, handover, numerics, rlhf)
-TOPICS += (faults, upstream, wire)
+TOPICS += (faults, integrations, upstream, wire)
 
 
 def all_blocks() -> dict[str, Block]:

@@ -186,6 +186,11 @@ FIGURES = {
         lambda tests: sum(test["outcome"] == "passed" for test in tests.values()),
         "tests",
     ),
+    ("integrations_results", "Accelerate 1.15.0", "`zeropp` passes of them"): (
+        "upstream/cpu-2-gloo-accelerate",
+        lambda tests: sum(test.get("zeropp", {}).get("outcome") == "passed" for test in tests.values()),
+        "tests",
+    ),
 }
 
 
