@@ -7,7 +7,7 @@ from collections import Counter
 from benchmarks.report.blocks import Block, table
 from benchmarks.report.upstream import below, item
 
-NAMES = {"accelerate": "Accelerate", "trl": "TRL"}
+NAMES = {"accelerate": "Accelerate", "transformers": "transformers", "trl": "TRL"}
 FILES = below(*(f"cpu-2-gloo-{package}" for package in NAMES))
 RECIPES = ("lossless", "zeropp")
 
