@@ -44,7 +44,7 @@ def results(*suites: dict) -> str:
         counts += [stock["failed"], stock["skipped"]]
         rows.append([f"{name} {installed}", version, f"`{suite['commit']}`", *map(str, counts)])
     columns = ["stock passes", *(f"`{recipe}` passes of them" for recipe in RECIPES)]
-    columns += ["with an engine of it", "stock fails", "stock skips"]
+    columns += ["make an engine of the plugin", "stock fails", "stock skips"]
     return table(["library", "its tests of", "commit", *columns], rows)
 
 
