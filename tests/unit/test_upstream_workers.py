@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import time
 
+import psutil
 import pytest
 from upstream.upstream_plugin import raised_in_pools
 from upstream.workers import Run, lines_of
@@ -97,6 +98,29 @@ def test_each_test_gets_a_result(upstream, tmp_path):
     again = len(lines_of(tmp_path / "stock.jsonl"))
     a_run(upstream, tmp_path).run(tests[:-1], 2, forever())  # nothing is left to do
     assert len(lines_of(tmp_path / "stock.jsonl")) == again
+
+
+LEAVES = """
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+def test_dies_before_its_rank():
+    waits = "import os, threading; print(os.getpid(), flush=True); threading.Event().wait()"
+    rank = subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.PIPE, start_new_session=True)
+    Path("rank").write_bytes(rank.stdout.readline())
+    os._exit(7)
+"""
+
+
+def test_ranks_in_sessions_of_their_own_end_too(upstream, tmp_path):
+    """As launchers start them; where the test that started them has been cut off."""
+    (upstream / "tests/unit/test_some.py").write_text(LEAVES)
+    run = a_run(upstream, tmp_path)
+    run.run(run.collect(["unit"]), 1, forever())
+    rank = int((upstream / "tests/rank").read_text())
+    assert not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_test_that_hangs_has_failed(upstream, tmp_path):

@@ -6,6 +6,7 @@ having finished a test, that test has failed; what it had not begun goes to anot
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,8 +18,11 @@ from pathlib import Path
 from threading import Lock, Thread
 from types import MappingProxyType
 
+import psutil
+
 from zeropp_fp8.config import RECIPE_VARIABLE
 
+REPORT = "UPSTREAM_REPORT"  # a variable: the file that one process's tests are told in; no other has it
 HERE = Path(__file__).parent
 PROJECT = HERE.parent.parent
 TESTS_OF_A_PROCESS = 8  # importing torch and DeepSpeed once for so many
@@ -112,7 +116,7 @@ class Run:
             "PYTHONPATH": os.pathsep.join([str(HERE), str(PROJECT), given.get("PYTHONPATH", "")]),
             # DeepSpeed's tests choose ports by the number of a worker of pytest-xdist.
             "PYTEST_XDIST_WORKER": f"gw{worker}",
-            "UPSTREAM_REPORT": str(report),
+            REPORT: str(report),
             "UPSTREAM_TIMEOUT": str(self.timeout),
             "DS_UNITTEST_TIMEOUT": str(int(10 * self.timeout)),  # theirs ends the session without naming the test
             RECIPE_VARIABLE: self.recipe or "",
@@ -140,6 +144,7 @@ class Run:
                 kill_group(process)  # ranks that hang
                 self.processes.remove(process)
                 process.wait()
+            kill_marked(REPORT, str(report))
         written = lines_of(report), log.read_text(errors="replace")[-3000:]
         report.unlink(missing_ok=True)
         log.unlink()
@@ -147,8 +152,21 @@ class Run:
 
 
 def kill_group(process: subprocess.Popen) -> None:
-    """Kill a process that has not been waited for, with all that it has started."""
+    """Kill a process that has not been waited for, with all of its group."""
     os.killpg(process.pid, signal.SIGKILL)
+
+
+def kill_marked(name: str, value: str) -> None:
+    """Kill the processes with this in their environment: launchers give ranks sessions, and so groups, of their own."""
+
+    def alive() -> list[psutil.Process]:  # what has ended, and waits for its parent, has no environment
+        found = psutil.process_iter(["environ"])
+        return [process for process in found if (process.info["environ"] or {}).get(name) == value]
+
+    while left := alive():
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def lines_of(path: Path) -> list[dict]:
