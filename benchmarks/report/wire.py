@@ -58,7 +58,7 @@ def _of_group(group: dict) -> str:
     text = f"{paragraph(f'{head} ({commits}):')}\n\n{table(columns, rows)}"
     apart = {line["run"]: line["apart_by_seed"].values() for line in group["comparison"] if line["apart_by_seed"]}
     says = [
-        f"Of `{run}` seeds were run two or three times: nothing differs between such runs, and their losses do, by up "
+        f"Of `{run}` seeds were run several times: nothing differs between such runs, and their losses do, by up "
         f"to {', '.join(f'{percent:.2f}' for percent in percents)} %."
         for run, percents in apart.items()
     ]
