@@ -15,11 +15,11 @@ from zeropp_fp8.handover import Transfer, WeightSource
 VOCABULARY = 264  # of resized embeddings; 256 before
 
 
-def model_of(kind, tie):
+def model_of(kind, tie, bias=False):
     """A Llama with resized embeddings, adapters of a kind, and for "lora" and "modules to save" another adapter."""
     from peft import LoraConfig
 
-    model = llama(tie=tie)
+    model = llama(tie=tie, attention_bias=bias)
     model.resize_token_embeddings(VOCABULARY, mean_resizing=False)
     model.scale = torch.nn.Parameter(torch.ones(2))  # of a transformers model itself, as CLIP has one
     model = all_kinds_of_adapters(kind)(model)
@@ -118,14 +118,19 @@ class Story:
 
 
 def chosen(folder, limit, cases):
-    """{case: Story.found}, and what is said where adapters that go apart are merged or scaled."""
+    """{case: Story.found}, and what is said where adapters that go apart are merged or scaled.
+
+    Where `kept` elements are not exceeded parameters stay gathered, and there are biases that do.
+    """
     switch(True)
     told, said = {}, {}
     with stand_in(folder) as (client, _):
         if client is not None:
             client.close()  # each case starts the engine anew
-        for case, how in cases.items():
-            engine = make_engine(model_of(*how[:2]), ds_config(section("lossless"), "bf16"), lr=1e-2)
+        for case, (*how, kept) in cases.items():
+            zero = {"stage3_param_persistence_threshold": kept}
+            config = ds_config(section("lossless"), "bf16", zero_optimization=zero)
+            engine = make_engine(model_of(*how[:2], bias=kept > 0), config, lr=1e-2)
             train(engine, 1)
             engine.save_checkpoint(f"{folder}/{case}")
             story = Story(engine, folder, limit, *how)

@@ -151,10 +151,11 @@ def test_to_another_process(tmp_path):
 
 
 CHOICES = {
-    "merged": ("lora", True, False, {}),
-    "apart": ("modules to save", False, True, {}),
-    "codes": ("lora", False, True, {"format": "fp8"}),
-    "frozen": ("none", False, False, {}),
+    "merged": ("lora", True, False, {}, 0),
+    "apart": ("modules to save", False, True, {}, 0),
+    "codes": ("lora", False, True, {"format": "fp8"}, 0),
+    "frozen": ("none", False, False, {}, 0),
+    "kept gathered": ("lora", False, True, {}, 608),
 }
 
 
@@ -204,6 +205,19 @@ def test_what_is_chosen(tmp_path):
     codes = 2 * (attention + mlp) + scales + 2 * 2 * norms + 2 * (2 * shape + 64 + 2)
     assert told["codes"] == {"first": codes + lora, "nothing": 0, "step": lora}
     whole += 2 * shape
+    # Biases and norms, frozen, stay gathered as adapters do: a step changes none of them, nor what is joined with them.
+    biases = 2 * 2 * 4 * 64
+    biased = whole + lora + biases
+    assert told["kept gathered"] == told["apart"] | {
+        "first": biased,
+        "step": lora,
+        "written": 2 * (attention + mlp + 4 * 64),
+        "loaded": biased,
+        "unmerged": adapted + biases,
+        "back": lora,
+        "asked for": biased,
+        "restarted": biased,
+    }
     trained = 2 * (attention + norms + 64 + shape)  # a block without its MLP, the last norm, the head
     assert told["frozen"] == {
         "first": whole,

@@ -109,6 +109,7 @@ def test_parameters_of_two_kinds_never_share_a_unit():
 
 
 def test_persistent_parameters_are_one_unit():
+    """Of each kind, and of frozen and trained ones apart."""
     small = [name for name, p in Net().named_parameters() if p.dim() < 2]
     net = zero3_net(persistent=small)
     first, *others = build_units(net, list(net.blocks), "block", [SLICED])
@@ -117,6 +118,17 @@ def test_persistent_parameters_are_one_unit():
     assert named_units(net, others) == [["embed.weight"], ["blocks.0.fc.weight"], ["blocks.1.fc.weight"]]
     net = zero3_net(persistent=[name for name, _ in net.named_parameters()])
     assert len(build_units(net, [], "parameter", [SLICED])) == 1
+    net.embed.requires_grad_(False)
+    net.norm.requires_grad_(False)
+    frozen = ["embed.weight", "norm.weight", "norm.bias"]
+    vectors, matrices = ([n for n, p in net.named_parameters() if (p.dim() < 2) is small] for small in (True, False))
+    units = build_units(net, list(net.blocks), "block", [Narrow(SimpleNamespace()), SLICED])
+    assert all(unit.persistent for unit in units)
+    assert named_units(net, units) == [
+        [name for name in names if (name in frozen) is is_frozen]
+        for names in (vectors, matrices)
+        for is_frozen in (True, False)
+    ]
 
 
 def test_a_leaf_module_is_one_unit():

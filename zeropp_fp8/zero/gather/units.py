@@ -283,9 +283,9 @@ def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str,
     """Cut all ZeRO-3 parameters of `model` into units, each of the first of `kinds` that takes it.
 
     Frozen parameters never share a unit with trained ones: copies of them stay valid when an optimizer steps. Neither
-    do parameters of two kinds. Parameters that stay gathered between steps form one unit. Of the others each block (and
-    each z3 leaf module) is one; what lies outside blocks is cut by module, and everything is at granularity "module";
-    at "parameter" each is its own. A parameter that several modules share belongs to the first.
+    do parameters of two kinds. But for that, those that stay gathered between steps form one unit, and so do the others
+    of each block (and each z3 leaf module); what lies outside blocks is cut by module, and everything is at granularity
+    "module"; at "parameter" each is its own. A parameter that several modules share belongs to the first.
     """
     taken: set[int] = set()
 
@@ -300,11 +300,10 @@ def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str,
     def kind_of(param: Parameter) -> Kind:
         return next(kind for kind in kinds if kind.takes(param))
 
-    persistent = untaken(p for p in model.parameters() if p.ds_persist)
-    units = [kind_of(persistent[0]).unit(persistent, persistent=True)] if persistent else []
+    units: list[Unit] = []
 
-    def add(params: list[Parameter]) -> None:
-        if granularity == "parameter":
+    def add(params: list[Parameter], persistent: bool = False) -> None:
+        if granularity == "parameter" and not persistent:
             units.extend(kind_of(param).unit([param]) for param in params)
             return
         for kind in kinds:
@@ -312,7 +311,7 @@ def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str,
             for trained in (False, True):
                 members = [param for param in mine if param.requires_grad is trained]
                 if members:
-                    units.append(kind.unit(members))
+                    units.append(kind.unit(members, persistent))
 
     whole = {id(block) for block in blocks}
 
@@ -324,5 +323,6 @@ def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str,
         for child in module.children():
             visit(child)
 
+    add(untaken(p for p in model.parameters() if p.ds_persist), persistent=True)
     visit(model)
     return units
