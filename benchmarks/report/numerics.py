@@ -9,9 +9,9 @@ from benchmarks.numerics_cost import APART, TARGET
 from benchmarks.report.blocks import Block, paragraph
 
 
-def numerics_cost_says(result: dict) -> str:
+def numerics_cost_says(*results: dict) -> str:
     """A sample, an idle section, and both, in steps that the host bounds; a paragraph a recipe."""
-    return "\n\n".join(_says(result, line) for line in result["comparison"])
+    return "\n\n".join(_says(result, line) for result in results for line in result["comparison"])
 
 
 def _says(result: dict, line: dict) -> str:
@@ -36,4 +36,9 @@ def _says(result: dict, line: dict) -> str:
     )
 
 
-BLOCKS = {"numerics_cost_says": Block(numerics_cost_says, ("numerics_cost/h100-1-local",))}
+BLOCKS = {
+    "numerics_cost_says": Block(
+        numerics_cost_says,
+        ("numerics_cost/h100-1-local", "numerics_cost/h100-2-nvlink"),
+    )
+}
