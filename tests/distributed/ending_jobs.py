@@ -168,23 +168,24 @@ def fails_to_be_made(model, config, where, trains):
     return False
 
 
-def beside_failures(kinds, granularities):
-    """{(kind, granularities, trains, where): what a failed engine leaves, and losses beside it; of "alone": losses}."""
+def beside_failures(kind, granularities):
+    """{(granularities, trains, where): what a failed engine leaves, and losses beside it; of "alone": losses}.
+
+    Engines that train and others fail at every place, with one of the granularities each, in turn.
+    """
     switch(True)
     tokens, found = list(batches(6, dist.get_rank())), {}
-    for kind in kinds:
-        for first, second in granularities:
-            engine = make_engine(llama(), config_of(kind, first))
-            alone = [step(engine, batch) for batch in tokens[:4]]
-            alone.append(evaluated(engine, tokens[5]))
-            engine.destroy()
-            found[kind, first, second, "alone"] = alone
-            its_config = config_of(kind, second, persistent=100, compute=COMPUTE if first == "module" else {})
-            for trains in (True, False):
-                for where in FAILURES if trains else FAILURES.keys() - OF_TRAINING:
-                    found[kind, first, second, trains, where] = beside_a_failure(
-                        config_of(kind, first), its_config, where, trains, tokens
-                    )
+    for first, second in granularities:
+        engine = make_engine(llama(), config_of(kind, first))
+        alone = [step(engine, batch) for batch in tokens[:4]]
+        alone.append(evaluated(engine, tokens[5]))
+        engine.destroy()
+        found[first, second, "alone"] = alone
+    cases = [(trains, where) for trains in (True, False) for where in FAILURES if trains or where not in OF_TRAINING]
+    for (trains, where), (first, second) in zip(cases, itertools.cycle(granularities)):
+        its_config = config_of(kind, second, persistent=100, compute=COMPUTE if first == "module" else {})
+        beside = beside_a_failure(config_of(kind, first), its_config, where, trains, tokens)
+        found[first, second, trains, where] = beside
     return found
 
 

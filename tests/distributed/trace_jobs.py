@@ -7,7 +7,7 @@ import itertools
 import deepspeed
 import torch
 import torch.distributed as dist
-from ending_jobs import config_of, evaluated, fails_to_be_made, step
+from ending_jobs import FAILURES, config_of, evaluated, fails_to_be_made, step
 from models import batches, ds_config, full_fp32_weights, llama, make_engine
 from parity_jobs import switch
 from recipes import section_of
@@ -36,18 +36,14 @@ OWN_STATES = {
     "FP8 operands": ("FP8 operands, node's copy", {}),
     "fp8-lm": ("fp8-lm", {}),
 }
-# What becomes of another engine over the model: None where there is none.
-ENDS = {
-    "none": None,
-    "early": "hooks are on",
-    "half": "half taken over",
-    "late": "the timers",
-    "destroyed": "",
-    "evaluated": "",
-}
+# What becomes of another engine over the model: where it fails, or whether it is evaluated before it is destroyed.
+ENDS = ("hooks are on", "half taken over", "the timers", "destroyed", "evaluated")
+# Of which ends come in turn, from one of them on; None: there is no other engine. With both, each end is met before a
+# forward and before a step, and by an engine that trains and one that does not.
+TURNS = (None, 0, 2)
 
 
-def without_a_trace(name, end):
+def without_a_trace(name, first):
     """(losses, fp32 weights) of three steps of two micro-batches, with another engine in all places between them."""
     switch(True)
     way, fields = OWN_STATES[name]
@@ -61,12 +57,13 @@ def without_a_trace(name, end):
     torch.manual_seed(dist.get_rank())
     engine, losses = make_engine(llama(), config), []
     *tokens, last = batches(7, dist.get_rank())
+    ends = itertools.repeat(None) if first is None else itertools.cycle(ENDS[first:] + ENDS[:first])
 
     def another(trains):
-        drawn = torch.get_rng_state()
-        if ENDS[end]:
-            assert fails_to_be_made(engine.module, its_config, ENDS[end], trains)
-        elif ENDS[end] is not None:
+        drawn, end = torch.get_rng_state(), next(ends)
+        if end in FAILURES:
+            assert fails_to_be_made(engine.module, its_config, end, trains)
+        elif end is not None:
             its = make_engine(engine.module, its_config, optimizer="adamw" if trains else None)
             if end == "evaluated":
                 evaluated(its, last)
