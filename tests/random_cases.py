@@ -29,6 +29,7 @@ FEATURES = frozenset(
         "early read",  # of a parameter by the parent, before its own module runs
         "fall back",  # to high precision, between two steps
         "freeze",  # and unfreeze, in mid-training
+        "hand over",  # what has changed, to an engine that generates
         "looks",  # GatheredParameters and save_16bit_model in between
         "ranks differ",  # in what they use of a module's own parameters
         "reference",  # a second engine, written to from the first in one GatheredParameters
@@ -119,7 +120,7 @@ class Case:
         An evaluation does where weights are rounded stochastically and a step leaves some out: it draws for these too.
         """
         draws = self.fields.get("weights", {}).get("rounding") == "stochastic" and self.skips
-        return ("look", "save") if draws else ("look", "save", "evaluate")
+        return ("look", "save", "hand") if draws else ("look", "save", "hand", "evaluate")
 
     def ds_config(self, plugin: bool) -> dict[str, Any]:
         given = dict(self.fields)
@@ -294,6 +295,10 @@ def _draw(rng: random.Random, seed: int, features: frozenset[str]) -> Case:
         if "fall back" in features and later.random() < 0.25:
             fall = f"{later.randrange(steps)}:0:fall"
             case = dataclasses.replace(case, events=(*case.events, fall))
+    hands = random.Random(f"{seed}, handed over")
+    if "hand over" in features and hands.random() < 0.4:
+        handed = tuple(f"{step}:0:hand" for step in sorted(hands.sample(range(steps), 2)))
+        case = dataclasses.replace(case, events=(*case.events, *handed))
     return case
 
 

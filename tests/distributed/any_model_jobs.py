@@ -16,6 +16,7 @@ from random_cases import ROUNDED, Case, parsed, tolerance, weight_error
 from random_models import VOCABULARY, RandomModel
 
 import zeropp_fp8
+from zeropp_fp8.handover import WeightSource
 from zeropp_fp8.zero.gather.blocks import find_blocks
 
 SEQUENCES, LENGTH = 2, 6
@@ -109,6 +110,7 @@ class Run:
             model.requires_grad_(False)
             self.reference = make_engine(model, reference_config, optimizer=None)
             self.reference.eval()
+        self.source, self.held = None, {}  # of do_hand
         self.losses: list[float] = []
         self.seen: list[float] = []
         self.start = None if case.is_lossless or not plugin else full_weights(self.engine.module)
@@ -225,6 +227,23 @@ class Run:
             from zeropp_fp8.zero.fall_back import fall_back
 
             fall_back(self.engine.optimizer)
+
+    def do_hand(self) -> None:
+        """Who is handed what has changed holds every bit, and gets nothing twice of what nobody writes to."""
+        if not self.plugin:
+            return
+        first = self.source is None
+        self.source = self.source or WeightSource(self.engine)
+        came = {name: tensor.clone() for name, tensor in self.source}
+        self.held |= came
+        exact = full_weights(self.model)
+        same_weights({name: tensor for name, tensor in self.held.items() if name in exact}, exact, "handed over")
+        if not (first or self.case.falls_back):  # with which all is due
+            ids = {id(p) for p in self.trained}
+            still = [key for key, stage in self.model.stages.items() if ids.isdisjoint(map(id, stage.parameters()))]
+            twice = [name for name in exact if name in came and name.startswith(tuple(f"stages.{s}." for s in still))]
+            if twice:
+                raise Mismatch(f"handed over again, though nobody writes to it: {twice}")
 
     def do_sync(self) -> None:
         """What TRL's sync_ref_model does."""
