@@ -102,6 +102,21 @@ def sampled(path, recipe, accumulation=1, steps=2, every=1, poison=None, frozen=
     return samples, oracle, told, left
 
 
+def sampled_in_turn(path):
+    """Samples of six steps with the default `parts`, more than there are units; vectors stay gathered, and exact."""
+    switch(True)
+    zero = {"stage3_param_persistence_threshold": 100}
+    numerics = {"every": 1, "file": path}
+    engine = make_engine(llama(), ds_config(section("zeropp", numerics=numerics), zero_optimization=zero))
+    matrices = {n.removesuffix(".weight") for n, p in engine.module.named_parameters() if len(p.ds_shape) > 1}
+    for tokens in batches(6, dist.get_rank()):
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    engine.destroy()
+    lines = Path(path).read_text().splitlines() if dist.get_rank() == 0 else ()
+    return matrices, [json.loads(line)["rows"] for line in lines]
+
+
 def sampled_after_a_resume(folder):
     """Steps of the samples, every third one, of a run that is saved after two, resumes and makes five more."""
     switch(True)

@@ -84,6 +84,16 @@ def check_told(told, rows):
             assert told[f"numerics/{kind}/highest_{name}"] == max(row[name] for row in mine)
 
 
+def test_each_sample_shows_something(tmp_path):
+    """Also of a model with fewer units than `parts`, and of each matrix after as many samples as there are units."""
+    matrices, samples = run_two(jobs.sampled_in_turn, path=str(tmp_path / "numerics.jsonl"))[0]
+    assert len(samples) == 6
+    for rows in samples:
+        assert {"weights", "gradients"} <= {row["kind"] for row in rows}
+    for kind in ("weights", "gradients"):
+        assert {row["layer"] for rows in samples[:4] for row in rows if row["kind"] == kind} == matrices
+
+
 def test_samples_of_a_run_that_resumes(tmp_path):
     for steps in run_two(jobs.sampled_after_a_resume, folder=str(tmp_path)):
         assert steps == [3, 6]

@@ -103,9 +103,23 @@ def test_what_cannot_be_shown(path, tmp_path):
     path.write_text(json.dumps({**SAMPLES[0], "rows": []}) + "\n")
     with pytest.raises(SystemExit, match="nothing was rounded"):
         command(["numerics", str(path), "--picture", str(tmp_path / "p.png")])
-    path.write_text('{"loss": 1}\n')
-    with pytest.raises(SystemExit, match="line 1, is no sample"):
-        command(["numerics", str(path)])
+    for line in ('{"loss": 1}', "no JSON"):
+        path.write_text(f"{line}\n")
+        with pytest.raises(SystemExit, match=f"{path}, line 1, is no sample"):
+            command(["numerics", str(path)])
+
+
+@pytest.mark.parametrize("line", [["numerics", "numerics.jsonl"], ["reference", "--steps", "1", "--", "nobody"]])
+def test_where_no_picture_can_be_is_said_before_anything_is_run(line, tmp_path):
+    for name, said in (("p.docx", "end the name with one"), ("nowhere/p.png", "there is no folder .*nowhere")):
+        with pytest.raises(SystemExit, match=said):
+            command([line[0], "--picture", str(tmp_path / name), *line[1:]])
+
+
+@pytest.mark.parametrize("name", ["reference", "bisect"])
+def test_a_launch_line_that_cannot_be_started(name):
+    with pytest.raises(SystemExit, match=r"the launch line cannot be started: .*no-such-command"):
+        command([name, "--steps", "1", "--", "no-such-command"])
 
 
 def test_operands_that_are_cast_where_they_are_made():

@@ -286,7 +286,9 @@ class NumericsConfig(_Section):
     every: Annotated[int, Strict(), Field(ge=0)] = Field(
         0, description="steps between two samples of signal-to-noise, amax and lost values, layer by layer; 0: none"
     )
-    parts: PositiveInt = Field(8, description="a sample looks at one in so many of the gather units, which take turns")
+    parts: PositiveInt = Field(
+        8, description="a sample looks at one in so many of the gather units that round something, which take turns"
+    )
     file: Annotated[str, OneOf((), "a path")] = Field(
         "numerics.jsonl", description="what rank 0 appends samples to, a line of JSON each"
     )

@@ -78,7 +78,10 @@ class Experiment:
             file = Path(folder, "steps.jsonl")
             trial = Trial(steps=self.steps, file=str(file), engine=self.engine, **changes)
             environment = {**os.environ, TRIAL_VARIABLE: trial.model_dump_json()}
-            status = subprocess.run(self.line, env=environment, stdout=sys.stderr).returncode
+            try:
+                status = subprocess.run(self.line, env=environment, stdout=sys.stderr).returncode
+            except OSError as error:
+                raise SystemExit(f"the launch line cannot be started: {error}") from None
             found = read_run(file, self.engine)
         if status:
             raise SystemExit(f"the launch line ended with status {status} {name}; see what it has printed above")
@@ -196,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     experiment = experiment_of(parser, arguments)
     if arguments.picture:
-        check_drawable()
+        check_drawable(arguments.picture)
     runs = {"as it is": experiment.run("as it is")}
     reference = experiment.run("in high precision", high=["all"])
     if arguments.repeat:

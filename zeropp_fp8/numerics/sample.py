@@ -9,7 +9,7 @@ What travels exactly (norms, biases, a format "none") is left out, and so are we
 take a reduction of their own in fp32, and those within nodes another one. Nothing of it changes what is trained.
 
 Cost: a step that is not sampled makes four calls in Python (of 14 thousand with four layers), and nothing else. A
-sampled one looks at one in `parts` of the gather units, in turn.
+sampled one looks at one in `parts` of the gather units that round something, in turn; at one of them at least.
 What it cost is written beside the numbers, with its share of the time since the last sample: its seconds beyond the
 mean of the steps before it, as it begins and ends with the device idle; or the host's seconds in comparisons and their
 reductions, where these are more (steps differ by more than a sample takes).
@@ -73,10 +73,10 @@ class Sampler(Observer):
         """Begin to look on, if `step`, which is the next one, is to be sampled."""
         if step % self.config.every:
             return
-        session, units = self.session, self.stage.gatherer.units
+        session, units = self.session, [unit for unit in self.stage.gatherer.units if self._is_rounded(unit)]
         self.step, self.sampling, self._begun, self._host_seconds = step, True, self._now(), 0.0
-        turn = step // self.config.every % self.config.parts
-        self.units = units[turn :: self.config.parts]
+        turns = max(1, min(self.config.parts, len(units)))
+        self.units = units[step // self.config.every % turns :: turns]
         params = [p for unit in self.units for p in unit.params]
         self.reduced = {p for p in params if p.requires_grad and not session.sends_exactly("gradients", p)}
         self.means: dict[str, dict[Parameter, Tensor]] = {WITHIN: {}, WHOLE: {}}
@@ -92,6 +92,18 @@ class Sampler(Observer):
         self.sums = torch.zeros(len(self.of_row), len(SUMS), dtype=torch.float64, device=session.device)
         self.amax = torch.zeros(len(self.of_row), dtype=torch.float64, device=session.device)
         self._look_on()
+
+    def _is_rounded(self, unit) -> bool:
+        """Whether there is something to compare of a unit: its weights, gradients or operands."""
+        session = self.session
+        arrives = not (unit.kind.sends_what_rests or unit.shards_are_values)
+        reduces = session.config.quantizes_gradients and not self.stage.offload_optimizer
+        return any(
+            id(param) in self.layer_of
+            or (arrives and not unit.is_exact(param))
+            or (reduces and param.requires_grad and not session.sends_exactly("gradients", param))
+            for param in unit.params
+        )
 
     def _look_on(self) -> None:
         """Stand between the parts of the engine and who calls them."""

@@ -33,7 +33,10 @@ def read(path: str, engine: int = 0) -> list[dict]:
     """
     samples = []
     for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
-        sample = json.loads(line)
+        try:
+            sample = json.loads(line)
+        except json.JSONDecodeError:
+            sample = None
         if not isinstance(sample, dict) or not {"engine", "step", "cost", "rows"} <= sample.keys():
             raise ValueError(f"{path}, line {number}, is no sample of numerics")
         if sample["engine"] == engine:
@@ -97,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--of", choices=DRAWN, default="snr_db", help="what the picture shows (%(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.picture:
-        check_drawable()
+        check_drawable(arguments.picture)
     try:
         samples = read(arguments.file, arguments.engine)
         print(table(samples, arguments.worst))
