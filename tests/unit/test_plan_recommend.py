@@ -1,6 +1,7 @@
 """Models of Hugging Face in the plan, which recipe is recommended, and the ds_config that is written."""
 
 import json
+import re
 
 import pytest
 import transformers
@@ -90,6 +91,25 @@ def test_what_does_not_fit_is_not_recommended():
     assert peaks[tight.recipe] < peaks[advice.recipe]
     nothing = recommend(FULL_JOB, H200, 1e6)
     assert peaks[nothing.recipe] == min(peaks.values()) and "the least of all" in nothing.text
+
+
+def test_nothing_is_written_that_does_not_fit(tmp_path, capsys):
+    path = tmp_path / "ds_config.json"
+    with pytest.raises(SystemExit) as ended:
+        main(["--gpu-gb", "1", "--write", str(path)])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and not path.exists()
+    assert "the least of all; there are" in error and f"{path} is not written" in error
+
+
+@pytest.mark.parametrize("words", [["--nodes", "8"], ["--nodes", "1"], ["--methods", "stock"], ["--rlhf"]])
+def test_the_recommended_method_is_in_the_table(words, capsys):
+    main(["--params", "7e9", "--ranks-per-node", "8", "--gbit", "100", "--tokens", "2048", *words])
+    text = capsys.readouterr().out
+    recipe, milliseconds, unit = re.search(r"recommended: (\S+), (\S+) ms (an iteration|a step)", text).groups()
+    assert (unit == "an iteration") == ("--rlhf" in words)
+    (row,) = re.findall(rf"^{recipe} +(\S+) ", text, flags=re.M)
+    assert float(row) == pytest.approx(float(milliseconds), abs=0.5)
 
 
 def test_fp8_is_for_gpus_that_have_it():

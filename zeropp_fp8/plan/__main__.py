@@ -281,6 +281,8 @@ def run_plan(arguments: argparse.Namespace) -> str:
     jobs = [with_copies(job, method, arguments) for method in methods]
     estimates = [estimator(method, each, hardware) for method, each in zip(methods, jobs)]
     advice = recommend(job, hardware, None if arguments.gpu_gb is None else arguments.gpu_gb * GIGA, estimator)
+    if arguments.write and not advice.fits:
+        raise PlanError(f"{advice.text}; {arguments.write} is not written")
     if arguments.picture:
         from zeropp_fp8.plan.picture import draw
 
@@ -293,6 +295,8 @@ def run_plan(arguments: argparse.Namespace) -> str:
     if not arguments.json:
         written = f"; written to {arguments.write}" if arguments.write else ""
         written += f"; drawn in {arguments.picture}" if arguments.picture else ""
+        asked = {one.method for one in estimates}
+        estimates += [one for one in advice.estimates if one.method == advice.recipe and one.method not in asked]
         return f"{(iteration_table if arguments.rlhf else table)(estimates, job)}\n{advice.text}{written}"
     found = [
         {**asdict(one), "step_s": one.step_s, "peak_bytes": one.memory.peak, "held_bytes": one.memory.held}

@@ -24,11 +24,13 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Advice:
-    """A recipe, or "stock"; why, in words; and the estimates that it is taken from, the most careful first."""
+    """A recipe, or "stock"; why, in words; the estimates that it is taken from, the most careful first; whether it fits
+    into the memory of a GPU."""
 
     recipe: str
     text: str
     estimates: tuple[StepEstimate | IterationEstimate, ...]
+    fits: bool = True
 
 
 Estimator = Callable[[Method, Job, Hardware], StepEstimate | IterationEstimate]
@@ -75,14 +77,15 @@ def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, esti
             f"recommended: {chosen.method}, which needs {chosen.memory.peak / GIB:.3g} GiB a GPU, the least of all; "
             f"there are {gpu_bytes / GIB:.3g}: take more ranks, fewer tokens or --checkpointing"
         )
-        return Advice(chosen.method, text, tuple(found))
+        return Advice(chosen.method, text, tuple(found), fits=False)
     fastest = min(one.step_s for one in fits)
     chosen = next(one for one in fits if one.step_s <= (1 + SAME) * fastest)
     if chosen is stock:
         text = f"recommended: stock DeepSpeed; no recipe is faster by more than {SAME:.0%}, {stock.bound} bounds a step"
     else:
+        a_unit = "an iteration" if isinstance(chosen, IterationEstimate) else "a step"
         gain = f"{stock.step_s / chosen.step_s:.2f} x stock" + ("" if stock in fits else ", which does not fit")
-        text = f"recommended: {chosen.method}, {1e3 * chosen.step_s:.1f} ms a step ({gain}; bound by {chosen.bound})"
+        text = f"recommended: {chosen.method}, {1e3 * chosen.step_s:.1f} ms {a_unit} ({gain}; bound by {chosen.bound})"
     return Advice(chosen.method, text, tuple(found))
 
 
