@@ -129,6 +129,78 @@ def test_optimizers_that_an_engine_makes(kind):
     assert texts(found) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "bettas": [0.9, 0.9]}}},
+            '"optimizer.params.bettas" (did you mean "betas"?) is no parameter of "optimizer.type"; rename or remove',
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "bias_correction": True}}},
+            '"optimizer.params.bias_correction" is no parameter of "optimizer.type"; rename or remove it',
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}},
+            '"optimizer.params.lr" is the text "1e-4"; write the number without quotes',
+        ),
+        ({"optimizer": "AdamW"}, '"optimizer" is \'AdamW\'; it has to be an object, for example {"type": "AdamW"'),
+        ({"bf16": True}, '"bf16" is True; it has to be an object, for example {"enabled": true}'),
+        ({"scheduler": {"type": "WarmupXX"}}, 'nor torch.optim.lr_scheduler has "WarmupXX"'),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_numsteps": 5}}},
+            '"scheduler.params.warmup_numsteps" (did you mean "warmup_num_steps"?) is no parameter of "scheduler.type"',
+        ),
+    ],
+)
+def test_what_deepspeed_would_raise_when_it_makes_an_optimizer_or_a_scheduler(given, message):
+    (text,) = texts(checked({"recipe": "zeropp"}, **given))
+    assert message in text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 1e-4, "torch_adam": True, "fused": True, "betas": [0.9, 0.9]},
+            }
+        },
+        {"optimizer": {"type": "Adam", "params": {"lr": "auto", "adam_w_mode": True, "bias_correction": True}}},
+        {"optimizer": {"type": "SGD", "params": {"lr": 1.0, "nesterov": True}}, "zero_allow_untested_optimizer": True},
+        {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}},
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 5}}},
+        {"scheduler": {"type": "StepLR", "params": {"step_size": 5}}},
+    ],
+)
+def test_optimizers_and_schedulers_that_deepspeed_makes(given):
+    assert not texts(checked({"recipe": "zeropp"}, **given))
+
+
+def test_a_section_among_the_keys_of_zero():
+    """It is looked at all the same."""
+    found = checked(None, {"stage": 3, SECTION: {"recipe": "zeropp", "fromat": 1}})
+    moved, refused = texts(found)
+    assert moved == f'"{SECTION}" is inside of "zero_optimization": move it to the top level of the ds_config'
+    assert "fromat" in refused
+
+
+def test_costs_without_ranks_are_of_the_plans_usual_ones(tmp_path, capsys):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(ds_config({"recipe": "zeropp"}, **BATCH)))
+    said = []
+    for ranks in ([], ["--ranks", "64", "--ranks-per-node", "8"]):
+        with pytest.raises(SystemExit) as ended:
+            command(["check", str(path), "--params", "7e9", *ranks])
+        assert ended.value.code == 0
+        said.append(capsys.readouterr().out.splitlines())
+    assert "  of 8 node(s) of 8 rank(s): give --ranks for yours" in said[0]
+    assert (
+        [line for line in said[0] if "(modelled)" in line] == [line for line in said[1] if "(modelled)" in line] != []
+    )
+
+
 def test_owners_need_a_later_deepspeed(monkeypatch):
     from deepspeed.runtime.zero import stage3
 
@@ -292,7 +364,7 @@ def test_the_model_by_its_config(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--params", "7e9"], "--model and --params need --ranks"),
+        (["--json", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["--ranks-per-node", "2"], "--ranks-per-node needs --ranks"),
         (["--ranks", "4", "--ranks-per-node", "3"], "4 ranks are no nodes of 3"),
         (["--ranks", "0"], "--ranks must be at least 1"),

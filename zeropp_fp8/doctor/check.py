@@ -33,6 +33,7 @@ from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.unused import unused_fields
 
 GIGA, GIB = 1e9, 2**30
+USUAL = 8  # nodes, and ranks in one, as the plan's own
 
 
 @dataclass
@@ -63,6 +64,7 @@ def check(ds_config: Any, ranks: int | None = None, ranks_per_node: int | None =
     except ConfigError as error:
         found.problems.append(Problem(str(error)))
         return found
+    given = _with_the_section_on_top(given, found.problems)
     asked = set(auto_keys(given))
     found.auto = sorted(asked & FILLED)
     for key in sorted(asked - FILLED):
@@ -85,6 +87,17 @@ def check(ds_config: Any, ranks: int | None = None, ranks_per_node: int | None =
         found.problems.append(Problem("nothing in it asks for the plugin", remedy, serious=False))
     _of_deepspeed(found, given, filled, ranks)
     return found
+
+
+def _with_the_section_on_top(given: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """Where the section is among ZeRO's keys, which DeepSpeed refuses, that is said, and the rest is looked at."""
+    zero = given.get("zero_optimization")
+    if not isinstance(zero, Mapping) or SECTION not in zero:
+        return given
+    remedy = "move it to the top level of the ds_config"
+    problems.append(Problem(f'"{SECTION}" is inside of "zero_optimization"', remedy))
+    others = {key: value for key, value in zero.items() if key != SECTION}
+    return {SECTION: zero[SECTION], **given, "zero_optimization": others}
 
 
 def differing(config: PluginConfig) -> Iterator[tuple[str, Any]]:
@@ -158,8 +171,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m zeropp_fp8 check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ds_config", help="a file of JSON, as for DeepSpeed, the Trainer or Accelerate")
-    parser.add_argument("--ranks", type=int, help="of the job")
-    parser.add_argument("--ranks-per-node", type=int, help="default: all ranks are in one node")
+    parser.add_argument("--ranks", type=int, help="of the job; what a step costs is said of 8 nodes without it")
+    parser.add_argument("--ranks-per-node", type=int, help="default: all ranks are in one node; without --ranks 8")
     parser.add_argument("--gbit", type=float, default=100.0, help="what one node can send, Gbit/s")
     parser.add_argument("--json", metavar="FILE", help="write what was found")
     plan.add_job(parser)
@@ -167,8 +180,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     plan.check_job(parser, arguments)
     arguments.costs = arguments.model is not None or arguments.params is not None
-    if arguments.costs and arguments.ranks is None:
-        parser.error("--model and --params need --ranks: what a rank holds and sends depends on them")
     for name in ("ranks", "ranks_per_node"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
@@ -177,6 +188,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error("--ranks-per-node needs --ranks")
         if arguments.ranks % arguments.ranks_per_node:
             parser.error(f"{arguments.ranks} ranks are no nodes of {arguments.ranks_per_node}")
+    if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
+        parser.error(f"--json {arguments.json}: there is no folder {Path(arguments.json).parent}")
     return arguments
 
 
@@ -191,17 +204,18 @@ def cost_of(config: PluginConfig, ds_config: Mapping[str, Any], arguments: argpa
     from zeropp_fp8.plan import __main__ as plan
 
     configured = config.topology.ranks_per_node
-    each = (arguments.ranks_per_node or arguments.ranks) if configured == "detect" else configured
+    each = (arguments.ranks_per_node or arguments.ranks or USUAL) if configured == "detect" else configured
+    nodes = USUAL if arguments.ranks is None else arguments.ranks // each
     zero = ds_config["zero_optimization"]
     kept = min(zero.get(f"stage3_max_{name}", 1e9) for name in ("live_parameters", "reuse_distance"))
     if arguments.kept is None:
         arguments.kept = kept
     if arguments.micro_batches is None:
         arguments.micro_batches = ds_config.get("gradient_accumulation_steps")
-    job = plan.job_of(arguments, Cluster(arguments.ranks // each, each, arguments.gbit))
+    job = plan.job_of(arguments, Cluster(nodes, each, arguments.gbit))
     hardware, memory = plan.hardware_of(arguments, PRESETS[arguments.gpu]), config.secondary.memory_gb
     own = replace(job, copies=memory * GIGA) if isinstance(memory, float) else job
-    lines = []
+    lines = [f"of {nodes} node(s) of {each} rank(s): give --ranks for yours"] if arguments.ranks is None else []
     for name, method, its_job in (("stock", METHODS["stock"], job), ("with it", method_of(config), own)):
         one = estimate(method, its_job, hardware)
         lines.append(

@@ -54,6 +54,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--seconds must be 0 or more, --timeout above 0")
     if arguments.ranks_per_node is not None and arguments.ranks_per_node < 1:
         parser.error("--ranks-per-node must be at least 1")
+    if arguments.params is not None and not arguments.params > 0:
+        parser.error("--params must be above 0")
     return arguments
 
 

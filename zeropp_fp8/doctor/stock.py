@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 # Read before DeepSpeedConfig is made, or by the launcher.
 _READ_ELSEWHERE = frozenset({"sequence_parallel_size", "data_parallel_size", "autotuning"})
+
+_OBJECTS_LIKE = {
+    "bf16": '{"enabled": true}',
+    "fp16": '{"enabled": true}',
+    "zero_optimization": '{"stage": 3}',
+    "optimizer": '{"type": "AdamW", "params": {"lr": 1e-4}}',
+    "scheduler": '{"type": "WarmupLR", "params": {"warmup_num_steps": 100}}',
+}
+_OBJECTS = _OBJECTS_LIKE.keys() | {"activation_checkpointing", "comms_logger", "flops_profiler", "torch_autocast"}
 
 
 class _Recording(dict):
@@ -49,6 +59,9 @@ def stock_refusal(ds_config: Mapping[str, Any], ranks: int | None = None) -> tup
             super()._initialize_params(param_dict)
 
     given = dict(ds_config)
+    for key in sorted(_OBJECTS & given.keys()):
+        if not isinstance(given[key], Mapping):
+            return f'"{key}" is {given[key]!r}; it has to be an object, for example {_OBJECTS_LIKE.get(key, "{}")}', []
     if ranks is None and "train_micro_batch_size_per_gpu" in given:
         given.pop("train_batch_size", None)
     recording, level = _Recording(given), logger.level
@@ -59,7 +72,7 @@ def stock_refusal(ds_config: Mapping[str, Any], ranks: int | None = None) -> tup
         return f"{type(error).__name__}: {error}", []
     finally:
         logger.setLevel(level)
-    refused = _optimizer_refusal(given)
+    refused = _optimizer_refusal(given) or _scheduler_refusal(given)
     if refused is not None:
         return refused, []
     unread = sorted(set(given) - recording.asked - _READ_ELSEWHERE)
@@ -91,7 +104,62 @@ def _optimizer_refusal(ds_config: Mapping[str, Any]) -> str | None:
         )
     if name not in _TESTED and not ds_config.get("zero_allow_untested_optimizer"):
         return f'"optimizer.type" "{kind}" is untested with ZeRO; to use it set "zero_allow_untested_optimizer" to true'
+    return _params_refusal("optimizer", optimizer.get("params") or {}, _optimizers(str(kind), optimizer))
+
+
+def _optimizers(kind: str, optimizer: Mapping[str, Any]) -> list[Callable]:
+    """What an engine may make of an optimizer's type: which, depends on the device and on offloading."""
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    if kind.lower() in ("adam", "adamw"):
+        of_torch = getattr(torch.optim, "AdamW" if kind.lower() == "adamw" else "Adam")
+        in_torch = (optimizer.get("params") or {}).get("torch_adam", False)
+        return [of_torch, _adam_switches, *([] if in_torch else [FusedAdam, DeepSpeedCPUAdam])]
+    # DeepSpeed's other own ones differ by device.
+    return [getattr(torch.optim, kind)] if kind.lower() not in DEEPSPEED_OPTIMIZERS else []
+
+
+def _adam_switches(torch_adam: bool, adam_w_mode: bool) -> None:
+    """What DeepSpeedEngine._configure_basic_optimizer takes out of the parameters of Adam and AdamW."""
+
+
+def _scheduler_refusal(ds_config: Mapping[str, Any]) -> str | None:
+    """What an engine says of the scheduler that it makes itself, with the remedy."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    scheduler = ds_config.get("scheduler")
+    kind = scheduler.get("type") if scheduler else None
+    if not kind:
+        return None
+    made = getattr(lr_schedules, str(kind), None) or getattr(torch.optim.lr_scheduler, str(kind), None)
+    if made is None:
+        known = lr_schedules.VALID_LR_SCHEDULES
+        return f'"scheduler.type": neither DeepSpeed ({", ".join(known)}) nor torch.optim.lr_scheduler has "{kind}"'
+    return _params_refusal("scheduler", scheduler.get("params") or {}, [made])
+
+
+def _params_refusal(owner: str, params: Mapping[str, Any], made: Iterable[Callable]) -> str | None:
+    """What is wrong with the parameters of something that is one of `made`; where that is nothing, it is not known."""
+    known = {name for each in made for name in inspect.signature(each).parameters} - {"params", "model_params"}
+    for key, value in params.items():
+        if known and key not in known:
+            return (
+                f'"{owner}.params.{key}"{_nearest(key, known)} is no parameter of "{owner}.type"; rename or remove it'
+            )
+        if isinstance(value, str) and _is_number(value):
+            return f'"{owner}.params.{key}" is the text "{value}"; write the number without quotes'
     return None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _nearest(key: str, known: set[str]) -> str:
