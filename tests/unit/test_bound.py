@@ -31,8 +31,11 @@ def said(nodes=2, per_node=4, full=(), section=None, **shares):
 @pytest.mark.parametrize(
     "shares, reason",
     [
-        ({}, "computing: all links"),
-        ({"behind": None}, "computing, on the CPU"),
+        ({}, "computing: no kind of link is busy for half of a step. FP8 products, or"),
+        (
+            {"behind": None},
+            "computing, on the CPU: no kind of link is busy for half of a step. A smaller batch a rank changes",
+        ),
         ({"behind": 0.01}, "Python: the GPU has waited for it (1.0 % of a step"),
         ({"within": 0.7, "behind": 0.01}, "links within nodes, busy 70 %"),
         ({"between": 0.9, "message_bytes": 2e4}, "latency: 100 messages a step of 20 kB"),
@@ -46,6 +49,14 @@ def test_the_reason(shares, reason):
 
 def test_gain_is_what_a_step_without_the_link_would_be():
     assert "links between nodes are busy 20 % (without them at most 1.25 x as fast)" in said(between=0.2)
+
+
+@pytest.mark.parametrize(
+    "case, much",
+    [({"between": 0.42}, "little"), ({"between": 0.02}, "no"), ({"between": 0.9, "message_bytes": 2e4}, "no")],
+)
+def test_it_does_not_deny_what_could_be_won(case, much):
+    assert said(**case).startswith(f"zeropp_fp8: {much} speed-up to expect from fewer bytes between nodes: ")
 
 
 def test_nothing_is_said_where_links_between_nodes_are_what_bounds():

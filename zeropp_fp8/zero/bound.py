@@ -24,6 +24,7 @@ from zeropp_fp8.zero.session import Session
 
 FIRST, STEPS = 3, 4  # the first ones compile kernels, and fill buffers and the allocator
 BOUND = 0.5  # a share above which links are what bounds
+LITTLE = 0.05  # a share below which nothing is left to win
 BEHIND = 0.05  # of a step: less than this left to do after backward means that the device has waited for the host
 SMALL = 256 * 1024  # bytes: a message of a rank that takes as long for its latency as for its bytes (50 us, 5 GB/s)
 
@@ -152,8 +153,10 @@ def explained(shares: StepShares, session: Session) -> str | None:
             why += ', or "compile": "blocks"'
     else:
         on = "computing" if shares.behind is not None else "computing, on the CPU"
-        why = f"{on}: all links are idle most of the time. "
-        if config.computes_in_low_precision:
+        why = f"{on}: no kind of link is busy for half of a step. "
+        if shares.behind is None:  # where FP8 is emulated
+            why += "A smaller batch a rank changes that"
+        elif config.computes_in_low_precision:
             why += "Products are in low precision already; a smaller batch a GPU changes what bounds"
         else:
             why += "FP8 products, or a smaller batch a GPU, change that"
@@ -162,7 +165,8 @@ def explained(shares: StepShares, session: Session) -> str | None:
         "there is one node" if topology.nodes == 1 else f"links between nodes are busy {100 * shares.between:.0f} %"
     )
     gain = "" if one_rank else f" (without them at most {1 / (1 - min(shares.between, 0.99)):.2f} x as fast)"
-    says = "no speed-up to expect from fewer bytes between nodes"
+    much = "little" if topology.nodes > 1 and LITTLE < shares.between < BOUND else "no"
+    says = f"{much} speed-up to expect from fewer bytes between nodes"
     if between_bounds and not small:
         says = "no speed-up yet: bytes between nodes are not few"
     if full:
