@@ -10,6 +10,7 @@ It needs transformers, and is imported only where it is asked for. DeepSpeed's o
 from __future__ import annotations
 
 from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from zeropp_fp8.zero.holders import engine_of
 from zeropp_fp8.zero.metrics import StepMetrics, formats
@@ -20,24 +21,42 @@ PREFIX = "zeropp_fp8/"
 def log_metrics(trainer) -> None:
     """Add the numbers of zeropp_fp8/zero/metrics.py to each entry with a loss, as means over the steps since the last.
 
-    The formats go into `trainer.state.log_history` once, when training begins. Call it before `train()`, once.
+    The formats, which are words, go into `trainer.state.log_history` once, when training begins, and there to
+    TensorBoard (a text, "zeropp_fp8/formats") and W&B (the run's config). Call it before `train()`, once.
 
     Raises:
         ValueError: in `train()`, if the Trainer does not run with the plugin.
     """
     # Reporters write an entry when their turn comes, and those of `report_to` come before a callback of the user's.
-    trainer.callback_handler.callbacks.insert(0, _LogMetrics())
+    handler = trainer.callback_handler
+    handler.callbacks.insert(0, _LogMetrics())
+    handler.callbacks.append(_TellFormats(handler))  # when they have begun
 
 
 class _LogMetrics(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        engine = engine_of(model, "log_metrics")
-        self._metrics = StepMetrics(engine)
-        entry = {f"{PREFIX}{name}": value for name, value in formats(engine.zeropp_fp8_session).items()}
-        state.log_history.append({**entry, "step": state.global_step})
+        self._metrics = StepMetrics(engine_of(model, "log_metrics"))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
             found = {f"{PREFIX}{name}": value for name, value in self._metrics().items()}
             logs.update(found)
             state.log_history[-1].update(found)  # a copy of the entry, made before callbacks are asked
+
+
+class _TellFormats(TrainerCallback):
+    def __init__(self, handler) -> None:
+        self._handler = handler
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        engine = engine_of(model, "log_metrics")
+        entry = {f"{PREFIX}{name}": value for name, value in formats(engine.zeropp_fp8_session).items()}
+        state.log_history.append({**entry, "step": state.global_step})
+        if not state.is_world_process_zero:
+            return
+        for callback in self._handler.callbacks:
+            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+                text = "\n".join(f"    {name}: {value}" for name, value in entry.items())  # Markdown: as it stands
+                callback.tb_writer.add_text(f"{PREFIX}formats", text, state.global_step)
+            if isinstance(callback, WandbCallback) and callback._wandb is not None and callback._wandb.run is not None:
+                callback._wandb.config.update(entry, allow_val_change=True)

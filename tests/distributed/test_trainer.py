@@ -126,6 +126,10 @@ def test_what_tensorboard_and_wandb_get(tmp_path):
     shares = {f"zeropp_fp8/step_share_{where}_nodes" for where in ("between", "within")}
     assert set(logs[1]) == set(logs[0]) | shares and not shares & set(logs[0])
     assert {"zeropp_fp8/mb_between_nodes", "zeropp_fp8/numerics/gradients/lowest_snr_db"} < set(logs[0])
+    told = {key: value for key, value in found["formats"]["logs"].items() if key != "step"}
+    assert told["zeropp_fp8/recipe"] == "zeropp" and told["zeropp_fp8/gradients_between_nodes"].startswith("int4")
+    assert found["formats"]["tensorboard"].split("\n") == [f"    {key}: {value}" for key, value in told.items()]
+    assert "wandb" not in libraries or told.items() <= found["formats"]["wandb"].items()
     for key, value in logs[1].items():
         written = {8: value} if key in shares else {4: logs[0][key], 8: value}
         assert found["tensorboard"][f"train/{key}"] == pytest.approx(written), key

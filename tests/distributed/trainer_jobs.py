@@ -267,7 +267,8 @@ def _with_dpo(way, folder, steps=4):
 def report_to_libraries(folder, libraries):
     """Of a run of 8 steps, logged by four: the Trainer's log, and what TensorBoard and W&B have of it by their readers.
 
-    {"logs": entries, "tensorboard", "monitor": {name: {step or sample: value}}, "wandb": {name: its last value}}
+    {"logs": entries, "tensorboard", "monitor": {name: {step or sample: value}}, "wandb": {name: its last value},
+    "formats": {"logs", "wandb": {name: format}, "tensorboard": a text}}
     """
     import os
 
@@ -287,14 +288,18 @@ def report_to_libraries(folder, libraries):
     log_metrics(trainer)
     trainer.train()
     found = {"logs": [entry for entry in trainer.state.log_history if "loss" in entry]}
+    found["formats"] = {"logs": next(e for e in trainer.state.log_history if "zeropp_fp8/recipe" in e)}
     if trainer.is_world_process_zero():
         trainer.model_wrapped.monitor.tb_monitor.summary_writer.flush()
         for name in ("tensorboard", "monitor"):
             events = EventAccumulator(f"{folder}/{name}").Reload()
             found[name] = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+            for event in events.Tensors("zeropp_fp8/formats/text_summary") if name == "tensorboard" else ():
+                found["formats"][name] = event.tensor_proto.string_val[0].decode()
         if "wandb" in libraries:
             import wandb
 
             found["wandb"] = dict(wandb.run.summary)
+            found["formats"]["wandb"] = dict(wandb.run.config)
             wandb.finish()
     return found
