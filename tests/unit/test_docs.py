@@ -17,7 +17,6 @@ from zeropp_fp8.__main__ import COMMANDS
 from zeropp_fp8.config import RECIPES, SECTION, resolve
 from zeropp_fp8.config.document import page
 from zeropp_fp8.config.sections import PluginConfig
-from zeropp_fp8.plan.__main__ import parse as parse_plan
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -302,8 +301,6 @@ def check_script(given):
         assert importlib.util.find_spec(module), module
         if module == "zeropp_fp8.run":
             assert rest[0] == "train.py"  # the user's own
-        elif module == "zeropp_fp8.plan":
-            assert parse_plan(rest)
         elif module == "zeropp_fp8" and rest[0] in COMMANDS:
             assert importlib.import_module(COMMANDS[rest[0]][0]).parse(rest[1:])
         else:

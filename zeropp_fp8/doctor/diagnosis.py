@@ -285,7 +285,9 @@ def report(found: Diagnosis) -> list[str]:
     if found.nodes[0]:
         hosts = list(dict.fromkeys(one["place"]["host"].split()[0] for one in found.facts.values()))
         shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-        lines.append(f"nodes         {found.nodes[0]} x {found.nodes[1]} rank(s), from {found.nodes_from}: {shown}")
+        over = f" over {'NCCL' if any(one['rates'] for one in found.facts.values()) else 'gloo'}" if found.links else ""
+        where = f"from {found.nodes_from}: {shown}"
+        lines.append(f"nodes         {found.nodes[0]} x {found.nodes[1]} rank(s){over}, {where}")
     for level in ("within", "between"):
         rates = slowest(found, level)
         if rates is not None:

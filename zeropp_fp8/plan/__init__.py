@@ -1,6 +1,6 @@
 """What a step will cost, before it is run: time, bytes on the wire and memory of each method, by formula.
 
-    python -m zeropp_fp8.plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 2048
+    python -m zeropp_fp8 plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 2048
 
 A step is two passes over the model's blocks and the optimizer; in a pass the wire works beside the GPU and the Python
 host. `step_time.py` has the formulas. Everything here is plain arithmetic: no torch, no GPU, no communication.

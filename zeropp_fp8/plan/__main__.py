@@ -1,10 +1,10 @@
 """A table of all methods for one job, or the model beside measured points.
 
-python -m zeropp_fp8.plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 2048
-python -m zeropp_fp8.plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 2048 --lora-rank 16
-python -m zeropp_fp8.plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 4096 --sequence 512 \
+python -m zeropp_fp8 plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 2048
+python -m zeropp_fp8 plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 2048 --lora-rank 16
+python -m zeropp_fp8 plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 4096 --sequence 512 \
     --rlhf --response 256
-python -m zeropp_fp8.plan --check benchmarks/results/lora_step --fit machine
+python -m zeropp_fp8 plan --check benchmarks/results/lora_step --fit machine
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OVERRIDES = ("achieved_tflops", "intra_gbs", "memory_gbs", "link_efficiency", "c
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m zeropp_fp8.plan",
+        prog="python -m zeropp_fp8 plan",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
