@@ -32,7 +32,9 @@ def test_ranks_that_differ_or_raise(tmp_path):
         assert all(one[name][1] == "" for one in found[1:])
         assert max(one[name][2] for one in found) < 40, name
 
-    assert re.search(r"nodes         2 x 2 rank\(s\) over gloo, from the hosts of the ranks.*: node0, node1\n", texts["well"])
+    assert re.search(
+        r"nodes         2 x 2 rank\(s\) over gloo, from the hosts of the ranks.*: node0, node1\n", texts["well"]
+    )
     assert texts["well"].count("links         ") == 2 and texts["well"].endswith("no problem found\n")
     assert "not tested: there is no accelerator" in texts["well"] and "recommended: " in texts["well"]
     assert "links         " not in texts["detected"] and "recommended" not in texts["detected"]

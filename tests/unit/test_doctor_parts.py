@@ -236,6 +236,19 @@ def test_a_rank_without_a_gpu_of_its_own(monkeypatch):
         accelerator.device_of(2)
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [(["--json", "/nowhere/x.json"], "there is no such folder"), (["--params", "-1"], "--params must be above 0")],
+)
+def test_wrong_options_of_the_doctor(words, said, capsys, monkeypatch):
+    """Before anything is measured; status 1 would say that something is wrong with the machine."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        command(["doctor", *words])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_alone(capsys, tmp_path, monkeypatch):
     """The command on one rank: its report, its file, its exit status; and one whose kernels differ."""
     for name in ("RANK", "WORLD_SIZE"):

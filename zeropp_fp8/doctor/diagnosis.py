@@ -345,6 +345,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     cpu_where_there_is_no_gpu()
     try:
         rank, world_size, local_rank = place_in_job()
+        if rank == 0 and arguments.json and not Path(arguments.json).absolute().parent.is_dir():
+            print(f"doctor: --json {arguments.json}: there is no such folder", file=sys.stderr, flush=True)
+            raise SystemExit(2)  # of the job: launchers end the other ranks
         ranks = joined(rank, world_size, arguments.timeout)
         status = diagnose(ranks, local_rank, arguments)
     except (Unanswered, ValueError, OSError) as error:  # the last of --json
