@@ -145,6 +145,8 @@ def test_optimizers_that_an_engine_makes(kind):
             '"optimizer.params.lr" is the text "1e-4"; write the number without quotes',
         ),
         ({"optimizer": "AdamW"}, '"optimizer" is \'AdamW\'; it has to be an object, for example {"type": "AdamW"'),
+        ({"optimizer": {"type": "AdamW", "params": [1]}}, '"optimizer.params" is [1]; it has to be an object, as in {'),
+        ({"scheduler": {"type": "WarmupLR", "params": 5}}, '"scheduler.params" is 5; it has to be an object, as in {'),
         ({"bf16": True}, '"bf16" is True; it has to be an object, for example {"enabled": true}'),
         ({"scheduler": {"type": "WarmupXX"}}, 'nor torch.optim.lr_scheduler has "WarmupXX"'),
         (

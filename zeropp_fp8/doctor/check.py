@@ -33,7 +33,6 @@ from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.unused import unused_fields
 
 GIGA, GIB = 1e9, 2**30
-USUAL = 8  # nodes, and ranks in one, as the plan's own
 
 
 @dataclass
@@ -171,8 +170,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m zeropp_fp8 check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ds_config", help="a file of JSON, as for DeepSpeed, the Trainer or Accelerate")
-    parser.add_argument("--ranks", type=int, help="of the job; what a step costs is said of 8 nodes without it")
-    parser.add_argument("--ranks-per-node", type=int, help="default: all ranks are in one node; without --ranks 8")
+    parser.add_argument("--ranks", type=int, help="of the job; without it a step's cost is that of 8 nodes of 8")
+    parser.add_argument("--ranks-per-node", type=int, help="default: all ranks are in one node")
     parser.add_argument("--gbit", type=float, default=100.0, help="what one node can send, Gbit/s")
     parser.add_argument("--json", metavar="FILE", help="write what was found")
     plan.add_job(parser)
@@ -204,8 +203,10 @@ def cost_of(config: PluginConfig, ds_config: Mapping[str, Any], arguments: argpa
     from zeropp_fp8.plan import __main__ as plan
 
     configured = config.topology.ranks_per_node
-    each = (arguments.ranks_per_node or arguments.ranks or USUAL) if configured == "detect" else configured
-    nodes = USUAL if arguments.ranks is None else arguments.ranks // each
+    each = (
+        (arguments.ranks_per_node or arguments.ranks or plan.RANKS_PER_NODE) if configured == "detect" else configured
+    )
+    nodes = plan.NODES if arguments.ranks is None else arguments.ranks // each
     zero = ds_config["zero_optimization"]
     kept = min(zero.get(f"stage3_max_{name}", 1e9) for name in ("live_parameters", "reuse_distance"))
     if arguments.kept is None:

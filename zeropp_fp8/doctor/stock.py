@@ -59,9 +59,9 @@ def stock_refusal(ds_config: Mapping[str, Any], ranks: int | None = None) -> tup
             super()._initialize_params(param_dict)
 
     given = dict(ds_config)
-    for key in sorted(_OBJECTS & given.keys()):
-        if not isinstance(given[key], Mapping):
-            return f'"{key}" is {given[key]!r}; it has to be an object, for example {_OBJECTS_LIKE.get(key, "{}")}', []
+    no_object = _no_object(given)
+    if no_object is not None:
+        return no_object, []
     if ranks is None and "train_micro_batch_size_per_gpu" in given:
         given.pop("train_batch_size", None)
     recording, level = _Recording(given), logger.level
@@ -77,6 +77,17 @@ def stock_refusal(ds_config: Mapping[str, Any], ranks: int | None = None) -> tup
         return refused, []
     unread = sorted(set(given) - recording.asked - _READ_ELSEWHERE)
     return None, [f'"{key}"{_nearest(key, recording.asked)}' for key in unread]
+
+
+def _no_object(ds_config: Mapping[str, Any]) -> str | None:
+    """What DeepSpeed takes for an object, and is none: it would end in an error of Python's, which names no key."""
+    for key in sorted(_OBJECTS & ds_config.keys()):
+        value, example = ds_config[key], _OBJECTS_LIKE.get(key, "{}")
+        if not isinstance(value, Mapping):
+            return f'"{key}" is {value!r}; it has to be an object, for example {example}'
+        if key in ("optimizer", "scheduler") and not isinstance(value.get("params", {}), Mapping):
+            return f'"{key}.params" is {value["params"]!r}; it has to be an object, as in {example}'
+    return None
 
 
 # What ZeRO takes without being asked to (deepspeed/runtime/zero/utils.py), and what it never takes.

@@ -36,6 +36,7 @@ from zeropp_fp8.plan.step_time import StepEstimate, estimate
 
 MEGA, GIGA, GIB = 1e6, 1e9, 2**30
 PARAMETERS, VOCABULARY, KEPT = 7e9, 32000, 2e8
+NODES, RANKS_PER_NODE = 8, 8
 # Fields of Hardware that an option overrides.
 OVERRIDES = ("achieved_tflops", "intra_gbs", "memory_gbs", "link_efficiency", "codec_efficiency", "overlap")
 
@@ -117,8 +118,8 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Options of the nodes and the links between them."""
     cluster = parser.add_argument_group("the cluster")
-    cluster.add_argument("--nodes", type=int, default=8)
-    cluster.add_argument("--ranks-per-node", type=int, default=8)
+    cluster.add_argument("--nodes", type=int, default=NODES)
+    cluster.add_argument("--ranks-per-node", type=int, default=RANKS_PER_NODE)
     cluster.add_argument("--gbit", type=float, default=100.0, help="what one node can send, Gbit/s")
 
 
