@@ -21,6 +21,18 @@ class Size:
         """Whether all its tensors are below ZeRO-3's usual limits, so that they would stay gathered."""
         return self.hidden < 1024
 
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of the matrices of a layer."""
+        attention = 2 * self.hidden * self.hidden * (1 + self.kv_heads / self.heads)
+        return round(attention) + 3 * self.hidden * self.intermediate
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, whose input and output embeddings are two."""
+        norms = (2 * self.layers + 1) * self.hidden
+        return self.layers * self.layer_matrices + 2 * self.hidden * self.vocabulary + norms
+
 
 SIZES = {
     "8b": Size(hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, vocabulary=128256),  # Llama 3
@@ -47,7 +59,5 @@ def flops_per_token(size: Size, length: int) -> float:
     6 for every weight that is multiplied (all but the embedding and the norms), and for attention half of
     12 * layers * hidden * length, because a position sees only those before it.
     """
-    head_size = size.hidden // size.heads
-    attention = 2 * size.hidden * size.hidden + 2 * size.hidden * size.kv_heads * head_size
-    weights = size.layers * (attention + 3 * size.hidden * size.intermediate) + size.hidden * size.vocabulary
+    weights = size.layers * size.layer_matrices + size.hidden * size.vocabulary
     return 6 * weights + 6 * size.layers * size.hidden * length

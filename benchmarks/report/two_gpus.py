@@ -195,13 +195,25 @@ def timeouts_say(result: dict) -> str:
 
 
 def differences(result: dict) -> str:
-    """Weights that cross as differences, where the wire is the limit."""
+    """Weights that cross as differences, on 2 x 2 GPUs at two rates, and whether 2 bits meet their targets."""
+    found, runs, rates = by_rate(result), ("zeropp", "zeropp-4bit", "zeropp-diff", "zeropp-2bit"), (25.0, 10.0)
     rows = []
-    for run in ("zeropp", "zeropp-4bit", "zeropp-diff", "zeropp-2bit"):
-        row = next(row for row in result["rows"] if row["run"] == run)
-        sent = [f"{row[f'{count}_bytes_per_node_step'] / 1e6:.0f}" for count in ("ledger", "tx")]
-        rows.append([f"**`{run}`**", f"{row['step_ms']:.0f}", f"{row['floor_ms']:.0f}", " / ".join(sent)])
-    return table(["", "ms a step", "floor", "MB a node sends, by the ledger / by the interface"], rows)
+    for run in runs:
+        steps = [found[run, rate] for rate in rates]
+        sent = [f"{steps[0][f'{count}_bytes_per_node_step'] / 1e6:.0f}" for count in ("ledger", "tx")]
+        times = [f"{with_range(step)} (floor {step['floor_ms']:.0f})" for step in steps]
+        rows.append([f"**`{run}`**", *times, " / ".join(sent)])
+    sent = "MB a node sends, by the ledger / by the interface"
+    said = ". ".join(_two_bits_at(found, rate, target) for rate, target in zip(rates, (190, 450)))
+    return f"{table(['ms a step', *(f'{rate:.0f} Gbit/s' for rate in rates), sent], rows)}\n\n{paragraph(said)}."
+
+
+def _two_bits_at(found: dict, rate: float, target: float) -> str:
+    """The step of `zeropp-2bit` beside its target and that of `zeropp-4bit`."""
+    few, some = found["zeropp-2bit", rate], found["zeropp-4bit", rate]
+    return f"""At {rate:.0f} Gbit/s `zeropp-2bit` takes {few["step_ms"]:.0f} ms, {few["step_ms"] / some["step_ms"]:.2f}
+        of `zeropp-4bit`'s, where the floors are {few["floor_ms"] / some["floor_ms"]:.2f}: the target, {target} ms, is
+        {"met" if few["step_ms"] <= target else "missed"}"""
 
 
 def two_gpus(small: dict, large: dict) -> str:
@@ -329,9 +341,7 @@ BLOCKS = {
     "timeouts_say": Block(
         timeouts_say, ("two_nodes/h100-2-25gbit-timeouts",), cut_short=("two_nodes/h100-2-25gbit-timeouts",)
     ),
-    "differences": Block(
-        differences, ("two_nodes/h100-2-10gbit-differences",), cut_short=("two_nodes/h100-2-10gbit-differences",)
-    ),
+    "differences": Block(differences, ("two_nodes/h200-4-25_10gbit-differences",)),
     "two_gpus": Block(two_gpus, ("two_nodes/h100-2-nvlink", "two_nodes/h100-2-nvlink-4x2048")),
     "two_gpus_since": Block(two_gpus_since, ("two_nodes/h100-2-nvlink-4x2048", "two_nodes/h100-2-nvlink-4x2048-fp8")),
     "without_nvlink": Block(without_nvlink, ("one_node/h100-2-pcie",), cut_short=("one_node/h100-2-pcie",)),

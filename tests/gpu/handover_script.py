@@ -1,4 +1,7 @@
-"""A trainer on the first GPU that hands over to a stand-in process on the second, over NCCL; prints what it found."""
+"""A trainer on the first GPU that hands over to a stand-in process on the second, over NCCL; prints what it found.
+
+PYTHONPATH=.:tests python tests/gpu/handover_script.py FOLDER [RESULT.json]
+"""
 
 import json
 import os
@@ -16,6 +19,8 @@ from models import ds_config, llama, section
 from stand_in import Trainer
 
 import zeropp_fp8
+from benchmarks.harness.environment import describe
+from benchmarks.harness.results import write_result
 from zeropp_fp8.handover import Transfer, TransferGroup, TransferInit, WeightSource
 
 LIMIT = 4 << 20
@@ -31,7 +36,7 @@ def engine_of():
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def main(folder):
+def main(folder, out=None):
     store = dist.HashStore()
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     torch.cuda.set_device(0)
@@ -80,12 +85,16 @@ def main(folder):
             "equal": all(same) and held["held"].keys() == expected.keys(),
             "messages": messages,
             "after a step": sum(held["sizes"]),
-            "grown": grown,
+            "grown": grown,  # of the trainer's memory, while it sends
             "model": sum(p.ds_numel * 2 for p in engine.module.parameters()),
             "adapters": sum(p.ds_numel * 2 for p in engine.module.parameters() if p.requires_grad),
         }
     print("RESULT " + json.dumps(found))
+    if out:
+        command = "python tests/gpu/handover_script.py FOLDER RESULT.json"
+        rows = [{"run": way, **of_way} for way, of_way in found.items()]
+        write_result(out, {**describe("handover"), "command": command, "finished": True, "rows": rows})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
