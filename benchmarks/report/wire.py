@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from benchmarks.harness import seeds
 from benchmarks.harness.results import RESULTS
-from benchmarks.harness.wire_runs import groups_of
+from benchmarks.harness.wire_runs import IN_TREE, LOSSLESS, REFERENCES, SECTIONS, groups_of
 from benchmarks.report.blocks import Block, paragraph, since, table
 
 QUESTION = "wire_convergence"
@@ -63,6 +64,27 @@ def _of_group(group: dict) -> str:
         for run, percents in apart.items()
     ]
     return "\n\n".join([text, *map(paragraph, says)])
+
+
+def together(*results: dict) -> str:
+    """Pretraining of 85 M parameters on whatever GPUs: what a recipe costs, with the interval of that."""
+    rows = [result for result in results if result["settings"]["size"] == "100m" and result["run"] != IN_TREE]
+    rows = [row for row in rows if row["settings"]["case"] == "pretrain"]
+    (tokens,) = {row["tokens"] for row in rows}
+    lines = {line["run"]: line for line in seeds.compare(rows, REFERENCES)}
+    base = lines[LOSSLESS]
+    said = []
+    for run in (run for run in SECTIONS if run in lines and run != LOSSLESS):
+        line = lines[run]
+        half = 100 * math.hypot(line["half_width"], base["half_width"]) / base["mean"]
+        said.append(f"`{run}` {line['percent']:+.2f} ± {half:.2f} % ({line['runs']} runs)")
+    hardware = {row["hardware"]["gpu"].removeprefix("NVIDIA ").removesuffix(" 80GB HBM3") for row in rows}
+    ranks = " and ".join(str(count) for count in sorted({row["settings"]["ranks"] for row in rows}))
+    return paragraph(
+        f"""All runs with 85 M parameters and {tokens / 1e6:.1f} M tokens together, on {ranks}
+        {" and ".join(sorted(hardware))}, against the mean of {base["runs"]} runs of `{LOSSLESS}`, with the interval
+        that holds the difference of the means with 95 %: {", ".join(said)}. The target is {seeds.TARGET_PERCENT} %."""
+    )
 
 
 def _with_half(mean: float, half_width: float | None, form: str, unit: str = "") -> str:
@@ -147,6 +169,7 @@ def weight_fidelity_says(result: dict) -> str:
 
 _FIDELITY = {"files": ("weight_fidelity/cpu-1-local",), "cut_short": ("weight_fidelity/cpu-1-local",)}
 BLOCKS = {
+    "wire_convergence_together": Block(together, FILES, sourced=False),
     "wire_convergence": Block(compared, FILES, sourced=False),
     "weight_fidelity": Block(weight_fidelity, **_FIDELITY),
     "weight_fidelity_says": Block(weight_fidelity_says, **_FIDELITY),

@@ -10,6 +10,7 @@ from models import batches, ds_config, llama, make_engine, section
 from parity_jobs import switch
 
 from zeropp_fp8.zero.frozen.store import stored_weight
+from zeropp_fp8.zero.owners.stage3 import OwnersStage3
 
 # What each part adds to a section. Whole tensors need gradients that the plugin reduces, differences a node's copy.
 PARTS = {
@@ -48,7 +49,7 @@ def what_is_on(engine):
         "FP8 compute": compute.startswith("fp8"),
         "MX compute": compute.startswith("mx"),
         "FP8 optimizer": session.state_formats is not None,
-        "whole tensors": stage.has_owners,
+        "whole tensors": isinstance(stage, OwnersStage3),
         "frozen store": any(stored_weight(p) for p in engine.module.parameters()),
         "differences": session.difference_format is not None,
     }

@@ -22,12 +22,10 @@ class Stage3Base(DeepSpeedZeroOptimizer_Stage3):
     """What parts of a stage ask of each other, answered as DeepSpeed has it.
 
     Attributes:
-        has_owners: whether parameters have owners instead of slices.
         scales, store, states: scales of gradients that ranks share, reduced gradients and optimizer states in low
             precision; None where there are none.
     """
 
-    has_owners = False
     scales = store = states = None
 
     def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:

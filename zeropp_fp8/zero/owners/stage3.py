@@ -25,8 +25,6 @@ OPTIMIZER_STATE_DICT = "optimizer_state_dict"
 class OwnersStage3(Stage3Base):
     """The part of a stage whose parameters have owners."""
 
-    has_owners = True
-
     def _get_param_partition_rank(self, param: Parameter) -> int:
         # What a rank has of a parameter begins where its shard begins; DeepSpeed would skip what lies beyond the end.
         return 0
