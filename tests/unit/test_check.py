@@ -366,7 +366,6 @@ def test_the_model_by_its_config(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--json", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["--ranks-per-node", "2"], "--ranks-per-node needs --ranks"),
         (["--ranks", "4", "--ranks-per-node", "3"], "4 ranks are no nodes of 3"),
         (["--ranks", "0"], "--ranks must be at least 1"),
