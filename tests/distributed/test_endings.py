@@ -1,6 +1,7 @@
 """Engines over one model that cannot be made, or end in any order: each leaves what was there before it."""
 
-import ending_jobs as jobs
+import ending_jobs
+import failing_jobs
 import pytest
 import trace_jobs
 from ranks import run_ranks, run_two
@@ -14,7 +15,7 @@ GRANULARITIES = [("block", "block"), ("block", "module"), ("module", "block")]
     ("kind", "granularities"), [("lossless", GRANULARITIES), ("zeropp", GRANULARITIES[1:] + GRANULARITIES[:1])]
 )
 def test_an_engine_that_cannot_be_made_leaves_nothing(kind, granularities):
-    for found in run_two(jobs.beside_failures, kind=kind, granularities=granularities, timeout=400):
+    for found in run_two(failing_jobs.beside_failures, kind=kind, granularities=granularities, timeout=400):
         alone = {case[:2]: run for case, run in found.items() if case[2] == "alone"}
         for case, run in found.items():
             if case[2] != "alone":
@@ -26,25 +27,27 @@ def test_an_engine_that_cannot_be_made_leaves_nothing(kind, granularities):
 
 def test_a_model_without_another_engine():
     """As it was before: a failed engine leaves ZeRO-3's parameters, as one does that was destroyed."""
-    for found in run_two(jobs.without_another, kind="zeropp", timeout=400):
+    for found in run_two(failing_jobs.without_another, kind="zeropp", timeout=400):
         for case, (failed, left, parts, losses) in found.items():
             assert failed and not left and not parts, (case, left[:8], parts)
             assert losses == found[None, case[1]][3], case
 
 
 def test_low_precision_after_a_failure():
-    for counts in run_two(jobs.converted_again):
+    for counts in run_two(failing_jobs.converted_again):
         assert counts == [0, 8, 8, 0]
 
 
 def test_blocks_are_compiled_in_turn():
-    for found in run_two(jobs.compiled_in_turn):
+    for found in run_two(ending_jobs.compiled_in_turn):
         assert found == {True: (True, True), False: (True, True)}
 
 
 def test_leaf_modules_are_those_of_the_engine_that_has_the_model():
     pairs = [("block", "module"), ("module", "block"), ("parameter", "block"), ("block", "parameter")]
-    found = run_two(jobs.units_gathered, granularities=[*pairs, *((a, a) for a in ("block", "module", "parameter"))])
+    found = run_two(
+        ending_jobs.units_gathered, granularities=[*pairs, *((a, a) for a in ("block", "module", "parameter"))]
+    )
     for run in found:
         for (own, (first, second)), (alone, beside, again, without, left) in run.items():
             assert again == alone == run[own, (first, first)][0], (own, first, second)
@@ -57,7 +60,7 @@ def test_leaf_modules_are_those_of_the_engine_that_has_the_model():
 
 @pytest.mark.parametrize("kind", ["lossless", "zeropp", "whole tensors"])
 def test_any_order(kind):
-    found = run_two(jobs.in_any_order, kind=kind, seeds=range(12), length=20, timeout=400)
+    found = run_two(ending_jobs.in_any_order, kind=kind, seeds=range(12), length=20, timeout=400)
     for rank in found:
         for seed, (said, trained, evaluated, (expected, expected_evaluations), log) in rank.items():
             assert not said, (seed, said[0])
@@ -74,7 +77,7 @@ def test_any_order(kind):
 
 def test_an_engine_that_is_collected_gives_nothing_back():
     """Ranks collect at moments of their own: they would not agree on what is owed, nor on who gathers it."""
-    for owed, said in run_two(jobs.collected_on_a_rank):
+    for owed, said in run_two(ending_jobs.collected_on_a_rank):
         assert owed == [21, 0, 0, 21]
         assert "uses parameters that another engine has" in said
 
@@ -82,25 +85,25 @@ def test_an_engine_that_is_collected_gives_nothing_back():
 def test_checkpoints_are_loaded_after_a_later_engine_has_ended(tmp_path):
     """DeepSpeed reads weights in the flat buffer that shards of the first were in."""
     kinds = ["lossless", "FP8 states", "whole tensors", "zeropp-diff", "stochastic rounding"]
-    for found in run_two(jobs.loaded_after_a_later_one, kinds=kinds, folder=str(tmp_path), timeout=400):
+    for found in run_two(ending_jobs.loaded_after_a_later_one, kinds=kinds, folder=str(tmp_path), timeout=400):
         for kind, losses in found.items():
             assert losses[True] == losses[False], kind
 
 
 def test_hooks_that_were_put_on_again_are_silent_in_the_turn_of_another():
-    for alone, beside in run_two(jobs.hooks_again):
+    for alone, beside in run_two(ending_jobs.hooks_again):
         assert alone == beside and len(set(alone)) == 4
 
 
 def test_failures_beside_weights_that_rest_as_codes():
-    for failed, left, losses in run_two(jobs.stored_weights):
+    for failed, left, losses in run_two(failing_jobs.stored_weights):
         assert failed and not left
         assert len(set(losses)) == 1
 
 
 def test_owners_that_have_some_of_the_parts():
     """Failures while a later engine takes whole tensors over, and while the earlier one gives them up."""
-    for found in run_two(jobs.owners_half_placed):
+    for found in run_two(failing_jobs.owners_half_placed):
         (_, _, alone) = found.pop(None)
         for where, (failed, left, losses) in found.items():
             assert failed and not left and losses == alone, (where, left[:5], losses, alone)
@@ -108,18 +111,18 @@ def test_owners_that_have_some_of_the_parts():
 
 def test_owners_that_fail_on_one_rank():
     """Giving back is then collective; but the error goes its way, and no rank is left waiting by it."""
-    assert run_two(jobs.owners_failed_on_a_rank)[1] > 1
+    assert run_two(failing_jobs.owners_failed_on_a_rank)[1] > 1
 
 
 @pytest.mark.parametrize("apart, together", [(0.3, True), (4, False)])
 def test_whether_all_have_failed(apart, together):
-    assert run_two(jobs.all_fail, apart=apart) == [(together, False)] * 2
+    assert run_two(failing_jobs.all_fail, apart=apart) == [(together, False)] * 2
 
 
 @pytest.mark.parametrize("kind", ["zeropp", "zeropp-diff", "stochastic rounding"])
 def test_an_engine_that_fails_on_one_rank(kind):
     """Nothing that a rank does then needs the others, where parameters have no owners."""
-    for left, (alone, after) in run_two(jobs.failed_on_a_rank, kind=kind):
+    for left, (alone, after) in run_two(failing_jobs.failed_on_a_rank, kind=kind):
         assert not left and alone == after
 
 

@@ -7,7 +7,7 @@ import itertools
 import deepspeed
 import torch
 import torch.distributed as dist
-from ending_jobs import FAILURES, config_of, evaluated, fails_to_be_made, step
+from failing_jobs import FAILURES, config_of, evaluated, fails_to_be_made, step
 from models import batches, ds_config, full_fp32_weights, llama, make_engine
 from parity_jobs import switch
 from recipes import section_of

@@ -1,13 +1,20 @@
 """A ds_config without a job: what is refused, what it resolves to, what changes nothing, what it costs."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import create_autospec
 
+import deepspeed
 import pytest
 import torch
 import transformers
 from config_cases import ds_config
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from zeropp_fp8.__main__ import main as command
 from zeropp_fp8.config import RECIPES, SECTION, resolve
@@ -153,6 +160,15 @@ def test_optimizers_that_an_engine_makes(kind):
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_numsteps": 5}}},
             '"scheduler.params.warmup_numsteps" (did you mean "warmup_num_steps"?) is no parameter of "scheduler.type"',
         ),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            '"scheduler.params" is missing; add an object, as in {"type": "WarmupLR"',
+        ),
+        ({"scheduler": {"type": "StepLR", "params": {}}}, '"StepLR" needs "scheduler.params.step_size"; add what is'),
+        (  # the Trainer fills it in, and the scheduler has none
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_max_lr": "auto"}}},
+            '"scheduler.params.warmup_max_lr" is no parameter of "scheduler.type"',
+        ),
     ],
 )
 def test_what_deepspeed_would_raise_when_it_makes_an_optimizer_or_a_scheduler(given, message):
@@ -171,13 +187,88 @@ def test_what_deepspeed_would_raise_when_it_makes_an_optimizer_or_a_scheduler(gi
         },
         {"optimizer": {"type": "Adam", "params": {"lr": "auto", "adam_w_mode": True, "bias_correction": True}}},
         {"optimizer": {"type": "SGD", "params": {"lr": 1.0, "nesterov": True}}, "zero_allow_untested_optimizer": True},
-        {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}},
+        {"optimizer": {"type": "Lion", "params": None}},
         {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 5}}},
         {"scheduler": {"type": "StepLR", "params": {"step_size": 5}}},
     ],
 )
 def test_optimizers_and_schedulers_that_deepspeed_makes(given):
     assert not texts(checked({"recipe": "zeropp"}, **given))
+
+
+@pytest.mark.parametrize("kind", lr_schedules.VALID_LR_SCHEDULES)
+def test_parameters_without_which_deepspeed_makes_no_scheduler(kind):
+    """Stock's engine names in its error what check names, and makes the scheduler where check is silent."""
+
+    def stock(params):
+        parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+        config = SimpleNamespace(scheduler_name=lambda: kind, scheduler_params=lambda: params)
+        DeepSpeedEngine._scheduler_from_config(config, torch.optim.AdamW([parameter], betas=(0.9, 0.9)))
+
+    def said(params):
+        return texts(checked({"recipe": "zeropp"}, scheduler={"type": kind, "params": params}))
+
+    all_of_it = {"OneCycle": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}}.get(kind, {"total_num_steps": 10})
+    needed = {} if kind in ("LRRangeTest", "WarmupLR") else all_of_it
+    stock(needed)
+    assert said(needed) == []
+    for name in needed:
+        others = {key: value for key, value in needed.items() if key != name}
+        with pytest.raises(TypeError, match=f"missing 1 required positional argument: '{name}'"):
+            stock(others)
+        (text,) = said(others)
+        assert text == (
+            f'DeepSpeed refuses it: "scheduler.type" "{kind}" needs "scheduler.params.{name}"; add what is missing'
+        )
+        asked = said({**others, name: "auto"})  # not missing, whoever fills it in
+        assert not any("needs" in text for text in asked) and (name == "total_num_steps") == (asked == [])
+    if len(needed) > 1:
+        (text,) = said({})
+        assert all(f'"scheduler.params.{name}"' in text for name in needed)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "params", "wrong"),
+    [
+        ("AdamW", {"bias_correction": True, "fp32_optimizer_states": True}, None),
+        ("AdamW", {"torch_adam": True, "adam_w_mode": True, "fp32_optimizer_states": True, "foreach": False}, None),
+        ("Adam", {"fused": True}, "fused"),
+        ("adam", {"momentum": 0.9}, "momentum"),
+        ("Adagrad", {"eps": 1e-8, "weight_decay": 0.1}, None),
+        ("Adagrad", {"betas": [0.9, 0.9]}, "betas"),
+        ("Lion", {"betas": [0.9, 0.9], "weight_decay": 0.1}, None),
+        ("Lion", {"eps": 1e-8}, "eps"),
+        ("Lamb", {"max_coeff": 10.0, "min_coeff": 0.01}, None),
+        ("Lamb", {"max_grad_norm": 1.0}, "max_grad_norm"),
+        ("Lamb", {"nesterov": True}, "nesterov"),
+        ("SGD", {"lr": 0.1, "nesterov": False}, None),
+        ("SGD", {"betas": [0.9, 0.9]}, "betas"),
+    ],
+)
+def test_parameters_with_which_deepspeed_makes_no_optimizer(kind, params, wrong, offloads, monkeypatch):
+    """Stock's engine, of classes that check their arguments and build no kernel, raises just where check says so."""
+    zero = {"offload_optimizer": {"device": "cpu" if offloads else "none"}}
+    found = texts(checked({}, zero, optimizer={"type": kind, "params": params}, zero_allow_untested_optimizer=True))
+    for module, name in (
+        (deepspeed.ops.adagrad, "DeepSpeedCPUAdagrad"),
+        (deepspeed.ops.adam, "DeepSpeedCPUAdam"),
+        (deepspeed.ops.adam, "FusedAdam"),
+        (deepspeed.ops.lamb, "FusedLamb"),
+        (deepspeed.ops.lion, "DeepSpeedCPULion"),
+        (deepspeed.ops.lion, "FusedLion"),
+    ):
+        monkeypatch.setattr(module, name, create_autospec(getattr(module, name)))
+    config = create_autospec(DeepSpeedEngine, instance=True, zenflow=False)
+    config.optimizer_params.return_value = params
+    config.optimizer_name.return_value = kind if kind == "SGD" else kind.lower()
+    config.zero_use_cpu_optimizer.return_value = offloads
+    config.bf16_optimizer_states.return_value = False
+    config.get_optimizer_configuration.side_effect = partial(DeepSpeedEngine.get_optimizer_configuration, config)
+    parameters = [torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))]
+    with pytest.raises((TypeError, ValueError), match=wrong) if wrong else nullcontext():
+        DeepSpeedEngine._configure_basic_optimizer(config, parameters)
+    assert [f'DeepSpeed refuses it: "optimizer.params.{wrong}" ' in text for text in found] == [True] * bool(wrong)
 
 
 def test_a_section_among_the_keys_of_zero():
@@ -249,7 +340,7 @@ def test_auto_values_are_accepted_and_named(tmp_path, capsys):
     given = auto(recipe="fp8-lm")
     keys = set(auto_keys(given))
     assert len(keys) == 16 and keys < FILLED
-    assert list(auto_keys(as_if_filled(given))) == []
+    assert set(auto_keys(as_if_filled(given))) == {key for key in keys if ".params." in key}
     found = check(given, ranks=4)
     assert texts(found) == [] and texts(found, serious=False) == [] and set(found.auto) == keys
     given["zero_optimization"]["stage"] = "auto"
@@ -366,7 +457,6 @@ def test_the_model_by_its_config(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--json", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["--ranks-per-node", "2"], "--ranks-per-node needs --ranks"),
         (["--ranks", "4", "--ranks-per-node", "3"], "4 ranks are no nodes of 3"),
         (["--ranks", "0"], "--ranks must be at least 1"),

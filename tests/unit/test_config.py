@@ -335,6 +335,23 @@ def test_wrong_type_or_value(path, wrong):
         assert repr(bad) in message
 
 
+@pytest.mark.parametrize(
+    ("section", "taken"),
+    [
+        ({"secondary": {"memory_gb": "lots"}}, ("'all', 'auto' or 'detect'", "a valid number")),
+        ({"secondary": {"scope": "lots"}}, ("'none', 'node' or 'rank'", "a valid integer")),
+        ({"topology": {"ranks_per_node": "lots"}}, ("'detect'", "a valid integer")),
+        ({"gradients": {"scale_policy": "lots"}}, ("'auto', 'detect', 'pre' or 'post'",)),
+        ({"gradients": {"accumulate_in": "lots"}}, ("'auto', 'detect', 'node' or 'world'",)),
+        ({"trl_generation": "lots"}, ("'auto', 'detect', 'values', 'codes', 'sharded' or 'stock'",)),
+        ({"frozen": {"modules": "lots"}}, ("'all-linear' or 'frozen'", "a valid list")),
+    ],
+)
+def test_a_wrong_word_names_all_that_is_taken(section, taken):
+    message = refusal(section)
+    assert all(f"Input should be {each}, got 'lots'" in message for each in taken), message
+
+
 # --- reading ----------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,8 @@ import zeropp_fp8
 PACKAGE = Path(zeropp_fp8.__file__).parent
 
 # What each part may import besides itself: plugin -> numerics -> zero -> {comm, compute, optim} -> kernels -> formats.
-# `config` may be imported by all and imports none of them; `plan` stands alone.
+# `config` may be imported by all and imports none of them; `plan` stands alone; `outputs` is for
+# every command.
 _READ_BY_ALL = {"config"}
 _BASE = _READ_BY_ALL | {"kernels", "formats"}
 _MIDDLE = _BASE | {"comm", "compute", "optim"}
@@ -22,7 +23,7 @@ MAY_IMPORT = {
     "export": _MIDDLE | {"zero"},
     "run": {"", "children"},
     "__main__": {"", "doctor"},
-    "numerics": _MIDDLE | {"zero"},
+    "numerics": _MIDDLE | {"zero", "outputs"},
     "children": {""},
     "integrations": {"zero"},
     "handover": {"zero"},
@@ -34,8 +35,9 @@ MAY_IMPORT = {
     "kernels": _READ_BY_ALL | {"formats"},
     "formats": _READ_BY_ALL,
     "config": set(),
-    "plan": set(),
-    "doctor": _MIDDLE | {"", "plugin", "plan"},
+    "plan": {"outputs"},
+    "outputs": set(),
+    "doctor": _MIDDLE | {"", "plugin", "plan", "outputs"},
 }
 PARTS = set(MAY_IMPORT) - {""}
 

@@ -109,13 +109,6 @@ def test_what_cannot_be_shown(path, tmp_path):
             command(["numerics", str(path)])
 
 
-@pytest.mark.parametrize("line", [["numerics", "numerics.jsonl"], ["reference", "--steps", "1", "--", "nobody"]])
-def test_where_no_picture_can_be_is_said_before_anything_is_run(line, tmp_path):
-    for name, said in (("p.docx", "end the name with one"), ("nowhere/p.png", "there is no folder .*nowhere")):
-        with pytest.raises(SystemExit, match=said):
-            command([line[0], "--picture", str(tmp_path / name), *line[1:]])
-
-
 @pytest.mark.parametrize("name", ["reference", "bisect"])
 def test_a_launch_line_that_cannot_be_started(name):
     with pytest.raises(SystemExit, match=r"the launch line cannot be started: .*no-such-command"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, Strict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, Strict
 
 SECTION = "zeropp_fp8"
 
@@ -54,7 +54,7 @@ PositiveInt = Annotated[int, Strict(), Field(ge=1)]
 History = Annotated[int, Strict(), Field(ge=1, le=1 << 20)]  # numbers that are kept for each tensor
 Seed = Annotated[int, Strict(), Field(ge=0, lt=1 << 43)]  # times a million, and more, it seeds generators of 64 bits
 Memory = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
-OrDetect = BeforeValidator(lambda given: "auto" if given == "detect" else given)  # Accelerate refuses the word "auto"
+IsAuto = AfterValidator(lambda given: "auto" if given == "detect" else given)  # Accelerate refuses the word "auto"
 OnTheWire = Annotated[str, OneOf(WIRE_FORMATS)]
 AtRest = Annotated[str, OneOf(FROZEN_FORMATS)]
 Gemm = Literal["output", "grad_input", "grad_weight"]
@@ -132,7 +132,7 @@ class SecondaryConfig(_Section):
         "none",
         description="how many ranks share one copy of the codes: those of a node, one, or a divisor of a node's ranks",
     )
-    memory_gb: Annotated[Literal["all", "auto"] | Memory, OrDetect] = Field(
+    memory_gb: Annotated[Literal["all", "auto", "detect"] | Memory, IsAuto] = Field(
         "all",
         description="how much of them a rank may keep, in GB (10^9 bytes); weights beyond it are gathered each time; "
         "auto: what is free at start, without a quarter of the device's memory; all: no bound",
@@ -163,7 +163,7 @@ class GradientsConfig(_Section):
         "block",
         description="tensor: one scale that all ranks share, from the amax of earlier steps (FP8 on both hops)",
     )
-    scale_policy: Annotated[Literal["auto", "pre", "post"], OrDetect] = Field(
+    scale_policy: Annotated[Literal["auto", "detect", "pre", "post"], IsAuto] = Field(
         "auto",
         description="how sums over ranks stay in range, with shared scales: a factor mu that adapts, dividing by the "
         "ranks before the sum, or after it",
@@ -172,7 +172,7 @@ class GradientsConfig(_Section):
     store_format: Annotated[str, OneOf(("none", *FP8_FORMATS))] = Field(
         "none", description="what reduced gradients rest in until the step; none: 16 or 32 bits"
     )
-    accumulate_in: Annotated[Literal["auto", "node", "world"], OrDetect] = Field(
+    accumulate_in: Annotated[Literal["auto", "detect", "node", "world"], IsAuto] = Field(
         "auto",
         description="where gradients of several micro-batches add up. node: on the ranks of the node, which takes "
         "1/ranks-per-node of them in memory, and they cross between nodes once a step; world: each is reduced to the "
@@ -336,7 +336,7 @@ class PluginConfig(_Section):
     compile: Literal["none", "blocks"] = Field(
         "none", description="blocks: torch.compile each transformer block, between the hooks that gather for it"
     )
-    trl_generation: Annotated[Literal["auto", "values", "codes", "sharded", "stock"], OrDetect] = Field(
+    trl_generation: Annotated[Literal["auto", "detect", "values", "codes", "sharded", "stock"], IsAuto] = Field(
         "auto",
         description="what stays on each rank while TRL's trainers generate, as in [Generation](generation.md); stock: "
         "TRL gathers the model, for vLLM too",

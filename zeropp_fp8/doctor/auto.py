@@ -54,10 +54,13 @@ def as_if_filled(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy without these keys, so that DeepSpeed's defaults hold.
 
     Two have none: the stage, which becomes the plugin's 3, and a micro-batch where nothing else says a batch size.
+    Parameters of an optimizer or a scheduler stay: one that is filled in is given.
     """
     filled, keys = copy.deepcopy(dict(ds_config)), set(auto_keys(ds_config))
     for path in keys:
         *parents, last = path.split(".")
+        if parents in (["optimizer", "params"], ["scheduler", "params"]):
+            continue
         owner = filled
         for parent in parents:
             owner = owner[parent]

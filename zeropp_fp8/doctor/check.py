@@ -31,6 +31,7 @@ from zeropp_fp8.config import (
 from zeropp_fp8.doctor.auto import FILLED, as_if_filled, auto_keys
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.unused import unused_fields
+from zeropp_fp8.outputs import file_to_write
 
 GIGA, GIB = 1e9, 2**30
 
@@ -173,7 +174,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, help="of the job; without it a step's cost is that of 8 nodes of 8")
     parser.add_argument("--ranks-per-node", type=int, help="default: all ranks are in one node")
     parser.add_argument("--gbit", type=float, default=100.0, help="what one node can send, Gbit/s")
-    parser.add_argument("--json", metavar="FILE", help="write what was found")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write what was found")
     plan.add_job(parser)
     plan.add_machine(parser)
     arguments = parser.parse_args(argv)
@@ -187,8 +188,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error("--ranks-per-node needs --ranks")
         if arguments.ranks % arguments.ranks_per_node:
             parser.error(f"{arguments.ranks} ranks are no nodes of {arguments.ranks_per_node}")
-    if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
-        parser.error(f"--json {arguments.json}: there is no folder {Path(arguments.json).parent}")
     return arguments
 
 

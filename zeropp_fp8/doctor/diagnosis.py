@@ -26,6 +26,7 @@ from zeropp_fp8.doctor.compared import differences, missing_problems, nodes_of, 
 from zeropp_fp8.doctor.facts import facts_of
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.ranks import GRACE_S, Ranks, Unanswered, joined, place_in_job
+from zeropp_fp8.outputs import file_to_write
 from zeropp_fp8.plan import PRESETS, Cluster, Hardware, Job, PlanError
 from zeropp_fp8.plan import __main__ as plan
 from zeropp_fp8.plan.hardware import preset_of
@@ -345,11 +346,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     cpu_where_there_is_no_gpu()
     try:
         rank, world_size, local_rank = place_in_job()
-        if rank == 0 and arguments.json and not Path(arguments.json).absolute().parent.is_dir():
-            print(f"doctor: --json {arguments.json}: there is no such folder", file=sys.stderr, flush=True)
-            raise SystemExit(2)  # of the job: launchers end the other ranks
+        if rank == 0 and arguments.json is not None:
+            file_to_write(arguments.json)  # not while parsing: hosts of other ranks need not have the folder
         ranks = joined(rank, world_size, arguments.timeout)
         status = diagnose(ranks, local_rank, arguments)
+    except argparse.ArgumentTypeError as error:
+        print(f"doctor: --json: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None  # of the job: launchers end the other ranks
     except (Unanswered, ValueError, OSError) as error:  # the last of --json
         print(f"doctor: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None

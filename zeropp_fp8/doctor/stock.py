@@ -85,8 +85,9 @@ def _no_object(ds_config: Mapping[str, Any]) -> str | None:
         value, example = ds_config[key], _OBJECTS_LIKE.get(key, "{}")
         if not isinstance(value, Mapping):
             return f'"{key}" is {value!r}; it has to be an object, for example {example}'
-        if key in ("optimizer", "scheduler") and not isinstance(value.get("params", {}), Mapping):
-            return f'"{key}.params" is {value["params"]!r}; it has to be an object, as in {example}'
+        params = value.get("params") if key in ("optimizer", "scheduler") else None
+        if params is not None and not isinstance(params, Mapping):
+            return f'"{key}.params" is {params!r}; it has to be an object, as in {example}'
     return None
 
 
@@ -115,25 +116,40 @@ def _optimizer_refusal(ds_config: Mapping[str, Any]) -> str | None:
         )
     if name not in _TESTED and not ds_config.get("zero_allow_untested_optimizer"):
         return f'"optimizer.type" "{kind}" is untested with ZeRO; to use it set "zero_allow_untested_optimizer" to true'
-    return _params_refusal("optimizer", optimizer.get("params") or {}, _optimizers(str(kind), optimizer))
+    params = optimizer.get("params") or {}
+    if "max_grad_norm" in params:  # by the engine, though FusedLamb has it
+        return '"optimizer.params.max_grad_norm" is refused of every optimizer; set "gradient_clipping" instead'
+    return _params_refusal("optimizer", str(kind), params, _optimizers(str(kind), params))
 
 
-def _optimizers(kind: str, optimizer: Mapping[str, Any]) -> list[Callable]:
-    """What an engine may make of an optimizer's type: which, depends on the device and on offloading."""
+def _optimizers(kind: str, params: Mapping[str, Any]) -> list[Callable]:
+    """What DeepSpeedEngine._configure_basic_optimizer may make of a type: which, depends on device and offloading.
+
+    Nothing where that cannot be known: of Muon, whose import compiles, and of those in the package mup.
+    """
     import torch
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-    if kind.lower() in ("adam", "adamw"):
-        of_torch = getattr(torch.optim, "AdamW" if kind.lower() == "adamw" else "Adam")
-        in_torch = (optimizer.get("params") or {}).get("torch_adam", False)
-        return [of_torch, _adam_switches, *([] if in_torch else [FusedAdam, DeepSpeedCPUAdam])]
-    # DeepSpeed's other own ones differ by device.
-    return [getattr(torch.optim, kind)] if kind.lower() not in DEEPSPEED_OPTIMIZERS else []
+    name = kind.lower()
+    if name not in DEEPSPEED_OPTIMIZERS:
+        return [getattr(torch.optim, kind)]
+    if name in ("adam", "adamw"):
+        of_torch = [torch.optim.Adam, torch.optim.AdamW]
+        return [_adam_switches, *(of_torch if params.get("torch_adam") else [FusedAdam, DeepSpeedCPUAdam])]
+    own = {
+        "adagrad": [torch.optim.Adagrad, DeepSpeedCPUAdagrad],
+        "lamb": [FusedLamb],
+        "lion": [FusedLion, DeepSpeedCPULion],
+    }
+    return own.get(name, [])
 
 
-def _adam_switches(torch_adam: bool, adam_w_mode: bool) -> None:
-    """What DeepSpeedEngine._configure_basic_optimizer takes out of the parameters of Adam and AdamW."""
+def _adam_switches(params, torch_adam=False, adam_w_mode=True, fp32_optimizer_states=None) -> None:
+    """What an engine takes out of the parameters of Adam and AdamW before it makes them."""
 
 
 def _scheduler_refusal(ds_config: Mapping[str, Any]) -> str | None:
@@ -149,12 +165,18 @@ def _scheduler_refusal(ds_config: Mapping[str, Any]) -> str | None:
     if made is None:
         known = lr_schedules.VALID_LR_SCHEDULES
         return f'"scheduler.type": neither DeepSpeed ({", ".join(known)}) nor torch.optim.lr_scheduler has "{kind}"'
-    return _params_refusal("scheduler", scheduler.get("params") or {}, [made])
+    if scheduler.get("params") is None:
+        return f'"scheduler.params" is missing; add an object, as in {_OBJECTS_LIKE["scheduler"]}'
+    return _params_refusal("scheduler", str(kind), scheduler["params"], [made])
 
 
-def _params_refusal(owner: str, params: Mapping[str, Any], made: Iterable[Callable]) -> str | None:
-    """What is wrong with the parameters of something that is one of `made`; where that is nothing, it is not known."""
-    known = {name for each in made for name in inspect.signature(each).parameters} - {"params", "model_params"}
+def _params_refusal(owner: str, kind: str, params: Mapping[str, Any], made: Iterable[Callable]) -> str | None:
+    """What is wrong with the parameters of something that is one of `made`; where that is nothing, it is not known.
+
+    The first parameter of each is what an engine gives.
+    """
+    signatures = [list(inspect.signature(each).parameters.values())[1:] for each in made]
+    known = {one.name for each in signatures for one in each}
     for key, value in params.items():
         if known and key not in known:
             return (
@@ -162,6 +184,11 @@ def _params_refusal(owner: str, params: Mapping[str, Any], made: Iterable[Callab
             )
         if isinstance(value, str) and _is_number(value):
             return f'"{owner}.params.{key}" is the text "{value}"; write the number without quotes'
+    needed = [{one.name for one in each if one.default is one.empty} for each in signatures]
+    missing = set.intersection(*needed) - params.keys() if needed else set()
+    if missing:
+        names = ", ".join(f'"{owner}.params.{name}"' for name in sorted(missing))
+        return f'"{owner}.type" "{kind}" needs {names}; add what is missing'
     return None
 
 

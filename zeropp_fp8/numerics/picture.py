@@ -2,26 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-
-
-def check_drawable(path: str) -> None:
-    """Whether a picture can be written there, before what takes time is done.
-
-    Raises:
-        SystemExit: matplotlib is not installed, or does not write that format; there is no such folder.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("a picture needs matplotlib: pip install matplotlib, or leave --picture out")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    formats = FigureCanvasAgg.filetypes
-    if Path(path).suffix[1:].lower() not in formats:
-        raise SystemExit(f"--picture {path}: matplotlib writes {', '.join(sorted(formats))}; end the name with one")
-    if not Path(path).parent.is_dir():
-        raise SystemExit(f"--picture {path}: there is no folder {Path(path).parent}; make it first")
 
 
 class Sheet:

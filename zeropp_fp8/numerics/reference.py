@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeropp_fp8.config import TRIAL_VARIABLE, Trial
-from zeropp_fp8.numerics.picture import Sheet, check_drawable, height_of
+from zeropp_fp8.numerics.picture import Sheet, height_of
+from zeropp_fp8.outputs import picture_to_draw
 
 SAME = 1e-9  # relative, of sums in fp64 in another order
 
@@ -195,11 +196,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Exit status 1 where the runs cannot be compared."""
     parser = parser_of("reference", __doc__, 50)
     parser.add_argument("--repeat", action="store_true", help="run `lossless` twice, to see what is not precision")
-    parser.add_argument("--picture", help="draw both runs, and their difference by step and layer, into this file")
+    parser.add_argument(
+        "--picture",
+        type=picture_to_draw,
+        metavar="FILE",
+        help="draw both runs, and their difference by step and layer, into this file",
+    )
     arguments = parser.parse_args(argv)
     experiment = experiment_of(parser, arguments)
-    if arguments.picture:
-        check_drawable(arguments.picture)
     runs = {"as it is": experiment.run("as it is")}
     reference = experiment.run("in high precision", high=["all"])
     if arguments.repeat:

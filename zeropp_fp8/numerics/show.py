@@ -13,7 +13,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeropp_fp8.numerics.picture import Sheet, check_drawable, height_of
+from zeropp_fp8.numerics.picture import Sheet, height_of
+from zeropp_fp8.outputs import picture_to_draw
 
 DRAWN = {
     "snr_db": "signal-to-noise in dB",
@@ -96,11 +97,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("file", help="numerics.file of the section")
     parser.add_argument("--engine", type=int, default=0, help="which engine that trains, in the order of their making")
     parser.add_argument("--worst", type=int, default=5, help="layers of each kind in the table")
-    parser.add_argument("--picture", help="draw all samples into this file (matplotlib)")
+    parser.add_argument(
+        "--picture", type=picture_to_draw, metavar="FILE", help="draw all samples into this file (matplotlib)"
+    )
     parser.add_argument("--of", choices=DRAWN, default="snr_db", help="what the picture shows (%(default)s)")
     arguments = parser.parse_args(argv)
-    if arguments.picture:
-        check_drawable(arguments.picture)
     try:
         samples = read(arguments.file, arguments.engine)
         print(table(samples, arguments.worst))

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from zeropp_fp8.outputs import file_to_write, picture_to_draw
 from zeropp_fp8.plan.calibrate import Residual, calibrate, check, fitted, held_out, machine_of
 from zeropp_fp8.plan.hardware import PRESETS, Hardware, measured_on, preset_of
 from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError
@@ -59,10 +60,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--methods", help=f"out of {', '.join(METHODS)}; with --lora-rank out of {', '.join(LORA_METHODS)}"
     )
     output.add_argument(
-        "--picture", metavar="FILE", help="draw step time against what a node sends (by its ending: .png, .svg, .pdf)"
+        "--picture",
+        type=picture_to_draw,
+        metavar="FILE",
+        help="draw step time against what a node sends (by its ending: .png, .svg, .pdf)",
     )
     output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--write", metavar="FILE", help="write a ds_config with the recipe that is recommended")
+    output.add_argument(
+        "--write", type=file_to_write, metavar="FILE", help="write a ds_config with the recipe that is recommended"
+    )
     output.add_argument(
         "--check", nargs="*", metavar="PATH", help="results at PATH against the model; without PATH the peers known"
     )
@@ -312,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     try:
         print(run_plan(arguments) if arguments.check is None else run_check(arguments))
-    except (PlanError, OverflowError, OSError) as error:  # of whole numbers beyond all floats; of --write
+    except (PlanError, OverflowError, OSError) as error:  # of whole numbers beyond all floats; of files
         print(f"plan: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

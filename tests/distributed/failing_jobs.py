@@ -1,0 +1,340 @@
+"""Jobs with engines over one model that cannot be made: what they leave, and what goes on beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import itertools
+import time
+import weakref
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.zero import parameter_offload
+from models import batches, ds_config, llama, make_engine
+from parity_jobs import switch
+from recipes import section_of
+
+from zeropp_fp8.comm import failures
+from zeropp_fp8.compute.products import LinearPrecision
+from zeropp_fp8.zero.gather.adopted import STATE
+
+# What DeepSpeed leaves on modules for good, of an engine that was destroyed too.
+FOR_GOOD = {
+    "ds_id",
+    "ds_recompute_parameters",
+    "_external_params",
+    "ds_external_parameters",
+    "all_parameters",
+    "_parameters",
+    "_original_parameters",
+    "ds_inflight_param_registry",
+    "ds_grads_remaining",
+    "training",
+}
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+ON_PARAMETERS = (
+    STATE,
+    "_z3_optimizer",
+    "ds_z3_leaf_module",
+    "ds_persist",
+    "all_gather",
+    "all_gather_coalesced",
+    "partition",
+)
+
+# Where a constructor fails: (module, class or "", name, at which call, whether what it does is done before).
+FAILURES = {
+    "half of the modules have hooks": (
+        "deepspeed.runtime.zero.parameter_offload",
+        "DeepSpeedZeRoOffload",
+        "_register_deepspeed_module",
+        3,
+        False,
+    ),
+    "hooks are on": ("zeropp_fp8.zero.offload", "", "leave_untraced", 1, False),
+    "parameters are taken over": ("zeropp_fp8.zero.offload", "", "UnitCoordinator", 1, False),
+    "what an engine had": ("zeropp_fp8.zero.gather.gatherer", "", "slice_numel", 1, False),
+    "placed": ("zeropp_fp8.zero.gather.kinds", "Kind", "adopt", 1, False),
+    "half taken over": ("zeropp_fp8.zero.gather.gatherer", "", "outsized_units", 1, False),
+    "states": ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "_setup_for_real_optimizer", 1, False),
+    "half of the gradients have hooks": ("deepspeed.runtime.zero.stage3", "", "register_grad_hook", 5, False),
+    "the stage is made": (
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3",
+        "_link_all_hp_params",
+        1,
+        True,
+    ),
+    "the table": ("zeropp_fp8.zero.offload", "", "print_start_table", 1, True),
+    "the scheduler": ("deepspeed.runtime.engine", "DeepSpeedEngine", "_configure_lr_scheduler", 1, False),
+    "the timers": ("deepspeed.runtime.engine", "", "EngineTimers", 1, False),
+}
+COMPUTE = {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head"]}
+OF_TRAINING = {"states", "half of the gradients have hooks", "the stage is made", "the scheduler"}
+
+
+class Late(Exception):
+    """What a constructor raises."""
+
+
+@contextlib.contextmanager
+def failing(where):
+    """A constructor fails there."""
+    module, owner, name, call, after = FAILURES[where]
+    target = importlib.import_module(module)
+    target = getattr(target, owner) if owner else target
+    stock, calls = getattr(target, name), []
+
+    def fails(*args, **kwargs):
+        calls.append(1)
+        if len(calls) != call:
+            return stock(*args, **kwargs)
+        if after:
+            stock(*args, **kwargs)
+        raise Late(where)
+
+    with mock.patch.object(target, name, fails):
+        yield
+    assert len(calls) >= call, f"{where} did not occur"
+
+
+def on_model(model):
+    """All that engines put on a model: hooks in their order, attributes, and the model on DeepSpeed's stack."""
+    found = {}
+    for name, module in model.named_modules():
+        found[name, "class"] = type(module).__name__
+        for hooks in HOOKS:
+            found[name, hooks] = [id(hook) for hook in getattr(module, hooks).values()]
+        for key, value in module.__dict__.items():
+            if key not in FOR_GOOD and not key.startswith(("_forward", "_backward", "_modules", "_buffers")):
+                known = isinstance(value, (bool, int, str, type(None)))
+                found[name, key] = value if known else len(value) if isinstance(value, list) else id(value)
+    for name, param in model.named_parameters():
+        for key in ON_PARAMETERS:
+            # What has ended is referred to by a proxy.
+            if key in param.__dict__ and type(param.__dict__[key]) is not weakref.ProxyType:
+                value = param.__dict__[key]
+                # Closures are made anew when parameters are given back.
+                said = value if isinstance(value, bool) else getattr(value, "__qualname__", id(value))
+                found[name, key] = id(value.owner) if key == STATE else said
+        found[name, "gradient hooks"] = [id(hook) for hook in (param._post_accumulate_grad_hooks or {}).values()]
+        found[name, "requires_grad"] = param.requires_grad
+    found["stack"] = [id(module) for module in parameter_offload.FWD_MODULE_STACK]
+    return found
+
+
+def differing(before, after):
+    """What two of them disagree about, with how much there is of it."""
+    missing = object()
+    keys = {key for key in (*before, *after) if before.get(key, missing) != after.get(key, missing)}
+    return sorted(f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys)
+
+
+def config_of(kind, granularity, persistent=0, **fields):
+    if kind == "whole tensors":
+        kind, fields = "zeropp", {**fields, "partition": "whole_tensor"}
+    zero = {"stage3_param_persistence_threshold": persistent}
+    return ds_config(section_of(kind, gather_granularity=granularity, **fields), zero_optimization=zero)
+
+
+def step(engine, tokens):
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def evaluated(engine, tokens):
+    with torch.no_grad():
+        return engine(input_ids=tokens, labels=tokens).loss.item()
+
+
+def fails_to_be_made(model, config, where, trains):
+    """Whether an engine fails there."""
+    try:
+        with failing(where):
+            make_engine(model, config, optimizer="adamw" if trains else None)
+    except Late:
+        return True
+    return False
+
+
+def beside_failures(kind, granularities):
+    """{(granularities, trains, where): what a failed engine leaves, and losses beside it; of "alone": losses}.
+
+    Engines that train and others fail at every place, with one of the granularities each, in turn.
+    """
+    switch(True)
+    tokens, found = list(batches(6, dist.get_rank())), {}
+    for first, second in granularities:
+        engine = make_engine(llama(), config_of(kind, first))
+        alone = [step(engine, batch) for batch in tokens[:4]]
+        alone.append(evaluated(engine, tokens[5]))
+        engine.destroy()
+        found[first, second, "alone"] = alone
+    cases = [(trains, where) for trains in (True, False) for where in FAILURES if trains or where not in OF_TRAINING]
+    for (trains, where), (first, second) in zip(cases, itertools.cycle(granularities)):
+        its_config = config_of(kind, second, persistent=100, compute=COMPUTE if first == "module" else {})
+        beside = beside_a_failure(config_of(kind, first), its_config, where, trains, tokens)
+        found[first, second, trains, where] = beside
+    return found
+
+
+def beside_a_failure(config, its_config, where, trains, tokens):
+    model = llama()
+    engine = make_engine(model, config)
+    losses = [step(engine, tokens[0])]
+    before = on_model(model)
+    failed = fails_to_be_made(model, its_config, where, trains)
+    left = differing(before, on_model(model))
+    losses.append(step(engine, tokens[1]))
+    gc.collect()  # what has failed is collected
+    left += differing(before, on_model(model))
+    losses.append(step(engine, tokens[2]))
+    again = make_engine(model, its_config, optimizer="adamw" if trains else None)
+    evaluated(again, tokens[5])
+    again.destroy()
+    left += differing(before, on_model(model))
+    losses += [step(engine, tokens[3]), evaluated(engine, tokens[5])]
+    engine.destroy()
+    return failed, left, losses
+
+
+def parts_alive():
+    """How many engines, and large parts of them, there are."""
+    gc.collect()
+    of_engines = (deepspeed.DeepSpeedEngine, parameter_offload.DeepSpeedZeRoOffload, ZeROOptimizer)
+    return sum(issubclass(type(found), of_engines) for found in gc.get_objects())
+
+
+def without_another(kind):
+    """{(where, whether an engine was there before): what a failed engine leaves, parts of it, losses of the next}."""
+    switch(True)
+    tokens, found = list(batches(2, dist.get_rank())), {}
+    config = config_of(kind, "block")
+    for where in (None, *FAILURES):
+        for had_one in (False, True):
+            model = llama()
+            if had_one:
+                make_engine(model, config).destroy()
+            before, alive = on_model(model), parts_alive()
+            failed = where is None or fails_to_be_made(model, config, where, trains=True)
+            parts = parts_alive() - alive
+            left = differing(before, on_model(model))
+            if not had_one:  # what DeepSpeed makes a parameter with is there for good
+                left = [line for line in left if not any(f"'{key}'" in line for key in ON_PARAMETERS)]
+            engine = make_engine(model, config_of(kind, "module"))
+            found[where, had_one] = failed, left, parts, [step(engine, batch) for batch in tokens]
+            engine.destroy()
+    return found
+
+
+def converted_again():
+    """Layers in low precision, after an engine has failed, after the next was made, and after the first is collected.
+
+    And whether exchanges of activations had hooks then.
+    """
+    switch(True)
+    model, found = llama(), []
+    config = config_of("zeropp", "block", compute=COMPUTE)
+
+    def count():
+        found.append(sum(isinstance(getattr(m, "precision", None), LinearPrecision) for m in model.modules()))
+
+    assert fails_to_be_made(model, config, "the scheduler", trains=True)
+    count()
+    engine = make_engine(model, config)
+    count()
+    gc.collect()
+    count()
+    engine.destroy()
+    count()
+    return found
+
+
+def failed_on_a_rank(kind):
+    """What an engine that fails on rank 1 alone leaves there, and losses of the earlier one, alone and after it."""
+    switch(True)
+    tokens, found, left = list(batches(3, dist.get_rank())), [], []
+    for beside in (False, True):
+        engine = make_engine(llama(), config_of(kind, "block"))
+        losses = [step(engine, tokens[0])]
+        if beside:
+            before, config = on_model(engine.module), config_of(kind, "module")
+            if dist.get_rank() == 1:
+                assert fails_to_be_made(engine.module, config, "the timers", trains=True)
+            else:
+                make_engine(engine.module, config).destroy()
+            left = differing(before, on_model(engine.module))
+        losses += [step(engine, tokens[1]), evaluated(engine, tokens[2])]
+        engine.destroy()
+        found.append(losses)
+    return left, found
+
+
+def owners_half_placed():
+    """{call: (whether an engine failed in it, what that left, losses beside it)} of handing parts to owners, by an
+    engine over one with owners, too; of None: losses alone."""
+    switch(True)
+    tokens, found = list(batches(4, dist.get_rank())), {}
+    config = config_of("whole tensors", "block")
+    owners = "zeropp_fp8.zero.owners.placement", "Owners", "own_part"
+    given_up = "zeropp_fp8.zero.owners.unit", "", "slice_of_rank"
+    calls = {f"{place[2]}, {call}": (*place, call, False) for place in (owners, given_up) for call in (1, 5, 20)}
+    with mock.patch.dict(FAILURES, calls):
+        for where in (None, *calls):
+            engine = make_engine(llama(), config)
+            losses, before = [step(engine, tokens[0])], on_model(engine.module)
+            failed = where is not None and fails_to_be_made(engine.module, config, where, trains=True)
+            left = differing(before, on_model(engine.module))
+            losses += [step(engine, tokens[1]), evaluated(engine, tokens[2])]
+            engine.destroy()
+            found[where] = failed, left, losses
+    return found
+
+
+def owners_failed_on_a_rank():
+    """Seconds until rank 1, which alone fails with whole tensors, is told; the others go on waiting somewhere else."""
+    switch(True)
+    tokens = next(batches(1, dist.get_rank()))
+    engine = make_engine(llama(), config_of("whole tensors", "block"))
+    step(engine, tokens)
+    began, failures.WAIT_S = time.monotonic(), 1.0
+    if dist.get_rank() == 1:
+        assert fails_to_be_made(engine.module, config_of("whole tensors", "block"), "the timers", trains=True)
+    else:
+        make_engine(engine.module, config_of("whole tensors", "block"))
+    return time.monotonic() - began
+
+
+def all_fail(apart):
+    """What ranks find out who fail `apart` seconds one after the other; and whether nobody is expected who has not."""
+    failures.WAIT_S = 1.5
+    time.sleep(apart * dist.get_rank())
+    together = failures.all_have_failed(1, None)
+    dist.barrier()
+    alone = dist.get_rank() == 0 and failures.all_have_failed(2, None)
+    return together, alone
+
+
+def stored_weights():
+    """What failures leave of an engine whose weights rest as codes, and its losses before, beside and after them."""
+    switch(True)
+    tokens = next(batches(1, dist.get_rank()))
+    config = config_of("zeropp", "block", frozen={"modules": "all-linear", "format": "int8", "block_size": 32})
+    model = llama()
+    failed = fails_to_be_made(model, config, "the timers", trains=False)
+    engine = make_engine(model, config, optimizer=None)
+    losses, before, left = [evaluated(engine, tokens)], on_model(model), []
+    for where in sorted(FAILURES.keys() - OF_TRAINING):
+        failed = fails_to_be_made(model, config, where, trains=False) and failed
+        left += differing(before, on_model(model))
+        losses.append(evaluated(engine, tokens))
+    later = make_engine(model, config, optimizer=None)
+    losses.append(evaluated(later, tokens))
+    return failed, left, losses

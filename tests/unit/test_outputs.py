@@ -1,0 +1,61 @@
+"""What a command is to write when it is done is looked at before it begins, in the same words by all commands."""
+
+import sys
+
+import pytest
+
+from zeropp_fp8.__main__ import main as command
+
+FILES = {
+    "doctor": ["doctor", "--json"],
+    "check": ["check", "no_such_ds_config.json", "--json"],
+    "plan": ["plan", "--params", "-1", "--write"],  # a job that cannot be
+}
+PICTURES = {
+    "plan": ["plan", "--params", "-1", "--picture"],
+    "numerics": ["numerics", "no_such_samples.jsonl", "--picture"],
+    "reference": ["reference", "--steps", "1", "--picture"],
+}
+LAUNCH_LINE = {"reference": ["--", "no-such-command"]}
+
+
+def refusal(name, words, path, capsys):
+    """What is said of a path, as the only thing."""
+    with pytest.raises(SystemExit) as ended:
+        command([*words, str(path), *LAUNCH_LINE.get(name, [])])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and not said.out
+    return said.err.splitlines()[-1]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.parametrize("name, words", [*FILES.items(), *PICTURES.items()])
+def test_where_nothing_can_be_written(name, words, tmp_path, capsys):
+    none, folder = tmp_path / "nowhere", tmp_path / "folder.png"
+    folder.mkdir()
+    said = refusal(name, words, none / "x.png", capsys)
+    assert said.endswith(f"{words[-1]}: {none / 'x.png'}: there is no folder {none}; make it first")
+    assert refusal(name, words, folder, capsys).endswith(f"{words[-1]}: {folder} is a folder; give a file")
+
+
+@pytest.mark.parametrize("name, words", PICTURES.items())
+def test_what_cannot_be_drawn(name, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refusal(name, words, "x.docx", capsys).endswith("; end the name with one")
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert refusal(name, words, "x.png", capsys).endswith("pip install matplotlib")
+
+
+def test_a_rank_that_writes_nothing_need_not_have_the_folder(monkeypatch, capsys):
+    """It goes on, to what such a rank is refused for here."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(SystemExit) as ended:
+        command(["doctor", "--timeout", "0.1", "--json", "/nowhere/x.json"])
+    assert ended.value.code == 1 and "cannot be reached" in capsys.readouterr().err
