@@ -85,3 +85,17 @@ class Freed:
             "zeropp_fp8: engine.destroy() has freed the gradients and optimizer states that were in low precision, and "
             "the residuals of error feedback; look at them, and save checkpoints, before it"
         )
+
+
+class Replaced:
+    """Context in which an attribute of an object has another value."""
+
+    def __init__(self, owner: object, name: str, value: object) -> None:
+        self._owner, self._name, self._value = owner, name, value
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._owner, self._name)
+        setattr(self._owner, self._name, self._value)
+
+    def __exit__(self, *exc) -> None:
+        setattr(self._owner, self._name, self._before)
