@@ -187,9 +187,10 @@ def test_padding_is_no_difference():
 
 
 def test_full_gathers_on_request():
-    fields = {"weights": {"difference": {"refresh_every": 2}}}
-    for found, _ in run_two(jobs.fidelity, steps=6, at=range(1, 7), **fields):
-        assert [own == math.inf for own, _, _ in found] == [False, False, True, False, False, True]
+    for every in (1, 2, 3):
+        fields = {"weights": {"difference": {"refresh_every": every}}}
+        for found, _ in run_two(jobs.fidelity, steps=6, at=range(1, 7), **fields):
+            assert [own == math.inf for own, _, _ in found] == [step % every == 0 for step in range(1, 7)]
 
 
 def test_a_step_that_is_skipped():
