@@ -332,9 +332,10 @@ def adapted(steps=8, saved_at=4, **options):
     return losses, resumed, by_step, slices, (snr(exact, adapters), frozen_exact, agree(engine))
 
 
-def moved(folder, save):
-    """Three steps and a checkpoint, or it loaded here: loss, agreement, SNR of gathered weights after another step."""
-    engine, data = engine_of(seed=0 if save else 5), batches(4, dist.get_rank())
+def moved(folder, save, **options):
+    """Three steps and a checkpoint, or it loaded here: loss, agreement after another step, the least SNR of gathered
+    weights before it and after it."""
+    engine, data = engine_of(seed=0 if save else 5, **options), batches(4, dist.get_rank())
     if save:
         for _ in range(3):
             step_of(engine, data)
@@ -342,8 +343,9 @@ def moved(folder, save):
     else:
         engine.load_checkpoint(folder)
     loss = evaluate(engine, next(batches(1, 7)))
+    before = snr(full_weights(engine.module), gathered_weights(engine))
     step_of(engine, data)
-    return loss, agree(engine), snr(full_weights(engine.module), gathered_weights(engine))
+    return loss, agree(engine), min(before, snr(full_weights(engine.module), gathered_weights(engine)))
 
 
 def generated():

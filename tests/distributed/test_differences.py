@@ -170,6 +170,16 @@ def test_a_checkpoint_on_other_nodes(ranks_per_node, tmp_path):
 
 
 @pytest.mark.parametrize("fields", [{}, OWNED], ids=["slices", "whole tensors"])
+def test_a_checkpoint_for_copies_in_another_format(fields, tmp_path):
+    """Rows of as many bytes that say other numbers: all weights cross."""
+    formats = [{"format": "int8"}, {"format": "int8", "hadamard": True}]
+    first, second = ({"folder": str(tmp_path), "weights": weights, **fields} for weights in formats)
+    (expected, *_), _ = run_two(jobs.moved, save=True, **first)
+    for loss, same, own in run_two(jobs.moved, save=False, **second):
+        assert loss == pytest.approx(expected, rel=1e-3) and same and own > 41
+
+
+@pytest.mark.parametrize("fields", [{}, OWNED], ids=["slices", "whole tensors"])
 def test_a_difference_that_does_not_fit(fields):
     """All weights cross in the step after."""
     for found in run_ranks(jobs.jump, lr=0.1, **fields):

@@ -83,10 +83,6 @@ class DifferingUnit(Unit):
         """uint8 [1, bytes]: this rank's payload there."""
 
     @abstractmethod
-    def row_sizes(self) -> list[int]:
-        """Bytes of the payloads of all ranks, or of one where they have as many."""
-
-    @abstractmethod
     def bring_own_row(self, held: Tensor) -> list[dist.Work]:
         """Start the first hops with what `own_held_row` has; their result is `held`."""
 
@@ -143,10 +139,18 @@ class DifferingUnit(Unit):
         if difference is None or not difference.begun or self.secondary is None:
             return {}
         own = self.own_held_row(self.secondary).view(-1).cpu()
-        return {"row": own, "sizes": self.row_sizes(), "current": self.secondary_is_current, **difference.state()}
+        return {"row": own, "holds": self._holds(), "current": self.secondary_is_current, **difference.state()}
 
     def can_hold(self, state: dict) -> bool:
-        return self.difference is not None and state.get("sizes") == self.row_sizes()
+        return self.difference is not None and state.get("holds") == self._holds()
+
+    def _holds(self) -> str:
+        """What rows are of: formats, and what lies on which rank. Rows of others may have as many bytes.
+
+        A string, which stock can read where the plugin is not installed.
+        """
+        placement = self.route.session.placement
+        return repr([(self.format_of(param), placement.of_all_ranks(param)) for param in self.params])
 
     def hold_again(self, state: dict, held: Tensor) -> list[dist.Work]:
         self.aside = {}
