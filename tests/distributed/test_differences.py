@@ -29,13 +29,14 @@ TWO_BITS = {"recipe": "zeropp-2bit"}
         (TWO_BITS, 41.5),
         ({**TWO_BITS, "lr": 3e-4}, 50),
         (IN_INT8, 42),
+        ({**TWO_BITS, **IN_INT8}, 38),
         ({"secondary": {"scope": "rank"}}, 53),
         ({"accumulation": 2}, 53),
         (OWNED, 53),
         ({**OWNED, **IN_INT8}, 42),
     ],
-    ids=["int4", "bf16", "rotated", "int3", "int8", "2 bits", "2 bits, 3e-4", "rests in INT8", "rank", "accumulation"]
-    + ["whole tensors", "whole tensors in INT8"],
+    ids=["int4", "bf16", "rotated", "int3", "int8", "2 bits", "2 bits, 3e-4", "rests in INT8", "2 bits in INT8", "rank"]
+    + ["accumulation", "whole tensors", "whole tensors in INT8"],
 )
 def test_held_weights_stay_near_the_weights_and_the_same_on_all_holders(case, at_least):
     """From the tenth step on at least as near as INT8 is, except where that is what they rest in."""
