@@ -113,7 +113,8 @@ def test_what_is_done_in_between_changes_nothing(accumulation):
             assert losses == plain and same, what
 
 
-WRITERS = ("gathered", "masters", "of one rank", "loaded")
+MASTERS = ("masters", "masters after a step", "masters beside another engine")
+WRITERS = ("gathered", *MASTERS, "of one rank", "loaded")
 WRITTEN = {"as they are": {}, "INT8": IN_INT8, "whole tensors": OWNED, "frozen": {"frozen": ("layers.0", "embed")}}
 
 
@@ -140,6 +141,12 @@ def test_weights_written_from_outside(name, without_differences):
             if name != "frozen" and (how, name) != ("of one rank", "whole tensors"):  # a rank has other elements there
                 wanted = [loss for _, _, loss in without_differences[how]]
                 assert [loss for _, _, loss in found] == pytest.approx(wanted, rel=2e-3), how
+
+
+def test_master_weights_that_were_written_and_saved_before_a_step():
+    """They are the weights where they are loaded; and where others are loaded, the next step is one like others."""
+    for (own, _), (later, steps) in run_two(jobs.loaded_after_a_write):
+        assert min(own, later) > INT8_DB and steps == {3}
 
 
 def payload_bytes(numel):

@@ -23,11 +23,13 @@ class DifferingUnit(Unit):
 
     Attributes:
         difference: how it travels to ranks that hold what it was; None where it always travels as a whole.
+        large_step: somebody has written master weights, which the next step brings to the weights.
     """
 
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
         super().__init__(params, kind, persistent)
         self.difference: Difference | None = None
+        self.large_step = False
         self.layout = None  # where everything lies, as each kind of unit has it
 
     def forget_layout(self) -> None:
@@ -108,18 +110,27 @@ class DifferingUnit(Unit):
 
     def changed(self, by_step: bool = False) -> None:
         super().changed(by_step)
-        if not by_step:
-            self.begin_anew()
+        if not by_step or self.large_step:
+            self._forget_held()
         elif self.aside:
             self.aside = {**self.aside, "current": False}
+        if by_step:
+            self.large_step = False
 
     def put_aside(self) -> None:
         state = self._held()  # all of it: a step may come before the next gather
         super().put_aside()
-        self.begin_anew()
+        self._forget_held()
         self.aside = state
 
-    def begin_anew(self) -> None:
+    def expect_large_step(self) -> None:
+        self.large_step = True
+
+    def continue_from(self, state: dict) -> None:
+        super().continue_from(state)
+        self.large_step = False
+
+    def _forget_held(self) -> None:
         self.aside = {}
         if self.difference is not None:
             self.difference.forget()
@@ -130,6 +141,8 @@ class DifferingUnit(Unit):
         state = self._held()
         if not state or (state["current"] and not state["steps"]):
             state = {}  # the weights as they are: the next full gather brings the same
+        if self.large_step:
+            state = {}  # weights that are loaded are the masters, far from what is held
         return super().held_state() | state
 
     def _held(self) -> dict:

@@ -153,7 +153,7 @@ class Gatherer(Adoption):
         """Let units hold what they held when `held_states` was called. Collective; weights are there already."""
         for unit in self.units:
             state = states.get(tuple(names.get(p, "") for p in unit.params), {})
-            unit.draw_again(state)
+            unit.continue_from(state)
             unit.lay_out()
             if unit.keeps_secondary and unit.can_hold(state):
                 self._hold_again(unit, state)
