@@ -183,11 +183,37 @@ def disturbed(what="", steps=4, accumulation=1, **options):
     return losses, agree(engine)
 
 
+def write_masters(params):
+    for param in params:
+        safe_set_full_fp32_param(param, -1.5 * safe_get_full_fp32_param(param))
+
+
+def loaded_after_a_write():
+    """SNR of gathered weights, and differences in all units since the last full gather: of a run that is resumed with
+    master weights that no step had brought to the weights; and after a step of one in which they are loaded again."""
+    engine, folder, data, found = engine_of(), shared_folder(), batches(5, dist.get_rank()), []
+    params = [p for name, p in engine.module.named_parameters() if "layers.0" in name]
+    for _ in range(2):
+        step_of(engine, data)
+    engine.save_checkpoint(folder, tag="before")
+    write_masters(params)
+    engine.save_checkpoint(folder, tag="after")
+    engine.load_checkpoint(folder, tag="before")
+    step_of(engine, data)
+    again = engine_of(seed=9)
+    again.load_checkpoint(folder, tag="after")
+    for one in (again, engine):
+        weights = gathered_weights(one)
+        steps = {unit.difference.steps for unit in one.optimizer.gatherer.units if unit.difference is not None}
+        found.append((snr(full_weights(one.module), weights), steps))
+    return found
+
+
 def written(how, recipe="zeropp-diff", **options):
-    """SNR of gathered weights after 3 steps, after somebody has written to them, and after 3 more steps; agreement; and
-    the loss of one batch on all ranks."""
+    """SNR of gathered weights after 3 steps, after somebody has written to them, after one more step, which brings
+    master weights, and after 3; agreement; and the loss of one batch on all ranks."""
     engine, found = engine_of(recipe, **options), []
-    data = batches(7, dist.get_rank())
+    data = batches(8, dist.get_rank())
 
     def look():
         loss = evaluate(engine, next(batches(1, 7)))
@@ -204,8 +230,15 @@ def written(how, recipe="zeropp-diff", **options):
                 for param in params:
                     param.data.mul_(-1.5)
     elif how == "masters":
-        for param in params:
-            safe_set_full_fp32_param(param, -1.5 * safe_get_full_fp32_param(param))
+        write_masters(params)
+    elif how == "masters after a step":  # what is held is not of the weights as they are
+        step_of(engine, data)
+        write_masters(params)
+    elif how == "masters beside another engine":
+        other = make_engine(engine.module, ds_config(section(recipe, **options)), optimizer=None)
+        evaluate(other, next(batches(1, 7)))
+        write_masters(params)
+        other.destroy()
     elif how == "of one rank":
         for param in params:
             own = safe_get_local_fp32_param(param)
@@ -213,10 +246,12 @@ def written(how, recipe="zeropp-diff", **options):
                 safe_set_local_fp32_param(param, -1.5 * own)
     elif how == "loaded":
         engine.optimizer.load_state_dict([engine.optimizer.state_dict()] * dist.get_world_size())
-    if how in ("masters", "of one rank"):  # they reach the weights with a step
+    if how.startswith("masters") or how == "of one rank":  # they reach the weights with a step
         step_of(engine, data)
     look()
-    for _ in range(3):
+    step_of(engine, data)
+    look()
+    for _ in range(2):
         step_of(engine, data)
     look()
     return found
@@ -332,9 +367,10 @@ def adapted(steps=8, saved_at=4, **options):
     return losses, resumed, by_step, slices, (snr(exact, adapters), frozen_exact, agree(engine))
 
 
-def moved(folder, save):
-    """Three steps and a checkpoint, or it loaded here: loss, agreement, SNR of gathered weights after another step."""
-    engine, data = engine_of(seed=0 if save else 5), batches(4, dist.get_rank())
+def moved(folder, save, **options):
+    """Three steps and a checkpoint, or it loaded here: loss, agreement after another step, the least SNR of gathered
+    weights before it and after it."""
+    engine, data = engine_of(seed=0 if save else 5, **options), batches(4, dist.get_rank())
     if save:
         for _ in range(3):
             step_of(engine, data)
@@ -342,8 +378,9 @@ def moved(folder, save):
     else:
         engine.load_checkpoint(folder)
     loss = evaluate(engine, next(batches(1, 7)))
+    before = snr(full_weights(engine.module), gathered_weights(engine))
     step_of(engine, data)
-    return loss, agree(engine), snr(full_weights(engine.module), gathered_weights(engine))
+    return loss, agree(engine), min(before, snr(full_weights(engine.module), gathered_weights(engine)))
 
 
 def generated():

@@ -29,13 +29,14 @@ TWO_BITS = {"recipe": "zeropp-2bit"}
         (TWO_BITS, 41.5),
         ({**TWO_BITS, "lr": 3e-4}, 50),
         (IN_INT8, 42),
+        ({**TWO_BITS, **IN_INT8}, 38),
         ({"secondary": {"scope": "rank"}}, 53),
         ({"accumulation": 2}, 53),
         (OWNED, 53),
         ({**OWNED, **IN_INT8}, 42),
     ],
-    ids=["int4", "bf16", "rotated", "int3", "int8", "2 bits", "2 bits, 3e-4", "rests in INT8", "rank", "accumulation"]
-    + ["whole tensors", "whole tensors in INT8"],
+    ids=["int4", "bf16", "rotated", "int3", "int8", "2 bits", "2 bits, 3e-4", "rests in INT8", "2 bits in INT8", "rank"]
+    + ["accumulation", "whole tensors", "whole tensors in INT8"],
 )
 def test_held_weights_stay_near_the_weights_and_the_same_on_all_holders(case, at_least):
     """From the tenth step on at least as near as INT8 is, except where that is what they rest in."""
@@ -112,7 +113,8 @@ def test_what_is_done_in_between_changes_nothing(accumulation):
             assert losses == plain and same, what
 
 
-WRITERS = ("gathered", "masters", "of one rank", "loaded")
+MASTERS = ("masters", "masters after a step", "masters beside another engine")
+WRITERS = ("gathered", *MASTERS, "of one rank", "loaded")
 WRITTEN = {"as they are": {}, "INT8": IN_INT8, "whole tensors": OWNED, "frozen": {"frozen": ("layers.0", "embed")}}
 
 
@@ -139,6 +141,12 @@ def test_weights_written_from_outside(name, without_differences):
             if name != "frozen" and (how, name) != ("of one rank", "whole tensors"):  # a rank has other elements there
                 wanted = [loss for _, _, loss in without_differences[how]]
                 assert [loss for _, _, loss in found] == pytest.approx(wanted, rel=2e-3), how
+
+
+def test_master_weights_that_were_written_and_saved_before_a_step():
+    """They are the weights where they are loaded; and where others are loaded, the next step is one like others."""
+    for (own, _), (later, steps) in run_two(jobs.loaded_after_a_write):
+        assert min(own, later) > INT8_DB and steps == {3}
 
 
 def payload_bytes(numel):
@@ -170,6 +178,16 @@ def test_a_checkpoint_on_other_nodes(ranks_per_node, tmp_path):
 
 
 @pytest.mark.parametrize("fields", [{}, OWNED], ids=["slices", "whole tensors"])
+def test_a_checkpoint_for_copies_in_another_format(fields, tmp_path):
+    """Rows of as many bytes that say other numbers: all weights cross."""
+    formats = [{"format": "int8"}, {"format": "int8", "hadamard": True}]
+    first, second = ({"folder": str(tmp_path), "weights": weights, **fields} for weights in formats)
+    (expected, *_), _ = run_two(jobs.moved, save=True, **first)
+    for loss, same, own in run_two(jobs.moved, save=False, **second):
+        assert loss == pytest.approx(expected, rel=1e-3) and same and own > 41
+
+
+@pytest.mark.parametrize("fields", [{}, OWNED], ids=["slices", "whole tensors"])
 def test_a_difference_that_does_not_fit(fields):
     """All weights cross in the step after."""
     for found in run_ranks(jobs.jump, lr=0.1, **fields):
@@ -187,9 +205,10 @@ def test_padding_is_no_difference():
 
 
 def test_full_gathers_on_request():
-    fields = {"weights": {"difference": {"refresh_every": 2}}}
-    for found, _ in run_two(jobs.fidelity, steps=6, at=range(1, 7), **fields):
-        assert [own == math.inf for own, _, _ in found] == [False, False, True, False, False, True]
+    for every in (1, 2, 3):
+        fields = {"weights": {"difference": {"refresh_every": every}}}
+        for found, _ in run_two(jobs.fidelity, steps=6, at=range(1, 7), **fields):
+            assert [own == math.inf for own, _, _ in found] == [step % every == 0 for step in range(1, 7)]
 
 
 def test_a_step_that_is_skipped():

@@ -22,7 +22,7 @@ OWN_STATES = {
     "differences": ("zeropp-diff", {}),
     "differences, refreshed": (
         "zeropp-diff",
-        {"weights": {"format": "int8", "difference": {"format": "int4", "refresh_every": 2}}},
+        {"weights": {"format": "int8", "difference": {"format": "int4", "refresh_every": 3}}},
     ),
     "differences in 2 bits": ("zeropp-2bit, on INT8", {}),
     "differences to whole tensors": ("differences to whole tensors", {}),

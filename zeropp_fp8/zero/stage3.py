@@ -184,7 +184,8 @@ class ZeroppStage3(ReducingStage3):
     def set_full_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
         super().set_full_hp_param(value, param, optim_state_key)
         if optim_state_key is None:  # a master weight, which the next step writes to the shards
-            self.gatherer.unit_of(param).begin_anew()
+            for unit in self.gatherer.units_with(param):
+                unit.expect_large_step()
 
     def _restore_from_bit16_weights(self) -> None:
         super()._restore_from_bit16_weights()

@@ -279,6 +279,16 @@ class Adoption(ABC):
         """The unit of an adopted parameter."""
         return getattr(param, STATE).unit
 
+    @staticmethod
+    def units_with(param: Parameter) -> list[Unit]:
+        """The units of an adopted parameter in all engines that have it or had it before, the last one's first."""
+        state: ParameterWire | None = getattr(param, STATE)
+        found = []
+        while state is not None:
+            found.append(state.unit)
+            state = state.before
+        return found
+
     def units_of(self, params: Iterable[Parameter]) -> tuple[Unit, ...]:
         """The units that hold `params`, each once."""
         units = (getattr(p, STATE).unit for p in params)

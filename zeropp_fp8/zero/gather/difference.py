@@ -96,7 +96,7 @@ class Difference:
     @property
     def is_due(self) -> bool:
         """Whether the next gather brings differences. The same on all ranks that exchange them."""
-        if not self.begun or (self.refresh_every and self.steps >= self.refresh_every):
+        if not self.begun or (self.refresh_every and self.steps + 1 >= self.refresh_every):
             return False
         return not self._was_too_large()
 

@@ -23,11 +23,13 @@ class DifferingUnit(Unit):
 
     Attributes:
         difference: how it travels to ranks that hold what it was; None where it always travels as a whole.
+        large_step: somebody has written weights or master weights, and the next step makes the former the latter.
     """
 
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
         super().__init__(params, kind, persistent)
         self.difference: Difference | None = None
+        self.large_step = False
         self.layout = None  # where everything lies, as each kind of unit has it
 
     def forget_layout(self) -> None:
@@ -83,10 +85,6 @@ class DifferingUnit(Unit):
         """uint8 [1, bytes]: this rank's payload there."""
 
     @abstractmethod
-    def row_sizes(self) -> list[int]:
-        """Bytes of the payloads of all ranks, or of one where they have as many."""
-
-    @abstractmethod
     def bring_own_row(self, held: Tensor) -> list[dist.Work]:
         """Start the first hops with what `own_held_row` has; their result is `held`."""
 
@@ -112,18 +110,27 @@ class DifferingUnit(Unit):
 
     def changed(self, by_step: bool = False) -> None:
         super().changed(by_step)
-        if not by_step:
-            self.begin_anew()
+        if not by_step or self.large_step:
+            self._forget_held()
         elif self.aside:
             self.aside = {**self.aside, "current": False}
+        if by_step:
+            self.large_step = False
 
     def put_aside(self) -> None:
         state = self._held()  # all of it: a step may come before the next gather
         super().put_aside()
-        self.begin_anew()
+        self._forget_held()
         self.aside = state
 
-    def begin_anew(self) -> None:
+    def expect_large_step(self) -> None:
+        self.large_step = True
+
+    def continue_from(self, state: dict) -> None:
+        super().continue_from(state)
+        self.large_step = False
+
+    def _forget_held(self) -> None:
         self.aside = {}
         if self.difference is not None:
             self.difference.forget()
@@ -134,6 +141,8 @@ class DifferingUnit(Unit):
         state = self._held()
         if not state or (state["current"] and not state["steps"]):
             state = {}  # the weights as they are: the next full gather brings the same
+        if self.large_step:
+            state = {}  # weights that are loaded are the masters, far from what is held
         return super().held_state() | state
 
     def _held(self) -> dict:
@@ -143,10 +152,18 @@ class DifferingUnit(Unit):
         if difference is None or not difference.begun or self.secondary is None:
             return {}
         own = self.own_held_row(self.secondary).view(-1).cpu()
-        return {"row": own, "sizes": self.row_sizes(), "current": self.secondary_is_current, **difference.state()}
+        return {"row": own, "holds": self._holds(), "current": self.secondary_is_current, **difference.state()}
 
     def can_hold(self, state: dict) -> bool:
-        return self.difference is not None and state.get("sizes") == self.row_sizes()
+        return self.difference is not None and state.get("holds") == self._holds()
+
+    def _holds(self) -> str:
+        """What rows are of: formats, and what lies on which rank. Rows of others may have as many bytes.
+
+        A string, which stock can read where the plugin is not installed.
+        """
+        placement = self.route.session.placement
+        return repr([(self.format_of(param), placement.of_all_ranks(param)) for param in self.params])
 
     def hold_again(self, state: dict, held: Tensor) -> list[dist.Work]:
         self.aside = {}

@@ -153,7 +153,7 @@ class Gatherer(Adoption):
         """Let units hold what they held when `held_states` was called. Collective; weights are there already."""
         for unit in self.units:
             state = states.get(tuple(names.get(p, "") for p in unit.params), {})
-            unit.draw_again(state)
+            unit.continue_from(state)
             unit.lay_out()
             if unit.keeps_secondary and unit.can_hold(state):
                 self._hold_again(unit, state)
@@ -467,6 +467,8 @@ class Gatherer(Adoption):
                 self._is_not_live(unit)
             if written:  # after the write: the gather lane waits for what the current stream was given
                 self.weights_changed(written)
+                for unit in (unit for param in written for unit in self.units_with(param)):
+                    unit.expect_large_step()  # which brings back what master weights say
                 self._forget_amax()
 
     def _count_update(self, params: Iterable[Parameter]) -> None:

@@ -164,9 +164,6 @@ class SlicedUnit(DifferingUnit):
     def own_held_row(self, held: Tensor) -> Tensor:
         return self.held_rows(held)[self.route.own_row : self.route.own_row + 1]
 
-    def row_sizes(self) -> list[int]:
-        return [self.layout.row_bytes]
-
     def bring_own_row(self, held: Tensor) -> list[dist.Work]:
         return self._exchange([self.held_rows(held)])
 

@@ -233,8 +233,8 @@ class Unit(ABC):
         """
         return {"draws": self.draws, "drawn": self.seed is not None} if self.draws else {}
 
-    def draw_again(self, state: dict) -> None:
-        """Go on drawing where `held_state` was taken."""
+    def continue_from(self, state: dict) -> None:
+        """Go on drawing where `held_state` was taken; master weights have been loaded, and weights of them."""
         self.draws = state.get("draws", 0)
         self.seed = self._seed() if state.get("drawn") else None
 
@@ -246,8 +246,8 @@ class Unit(ABC):
         """Whether a state is of a unit like this one. The same on all ranks."""
         return False
 
-    def begin_anew(self) -> None:
-        """The next change is no small one, whoever makes it. To be called on all ranks."""
+    def expect_large_step(self) -> None:
+        """The next step will change it by more than a step does. To be called on all ranks."""
 
     # -- parameters that somebody else may have written to -----------------------------------------------------------
 

@@ -365,9 +365,6 @@ class OwnedUnit(DifferingUnit):
     def own_held_row(self, held: Tensor) -> Tensor:
         return self.kind.own_row(self.layout, held)
 
-    def row_sizes(self) -> list[int]:
-        return self.layout.rank_bytes
-
     def bring_own_row(self, held: Tensor) -> list[OwnedGather]:
         return self.kind.start_hops_before(self.layout, held, self.own_held_row(held).view(-1))
 
