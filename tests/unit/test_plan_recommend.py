@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import transformers
@@ -157,3 +158,12 @@ def test_what_is_written_for_lora_and_rlhf(tmp_path, capsys, words):
     resolved = resolve(json.loads(path.read_text()))
     recipe = "stock" if resolved is None else resolved.recipe
     assert f"recommended: {recipe}," in capsys.readouterr().out
+
+
+def test_what_copies_take_is_said():
+    """Of differences 16 bits of each parameter, cut between the ranks of a node."""
+    job = Job(Model.from_parameters(7e9), Cluster(4, 8, 25), 2048)
+    text = recommend(job, H200).text
+    gib = 2 * job.model.parameters / 8 / 2**30
+    assert text.endswith(f"; copies of the weights in 16 bits a parameter take {gib:.2f} GiB a GPU"), text
+    assert "copies" not in recommend(replace(job, cluster=Cluster(1, 8)), H200).text

@@ -266,9 +266,9 @@ def _zeropp(weight_bytes: float) -> dict:
     return {**_OWN, "weight_bytes": weight_bytes, "backward_bytes": weight_bytes, **kept, **gradients}
 
 
-def _difference(difference_bytes: float) -> dict:
-    """What has changed crosses, and is added to 16-bit copies."""
-    return {**_zeropp(BYTES_16BIT), "difference_bytes": difference_bytes}
+def _difference(difference_bytes: float, copy_bytes: float = BYTES_16BIT) -> dict:
+    """What has changed crosses, and is added to copies."""
+    return {**_zeropp(copy_bytes), "difference_bytes": difference_bytes}
 
 
 # Every rank a node of its own: all codes as memory allows, one hop of gradients, whose rounding it keeps in INT8.
@@ -302,6 +302,7 @@ _EAGER = {
         "zeropp-4bit": _zeropp(INT4_BLOCK_128),
         "zeropp-diff": _difference(INT4_BLOCK_128),
         "zeropp-2bit": _difference(INT2_BLOCK_64),
+        "zeropp-diff-int8": _difference(INT4_BLOCK_128, INT8_BLOCK_256),  # the same with "weights": {"format": "int8"}
         "zeropp-pcie": _PCIE,
         "zeropp-pcie-world": {**_PCIE, "sums_in_node": False},
         "zeropp-world": {**_zeropp(INT8_BLOCK_256), "sums_in_node": False},
@@ -344,7 +345,10 @@ _STORES = [
     for name, stored_bytes in _STORED.items()
 ]
 METHODS: dict[str, Method] = {**_EAGER, **{method.name: method for method in (*_COMPILED, *_STORES)}}
-TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "fp8-lm", "in-tree", "fsdp2", "hsdp")
+TABLE_METHODS = (
+    *("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "zeropp-diff", "zeropp-2bit", "fp8-lm"),
+    *("in-tree", "fsdp2", "hsdp"),
+)
 LORA_METHODS = (
     "stock",
     "stock-leaf",

@@ -86,6 +86,9 @@ def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, esti
         a_unit = "an iteration" if isinstance(chosen, IterationEstimate) else "a step"
         gain = f"{stock.step_s / chosen.step_s:.2f} x stock" + ("" if stock in fits else ", which does not fit")
         text = f"recommended: {chosen.method}, {1e3 * chosen.step_s:.1f} ms {a_unit} ({gain}; bound by {chosen.bound})"
+        if chosen.memory.secondary:
+            bits = "" if job.lora else f" in {8 * METHODS[chosen.method].secondary_bytes:.3g} bits a parameter"
+            text += f"; copies of the weights{bits} take {chosen.memory.secondary / GIB:.2f} GiB a GPU"
     return Advice(chosen.method, text, tuple(found))
 
 
