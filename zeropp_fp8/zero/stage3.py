@@ -35,6 +35,7 @@ class ZeroppStage3(ReducingStage3):
     """ZeRO stage 3 with quantized collectives."""
 
     def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
+        self._wrote_alone = False  # to this rank's part of master weights, since the last step
         config = session.config
         keeps_optimizer = session.state_formats is None
         if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
@@ -98,11 +99,34 @@ class ZeroppStage3(ReducingStage3):
             self.gatherer.gather_now(self.persistent_parameters)
         return Replaced(self, "persistent_parameters", [])
 
+    def set_local_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
+        super().set_local_hp_param(value, param, optim_state_key)
+        self._wrote_alone |= optim_state_key is None
+
+    def set_full_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
+        super().set_full_hp_param(value, param, optim_state_key)
+        if optim_state_key is None:  # a master weight, which the next step writes to the shards
+            for unit in self.gatherer.units_with(param):
+                unit.expect_large_step()
+
+    def _tell_of_writes(self) -> None:
+        """What one rank has written to master weights others cannot know: differences to copies are not small then."""
+        if self.session.difference_format is None:
+            return
+        wrote = torch.tensor([self._wrote_alone], dtype=torch.uint8, device=self.session.device)
+        self._wrote_alone = False
+        with self.session.ledger.counting("other"):
+            all_reduce(wrote, dist.ReduceOp.MAX, self.session.topology.group, self.session.ledger)
+        if wrote.item():  # DeepSpeed's step waits for the device next in any case
+            for unit in self.gatherer.units:
+                unit.expect_large_step()
+
     # -- the step --------------------------------------------------------------------------------------------------
 
     def step(self, closure=None) -> None:
         self.gatherer.check_placement()
         loss_scale = self.loss_scale
+        self._tell_of_writes()
         self._finish_resting()
         self._drop_gradients_of_frozen()
         for observer in self.session.observers:
@@ -180,12 +204,6 @@ class ZeroppStage3(ReducingStage3):
         if self.session.config.quantizes and self.session.state_formats is None:
             use_fused_update(self.optimizer, self.fp32_partitioned_groups_flat)
         self._held_before, self._fell_back_before = load_own_entry(self, state_dict.get(ENTRY))
-
-    def set_full_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
-        super().set_full_hp_param(value, param, optim_state_key)
-        if optim_state_key is None:  # a master weight, which the next step writes to the shards
-            for unit in self.gatherer.units_with(param):
-                unit.expect_large_step()
 
     def _restore_from_bit16_weights(self) -> None:
         super()._restore_from_bit16_weights()
