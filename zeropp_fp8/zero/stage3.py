@@ -126,11 +126,11 @@ class ZeroppStage3(ReducingStage3):
     def step(self, closure=None) -> None:
         self.gatherer.check_placement()
         loss_scale = self.loss_scale
-        self._tell_of_writes()
         self._finish_resting()
         self._drop_gradients_of_frozen()
         for observer in self.session.observers:
             observer.gradients_are_there()
+        self._tell_of_writes()
         super().step(closure)
         self._forget_resting()
         residuals = self.reducer.error_feedback
