@@ -34,6 +34,8 @@ MERGED = [
     ("dora", "fp32", False, False),
     ("embedding", "bf16", False, False),
     ("modules to save", "fp32", False, False),
+    ("parameters", "bf16", False, False),
+    ("parameters", "fp32", True, False),
 ]
 
 
