@@ -293,6 +293,7 @@ def test_what_cannot_be_had():
             "made": "ValueError: WeightSource: PEFT saves made as something that is no parameter of the model",
             "several": "ValueError: WeightSource: 2 adapters are active, one can be handed over alone; several can be "
             'handed over with weights="merged"',
+            "ranks of the second": "{3}",
             "apart": 'ValueError: WeightSource: takes_adapters is for weights="auto"',
         }
         assert said.keys() == begins.keys()
