@@ -429,7 +429,7 @@ def to_a_stand_in(folder, limit):
             if not transfers:
                 transfer = Transfer.trainer_init(init_info(limit), client=client, source=source)
             else:
-                transfer._source = source
+                transfer._source, source.sender = source, transfer
             transfers[name] = transfer
             for again in range(3 if name == "merged" else 1):
                 if again == 2:
