@@ -42,6 +42,8 @@ class _Loader:
         self._loader = loader
 
     def __getattr__(self, name):
+        if name == "_loader":  # of one that is being copied
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
     def exec_module(self, module):

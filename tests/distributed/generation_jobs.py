@@ -298,6 +298,24 @@ def changed_inside():
     return found
 
 
+def on_parameters(ways):
+    """How far logits are from those outside of generation, with LoRA on the parameters of linear layers; and from those
+    without the adapter."""
+    from peft import LoraConfig, get_peft_model
+
+    switch(True)
+    torch.manual_seed(3)
+    targets = {"target_modules": ["k_proj"], "target_parameters": ["q_proj.weight", "down_proj.weight"]}
+    model = get_peft_model(llama(), LoraConfig(r=4, init_lora_weights=False, **targets))
+    engine, rank = make_engine(model, ds_config(section("zeropp"))), dist.get_rank()
+    expected, found = logits_of(engine.module, rank), {}
+    for weights, merge in ways:
+        with zeropp_fp8.generation(engine, weights=weights, merge_adapters=merge) as generating:
+            found[weights, merge] = (logits_of(generating, rank) - expected).abs().max().item()
+    with engine.module.disable_adapter():
+        return found, (logits_of(engine.module, rank) - expected).abs().max().item()
+
+
 def bytes_between_tokens(weights):
     """Bytes that are sent while tokens are generated, and while weights are made resident."""
     engine, _ = engine_of({"secondary": {"scope": "none"}}, "zeropp")

@@ -161,7 +161,9 @@ def happens(story, checkpoint):
         story.tell("other", lambda: engine.module.set_adapter("other"))
         story.tell("back", lambda: engine.module.set_adapter("default"))
     story.tell("asked for", story.forget_here)
+    transfer = story.transfer
     story.tell("restarted", story.start_engine)
+    said["of the engine before"] = attempt(transfer.send_weights)
     if apart:
         layer = next(m for m in engine.module.modules() if hasattr(m, "set_scale"))
         layer.set_scale("default", 2.0)

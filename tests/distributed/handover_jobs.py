@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from frozen_jobs import frozen
+from generation_jobs import several_adapters
 from merged_jobs import all_kinds_of_adapters
 from models import build, ds_config, full_weights, llama, make_engine, section, train
 from parity_jobs import switch
@@ -428,7 +429,7 @@ def to_a_stand_in(folder, limit):
             if not transfers:
                 transfer = Transfer.trainer_init(init_info(limit), client=client, source=source)
             else:
-                transfer._source = source
+                transfer._source, source.sender = source, transfer
             transfers[name] = transfer
             for again in range(3 if name == "merged" else 1):
                 if again == 2:
@@ -550,6 +551,8 @@ def refusals():
     lora = engine_of(adapters="lora", steps=0)
     with mock.patch.object(peft, "get_peft_model_state_dict", lambda *_, **__: {"made": torch.ones(1)}):
         said["made"] = attempt(lambda: WeightSource(lora, weights="adapters").metadata())
-    with mock.patch.object(lora.module, "active_adapter", ["one", "another"]):
-        said["several"] = attempt(lambda: WeightSource(lora, weights="adapters").metadata())
+    several = make_engine(several_adapters(llama()), ds_config(section("lossless")))
+    said["several"] = attempt(lambda: WeightSource(several, weights="adapters").metadata())
+    several.module.base_model.set_adapter("second")  # PeftModel.active_adapter stays as it was
+    said["ranks of the second"] = str({min(meta.shape) for meta in WeightSource(several, "adapters").metadata()})
     return said

@@ -66,6 +66,7 @@ def all_kinds_of_adapters(kind):
         "bias": {"lora_bias": True, "target_modules": ["q_proj", "v_proj"]},
         "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
         "modules to save": {"modules_to_save": ["lm_head", "norm"]},
+        "parameters": {"target_parameters": ["embed_tokens.weight"]},
     }
 
     def adapt(model):

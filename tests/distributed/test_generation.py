@@ -100,6 +100,12 @@ def test_adapters_that_change_inside():
         )
 
 
+def test_adapters_on_parameters():
+    """PEFT's `target_parameters` compute another weight at each call, which the layer's own forward multiplies with."""
+    for found, of_adapter in run_two(jobs.on_parameters, ways=ALL_WAYS):
+        assert len(found) == 5 and max(found.values()) < 1e-5 and of_adapter > 0.1
+
+
 @pytest.mark.parametrize("name", ["lossless", "qlora"])
 def test_one_rank(name):
     (result,) = run_ranks(jobs.both, world=1, ranks_per_node=1, ways=ALL_WAYS, **_on_one_rank(ENGINES[name]))

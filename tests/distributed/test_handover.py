@@ -34,6 +34,8 @@ MERGED = [
     ("dora", "fp32", False, False),
     ("embedding", "bf16", False, False),
     ("modules to save", "fp32", False, False),
+    ("parameters", "bf16", False, False),
+    ("parameters", "fp32", True, False),
 ]
 
 
@@ -233,6 +235,7 @@ def test_what_is_chosen(tmp_path):
         "q_proj has another scale for default than its configuration, which PEFT does not save; such an adapter can be "
         'handed over with weights="merged"'
     )
+    assert said.pop("of the engine before").startswith("RuntimeError: send_weights: another engine has been joined")
     assert said == {"again": "done"}
 
 
@@ -291,6 +294,7 @@ def test_what_cannot_be_had():
             "made": "ValueError: WeightSource: PEFT saves made as something that is no parameter of the model",
             "several": "ValueError: WeightSource: 2 adapters are active, one can be handed over alone; several can be "
             'handed over with weights="merged"',
+            "ranks of the second": "{3}",
             "apart": 'ValueError: WeightSource: takes_adapters is for weights="auto"',
         }
         assert said.keys() == begins.keys()

@@ -215,8 +215,9 @@ def test_options_of_the_interpreter(options, environment, expected, python, stan
 
 SAME = {
     "found, not run": """
-        import importlib.util, pkgutil
+        import copy, importlib.util, pkgutil
         spec = importlib.util.find_spec("deepspeed")
+        assert copy.deepcopy(spec).loader.get_filename("deepspeed") == spec.origin
         assert spec.origin.endswith("__init__.py") and spec.loader.get_filename("deepspeed") == spec.origin
         assert spec.loader.get_source("deepspeed").startswith("\\nimport types")
         assert "deepspeed" not in sys.modules and "deepspeed" in [m.name for m in pkgutil.iter_modules()]

@@ -22,6 +22,8 @@ TWO = {"world": 2, "ranks_per_node": 1}
         ("embedding", {"merged": True}),
         ("modules to save", {}),
         ("modules to save", {"tie": True}),
+        ("parameters", {"dtype": "bf16"}),
+        ("parameters", {"merged": True}),
         ("none", {"tie": True}),
     ],
 )

@@ -48,7 +48,8 @@ class Part(NamedTuple):
         """The model's own module: in a PEFT layer the one that it is around."""
         if not self.is_adapter:
             return self.module
-        return self.module.original_module if hasattr(type(self.module), _UNLOAD) else self.module.get_base_layer()
+        base_layer = getattr(type(self.module), "get_base_layer", None)  # an instance may have that of what is in it
+        return self.module.original_module if base_layer is None else base_layer(self.module)
 
 
 class Weight(NamedTuple):

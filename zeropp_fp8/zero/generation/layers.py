@@ -18,8 +18,13 @@ def is_linear(layer: nn.Module) -> bool:
 
 
 def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:
-    """Layers whose forward is that of a linear layer, and nothing else."""
-    return filter(is_linear, module.modules())
+    """Layers whose forward is that of a linear layer, and nothing else.
+
+    Not those with LoRA on a parameter (PEFT's `target_parameters`), which computes another weight at each call.
+    """
+    wrapper = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())  # an older PEFT has none
+    computed = {id(layer.get_base_layer()) for layer in module.modules() if isinstance(layer, wrapper)}
+    return (layer for layer in module.modules() if is_linear(layer) and id(layer) not in computed)
 
 
 def lora_layers(module: nn.Module) -> Iterator[nn.Module]:

@@ -147,11 +147,12 @@ class Contents:
         params = dict(self._module.named_parameters())
         stand_ins = {name: torch.empty(p.ds_shape, device="meta") for name, p in params.items()}
         owners = {id(stand_ins[name]): param for name, param in params.items()}
-        active = self._module.active_adapter
-        if not isinstance(active, str):
+        active_adapters = self._module.active_adapters  # `active_adapter` does not follow base_model.set_adapter
+        if len(active_adapters) != 1:
             raise ValueError(
-                f"{NAME}: {len(active)} adapters are active, one can be handed over alone; several {_MERGED}"
+                f"{NAME}: {len(active_adapters)} adapters are active, one can be handed over alone; several {_MERGED}"
             )
+        (active,) = active_adapters
         if self._module.peft_config[active].peft_type == "LORA":
             layers = [(n, m) for n, m in self._module.named_modules() if active in getattr(m, "lora_alpha", ())]
             for name, layer in layers:

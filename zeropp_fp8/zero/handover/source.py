@@ -93,6 +93,7 @@ class WeightSource:
             kinds = ("base", "adapters") if takes_adapters and model is not engine.module else ("merged",)
         self._contents = Contents(engine.module, model, kinds, self._gatherer, self._float8)
         self._handed_over: dict[str, tuple] = {}  # by piece: what it was made of, and when that had been written
+        self.sender: object = None  # to the engine that has what was handed over
 
     def quantization_config(self) -> dict:
         """What an engine's config.json needs to load this source's FP8 codes.

@@ -98,7 +98,7 @@ class Sender(ABC):
     """Hands a source over to an engine. Every rank of the trainer has one, and calls its methods together.
 
     An engine that has just been joined has nothing: all is due. For one that loses its weights later, as vLLM does in
-    sleep of level 2, call `source.forget()`; the rank that hears of it is enough.
+    sleep of level 2, call `source.forget()`; the rank that hears of it is enough. A source knows what one engine has.
 
     Args:
         takes: whether this rank needs the tensors, or gathers them for others only.
@@ -107,13 +107,20 @@ class Sender(ABC):
     def __init__(self, source: WeightSource, takes: bool) -> None:
         self._source, self._takes = source, takes
         source.forget()
+        source.sender = self
 
     def send_weights(self) -> None:
         """Hand over what is due; nothing is said to the engine where nothing is. Collective.
 
         Raises:
-            RuntimeError: a rank, the engine or the way to it has failed; on every rank. Then all is due again.
+            RuntimeError: a rank, the engine or the way to it has failed; on every rank. Then all is due again. Or its
+                source has been given to another engine since.
         """
+        if self._source.sender is not self:
+            raise RuntimeError(
+                "send_weights: another engine has been joined to this source since, and a source knows what one engine "
+                "has; make a WeightSource for each engine"
+            )
         self._source.agree()
         declared = self._source.metadata()
         if not declared:
