@@ -55,7 +55,9 @@ def stock_refusal(ds_config: Mapping[str, Any], ranks: int | None = None) -> tup
 
     class OfRanks(DeepSpeedConfig):
         def _initialize_params(self, param_dict):
-            self.world_size = ranks or 1  # DeepSpeed asks the process group
+            # DeepSpeed asks the process group; ranks that share sequences count as one.
+            shared = ranks and param_dict.get("sequence_parallel_size")
+            self.world_size = ranks / shared if shared else ranks or 1
             super()._initialize_params(param_dict)
 
     given = dict(ds_config)
@@ -153,18 +155,23 @@ def _adam_switches(params, torch_adam=False, adam_w_mode=True, fp32_optimizer_st
 
 
 def _scheduler_refusal(ds_config: Mapping[str, Any]) -> str | None:
-    """What an engine says of the scheduler that it makes itself, with the remedy."""
-    import torch
+    """What an engine says of the scheduler that it makes itself, with the remedy.
+
+    One of torch.optim.lr_scheduler, which DeepSpeed takes too, refuses ZeRO's optimizer: it is none of torch's.
+    """
     from deepspeed.runtime import lr_schedules
 
     scheduler = ds_config.get("scheduler")
     kind = scheduler.get("type") if scheduler else None
     if not kind:
         return None
-    made = getattr(lr_schedules, str(kind), None) or getattr(torch.optim.lr_scheduler, str(kind), None)
+    made = getattr(lr_schedules, str(kind), None)
     if made is None:
-        known = lr_schedules.VALID_LR_SCHEDULES
-        return f'"scheduler.type": neither DeepSpeed ({", ".join(known)}) nor torch.optim.lr_scheduler has "{kind}"'
+        known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
+        return (
+            f'"scheduler.type" "{kind}" does not go with ZeRO, which takes {known}; use one of them, or give '
+            'deepspeed.initialize an "lr_scheduler"'
+        )
     if scheduler.get("params") is None:
         return f'"scheduler.params" is missing; add an object, as in {_OBJECTS_LIKE["scheduler"]}'
     return _params_refusal("scheduler", str(kind), scheduler["params"], [made])
