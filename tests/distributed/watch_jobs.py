@@ -93,6 +93,16 @@ def _spiking_step(engine, tokens, step):
     return loss.item()
 
 
+def jumping(steps, high):
+    """What is said of a watch in `steps` steps, of which those in `high` have losses that jump."""
+    engine = _engine("fall_back")
+    before = len(printed(dist.get_rank()))
+    for step, tokens in enumerate(batches(steps, dist.get_rank()), start=1):
+        _spiking_step(engine, tokens, SOON if step in high else 0)
+    engine.destroy()
+    return printed(dist.get_rank())[before:]
+
+
 def resumed(folder, cases):
     """A run that falls back, saves, and goes on; beside it runs that resume from what it has saved, in a fresh engine.
 
