@@ -28,6 +28,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.comm.lanes import Lane
 from zeropp_fp8.comm.reduce_scatter import Reduction, Rings
 from zeropp_fp8.compute.casts import gradients_of_swiglu
@@ -239,11 +240,10 @@ class Sampler(Observer):
         return time.perf_counter()
 
     def _write(self, step: int) -> None:
-        group = self.session.topology.group
-        with self.session.ledger.counting("other"):
-            for table, op in ((self.sums, dist.ReduceOp.SUM), (self.amax, dist.ReduceOp.MAX)):
-                dist.all_reduce(table, op=op, group=group)
-                self.session.ledger.sent_around_ring(table.numel() * table.element_size(), rounds=2)
+        group, ledger = self.session.topology.group, self.session.ledger
+        with ledger.counting("other"):
+            all_reduce(self.sums, dist.ReduceOp.SUM, group, ledger)
+            all_reduce(self.amax, dist.ReduceOp.MAX, group, ledger)
         sums, amax = self.sums.tolist(), self.amax.tolist()
         now, others = self._now(), step - 1 - self._ended_at
         cost = None

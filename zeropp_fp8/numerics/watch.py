@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.config import SECTION
 from zeropp_fp8.zero.fall_back import fall_back, what_falls_back
 from zeropp_fp8.zero.observer import Observer
@@ -63,9 +64,8 @@ class Watch(Observer):
         self.sums[1] += 1
 
     def gradients_are_there(self) -> None:
-        dist.all_reduce(self.sums, group=self.session.topology.group)
         with self.session.ledger.counting("other"):
-            self.session.ledger.sent_around_ring(self.sums.numel() * 8, rounds=2)
+            all_reduce(self.sums, dist.ReduceOp.SUM, self.session.topology.group, self.session.ledger)
         total, count = self.sums.tolist()
         self.sums.zero_()
         if not count:
