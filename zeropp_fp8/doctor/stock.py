@@ -74,7 +74,7 @@ def stock_refusal(ds_config: Mapping[str, Any], ranks: int | None = None) -> tup
         return f"{type(error).__name__}: {error}", []
     finally:
         logger.setLevel(level)
-    refused = _optimizer_refusal(given) or _scheduler_refusal(given)
+    refused = _optimizer_refusal(given) or _scheduler_refusal(given) or _stage_refusal(given)
     if refused is not None:
         return refused, []
     unread = sorted(set(given) - recording.asked - _READ_ELSEWHERE)
@@ -175,6 +175,23 @@ def _scheduler_refusal(ds_config: Mapping[str, Any]) -> str | None:
     if scheduler.get("params") is None:
         return f'"scheduler.params" is missing; add an object, as in {_OBJECTS_LIKE["scheduler"]}'
     return _params_refusal("scheduler", str(kind), scheduler["params"], [made])
+
+
+def _stage_refusal(ds_config: Mapping[str, Any]) -> str | None:
+    """What ZeRO-3 says when an engine makes it, with the remedy."""
+    zero = ds_config.get("zero_optimization") or {}
+    if zero.get("stage") != 3:
+        return None
+    for key, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
+        if zero.get("reduce_scatter", True) and ds_config.get(key, off) != off:
+            remedy = 'remove it, or set "zero_optimization.reduce_scatter" to false'
+            return f'"{key}" does not go with reduce-scatter; {remedy}'
+    device = "cpu" if zero.get("cpu_offload") else (zero.get("offload_optimizer") or {}).get("device", "none")
+    for dtype in ("fp16", "bf16"):
+        given, key = ds_config.get(dtype) or {}, f"{dtype}_master_weights_and_grads"
+        if given.get(key) and not given.get("bf16_optimizer_states") and device == "none":
+            return f'"{dtype}.{key}" needs "zero_optimization.offload_optimizer"; offload to "cpu", or remove the key'
+    return None
 
 
 def _params_refusal(owner: str, kind: str, params: Mapping[str, Any], made: Iterable[Callable]) -> str | None:
