@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from numerics import signal_to_noise_db
+from transformers import BatchEncoding
 
 from zeropp_fp8.__main__ import main as command
 from zeropp_fp8.compute.scaling import DelayedScaling
@@ -16,6 +17,7 @@ from zeropp_fp8.numerics.measure import SUMS, meaning, measure
 from zeropp_fp8.numerics.reference import Experiment, Run, distance, layer_table
 from zeropp_fp8.numerics.sample import Sampler
 from zeropp_fp8.numerics.show import latest, read
+from zeropp_fp8.numerics.trial import fingerprint
 
 
 def measured(exact, decoded):
@@ -199,6 +201,13 @@ def test_a_bisection_says_where_layers_cannot_be_left_out(capsys):
         "optimizer carries most of the difference",
         "layers of optimizer cannot be left out one by one",
     ]
+
+
+@pytest.mark.parametrize("kind", [dict, BatchEncoding])
+def test_batches_that_differ_have_other_fingerprints(kind):
+    given, other = (kind({"input_ids": torch.tensor([[1, 2, last]])}) for last in (3, 4))
+    assert fingerprint((given,)) == fingerprint((kind(given),)) != fingerprint((other,))
+    assert fingerprint((given,)) == 1 * 1 + 2 * 2 + 3 * 3
 
 
 def test_a_bisection_of_losses_that_nobody_has_seen():
