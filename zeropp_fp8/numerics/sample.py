@@ -98,19 +98,24 @@ class Sampler(Observer):
         """Whether there is something to compare of a unit: its weights, gradients or operands."""
         session = self.session
         arrives = not (unit.kind.sends_what_rests or unit.shards_are_values)
-        reduces = session.config.quantizes_gradients and not self.stage.offload_optimizer
         return any(
-            id(param) in self.layer_of
+            (session.conversion is not None and id(param) in self.layer_of)
             or (arrives and not unit.is_exact(param))
-            or (reduces and param.requires_grad and not session.sends_exactly("gradients", param))
+            or (self._rounds_gradients and param.requires_grad and not session.sends_exactly("gradients", param))
             for param in unit.params
         )
+
+    @property
+    def _rounds_gradients(self) -> bool:
+        """Whether gradients are reduced in a format, which a job that has fallen back does no more, and can be seen."""
+        formats = self.session.intra_format, self.session.inter_format
+        return formats != (None, None) and not self.stage.offload_optimizer
 
     def _look_on(self) -> None:
         """Stand between the parts of the engine and who calls them."""
         self._replaced: list[tuple[object, str]] = []
         self._before(self.stage.gatherer, "finish", self._finish)
-        if self.session.config.quantizes_gradients and not self.stage.offload_optimizer:
+        if self._rounds_gradients:
             for name in ("start", "sum_in_node"):
                 self._before(self.stage.reducer, name, self._reduce)
         if self.session.conversion is not None:
@@ -177,7 +182,7 @@ class Sampler(Observer):
 
     def _reduce(self, reduce: Callable, params: Sequence[Parameter], grads: Sequence[Tensor], *others, **options):
         chosen = [i for i, param in enumerate(params) if param in self.reduced]
-        if chosen:
+        if chosen and self._rounds_gradients:
             session, topology = self.session, self.session.topology
             some = [params[i] for i in chosen]
             grads_hp = [grads[i].view(params[i].ds_shape).float() for i in chosen]
