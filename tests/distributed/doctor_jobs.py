@@ -7,10 +7,14 @@ import io
 import os
 import time
 
+import deepspeed
 import torch.distributed as dist
+from models import batches, llama
+from parity_jobs import allow_fp16_on_cpu
 
 import zeropp_fp8
 from zeropp_fp8.doctor import diagnosis, facts, links
+from zeropp_fp8.doctor.check import check
 from zeropp_fp8.doctor.ranks import Ranks, Unanswered
 
 SOON = ("--timeout", "4", "--seconds", "0.2")
@@ -91,3 +95,34 @@ def dying(when, who):
 
 def killed(*args):
     os.kill(os.getpid(), 9)
+
+
+def checked_and_started(cases):
+    """Of each case, keys beside those of a usual ds_config, {"section": {..}, "zero_optimization": {..}, ..}:
+
+    (what check finds serious, the error of the engine that is made of it: "" where it makes a step).
+    """
+    zeropp_fp8.enable()
+    allow_fp16_on_cpu()
+    return [_checked_and_started(**case) for case in cases]
+
+
+def _checked_and_started(section=None, zero_optimization=None, **others):
+    given = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": 3, **(zero_optimization or {})},
+        "zero_force_ds_cpu_optimizer": False,
+        "zeropp_fp8": {"recipe": "zeropp", "report": {"every": 0}, **(section or {})},
+        **others,
+    }
+    found = [each.text for each in check(given, dist.get_world_size(), 1).problems if each.serious]
+    try:
+        engine = deepspeed.initialize(model=llama(layers=1), config=given)[0]
+    except Exception as error:
+        return found, str(error) or repr(error)
+    (tokens,) = batches(1, dist.get_rank())
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    engine.destroy()
+    return found, ""

@@ -16,13 +16,13 @@ import zeropp_fp8
 STEPS = 2
 
 
-def _trained(way, dtype, **logger):
+def _trained(way, dtype, fields=None, **logger):
     """(engine, losses) of some steps, seen by a comms logger that begins empty."""
     from deepspeed import comm as ds_comm
 
     ds_comm.comms_logger.reset_data()
     ds_comm.configure(enabled=False)
-    config = ds_config(section_of(way), dtype, **({"comms_logger": logger} if logger else {}))
+    config = ds_config(section_of(way, **(fields or {})), dtype, **({"comms_logger": logger} if logger else {}))
     engine, losses = make_engine(llama(), config), []
     ds_comm.comms_logger.reset_data()  # what making an engine has sent is no step's
     for tokens in batches(STEPS, dist.get_rank()):
@@ -78,6 +78,22 @@ def logged(ways, dtype="bf16"):
             "printed": printed.getvalue(),
             "summary": sorted(summary),
         }
+    ds_comm.configure(enabled=False)
+    return found
+
+
+def with_samples(path):
+    """What a comms logger and the ledger say of "other" bytes of all ranks, without and with samples and a watch."""
+    from deepspeed import comm as ds_comm
+
+    zeropp_fp8.enable()
+    found = []
+    for numerics in ({}, {"every": 1, "parts": 1, "file": path, "watch": "stop"}):
+        logger = {"enabled": True, "prof_all": True, "verbose": False, "debug": False}
+        engine, _ = _trained("zeropp", "bf16", {"numerics": numerics}, **logger)
+        logged = _of_kinds(ds_comm.comms_logger.get_raw_data()).get("other", 0) * dist.get_world_size()
+        found.append((logged, sum(zeropp_fp8.wire_report(engine, total=True)["per_step"]["other"].values()) * STEPS))
+        engine.destroy()
     ds_comm.configure(enabled=False)
     return found
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import doctor_jobs as jobs
 import pytest
 from hang_guard import HANG
-from ranks import run_ranks
+from ranks import run_ranks, run_two
 
 from zeropp_fp8.plan import METHODS, Cluster, Job, Model, estimate
 from zeropp_fp8.plan.hardware import H200
@@ -105,3 +105,32 @@ def test_under_torchrun(tmp_path):
     assert result["printed"][-1] == "no problem found" and result["found"]["status"] == 0 and result["finished"]
     places = [one["place"]["host"] for one in result["found"]["ranks"].values()]
     assert places == ["host0", "host0"] and any(line.endswith("of the ranks: host0") for line in result["printed"])
+
+
+LOW, LOSSLESS = {"recipe": "fp8-lm-zeropp"}, {"recipe": "lossless"}
+BATCH = {"gradient_accumulation_steps": 1, "sequence_parallel_size": 2}
+IN_16_BITS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+STARTED = [  # a case, and whether an engine is made of it
+    ({}, True),
+    ({"zero_optimization": {"cpu_offload": True}}, True),
+    ({"zero_optimization": {"cpu_offload": True}, "section": LOW}, False),
+    ({"zero_optimization": {"cpu_offload_param": True}, "section": {"partition": "whole_tensor"}}, False),
+    ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "amsgrad": True}}}, True),
+    ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "amsgrad": True}}, "section": LOW}, False),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, True),
+    ({"scheduler": {"type": "StepLR", "params": {"step_size": 5}}}, False),
+    ({"train_batch_size": 2, **BATCH}, True),
+    ({"train_batch_size": 4, **BATCH}, False),
+    ({"prescale_gradients": True, "section": LOSSLESS}, False),
+    ({"prescale_gradients": True, "section": LOSSLESS, "zero_optimization": {"reduce_scatter": False}}, True),
+    ({"gradient_predivide_factor": 2.0, "section": LOSSLESS}, False),
+    (IN_16_BITS, False),
+    ({"bf16": {**IN_16_BITS["bf16"], "bf16_optimizer_states": True}}, True),
+    ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, False),
+]
+
+
+def test_check_refuses_what_an_engine_does():
+    for of_rank in run_two(jobs.checked_and_started, cases=[case for case, _ in STARTED]):
+        for (case, starts), (found, error) in zip(STARTED, of_rank):
+            assert (found == []) == (error == "") == starts, (case, found, error)

@@ -34,6 +34,23 @@ def test_all_ranks_fall_back_or_stop_in_the_same_step():
                 assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+def test_losses_that_stay_high_are_said_once():
+    first, other = run_two(jobs.jumping, steps=jobs.SOON + 4, high=[jobs.SOON, jobs.SOON + 1, jobs.SOON + 3])
+    lines = [line for line in first.splitlines() if "the loss is" in line]
+    assert len(lines) == 2 and "the loss is" not in other
+    assert f"step {jobs.SOON}: " in lines[0] and "from the next step on" in lines[0]
+    assert f"step {jobs.SOON + 3}: " in lines[1] and "all that goes to high precision is in it already" in lines[1]
+
+
+@pytest.mark.parametrize(("recipe", "accumulation"), [("zeropp", 2), ("fp8-lm", 1)])
+def test_samples_of_a_run_that_has_fallen_back(recipe, accumulation, tmp_path):
+    """What travels exactly is not listed, nor reduced once more to find that it does."""
+    path = str(tmp_path / "numerics.jsonl")
+    for kinds in run_two(jobs.sampled, path=path, recipe=recipe, accumulation=accumulation):
+        assert {"gradients", "compute_activations", "compute_gradients"} <= kinds[jobs.SOON - 1]
+        assert kinds[jobs.SOON :] == [set(), set()]
+
+
 RESUMED = [
     {},
     {**FP8, "weights": {"format": "fp8_e4m3"}},

@@ -28,6 +28,11 @@ def test_messages_add_up_to_the_ledger(way, found):
         assert ("other" in logged) == (not way.startswith("zeropp"))
 
 
+def test_messages_of_samples_and_a_watch_add_up_too(tmp_path):
+    for (none, plain), (logged, ledger) in run_ranks(jobs.with_samples, path=str(tmp_path / "numerics.jsonl")):
+        assert none == 0 and logged == pytest.approx(ledger - plain, rel=1e-12) and logged > 0
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_logging_changes_nothing(way, found):
     for result in (of_rank[way] for of_rank in found):

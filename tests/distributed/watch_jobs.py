@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -91,6 +93,31 @@ def _spiking_step(engine, tokens, step):
         engine.backward(loss * (1000.0 if step == SOON else 1.0))
         engine.step()
     return loss.item()
+
+
+def jumping(steps, high):
+    """What is said of a watch in `steps` steps, of which those in `high` have losses that jump."""
+    engine = _engine("fall_back")
+    before = len(printed(dist.get_rank()))
+    for step, tokens in enumerate(batches(steps, dist.get_rank()), start=1):
+        _spiking_step(engine, tokens, SOON if step in high else 0)
+    engine.destroy()
+    return printed(dist.get_rank())[before:]
+
+
+def sampled(path, recipe, accumulation):
+    """Kinds in the samples of steps of which one falls back."""
+    small = {"compute": {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head"]}}
+    numerics = {"watch": "fall_back", "every": 1, "parts": 1, "file": path}
+    switch(True)
+    watch_module.LEAST = SOON - 1
+    options = {"gradient_accumulation_steps": accumulation}
+    engine = make_engine(small_model(), ds_config(section(recipe, numerics=numerics, **small), **options))
+    for step, tokens in enumerate(batches(SOON + 2, dist.get_rank()), start=1):
+        _spiking_step(engine, tokens, step)
+    engine.destroy()
+    dist.barrier()
+    return [{row["kind"] for row in json.loads(line)["rows"]} for line in Path(path).read_text().splitlines()]
 
 
 def resumed(folder, cases):

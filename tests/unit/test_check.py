@@ -15,15 +15,17 @@ import transformers
 from config_cases import ds_config
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeropp_fp8.__main__ import main as command
-from zeropp_fp8.config import RECIPES, SECTION, resolve
+from zeropp_fp8.config import RECIPES, SECTION, ConfigError, resolve
 from zeropp_fp8.doctor.auto import FILLED, as_if_filled, auto_keys
 from zeropp_fp8.doctor.check import check, differing
 from zeropp_fp8.doctor.method import method_of
 from zeropp_fp8.doctor.problems import exit_status
 from zeropp_fp8.plan import H200, METHODS, Cluster, Job, Model, estimate
 from zeropp_fp8.plan.hugging_face import model_of
+from zeropp_fp8.zero.states.compressed import check_is_adam
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
 BATCH = {"train_micro_batch_size_per_gpu": 1}
@@ -155,7 +157,11 @@ def test_optimizers_that_an_engine_makes(kind):
         ({"optimizer": {"type": "AdamW", "params": [1]}}, '"optimizer.params" is [1]; it has to be an object, as in {'),
         ({"scheduler": {"type": "WarmupLR", "params": 5}}, '"scheduler.params" is 5; it has to be an object, as in {'),
         ({"bf16": True}, '"bf16" is True; it has to be an object, for example {"enabled": true}'),
-        ({"scheduler": {"type": "WarmupXX"}}, 'nor torch.optim.lr_scheduler has "WarmupXX"'),
+        (
+            {"scheduler": {"type": "WarmupXX"}},
+            '"scheduler.type" "WarmupXX" does not go with ZeRO, which takes LRRangeT',
+        ),
+        ({"scheduler": {"type": "StepLR", "params": {"step_size": 5}}}, '"scheduler.type" "StepLR" does not go with'),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_numsteps": 5}}},
             '"scheduler.params.warmup_numsteps" (did you mean "warmup_num_steps"?) is no parameter of "scheduler.type"',
@@ -164,7 +170,6 @@ def test_optimizers_that_an_engine_makes(kind):
             {"scheduler": {"type": "WarmupLR"}},
             '"scheduler.params" is missing; add an object, as in {"type": "WarmupLR"',
         ),
-        ({"scheduler": {"type": "StepLR", "params": {}}}, '"StepLR" needs "scheduler.params.step_size"; add what is'),
         (  # the Trainer fills it in, and the scheduler has none
             {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_max_lr": "auto"}}},
             '"scheduler.params.warmup_max_lr" is no parameter of "scheduler.type"',
@@ -189,11 +194,38 @@ def test_what_deepspeed_would_raise_when_it_makes_an_optimizer_or_a_scheduler(gi
         {"optimizer": {"type": "SGD", "params": {"lr": 1.0, "nesterov": True}}, "zero_allow_untested_optimizer": True},
         {"optimizer": {"type": "Lion", "params": None}},
         {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 5}}},
-        {"scheduler": {"type": "StepLR", "params": {"step_size": 5}}},
     ],
 )
 def test_optimizers_and_schedulers_that_deepspeed_makes(given):
     assert not texts(checked({"recipe": "zeropp"}, **given))
+
+
+def test_schedulers_of_torch_refuse_a_zero_optimizer():
+    """Which check is told by nothing but the type: stock's engine, with the optimizer that it has."""
+    params = {"step_size": 5}
+    config = SimpleNamespace(scheduler_name=lambda: "StepLR", scheduler_params=lambda: params)
+    with pytest.raises(TypeError, match="is not an Optimizer"):
+        DeepSpeedEngine._scheduler_from_config(config, create_autospec(DeepSpeedZeroOptimizer_Stage3, instance=True))
+
+
+@pytest.mark.parametrize("batch", [2, 4, 8])
+def test_ranks_that_share_sequences_count_as_one(batch):
+    """DeepSpeed divides the ranks of the job by them, and multiplies micro-batches with what is left."""
+    given = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "train_batch_size": batch}
+    assert bool(texts(checked({}, sequence_parallel_size=2, ranks=4, **given))) == (batch != 4)
+    assert bool(texts(checked({}, ranks=4, **given))) == (batch != 8)
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_options_of_adam_that_states_in_low_precision_do_not_support(option):
+    """As the engine says it."""
+    params = {"torch_adam": True, option: True}
+    (text,) = texts(checked({"recipe": "fp8-lm"}, optimizer={"type": "AdamW", "params": params}))
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **{option: True})
+    with pytest.raises(ConfigError, match=option) as refused:
+        check_is_adam(optimizer)
+    assert text == str(refused.value)
+    assert texts(checked({"recipe": "zeropp"}, optimizer={"type": "AdamW", "params": params})) == []
 
 
 @pytest.mark.parametrize("kind", lr_schedules.VALID_LR_SCHEDULES)

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from config_cases import ds_config, refusal, resolved, values
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from zeropp_fp8.config import SECTION, WIRE_FORMATS, ConfigError, resolve
 from zeropp_fp8.config.sections import BETWEEN_NODES_FORMATS, ELSEWHERE, FROZEN_FORMATS
@@ -245,6 +246,28 @@ def test_whole_tensors_and_offload(key):
     assert f'"zero_optimization.{key}"' in message and 'partition": "whole_tensor"' in message
     assert "remove one of the two" in message
     assert resolved(section, {key: {"device": "none"}}) == resolved(section)
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"recipe": "zeropp", "partition": "whole_tensor"}, "offload_param"),
+        ({"recipe": "zeropp", "partition": "whole_tensor"}, "offload_optimizer"),
+        ({"recipe": "fp8-lm-o1"}, "offload_optimizer"),
+        ({"recipe": "zeropp"}, "use_all_reduce_for_fetch_params"),
+    ],
+)
+def test_rules_see_keys_under_their_other_names(section, key):
+    """Which DeepSpeed's own model of them says to be the same."""
+    name, value = {
+        "offload_param": ("cpu_offload_param", {"device": "cpu"}),
+        "offload_optimizer": ("cpu_offload", {"device": "cpu"}),
+        "use_all_reduce_for_fetch_params": ("stage3_use_all_reduce_for_fetch_params", True),
+    }[key]
+    own, other = (DeepSpeedZeroConfig(stage=3, **keys) for keys in ({key: value}, {name: True}))
+    assert getattr(own, key) == getattr(other, key)
+    assert refusal(section, {name: True}) == refusal(section, {key: value})
+    assert resolved(section, {name: False}) == resolved(section)
 
 
 def test_activations_on_the_wire_and_autotp():

@@ -1,5 +1,7 @@
 """Experiments: every recipe with each of its pieces in high precision is a configuration that holds; and the watch."""
 
+import math
+
 import pytest
 from config_cases import ds_config, refusal, resolved
 
@@ -100,6 +102,17 @@ def test_layers_are_halved_down_to_those_at_fault(guilty):
     # One in each half: either takes half of it away.
     assert found == (layers if len(guilty) > 1 else [f"layer{i}" for i in guilty])
     assert len(runs) <= 2 + 2 * 3
+
+
+@pytest.mark.parametrize("guilty", [{3}, {1, 5}])
+def test_layers_that_make_a_loss_infinite_are_halved_too(guilty):
+    """While one of them computes so, the distance is infinite; neither half alone is at fault then."""
+    layers = [f"layer{i}" for i in range(7)]
+
+    def remaining(some):
+        return math.inf if any(layers[i] not in some for i in guilty) else 0.01
+
+    assert halved(layers, remaining, math.inf, math.inf) == (layers if len(guilty) > 1 else ["layer3"])
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,17 @@ import math
 import pytest
 import torch
 from numerics import signal_to_noise_db
+from transformers import BatchEncoding
 
 from zeropp_fp8.__main__ import main as command
 from zeropp_fp8.compute.scaling import DelayedScaling
 from zeropp_fp8.config import ComputeConfig
 from zeropp_fp8.numerics.bisect import Bisection, say
 from zeropp_fp8.numerics.measure import SUMS, meaning, measure
-from zeropp_fp8.numerics.reference import Run, distance, layer_table
+from zeropp_fp8.numerics.reference import Experiment, Run, distance, layer_table
 from zeropp_fp8.numerics.sample import Sampler
 from zeropp_fp8.numerics.show import latest, read
+from zeropp_fp8.numerics.trial import fingerprint
 
 
 def measured(exact, decoded):
@@ -201,11 +203,34 @@ def test_a_bisection_says_where_layers_cannot_be_left_out(capsys):
     ]
 
 
+@pytest.mark.parametrize("kind", [dict, BatchEncoding])
+def test_batches_that_differ_have_other_fingerprints(kind):
+    given, other = (kind({"input_ids": torch.tensor([[1, 2, last]])}) for last in (3, 4))
+    assert fingerprint((given,)) == fingerprint((kind(given),)) != fingerprint((other,))
+    assert fingerprint((given,)) == 1 * 1 + 2 * 2 + 3 * 3
+
+
+def test_a_bisection_of_losses_that_nobody_has_seen():
+    """A script that calls loss.backward(): they are NaN in all runs, which is not that they agree."""
+
+    class Unseen(Experiment):
+        def run(self, name, **changes):
+            return Run(steps=[{"step": 1, "state": 1.0, "data": 1.0, "loss": math.nan, "grad_norm": 2.0}])
+
+    bisection = Bisection(Unseen(["a line"], 1), "loss")
+    with pytest.raises(SystemExit, match=r"finite loss; .* engine\.backward\(loss\): .* --by grad_norm"):
+        bisection.distance("as it is")
+    assert Bisection(bisection.experiment, "grad_norm").distance("as it is")[0] == 0
+
+
 def test_steps_whose_gradients_are_not_finite_in_both_runs():
     """fp16's loss scale settles in them: they are no difference, and the first step that has gradients counts."""
     run, other = (Run(steps=[{"grad_norm": math.nan}, {"grad_norm": norm}]) for norm in (3.0, 1.0))
     assert distance(run, other, "grad_norm") == 2.0
     other.steps[0]["grad_norm"] = 1.0
     assert distance(run, other, "grad_norm") == math.inf
+    for one in (run, other):
+        one.steps[1]["grad_norm"] = one.steps[0]["grad_norm"] = math.nan
+    assert math.isnan(distance(run, other, "grad_norm"))
     rows = layer_table({"a": [math.nan, 0.01, 0.03], "b": [math.nan, 0.5, 0.5], "none": [math.nan] * 3}).splitlines()
     assert [row.split() for row in rows[1:]] == [["50", "%", "50", "%", "b"], ["1", "%", "2", "%", "a"]]

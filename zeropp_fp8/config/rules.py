@@ -263,6 +263,22 @@ def _get(ds_config: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+# Keys of zero_optimization that DeepSpeed takes under another name too: what they are called here, and are set to.
+_OTHER_NAMES = {
+    "cpu_offload": ("offload_optimizer", {"device": "cpu"}),
+    "cpu_offload_param": ("offload_param", {"device": "cpu"}),
+    "stage3_use_all_reduce_for_fetch_params": ("use_all_reduce_for_fetch_params", True),
+}
+
+
+def _by_one_name(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    zero = ds_config.get("zero_optimization")
+    if not isinstance(zero, Mapping):
+        return dict(ds_config)
+    meant = dict(value for name, value in _OTHER_NAMES.items() if zero.get(name))
+    return {**ds_config, "zero_optimization": {**zero, **meant}}
+
+
 # What replaces parts of ZeRO-3 that the plugin replaces too.
 _CONFLICTS = (
     "zero_optimization.zenflow",
@@ -276,6 +292,7 @@ _CONFLICTS = (
 
 def check_host(config: PluginConfig, ds_config: Mapping[str, Any], hybrid_engine: bool) -> None:
     """Rules across the section and the rest of the ds_config."""
+    ds_config = _by_one_name(ds_config)
     stage = _get(ds_config, "zero_optimization.stage")
     if stage != 3:
         raise ConfigError(

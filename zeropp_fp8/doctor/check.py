@@ -126,14 +126,20 @@ def _of_ranks(config: PluginConfig, ranks: int | None, ranks_per_node: int | Non
 def _of_engine(config: PluginConfig, ds_config: Mapping[str, Any]) -> list[Problem]:
     """What an engine refuses when it is made, of what a ds_config can show."""
     from zeropp_fp8.plugin.engine import check_owners
+    from zeropp_fp8.zero.states.compressed import check_options
 
     problems = []
-    try:
-        check_owners(config)
-    except ConfigError as error:
-        problems.append(Problem(str(error)))
     optimizer = ds_config.get("optimizer")
-    kind = str(optimizer.get("type", "")) if isinstance(optimizer, Mapping) else ""
+    optimizer = optimizer if isinstance(optimizer, Mapping) else {}
+    kind, params = str(optimizer.get("type") or ""), optimizer.get("params")
+    rules = [(check_owners, config)]
+    if config.stores_states_in_low_precision and isinstance(params, Mapping):
+        rules.append((check_options, params))
+    for rule, of in rules:
+        try:
+            rule(of)
+        except ConfigError as error:
+            problems.append(Problem(str(error)))
     if config.stores_states_in_low_precision and kind and kind.lower() not in ("adam", "adamw"):
         problems.append(
             Problem(

@@ -55,7 +55,9 @@ def stock_refusal(ds_config: Mapping[str, Any], ranks: int | None = None) -> tup
 
     class OfRanks(DeepSpeedConfig):
         def _initialize_params(self, param_dict):
-            self.world_size = ranks or 1  # DeepSpeed asks the process group
+            # DeepSpeed asks the process group; ranks that share sequences count as one.
+            shared = ranks and param_dict.get("sequence_parallel_size")
+            self.world_size = ranks / shared if shared else ranks or 1
             super()._initialize_params(param_dict)
 
     given = dict(ds_config)
@@ -72,7 +74,7 @@ def stock_refusal(ds_config: Mapping[str, Any], ranks: int | None = None) -> tup
         return f"{type(error).__name__}: {error}", []
     finally:
         logger.setLevel(level)
-    refused = _optimizer_refusal(given) or _scheduler_refusal(given)
+    refused = _optimizer_refusal(given) or _scheduler_refusal(given) or _stage_refusal(given)
     if refused is not None:
         return refused, []
     unread = sorted(set(given) - recording.asked - _READ_ELSEWHERE)
@@ -153,21 +155,43 @@ def _adam_switches(params, torch_adam=False, adam_w_mode=True, fp32_optimizer_st
 
 
 def _scheduler_refusal(ds_config: Mapping[str, Any]) -> str | None:
-    """What an engine says of the scheduler that it makes itself, with the remedy."""
-    import torch
+    """What an engine says of the scheduler that it makes itself, with the remedy.
+
+    One of torch.optim.lr_scheduler, which DeepSpeed takes too, refuses ZeRO's optimizer: it is none of torch's.
+    """
     from deepspeed.runtime import lr_schedules
 
     scheduler = ds_config.get("scheduler")
     kind = scheduler.get("type") if scheduler else None
     if not kind:
         return None
-    made = getattr(lr_schedules, str(kind), None) or getattr(torch.optim.lr_scheduler, str(kind), None)
+    made = getattr(lr_schedules, str(kind), None)
     if made is None:
-        known = lr_schedules.VALID_LR_SCHEDULES
-        return f'"scheduler.type": neither DeepSpeed ({", ".join(known)}) nor torch.optim.lr_scheduler has "{kind}"'
+        known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
+        return (
+            f'"scheduler.type" "{kind}" does not go with ZeRO, which takes {known}; use one of them, or give '
+            'deepspeed.initialize an "lr_scheduler"'
+        )
     if scheduler.get("params") is None:
         return f'"scheduler.params" is missing; add an object, as in {_OBJECTS_LIKE["scheduler"]}'
     return _params_refusal("scheduler", str(kind), scheduler["params"], [made])
+
+
+def _stage_refusal(ds_config: Mapping[str, Any]) -> str | None:
+    """What ZeRO-3 says when an engine makes it, with the remedy."""
+    zero = ds_config.get("zero_optimization") or {}
+    if zero.get("stage") != 3:
+        return None
+    for key, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
+        if zero.get("reduce_scatter", True) and ds_config.get(key, off) != off:
+            remedy = 'remove it, or set "zero_optimization.reduce_scatter" to false'
+            return f'"{key}" does not go with reduce-scatter; {remedy}'
+    device = "cpu" if zero.get("cpu_offload") else (zero.get("offload_optimizer") or {}).get("device", "none")
+    for dtype in ("fp16", "bf16"):
+        given, key = ds_config.get(dtype) or {}, f"{dtype}_master_weights_and_grads"
+        if given.get(key) and not given.get("bf16_optimizer_states") and device == "none":
+            return f'"{dtype}.{key}" needs "zero_optimization.offload_optimizer"; offload to "cpu", or remove the key'
+    return None
 
 
 def _params_refusal(owner: str, kind: str, params: Mapping[str, Any], made: Iterable[Callable]) -> str | None:

@@ -15,6 +15,7 @@ Distances are root mean squares over steps. Losses of few steps differ little; `
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def halved(
     while len(layers) > 1:
         halves = layers[: len(layers) // 2], layers[len(layers) // 2 :]
         left = [remaining(half) for half in halves]
-        if before - min(left) < MOST * carried:
+        if not before - min(left) >= MOST * carried:  # of infinite ones the difference is NaN
             break
         layers = halves[left.index(min(left))]
     return list(layers)
@@ -65,6 +66,11 @@ class Bisection:
         run = self.experiment.run(name, **changes)
         check_the_same(run, self.reference, name)
         found = distance(run, self.reference, self.what)
+        if math.isnan(found):
+            raise SystemExit(
+                f"no step of either run has a finite {self.what}; a loss has to come through "
+                "engine.backward(loss): call that, or compare --by grad_norm"
+            )
         print(f"zeropp_fp8: distance {found:.4g} {name}", flush=True)
         return found, run
 

@@ -97,13 +97,13 @@ class Experiment:
 def distance(run: Run, reference: Run, what: str) -> float:
     """Root mean square over steps of the difference in "loss" or "grad_norm"; infinite where one run's is not finite.
 
-    Steps in which neither run's is are left out: fp16's loss scale settles in them.
+    Steps in which neither run's is are left out: fp16's loss scale settles in them. NaN where that is all of them.
     """
     pairs = [(a[what], b[what]) for a, b in zip(run.steps, reference.steps)]
     squares = [(a - b) ** 2 for a, b in pairs if math.isfinite(a) or math.isfinite(b)]
     if not all(map(math.isfinite, squares)):
         return math.inf
-    return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
+    return math.sqrt(sum(squares) / len(squares)) if squares else math.nan
 
 
 def by_layer(run: Run, reference: Run) -> dict[str, list[float]]:

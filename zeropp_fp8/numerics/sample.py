@@ -28,6 +28,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.comm.lanes import Lane
 from zeropp_fp8.comm.reduce_scatter import Reduction, Rings
 from zeropp_fp8.compute.casts import gradients_of_swiglu
@@ -97,19 +98,24 @@ class Sampler(Observer):
         """Whether there is something to compare of a unit: its weights, gradients or operands."""
         session = self.session
         arrives = not (unit.kind.sends_what_rests or unit.shards_are_values)
-        reduces = session.config.quantizes_gradients and not self.stage.offload_optimizer
         return any(
-            id(param) in self.layer_of
+            (session.conversion is not None and id(param) in self.layer_of)
             or (arrives and not unit.is_exact(param))
-            or (reduces and param.requires_grad and not session.sends_exactly("gradients", param))
+            or (self._rounds_gradients and param.requires_grad and not session.sends_exactly("gradients", param))
             for param in unit.params
         )
+
+    @property
+    def _rounds_gradients(self) -> bool:
+        """Whether gradients are reduced in a format, which a job that has fallen back does no more, and can be seen."""
+        formats = self.session.intra_format, self.session.inter_format
+        return formats != (None, None) and not self.stage.offload_optimizer
 
     def _look_on(self) -> None:
         """Stand between the parts of the engine and who calls them."""
         self._replaced: list[tuple[object, str]] = []
         self._before(self.stage.gatherer, "finish", self._finish)
-        if self.session.config.quantizes_gradients and not self.stage.offload_optimizer:
+        if self._rounds_gradients:
             for name in ("start", "sum_in_node"):
                 self._before(self.stage.reducer, name, self._reduce)
         if self.session.conversion is not None:
@@ -176,7 +182,7 @@ class Sampler(Observer):
 
     def _reduce(self, reduce: Callable, params: Sequence[Parameter], grads: Sequence[Tensor], *others, **options):
         chosen = [i for i, param in enumerate(params) if param in self.reduced]
-        if chosen:
+        if chosen and self._rounds_gradients:
             session, topology = self.session, self.session.topology
             some = [params[i] for i in chosen]
             grads_hp = [grads[i].view(params[i].ds_shape).float() for i in chosen]
@@ -239,11 +245,10 @@ class Sampler(Observer):
         return time.perf_counter()
 
     def _write(self, step: int) -> None:
-        group = self.session.topology.group
-        with self.session.ledger.counting("other"):
-            for table, op in ((self.sums, dist.ReduceOp.SUM), (self.amax, dist.ReduceOp.MAX)):
-                dist.all_reduce(table, op=op, group=group)
-                self.session.ledger.sent_around_ring(table.numel() * table.element_size(), rounds=2)
+        group, ledger = self.session.topology.group, self.session.ledger
+        with ledger.counting("other"):
+            all_reduce(self.sums, dist.ReduceOp.SUM, group, ledger)
+            all_reduce(self.amax, dist.ReduceOp.MAX, group, ledger)
         sums, amax = self.sums.tolist(), self.amax.tolist()
         now, others = self._now(), step - 1 - self._ended_at
         cost = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ def fingerprint(value) -> Tensor | float:
     if isinstance(value, Tensor):
         flat = value.detach().reshape(-1).double().nan_to_num(0.0, 0.0, 0.0)
         return (flat * (torch.arange(flat.numel(), device=flat.device) % _PERIOD + 1)).sum()
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):  # a batch of a tokenizer is one, and no dict
         return sum(map(fingerprint, value.values()), 0.0)
     return sum(map(fingerprint, value), 0.0) if isinstance(value, (list, tuple)) else 0.0
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.config import SECTION
 from zeropp_fp8.zero.fall_back import fall_back, what_falls_back
 from zeropp_fp8.zero.observer import Observer
@@ -46,6 +47,7 @@ class Watch(Observer):
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.session.device)  # losses, and how many
         self.earlier: deque[float] = deque(maxlen=WINDOW)
         self.problem: str | None = None
+        self.goes_on = False  # the step before had one too, which is said once
         if self.config.watch == "fall_back" and self.session.topology.rank == 0:
             print(f"zeropp_fp8: where a loss jumps, {what_falls_back(self.session)}", flush=True)
 
@@ -62,9 +64,8 @@ class Watch(Observer):
         self.sums[1] += 1
 
     def gradients_are_there(self) -> None:
-        dist.all_reduce(self.sums, group=self.session.topology.group)
         with self.session.ledger.counting("other"):
-            self.session.ledger.sent_around_ring(self.sums.numel() * 8, rounds=2)
+            all_reduce(self.sums, dist.ReduceOp.SUM, self.session.topology.group, self.session.ledger)
         total, count = self.sums.tolist()
         self.sums.zero_()
         if not count:
@@ -86,12 +87,13 @@ class Watch(Observer):
         if self.stage.overflow and not self.scales_loss and self.problem is None:
             self.problem = "gradients are not finite"
             self._stop_if_asked()
+        goes_on, self.goes_on = self.goes_on, self.problem is not None
         if self.problem is None:
             return
         says = "all that goes to high precision is in it already"
         if not self.session.fell_back:
             says = f"from the next step on, and in runs that resume from its checkpoints, {fall_back(self.stage)}"
-        if self.session.topology.rank == 0:
+        if self.session.topology.rank == 0 and not goes_on:
             print(f"zeropp_fp8: step {self._step()}: {self.problem}; {says}", flush=True)
         self.problem = None
 

@@ -7,7 +7,8 @@ the rounded master weights. With a scale a tensor, "tensor" means this rank's pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def check_is_adam(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose update is not Adam's.
 
     Raises:
-        ConfigError: it is another one, or one with an option that has no place in 6 bytes a parameter.
+        ConfigError: it is another one, or has an option that `check_options` refuses.
     """
     updating = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))  # not what only inherits its update
     if updating.__name__ not in _ADAMS:
@@ -53,12 +54,21 @@ def check_is_adam(optimizer: torch.optim.Optimizer) -> None:
             f'{type(optimizer).__name__}; use torch.optim.AdamW (or "torch_adam": true), or set the formats to fp32'
         )
     for group in optimizer.param_groups:
-        for option in ("amsgrad", "maximize"):
-            if group.get(option):
-                raise ConfigError(
-                    f'"{SECTION}.optimizer": states in low precision do not support {option}; leave it out, or set '
-                    "the formats to fp32"
-                )
+        check_options(group)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse an option of Adam's that has no place in 6 bytes a parameter.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for option in ("amsgrad", "maximize"):
+        if options.get(option):
+            raise ConfigError(
+                f'"{SECTION}.optimizer": states in low precision do not support {option}; leave it out, or set '
+                "the formats to fp32"
+            )
 
 
 def decouples_weight_decay(optimizer: torch.optim.Optimizer, group: dict) -> bool:
