@@ -26,8 +26,10 @@ def _of_group(group: dict) -> str:
     row, chosen = group["rows"][0], group["settings"]
     commits = ", ".join(dict.fromkeys(since(each) for each in group["rows"]))
     reference = next((line["reference"] for line in group["comparison"] if "reference" in line), None)
-    head = f"""{CASES[chosen["case"]]}, {row["parameters"] / 1e6:.0f} M parameters, {row["tokens"] / 1e6:.1f} M tokens,
-        {chosen["ranks"]} ranks as {chosen["nodes"]} nodes, {group["hardware"]["gpu"] or group["hardware"]["cpu"]},
+    millions = row["parameters"] / 1e6
+    head = f"""{CASES[chosen["case"]]}, {millions:.{0 if millions >= 1 else 1}f} M parameters,
+        {row["tokens"] / 1e6:.1f} M tokens, {chosen["ranks"]} ranks as {chosen["nodes"]} nodes,
+        {group["hardware"]["gpu"] or group["hardware"]["cpu"]},
         learning rate {chosen["lr"]:g}, then along a cosine to {100 * chosen["least_rate"]:g} % of it"""
     if reference:
         head += f"; differences are from `{reference}`"
