@@ -38,6 +38,7 @@ from zeropp_fp8.config.sections import (
     PluginConfig,
     WeightsConfig,
 )
+from zeropp_fp8.config.states import check_adam_options
 from zeropp_fp8.config.trial import SKIPPED_IN, TRIAL_VARIABLE, Trial, pieces_of, trial_from_environment
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "Trial",
     "WeightsConfig",
     "asks_for_plugin",
+    "check_adam_options",
     "check_compute",
     "check_topology",
     "completed_compute",

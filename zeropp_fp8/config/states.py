@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from zeropp_fp8.config.sections import (
     FP8_FORMATS,
     HALF_STEP_FORMATS,
@@ -136,3 +139,17 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
         for name, plain in (("rounding", "nearest"), ("expand_range", False), ("scales", "tensor")):
             if getattr(optimizer, name) != plain:
                 raise ConfigError(f'"{where}.{name}" does nothing while all states are fp32; remove it')
+
+
+def check_adam_options(options: Mapping[str, Any]) -> None:
+    """Refuse an option of Adam's that has no place in 6 bytes a parameter.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for option in ("amsgrad", "maximize"):
+        if options.get(option):
+            raise ConfigError(
+                f'"{SECTION}.optimizer": states in low precision do not support {option}; leave it out, or set '
+                "the formats to fp32"
+            )

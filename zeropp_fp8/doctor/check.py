@@ -21,6 +21,7 @@ from zeropp_fp8.config import (
     ConfigError,
     Place,
     PluginConfig,
+    check_adam_options,
     check_topology,
     find_ranks_per_node,
     in_tree_keys,
@@ -126,7 +127,6 @@ def _of_ranks(config: PluginConfig, ranks: int | None, ranks_per_node: int | Non
 def _of_engine(config: PluginConfig, ds_config: Mapping[str, Any]) -> list[Problem]:
     """What an engine refuses when it is made, of what a ds_config can show."""
     from zeropp_fp8.plugin.engine import check_owners
-    from zeropp_fp8.zero.states.compressed import check_options
 
     problems = []
     optimizer = ds_config.get("optimizer")
@@ -134,7 +134,7 @@ def _of_engine(config: PluginConfig, ds_config: Mapping[str, Any]) -> list[Probl
     kind, params = str(optimizer.get("type") or ""), optimizer.get("params")
     rules = [(check_owners, config)]
     if config.stores_states_in_low_precision and isinstance(params, Mapping):
-        rules.append((check_options, params))
+        rules.append((check_adam_options, params))
     for rule, of in rules:
         try:
             rule(of)

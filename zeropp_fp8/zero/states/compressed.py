@@ -7,14 +7,13 @@ the rounded master weights. With a scale a tensor, "tensor" means this rank's pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.config import SECTION, ConfigError, OptimizerConfig, PluginConfig
+from zeropp_fp8.config import SECTION, ConfigError, OptimizerConfig, PluginConfig, check_adam_options
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.optim import FP8Gradients, Hyper, StateBuffer, StateFormats, adamw_step, make_state_buffers
 from zeropp_fp8.zero.states.groups import StateGroup
@@ -45,7 +44,7 @@ def check_is_adam(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose update is not Adam's.
 
     Raises:
-        ConfigError: it is another one, or has an option that `check_options` refuses.
+        ConfigError: it is another one, or has an option that `check_adam_options` refuses.
     """
     updating = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))  # not what only inherits its update
     if updating.__name__ not in _ADAMS:
@@ -54,21 +53,7 @@ def check_is_adam(optimizer: torch.optim.Optimizer) -> None:
             f'{type(optimizer).__name__}; use torch.optim.AdamW (or "torch_adam": true), or set the formats to fp32'
         )
     for group in optimizer.param_groups:
-        check_options(group)
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse an option of Adam's that has no place in 6 bytes a parameter.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    for option in ("amsgrad", "maximize"):
-        if options.get(option):
-            raise ConfigError(
-                f'"{SECTION}.optimizer": states in low precision do not support {option}; leave it out, or set '
-                "the formats to fp32"
-            )
+        check_adam_options(group)
 
 
 def decouples_weight_decay(optimizer: torch.optim.Optimizer, group: dict) -> bool:
