@@ -299,7 +299,8 @@ def check_untouched(param: Parameter) -> None:
         stored.version = param._version
         raise RuntimeError(
             f"{_name_of(param)} rests as {stored.wire_format!r} codes and was written in place, which would be lost: "
-            "write to it inside deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
+            "write to it inside deepspeed.zero.GatheredParameters(..., modifier_rank=0); a weight that PEFT's "
+            f'"target_parameters" name is set in each forward: name it in "{SECTION}.frozen.skip_modules"'
         )
 
 
