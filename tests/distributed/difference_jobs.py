@@ -188,7 +188,15 @@ def write_masters(params):
         safe_set_full_fp32_param(param, -1.5 * safe_get_full_fp32_param(param))
 
 
-def loaded_after_a_write():
+def write_own_masters(params):
+    """One rank alone."""
+    for param in params:
+        own = safe_get_local_fp32_param(param)
+        if dist.get_rank() == 1:
+            safe_set_local_fp32_param(param, -1.5 * own)
+
+
+def loaded_after_a_write(alone):
     """SNR of gathered weights, and differences in all units since the last full gather: of a run that is resumed with
     master weights that no step had brought to the weights; and after a step of one in which they are loaded again."""
     engine, folder, data, found = engine_of(), shared_folder(), batches(5, dist.get_rank()), []
@@ -196,7 +204,7 @@ def loaded_after_a_write():
     for _ in range(2):
         step_of(engine, data)
     engine.save_checkpoint(folder, tag="before")
-    write_masters(params)
+    (write_own_masters if alone else write_masters)(params)
     engine.save_checkpoint(folder, tag="after")
     engine.load_checkpoint(folder, tag="before")
     step_of(engine, data)
@@ -240,10 +248,7 @@ def written(how, recipe="zeropp-diff", **options):
         write_masters(params)
         other.destroy()
     elif how == "of one rank":
-        for param in params:
-            own = safe_get_local_fp32_param(param)
-            if dist.get_rank() == 2:
-                safe_set_local_fp32_param(param, -1.5 * own)
+        write_own_masters(params)
     elif how == "loaded":
         engine.optimizer.load_state_dict([engine.optimizer.state_dict()] * dist.get_world_size())
     if how.startswith("masters") or how == "of one rank":  # they reach the weights with a step

@@ -140,9 +140,10 @@ def test_weights_written_from_outside(name, without_differences):
                 assert [loss for _, _, loss in found] == pytest.approx(wanted, rel=2e-3), how
 
 
-def test_master_weights_that_were_written_and_saved_before_a_step():
+@pytest.mark.parametrize("alone", [False, True])
+def test_master_weights_that_were_written_and_saved_before_a_step(alone):
     """They are the weights where they are loaded; and where others are loaded, the next step is one like others."""
-    for (own, _), (later, steps) in run_two(jobs.loaded_after_a_write):
+    for (own, _), (later, steps) in run_two(jobs.loaded_after_a_write, alone=alone):
         assert min(own, later) > INT8_DB and steps == {3}
 
 

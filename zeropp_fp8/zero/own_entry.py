@@ -14,7 +14,7 @@ from deepspeed.utils import logger
 from zeropp_fp8.zero.stage3_base import Stage3Base
 
 ENTRY = "zeropp_fp8"
-_HELD, _FELL_BACK = "held weights", "fell back"
+_HELD, _FELL_BACK, _WROTE_ALONE = "held weights", "fell back", "wrote alone"
 
 
 def own_entry(stage: Stage3Base) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def own_entry(stage: Stage3Base) -> dict[str, Any]:
         entry["compute"] = session.conversion.scaling.state_dict()
     held = stage.gatherer.held_states(stage.param_names)
     if held:
-        entry[_HELD] = held
+        entry |= {_HELD: held, _WROTE_ALONE: stage.wrote_alone}
     observers = {type(one).__name__: one.state_dict() for one in session.observers if one.state_dict()}
     if observers:
         entry["observers"] = observers
@@ -69,7 +69,13 @@ def load_own_entry(stage: Stage3Base, entry: dict[str, Any] | None) -> tuple[dic
         _load_or_start_afresh(feedback, entry["error_feedback"], {}, "error feedback starts afresh")
     for name, generator_state in entry.get("generators", {}).items():
         session.generators[name].set_state(generator_state)
+    stage.wrote_alone = entry.get(_WROTE_ALONE, False)
     return entry.get(_HELD, {}), _FELL_BACK in saved
+
+
+def without_rows(held: dict[tuple[str, ...], dict]) -> dict[tuple[str, ...], dict]:
+    """What units have drawn for their weights, and nothing that they held of them."""
+    return {names: {key: value for key, value in state.items() if key != "holds"} for names, state in held.items()}
 
 
 def _world(stage: Stage3Base) -> tuple[int, int]:

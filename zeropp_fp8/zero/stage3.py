@@ -21,7 +21,7 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.fall_back import fall_back_as_saved
 from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.offload import ZeroppOffload
-from zeropp_fp8.zero.own_entry import ENTRY, load_own_entry, own_entry
+from zeropp_fp8.zero.own_entry import ENTRY, load_own_entry, own_entry, without_rows
 from zeropp_fp8.zero.report import print_progress_line
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage3_base import Replaced
@@ -35,7 +35,6 @@ class ZeroppStage3(ReducingStage3):
     """ZeRO stage 3 with quantized collectives."""
 
     def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
-        self._wrote_alone = False  # to this rank's part of master weights, since the last step
         config = session.config
         keeps_optimizer = session.state_formats is None
         if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
@@ -101,7 +100,7 @@ class ZeroppStage3(ReducingStage3):
 
     def set_local_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
         super().set_local_hp_param(value, param, optim_state_key)
-        self._wrote_alone |= optim_state_key is None
+        self.wrote_alone |= optim_state_key is None
 
     def set_full_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
         super().set_full_hp_param(value, param, optim_state_key)
@@ -109,17 +108,14 @@ class ZeroppStage3(ReducingStage3):
             for unit in self.gatherer.units_with(param):
                 unit.expect_large_step()
 
-    def _tell_of_writes(self) -> None:
-        """What one rank has written to master weights others cannot know: differences to copies are not small then."""
+    def _somebody_wrote_alone(self) -> bool:
+        """Whether a rank has, of which the others cannot know: then differences to copies are not small. Collective."""
         if self.session.difference_format is None:
-            return
-        wrote = torch.tensor([self._wrote_alone], dtype=torch.uint8, device=self.session.device)
-        self._wrote_alone = False
-        with self.session.ledger.counting("other"):
-            all_reduce(wrote, dist.ReduceOp.MAX, self.session.topology.group, self.session.ledger)
-        if wrote.item():  # DeepSpeed's step waits for the device next in any case
-            for unit in self.gatherer.units:
-                unit.expect_large_step()
+            return False
+        wrote = torch.tensor([self.wrote_alone], dtype=torch.uint8, device=self.session.device)
+        self.wrote_alone = False
+        all_reduce(wrote, dist.ReduceOp.MAX, self.session.topology.group, self.session.ledger)
+        return bool(wrote.item())
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -130,7 +126,10 @@ class ZeroppStage3(ReducingStage3):
         self._drop_gradients_of_frozen()
         for observer in self.session.observers:
             observer.gradients_are_there()
-        self._tell_of_writes()
+        with self.session.ledger.counting("other"):
+            if self._somebody_wrote_alone():  # the host waits for the device next in any case
+                for unit in self.gatherer.units:
+                    unit.expect_large_step()
         super().step(closure)
         self._forget_resting()
         residuals = self.reducer.error_feedback
@@ -210,9 +209,11 @@ class ZeroppStage3(ReducingStage3):
         self.gatherer.weights_changed()  # master weights in low precision have rounded them
 
     def load_state_dict(self, *args, **kwargs) -> None:
-        self._held_before, self._fell_back_before = {}, False
+        self._held_before, self._fell_back_before, self.wrote_alone = {}, False, False
         with self.session.ledger.counting(OUTSIDE):
             super().load_state_dict(*args, **kwargs)
+            if self._somebody_wrote_alone():  # the weights are master weights now, and what was held is far from them
+                self._held_before = without_rows(self._held_before)
         if kwargs.get("checkpoint_folder"):  # a universal checkpoint holds weights and optimizer state only
             self._held_before, self._fell_back_before = load_own_entry(self, None)
         self.gatherer.weights_changed()

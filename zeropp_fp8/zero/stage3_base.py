@@ -24,9 +24,11 @@ class Stage3Base(DeepSpeedZeroOptimizer_Stage3):
     Attributes:
         scales, store, states: scales of gradients that ranks share, reduced gradients and optimizer states in low
             precision; None where there are none.
+        wrote_alone: since the last step somebody has written to this rank's part of master weights.
     """
 
     scales = store = states = None
+    wrote_alone = False
 
     def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
         self.session = session
