@@ -7,7 +7,7 @@ memory.py           how much memory a rank has, and can still have
 placement.py        which elements of a parameter lie on which rank
 offload.py          subclass of DeepSpeedZeRoOffload: the hooks around modules (all there is without an optimizer)
 stage3.py           subclass of DeepSpeedZeroOptimizer_Stage3
-stage3_reduction.py  the part of it that reduces gradients
+stage3_reduction.py the part of it that reduces gradients
 stage3_base.py      what the parts of a stage ask of each other
 own_entry.py        what a checkpoint holds of it beside weights and states
 compose.py          the stage of an engine, composed of the parts that its configuration asks for
