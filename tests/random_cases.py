@@ -109,8 +109,8 @@ class Case:
         return any(event.endswith(":fall") for event in self.events)
 
     @property
-    def stale_as_stock(self) -> bool:
-        """Whether a gradient that does not come stays what it was in the step before, as in stock; else it is zero."""
+    def fills_stock_buckets(self) -> bool:
+        """Whether gradients go into stock's buckets as they come; else in the order that the plugin has."""
         return self.is_lossless and self.granularity != "block"
 
     @property
@@ -268,14 +268,14 @@ def _draw(rng: random.Random, seed: int, features: frozenset[str]) -> Case:
         case = _that_stock_can(case)
     else:  # stock shall raise, which it does in buckets of its usual size
         case.zero.pop("reduce_bucket_size", None)
-    if case.is_lossless and case.world > 2 and not case.stale_as_stock:
+    if case.is_lossless and case.world > 2 and not case.fills_stock_buckets:
         # gloo adds more than two ranks in an order that depends on the place in a bucket. The plugin's own order fills
         # other buckets than stock, and holds places for zeros: every gradient has a bucket of its own.
         case.zero["reduce_bucket_size"] = 1
     if recipe == "zeropp-pcie":
         case.fields["secondary"] = {"memory_gb": MEMORY_GB[seed // 2 % len(MEMORY_GB)]}
     differs = "ranks differ" in features and any(text.endswith(":branchy") for text in stages)
-    differs = differs and not case.stale_as_stock and not any("non-re" in text for text in case.spans)
+    differs = differs and not case.fills_stock_buckets and not any("non-re" in text for text in case.spans)
     case = dataclasses.replace(case, ranks_differ=differs and rng.random() < 0.8)
     case = dataclasses.replace(
         case,

@@ -150,8 +150,8 @@ class Run:
         extra: float | None = 1.0
         if case.ranks_differ and (self.rank + step) % 2:
             extra = None if self.plugin else 0.0
-        really = self.plugin or case.stale_as_stock
-        named = {"skipped": left_out} if really else {"zeroed": left_out}
+        # In stock a gradient that does not come stays what it was in the step before.
+        named = {"skipped": left_out} if self.plugin else {"zeroed": left_out}
         for micro in range(case.accumulation):
             self.events(step, micro)
             losses = [engine(self.batch(), extra=extra, **named) for _ in range(case.forwards)]

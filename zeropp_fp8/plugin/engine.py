@@ -156,6 +156,13 @@ def engine_class(stock_class, replace):
             with self._zeropp_fp8_not_walked():
                 return super()._forward_epilogue()
 
+        def forward(self, *inputs, **kwargs):
+            try:
+                return super().forward(*inputs, **kwargs)
+            except BaseException:
+                self._zeropp_fp8_offload.leave_forward()
+                raise
+
         def backward(self, loss, *args, **kwargs):
             for observer in self.zeropp_fp8_session.observers:
                 observer.loss_is(loss)

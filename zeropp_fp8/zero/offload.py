@@ -202,7 +202,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self._earlier: list[ZeroppOffload] = []  # engines over (part of) this model, made before this one
         self._later: list[ZeroppOffload] = []
         self.announced: str | None = None  # where weights stayed in the last one
-        self.before_backward: Callable[[], None] | None = None  # told that a module's backward begins
+        self.before_backward: Callable[[bool], None] | None = None  # told of each module whose backward begins
         self.after_backward_of: Callable[[nn.Module], None] | None = None  # told of each module whose backward is over
         # Of the call whose hooks run now: DeepSpeed's hooks hand tensors over one by one, with nothing in between.
         self.inputs, self.outputs = _CallTensors(), _CallTensors()
@@ -326,6 +326,14 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self.gatherer.module_depth += 1
         self.inputs = _CallTensors()
 
+    def leave_forward(self) -> None:
+        """An exception has ended a forward, whose modules use their parameters no more."""
+        self.gather_what_is_read(False)
+        if torch._C._current_graph_task_id() == -1:
+            for engine in (self, *self._later):
+                engine._leave_unfinished()
+                engine.param_coordinator.leave_all()
+
     def _leave_unfinished(self) -> None:
         """Forget modules whose forward was left by an exception, such as the early stop of checkpointing."""
         while self.gatherer.module_depth and torch._C._current_graph_task_id() == -1:
@@ -360,9 +368,10 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def pre_sub_module_backward_function(self, sub_module, begins: bool = True) -> None:
         self._evaluating = False
-        for engine in self._over_the_model():
+        engines = self._over_the_model()
+        for engine in engines:
             if engine.before_backward is not None:
-                engine.before_backward()
+                engine.before_backward(len(engines) == 1)
         with _OrdinaryTensors(), self.session.ledger.counting(self._kind(forward=False)):
             self.param_coordinator.fetch_sub_module(sub_module, forward=False)
         if begins:

@@ -122,6 +122,7 @@ class ZeroppStage3(ReducingStage3):
     def step(self, closure=None) -> None:
         self.gatherer.check_placement()
         loss_scale = self.loss_scale
+        self.end_backward()
         self._finish_resting()
         self._drop_gradients_of_frozen()
         for observer in self.session.observers:
@@ -131,7 +132,7 @@ class ZeroppStage3(ReducingStage3):
                 for unit in self.gatherer.units:
                     unit.expect_large_step()
         super().step(closure)
-        self._forget_resting()
+        self._forget_gradients()
         residuals = self.reducer.error_feedback
         if residuals and (self.overflow or self.loss_scale != loss_scale):
             residuals.reset()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,6 +24,10 @@ from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage3_base import Freed, Replaced, Stage3Base
 
 _LEAF = "ds_z3_leaf_module"
+_ENDED_BY_EXCEPTION = (
+    "an exception has ended the last backward after some of its gradients may have been added to those of earlier "
+    "ones; call engine.optimizer.zero_grad() and begin the step again"
+)
 # The double-underscore methods of DeepSpeed's class, by the names under which Python stores them.
 AVG_SCATTER_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 AVG_SCATTER_CONTIGUOUS_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
@@ -35,14 +41,18 @@ class ReducingStage3(Stage3Base):
     def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
         self._reducer: GradientReducer | None = None
         self._order: FixedOrder | None = None
-        self._reduced: set[int] = set()  # ds_id of what this backward has reduced already
-        self._written: set[int] = set()  # ds_id of what has a mean gradient since the last step, with sums in the node
-        self._in_backward = False  # it has reached the model, and has not ended
-        self._seen_backward = -1  # autograd's number of the last one that brought a gradient
+        # By ds_id: the last backward since the last step whose mean gradient is in this rank's part, or is on its way.
+        self._written: dict[int, int] = {}
+        self._backwards = 0  # that have ended since the last step
+        self._running: _Backward | None = None  # that has reached the model, and has not ended
         self._watch = StepWatch(session) if session.config.report.diagnose else None
+        self._in_buckets: set[int] = set()  # ds_id of what waits in DeepSpeed's buckets
         if session.config.quantizes_gradients:
             kwargs["reduce_scatter"] = True
-            kwargs["contiguous_gradients"] = False  # DeepSpeed's bucket, a gigabyte by default, would not be used
+        if kwargs.get("reduce_scatter", True):
+            # DeepSpeed would copy each gradient into a buffer, a gigabyte by default, which it then reads tensor by
+            # tensor all the same; and what comes twice in one backward would be added to while it is copied.
+            kwargs["contiguous_gradients"] = False
         dtype = kwargs.get("gradient_accumulation_dtype", torch.float32)
         session.sums_numel = numel_of_sums(session, module.parameters(), dtype)
         super().__init__(module, init_optimizer, param_names, *args, session=session, **kwargs)
@@ -72,7 +82,7 @@ class ReducingStage3(Stage3Base):
         self.session.on_model.callback(self._remove_gradient_hooks)
         trainable = [param for group in self.fp16_groups for param in group]
         self._names = {param.ds_id: self.param_names.get(param, str(param.ds_id)) for param in trainable}
-        self.parameter_offload.before_backward = self._begin_backward
+        self.parameter_offload.before_backward = self._module_reached
         if self._uses_fixed_order():
             quantized = self.session.config.quantizes_gradients
             self._order = FixedOrder(
@@ -99,8 +109,7 @@ class ReducingStage3(Stage3Base):
             for param, leaf in leaf_of.items():
                 setattr(param, _LEAF, leaf)
             for param, handle in zip((p for p in trainable if p.requires_grad), self._grad_acc_hooks, strict=True):
-                hooks = handle.hooks_dict_ref()
-                hooks[handle.id] = self._gradient_hook(param, hooks[handle.id])
+                handle.hooks_dict_ref()[handle.id] = functools.partial(self._gradient_is_there, param)
         else:
             super().create_reduce_and_remove_grad_hooks()
 
@@ -108,21 +117,9 @@ class ReducingStage3(Stage3Base):
         for hook in (*self._grad_acc_hooks, *self._leaf_module_hooks):
             hook.remove()
 
-    def _gradient_hook(self, param: Parameter, stock_hook: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        """What is called when a gradient is there: DeepSpeed's hook for the first of a backward, whose end it sees to.
-
-        For all others it would do that again, which takes 30 calls in Python a parameter.
-        """
-
-        def gradient_is_there(tensor: Tensor) -> None:
-            running = torch._C._current_graph_task_id()
-            if running == self._seen_backward:
-                self.reduce_ready_partitions_and_remove_grads(param)
-            else:
-                self._seen_backward = running
-                stock_hook(tensor)
-
-        return gradient_is_there
+    def _gradient_is_there(self, param: Parameter, tensor: Tensor) -> None:
+        """Stand for DeepSpeed's hook, which takes 30 calls in Python a parameter to find where a backward ends."""
+        self.reduce_ready_partitions_and_remove_grads(param)
 
     def should_refresh_expected_hook_count(self) -> bool:
         """Never: the end of a backward is told by autograd, not by a count of DeepSpeed's hooks."""
@@ -133,8 +130,10 @@ class ReducingStage3(Stage3Base):
         return self.session.config.quantizes or self.session.config.gather_granularity == "block"
 
     def reduce_ready_partitions_and_remove_grads(self, param: Parameter) -> None:
+        if torch._C._current_graph_task_id() != -1:  # else coalesced gradients are reduced, after all backwards
+            self._backward_reaches()
         if self._coalesce_grad_reduction or self._order is None:
-            super().reduce_ready_partitions_and_remove_grads(param)
+            self._put_into_bucket([param])
         elif getattr(param, "ds_grad_is_ready", True):  # not while a tiled computation goes on adding to it
             self._order.is_ready(param)
 
@@ -149,9 +148,25 @@ class ReducingStage3(Stage3Base):
             self._order.module_ended(params)
 
     def _put_into_bucket(self, params: list[Parameter]) -> None:
-        """Stock's way, where gradients are not quantized."""
+        """Stock's way, where gradients are not quantized.
+
+        Raises:
+            RuntimeError: a gradient comes twice in one backward, as with reentrant checkpointing, and the first has been
+                copied into DeepSpeed's buffer.
+        """
         for param in params:
-            super().reduce_ready_partitions_and_remove_grads(param)
+            if param.ds_id not in self._in_buckets:
+                super().reduce_ready_partitions_and_remove_grads(param)
+                if not self._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
+                    self._in_buckets.add(param.ds_id)
+            elif self.contiguous_gradients:
+                raise RuntimeError(
+                    f"the gradient of {self.param_names.get(param, param.ds_id)} comes twice in one backward, which "
+                    '"reduce_scatter": false cannot add up; leave that key out of zero_optimization, or checkpoint '
+                    "with use_reentrant=False"
+                )
+            elif param.grad.is_cuda:  # autograd has added to what waits
+                self.reduce_and_partition_stream.wait_stream(torch.cuda.current_stream(param.grad.device))
 
     @torch.no_grad()
     def _reduce_unit(self, params: list[Parameter]) -> None:
@@ -171,7 +186,6 @@ class ReducingStage3(Stage3Base):
         names = [self._names[p.ds_id] for p in params]
         if self.session.sums_numel and not self._at_boundary():
             self.reducer.sum_in_node(params, grads, names, self.gradient_accumulation_dtype)
-            self._reduced.update([p.ds_id for p in params])
         else:
             self._finish_unit(params, names, grads)
         for param in params:
@@ -185,12 +199,10 @@ class ReducingStage3(Stage3Base):
 
     def _finish_unit(self, params: Sequence[Parameter], names: list[str], grads: list[Tensor] | None) -> None:
         """Let the mean of a unit's gradients, those that rest in the node too, arrive in the gradient partitions."""
-        # A parameter whose gradient comes twice in one backward adds to what it has reduced before.
-        twice = params[0].ds_id in (self._written if self.session.sums_numel else self._reduced)
-        again = twice or (self.micro_step_id > 0 and not self.session.sums_numel)
-        ids = [p.ds_id for p in params]
-        self._reduced.update(ids)
-        self._written.update(ids)
+        # A parameter whose gradient comes twice in one backward adds to what it has reduced before, as later backwards.
+        written = self._written.get(params[0].ds_id)
+        again, twice = written is not None, written == self._backwards
+        self._written.update((p.ds_id, self._backwards) for p in params)
         if self.offload_optimizer:
             slices = self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
             self._partition_grads(params, slices, again)
@@ -202,14 +214,20 @@ class ReducingStage3(Stage3Base):
         else:
             self.reducer.start(params, grads, names, results, again, arrived)
 
-    def partition_grads(self, params_to_release: list[Parameter], grad_partitions: list[Tensor]):
-        """What DeepSpeed has reduced by itself, when it is told to put that off: the first of a step is no addition."""
-        if not self.session.sums_numel:
-            return super().partition_grads(params_to_release, grad_partitions)
+    def partition_grads(self, params_to_release: list[Parameter], grad_partitions: list[Tensor]) -> list[Tensor]:
+        """Write what DeepSpeed has reduced by itself, or add it to what this step has written.
+
+        DeepSpeed decides that for all parameters at once, by the number of forwards: of two backwards over one forward
+        the second would take the place of the first.
+        """
         buffers = []
-        for param, part in zip(params_to_release, grad_partitions):
-            buffers += self._partition_grads([param], [part], param.ds_id in self._written)
-            self._written.add(param.ds_id)
+        for again in (False, True):
+            some = [(p, g) for p, g in zip(params_to_release, grad_partitions) if (p.ds_id in self._written) == again]
+            if some:
+                params, parts = map(list, zip(*some))
+                buffers += self._partition_grads(params, parts, again)
+        self._in_buckets.difference_update(p.ds_id for p in params_to_release)
+        self._written.update((p.ds_id, self._backwards) for p in params_to_release)
         return buffers
 
     def _partition_grads(self, params: Sequence[Parameter], parts: list[Tensor], again: bool) -> list[Tensor]:
@@ -239,11 +257,15 @@ class ReducingStage3(Stage3Base):
         super().finalize_gradient_accumulation_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._running is not None:
+            self._drop_backward()
         super().zero_grad(set_to_none)
-        self._forget_resting()
+        self._forget_gradients()
 
-    def _forget_resting(self) -> None:
+    def _forget_gradients(self) -> None:
+        """The next gradients take the place of those that have come."""
         self._written.clear()
+        self._backwards = 0
         if self._sums_rest():
             self.reducer.forget_sums()
 
@@ -251,16 +273,88 @@ class ReducingStage3(Stage3Base):
         """Whether there may be something that rests in the node."""
         return bool(self.session.sums_numel) and not self.parameter_offload.destroyed
 
-    def _begin_backward(self) -> None:
-        self.parameter_offload.gatherer.check_placement()
-        self._in_backward = True
+    # -- a backward, from where it reaches the model to its end ------------------------------------------------------
+
+    def enter_backward(self) -> None:
+        """A backward comes to an output of an engine's forward. (DeepSpeed 0.18.0 does not say so.)
+
+        DeepSpeed counts these: a loss of two forwards would enter twice, leave once, and never be reduced.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            self._backward_reaches(surely=True)
+
+    def queue_post_backward_callback(self) -> bool:
+        """Leave out DeepSpeed's, which comes once a forward: autograd has been asked already to tell the end."""
+        return True
+
+    def _backward_reaches(self, ours: bool = True, surely: bool = False) -> None:
+        """A backward comes to an output (`surely`), a module or a parameter of the model; the first of them begins it.
+
+        Args:
+            ours: it is of this engine's loss, as far as can be told: a module may be another engine's too.
+            surely: it is the user's.
+
+        Raises:
+            RuntimeError: an exception has ended the last backward while gradients accumulate.
+        """
+        if self._running is not None and not self._running.is_alive():
+            self._forget_backward()
+        if self._running is not None:
+            return
         if self._order is not None:
             self._order.begin()
+        # A loss in tiles goes backward inside of the forward: what comes then waits for the user's backward.
+        if surely or (ours and not self.parameter_offload.gatherer.module_depth):
+            self._begin_backward()
+
+    def _module_reached(self, only_engine: bool) -> None:
+        """A backward comes to a module, which may be that of another engine's loss."""
+        self._backward_reaches(ours=only_engine or getattr(self, "_backward_seen_this_step", False))
+
+    def _begin_backward(self) -> None:
+        self.parameter_offload.gatherer.check_placement()
+        if self._order is None and not self._backwards:
+            self._zero_gradients()
+        self._running = _Backward(self._backward_has_run)
+        engine = self.session.engine()
+        if hasattr(self, "set_gradient_accumulation_boundary"):  # DeepSpeed does it once a forward
+            self.set_gradient_accumulation_boundary(engine.is_gradient_accumulation_boundary())
+        state = getattr(self, "_backward_hook_state", None)
+        if state is not None:
+            state.backward_active_depth = 0
+            state.enter_backward()
+            state.post_backward_callback_queued = True
+
+    @torch.no_grad()
+    def _zero_gradients(self) -> None:
+        """Let what gets no gradient in this step have zeros; in stock it has that of the step before once more."""
+        self.grad_partitions_flat_buffer.zero_()
+        if self.offload_optimizer:
+            for flat in self.fp32_partitioned_groups_flat:
+                flat.grad.zero_()
+
+    def _backward_has_run(self) -> None:
+        """Let the engine end the backward, where no engine.backward() does so next."""
+        self._running = None
+        if hasattr(self, "run_grad_acc_post_hooks"):
+            self.run_grad_acc_post_hooks()
+
+    def end_backward(self) -> None:
+        """The step begins: reduce what has come unnoticed, such as after a forward that an exception has ended.
+
+        Raises:
+            RuntimeError: an exception has ended the last backward.
+        """
+        if self._running is not None:
+            self._drop_backward()
+            raise RuntimeError(_ENDED_BY_EXCEPTION)
+        if (self._order is not None and self._order.has_begun) or self._in_buckets:
+            self.independent_gradient_partition_epilogue()
 
     def backward_epilogue(self) -> None:
         """A backward has ended. (DeepSpeed 0.18 does not say so, nor that a forward begins.)"""
         super().backward_epilogue()
-        self._in_backward = False
+        self._running = None
 
     def clear_backward_seen_flag(self) -> None:
         """A forward begins.
@@ -268,38 +362,40 @@ class ReducingStage3(Stage3Base):
         Raises:
             RuntimeError: an exception has ended the last backward while gradients accumulate.
         """
-        inside_of_one = torch._C._current_graph_task_id() != -1  # which runs the model again
-        if self._in_backward and self._backward_active_depth > 0 and not inside_of_one:
+        if self._running is not None and not self._running.is_alive():
             self._forget_backward()
         super().clear_backward_seen_flag()
 
     def _forget_backward(self) -> None:
         """Drop the gradients of a backward that an exception has ended, in which the next one would find its own."""
-        self._in_backward = False
-        self._backward_active_depth = 0
+        self._drop_backward()
+        if self._backwards or self._coalesce_grad_reduction:
+            raise RuntimeError(_ENDED_BY_EXCEPTION)
+        self._forget_gradients()
+
+    def _drop_backward(self) -> None:
+        self._running = None
+        if hasattr(self, "_backward_hook_state"):
+            self._backward_active_depth = 0
         if self._order is not None:
             self._order.start_again()
-        self._reduced.clear()
         self.reducer.drain()
-        if self.micro_step_id == 0:
-            self._forget_resting()
         for bucket in self.ipg_buckets.values():
             bucket.params.clear()
             bucket.elements = 0
+        self._in_buckets.clear()
         for param in (param for group in self.fp16_groups for param in group):
             param.grad = None
-        # In a first micro-batch the next gradients take the place of those that have been reduced.
-        if self.micro_step_id > 0 or self._coalesce_grad_reduction:
-            raise RuntimeError(
-                "an exception has ended the last backward after some of its gradients may have been added to those of "
-                "earlier micro-batches; call engine.optimizer.zero_grad() and begin the step again"
-            )
 
     def independent_gradient_partition_epilogue(self) -> None:
+        self._reduce_the_rest()
+        self._running = None
+        self._backwards += 1
+
+    def _reduce_the_rest(self) -> None:
+        """Bring what a backward has left to where the step finds it."""
         if self._order is not None:
             self._order.finish()
-        self._reduced.clear()
-        self._in_backward = False
         quantizes = self.session.config.quantizes_gradients
         if quantizes:
             if self._at_boundary():
@@ -311,8 +407,7 @@ class ReducingStage3(Stage3Base):
             super().independent_gradient_partition_epilogue()
             return
         # There is DeepSpeed's own work on that stream where something has come into a bucket.
-        waits = any(bucket.params for bucket in self.ipg_buckets.values())
-        with nullcontext() if waits else Replaced(self, "reduce_and_partition_stream", _NoWait()):
+        with nullcontext() if self._in_buckets else Replaced(self, "reduce_and_partition_stream", _NoWait()):
             super().independent_gradient_partition_epilogue()
         self._wait_for_copies_to_host()
 
@@ -388,6 +483,24 @@ class ReducingStage3(Stage3Base):
 
 setattr(ReducingStage3, AVG_SCATTER_GRADS, ReducingStage3._avg_scatter_grads)
 setattr(ReducingStage3, AVG_SCATTER_CONTIGUOUS_GRADS, ReducingStage3._avg_scatter_contiguous_grads)
+
+
+class _Backward:
+    """A backward that autograd runs, and `ended` when it has run; an exception ends it without a call.
+
+    Autograd alone refers to what it is to call, so its end, whatever brings it, is the end of that.
+    """
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        def call() -> None:
+            ended()
+
+        self._call = weakref.ref(call)
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+
+    def is_alive(self) -> bool:
+        """Whether autograd still runs it."""
+        return self._call() is not None
 
 
 class _NoWait:

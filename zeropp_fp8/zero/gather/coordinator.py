@@ -210,6 +210,12 @@ class UnitCoordinator:
         for unit in units:
             unit.active_modules.discard(module.ds_id)
 
+    def leave_all(self) -> None:
+        """No module uses its parameters any more; they may stay until something releases them."""
+        with self._lock:
+            for unit in self.gatherer.units:
+                unit.leave()
+
     def _release(self, unit: Unit) -> None:
         for param in unit.params:
             if param.is_external_param:
@@ -236,9 +242,7 @@ class UnitCoordinator:
             for unit in self.gatherer.units:
                 if unit.in_flight:
                     self.gatherer.cancel(unit)
-                unit.active_modules.clear()
-                for param in unit.params:
-                    param.ds_active_sub_modules.clear()
+                unit.leave()
                 self.gatherer.release(unit)
             _check_released(self.gatherer.units)
 

@@ -116,6 +116,12 @@ class Unit(ABC):
         """Whether its values are on their way."""
         return self.flight is not None and self.flight.asked_for
 
+    def leave(self) -> None:
+        """Let no module be using the parameters."""
+        self.active_modules.clear()
+        for param in self.params:
+            param.ds_active_sub_modules.clear()
+
     @property
     def is_frozen(self) -> bool:
         """Whether nothing of it is trained, so that copies survive optimizer steps."""

@@ -73,7 +73,11 @@ def is_still_to_come(param: Parameter) -> bool:
 
 
 class FixedOrder:
-    """Hands units of parameters to `reduce` in the fixed order, during one backward pass."""
+    """Hands units of parameters to `reduce` in the fixed order, during one backward pass.
+
+    Attributes:
+        has_begun: a backward has reached the model, and `finish` has not been called since.
+    """
 
     def __init__(self, units: list[list[Parameter]], reduce: Callable[[list[Parameter]], None]) -> None:
         self.units = units
@@ -83,18 +87,18 @@ class FixedOrder:
 
     def start_again(self) -> None:
         """Forget what a backward has brought so far."""
-        self._begun = False
+        self.has_begun = False
         self._next = 0
         self._ready: set[int] = set()
         self._missing = [len(unit) for unit in self.units]
 
     def begin(self) -> None:
         """A backward has reached the model; every rank's has, whatever gradients it brings there."""
-        self._begun = True
+        self.has_begun = True
 
     def is_ready(self, param: Parameter) -> None:
         """Autograd produced `param.grad`."""
-        self._begun = True
+        self.has_begun = True
         key = id(param)
         index = self._unit_of[key]
         if index < self._next:
@@ -127,7 +131,7 @@ class FixedOrder:
         Nothing happens when it is called again (engine.allreduce_gradients() after engine.backward()): another round
         of zeros would take the place of the gradients, or be added to the error feedback.
         """
-        if not self._begun:
+        if not self.has_begun:
             return
         while self._next < len(self.units):
             for param in self.units[self._next]:
