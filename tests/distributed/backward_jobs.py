@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -54,8 +55,8 @@ class TwoOutputs(nn.Module):
 class Backward:
     """One backward.
 
-    `of`: (number of the forward, output) whose losses are added; `again`: its graph is needed once more; `by`: "engine",
-    or "tensor" for loss.backward().
+    `of`: (number of the forward, output) whose losses are added; `again`: its graph is needed once more; `by`:
+    "engine", or "tensor" for loss.backward().
     """
 
     of: tuple[tuple[int, int], ...]
@@ -98,9 +99,9 @@ def _draw_backward(rng: random.Random, losses: list[tuple[int, int]]) -> Backwar
     return Backward(of, rng.choice(["engine", "tensor"]), any(number in numbers for number, _ in losses))
 
 
-def batch(seed: int, rank: int, step: int, number: int) -> tuple[Tensor, Tensor]:
+def batch(seed: int, rank: int, step: int, number: int, device="cpu") -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(((seed * 7 + step) * 31 + number) * 13 + rank)
-    return torch.randint(0, VOCABULARY, (2, 2, LENGTH), generator=generator).unbind()
+    return torch.randint(0, VOCABULARY, (2, 2, LENGTH), generator=generator).to(device).unbind()
 
 
 def uses_last_block(seed: int, step: int, number: int) -> bool:
@@ -113,30 +114,31 @@ def loss_of(outputs: tuple[Tensor, Tensor], which: int, labels: Tensor) -> Tenso
     return (1.0 + which) * nn.functional.cross_entropy(logits, labels.flatten())
 
 
-def run_step(call, program, seed, rank, step, backward, end_micro_batch) -> None:
-    """Run a step's micro-batches with the model `call`."""
+def run_step(call, program, seed, rank, step, backward) -> Iterator[None]:
+    """Run a step's micro-batches with the model `call`, one after the other."""
     outputs, labels = {}, {}
     for mine in program:
         for what in mine:
             if isinstance(what, int):
-                tokens, labels[what] = batch(seed, rank, step, what)
+                tokens, labels[what] = batch(seed, rank, step, what, next(call.parameters()).device)
                 outputs[what] = call(tokens, last_block=uses_last_block(seed, step, what))
             else:
                 loss = sum(loss_of(outputs[number], which, labels[number]) for number, which in what.of)
                 backward(loss, what)
-        end_micro_batch()
+        yield
 
 
 def exact_gradients(weights, checkpointing, program, seed, step, accumulation) -> dict[str, Tensor]:
     """Mean over ranks of what plain torch adds up, in one process."""
     model = TwoOutputs(checkpointing)
-    model.load_state_dict(weights)
+    model.load_state_dict(weights)  # on the CPU, wherever these are
 
     def backward(loss: Tensor, what: Backward) -> None:
         (loss / accumulation).backward(retain_graph=what.again)
 
     for rank in range(dist.get_world_size()):
-        run_step(model, program, seed, rank, step, backward, lambda: None)
+        for _ in run_step(model, program, seed, rank, step, backward):
+            pass
     zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {name: grad / dist.get_world_size() for name, grad in {**zeros, **found}.items()}
@@ -166,25 +168,20 @@ def _run_program(
     print(f"CASE {recipe} {seed} {fields} {checkpointing} {accumulation} {options}", flush=True)
     options["gradient_accumulation_steps"] = accumulation
     engine = engine_of(recipe, fields, lambda: TwoOutputs(checkpointing), dtype, **options)
+
+    def backward(loss: Tensor, what: Backward) -> None:
+        if what.by == "engine":
+            engine.backward(loss, retain_graph=what.again)
+        else:
+            loss.backward(retain_graph=what.again)
+
     errors = []
     for step, program in enumerate(draw(seed, accumulation)):
-        weights = full_weights(engine.module)
-        exact = exact_gradients(weights, checkpointing, program, seed, step, accumulation)
-        ended = []
-
-        def backward(loss: Tensor, what: Backward) -> None:
-            if what.by == "engine":
-                engine.backward(loss, retain_graph=what.again)
-            else:
-                loss.backward(retain_graph=what.again)
-
-        def end_micro_batch() -> None:
-            ended.append(1)
-            if len(ended) == accumulation:
+        exact = exact_gradients(full_weights(engine.module), checkpointing, program, seed, step, accumulation)
+        for micro, _ in enumerate(run_step(engine, program, seed, dist.get_rank(), step, backward)):
+            if micro == accumulation - 1:
                 errors.append(_error(exact, engine))
             engine.step()
-
-        run_step(engine, program, seed, dist.get_rank(), step, backward, end_micro_batch)
     engine.destroy()
     return errors
 
@@ -231,7 +228,7 @@ class Odd:
         self.engine = engine
 
     def losses(self, number: int, call=None) -> list[Tensor]:
-        tokens, labels = batch(0, dist.get_rank(), 0, number)
+        tokens, labels = batch(0, dist.get_rank(), 0, number, self.engine.device)
         outputs = (call or self.engine)(tokens, last_block=uses_last_block(0, 0, number))
         self.hidden = outputs
         return [loss_of(outputs, which, labels) for which in (0, 1)]
@@ -370,7 +367,7 @@ def _error(exact: dict[str, Tensor], engine) -> float:
     from deepspeed.utils import safe_get_full_grad
 
     found = {n: safe_get_full_grad(p) for n, p in engine.module.named_parameters() if n in exact}
-    missed = sum(float((g - found[n]).double().square().sum()) for n, g in exact.items())
+    missed = sum(float((g - found[n].to(g.device)).double().square().sum()) for n, g in exact.items())
     return (missed / sum(float(g.double().square().sum()) for g in exact.values())) ** 0.5
 
 
@@ -399,7 +396,7 @@ def tiled(recipe: str, fields: dict | None = None) -> list[float]:
         for number in range(2):
             for rank in range(dist.get_world_size()):
                 plain(*batch(0, rank, step, number)).backward()
-            loss = engine(*batch(0, dist.get_rank(), step, number))
+            loss = engine(*batch(0, dist.get_rank(), step, number, engine.device))
             loss.backward() if step else engine.backward(loss)
         exact = {n: p.grad / dist.get_world_size() for n, p in plain.named_parameters() if p.grad is not None}
         errors.append(_error(exact, engine))

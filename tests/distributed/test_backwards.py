@@ -13,7 +13,6 @@ EXACT = [
     {"recipe": "lossless", "fields": {"gather_granularity": "parameter"}},
     {"recipe": "lossless", **OFFLOAD},
     {"recipe": "lossless", "fields": MODULE, **OFFLOAD},
-    {"recipe": "lossless", "fields": {"partition": "whole_tensor"}},
 ]
 # Four gradients in a step at least: without one of them the norm is off by 0.25 and more.
 ROUNDED = [
@@ -40,9 +39,8 @@ def cases(kinds, seeds):
     ]
 
 
-@pytest.mark.parametrize("seeds", [range(0, 6), range(6, 12)], ids=["first", "second"])
-def test_what_rounds_nothing_has_torchs_gradients(seeds):
-    these = cases(EXACT, seeds)
+def test_what_rounds_nothing_has_torchs_gradients():
+    these = cases(EXACT, range(4))
     for case, errors in zip(these, run_two(jobs.run_programs, cases=these)[0]):
         assert max(errors) < 1e-5, (case, errors)
 

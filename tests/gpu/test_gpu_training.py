@@ -21,7 +21,16 @@ def rows(tmp_path_factory):
     if not ranks:
         pytest.skip("needs 2 CUDA devices; this machine has one")
     out = tmp_path_factory.mktemp("bit_parity") / "result.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "--max-restarts",
+        "2",
+    ]
     env = {**os.environ, "DS_ACCELERATOR": "cuda"}  # the tests' own is the CPU
     done = subprocess.run(
         [*torchrun, "-m", "benchmarks.bit_parity", "--out", str(out)], cwd=ROOT, env=env, timeout=HANG

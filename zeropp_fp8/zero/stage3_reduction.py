@@ -151,8 +151,8 @@ class ReducingStage3(Stage3Base):
         """Stock's way, where gradients are not quantized.
 
         Raises:
-            RuntimeError: a gradient comes twice in one backward, as with reentrant checkpointing, and the first has been
-                copied into DeepSpeed's buffer.
+            RuntimeError: a gradient comes twice in one backward, as with reentrant checkpointing, and the first has
+                been copied into DeepSpeed's buffer.
         """
         for param in params:
             if param.ds_id not in self._in_buckets:
