@@ -24,8 +24,9 @@ from benchmarks.harness.environment import ROOT, describe
 from benchmarks.harness.results import append_to, begin_result, end_result
 from examples.options import new_file, whole
 
-TESTS = ("unit/test_plugin", "distributed/test_parity", "distributed/test_zero", "distributed/test_breadth")
-CHOSEN = "test_plugin or test_parity or test_breadth or checkpoints or refusals or hpz"
+PARTS = ("unit/test_plugin", "distributed/test_parity", "distributed/test_breadth", "distributed/test_backwards")
+TESTS = (*PARTS, "distributed/test_zero")
+CHOSEN = " or ".join((*(name.rpartition("/")[2] for name in PARTS), "checkpoints", "refusals", "hpz"))
 FOLDER = Path(sys.prefix, "compat")
 # No DeepSpeed is built: it has nothing compiled, and asks for the torch that is there.
 OPTIONS = {"deepspeed": ("--no-build-isolation", "--no-deps"), "torch": ()}

@@ -64,6 +64,13 @@ class Backward:
     again: bool
 
 
+def takes_tensors() -> bool:
+    """Whether this DeepSpeed knows loss.backward(): 0.18.0 knows engine.backward(loss) alone."""
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+    return hasattr(ZeROOptimizer, "enter_backward")
+
+
 def draw(seed: int, accumulation: int) -> list[list[list[object]]]:
     """A program: for each step, for each micro-batch, what happens; an int is a forward, with that number."""
     rng = random.Random(seed)
@@ -170,7 +177,7 @@ def _run_program(
     engine = engine_of(recipe, fields, lambda: TwoOutputs(checkpointing), dtype, **options)
 
     def backward(loss: Tensor, what: Backward) -> None:
-        if what.by == "engine":
+        if what.by == "engine" or not takes_tensors():
             engine.backward(loss, retain_graph=what.again)
         else:
             loss.backward(retain_graph=what.again)

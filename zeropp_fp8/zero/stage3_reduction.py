@@ -316,9 +316,11 @@ class ReducingStage3(Stage3Base):
         if self._order is None and not self._backwards:
             self._zero_gradients()
         self._running = _Backward(self._backward_has_run)
-        engine = self.session.engine()
-        if hasattr(self, "set_gradient_accumulation_boundary"):  # DeepSpeed does it once a forward
-            self.set_gradient_accumulation_boundary(engine.is_gradient_accumulation_boundary())
+        boundary = self.session.engine().is_gradient_accumulation_boundary()  # which DeepSpeed tells once a forward
+        if hasattr(self, "set_gradient_accumulation_boundary"):
+            self.set_gradient_accumulation_boundary(boundary)
+        else:
+            self.is_gradient_accumulation_boundary = boundary
         state = getattr(self, "_backward_hook_state", None)
         if state is not None:
             state.backward_active_depth = 0
