@@ -57,8 +57,8 @@ def test_what_rounds_is_near_them(world, ranks_per_node, limit):
 @TENSORS
 @pytest.mark.parametrize(
     "recipe, fields, limit",
-    [("lossless", {}, 1e-5), ("lossless", MODULE, 1e-5), ("zeropp", {}, 0.2), ("fp8-lm", {}, 0.1)],
-    ids=["block", "module", "zeropp", "fp8-lm"],
+    [("lossless", {}, 1e-5), ("lossless", MODULE, 1e-5), ("zeropp", {}, 0.2), ("fp8-lm-o1", {}, 0.1)],
+    ids=["block", "module", "zeropp", "fp8-lm-o1"],
 )
 def test_odd_ways(recipe, fields, limit):
     """Modules by themselves, exceptions, gradients of outputs, a look between: and the step after them is right too."""

@@ -356,6 +356,7 @@ class ReducingStage3(Stage3Base):
     def backward_epilogue(self) -> None:
         """A backward has ended. (DeepSpeed 0.18 does not say so, nor that a forward begins.)"""
         super().backward_epilogue()
+        self.parameter_offload.release_backward_leftovers()  # as DeepSpeed has done since 0.19
         self._running = None
 
     def clear_backward_seen_flag(self) -> None:
