@@ -1,4 +1,4 @@
-"""The programs of tests/distributed/backward_jobs.py on GPUs, as a job of its own: prints what each gave as JSON."""
+"""The programs of tests/distributed/backward_jobs.py on GPUs, as a job of its own: writes what each gave as JSON."""
 
 import json
 import os
@@ -25,9 +25,9 @@ def main(path: str) -> None:
         found[f"odd, {ranks_per_node} a node"] = list(odd_ones("lossless").items())
         found[f"odd zeropp, {ranks_per_node} a node"] = list(odd_ones("zeropp").items())
         found[f"tiled, {ranks_per_node} a node"] = [["lossless", tiled("lossless")], ["zeropp", tiled("zeropp")]]
-    if dist.get_rank() == 0:
-        with open(path, "w") as f:
-            json.dump(found, f, indent=1)
+        if dist.get_rank() == 0:
+            with open(path, "w") as f:
+                json.dump(found, f, indent=1)
     dist.destroy_process_group()
 
 
