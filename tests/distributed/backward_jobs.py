@@ -179,6 +179,8 @@ def _run_program(
     def backward(loss: Tensor, what: Backward) -> None:
         if what.by == "engine" or not takes_tensors():
             engine.backward(loss, retain_graph=what.again)
+        elif dtype == "fp16":
+            engine.scale(loss).backward(retain_graph=what.again)
         else:
             loss.backward(retain_graph=what.again)
 
@@ -373,7 +375,8 @@ def _error(exact: dict[str, Tensor], engine) -> float:
     """The norm of how far the engine's reduced gradient is from the exact one, as a part of that one's."""
     from deepspeed.utils import safe_get_full_grad
 
-    found = {n: safe_get_full_grad(p) for n, p in engine.module.named_parameters() if n in exact}
+    scale = float(engine.optimizer.loss_scale)
+    found = {n: safe_get_full_grad(p) / scale for n, p in engine.module.named_parameters() if n in exact}
     missed = sum(float((g - found[n].to(g.device)).double().square().sum()) for n, g in exact.items())
     return (missed / sum(float(g.double().square().sum()) for g in exact.values())) ** 0.5
 
