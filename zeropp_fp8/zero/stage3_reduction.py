@@ -262,10 +262,19 @@ class ReducingStage3(Stage3Base):
         super().zero_grad(set_to_none)
         self._forget_gradients()
 
+    @torch.no_grad()
     def _forget_gradients(self) -> None:
-        """The next gradients take the place of those that have come."""
+        """The next gradients take the place of those that have come.
+
+        Where none comes in the next step there are zeros, those of the fixed order or these; stock has the last step's.
+        """
         self._written.clear()
         self._backwards = 0
+        if self._order is None and not self.parameter_offload.destroyed:
+            self.grad_partitions_flat_buffer.zero_()
+            for flat in self.fp32_partitioned_groups_flat if self.offload_optimizer else ():
+                if flat.grad is not None:
+                    flat.grad.zero_()
         if self._sums_rest():
             self.reducer.forget_sums()
 
@@ -313,8 +322,6 @@ class ReducingStage3(Stage3Base):
 
     def _begin_backward(self) -> None:
         self.parameter_offload.gatherer.check_placement()
-        if self._order is None and not self._backwards:
-            self._zero_gradients()
         self._running = _Backward(self._backward_has_run)
         boundary = self.session.engine().is_gradient_accumulation_boundary()  # which DeepSpeed tells once a forward
         if hasattr(self, "set_gradient_accumulation_boundary"):
@@ -326,14 +333,6 @@ class ReducingStage3(Stage3Base):
             state.backward_active_depth = 0
             state.enter_backward()
             state.post_backward_callback_queued = True
-
-    @torch.no_grad()
-    def _zero_gradients(self) -> None:
-        """Let what gets no gradient in this step have zeros; in stock it has that of the step before once more."""
-        self.grad_partitions_flat_buffer.zero_()
-        if self.offload_optimizer:
-            for flat in self.fp32_partitioned_groups_flat:
-                flat.grad.zero_()
 
     def _backward_has_run(self) -> None:
         """Let the engine end the backward, where no engine.backward() does so next."""
