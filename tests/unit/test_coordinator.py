@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from fake_units import as_block, fake_unit
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,12 +174,14 @@ class FakeGatherer:
         self.live_numel += unit.numel
         for param in unit.params:
             param.data = torch.empty(param.ds_numel)
+            param.ds_status = ZeroParamStatus.AVAILABLE
 
     def release(self, unit):
         self.calls.append(("release", unit))
         for param in unit.params:
             if id(param) not in self.stuck and not param.ds_active_sub_modules:
                 param.data = torch.empty(0)
+                param.ds_status = ZeroParamStatus.NOT_AVAILABLE
         if unit.live:
             unit.live = False
             self.live_numel -= unit.numel
@@ -567,6 +570,7 @@ def test_the_next_forward_releases_what_an_interrupted_backward_left():
     for index in (0, 1):
         pipeline.fetch(index, forward=False)
     pipeline.coordinator.reset_step()
+    pipeline.visit(0)
     assert pipeline.indices("live") == [] and not any(unit.active_modules for unit in pipeline.units)
 
 

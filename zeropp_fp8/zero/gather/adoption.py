@@ -165,9 +165,7 @@ class Adoption(ABC):
         """
         left = self.units_of(params)
         for unit in left:
-            unit.active_modules.clear()
-            for param in unit.params:
-                param.ds_active_sub_modules.clear()
+            unit.forget_users()
             self.release(unit)
             self.cancel(unit)
         self._settle()
