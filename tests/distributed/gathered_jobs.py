@@ -233,10 +233,14 @@ def a_rank_alone(way: str, gathered: Sequence[str], granularity: str) -> str:
     switch(True)
     engine = make_engine(llama(), ds_config(section_of(way, gather_granularity=granularity)))
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    store, said = dist.distributed_c10d._get_default_store(), ""
     with deepspeed.zero.GatheredParameters(parameters_of(engine.module, gathered)):
         if dist.get_rank() == 0:
             try:
                 evaluate(engine.module, torch.arange(8)[None])
             except RuntimeError as error:
-                return str(error)
-    return ""
+                said = str(error)
+            store.set("said", said)
+        else:
+            store.wait(["said"])
+    return said

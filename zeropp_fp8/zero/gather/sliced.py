@@ -179,7 +179,7 @@ class SlicedUnit(DifferingUnit):
         """
         route = self.route
         if self.operands:
-            route.gemm_weights.refresh_scales()
+            self.refresh_scales()
         for param, out in zip(self.operands, own[1:]):
             route.gemm_weights.encode(param, out.view(-1))
         row = own[0]

@@ -221,12 +221,24 @@ class Unit(ABC):
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
-            raise type(error)(
-                f"{error}\nzeropp_fp8: this rank was waiting for parameters, {self.names[0]}{more}. If no other rank "
-                "has failed, some do not run the module that uses these: run it on all ranks, or, to run it on some "
-                "only, gather all of its parameters on all ranks before, with deepspeed.zero.GatheredParameters"
-            ) from error
+            raise self._named(error) from error
+
+    def refresh_scales(self) -> None:
+        """Find the scales of weights that travel as operands, if they are not known; raises what `wait_for` does."""
+        try:
+            self.route.gemm_weights.refresh_scales()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise self._named(error) from error
+
+    def _named(self, error: RuntimeError) -> RuntimeError:
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        return type(error)(
+            f"{error}\nzeropp_fp8: this rank was waiting for parameters, {self.names[0]}{more}. If no other rank has "
+            "failed, some do not run the module that uses these: run it on all ranks, or, to run it on some only, "
+            "gather all of its parameters on all ranks before, with deepspeed.zero.GatheredParameters"
+        )
 
     def changed(self, by_step: bool = False) -> None:
         """The weights were written, `by_step` of the optimizer: what was derived from them is stale."""

@@ -311,7 +311,7 @@ class OwnedUnit(DifferingUnit):
         """Encode what this rank owns, flat; without a secondary shard the bytes are kept, as for slices."""
         route, layout, weights = self.route, self.layout, self.route.gemm_weights
         if layout.operand_places:
-            weights.refresh_scales()
+            self.refresh_scales()
         if self.payload is not None:
             return self.payload if into is None else into.copy_(self.payload)
         row = into
