@@ -55,7 +55,7 @@ class UnitCoordinator:
         self.hierarchy = 0  # DeepSpeed sets it; hops are chosen by the gatherer
         self._trace = FetchTrace()
         self._prefetched_until = 0
-        self._called: _Called | None = None  # what is to begin the next pass, with its first fetch
+        self._called: _Called | None = None  # begins the next pass, with its first fetch
         self._first_called: nn.Module | None = None  # the submodule that began this pass
         self._calls: dict[nn.Module, int] = {}  # of submodules by themselves, in this pass
         self._in_backward: dict[nn.Module, int] = {}  # and how many calls of it are
@@ -94,9 +94,10 @@ class UnitCoordinator:
         self._called = _Called(module, torch._C._current_graph_task_id())
 
     def _begin_pass(self) -> None:
-        """The forward that was announced fetches: ranks that run something by themselves never come here.
+        """The first fetch after a forward was announced, which all ranks see.
 
-        What fetches may be a backward instead, of a forward before it.
+        A rank that runs alone what is gathered fetches nothing, so the pass that all ranks are in goes on. If the fetch
+        is of a backward, the announced forward has been such a one.
         """
         (module, backward), self._called = self._called, None
         if backward != torch._C._current_graph_task_id():
@@ -176,7 +177,7 @@ class UnitCoordinator:
                 self._prefetch()
 
     def _fetched(self, params: Sequence[Parameter], units: Sequence[Unit]) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-        """(units whose fetch all ranks see, units of parameters that are missing) of what a module uses."""
+        """Of the units of a module: (those whose fetch all ranks see, those that it misses parameters of)."""
         missing = [p for p in params if p.ds_status != ZeroParamStatus.AVAILABLE]
         needed = units if len(missing) == len(params) else self.gatherer.units_of(missing) if missing else ()
         fetched = [u for u in units if not u.persistent and (u in needed or not u.looked_at)]

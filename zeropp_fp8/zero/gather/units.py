@@ -91,8 +91,9 @@ class Unit(ABC):
         draws: how many seeds it has had.
         lent: buffers in which operands of live parameters lie.
         live: the engine has brought the values that modules use, and not dropped them yet.
-        looked_at: ds_id of parameters that somebody has gathered to look at or change. Until he drops their values
-            nobody else does, and modules that use them need no gather: a rank may run those by itself.
+        looked_at: ds_id of parameters that GatheredParameters (or another caller of `gather_exactly`) has gathered and
+            not dropped yet. The engine does not drop them either, and modules that use no others need no gather: a
+            rank may run these alone.
         names: those of the parameters in the model.
         active_modules: those that are using the parameters now.
         writes: which of all writes to weights in this process its last one was; another one after each.
