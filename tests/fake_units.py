@@ -1,12 +1,15 @@
 """Parameters, blocks and units with just what DeepSpeed puts on them, for tests in one process."""
 
+import itertools
 from types import SimpleNamespace
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from zeropp_fp8.zero.gather.sliced import Sliced, SlicedUnit
 
+_ids = itertools.count()
 SLICED = Sliced(SimpleNamespace())  # with a route that leads nowhere
 
 
@@ -30,5 +33,6 @@ def fake_unit(numel):
     """A unit of one parameter that has not been gathered."""
     param = nn.Parameter(torch.empty(0))
     param.ds_numel, param.ds_active_sub_modules, param.is_external_param = numel, set(), False
+    param.ds_status, param.ds_id = ZeroParamStatus.NOT_AVAILABLE, next(_ids)
     param.ds_summary = lambda: {"numel": numel}
     return SlicedUnit([param], SLICED)

@@ -349,6 +349,22 @@ class Odd:
         self.engine.backward(other)
         return [(0, 1)]
 
+    def gradient_of_an_input(self):
+        """It reaches all modules; a rank may ask for one by itself where all is gathered, so nothing may be sent."""
+        import deepspeed
+
+        seen = []
+        handle = self.engine.module.embed.register_forward_hook(lambda module, args, output: seen.append(output))
+        one, other = self.losses(0)
+        grad_of = torch.autograd.grad(one, seen[0], retain_graph=True)[0]
+        with deepspeed.zero.GatheredParameters(list(self.engine.module.parameters())):
+            if dist.get_rank() == 0:
+                alone, _ = self.losses(0, self.engine.module)
+                assert torch.autograd.grad(alone, seen[1])[0].shape == grad_of.shape
+        handle.remove()
+        self.engine.backward(other)
+        return [(0, 1)]
+
     def tensors_of_outputs(self):
         """No loss at all: outputs go backward with gradients of their own."""
         for which, loss in enumerate(self.losses(0)):

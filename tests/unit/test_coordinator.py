@@ -2,9 +2,11 @@
 
 import itertools
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from fake_units import as_block, fake_unit
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,12 +175,15 @@ class FakeGatherer:
         self.live_numel += unit.numel
         for param in unit.params:
             param.data = torch.empty(param.ds_numel)
+            param.ds_status = ZeroParamStatus.AVAILABLE
 
     def release(self, unit):
         self.calls.append(("release", unit))
         for param in unit.params:
-            if id(param) not in self.stuck and not param.ds_active_sub_modules:
+            kept = id(param) in self.stuck or param.ds_id in unit.looked_at
+            if not (kept or param.ds_active_sub_modules):
                 param.data = torch.empty(0)
+                param.ds_status = ZeroParamStatus.NOT_AVAILABLE
         if unit.live:
             unit.live = False
             self.live_numel -= unit.numel
@@ -567,6 +572,7 @@ def test_the_next_forward_releases_what_an_interrupted_backward_left():
     for index in (0, 1):
         pipeline.fetch(index, forward=False)
     pipeline.coordinator.reset_step()
+    pipeline.visit(0)
     assert pipeline.indices("live") == [] and not any(unit.active_modules for unit in pipeline.units)
 
 
@@ -584,3 +590,80 @@ def test_a_forward_of_the_whole_model_inside_of_a_backward_releases_nothing():
     pipeline.fetch(0, forward=False)
     y.sum().backward()
     assert live == [0]
+
+
+# -- what somebody has gathered, which a rank may run by itself
+
+
+def gathered(pipeline, *indices):
+    """As GatheredParameters leaves units: there, without a fetch."""
+    for index in indices:
+        for param in pipeline.units[index].params:
+            param.data, param.ds_status = torch.empty(param.ds_numel), ZeroParamStatus.AVAILABLE
+            pipeline.units[index].looked_at.add(param.ds_id)
+
+
+def dropped(pipeline, *indices):
+    for index in indices:
+        for param in pipeline.units[index].params:
+            param.data, param.ds_status = torch.empty(0), ZeroParamStatus.NOT_AVAILABLE
+        pipeline.units[index].looked_at.clear()
+        pipeline.units[index].live = False
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_what_runs_on_gathered_units_asks_for_nothing_and_is_not_learned(data):
+    """Two ranks go the same way, but for what one of them runs by itself in between."""
+    count = data.draw(st.integers(1, 4))
+    limits = {"prefetch": data.draw(st.sampled_from([0, 5, PLENTY])), "reuse": data.draw(st.sampled_from([0, PLENTY]))}
+    kept = data.draw(st.sets(st.integers(0, count - 1)))
+    both = [Pipeline([4] * count, device=data.draw(st.sampled_from(["cpu", "cuda"])), kept=kept, **limits)]
+    both.append(Pipeline([4] * count, device=both[0].gatherer.device, kept=kept, **limits))
+    alone = both[1]
+
+    def excursion():
+        if not data.draw(st.booleans()):
+            return
+        for pipeline in both:
+            gathered(pipeline, *range(count))
+        called_before = len(alone.gatherer.calls)
+        order = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=5))
+        if data.draw(st.booleans()):
+            alone.coordinator.reset_step()
+        else:
+            alone.coordinator.submodule_called(alone.modules[order[0]])
+        for index in order * data.draw(st.sampled_from([1, 20])):
+            alone.visit(index)
+        assert {what for what, _ in alone.gatherer.calls[called_before:]} <= {"release"}
+        for pipeline in both:
+            dropped(pipeline, *range(count))
+
+    def asked(pipeline):
+        return [(what, pipeline.units.index(unit)) for what, unit in pipeline.gatherer.calls if what != "release"]
+
+    for _ in range(3):
+        excursion()
+        for pipeline in both:
+            pipeline.coordinator.reset_step()
+        for index in range(count):
+            for pipeline in both:
+                pipeline.visit(index)
+        excursion()
+        with mock.patch.object(torch._C, "_current_graph_task_id", lambda: 1):
+            for index in reversed(range(count)):
+                for pipeline in both:
+                    pipeline.visit(index, forward=False)
+    assert asked(both[0]) == asked(both[1])
+
+
+def test_a_unit_that_is_gathered_in_part_is_fetched():
+    pipeline = Pipeline([4, 4])
+    second = fake_unit(4).params[0]
+    pipeline.units[0].params.append(second)
+    pipeline.modules[0].register_parameter("second", second)
+    gathered(pipeline, 0)
+    second.data, second.ds_status = torch.empty(0), ZeroParamStatus.NOT_AVAILABLE
+    pipeline.coordinator.reset_step()
+    pipeline.fetch(0)
+    assert pipeline.gatherer.names("start") == [0] and pipeline.coordinator._trace.position == 1

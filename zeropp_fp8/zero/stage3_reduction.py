@@ -18,7 +18,7 @@ from zeropp_fp8.config import SECTION
 from zeropp_fp8.zero.bound import StepWatch
 from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 from zeropp_fp8.zero.reduce.node_sums import numel_of_sums
-from zeropp_fp8.zero.reduce.order import FixedOrder, reduction_units
+from zeropp_fp8.zero.reduce.order import FixedOrder, is_still_to_come, reduction_units, runs_to_its_leaves
 from zeropp_fp8.zero.reduce.reducer import GradientReducer
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage3_base import Freed, Replaced, Stage3Base
@@ -45,6 +45,7 @@ class ReducingStage3(Stage3Base):
         self._written: dict[int, int] = {}
         self._backwards = 0  # that have ended since the last step
         self._running: _Backward | None = None  # that has reached the model, and has not ended
+        self._passed_by = -1  # autograd's number of the last one that brings no gradients here
         self._watch = StepWatch(session) if session.config.report.diagnose else None
         self._in_buckets: set[int] = set()  # ds_id of what waits in DeepSpeed's buckets
         if session.config.quantizes_gradients:
@@ -131,7 +132,7 @@ class ReducingStage3(Stage3Base):
 
     def reduce_ready_partitions_and_remove_grads(self, param: Parameter) -> None:
         if torch._C._current_graph_task_id() != -1:  # else coalesced gradients are reduced, after all backwards
-            self._backward_reaches()
+            self._gradient_comes()
         if self._coalesce_grad_reduction or self._order is None:
             self._put_into_bucket([param])
         elif getattr(param, "ds_grad_is_ready", True):  # not while a tiled computation goes on adding to it
@@ -139,6 +140,8 @@ class ReducingStage3(Stage3Base):
 
     def _module_ended(self, module: nn.Module) -> None:
         """Of a module whose backward is over: gradients of parameters that no other module has come no more."""
+        if self._running is None:  # torch.autograd.grad(), or a loss in tiles
+            return
         leaf = z3_leaf_module(module)  # another engine over the model may have it so
         params = self._used_by_only.get((id(module), leaf))
         if params is None:
@@ -285,44 +288,50 @@ class ReducingStage3(Stage3Base):
     # -- a backward, from where it reaches the model to its end ------------------------------------------------------
 
     def enter_backward(self) -> None:
-        """A backward comes to an output of an engine's forward. (DeepSpeed 0.18.0 does not say so.)
-
-        DeepSpeed counts these: a loss of two forwards would enter twice, leave once, and never be reduced.
-        """
-        if torch._C._current_graph_task_id() != -1:
-            self._backward_reaches(surely=True)
+        """Leave out DeepSpeed's count: a loss of two forwards would enter twice, leave once, and never be reduced."""
 
     def queue_post_backward_callback(self) -> bool:
-        """Leave out DeepSpeed's, which comes once a forward: autograd has been asked already to tell the end."""
+        """Leave out DeepSpeed's, which comes once a forward: autograd is asked for each backward."""
         return True
 
-    def _backward_reaches(self, ours: bool = True, surely: bool = False) -> None:
-        """A backward comes to an output (`surely`), a module or a parameter of the model; the first of them begins it.
+    def _module_reached(self, only_engine: bool) -> None:
+        """A backward comes to a module of the model; the first begins it.
 
         Args:
-            ours: it is of this engine's loss, as far as can be told: a module may be another engine's too.
-            surely: it is the user's.
+            only_engine: no other engine has the model, whose loss it may be.
 
         Raises:
             RuntimeError: an exception has ended the last backward while gradients accumulate.
         """
-        if self._running is not None and not self._running.is_alive():
-            self._forget_backward()
-        if self._running is not None:
+        if self._is_under_way():
             return
-        if self._order is not None:
-            self._order.begin()
-        # A loss in tiles goes backward inside of the forward: what comes then waits for the user's backward.
-        if surely or (ours and not self.parameter_offload.gatherer.module_depth):
+        running = torch._C._current_graph_task_id()
+        if running == self._passed_by:
+            return
+        trained = (param for group in reversed(self.fp16_groups) for param in reversed(group))
+        if any(map(is_still_to_come, trained)) or (only_engine and runs_to_its_leaves()):
+            self._begin_backward()
+        else:
+            self._passed_by = running
+            _Backward(self.parameter_offload.release_backward_leftovers)
+
+    def _gradient_comes(self) -> None:
+        """A backward brings a parameter of the model a gradient, whether or not it has come to a module."""
+        if not self._is_under_way():
             self._begin_backward()
 
-    def _module_reached(self, only_engine: bool) -> None:
-        """A backward comes to a module, which may be that of another engine's loss."""
-        self._backward_reaches(ours=only_engine or getattr(self, "_backward_seen_this_step", False))
+    def _is_under_way(self) -> bool:
+        """Whether the backward that runs now has begun, or is none of the user's."""
+        if self._running is not None and not self._running.is_alive():
+            self._forget_backward()
+        # A loss in tiles goes backward inside of the forward: what comes then waits for the user's backward.
+        return self._running is not None or self.parameter_offload.gatherer.module_depth > 0
 
     def _begin_backward(self) -> None:
         self.parameter_offload.gatherer.check_placement()
         self._running = _Backward(self._backward_has_run)
+        if self._order is not None:
+            self._order.begin()
         boundary = self.session.engine().is_gradient_accumulation_boundary()  # which DeepSpeed tells once a forward
         if hasattr(self, "set_gradient_accumulation_boundary"):
             self.set_gradient_accumulation_boundary(boundary)

@@ -165,7 +165,7 @@ class Adoption(ABC):
         """
         left = self.units_of(params)
         for unit in left:
-            unit.leave()
+            unit.forget_users()
             self.release(unit)
             self.cancel(unit)
         self._settle()

@@ -9,9 +9,11 @@ it for all units at once, in their order, and the network is busy from the first
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import z3_leaf_module
 from torch import nn
 from torch.nn import Parameter
@@ -23,6 +25,19 @@ from zeropp_fp8.zero.gather.units import Unit
 
 # Of one submodule in a pass that another module began: a loss in chunks calls a head that often, generation more.
 _MOST_CALLS = 16
+_NONE = -1  # the number of a backward, outside of all
+
+
+class _Called(NamedTuple):
+    """A forward that was announced.
+
+    Attributes:
+        module: that is called by itself; None: the whole model.
+        backward: the number of the backward that runs it.
+    """
+
+    module: nn.Module | None
+    backward: int
 
 
 class UnitCoordinator:
@@ -40,6 +55,7 @@ class UnitCoordinator:
         self.hierarchy = 0  # DeepSpeed sets it; hops are chosen by the gatherer
         self._trace = FetchTrace()
         self._prefetched_until = 0
+        self._called: _Called | None = None  # begins the next pass, with its first fetch
         self._first_called: nn.Module | None = None  # the submodule that began this pass
         self._calls: dict[nn.Module, int] = {}  # of submodules by themselves, in this pass
         self._in_backward: dict[nn.Module, int] = {}  # and how many calls of it are
@@ -67,13 +83,7 @@ class UnitCoordinator:
 
     def reset_step(self) -> None:
         """A forward of the whole model begins."""
-        if torch._C._current_graph_task_id() == -1:  # else a backward runs it again
-            self.release_backward_leftovers()
-        with self._lock:
-            self._trace.start_pass()
-            self._prefetched_until = 0
-            self._first_called = None
-            self._calls.clear()
+        self._called = _Called(None, torch._C._current_graph_task_id())
 
     def submodule_called(self, module: nn.Module) -> None:
         """A forward begins of a part of the model by itself: the model without its head, or one part after the other.
@@ -81,17 +91,33 @@ class UnitCoordinator:
         What began the pass begins the next one too, and so does what is called so often that it must be a loop of its
         own. Then passes have an end, and their order is learned, where the whole model is never called.
         """
-        with self._lock:
+        self._called = _Called(module, torch._C._current_graph_task_id())
+
+    def _begin_pass(self) -> None:
+        """The first fetch after a forward was announced, which all ranks see.
+
+        A rank that runs alone what is gathered fetches nothing, so the pass that all ranks are in goes on. If the fetch
+        is of a backward, the announced forward has been such a one.
+        """
+        (module, backward), self._called = self._called, None
+        if backward != torch._C._current_graph_task_id():
+            return
+        if module is not None:
             calls = self._calls.get(module, 0) + 1
-            if self._trace.position == 0 or module is self._first_called or calls > _MOST_CALLS:
-                self.reset_step()
-                self._first_called, calls = module, 1
-            self._calls[module] = calls
+            if self._trace.position and module is not self._first_called and calls <= _MOST_CALLS:
+                self._calls[module] = calls
+                return
+        if backward == _NONE:  # else it runs the model again
+            self.release_backward_leftovers()
+        self._trace.start_pass()
+        self._prefetched_until = 0
+        self._first_called = module
+        self._calls = {} if module is None else {module: 1}
 
     def _start_all_first_hops(self) -> None:
         """Fill the secondary shards, unit by unit in the order in which this forward will need them."""
         for unit in self._trace.first_order():
-            if unit.keeps_secondary and not unit.live:
+            if unit.keeps_secondary and unit.missing:
                 self.gatherer.start_first_hops(unit)
 
     # -- fetch and release -----------------------------------------------------------------------------------------
@@ -124,29 +150,38 @@ class UnitCoordinator:
         Not `forward`: they stay until the module's backward is over, or at the latest the whole backward.
         """
         with self._lock:
-            if not forward:
-                self._in_backward.setdefault(current_submodule, 0)
             params, units = self._members(current_submodule)
             if not params:
                 return
             gatherer = self.gatherer
+            if self._called is not None and self._fetched(params, units)[0]:
+                self._begin_pass()
+            if not forward:
+                self._in_backward.setdefault(current_submodule, 0)
+            fetched, needed = self._fetched(params, units)
             for param in params:
                 param.ds_active_sub_modules.add(current_submodule.ds_id)
-            fetched = tuple(unit for unit in units if not unit.persistent)
-            if fetched and self._trace.position == 0:
-                self._start_all_first_hops()
-            if fetched:
-                self._trace.fetched(fetched, gatherer.session.ledger.kind)
             for unit in units:
                 unit.active_modules.add(current_submodule.ds_id)
-                if not unit.live:
-                    gatherer.start(unit)
-            if gatherer.device.type == "cpu":  # there finish() blocks, so what comes next must be on its way before
-                self._prefetch(units)
-            for unit in units:
+            if fetched:
+                if self._trace.position == 0:
+                    self._start_all_first_hops()
+                self._trace.fetched(fetched, gatherer.session.ledger.kind)
+            for unit in needed:
+                gatherer.start(unit)
+            if fetched and gatherer.device.type == "cpu":  # finish() blocks: what comes next must be on its way before
+                self._prefetch(needed)
+            for unit in needed:
                 gatherer.finish(unit)
-            if gatherer.device.type != "cpu":
+            if fetched and gatherer.device.type != "cpu":
                 self._prefetch()
+
+    def _fetched(self, params: Sequence[Parameter], units: Sequence[Unit]) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+        """Of the units of a module: (those whose fetch all ranks see, those that it misses parameters of)."""
+        missing = [p for p in params if p.ds_status != ZeroParamStatus.AVAILABLE]
+        needed = units if len(missing) == len(params) else self.gatherer.units_of(missing) if missing else ()
+        fetched = [u for u in units if not u.persistent and (u in needed or not u.looked_at)]
+        return tuple(fetched), needed
 
     def _prefetch(self, needed_now: tuple[Unit, ...] = ()) -> None:
         """Start gathering the next units of the known order, as far as the limits allow."""
@@ -157,10 +192,12 @@ class UnitCoordinator:
         ahead = gatherer.in_flight_numel - sum([unit.numel for unit in needed_now if unit.in_flight])
         for position, unit, kind in self._trace.coming(start):
             self._prefetched_until = position
-            if unit.live:
+            if unit.in_flight:
+                continue
+            if not unit.missing:
                 if not self._stays(unit):
                     return  # it will be released and must then be fetched again: wait for that
-            elif not unit.in_flight:
+            else:
                 if ahead > 0 and ahead + unit.numel > self.prefetch_numel:
                     return
                 if ahead > 0 and gatherer.live_numel + ahead + unit.numel > self.max_live_numel:
@@ -242,7 +279,7 @@ class UnitCoordinator:
             for unit in self.gatherer.units:
                 if unit.in_flight:
                     self.gatherer.cancel(unit)
-                unit.leave()
+                unit.forget_users()
                 self.gatherer.release(unit)
             _check_released(self.gatherer.units)
 

@@ -162,8 +162,7 @@ class Gatherer(Adoption):
         unit.secondary = self._held_buffer(unit, Flight())
         with self.session.ledger.counting(OUTSIDE), self._network:
             after(self._weights_ready)
-            for work in unit.hold_again(state, unit.secondary):
-                work.wait()
+            unit.wait_for(unit.hold_again(state, unit.secondary))
             self._node.after_current()
         self._network.before_current()
         unit.secondary_is_current = state["current"]
@@ -206,8 +205,7 @@ class Gatherer(Adoption):
         flight = unit.flight
         self._coming.remove(unit)
         with self._adding:
-            for work in flight.first_work:
-                work.wait()
+            unit.wait_for(flight.first_work)
             unit.add_differences(flight.brought, flight.held)
             self._brought_ring.give_back(flight.brought)
             flight.filled = mark(self.device)
@@ -260,12 +258,12 @@ class Gatherer(Adoption):
             return
         flight.gathered = self._take(unit, flight, self._node, self._gathered_ring, unit.gathered_bytes)
         with self._node:
-            self._wait_for_first_hops(flight)
+            self._wait_for_first_hops(unit)
             flight.last_work = unit.last_hop(flight.held, flight.gathered)
 
     def finish(self, unit: Unit) -> None:
         """Make the parameters of a unit available on the current stream; those that are stay as they are."""
-        missing = [p for p in unit.params if p.ds_status != ZeroParamStatus.AVAILABLE]
+        missing = unit.missing
         if not missing:
             return
         unit.check_usable(missing)
@@ -274,7 +272,7 @@ class Gatherer(Adoption):
             return
         self.start(unit)
         self.session.ledger.stock_would_send(sum([self._padded_numel[p.ds_id] for p in missing]))
-        self._wait_for_last_hop(unit.flight)
+        self._wait_for_last_hop(unit)
         values, operands, lent = unit.decode(unit.flight.gathered)
         for param, value, exact in values:
             if param.ds_status != ZeroParamStatus.AVAILABLE:
@@ -304,22 +302,21 @@ class Gatherer(Adoption):
             self.live_numel -= unit.numel
 
     @staticmethod
-    def _wait_for_first_hops(flight: Flight) -> None:
+    def _wait_for_first_hops(unit: Unit) -> None:
         """The current stream (on a CPU: the host) waits for what fills `held`, and for no more.
 
         The network's lane is far ahead: a forward starts the first hops of all units at once. Were the lane waited for,
         the first unit would wait for the last one.
         """
-        after(flight.filled)
-        for work in flight.first_work:
-            work.wait()
+        after(unit.flight.filled)
+        unit.wait_for(unit.flight.first_work)
 
-    def _wait_for_last_hop(self, flight: Flight) -> None:
+    def _wait_for_last_hop(self, unit: Unit) -> None:
         """The current stream (on a CPU: the host) waits until all has arrived."""
-        for work in flight.last_work:
-            work.wait()
-        if not flight.last_work:
-            self._wait_for_first_hops(flight)
+        if unit.flight.last_work:
+            unit.wait_for(unit.flight.last_work)
+        else:
+            self._wait_for_first_hops(unit)
 
     def _lend_shards(self, unit: Unit, missing: list[Parameter]) -> None:
         """Let parameters be their shards while modules use them: a copy of an embedding would be a gigabyte.
@@ -361,13 +358,17 @@ class Gatherer(Adoption):
             self._add_differences(unit)
         if flight.gathered is None:
             with self._node:  # where the next use of what is held may begin
-                self._wait_for_first_hops(flight)
-        self._wait_for_last_hop(flight)
+                self._wait_for_first_hops(unit)
+        self._wait_for_last_hop(unit)
         self._end(unit)
 
     def release(self, unit: Unit) -> None:
-        """Drop the values of a unit's parameters."""
-        there = [p for p in unit.params if p.ds_status == ZeroParamStatus.AVAILABLE and not p.ds_active_sub_modules]
+        """Drop the values of a unit's parameters, but for those that modules use or somebody looks at."""
+        there = [
+            p
+            for p in unit.params
+            if p.ds_status == ZeroParamStatus.AVAILABLE and not (p.ds_active_sub_modules or p.ds_id in unit.looked_at)
+        ]
         unit.check_untouched(there)
         for param in there:
             dtype = unit.dtype_of(param)
@@ -407,7 +408,7 @@ class Gatherer(Adoption):
         They stay as they are until the weights change: memory of their own, unless this rank has them anyway.
         """
         self.start(unit)
-        self._wait_for_last_hop(unit.flight)
+        self._wait_for_last_hop(unit)
         codes = unit.codes_in(unit.flight.gathered)
         if not self.holds_codes(unit):
             codes = codes.clone()
@@ -427,7 +428,8 @@ class Gatherer(Adoption):
 
         `safe_mode` and `quantize` are DeepSpeed's; the session decides the format.
         """
-        units = self.units_of(sorted(params, key=lambda p: p.ds_id))
+        missing = [p for p in params if p.ds_status != ZeroParamStatus.AVAILABLE]
+        units = self.units_of(sorted(missing, key=lambda p: p.ds_id))
         for unit in units:
             self.start(unit)
         return UnitsHandle(self, units)
@@ -446,6 +448,8 @@ class Gatherer(Adoption):
         self.partition([p for p in params if getattr(p, STATE).lossy and not p.ds_active_sub_modules])
         for kind, missing in by_kind(p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE):
             kind.gather_exactly(missing)
+        for param in params:
+            self.unit_of(param).looked_at.add(param.ds_id)
 
     @torch.no_grad()
     def partition(self, params: Sequence[Parameter], has_been_updated: bool = False, free_data: bool = True) -> None:
@@ -465,6 +469,8 @@ class Gatherer(Adoption):
         finally:
             for unit in self.units_of(params):
                 self._is_not_live(unit)
+            for param in params:
+                self.unit_of(param).looked_at.discard(param.ds_id)
             if written:  # after the write: the gather lane waits for what the current stream was given
                 self.weights_changed(written)
                 for unit in (unit for param in written for unit in self.units_with(param)):

@@ -143,8 +143,7 @@ class SlicedUnit(DifferingUnit):
             mine = [rows[start : start + have].view(-1) for rows in regions]
             have *= level.size
             start = own_row // have * have
-            for work in works:
-                work.wait()
+            self.wait_for(works)
             results = [rows[start : start + have].view(-1) for rows in regions]
             works = start_regions(results, mine, level, route.session.ledger)
         return works
@@ -180,7 +179,7 @@ class SlicedUnit(DifferingUnit):
         """
         route = self.route
         if self.operands:
-            route.gemm_weights.refresh_scales()
+            self.refresh_scales()
         for param, out in zip(self.operands, own[1:]):
             route.gemm_weights.encode(param, out.view(-1))
         row = own[0]

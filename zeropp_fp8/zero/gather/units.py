@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -89,7 +90,11 @@ class Unit(ABC):
         place: which of its engine's units it is.
         draws: how many seeds it has had.
         lent: buffers in which operands of live parameters lie.
-        live: the parameters hold their values.
+        live: the engine has brought the values that modules use, and not dropped them yet.
+        looked_at: ds_id of parameters that GatheredParameters (or another caller of `gather_exactly`) has gathered and
+            not dropped yet. The engine does not drop them either, and modules that use no others need no gather: a
+            rank may run these alone.
+        names: those of the parameters in the model.
         active_modules: those that are using the parameters now.
         writes: which of all writes to weights in this process its last one was; another one after each.
     """
@@ -108,6 +113,8 @@ class Unit(ABC):
         self.place = self.draws = 0
         self.lent: list[tuple[BufferRing, Tensor]] = []
         self.live = False
+        self.looked_at: set[int] = set()
+        self.names: list[str] = []
         self.active_modules: set[int] = set()
         self.writes = next(_writes)
 
@@ -116,11 +123,21 @@ class Unit(ABC):
         """Whether its values are on their way."""
         return self.flight is not None and self.flight.asked_for
 
+    @property
+    def missing(self) -> list[Parameter]:
+        """Parameters that do not hold their values, whoever brings these."""
+        return [param for param in self.params if param.ds_status != ZeroParamStatus.AVAILABLE]
+
     def leave(self) -> None:
         """Let no module be using the parameters."""
         self.active_modules.clear()
         for param in self.params:
             param.ds_active_sub_modules.clear()
+
+    def forget_users(self) -> None:
+        """Nobody uses the parameters, or looks at them, any more."""
+        self.leave()
+        self.looked_at.clear()
 
     @property
     def is_frozen(self) -> bool:
@@ -198,6 +215,35 @@ class Unit(ABC):
     @abstractmethod
     def decode(self, gathered: Tensor) -> Arrived:
         """Values and operands, out of what the last hop brought."""
+
+    def wait_for(self, works: Iterable[dist.Work]) -> None:
+        """The current stream (on a CPU: the host) waits for hops.
+
+        Raises:
+            RuntimeError: the backend's own, which names the parameters besides.
+        """
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._named(error) from error
+
+    def refresh_scales(self) -> None:
+        """Find the scales of weights that travel as operands, if they are not known; raises what `wait_for` does."""
+        try:
+            self.route.gemm_weights.refresh_scales()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise self._named(error) from error
+
+    def _named(self, error: RuntimeError) -> RuntimeError:
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        return type(error)(
+            f"{error}\nzeropp_fp8: this rank was waiting for parameters, {self.names[0]}{more}. If no other rank has "
+            "failed, some do not run the module that uses these: run it on all ranks, or, to run it on some only, "
+            "gather all of its parameters on all ranks before, with deepspeed.zero.GatheredParameters"
+        )
 
     def changed(self, by_step: bool = False) -> None:
         """The weights were written, `by_step` of the optimizer: what was derived from them is stale."""
@@ -331,4 +377,7 @@ def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str,
 
     add(untaken(p for p in model.parameters() if p.ds_persist), persistent=True)
     visit(model)
+    names = {id(param): name for name, param in model.named_parameters()}
+    for unit in units:
+        unit.names = [names[id(param)] for param in unit.params]
     return units

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.zero.gather.adopted import STATE
 from zeropp_fp8.zero.generation.adapters import direct_forward
 from zeropp_fp8.zero.generation.layers import linear_layers, lora_layers
 from zeropp_fp8.zero.generation.replayed import STATIC, check_replayable, replayed
@@ -262,8 +263,11 @@ def _adapters_merged(layers: list[nn.Module]) -> Iterator[None]:
 
 
 def _let_own_values(param: Parameter, kept: list[tuple[Parameter, Tensor]]) -> None:
-    """A copy to merge into, where the values are the shard itself (one rank) or stay when generation ends (biases)."""
+    """A copy to merge into, where the values are the shard itself (one rank) or stay when generation ends.
+
+    Biases do, and what somebody looks at.
+    """
     is_shard = param.data.data_ptr() == param.ds_tensor.data.data_ptr()
-    if is_shard or param.ds_persist:
+    if is_shard or param.ds_persist or getattr(param, STATE).unit.looked_at:
         kept.append((param, param.data))
         param.data = param.data.clone()

@@ -36,7 +36,7 @@ class _Resident:
             if READ_AS_NUMBERS not in param.__dict__:  # those that travel as operands of FP8 products come as numbers
                 setattr(param, READ_AS_NUMBERS, True)
                 self._marked.append(param)
-        waiting = [unit for unit in self.gatherer.units if not unit.live]
+        waiting = [unit for unit in self.gatherer.units if unit.missing]
         for unit, coming in zip(waiting, [*waiting[1:], None]):
             self.gatherer.start(unit)
             if coming is not None and self.gatherer.device.type == "cuda":
@@ -80,8 +80,8 @@ class ResidentValues(_Resident):
         """Bytes that a rank needs besides what it has."""
         needed = 0
         for unit in self.gatherer.units:
-            lent = unit.shards_are_values
-            params = unit.params if not (unit.live or lent) else (p for p in unit.params if id(p) in self._written)
+            comes = unit.missing and not unit.shards_are_values
+            params = unit.params if comes else (p for p in unit.params if id(p) in self._written)
             needed += sum(p.ds_numel * unit.dtype_of(p).itemsize for p in params)
         return needed
 
@@ -99,7 +99,7 @@ class ResidentCodes(_Resident):
         self._codes_of: dict[int, Tensor] = {}  # id of a unit: its payloads
         self._unit_of: dict[int, Unit] = {}  # id of a parameter whose codes are kept
         self._decoded: OrderedDict[int, dict[int, Tensor]] = OrderedDict()
-        for unit in (unit for unit in gatherer.units if not unit.live):
+        for unit in (unit for unit in gatherer.units if unit.missing):
             for param in unit.params_in_codes():
                 if id(param) in weights:
                     self._unit_of[id(param)] = unit
@@ -108,7 +108,7 @@ class ResidentCodes(_Resident):
         """Bytes that a rank needs besides what it has."""
         with_codes, total = {id(unit): unit for unit in self._unit_of.values()}, 0
         for unit in self.gatherer.units:
-            if unit.live or unit.shards_are_values:
+            if not unit.missing or unit.shards_are_values:
                 continue
             if id(unit) in with_codes and not self.gatherer.holds_codes(unit):
                 total += sum(self.gatherer.bytes_of(p) for p in unit.params) * self.gatherer.route.world_size

@@ -184,7 +184,7 @@ class WeightSource:
     def _as_computed(self, params: list[Parameter]) -> Iterator[None]:
         """With parameters as training computes with them. Collective."""
         gatherer = self._gatherer
-        idle = [unit for unit in gatherer.units_of(params) if not unit.live]
+        idle = [unit for unit in gatherer.units_of(params) if unit.missing]
         with gatherer.session.ledger.counting(OUTSIDE):
             gatherer.gather_now(params)
         try:

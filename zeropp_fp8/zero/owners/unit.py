@@ -218,20 +218,6 @@ class Owned(Kind):
         sizes = self.sizes_after(layout, hop)
         return start_owned_gather(result, have, sizes, route.levels[hop], route.session.ledger, held_by_all)
 
-    def start_hops_before(self, layout: OwnedLayout, result: Tensor, have: Tensor) -> list[OwnedGather]:
-        """Start the hops up to the secondary shard, from this rank's payload to `result`."""
-        works = []
-        for hop in self.hops_before:
-            for work in works:
-                work.wait()
-            into = result
-            if hop != self.hops_before[-1]:
-                num_bytes = sum(self.sizes_after(layout, hop))
-                into = torch.empty(num_bytes, dtype=torch.uint8, device=self.route.device)
-            works = [self.start_hop(layout, hop, into, have)]
-            have = into
-        return works
-
     def own_row(self, layout: OwnedLayout, held: Tensor) -> Tensor:
         """uint8 [1, bytes]: this rank's payload in what those hops bring."""
         start = sum(layout.rank_bytes[rank] for rank in self._ranks_before)
@@ -306,13 +292,26 @@ class OwnedUnit(DifferingUnit):
         have = self._own_payload(None if self.kind.hops_before else held)
         if self.difference is not None and self.keeps_secondary:
             self.difference.begin()
-        return self.kind.start_hops_before(self.layout, held, have)
+        return self._start_hops_before(self.layout, held, have)
+
+    def _start_hops_before(self, layout: OwnedLayout, result: Tensor, have: Tensor) -> list[OwnedGather]:
+        """Start the hops up to the secondary shard, from this rank's payload to `result`."""
+        works = []
+        for hop in self.kind.hops_before:
+            self.wait_for(works)
+            into = result
+            if hop != self.kind.hops_before[-1]:
+                num_bytes = sum(self.kind.sizes_after(layout, hop))
+                into = torch.empty(num_bytes, dtype=torch.uint8, device=self.route.device)
+            works = [self.kind.start_hop(layout, hop, into, have)]
+            have = into
+        return works
 
     def _own_payload(self, into: Tensor | None) -> Tensor:
         """Encode what this rank owns, flat; without a secondary shard the bytes are kept, as for slices."""
         route, layout, weights = self.route, self.layout, self.route.gemm_weights
         if layout.operand_places:
-            weights.refresh_scales()
+            self.refresh_scales()
         if self.payload is not None:
             return self.payload if into is None else into.copy_(self.payload)
         row = into
@@ -353,7 +352,7 @@ class OwnedUnit(DifferingUnit):
     def send_differences(self, held: Tensor, brought: Tensor) -> list[OwnedGather]:
         own, shards = self.kind.own_row(self._sent, brought), self.kind.shard_views(self.params, self.layout.own_pieces)
         self.difference.encode(shards, self.own_held_row(held), own)
-        return self.kind.start_hops_before(self._sent, brought, own.view(-1))
+        return self._start_hops_before(self._sent, brought, own.view(-1))
 
     @property
     def rows_held(self) -> int:
@@ -366,7 +365,7 @@ class OwnedUnit(DifferingUnit):
         return self.kind.own_row(self.layout, held)
 
     def bring_own_row(self, held: Tensor) -> list[OwnedGather]:
-        return self.kind.start_hops_before(self.layout, held, self.own_held_row(held).view(-1))
+        return self._start_hops_before(self.layout, held, self.own_held_row(held).view(-1))
 
 
 def _plan_owners(session, units: Sequence[Unit]) -> Owners:

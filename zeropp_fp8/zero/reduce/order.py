@@ -72,6 +72,21 @@ def is_still_to_come(param: Parameter) -> bool:
         return False
 
 
+def runs_to_its_leaves() -> bool:
+    """Whether the backward that runs now goes to all leaves. Asked inside of a node.
+
+    torch.autograd.grad() goes to the tensors that it names: through modules, but no parameter gets a gradient.
+    """
+    node = torch._C._current_autograd_node()
+    below = node
+    while below is not None:  # any way down ends at a leaf
+        node, below = below, next((f for f, _ in below.next_functions if f is not None), None)
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # the leaf itself was named
+        return False
+
+
 class FixedOrder:
     """Hands units of parameters to `reduce` in the fixed order, during one backward pass.
 
