@@ -68,7 +68,7 @@ def train(secondary, recipe="zeropp-pcie", accumulation=1, steps=3, **options):
 
 def weight_bytes(ledger):
     """Bytes of weights that this rank has sent in finished steps."""
-    return sum(sum(ledger._done[kind][link] for link in ("inter", "intra")) for kind in KINDS)
+    return sum(sum(ledger.of_run.sent[kind][link] for link in ("inter", "intra")) for kind in KINDS)
 
 
 def runs(cases):

@@ -144,7 +144,7 @@ def sent(recipe, steps=3, accumulation=1, **options):
     losses, counted = [], []
     for _ in range(steps):
         losses += step_of(engine, data, accumulation)
-        counted.append({kind: dict(links) for kind, links in ledger._done.items()})
+        counted.append({kind: dict(links) for kind, links in ledger.of_run.sent.items()})
     by_step = [counted[0]]
     for before, after in itertools.pairwise(counted):
         by_step.append({kind: {link: after[kind][link] - before[kind][link] for link in after[kind]} for kind in after})
@@ -359,7 +359,7 @@ def adapted(steps=8, saved_at=4, **options):
         if step == saved_at:
             engine.save_checkpoint(folder)
         losses += step_of(engine, iter([tokens]))
-        total = engine.zeropp_fp8_session.ledger._done["weights_forward"]["inter"]
+        total = engine.zeropp_fp8_session.ledger.of_run.sent["weights_forward"]["inter"]
         by_step.append(total - before)
         before = total
     exact, gathered = full_weights(engine.module), gathered_weights(engine)

@@ -101,11 +101,11 @@ def traffic(scope, name, world_steps=3):
     engine = make_engine(with_lora(llama()), ds_config(section("lossless", **fields)), lr=1e-2)
     ledger, log = engine.zeropp_fp8_session.ledger, []
     for _ in range(world_steps):
-        before = {kind: dict(links) for kind, links in ledger._done.items()}
+        before = {kind: dict(links) for kind, links in ledger.of_run.sent.items()}
         train(engine, 1)
         log.append(
             {
-                link: sum(links[link] - before.get(kind, {}).get(link, 0) for kind, links in ledger._done.items())
+                link: sum(links[link] - before.get(kind, {}).get(link, 0) for kind, links in ledger.of_run.sent.items())
                 for link in ("inter", "intra")
             }
         )

@@ -41,7 +41,7 @@ class InterCounter:
         self()
 
     def __call__(self):
-        counters = [self.ledger._outside, *self.ledger._pending.values(), *self.ledger._done.values()]
+        counters = [self.ledger._outside, *self.ledger._pending.values(), *self.ledger.of_run.sent.values()]
         now = sum(counter["inter"] for counter in counters)
         now, self.last = now - self.last, now
         return now
