@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import defaultdict
+from collections import Counter
 from typing import Any
 
 STEP_KINDS = ("weights_forward", "weights_backward", "gradients", "activations", "other")
@@ -28,15 +28,11 @@ OUTSIDE = "outside_steps"
 STOCK_BYTES_PER_ELEMENT = 2
 
 
+SENT, STOCK = "per_step", "stock_per_step"  # by this project; by stock
 _LINKS = ("inter", "intra")
 _OF_ALL = {link: f"{link}, all ranks" for link in _LINKS}
-
-Counters = dict[str, dict[str, float]]  # by kind and link
-Bill = list[tuple[Counters, str, float, float]]  # where it is counted in a step, link, bytes, those of all ranks
-
-
-def _zeros() -> dict[str, float]:
-    return dict.fromkeys((*_LINKS, *_OF_ALL.values()), 0)
+_KEYS = {False: dict(zip(_LINKS, _LINKS)), True: _OF_ALL}  # whether of all ranks together
+Bill = Counter  # bytes by (SENT or STOCK, key of a link)
 
 
 class Meter:
@@ -46,44 +42,36 @@ class Meter:
         self.set_to_zero()
 
     def set_to_zero(self) -> None:
-        self.steps = 0
-        self.sent: Counters = defaultdict(_zeros)
-        self.stock: Counters = defaultdict(_zeros)
-
-    def end_step(self, sent: Counters, stock: Counters) -> None:
-        self.steps += 1
-        for pending, done in ((sent, self.sent), (stock, self.stock)):
-            for kind, links in pending.items():
-                for link, num_bytes in links.items():
-                    done[kind][link] += num_bytes
+        self.steps, self.bytes = 0, Counter()  # by (SENT or STOCK, kind, key of a link)
 
     def report(self, total: bool = False) -> dict[str, Any]:
         """The number of steps, and means of what this rank sends, or with `total` all ranks, and of stock's."""
-        key_of = _OF_ALL if total else dict(zip(_LINKS, _LINKS))
-
-        def per_step(counters: Counters) -> Counters:
-            steps = max(self.steps, 1)
-            return {
-                kind: {link: exact(counters[kind][key] / steps) for link, key in key_of.items()} for kind in STEP_KINDS
+        tables = {
+            table: {
+                kind: {
+                    link: exact(self.bytes[table, kind, key] / max(self.steps, 1)) for link, key in _KEYS[total].items()
+                }
+                for kind in STEP_KINDS
             }
-
-        return {"steps": self.steps, "per_step": per_step(self.sent), "stock_per_step": per_step(self.stock)}
+            for table in (SENT, STOCK)
+        }
+        return {"steps": self.steps, **tables}
 
     def of_link(self, link: str) -> tuple[float, float]:
         """Means of what this rank sends over a link, and of stock's, of all kinds."""
         report = self.report()
-        return tuple(sum(kind[link] for kind in report[table].values()) for table in ("per_step", "stock_per_step"))
+        return tuple(sum(kind[link] for kind in report[table].values()) for table in (SENT, STOCK))
 
 
 class _Counting:
     """Context in which a ledger counts for a kind. (A generator would take three times the calls, 300 times a step.)"""
 
     def __init__(self, ledger: WireLedger, kind: str, bill: Bill | None = None) -> None:
-        self._ledger, self._kind, self._bill = ledger, kind, bill
+        self._ledger, self._now = ledger, (kind, bill)
 
     def __enter__(self) -> None:
-        ledger = self._ledger
-        self._before, ledger.kind, ledger.bill = (ledger.kind, ledger.bill), self._kind, self._bill
+        self._before = self._ledger.kind, self._ledger.bill
+        self._ledger.kind, self._ledger.bill = self._now
 
     def __exit__(self, *exc) -> None:
         self._ledger.kind, self._ledger.bill = self._before
@@ -104,11 +92,9 @@ class WireLedger:
         # For issue.py: DeepSpeed's comms logger, and a list for (link, a collective under way) while they are timed.
         self.comms_logger: Any = None
         self.times: list[tuple[str, Any]] | None = None
-        self._pending: Counters = defaultdict(_zeros)
-        self._pending_stock: Counters = defaultdict(_zeros)
         self.of_run = Meter()
+        self.pending, self.outside = Counter(), Counter()  # keys as a meter's and as a bill's
         self._meters = weakref.WeakSet([self.of_run])
-        self._outside: dict[str, float] = _zeros()
 
     @property
     def steps(self) -> int:
@@ -133,32 +119,27 @@ class WireLedger:
         """What came outside of steps is used: if a step uses it, it counts as sent in the step, by stock too."""
         if self.kind == OUTSIDE:
             return
-        for pending, link, num_bytes, by_all in bill:
-            self._add(pending[self.kind], link, num_bytes, by_all)
-            if pending is self._pending:
-                self._add(self._outside, link, -num_bytes, -by_all)
+        for (table, key), num_bytes in bill.items():
+            self.pending[table, self.kind, key] += num_bytes
+        self.outside.subtract(bill)
         bill.clear()
+
+    def _count(self, table: str, link: str, num_bytes: float, by_all: float | None = None) -> None:
+        by_all = num_bytes * self.world_size if by_all is None else by_all
+        for key, added in ((link, num_bytes), (_OF_ALL[link], by_all)):
+            if self.kind != OUTSIDE:
+                self.pending[table, self.kind, key] += added
+                continue
+            self.outside[table, key] += added
+            if self.bill is not None:
+                self.bill[table, key] += added
 
     def sent(self, link: str, num_bytes: float, by_all: float | None = None) -> None:
         """This rank hands `num_bytes` for other ranks to the backend, over `link` ("inter" or "intra").
 
         `by_all`: what all ranks together do; None: each as much as this one.
         """
-        self._count(self._pending, link, num_bytes, num_bytes * self.world_size if by_all is None else by_all)
-
-    def _count(self, pending: Counters, link: str, num_bytes: float, by_all: float) -> None:
-        if self.kind != OUTSIDE:
-            self._add(pending[self.kind], link, num_bytes, by_all)
-            return
-        if pending is self._pending:
-            self._add(self._outside, link, num_bytes, by_all)
-        if self.bill is not None:
-            self.bill.append((pending, link, num_bytes, by_all))
-
-    @staticmethod
-    def _add(counter: dict[str, float], link: str, num_bytes: float, by_all: float) -> None:
-        counter[link] += num_bytes
-        counter[_OF_ALL[link]] += by_all
+        self._count(SENT, link, num_bytes, by_all)
 
     def sent_around_ring(self, num_bytes: float, rounds: float = 1.0) -> None:
         """A collective over all ranks that DeepSpeed issues itself, by the ring formula; `rounds` 2 for all-reduce."""
@@ -168,12 +149,11 @@ class WireLedger:
     def stock_would_send(self, numel: int) -> None:
         """Stock ZeRO-3 would move `numel` elements (of the full tensor) around the ring in 16 bits here."""
         for link, share in self.ring_bytes(numel * STOCK_BYTES_PER_ELEMENT).items():
-            self._count(self._pending_stock, link, share, share * self.world_size)
+            self._count(STOCK, link, share)
 
     def stock_would_send_over(self, link: str, numel: int) -> None:
         """Stock would hand `numel` elements for other ranks to the backend in 16 bits here, over `link`."""
-        num_bytes = numel * STOCK_BYTES_PER_ELEMENT
-        self._count(self._pending_stock, link, num_bytes, num_bytes * self.world_size)
+        self._count(STOCK, link, numel * STOCK_BYTES_PER_ELEMENT)
 
     def ring_bytes(self, num_bytes: float) -> dict[str, float]:
         """Mean bytes per rank when a ring all-gather (or reduce-scatter) moves `num_bytes` over all ranks."""
@@ -186,16 +166,14 @@ class WireLedger:
     def end_step(self) -> None:
         """An optimizer step ended (also one skipped for overflow)."""
         for meter in self._meters:
-            meter.end_step(self._pending, self._pending_stock)
-        self._pending.clear()
-        self._pending_stock.clear()
+            meter.steps += 1
+            meter.bytes.update(self.pending)
+        self.pending.clear()
 
     def report(self, total: bool = False) -> dict[str, Any]:
         """Bytes per step sent by this rank, or by all ranks with `total`; see zeropp_fp8.wire_report."""
-        key_of = _OF_ALL if total else dict(zip(_LINKS, _LINKS))
-        return self.of_run.report(total) | {
-            "outside_steps": {link: exact(self._outside[key]) for link, key in key_of.items()}
-        }
+        outside = {link: exact(self.outside[SENT, key]) for link, key in _KEYS[total].items()}
+        return self.of_run.report(total) | {OUTSIDE: outside}
 
 
 def exact(value: float) -> float | int:

@@ -280,7 +280,7 @@ class Gatherer(Adoption):
         ledger.pay(unit.flight.bill)
         with ledger.billed(unit.flight.bill):
             ledger.stock_would_send(sum([self._padded_numel[p.ds_id] for p in missing]))
-        unit.bill += unit.flight.bill
+        unit.bill.update(unit.flight.bill)
         self._wait_for_last_hop(unit.flight)
         values, operands, lent = unit.decode(unit.flight.gathered)
         for param, value, exact in values:

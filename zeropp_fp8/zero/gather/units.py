@@ -57,7 +57,7 @@ class Flight:
     last_work: list[dist.Work] = field(default_factory=list)
     asked_for: bool = False
     taken: list[tuple[BufferRing | None, Tensor]] = field(default_factory=list)
-    bill: Bill = field(default_factory=list)
+    bill: Bill = field(default_factory=Bill)
 
 
 class Arrived(NamedTuple):
@@ -107,8 +107,7 @@ class Unit(ABC):
         self.secondary: Tensor | None = None
         self.secondary_is_current = False
         self.aside: dict = {}
-        self.copy_bill: Bill = []
-        self.bill: Bill = []
+        self.copy_bill, self.bill = Bill(), Bill()
         self.payload: Tensor | None = None
         self.seed: Seed | None = None
         self.place = self.draws = 0
