@@ -10,7 +10,6 @@ What this project does is read out of its configuration (`method_of`): a recipe 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -244,7 +243,6 @@ _LOSSLESS = Method(
 # A pass reads 16 bits and writes codes in two layouts. MX blocks run along both axes: two passes, which write 16 bits.
 _FP8_CASTS, _MX_CASTS = 2.0 + 2 * 1.0, 2 * (2.0 + 2.0)
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
-_OTHER_SCALES = 1 / 128  # of gradients at rest
 
 
 def element_bytes(name: str, block_size: int, double_quantize: bool = False) -> float:
@@ -289,7 +287,7 @@ def method_of(config: PluginConfig) -> Method:
     if gradients.error_feedback:
         changes["residual_bytes"] = element_bytes("int8", gradients.block_size)
     if gradients.store_format != "none":
-        changes["stored_gradient_bytes"] = 1.0 if gradients.scales == "tensor" else 1 + _OTHER_SCALES
+        changes["stored_gradient_bytes"] = 1.0 if gradients.scales == "tensor" else 1 + 1 / 128  # scales
     if config.stores_states_in_low_precision:
         states = (config.optimizer.master_format, config.optimizer.exp_avg_format, config.optimizer.exp_avg_sq_format)
         changes |= {"state_bytes": float(sum(_STATE_BYTES[name] for name in states)), "fused_update": True}
@@ -302,15 +300,13 @@ def method_of(config: PluginConfig) -> Method:
     return replace(_LOSSLESS, name=config.recipe or "lossless", **changes)
 
 
-def _own(name: str, recipe: str, **changes: Mapping[str, Any] | str) -> Method:
+def _own(name: str, recipe: str, **parts: dict[str, Any]) -> Method:
     """A recipe with fields set by hand."""
-    section: dict[str, Any] = dict(RECIPES[recipe])
-    for key, value in changes.items():
-        section[key] = {**section.get(key, {}), **value} if isinstance(value, Mapping) else value
-    return replace(method_of(PluginConfig(**section)), name=name)
+    base = RECIPES[recipe]
+    by_hand = {key: {**base.get(key, {}), **part} for key, part in parts.items()}
+    return replace(method_of(PluginConfig(**{**base, **by_hand})), name=name)
 
 
-_IN_WORLD = {"accumulate_in": "world"}
 _QWZ = {"weight_bytes": IN_TREE_INT8, "backward_bytes": IN_TREE_INT8}
 _HPZ = {"backward_gather": "node", "secondary_bytes": BYTES_16BIT}
 _QGZ = {"reduce": "two-level", "gradient_intra": IN_TREE_INT4, "gradient_inter": IN_TREE_INT4}
@@ -341,7 +337,10 @@ _PEERS = [
 _OWN = [
     *(_own(recipe, recipe) for recipe in RECIPES),
     _own("zeropp-diff-int8", "zeropp-diff", weights={"format": "int8"}),
-    *(_own(f"{name}-world", name, gradients=_IN_WORLD) for name in ("zeropp", "zeropp-4bit", "zeropp-pcie")),
+    *(
+        _own(f"{name}-world", name, gradients={"accumulate_in": "world"})
+        for name in ("zeropp", "zeropp-4bit", "zeropp-pcie")
+    ),
     _own("fp8-compute", "lossless", compute={"format": "fp8"}),
 ]
 # Frozen weights as codes; "-dq": with double quantization, as `qlora`, which is NF4; "-rank": every rank has them all.
@@ -366,11 +365,10 @@ METHODS |= {
     for name in ("lossless", "zeropp", "zeropp-4bit", "zeropp-2bit", "fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp", "hsdp")
     + ("fsdp2", "fsdp2-torchao")
 }
-# Of recipes all that train what the job trains.
+# Of recipes all that train what the job trains; LoRA with FP8 or MX compute is not modelled.
 TABLE_METHODS = ("stock", "stock-leaf", *(name for name in RECIPES if METHODS[name].stored_bytes is None))
 TABLE_METHODS += ("in-tree", "fsdp2", "hsdp")
-LORA_METHODS = ("stock", "stock-leaf")
-LORA_METHODS += tuple(name for name in RECIPES if not METHODS[name].cast_bytes and name != "qlora")
+LORA_METHODS = tuple(name for name in TABLE_METHODS[:-3] if not METHODS[name].cast_bytes)
 LORA_METHODS += tuple(method.name for method in _STORES)
 LORA_TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "int8", "int4", "nf4", "qlora", "qlora-rank")
 
