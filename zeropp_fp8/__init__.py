@@ -42,7 +42,8 @@ def wire_report(engine, total: bool = False) -> dict:
          "per_step": {"weights_forward" | "weights_backward" | "gradients" | "activations" | "other":
                       {"inter": bytes, "intra": bytes}},
          "stock_per_step": the same for stock ZeRO-3 on the same events, by the ring formula in 16 bits,
-         "outside_steps": {"inter", "intra"}: bytes so far for GatheredParameters, evaluation and checkpoints,
+         "outside_steps": {"inter", "intra"}: bytes so far that no step uses, of GatheredParameters, evaluation,
+             checkpoints,
          "gradient_scaling": where gradients travel with scales that ranks share: {"mu", "saturated", "vanished"}, the
              factor mu now, and of the last step the shares of FP8 numbers at the largest code and that became zero}
         `inter` is between nodes, `intra` within a node. No communication: safe to call on one rank alone.

@@ -28,6 +28,7 @@ from benchmarks.report import (
     lora,
     numerics,
     pictures,
+    recommended,
     rlhf,
     two_gpus,
     upstream,
@@ -41,6 +42,7 @@ DOCUMENTS = (
     "docs/method.md",
     "docs/deepspeed.md",
     "docs/doctor.md",
+    "docs/recipes.md",
     "docs/results.md",
     "docs/fp8-lm.md",
     "docs/handover.md",
@@ -52,7 +54,7 @@ DOCUMENTS = (
     "benchmarks/results/upstream/README.md",
 )
 TOPICS = (zero, two_gpus, host_time, compat, compute, doctor, fp8_lm, lora, generation, handover, numerics, rlhf)
-TOPICS += (faults, integrations, upstream, wire)
+TOPICS += (faults, integrations, recommended, upstream, wire)
 
 
 def all_blocks() -> dict[str, Block]:

@@ -165,6 +165,32 @@ def rlhf_quality(result: dict) -> str:
     return table(["", "SFT", "after PPO", "gain of PPO", "after GRPO", "gain of GRPO"], rows)
 
 
+def _gained(row: dict) -> tuple[str, str]:
+    """Rates before and after PPO, and the points between them with their interval."""
+    low, high = (f"{100 * bound:.1f}" for bound in row["gain_interval"])
+    rates = (f"{100 * row[policy]['exact_match']:.1f} %" for policy in ("sft", "ppo"))
+    return " to ".join(rates), f"{100 * row['gain']:+.1f} points [{low}, {high}]"
+
+
+def rlhf_demo(result: dict) -> str:
+    """What the demo comes to, here and with another CPU's instructions; and by the reward model alone."""
+    found = {row["run"]: row for row in result["rows"]}
+    demo, other, alone = (_gained(found[run]) for run in ("demo", "AVX2", "reward model alone"))
+    keys = ("sft", "ppo", "curves")
+    repeats = all(found["demo"][key] == found["again"][key] for key in keys)
+    again = "the same figures, to the last digit" if repeats else f"{_gained(found['again'])[0]}"
+    equal = all(found["demo"][key] == found["AVX2"][key] for key in keys)
+    differs = "gives the same" if equal else f"gives {other[0]}, {other[1]}"
+    return paragraph(
+        f"""With seed {found["demo"]["seed"]} on {result["hardware"]["cpu_cores"]} cores of an
+        {result["hardware"]["cpu"]} it took {found["demo"]["seconds"] / 60:.0f} minutes beside other work, and PPO took
+        the rate of exact answers from {demo[0]}: {demo[1]}. A second run there gave {again}. With the seed and all
+        else equal, but products as on CPUs without AVX-512, the same machine {differs}: sums in another order round
+        differently, hundreds of steps and samples follow from that, and so another machine, or another version of
+        torch, has other figures. By the reward model alone the rate goes from {alone[0]}, {alone[1]}."""
+    )
+
+
 MACHINES = ("h200-2-25gbit", "h200-4-25gbit", "h200-2-nvlink")
 STEP_FILES = tuple(f"rlhf_step/{name}{part}" for name in MACHINES for part in ("", "-full"))
 FULL_H100 = "rlhf_step/h100-2-25gbit-full"
@@ -180,4 +206,5 @@ BLOCKS = {
     "rlhf_sft": Block(rlhf_sft, ("rlhf_sft/h200-1-local",)),
     "rlhf_sft_says": Block(rlhf_sft_says, ("fp8_stack/h200-1-local-transformers", "rlhf_step/h200-1-local")),
     "rlhf_quality": Block(rlhf_quality, ("rlhf_quality/h200-1-local",)),
+    "rlhf_demo": Block(rlhf_demo, ("rlhf_demo/cpu-2-gloo",)),
 }

@@ -30,7 +30,7 @@ def _of_group(group: dict) -> str:
     head = f"""{CASES[chosen["case"]]}, {millions:.{0 if millions >= 1 else 1}f} M parameters,
         {row["tokens"] / 1e6:.1f} M tokens, {chosen["ranks"]} ranks as {chosen["nodes"]} nodes,
         {group["hardware"]["gpu"] or group["hardware"]["cpu"]},
-        learning rate {chosen["lr"]:g}, then along a cosine to {100 * chosen["least_rate"]:g} % of it"""
+        {_rate(chosen)}"""
     if reference:
         head += f"; differences are from `{reference}`"
     rows = [
@@ -66,6 +66,30 @@ def _of_group(group: dict) -> str:
         for run, percents in apart.items()
     ]
     return "\n\n".join([text, *map(paragraph, says)])
+
+
+def _rate(chosen: dict) -> str:
+    least = chosen["least_rate"]
+    after = "which stays" if least == 1 else f"then along a cosine to {100 * least:g} % of it"
+    return f"learning rate {chosen['lr']:g}, {after}"
+
+
+TWO_BITS = "zeropp-2bit"
+
+
+def two_bits(*results: dict) -> str:
+    """What differences in two bits cost, in each group of pretraining with three runs or more; and all seeds of it."""
+    rows = []
+    for group in groups_of([result for result in results if result["settings"]["case"] == "pretrain"]):
+        row, chosen = group["rows"][0], group["settings"]
+        for line in (line for line in group["comparison"] if line["run"] == TWO_BITS and line["runs"] > 2):
+            millions, by_seed = row["parameters"] / 1e6, sorted(line["paired_by_seed"].values())
+            size = f"{millions:.{0 if millions >= 10 else 1}f} M"
+            cells = [size, f"{chosen['steps']:,}", _rate(chosen).removeprefix("learning rate "), str(line["runs"])]
+            cells += [f"{line['percent']:+.2f} %", f"{by_seed[0]:+.2f} to {by_seed[-1]:+.2f} %"]
+            rows.append((millions, chosen["steps"], cells))
+    head = ["parameters", "steps", "learning rate", "runs", "mean's difference", "paired by seed"]
+    return table(head, [cells for _, _, cells in sorted(rows)])
 
 
 def together(*results: dict) -> str:
@@ -173,6 +197,7 @@ _FIDELITY = {"files": ("weight_fidelity/cpu-1-local",), "cut_short": ("weight_fi
 BLOCKS = {
     "wire_convergence_together": Block(together, FILES, sourced=False),
     "wire_convergence": Block(compared, FILES, sourced=False),
+    "two_bits": Block(two_bits, FILES, sourced=False),
     "weight_fidelity": Block(weight_fidelity, **_FIDELITY),
     "weight_fidelity_says": Block(weight_fidelity_says, **_FIDELITY),
 }

@@ -68,7 +68,7 @@ def train(secondary, recipe="zeropp-pcie", accumulation=1, steps=3, **options):
 
 def weight_bytes(ledger):
     """Bytes of weights that this rank has sent in finished steps."""
-    return sum(sum(ledger._done[kind][link] for link in ("inter", "intra")) for kind in KINDS)
+    return sum(ledger.of_run.bytes["per_step", kind, link] for link in ("inter", "intra") for kind in KINDS)
 
 
 def runs(cases):
@@ -149,7 +149,7 @@ def evaluated(secondary):
     with torch.no_grad():
         for _ in range(2):
             losses.append(engine(input_ids=tokens, labels=tokens).loss.item())
-            sent.append(engine.zeropp_fp8_session.ledger._outside["inter"])
+            sent.append(engine.zeropp_fp8_session.ledger.outside["per_step", "inter"])
     return losses, sum(unit.keeps_secondary for unit in engine.optimizer.gatherer.units), sent[1] - sent[0]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -140,14 +138,13 @@ def fidelity(steps, at, recipe="zeropp-diff", accumulation=1, **options):
 def sent(recipe, steps=3, accumulation=1, **options):
     """Bytes between nodes of a step that is not the first, by kind; of the first; losses; weights."""
     engine = engine_of(recipe, config={"gradient_accumulation_steps": accumulation}, **options)
-    ledger, data = engine.zeropp_fp8_session.ledger, batches(steps * accumulation, dist.get_rank())
-    losses, counted = [], []
+    meter, data = engine.zeropp_fp8_session.ledger.meter(), batches(steps * accumulation, dist.get_rank())
+    losses, by_step = [], []
     for _ in range(steps):
         losses += step_of(engine, data, accumulation)
-        counted.append({kind: dict(links) for kind, links in ledger._done.items()})
-    by_step = [counted[0]]
-    for before, after in itertools.pairwise(counted):
-        by_step.append({kind: {link: after[kind][link] - before[kind][link] for link in after[kind]} for kind in after})
+        own, of_all = (meter.report(total)["per_step"] for total in (False, True))
+        by_step.append({kind: own[kind] | {"inter, all ranks": of_all[kind]["inter"]} for kind in own})
+        meter.set_to_zero()
     weights = full_weights(engine.module)
     engine.destroy()
     return by_step, losses, weights
@@ -359,7 +356,7 @@ def adapted(steps=8, saved_at=4, **options):
         if step == saved_at:
             engine.save_checkpoint(folder)
         losses += step_of(engine, iter([tokens]))
-        total = engine.zeropp_fp8_session.ledger._done["weights_forward"]["inter"]
+        total = engine.zeropp_fp8_session.ledger.of_run.bytes["per_step", "weights_forward", "inter"]
         by_step.append(total - before)
         before = total
     exact, gathered = full_weights(engine.module), gathered_weights(engine)

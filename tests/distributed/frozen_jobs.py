@@ -99,16 +99,11 @@ def traffic(scope, name, world_steps=3):
     switch(True)
     fields = {"frozen": frozen(name), "secondary": {"scope": scope}}
     engine = make_engine(with_lora(llama()), ds_config(section("lossless", **fields)), lr=1e-2)
-    ledger, log = engine.zeropp_fp8_session.ledger, []
+    meter, log = engine.zeropp_fp8_session.ledger.meter(), []
     for _ in range(world_steps):
-        before = {kind: dict(links) for kind, links in ledger._done.items()}
         train(engine, 1)
-        log.append(
-            {
-                link: sum(links[link] - before.get(kind, {}).get(link, 0) for kind, links in ledger._done.items())
-                for link in ("inter", "intra")
-            }
-        )
+        log.append({link: meter.of_link(link)[0] for link in ("inter", "intra")})
+        meter.set_to_zero()
     stored = [p for p in engine.module.parameters() if stored_weight(p)]
     gatherer = engine.optimizer.gatherer
     units = [unit for unit in gatherer.units if isinstance(unit, StoredUnit)]

@@ -12,6 +12,7 @@ from parity_jobs import allow_fp16_on_cpu, switch
 from ranks import printed
 
 import zeropp_fp8
+from zeropp_fp8.comm.ledger import SENT
 
 
 def forward_backward(engine, tokens):
@@ -41,8 +42,8 @@ class InterCounter:
         self()
 
     def __call__(self):
-        counters = [self.ledger._outside, *self.ledger._pending.values(), *self.ledger._done.values()]
-        now = sum(counter["inter"] for counter in counters)
+        counters = self.ledger.outside, self.ledger.pending, self.ledger.of_run.bytes
+        now = sum(n for each in counters for (table, *_, link), n in each.items() if (table, link) == (SENT, "inter"))
         now, self.last = now - self.last, now
         return now
 

@@ -13,8 +13,7 @@ import zeropp_fp8
 PACKAGE = Path(zeropp_fp8.__file__).parent
 
 # What each part may import besides itself: plugin -> numerics -> zero -> {comm, compute, optim} -> kernels -> formats.
-# `config` may be imported by all and imports none of them; `plan` stands alone; `outputs` is for
-# every command.
+# `config` may be imported by all and imports none of them; `plan` reads nothing else; `outputs` is for every command.
 _READ_BY_ALL = {"config"}
 _BASE = _READ_BY_ALL | {"kernels", "formats"}
 _MIDDLE = _BASE | {"comm", "compute", "optim"}
@@ -35,7 +34,7 @@ MAY_IMPORT = {
     "kernels": _READ_BY_ALL | {"formats"},
     "formats": _READ_BY_ALL,
     "config": set(),
-    "plan": {"outputs"},
+    "plan": _READ_BY_ALL | {"outputs"},
     "outputs": set(),
     "doctor": _MIDDLE | {"", "plugin", "plan", "outputs"},
 }

@@ -17,8 +17,10 @@ from zeropp_fp8.config import RECIPES
 from zeropp_fp8.plan import (
     EMULATED_H200,
     H200,
+    LORA_METHODS,
     METHODS,
     PEERS,
+    TABLE_METHODS,
     V100,
     Cluster,
     Hardware,
@@ -36,6 +38,7 @@ from zeropp_fp8.plan import (
 from zeropp_fp8.plan.__main__ import main
 from zeropp_fp8.plan.measured import emulated_job
 from zeropp_fp8.plan.memory import MARGIN, memory_for_copies
+from zeropp_fp8.plan.methods import LORA_TABLE_METHODS, element_bytes
 from zeropp_fp8.plan.step_time import codec_bytes, optimizer_seconds, overlapped
 
 ROOT = Path(__file__).parent.parent.parent
@@ -102,37 +105,25 @@ def test_bytes_against_the_ledger_and_the_interface(name):
             assert modelled == pytest.approx(row["ledger_bytes_per_node_step"], rel=2e-3)
 
 
-PLANNED_RECIPES = ("lossless", "zeropp", "zeropp-4bit", "zeropp-diff", "zeropp-2bit", "zeropp-pcie", "mxfp8")
-
-
-@pytest.mark.parametrize("recipe", PLANNED_RECIPES)
-def test_formats_are_those_of_the_recipes(recipe):
-    """The plan imports no torch, so it has the sizes of the formats a second time."""
+def test_formats_have_the_size_that_they_travel_in():
+    """The plan imports no torch, so it counts bits and scales a second time."""
+    from zeropp_fp8.config import FROZEN_FORMATS, MX_FORMATS, WIRE_FORMATS
     from zeropp_fp8.formats import make_format
 
-    def bytes_per_element(format, block_size=128, **_):
-        if format == "none":
-            return 2.0
-        options = {} if format.startswith("mx") else {"block_size": block_size}
-        return make_format(format, **options).bits_per_element / 8
+    names = {*WIRE_FORMATS, *FROZEN_FORMATS, "int3", "int2"} - {"none"}
+    assert len(names) > 10 and element_bytes("none", 8) == 2
+    for name, block_size in itertools.product(sorted(names), (64, 128, 256)):
+        ways = [{}] if name in MX_FORMATS else [{"block_size": block_size}]
+        if name in ("nf4", "int4", "int8"):
+            ways.append({"block_size": block_size, "double_quantize": True})
+        for options in ways:
+            sized = element_bytes(name, block_size, options.get("double_quantize", False))
+            assert sized == pytest.approx(make_format(name, **options).bits_per_element / 8, rel=1e-12), (name, options)
 
-    section, method = RECIPES[recipe], METHODS[recipe]
-    gradients = section.get("gradients", {})
-    weights = {"format": "none", **section.get("weights", {})}
-    difference = weights.pop("difference", None)
-    assert method.weight_bytes == bytes_per_element(**weights)
-    assert method.difference_bytes == (difference and bytes_per_element(**difference))
-    hops = {"intra": method.gradient_intra, "inter": method.gradient_inter}
-    if recipe == "zeropp-pcie":
-        del hops["intra"]  # ranks are nodes
-    for hop, modelled in hops.items():
-        expected = bytes_per_element(gradients.get(f"{hop}_format", "none"), gradients.get("block_size", 128))
-        assert modelled == expected
-    scope = section.get("secondary", {}).get("scope")
-    assert (method.secondary_bytes > 0) == (scope is not None)
-    assert (method.backward_gather == "rank") == (scope == "rank")
-    expected = make_format("int8", block_size=128).bits_per_element / 8 if gradients.get("error_feedback") else 0
-    assert method.residual_bytes == expected
+
+def test_every_recipe_is_planned():
+    assert RECIPES.keys() < METHODS.keys() and RECIPES.keys() - {"qlora"} < set(TABLE_METHODS)
+    assert "qlora" in LORA_TABLE_METHODS and set(LORA_TABLE_METHODS) <= set(LORA_METHODS)
 
 
 def test_what_recipes_compute_in():
@@ -433,13 +424,11 @@ def test_command_line_prints_every_method():
     command = [sys.executable, "-m", "zeropp_fp8.plan", "--params", "7e9", "--nodes", "8"]
     command += ["--ranks-per-node", "8", "--gbit", "100", "--tokens", "2048"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=True)
-    *lines, advice = done.stdout.splitlines()
-    assert advice.startswith("recommended: zeropp")
+    lines, advice = done.stdout.split("\nrecommended: ")
+    lines = lines.splitlines()
+    assert advice.startswith("zeropp-diff, ") and "\nrounds more: zeropp-2bit, " in advice
     assert "7 B parameters" in lines[0] and "8 x 8 GPUs, 100 Gbit/s" in lines[0] and "modelled" in lines[0]
-    assert [line.split()[0] for line in lines[3:]] == [
-        *("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "zeropp-diff", "zeropp-2bit", "fp8-lm"),
-        *("in-tree", "fsdp2", "hsdp"),
-    ]
+    assert [line.split()[0] for line in lines[3:]] == list(TABLE_METHODS)
     assert all("wire" in line for line in lines[3:])
 
 

@@ -10,11 +10,17 @@ Every rank counts what all ranks send too, so that asking for it needs no commun
 sends where shards are padded to equal size; gradients that are missing on a rank are sent as zeros. Of tensors with
 owners every rank knows what each owner has. The exception are activations of which the ranks hold unequal shares (heads
 that do not divide evenly by the ranks): the sum then is an estimate.
+
+A step counts what it computes with, for itself and for stock: weights that came before it, for an evaluation or at the
+end of another step, count as the step's as soon as it uses them. So steps of equal work send equal bytes, whatever is
+done between them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import copy
+import weakref
+from collections import Counter
 from typing import Any
 
 STEP_KINDS = ("weights_forward", "weights_backward", "gradients", "activations", "other")
@@ -22,25 +28,53 @@ OUTSIDE = "outside_steps"
 STOCK_BYTES_PER_ELEMENT = 2
 
 
+SENT, STOCK = "per_step", "stock_per_step"  # by this project; by stock
 _LINKS = ("inter", "intra")
 _OF_ALL = {link: f"{link}, all ranks" for link in _LINKS}
+_KEYS = {False: dict(zip(_LINKS, _LINKS)), True: _OF_ALL}  # whether of all ranks together
+Bill = Counter  # bytes by (SENT or STOCK, key of a link)
 
 
-def _zeros() -> dict[str, float]:
-    return dict.fromkeys((*_LINKS, *_OF_ALL.values()), 0)
+class Meter:
+    """Bytes of the steps that have ended since the engine was made, or since it was last set to zero."""
+
+    def __init__(self) -> None:
+        self.set_to_zero()
+
+    def set_to_zero(self) -> None:
+        self.steps, self.bytes = 0, Counter()  # by (SENT or STOCK, kind, key of a link)
+
+    def report(self, total: bool = False) -> dict[str, Any]:
+        """The number of steps, and means of what this rank sends, or with `total` all ranks, and of stock's."""
+        tables = {
+            table: {
+                kind: {
+                    link: exact(self.bytes[table, kind, key] / max(self.steps, 1)) for link, key in _KEYS[total].items()
+                }
+                for kind in STEP_KINDS
+            }
+            for table in (SENT, STOCK)
+        }
+        return {"steps": self.steps, **tables}
+
+    def of_link(self, link: str) -> tuple[float, float]:
+        """Means of what this rank sends over a link, and of stock's, of all kinds."""
+        report = self.report()
+        return tuple(sum(kind[link] for kind in report[table].values()) for table in (SENT, STOCK))
 
 
 class _Counting:
     """Context in which a ledger counts for a kind. (A generator would take three times the calls, 300 times a step.)"""
 
-    def __init__(self, ledger: WireLedger, kind: str) -> None:
-        self._ledger, self._kind = ledger, kind
+    def __init__(self, ledger: WireLedger, kind: str, bill: Bill | None = None) -> None:
+        self._ledger, self._now = ledger, (kind, bill)
 
     def __enter__(self) -> None:
-        self._before, self._ledger.kind = self._ledger.kind, self._kind
+        self._before = self._ledger.kind, self._ledger.bill
+        self._ledger.kind, self._ledger.bill = self._now
 
     def __exit__(self, *exc) -> None:
-        self._ledger.kind = self._before
+        self._ledger.kind, self._ledger.bill = self._before
 
 
 class WireLedger:
@@ -53,31 +87,59 @@ class WireLedger:
         self.nodes = nodes
         self.ranks_per_node = ranks_per_node
         self.world_size = nodes * ranks_per_node
-        self.steps = 0
         self.kind = OUTSIDE
+        self.bill: Bill | None = None
         # For issue.py: DeepSpeed's comms logger, and a list for (link, a collective under way) while they are timed.
         self.comms_logger: Any = None
         self.times: list[tuple[str, Any]] | None = None
-        self._pending: dict[str, dict[str, float]] = defaultdict(_zeros)
-        self._pending_stock: dict[str, dict[str, float]] = defaultdict(_zeros)
-        self._done: dict[str, dict[str, float]] = defaultdict(_zeros)
-        self._done_stock: dict[str, dict[str, float]] = defaultdict(_zeros)
-        self._outside: dict[str, float] = _zeros()
+        self.of_run = Meter()
+        self.pending, self.outside = Counter(), Counter()  # keys as a meter's and as a bill's
+        self._meters = weakref.WeakSet([self.of_run])
+
+    @property
+    def steps(self) -> int:
+        """Finished optimizer steps."""
+        return self.of_run.steps
+
+    def meter(self) -> Meter:
+        """Another count of steps, for who sets it to zero in between."""
+        made = copy.deepcopy(self.of_run)
+        self._meters.add(made)
+        return made
 
     def counting(self, kind: str) -> _Counting:
         """Bytes sent inside belong to `kind`: one of STEP_KINDS, or OUTSIDE."""
         return _Counting(self, kind)
+
+    def billed(self, bill: Bill) -> _Counting:
+        """What is sent inside, if that is outside of steps, is noted in `bill` too, for the step that uses it."""
+        return _Counting(self, self.kind, bill)
+
+    def pay(self, bill: Bill) -> None:
+        """What came outside of steps is used: if a step uses it, it counts as sent in the step, by stock too."""
+        if self.kind == OUTSIDE:
+            return
+        for (table, key), num_bytes in bill.items():
+            self.pending[table, self.kind, key] += num_bytes
+        self.outside.subtract(bill)
+        bill.clear()
+
+    def _count(self, table: str, link: str, num_bytes: float, by_all: float | None = None) -> None:
+        by_all = num_bytes * self.world_size if by_all is None else by_all
+        for key, added in ((link, num_bytes), (_OF_ALL[link], by_all)):
+            if self.kind != OUTSIDE:
+                self.pending[table, self.kind, key] += added
+                continue
+            self.outside[table, key] += added
+            if self.bill is not None:
+                self.bill[table, key] += added
 
     def sent(self, link: str, num_bytes: float, by_all: float | None = None) -> None:
         """This rank hands `num_bytes` for other ranks to the backend, over `link` ("inter" or "intra").
 
         `by_all`: what all ranks together do; None: each as much as this one.
         """
-        self._add(self._outside if self.kind == OUTSIDE else self._pending[self.kind], link, num_bytes, by_all)
-
-    def _add(self, counter: dict[str, float], link: str, num_bytes: float, by_all: float | None = None) -> None:
-        counter[link] += num_bytes
-        counter[_OF_ALL[link]] += num_bytes * self.world_size if by_all is None else by_all
+        self._count(SENT, link, num_bytes, by_all)
 
     def sent_around_ring(self, num_bytes: float, rounds: float = 1.0) -> None:
         """A collective over all ranks that DeepSpeed issues itself, by the ring formula; `rounds` 2 for all-reduce."""
@@ -86,14 +148,12 @@ class WireLedger:
 
     def stock_would_send(self, numel: int) -> None:
         """Stock ZeRO-3 would move `numel` elements (of the full tensor) around the ring in 16 bits here."""
-        if self.kind != OUTSIDE:
-            for link, share in self.ring_bytes(numel * STOCK_BYTES_PER_ELEMENT).items():
-                self._add(self._pending_stock[self.kind], link, share)
+        for link, share in self.ring_bytes(numel * STOCK_BYTES_PER_ELEMENT).items():
+            self._count(STOCK, link, share)
 
     def stock_would_send_over(self, link: str, numel: int) -> None:
         """Stock would hand `numel` elements for other ranks to the backend in 16 bits here, over `link`."""
-        if self.kind != OUTSIDE:
-            self._add(self._pending_stock[self.kind], link, numel * STOCK_BYTES_PER_ELEMENT)
+        self._count(STOCK, link, numel * STOCK_BYTES_PER_ELEMENT)
 
     def ring_bytes(self, num_bytes: float) -> dict[str, float]:
         """Mean bytes per rank when a ring all-gather (or reduce-scatter) moves `num_bytes` over all ranks."""
@@ -105,29 +165,15 @@ class WireLedger:
 
     def end_step(self) -> None:
         """An optimizer step ended (also one skipped for overflow)."""
-        for pending, done in ((self._pending, self._done), (self._pending_stock, self._done_stock)):
-            for kind, links in pending.items():
-                for link, num_bytes in links.items():
-                    done[kind][link] += num_bytes
-            pending.clear()
-        self.steps += 1
+        for meter in self._meters:
+            meter.steps += 1
+            meter.bytes.update(self.pending)
+        self.pending.clear()
 
-    def report(self, total: bool = False) -> dict:
+    def report(self, total: bool = False) -> dict[str, Any]:
         """Bytes per step sent by this rank, or by all ranks with `total`; see zeropp_fp8.wire_report."""
-        key_of = _OF_ALL if total else dict(zip(_LINKS, _LINKS))
-
-        def per_step(counters: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-            steps = max(self.steps, 1)
-            return {
-                kind: {link: exact(counters[kind][key] / steps) for link, key in key_of.items()} for kind in STEP_KINDS
-            }
-
-        return {
-            "steps": self.steps,
-            "per_step": per_step(self._done),
-            "stock_per_step": per_step(self._done_stock),
-            "outside_steps": {link: exact(self._outside[key]) for link, key in key_of.items()},
-        }
+        outside = {link: exact(self.outside[SENT, key]) for link, key in _KEYS[total].items()}
+        return self.of_run.report(total) | {OUTSIDE: outside}
 
 
 def exact(value: float) -> float | int:

@@ -16,6 +16,5 @@ check.py         check: a ds_config
 auto.py          its "auto" values
 stock.py         what DeepSpeed makes of it
 unused.py        fields that change nothing
-method.py        what the plan calls it
 problems.py      what is wrong, and what to do
 """

@@ -203,8 +203,7 @@ def cost_of(config: PluginConfig, ds_config: Mapping[str, Any], arguments: argpa
     Raises:
         PlanError: a job that cannot be, or that the plan does not model.
     """
-    from zeropp_fp8.doctor.method import method_of
-    from zeropp_fp8.plan import METHODS, PRESETS, Cluster, estimate
+    from zeropp_fp8.plan import METHODS, PRESETS, Cluster, estimate, method_of
     from zeropp_fp8.plan import __main__ as plan
 
     configured = config.topology.ranks_per_node

@@ -311,8 +311,8 @@ def _tested(found: Diagnosis) -> str:
 
 def _plan_lines(found: Diagnosis) -> list[str]:
     no_gpu = all(one["rates"] is None for one in found.facts.values())
-    note = "; computing as on an H200, because no GPU is here" if no_gpu else ""
-    return [plan.table(found.advice.estimates, found.job), found.advice.text + note]
+    note = ["computing as on an H200, because no GPU is here"] if no_gpu else []
+    return [plan.table(found.advice.estimates, found.job), found.advice.text, *note]
 
 
 def as_json(found: Diagnosis) -> dict[str, Any]:

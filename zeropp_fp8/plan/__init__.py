@@ -12,6 +12,7 @@ host. `step_time.py` has the formulas. Everything here is plain arithmetic: no t
     step_time.py  from bytes to seconds
     memory.py     bytes held by a GPU
     rlhf.py       an iteration of PPO: four models
+    recommend.py  which recipe to take
     picture.py    step time against what a node sends
     measured.py   measured points: peers, and the JSON of benchmarks that time training steps
     calibrate.py  model against measurement, and fitting the rates no data sheet gives
@@ -22,7 +23,7 @@ from zeropp_fp8.plan.hardware import EMULATED_H200, H100, H200, PRESETS, V100, H
 from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError
 from zeropp_fp8.plan.measured import PEERS, MeasuredPoint, load_points
 from zeropp_fp8.plan.memory import MemoryEstimate, memory_per_gpu
-from zeropp_fp8.plan.methods import LORA_METHODS, METHODS, TABLE_METHODS, Method, method_named
+from zeropp_fp8.plan.methods import LORA_METHODS, METHODS, TABLE_METHODS, Method, method_named, method_of
 from zeropp_fp8.plan.rlhf import IterationEstimate, iteration
 from zeropp_fp8.plan.step_time import StepEstimate, estimate
 
@@ -59,4 +60,5 @@ __all__ = [
     "measured_on",
     "memory_per_gpu",
     "method_named",
+    "method_of",
 ]

@@ -286,8 +286,12 @@ def run_plan(arguments: argparse.Namespace) -> str:
     methods = [method_named(name) for name in arguments.methods.split(",")]
     estimator = partial(iteration, response=arguments.response or 0) if arguments.rlhf else estimate
     jobs = [with_copies(job, method, arguments) for method in methods]
-    estimates = [estimator(method, each, hardware) for method, each in zip(methods, jobs)]
     advice = recommend(job, hardware, None if arguments.gpu_gb is None else arguments.gpu_gb * GIGA, estimator)
+    known = {one.method: one for one in advice.estimates} if arguments.secondary_gb is None else {}
+    estimates = [
+        known[method.name] if method.name in known else estimator(method, each, hardware)
+        for method, each in zip(methods, jobs)
+    ]
     if arguments.write and not advice.fits:
         raise PlanError(f"{advice.text}; {arguments.write} is not written")
     if arguments.picture:
@@ -300,8 +304,8 @@ def run_plan(arguments: argparse.Namespace) -> str:
     if arguments.write:
         Path(arguments.write).write_text(json.dumps(ds_config_of(advice.recipe, job), indent=2) + "\n")
     if not arguments.json:
-        written = f"; written to {arguments.write}" if arguments.write else ""
-        written += f"; drawn in {arguments.picture}" if arguments.picture else ""
+        written = f"\nwritten to {arguments.write}" if arguments.write else ""
+        written += f"\ndrawn in {arguments.picture}" if arguments.picture else ""
         asked = {one.method for one in estimates}
         estimates += [one for one in advice.estimates if one.method == advice.recipe and one.method not in asked]
         return f"{(iteration_table if arguments.rlhf else table)(estimates, job)}\n{advice.text}{written}"

@@ -3,23 +3,20 @@
 ZeRO-3 moves 3 M a step between nodes (M: the model in 16 bits): gather forward, gather backward, reduce gradients.
 ZeRO++ makes it 0.75 M: 0.5 M + 0 + 0.25 M (arXiv 2306.10209, table 1). Those counts leave out the factor (W-1)/W of a
 ring and (N-1)/N of two levels, which `traffic.py` adds, and the scales, which are counted here.
+
+What this project does is read out of its configuration (`method_of`): a recipe is planned as it is defined.
 """
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from zeropp_fp8.config import MX_FORMATS, RECIPES, PluginConfig
 from zeropp_fp8.plan.job import BYTES_16BIT, Cluster, Job, PlanError
 from zeropp_fp8.plan.traffic import Traffic, flat_ring, hybrid_reduction, two_levels, within_node
 
-SCALE_BYTES = 2  # one bf16 scale a block
-INT8_BLOCK_256 = 1 + SCALE_BYTES / 256
-INT8_BLOCK_128 = 1 + SCALE_BYTES / 128
-INT4_BLOCK_128 = 0.5 + SCALE_BYTES / 128
-INT2_BLOCK_64 = 0.25 + SCALE_BYTES / 64
-MXFP8, MXFP4 = 1 + 1 / 32, 0.5 + 1 / 32  # a byte of scale a block of 32
 # DeepSpeed's own: fp32 scales, groups of up to 8,000 weights and of 2,048 gradients.
 IN_TREE_INT8 = 1 + 4 / 8000
 IN_TREE_INT4 = 0.5 + 4 / 2048
@@ -234,52 +231,82 @@ def _gather(route: Route, num_bytes: float, cluster: Cluster, hops_overlap: bool
 
 
 # This project: two levels, a block at a time.
-_OWN = {
-    "gather": "two-level",
-    "backward_gather": "two-level",
-    "gathered_by": "block",
-    "host_by_tensor": False,
-    "hops_overlap": True,
-}
-_LOSSLESS = {**_OWN, "reduces_by_tensor": True}
+_LOSSLESS = Method(
+    "lossless",
+    gather="two-level",
+    backward_gather="two-level",
+    gathered_by="block",
+    host_by_tensor=False,
+    hops_overlap=True,
+    reduces_by_tensor=True,
+)
 # A pass reads 16 bits and writes codes in two layouts. MX blocks run along both axes: two passes, which write 16 bits.
-_FP8_COMPUTE = {"cast_bytes": 2.0 + 2 * 1.0, "fp8_products": True}
-_MX_COMPUTE = {"cast_bytes": 2 * (2.0 + 2.0)}
-# FP8-LM's levels: gradients in FP8 on both levels and at rest; scales that all ranks share cost nothing.
-_FP8_LM = {
-    **_OWN,
-    **_FP8_COMPUTE,
-    "reduce": "two-level",
-    "gradient_intra": 1.0,
-    "gradient_inter": 1.0,
-    "sums_in_node": True,
-    "stored_gradient_bytes": 1.0,
-}
-_FP8_STATES = {"state_bytes": 5.0, "fused_update": True}
+_FP8_CASTS, _MX_CASTS = 2.0 + 2 * 1.0, 2 * (2.0 + 2.0)
+_STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
-def _zeropp(weight_bytes: float) -> dict:
-    """The received codes kept as secondary shard; gradients in INT8 in the node and INT4 between."""
-    kept = {"backward_gather": "node", "secondary_bytes": weight_bytes, "later_from_secondary": True}
-    gradients = {"reduce": "two-level", "gradient_intra": INT8_BLOCK_128, "gradient_inter": INT4_BLOCK_128}
-    gradients["sums_in_node"] = True
-    return {**_OWN, "weight_bytes": weight_bytes, "backward_bytes": weight_bytes, **kept, **gradients}
+def element_bytes(name: str, block_size: int, double_quantize: bool = False) -> float:
+    """Bytes an element in a format, with a scale a block: of 2 bytes, of NF4 4, of MX 1 for 32 elements. Scales in 8
+    bits with an fp32 scale for 256 of them are `double_quantize` (arXiv 2305.14314, section 3). "none": 16 bits."""
+    if name == "none":
+        return BYTES_16BIT
+    bits = int(next(letter for letter in name.removeprefix("mx") if letter.isdigit()))
+    if name in MX_FORMATS:
+        return bits / 8 + 1 / 32
+    scale = 1 + 4 / 256 if double_quantize else 4 if name == "nf4" else 2
+    return bits / 8 + scale / block_size
 
 
-def _difference(difference_bytes: float, copy_bytes: float = BYTES_16BIT) -> dict:
-    """What has changed crosses, and is added to copies."""
-    return {**_zeropp(copy_bytes), "difference_bytes": difference_bytes}
+def method_of(config: PluginConfig) -> Method:
+    """How the plan counts a job with this configuration; a recipe's own is METHODS[recipe].
+
+    Not modelled: a secondary copy that several ranks of a node share (counted as one in the node), scales of optimizer
+    states, and layers and GEMMs that stay in 16 bits.
+    """
+    weights, gradients, compute, frozen = config.weights, config.gradients, config.compute, config.frozen
+    scope, ring = config.secondary.scope, config.topology.ranks_per_node == 1
+    fp8 = config.computes_in_low_precision and compute.format not in MX_FORMATS and compute.scaling != "mx"
+    # Codes that the GEMMs multiply as they come have a scale a tensor, a row or a tile.
+    sent = 1.0 if fp8 and weights.format == "fp8_e4m3" else element_bytes(weights.format, weights.block_size)
+    changes: dict[str, Any] = {"weight_bytes": sent, "backward_bytes": sent}
+    if scope != "none":
+        changes |= {"secondary_bytes": sent, "later_from_secondary": True}
+        changes["backward_gather"] = "rank" if scope == "rank" else "node"
+    if ring:
+        changes |= {"gather": "ring", "backward_gather": changes.get("backward_gather", "ring")}
+    if weights.difference.format != "none":
+        changes["difference_bytes"] = element_bytes(weights.difference.format, weights.difference.block_size)
+    if config.quantizes_gradients:
+        intra, inter = (
+            1.0 if gradients.scales == "tensor" else element_bytes(name, gradients.block_size)
+            for name in (gradients.intra_format, gradients.inter_format)
+        )
+        changes |= {"reduce": "ring" if ring else "two-level", "gradient_intra": inter if ring else intra}
+        changes |= {"gradient_inter": inter, "reduces_by_tensor": False}
+        changes["sums_in_node"] = gradients.accumulate_in != "world"
+    if gradients.error_feedback:
+        changes["residual_bytes"] = element_bytes("int8", gradients.block_size)
+    if gradients.store_format != "none":
+        changes["stored_gradient_bytes"] = 1.0 if gradients.scales == "tensor" else 1 + 1 / 128  # scales
+    if config.stores_states_in_low_precision:
+        states = (config.optimizer.master_format, config.optimizer.exp_avg_format, config.optimizer.exp_avg_sq_format)
+        changes |= {"state_bytes": float(sum(_STATE_BYTES[name] for name in states)), "fused_update": True}
+    if config.computes_in_low_precision:
+        changes |= {"cast_bytes": _FP8_CASTS if fp8 else _MX_CASTS, "fp8_products": fp8}
+    if config.compile == "blocks":
+        changes["compiled"] = True
+    if frozen.format != "none":
+        changes["stored_bytes"] = element_bytes(frozen.format, frozen.block_size, frozen.double_quantize)
+    return replace(_LOSSLESS, name=config.recipe or "lossless", **changes)
 
 
-# Every rank a node of its own: all codes as memory allows, one hop of gradients, whose rounding it keeps in INT8.
-_PCIE = {
-    **_zeropp(INT8_BLOCK_256),
-    "gather": "ring",
-    "backward_gather": "rank",
-    "reduce": "ring",
-    "gradient_intra": INT4_BLOCK_128,
-    "residual_bytes": INT8_BLOCK_128,
-}
+def _own(name: str, recipe: str, **parts: dict[str, Any]) -> Method:
+    """A recipe with fields set by hand."""
+    base = RECIPES[recipe]
+    by_hand = {key: {**base.get(key, {}), **part} for key, part in parts.items()}
+    return replace(method_of(PluginConfig(**{**base, **by_hand})), name=name)
+
+
 _QWZ = {"weight_bytes": IN_TREE_INT8, "backward_bytes": IN_TREE_INT8}
 _HPZ = {"backward_gather": "node", "secondary_bytes": BYTES_16BIT}
 _QGZ = {"reduce": "two-level", "gradient_intra": IN_TREE_INT4, "gradient_inter": IN_TREE_INT4}
@@ -292,74 +319,57 @@ _HSDP = {
     "states_sharded_over": "node",
 }
 
-_EAGER = {
-    name: Method(name, **fields)
+_PEERS = [
+    Method(name, **fields)
     for name, fields in {
         "stock": {},
         "stock-leaf": {"gathered_by": "block"},
-        "lossless": _LOSSLESS,
-        "zeropp": _zeropp(INT8_BLOCK_256),
-        "zeropp-4bit": _zeropp(INT4_BLOCK_128),
-        "zeropp-diff": _difference(INT4_BLOCK_128),
-        "zeropp-2bit": _difference(INT2_BLOCK_64),
-        "zeropp-diff-int8": _difference(INT4_BLOCK_128, INT8_BLOCK_256),  # the same with "weights": {"format": "int8"}
-        "zeropp-pcie": _PCIE,
-        "zeropp-pcie-world": {**_PCIE, "sums_in_node": False},
-        "zeropp-world": {**_zeropp(INT8_BLOCK_256), "sums_in_node": False},
-        "zeropp-4bit-world": {**_zeropp(INT4_BLOCK_128), "sums_in_node": False},
-        "mxfp8": {**_zeropp(MXFP8), **_MX_COMPUTE, "gradient_intra": MXFP8, "gradient_inter": MXFP4},
-        "fp8-compute": {**_LOSSLESS, **_FP8_COMPUTE},
-        "fp8-lm-o1": _FP8_LM,
-        "fp8-lm-o2": {**_FP8_LM, **_FP8_STATES},
-        "fp8-lm": {**_FP8_LM, **_FP8_STATES, "weight_bytes": 1.0, "backward_bytes": 1.0},
-        "fp8-lm-zeropp": {**_zeropp(1.0), **_FP8_COMPUTE, **_FP8_STATES, "stored_gradient_bytes": 1 + 1 / 128},
         "in-tree": {**_QWZ, **_HPZ, **_QGZ},
         "in-tree-leaf": {**_QWZ, **_HPZ, **_QGZ, "gathered_by": "block"},
         "in-tree-qwz": _QWZ,
         "in-tree-hpz": _HPZ,
         "in-tree-qgz": _QGZ,
         "fsdp2": _FSDP2,
-        "fsdp2-torchao": {**_FSDP2, **_FP8_COMPUTE},
+        "fsdp2-torchao": {**_FSDP2, "cast_bytes": _FP8_CASTS, "fp8_products": True},
         "hsdp": {**_FSDP2, **_HSDP},
     }.items()
-}
-_COMPILED = [
-    replace(_EAGER[name], name=f"{name}-compiled", compiled=True)
-    for name in ("lossless", "zeropp", "zeropp-4bit", "zeropp-2bit", "fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp", "hsdp")
-    + ("fsdp2", "fsdp2-torchao")
 ]
-# Frozen weights as codes in blocks of 64 with a bf16 scale (NF4: fp32), or with scales in 8 bits and an fp32 scale for
-# 256 of those ("-dq", arXiv 2305.14314, section 3); `qlora` is NF4 with these. "-rank": every rank keeps all codes.
-_DOUBLE = (1 + 4 / 256) / 64
-_STORED = {
-    "int8": 1 + SCALE_BYTES / 64,
-    "int8-dq": 1 + _DOUBLE,
-    "int4": 0.5 + SCALE_BYTES / 64,
-    "int4-dq": 0.5 + _DOUBLE,
-    "nf4": 0.5 + 4 / 64,
-    "qlora": 0.5 + _DOUBLE,
+_OWN = [
+    *(_own(recipe, recipe) for recipe in RECIPES),
+    _own("zeropp-diff-int8", "zeropp-diff", weights={"format": "int8"}),
+    *(
+        _own(f"{name}-world", name, gradients={"accumulate_in": "world"})
+        for name in ("zeropp", "zeropp-4bit", "zeropp-pcie")
+    ),
+    _own("fp8-compute", "lossless", compute={"format": "fp8"}),
+]
+# Frozen weights as codes; "-dq": with double quantization, as `qlora`, which is NF4; "-rank": every rank has them all.
+_FROZEN = {
+    **{f"{name}{dq}": (name, bool(dq)) for name in ("int8", "int4") for dq in ("", "-dq")},
+    "nf4": ("nf4", False),
+    "qlora": ("nf4", True),
 }
 _STORES = [
-    replace(_EAGER["zeropp"], name=f"{name}{suffix}", stored_bytes=stored_bytes, backward_gather=copies)
-    for suffix, copies in (("", "node"), ("-rank", "rank"))
-    for name, stored_bytes in _STORED.items()
+    _own(
+        f"{name}{suffix}",
+        "zeropp",
+        frozen={"format": stored, "block_size": 64, "double_quantize": double},
+        secondary={"scope": scope},
+    )
+    for suffix, scope in (("", "node"), ("-rank", "rank"))
+    for name, (stored, double) in _FROZEN.items()
 ]
-METHODS: dict[str, Method] = {**_EAGER, **{method.name: method for method in (*_COMPILED, *_STORES)}}
-TABLE_METHODS = (
-    *("stock", "stock-leaf", "lossless", "zeropp", "zeropp-4bit", "zeropp-diff", "zeropp-2bit", "fp8-lm"),
-    *("in-tree", "fsdp2", "hsdp"),
-)
-LORA_METHODS = (
-    "stock",
-    "stock-leaf",
-    "lossless",
-    "zeropp",
-    "zeropp-4bit",
-    "zeropp-diff",
-    "zeropp-2bit",
-    "zeropp-pcie",
-    *(method.name for method in _STORES),
-)
+METHODS: dict[str, Method] = {method.name: method for method in (*_PEERS, *_OWN, *_STORES)}
+METHODS |= {
+    f"{name}-compiled": replace(METHODS[name], name=f"{name}-compiled", compiled=True)
+    for name in ("lossless", "zeropp", "zeropp-4bit", "zeropp-2bit", "fp8-lm-o1", "fp8-lm", "fp8-lm-zeropp", "hsdp")
+    + ("fsdp2", "fsdp2-torchao")
+}
+# Of recipes all that train what the job trains; LoRA with FP8 or MX compute is not modelled.
+TABLE_METHODS = ("stock", "stock-leaf", *(name for name in RECIPES if METHODS[name].stored_bytes is None))
+TABLE_METHODS += ("in-tree", "fsdp2", "hsdp")
+LORA_METHODS = tuple(name for name in TABLE_METHODS[:-3] if not METHODS[name].cast_bytes)
+LORA_METHODS += tuple(method.name for method in _STORES)
 LORA_TABLE_METHODS = ("stock", "stock-leaf", "lossless", "zeropp", "int8", "int4", "nf4", "qlora", "qlora-rank")
 
 

@@ -25,34 +25,22 @@ class StepMetrics:
 
     def __init__(self, engine) -> None:
         self._session = engine.zeropp_fp8_session
-        self._optimizer, self._ledger = engine.optimizer, self._session.ledger
+        self._optimizer, self._meter = engine.optimizer, self._session.ledger.meter()
         self._shares_told = False
-        self._steps = 0
-        self._before: dict[tuple[str, str, str], float] = {}
-
-    def _sums(self) -> tuple[int, dict[tuple[str, str, str], float]]:
-        """(finished steps, bytes of them all by table, kind and link)."""
-        report = self._ledger.report()
-        steps, tables = report["steps"], ("per_step", "stock_per_step")
-        rows = ((table, kind, links) for table in tables for kind, links in report[table].items())
-        return steps, {(table, kind, link): n * steps for table, kind, links in rows for link, n in links.items()}
 
     def __call__(self) -> dict[str, float]:
         """The numbers; none where no step has been finished since."""
-        done, sums = self._sums()
-        steps = done - self._steps
-        if not steps:
+        if not self._meter.steps:
             return {}
-        mean = {key: (value - self._before.get(key, 0)) / steps / MEGA for key, value in sums.items()}
-        self._steps, self._before = done, sums
         found: dict[str, float] = {}
         for link, where in _WHERE.items():
-            sent = {kind: value for (table, kind, on), value in mean.items() if (table, on) == ("per_step", link)}
-            stock = sum(value for (table, _, on), value in mean.items() if (table, on) == ("stock_per_step", link))
-            found[f"mb_{where}"] = sum(sent.values())
-            found |= {f"mb_{where}/{kind}": value for kind, value in sent.items() if value}
-            if stock and (link == "inter" or self._ledger.nodes == 1):
-                found[f"of_stock_{where}"] = sum(sent.values()) / stock
+            sent, stock = self._meter.of_link(link)
+            found[f"mb_{where}"] = sent / MEGA
+            of_kinds = self._meter.report()["per_step"].items()
+            found |= {f"mb_{where}/{kind}": links[link] / MEGA for kind, links in of_kinds if links[link]}
+            if stock and (link == "inter" or self._session.topology.nodes == 1):
+                found[f"of_stock_{where}"] = sent / stock
+        self._meter.set_to_zero()
         shares = self._session.shares
         if shares is not None and not self._shares_told:
             self._shares_told = True

@@ -202,7 +202,9 @@ def _shown(names: list[str]) -> str:
 
 
 def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str, float]]:
-    """Bytes one rank sends in a step, not the first, that gathers each parameter once forward and once backward."""
+    """Bytes one rank sends in a step, not the first, that gathers each parameter once forward and once backward.
+
+    Those that stay gathered between steps are gathered once."""
     topology, world = session.topology, session.topology.world_size
     before, after = session.gather_levels
     weights = {"forward": {"inter": 0, "intra": 0}, "backward": {"inter": 0, "intra": 0}}
@@ -216,7 +218,7 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
             sent = held * (level.size - 1)
             held *= level.size
             weights["forward"][level.link] += 0 if kept and is_kept else sent * (differs if kept else 1)
-            weights["backward"][level.link] += 0 if kept else sent
+            weights["backward"][level.link] += 0 if kept or unit.persistent else sent
         if param.requires_grad and session.config.quantizes_gradients:
             size = slice_numel(param.ds_numel, world)
             exact = UnquantizedFormat(param.dtype)
@@ -244,7 +246,8 @@ def start_table(session: Session, gatherer: Gatherer, model: nn.Module, blocks: 
     ]
     for what, name, numel, remark in _rows(session, gatherer, model, blocks):
         lines.append(f"  {what:<24}{name:<34}{numel if numel else '':>14}  {remark}".rstrip())
-    lines.append(f"  {'MB a rank sends a step':<24}{'between nodes':>16}{'within node':>18}  (one micro-batch)")
+    of = "one micro-batch; nothing stays until its backward"
+    lines.append(f"  {'MB a rank sends a step':<24}{'between nodes':>16}{'within node':>18}  ({of})")
     for what, links in predicted_bytes(session, gatherer).items():
         lines.append(f"  {what:<24}{links['inter'] / MEGA:>16.3f}{links['intra'] / MEGA:>18.3f}")
     return "\n".join(lines)
@@ -257,11 +260,11 @@ def print_start_table(session: Session, gatherer: Gatherer, model: nn.Module, bl
 
 
 def print_progress_line(session: Session, scales: GradientScales | None = None) -> None:
-    """Print the bytes per step so far, and what became of FP8 gradients, on rank 0, every `report.every` steps."""
-    every, ledger = session.config.report.every, session.ledger
-    if not every or ledger.steps % every or session.topology.rank != 0:
+    """Print the bytes of a step since the last line, and what became of FP8 gradients, on rank 0, every `report.every`
+    steps."""
+    every, progress = session.config.report.every, session.progress
+    if not every or session.ledger.steps % every or session.topology.rank != 0:
         return
-    report = ledger.report()
     scaling = ""
     if scales is not None:
         now = scales.report()
@@ -269,11 +272,11 @@ def print_progress_line(session: Session, scales: GradientScales | None = None) 
             f"; gradients: mu {now['mu']:.3g}, {100 * now['saturated']:.2g} % at the largest code, "
             f"{100 * now['vanished']:.2g} % became zero"
         )
-    sent = {link: sum(kind[link] for kind in report["per_step"].values()) for link in ("inter", "intra")}
-    stock = {link: sum(kind[link] for kind in report["stock_per_step"].values()) for link in ("inter", "intra")}
-    ratio = f"{sent['inter'] / stock['inter']:.3f} x stock" if stock["inter"] else "one node"
+    (between, stock), (within, _) = progress.of_link("inter"), progress.of_link("intra")
+    ratio = f"{between / stock:.3f} x stock" if stock else "one node"
     print(
-        f"zeropp_fp8: step {ledger.steps}: a rank sends {sent['inter'] / MEGA:.3f} MB between nodes ({ratio}) and "
-        f"{sent['intra'] / MEGA:.3f} MB within its node a step{scaling}",
+        f"zeropp_fp8: step {session.ledger.steps}: a rank sends {between / MEGA:.3f} MB between nodes ({ratio}) and "
+        f"{within / MEGA:.3f} MB within its node per step{scaling}",
         flush=True,
     )
+    progress.set_to_zero()

@@ -83,6 +83,7 @@ class Session:
         self.gather_levels = self.topology.gather_levels(self.secondary_ranks)
         self.ledger = WireLedger(self.topology.nodes, ranks_per_node)
         self.ledger.comms_logger = ds_comm.comms_logger
+        self.progress = self.ledger.meter()
         # By id, whose "weights" and "gradients" travel in full whatever the formats; the model keeps them.
         self.exact: dict[str, frozenset[int]] = {"weights": frozenset(), "gradients": frozenset()}
         self.placement = Slices(self.topology.rank, world_size)  # until parameters are given to owners

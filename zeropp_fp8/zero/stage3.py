@@ -94,8 +94,7 @@ class ZeroppStage3(ReducingStage3):
 
     def _persistent_parameters_gathered(self):
         """DeepSpeed gathers persistent parameters through their exact all_gather; do it in the wire format instead."""
-        with self.session.ledger.counting("weights_forward"):
-            self.gatherer.gather_now(self.persistent_parameters)
+        self.gatherer.gather_now(self.persistent_parameters)  # which counts as sent in the step that uses them
         return Replaced(self, "persistent_parameters", [])
 
     def set_local_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:

@@ -182,7 +182,8 @@ class Gatherer(Adoption):
             self._weights_ready = mark(self.device)
         flight, at_rest = Flight(), unit.at_rest()
         flight.held = self._held_buffer(unit, flight) if at_rest is None else at_rest
-        with self._network:
+        bill = unit.copy_bill if unit.keeps_secondary else flight.bill
+        with self._network, self.session.ledger.billed(bill):
             after(self._weights_ready)
             differs = unit.brings_differences
             if differs:
@@ -257,12 +258,15 @@ class Gatherer(Adoption):
             flight.gathered = flight.held
             return
         flight.gathered = self._take(unit, flight, self._node, self._gathered_ring, unit.gathered_bytes)
-        with self._node:
+        with self._node, self.session.ledger.billed(flight.bill):
             self._wait_for_first_hops(unit)
             flight.last_work = unit.last_hop(flight.held, flight.gathered)
 
     def finish(self, unit: Unit) -> None:
         """Make the parameters of a unit available on the current stream; those that are stay as they are."""
+        ledger = self.session.ledger
+        ledger.pay(unit.copy_bill)
+        ledger.pay(unit.bill)
         missing = unit.missing
         if not missing:
             return
@@ -271,7 +275,10 @@ class Gatherer(Adoption):
             self._lend_shards(unit, missing)
             return
         self.start(unit)
-        self.session.ledger.stock_would_send(sum([self._padded_numel[p.ds_id] for p in missing]))
+        ledger.pay(unit.flight.bill)
+        with ledger.billed(unit.flight.bill):
+            ledger.stock_would_send(sum([self._padded_numel[p.ds_id] for p in missing]))
+        unit.bill.update(unit.flight.bill)
         self._wait_for_last_hop(unit)
         values, operands, lent = unit.decode(unit.flight.gathered)
         for param, value, exact in values:
@@ -297,6 +304,7 @@ class Gatherer(Adoption):
             self.live_numel += unit.numel
 
     def _is_not_live(self, unit: Unit) -> None:
+        unit.bill.clear()
         if unit.live:
             unit.live = False
             self.live_numel -= unit.numel

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.lanes import BufferRing
+from zeropp_fp8.comm.ledger import Bill
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.noise import Seed
@@ -46,6 +47,7 @@ class Flight:
         gathered, last_work: the last hop's result, or the buffer that it is being written to; the hop.
         asked_for: values are wanted. Otherwise only the secondary shard is being filled.
         taken: buffers for this gather alone, and the rings that they are from (None: memory of their own).
+        bill: what it has sent outside of steps, the secondary shard apart.
     """
 
     held: Tensor | None = None
@@ -56,6 +58,7 @@ class Flight:
     last_work: list[dist.Work] = field(default_factory=list)
     asked_for: bool = False
     taken: list[tuple[BufferRing | None, Tensor]] = field(default_factory=list)
+    bill: Bill = field(default_factory=Bill)
 
 
 class Arrived(NamedTuple):
@@ -85,6 +88,7 @@ class Unit(ABC):
         keeps_secondary: what the first hops bring stays, until the weights change (secondary.py decides).
         secondary, secondary_is_current: the secondary shard, flat uint8, and whether it is of the weights as they are.
         aside: what was held, as `held_state` says it, when another engine took the parameters over; until it is again.
+        copy_bill, bill: what the secondary shard has cost outside of steps, and what the values have (comm/ledger.py).
         payload: this rank's encoded shards, where they are kept, until the weights change.
         seed: what their stochastic rounding draws; until then as well, so that they come out the same again.
         place: which of its engine's units it is.
@@ -108,6 +112,7 @@ class Unit(ABC):
         self.secondary: Tensor | None = None
         self.secondary_is_current = False
         self.aside: dict = {}
+        self.copy_bill, self.bill = Bill(), Bill()
         self.payload: Tensor | None = None
         self.seed: Seed | None = None
         self.place = self.draws = 0
@@ -248,12 +253,14 @@ class Unit(ABC):
     def changed(self, by_step: bool = False) -> None:
         """The weights were written, `by_step` of the optimizer: what was derived from them is stale."""
         self.secondary_is_current = False
+        self.copy_bill.clear()
         self.payload = self.seed = None
         self.writes = next(_writes)
 
     def put_aside(self) -> None:
         """Another engine takes the parameters over: drop what can be made again as it was, and no more of it."""
         self.secondary, self.secondary_is_current = None, False
+        self.copy_bill.clear()
         self.payload = None
 
     def seed_of(self, layout: PayloadLayout) -> Seed | None:
