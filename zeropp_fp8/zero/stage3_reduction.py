@@ -24,6 +24,7 @@ from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage3_base import Freed, Replaced, Stage3Base
 
 _LEAF = "ds_z3_leaf_module"
+_NONE = -1  # autograd's number of the backward that runs, where none does
 _ENDED_BY_EXCEPTION = (
     "an exception has ended the last backward after some of its gradients may have been added to those of earlier "
     "ones; call engine.optimizer.zero_grad() and begin the step again"
@@ -45,7 +46,8 @@ class ReducingStage3(Stage3Base):
         self._written: dict[int, int] = {}
         self._backwards = 0  # that have ended since the last step
         self._running: _Backward | None = None  # that has reached the model, and has not ended
-        self._passed_by = -1  # autograd's number of the last one that brings no gradients here
+        # Autograd's numbers of the last one that has been looked at, and of the last one that is none.
+        self._looked_at = self._passed_by = _NONE
         self._watch = StepWatch(session) if session.config.report.diagnose else None
         self._in_buckets: set[int] = set()  # ds_id of what waits in DeepSpeed's buckets
         if session.config.quantizes_gradients:
@@ -131,8 +133,9 @@ class ReducingStage3(Stage3Base):
         return self.session.config.quantizes or self.session.config.gather_granularity == "block"
 
     def reduce_ready_partitions_and_remove_grads(self, param: Parameter) -> None:
-        if torch._C._current_graph_task_id() != -1:  # else coalesced gradients are reduced, after all backwards
-            self._gradient_comes()
+        number = torch._C._current_graph_task_id()  # none where coalesced gradients are reduced, after all backwards
+        if number not in (self._looked_at, _NONE) and not self._is_under_way(number):
+            self._begin_backward()
         if self._coalesce_grad_reduction or self._order is None:
             self._put_into_bucket([param])
         elif getattr(param, "ds_grad_is_ready", True):  # not while a tiled computation goes on adding to it
@@ -205,7 +208,7 @@ class ReducingStage3(Stage3Base):
         # A parameter whose gradient comes twice in one backward adds to what it has reduced before, as later backwards.
         written = self._written.get(params[0].ds_id)
         again, twice = written is not None, written == self._backwards
-        self._written.update((p.ds_id, self._backwards) for p in params)
+        self._written.update(dict.fromkeys([p.ds_id for p in params], self._backwards))
         if self.offload_optimizer:
             slices = self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
             self._partition_grads(params, slices, again)
@@ -229,8 +232,9 @@ class ReducingStage3(Stage3Base):
             if some:
                 params, parts = map(list, zip(*some))
                 buffers += self._partition_grads(params, parts, again)
-        self._in_buckets.difference_update(p.ds_id for p in params_to_release)
-        self._written.update((p.ds_id, self._backwards) for p in params_to_release)
+        ids = [p.ds_id for p in params_to_release]
+        self._in_buckets.difference_update(ids)
+        self._written.update(dict.fromkeys(ids, self._backwards))
         return buffers
 
     def _partition_grads(self, params: Sequence[Parameter], parts: list[Tensor], again: bool) -> list[Tensor]:
@@ -303,27 +307,21 @@ class ReducingStage3(Stage3Base):
         Raises:
             RuntimeError: an exception has ended the last backward while gradients accumulate.
         """
-        if self._is_under_way():
-            return
-        running = torch._C._current_graph_task_id()
-        if running == self._passed_by:
+        number = torch._C._current_graph_task_id()
+        if number in (self._looked_at, self._passed_by) or self._is_under_way(number):
             return
         trained = (param for group in reversed(self.fp16_groups) for param in reversed(group))
         if any(map(is_still_to_come, trained)) or (only_engine and runs_to_its_leaves()):
             self._begin_backward()
         else:
-            self._passed_by = running
+            self._looked_at, self._passed_by = _NONE, number
             _Backward(self.parameter_offload.release_backward_leftovers)
 
-    def _gradient_comes(self) -> None:
-        """A backward brings a parameter of the model a gradient, whether or not it has come to a module."""
-        if not self._is_under_way():
-            self._begin_backward()
-
-    def _is_under_way(self) -> bool:
-        """Whether the backward that runs now has begun, or is none of the user's."""
+    def _is_under_way(self, number: int) -> bool:
+        """Whether the backward that runs now, with this number of autograd's, has begun, or is none of the user's."""
         if self._running is not None and not self._running.is_alive():
             self._forget_backward()
+        self._looked_at = number
         # A loss in tiles goes backward inside of the forward: what comes then waits for the user's backward.
         return self._running is not None or self.parameter_offload.gatherer.module_depth > 0
 
