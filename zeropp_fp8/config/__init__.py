@@ -6,7 +6,6 @@ collective, with the key and the remedy in the message.
 """
 
 from zeropp_fp8.config.compute import (
-    check_compute,
     completed_compute,
     high_precision_gemms,
     operand_formats,
@@ -23,6 +22,7 @@ from zeropp_fp8.config.environment import RECIPE_VARIABLE
 from zeropp_fp8.config.nodes import Place, check_topology, find_ranks_per_node, place_of, secondary_ranks
 from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.resolve import resolve
+from zeropp_fp8.config.rules import checked_compute
 from zeropp_fp8.config.sections import (
     FROZEN_FORMATS,
     GEMMS,
@@ -30,7 +30,6 @@ from zeropp_fp8.config.sections import (
     SECTION,
     WIRE_FORMATS,
     ComputeConfig,
-    ConfigError,
     DifferenceConfig,
     FrozenConfig,
     GradientsConfig,
@@ -40,6 +39,7 @@ from zeropp_fp8.config.sections import (
 )
 from zeropp_fp8.config.states import check_adam_options
 from zeropp_fp8.config.trial import SKIPPED_IN, TRIAL_VARIABLE, Trial, pieces_of, trial_from_environment
+from zeropp_fp8.config.words import ConfigError
 
 __all__ = [
     "FROZEN_FORMATS",
@@ -64,8 +64,8 @@ __all__ = [
     "WeightsConfig",
     "asks_for_plugin",
     "check_adam_options",
-    "check_compute",
     "check_topology",
+    "checked_compute",
     "completed_compute",
     "find_ranks_per_node",
     "high_precision_gemms",
