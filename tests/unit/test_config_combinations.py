@@ -95,7 +95,7 @@ def test_format_that_is_there(field, name):
             {"weights": {"difference": {"refresh_every": 3}}},
             ['"zeropp_fp8.weights.difference.format" is "none"', "or remove them"],
         ),
-        ({"compute": {"format": {"weights": "mxfp4"}}}, ['"zeropp_fp8.compute.format"', '"activations" is missing']),
+        ({"compute": {"format": {"weights": "mxfp4"}}}, ['"zeropp_fp8.compute.format.activations" is missing']),
         ({"compute": {"format": "fp9"}}, ['"zeropp_fp8.compute.format"', 'did you mean "fp8"']),
         ({"compute": {"format": "fp8", "scaling": "mx"}}, ['"zeropp_fp8.compute.scaling"', "use an MX format"]),
         ({"compute": {"format": "mxfp4", "scaling": "block"}}, ['"zeropp_fp8.compute.scaling"', 'use "scaling": "mx"']),

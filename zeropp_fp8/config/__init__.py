@@ -37,7 +37,7 @@ from zeropp_fp8.config.sections import (
     PluginConfig,
     WeightsConfig,
 )
-from zeropp_fp8.config.states import check_adam_options
+from zeropp_fp8.config.states import adam_refusals
 from zeropp_fp8.config.trial import SKIPPED_IN, TRIAL_VARIABLE, Trial, pieces_of, trial_from_environment
 from zeropp_fp8.config.words import ConfigError
 
@@ -62,8 +62,8 @@ __all__ = [
     "PluginConfig",
     "Trial",
     "WeightsConfig",
+    "adam_refusals",
     "asks_for_plugin",
-    "check_adam_options",
     "check_topology",
     "checked_compute",
     "completed_compute",

@@ -15,7 +15,7 @@ from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.rules import FIELDS, HOST, broken, in_tree_refusals, in_tree_rules
 from zeropp_fp8.config.sections import MX_BLOCK_SIZE, MX_FORMATS, SECTION, PluginConfig
 from zeropp_fp8.config.trial import trial_from_environment
-from zeropp_fp8.config.words import ConfigError, Keys, nearest, once, parse, shown
+from zeropp_fp8.config.words import ConfigError, Keys, at, nearest, once, parse, shown
 
 
 def resolve(ds_config: Mapping[str, Any], *, hybrid_engine: bool = False) -> PluginConfig | None:
@@ -40,6 +40,12 @@ def resolve(ds_config: Mapping[str, Any], *, hybrid_engine: bool = False) -> Plu
     return config
 
 
+def is_asked(ds_config: Mapping[str, Any]) -> bool:
+    """Whether `resolve` answers something else than None: a configuration, or faults."""
+    asked = asks_for_plugin(ds_config) or recipe_from_environment(ds_config) is not None
+    return asked or any(misnamed_sections(ds_config))
+
+
 def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> tuple[PluginConfig, list[str]]:
     """The configuration out of a ds_config that asks for the plugin, and what is wrong with it."""
     section, keys = ds_config.get(SECTION, {}), in_tree_keys(ds_config)
@@ -62,7 +68,7 @@ def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> tuple[PluginC
     config, refused, wrong_fields = parse(PluginConfig, _merge(section, keys), SECTION)
     config = _completed(config)
     if not known_recipe:  # which fills all that is not set by hand
-        refused |= {path for path in _all_fields(config) if _at(section, path) is None}
+        refused |= {path for path in _all_fields(config) if at(section, path) is None}
     lines += [*wrong_keys.values(), *wrong_fields]
     lines += broken([*in_tree_rules(section, keys), *FIELDS], config, ds_config, refused)
     trial = trial_from_environment()
@@ -100,12 +106,6 @@ def _overridden(base: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any
         if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
             result[key] = _overridden(base[key], value)
     return result
-
-
-def _at(section: Any, path: Keys) -> Any:
-    for key in path:
-        section = section.get(key) if isinstance(section, Mapping) else None
-    return section
 
 
 def _all_fields(config: BaseModel, within: Keys = ()) -> Iterator[Keys]:

@@ -138,7 +138,7 @@ def _of_operand(role: str) -> tuple[Rule, ...]:
     return (
         (
             lambda c: isinstance(c.compute.format, dict) and role not in c.compute.format,
-            f'"{{S}}.compute.format": the format of "{role}" is missing; name one, or one for all',
+            f"{key} is missing; name a format, or one for all operands",
         ),
         (
             lambda c: _operands(c).get(role) == "none",

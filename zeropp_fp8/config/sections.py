@@ -236,9 +236,7 @@ class FrozenConfig(_Section):
         description="what is stored while a model is made under `zero.Init`, before anything is frozen: linear layers, "
         "those with these names, or only what needs no gradient by then",
     )
-    format: AtRest = Field(
-        "none", description="what frozen linear weights rest, travel and are kept in"
-    )
+    format: AtRest = Field("none", description="what frozen linear weights rest, travel and are kept in")
     scales: Literal["block", "tensor"] = Field(
         "block", description="tensor: of fp8_e4m3 one scale a weight; FP8 layers multiply the codes as they rest"
     )

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zeropp_fp8.config.sections import SECTION
-from zeropp_fp8.config.words import ConfigError
 
 
-def check_adam_options(options: Mapping[str, Any]) -> None:
-    """Refuse an option of Adam's that has no place in 6 bytes a parameter.
-
-    Raises:
-        ConfigError: there is one.
-    """
+def adam_refusals(options: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each option of Adam's that has no place in 6 bytes a parameter."""
     for option in ("amsgrad", "maximize"):
         if options.get(option):
-            raise ConfigError(
-                f'"{SECTION}.optimizer": states in low precision do not support {option}; leave it out, or set '
-                "the formats to fp32"
+            yield (
+                f'"{option}" of Adam does not go with states in low precision ("{SECTION}.optimizer"); leave it out, '
+                "or set the formats to fp32"
             )

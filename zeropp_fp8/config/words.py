@@ -145,6 +145,13 @@ def parse(model: type[Model], given: Mapping[str, Any], within: str) -> tuple[Mo
                     given = without(given, path)
 
 
+def at(given: Any, path: Keys) -> Any:
+    """What stands at a path; nothing where there is no such key."""
+    for key in path:
+        given = given.get(key) if isinstance(given, Mapping) else None
+    return given
+
+
 def without(given: Mapping[str, Any], path: Keys) -> dict[str, Any]:
     """A copy without the key at a path."""
     copied, key = dict(given), path[0]

@@ -21,15 +21,14 @@ from zeropp_fp8.config import (
     ConfigError,
     Place,
     PluginConfig,
-    check_adam_options,
     check_topology,
     find_ranks_per_node,
     in_tree_keys,
     load_ds_config,
-    resolve,
-    without_in_tree_keys,
 )
-from zeropp_fp8.doctor.auto import FILLED, as_if_filled, auto_keys
+from zeropp_fp8.config.auto import FILLED, as_if_filled, auto_keys
+from zeropp_fp8.config.resolve import is_asked
+from zeropp_fp8.config.stock import look
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.unused import unused_fields
 from zeropp_fp8.outputs import file_to_write
@@ -72,22 +71,28 @@ def check(ds_config: Any, ranks: int | None = None, ranks_per_node: int | None =
         remedy = "give a value; neither transformers' Trainer nor Accelerate fills it in"
         found.problems.append(Problem(f'"{key}" is "auto"', remedy))
     filled = as_if_filled(given)
-    try:
-        found.config = resolve(filled)
-    except ConfigError as error:
-        found.problems.append(Problem(str(error)))
+    looked = look(filled, _data_parallel(filled, ranks))
+    found.config, lines, remarks = looked.config, looked.lines, looked.remarks
+    lines += _of_engine(found.config, ranks, ranks_per_node) if found.config is not None else []
+    found.problems += [Problem(line) for line in lines]
     if found.config is not None:
         found.fields = dict(differing(found.config))
-        found.problems += [
-            Problem(text, serious=False) for text in unused_fields(given.get(SECTION) or {}, found.config)
+        remarks = [*unused_fields(given.get(SECTION) or {}, found.config), *remarks]
+    elif not is_asked(filled):
+        remarks = [
+            f'nothing in it asks for the plugin: add "{SECTION}": {{"recipe": "zeropp"}}, or set {RECIPE_VARIABLE}, if '
+            "it is to do something",
+            *remarks,
         ]
-        found.problems += _of_ranks(found.config, ranks, ranks_per_node)
-        found.problems += _of_engine(found.config, filled)
-    elif not found.problems:
-        remedy = f'add "{SECTION}": {{"recipe": "zeropp"}}, or set {RECIPE_VARIABLE}, if it is to do something'
-        found.problems.append(Problem("nothing in it asks for the plugin", remedy, serious=False))
-    _of_deepspeed(found, given, filled, ranks)
+    found.problems += [Problem(line, serious=False) for line in remarks]
+    found.stock = "refuses it" if looked.stock_refuses else _stock(given)
     return found
+
+
+def _data_parallel(ds_config: Mapping[str, Any], ranks: int | None) -> float | None:
+    """Ranks with batches of their own: those that share sequences count as one."""
+    shared = ds_config.get("sequence_parallel_size")
+    return ranks / shared if ranks and type(shared) is int and shared > 0 else ranks
 
 
 def _with_the_section_on_top(given: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
@@ -111,62 +116,32 @@ def differing(config: PluginConfig) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _of_ranks(config: PluginConfig, ranks: int | None, ranks_per_node: int | None) -> list[Problem]:
-    """What depends on how many ranks there are, and where."""
-    if ranks is None:
-        return []
-    each = ranks_per_node or ranks
-    places = [Place(rank, f"node{rank // each}", config.topology.ranks_per_node, {}) for rank in range(ranks)]
-    try:
-        check_topology(config, find_ranks_per_node(places, ranks)[0])
-    except ConfigError as error:
-        return [Problem(str(error))]
-    return []
-
-
-def _of_engine(config: PluginConfig, ds_config: Mapping[str, Any]) -> list[Problem]:
-    """What an engine refuses when it is made, of what a ds_config can show."""
+def _of_engine(config: PluginConfig, ranks: int | None, ranks_per_node: int | None) -> list[str]:
+    """What an engine refuses when it is made on so many ranks."""
     from zeropp_fp8.plugin.engine import check_owners
 
-    problems = []
-    optimizer = ds_config.get("optimizer")
-    optimizer = optimizer if isinstance(optimizer, Mapping) else {}
-    kind, params = str(optimizer.get("type") or ""), optimizer.get("params")
-    rules = [(check_owners, config)]
-    if config.stores_states_in_low_precision and isinstance(params, Mapping):
-        rules.append((check_adam_options, params))
-    for rule, of in rules:
+    places = []
+    if ranks is not None:
+        each = ranks_per_node or ranks
+        places = [Place(rank, f"node{rank // each}", config.topology.ranks_per_node, {}) for rank in range(ranks)]
+    lines: list[str] = []
+    for rule in (
+        lambda: check_owners(config),
+        lambda: places and check_topology(config, find_ranks_per_node(places, ranks)[0]),
+    ):
         try:
-            rule(of)
+            rule()
         except ConfigError as error:
-            problems.append(Problem(str(error)))
-    if config.stores_states_in_low_precision and kind and kind.lower() not in ("adam", "adamw"):
-        problems.append(
-            Problem(
-                f'"{SECTION}.optimizer": states in low precision are those of Adam and AdamW, but "optimizer.type" is '
-                f'"{kind}"',
-                'use "AdamW" with "torch_adam": true, or set the formats to fp32',
-            )
-        )
-    return problems
+            lines += error.faults
+    return lines
 
 
-def _of_deepspeed(found: Checked, given: Mapping[str, Any], filled: Mapping[str, Any], ranks: int | None) -> None:
-    """What DeepSpeed says of it; what it would do without the plugin."""
-    from zeropp_fp8.doctor.stock import stock_refusal
-
-    own = {key: value for key, value in without_in_tree_keys(filled).items() if key != SECTION}
-    refusal, unread = stock_refusal(own, ranks)
-    if refusal is not None:
-        found.problems.append(Problem("DeepSpeed refuses it", refusal))
-        found.stock = "refuses it"
-        return
-    for key in unread:
-        found.problems.append(Problem(f"DeepSpeed never looks at {key}", "rename or remove it", serious=False))
+def _stock(given: Mapping[str, Any]) -> str:
+    """What DeepSpeed would do without the plugin."""
     keys = {key: value for key, value in in_tree_keys(given).items() if value != IN_TREE_KEYS[key]}
     passes = f', passing over "{SECTION}"' if SECTION in given else ""
     by_itself = f"; {', '.join(keys)} would be its own, for which it needs CUDA and nvcc" if keys else ""
-    found.stock = f"would run it{passes}{by_itself}"
+    return f"would run it{passes}{by_itself}"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
