@@ -39,8 +39,10 @@ def load_ds_config(ds_config: Any) -> dict[str, Any]:
     if os.path.exists(ds_config):
         try:
             text = Path(ds_config).read_text()
-        except (OSError, ValueError) as error:  # a folder, or not UTF-8
-            raise ConfigError(f"{name} cannot be read: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be read: {(error.strerror or str(error)).lower()}") from None
+        except ValueError:
+            raise ConfigError(f"{name} cannot be read: it is not UTF-8 text") from None
     elif str(ds_config).lstrip().startswith("{"):
         name, text = "the ds_config given as text", str(ds_config)
     else:

@@ -7,11 +7,9 @@ python -m zeropp_fp8 check ds_config.json --model meta-llama/Llama-3.1-8B --rank
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from zeropp_fp8.config import (
@@ -31,7 +29,7 @@ from zeropp_fp8.config.resolve import is_asked
 from zeropp_fp8.config.stock import look
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.unused import unused_fields
-from zeropp_fp8.outputs import file_to_write
+from zeropp_fp8.outputs import Parser, json_at, number, whole
 
 GIGA, GIB = 1e9, 2**30
 
@@ -148,22 +146,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     from zeropp_fp8.plan import __main__ as plan
 
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropp_fp8 check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("check", __doc__)
     parser.add_argument("ds_config", help="a file of JSON, as for DeepSpeed, the Trainer or Accelerate")
-    parser.add_argument("--ranks", type=int, help="of the job; without it a step's cost is that of 8 nodes of 8")
-    parser.add_argument("--ranks-per-node", type=int, help="default: all ranks are in one node")
-    parser.add_argument("--gbit", type=float, default=100.0, help="what one node can send, Gbit/s")
-    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write what was found")
+    parser.add_argument(
+        "--ranks", type=whole(most=10**5), help="of the job; without it a step's cost is that of 8 nodes of 8"
+    )
+    parser.add_argument("--ranks-per-node", type=whole(most=10**5), help="default: all ranks are in one node")
+    parser.add_argument("--gbit", type=number(above=0), default=100.0, help="what one node can send, Gbit/s")
+    parser.add_json()
     plan.add_job(parser)
     plan.add_machine(parser)
     arguments = parser.parse_args(argv)
     plan.check_job(parser, arguments)
     arguments.costs = arguments.model is not None or arguments.params is not None
-    for name in ("ranks", "ranks_per_node"):
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if arguments.ranks_per_node is not None:
         if arguments.ranks is None:
             parser.error("--ranks-per-node needs --ranks")
@@ -238,9 +233,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         except PlanError as error:
             print(f"check: {error}", file=sys.stderr)
             raise SystemExit(2) from None
-    if arguments.json:
-        known = {"problems": [asdict(each) for each in found.problems], "auto": found.auto, "stock": found.stock}
+    with json_at(arguments.json) as known:
+        known |= {"problems": [asdict(each) for each in found.problems], "auto": found.auto, "stock": found.stock}
         known |= {"config": found.config and found.config.model_dump(), "cost": found.cost}
-        Path(arguments.json).write_text(json.dumps(known, indent=1) + "\n")
-    print(report(arguments.ds_config, found))
+        print(report(arguments.ds_config, found))
     raise SystemExit(exit_status(found.problems))
