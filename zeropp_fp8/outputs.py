@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"python -m zeropp_fp8 {command}", description=text, formatter_class=formatter)
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog.split()[-1]}: {message}; see --help", file=sys.stderr)
+        print(f"{self.prog.split()[-1]}: {message}", file=sys.stderr)
         raise SystemExit(2)
 
     def add_json(self, read: Callable[[str], str] | None = None) -> None:

@@ -509,7 +509,7 @@ def test_the_model_by_its_config(tmp_path, capsys):
     [
         (["--ranks-per-node", "2"], "--ranks-per-node needs --ranks"),
         (["--ranks", "4", "--ranks-per-node", "3"], "4 ranks are no nodes of 3"),
-        (["--ranks", "0"], "--ranks must be at least 1"),
+        (["--ranks", "0"], "--ranks: 0: give a whole number from 1 to 100000"),
         (["--model", "x", "--layers", "3", "--ranks", "2"], "--layers does not go with --model"),
     ],
 )

@@ -9,10 +9,10 @@ from zeropp_fp8.__main__ import main as command
 FILES = {
     "doctor": ["doctor", "--json"],
     "check": ["check", "no_such_ds_config.json", "--json"],
-    "plan": ["plan", "--params", "-1", "--write"],  # a job that cannot be
+    "plan": ["plan", "--params", "1e3", "--write"],  # a job that cannot be
 }
 PICTURES = {
-    "plan": ["plan", "--params", "-1", "--picture"],
+    "plan": ["plan", "--params", "1e3", "--picture"],
     "numerics": ["numerics", "no_such_samples.jsonl", "--picture"],
     "reference": ["reference", "--steps", "1", "--picture"],
 }

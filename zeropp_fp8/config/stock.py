@@ -11,6 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -57,6 +58,20 @@ class Looked(NamedTuple):
     stock_refuses: bool
 
 
+@contextmanager
+def _silence() -> Iterator[None]:
+    """DeepSpeed says nothing of what is made here to be looked at."""
+    from deepspeed.utils import logger
+
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@_silence()
 def look(ds_config: Mapping[str, Any], world_size: float | None = None, made: Collection[str] = MADE) -> Looked:
     """All that is wrong with a ds_config.
 
@@ -87,7 +102,7 @@ def look(ds_config: Mapping[str, Any], world_size: float | None = None, made: Co
 
 
 def checked(
-    ds_config: Mapping[str, Any], world_size: float | None = None, made: tuple[str, ...] = ()
+    ds_config: Mapping[str, Any], world_size: float | None = None, made: Collection[str] = ()
 ) -> PluginConfig | None:
     """What `resolve` gives; faults of DeepSpeed's own keys are refused too, where the plugin is asked for.
 
@@ -156,7 +171,6 @@ class _Recording(dict):
 def _of_config(given: dict[str, Any], world_size: float | None) -> tuple[list[str], dict[str, str]]:
     """(a line for each fault; {key that DeepSpeed never looks at: remark})."""
     from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.utils import logger
 
     log = _Log()
 
@@ -177,23 +191,15 @@ def _of_config(given: dict[str, Any], world_size: float | None) -> tuple[list[st
                 super()._do_sanity_check()
 
     log.lines |= _no_objects(given) | _numbers_as_text(given)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        while True:
-            for path in log.lines:
-                given = without(given, path)
-            recording = _Recording(given, log)
-            try:
-                Looking(recording)
-                break
-            except Exception as error:  # of pydantic, assertions, types: DeepSpeed has no class of its own for most
-                found = _refused_by_deepspeed(error, given, log)
-                log.lines |= found
-                if () in found:
-                    break
-    finally:
-        logger.setLevel(level)
+    while () not in log.lines:
+        for path in log.lines:
+            given = without(given, path)
+        recording = _Recording(given, log)
+        try:
+            Looking(recording)
+            break
+        except Exception as error:  # of pydantic, assertions, types: DeepSpeed has no class of its own for most
+            log.lines |= _refused_by_deepspeed(error, given, log)
     lines = [*log.lines.values()]
     unread = {}
     for key in sorted(set(given) - recording.asked - _READ_ELSEWHERE):

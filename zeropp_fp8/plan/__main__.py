@@ -103,7 +103,9 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("the job")
     job.add_argument("--model", help="a Hugging Face model: its name, its config.json or the folder of that")
     job.add_argument(
-        "--params", type=number(above=0), help="parameters of the model, such as 7B, without --model; default 7e9"
+        "--params",
+        type=number(above=0, example=", such as 7e9 or 7B"),
+        help="parameters of the model, without --model; default 7B",
     )
     job.add_argument("--hidden", type=whole(), help="hidden size; without it a usual shape for the size")
     job.add_argument("--layers", type=whole())
