@@ -82,7 +82,7 @@ FAULTS = [
     (f"{SECTION}.frozen.format", "nf5"),
     (f"{SECTION}.frozen.scales", False),
     (f"{SECTION}.optimizer.rounding", "stochastic"),
-    (f"{SECTION}.optimizer.master_fromat", "fp16"),
+    (f"{SECTION}.optimizer.expand_rnage", True),
     (f"{SECTION}.seed", None),
     (f"{SECTION}.report.every", "100"),
     (f"{SECTION}.partition_split", "large"),

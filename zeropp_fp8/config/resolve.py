@@ -70,7 +70,7 @@ def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> tuple[PluginC
     if not known_recipe:  # which fills all that is not set by hand
         refused |= {path for path in _all_fields(config) if at(section, path) is None}
     lines += [*wrong_keys.values(), *wrong_fields]
-    lines += broken([*in_tree_rules(section, keys), *FIELDS], config, ds_config, refused)
+    lines += broken(in_tree_rules(section, keys) | FIELDS, config, ds_config, refused)
     trial = trial_from_environment()
     if trial is not None and not lines:
         config = trial.applied(config)

@@ -1,4 +1,4 @@
-"""Rules across fields, and with the rest of the ds_config, as tables: (when it is broken, the line that says so).
+"""Rules across fields, and with the rest of the ds_config, as tables: {the line that says so: when it is broken}.
 
 A rule sees the configuration as `c`, and the ds_config's keys by `c.ds("a.b")`. What it finds stands in its line as
 {it}, the section's name as {S}. A rule that reads a field whose value is refused already says nothing.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -30,7 +31,7 @@ from zeropp_fp8.config.sections import (
 )
 from zeropp_fp8.config.words import ConfigError, Keys, parse, shown
 
-Rule = tuple[Callable[[Any], Any], str]
+Rules = dict[str, Callable[[Any], Any]]  # {the line that says so: when it is broken}
 
 
 class _Refused(Exception):
@@ -61,14 +62,14 @@ class _Known:
 
 
 def broken(
-    rules: Iterable[Rule],
+    rules: Rules,
     config: PluginConfig,
     ds_config: Mapping[str, Any] | None = None,
     refused: Collection[Keys] = (),
 ) -> Iterator[str]:
     """The lines of the rules that a configuration breaks."""
     known = _Known(config, refused, ds_config=_by_one_name(ds_config or {}))
-    for when, line in rules:
+    for line, when in rules.items():
         try:
             it = when(known)
         except _Refused:
@@ -131,87 +132,62 @@ def _fp8(c: Any, operand: str) -> str | None:
     return None if c.compute.scaling == "mx" or _one_of(c, MX_FORMATS) else _operands(c).get(operand)
 
 
-def _of_operand(role: str) -> tuple[Rule, ...]:
+def _of_operand(role: str) -> Rules:
     """Of weights and activations."""
     key = f'"{{S}}.compute.format.{role}"'
     formats = ", ".join((*FP8_FORMATS, *MX_FORMATS))
-    return (
-        (
-            lambda c: isinstance(c.compute.format, dict) and role not in c.compute.format,
-            f"{key} is missing; name a format, or one for all operands",
+    return {
+        f"{key} is missing; name a format, or one for all operands": lambda c: (
+            isinstance(c.compute.format, dict) and role not in c.compute.format
         ),
-        (
-            lambda c: _operands(c).get(role) == "none",
-            f'{key}: "none" is for gradients, a backward pass in high precision; use one of {formats}',
+        f'{key}: "none" is for gradients, a backward pass in high precision; use one of {formats}': lambda c: (
+            _operands(c).get(role) == "none"
         ),
-        (
-            lambda c: _fp8(c, role) == "fp8_e5m2",
-            f"{key}: fp8_e5m2: no FP8 GEMM multiplies two E5M2 operands, as gradients may be; use fp8_e4m3",
+        f"{key}: fp8_e5m2: no FP8 GEMM multiplies two E5M2 operands, as gradients may be; use fp8_e4m3": lambda c: (
+            _fp8(c, role) == "fp8_e5m2"
         ),
-    )
+    }
 
 
-COMPUTE: tuple[Rule, ...] = (
-    *_of_operand("weights"),
-    *_of_operand("activations"),
-    (
-        lambda c: (_operands(c) and all("*" in patterns_of_gemms(c.compute).get(gemm, ()) for gemm in GEMMS)) or None,
-        '"{S}.compute.high_precision_gemms" leaves no GEMM of any layer in low precision; set "{S}.compute.format" to '
-        '"none", or name fewer',
+COMPUTE: Rules = {
+    **_of_operand("weights"),
+    **_of_operand("activations"),
+    '"{S}.compute.high_precision_gemms" leaves no GEMM of any layer in low precision; set "{S}.compute.format" to '
+    '"none", or name fewer': lambda c: (
+        (_operands(c) and all("*" in patterns_of_gemms(c.compute).get(gemm, ()) for gemm in GEMMS)) or None
     ),
-    (
-        lambda c: c.compute.scaling == "mx" and _one_of(c, FP8_FORMATS),
-        '"{S}.compute.scaling": "mx" goes with MX formats, but {it}; use an MX format such as "mxfp8_e4m3", or scaling '
-        '"delayed", "current", "per_channel" or "block"',
+    '"{S}.compute.scaling": "mx" goes with MX formats, but {it}; use an MX format such as "mxfp8_e4m3", or scaling '
+    '"delayed", "current", "per_channel" or "block"': lambda c: c.compute.scaling == "mx" and _one_of(c, FP8_FORMATS),
+    '"{S}.compute.scaling": "{c.compute.scaling}" goes with FP8, but {it}; use "scaling": '
+    '"mx", or "format": "fp8"': lambda c: c.compute.scaling != "mx" and _one_of(c, MX_FORMATS),
+    '"{S}.compute.format.gradients": "none" (a backward pass in high precision) goes with MX formats only; '
+    "use fp8_e4m3 or fp8_e5m2": lambda c: _fp8(c, "gradients") == "none",
+    '"{S}.compute.format": gradients in E5M2 do not go with scaling "block", whose GEMM '
+    'takes E4M3 only; use "fp8"': lambda c: c.compute.scaling == "block" and _fp8(c, "gradients") == "fp8_e5m2",
+    '"{S}.compute.rounding": FP8 casts round to nearest; set "nearest", or use MX formats': lambda c: (
+        c.compute.rounding != "nearest" and bool(_fp8(c, "weights"))
     ),
-    (
-        lambda c: c.compute.scaling != "mx" and _one_of(c, MX_FORMATS),
-        '"{S}.compute.scaling": "{c.compute.scaling}" goes with FP8, but {it}; use "scaling": "mx", or "format": "fp8"',
-    ),
-    (
-        lambda c: _fp8(c, "gradients") == "none",
-        '"{S}.compute.format.gradients": "none" (a backward pass in high precision) goes with MX formats only; '
-        "use fp8_e4m3 or fp8_e5m2",
-    ),
-    (
-        lambda c: c.compute.scaling == "block" and _fp8(c, "gradients") == "fp8_e5m2",
-        '"{S}.compute.format": gradients in E5M2 do not go with scaling "block", whose GEMM takes E4M3 only; use "fp8"',
-    ),
-    (
-        lambda c: c.compute.rounding != "nearest" and bool(_fp8(c, "weights")),
-        '"{S}.compute.rounding": FP8 casts round to nearest; set "nearest", or use MX formats',
-    ),
-)
+}
 
 
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def _of_blocks(part: str, rotates: bool, mx_format: Callable[[Any], str | None]) -> tuple[Rule, ...]:
+def _of_blocks(part: str, rotates: bool, mx_format: Callable[[Any], str | None]) -> Rules:
     key = f'"{{S}}.{part}'
-    rotation = (
-        (
-            lambda c: getattr(c, part).hadamard and _multiple(getattr(c, part).block_size, HADAMARD_GROUP),
-            f'{key}.block_size": {{c.{part}.block_size}} must be a multiple of {HADAMARD_GROUP} with "hadamard": true; '
-            "use {it}",
+    rotation = {
+        f'{key}.block_size": {{c.{part}.block_size}} must be a multiple of {HADAMARD_GROUP} with "hadamard": true; '
+        "use {it}": lambda c: getattr(c, part).hadamard and _multiple(getattr(c, part).block_size, HADAMARD_GROUP),
+        f'{key}.hadamard": MX blocks are not rotated; set it to false, or use int4 or int8': lambda c: (
+            mx_format(c) and getattr(c, part).hadamard
         ),
-        (
-            lambda c: mx_format(c) and getattr(c, part).hadamard,
-            f'{key}.hadamard": MX blocks are not rotated; set it to false, or use int4 or int8',
-        ),
-    )
-    return (
-        *(rotation if rotates else ()),
-        (
-            lambda c: getattr(c, part).block_size % 2 == 1,
-            f'{key}.block_size": must be even, got {{c.{part}.block_size}}',
-        ),
-        (
-            lambda c: mx_format(c) if getattr(c, part).block_size != MX_BLOCK_SIZE else None,
-            f'{key}.block_size": {{c.{part}.block_size}} does not go with {{it}}, whose blocks are {MX_BLOCK_SIZE} '
-            "elements; remove it",
-        ),
-    )
+    }
+    return {
+        **(rotation if rotates else {}),
+        f'{key}.block_size": must be even, got {{c.{part}.block_size}}': lambda c: getattr(c, part).block_size % 2 == 1,
+        f'{key}.block_size": {{c.{part}.block_size}} does not go with {{it}}, whose blocks are {MX_BLOCK_SIZE} '
+        "elements; remove it": lambda c: mx_format(c) if getattr(c, part).block_size != MX_BLOCK_SIZE else None,
+    }
 
 
 def _mx_of_gradients(c: Any) -> str | None:
@@ -220,11 +196,11 @@ def _mx_of_gradients(c: Any) -> str | None:
     return _first(hops) if set(hops) <= set(MX_FORMATS) else None
 
 
-BLOCKS: tuple[Rule, ...] = (
-    *_of_blocks("weights", True, lambda c: _first({c.weights.format} & set(MX_FORMATS))),
-    *_of_blocks("gradients", True, _mx_of_gradients),
-    *_of_blocks("frozen", False, lambda c: _first({c.frozen.format} & set(MX_FORMATS))),
-)
+BLOCKS: Rules = {
+    **_of_blocks("weights", True, lambda c: _first({c.weights.format} & set(MX_FORMATS))),
+    **_of_blocks("gradients", True, _mx_of_gradients),
+    **_of_blocks("frozen", False, lambda c: _first({c.frozen.format} & set(MX_FORMATS))),
+}
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -239,109 +215,78 @@ def _half_steps(c: Any) -> bool:
 
 
 _BLOCK_SIZES = ", ".join(map(str, STATE_BLOCKS))
-GRADIENTS: tuple[Rule, ...] = (
-    (
-        lambda c: c.gradients.error_feedback and c.gradients.inter_format == "none",
-        '"{S}.gradients.error_feedback" corrects the quantization between nodes; set "gradients.inter_format" (e.g. '
-        '"int4") or remove error_feedback',
+GRADIENTS: Rules = {
+    '"{S}.gradients.error_feedback" corrects the quantization between nodes; set "gradients.inter_format" (e.g. '
+    '"int4") or remove error_feedback': lambda c: c.gradients.error_feedback and c.gradients.inter_format == "none",
+    '"{S}.gradients.inter_format": "{c.gradients.inter_format}" drops much of a gradient, which has to be sent '
+    'again: set "error_feedback" to true, or use "int4"': lambda c: _half_steps(c) and not c.gradients.error_feedback,
+    '"{S}.gradients.rounding": "{c.gradients.rounding}" does not go with "{c.gradients.inter_format}", whose '
+    'levels are half steps; set it to "nearest"': lambda c: _half_steps(c) and c.gradients.rounding != "nearest",
+    '"{S}.gradients.block_size": {c.gradients.block_size} must be a multiple of 8 with '
+    '"{c.gradients.inter_format}"; use {it}': lambda c: _half_steps(c) and _multiple(c.gradients.block_size, 8),
+    '"{S}.gradients.accumulate_in": "node" goes with quantized gradients, which the plugin reduces; set '
+    '"gradients.intra_format" and "gradients.inter_format" (e.g. "int8" and "int4"), or leave it to "auto"': lambda c: (
+        c.gradients.accumulate_in == "node" and not c.quantizes_gradients
+    ),
+    '"{S}.gradients.scales": "tensor" (one scale that all ranks share) goes with one FP8 format on both hops, got '
+    'intra_format "{c.gradients.intra_format}" and inter_format "{c.gradients.inter_format}"; set both to '
+    '"fp8_e4m3", or scales to "block"': lambda c: (
+        _shares_scales(c)
+        and (c.gradients.intra_format not in FP8_FORMATS or c.gradients.inter_format != c.gradients.intra_format)
+    ),
+    '"{S}.gradients.{it}" does not go with "scales": "tensor", whose codes are added as they are; remove it, or '
+    'set scales to "block"': lambda c: (
+        _shares_scales(c)
+        and _set_otherwise(
+            c.gradients, hadamard=False, rounding="nearest", error_feedback=False, block_size=128, skip_modules=[]
+        )
+    ),
+    '"{S}.gradients.store_format": "{c.gradients.store_format}" differs from the format '
+    '"{c.gradients.intra_format}" in which gradients with shared scales are added; use that one or none': lambda c: (
+        _shares_scales(c) and c.gradients.store_format not in ("none", c.gradients.intra_format)
+    ),
+    '"{S}.gradients.{it}" belongs to shared scales; set "scales": "tensor" or remove it': lambda c: (
+        not _shares_scales(c) and _set_otherwise(c.gradients, scale_policy="auto", amax_history=16)
+    ),
+    '"{S}.gradients.reduction": "{c.gradients.reduction}" adds codes, which needs scales that all ranks share; set '
+    '"scales": "tensor" or "reduction": "two_hop"': lambda c: (
+        not _shares_scales(c) and c.gradients.reduction != "two_hop"
+    ),
+    '"{S}.gradients.store_format": "{c.gradients.store_format}" needs gradients that the plugin reduces; set '
+    '"intra_format" and "inter_format", for example to it, or store_format to "none"': lambda c: (
+        not _shares_scales(c) and c.gradients.store_format != "none" and not c.quantizes_gradients
     ),
     (
-        lambda c: _half_steps(c) and not c.gradients.error_feedback,
-        '"{S}.gradients.inter_format": "{c.gradients.inter_format}" drops much of a gradient, which has to be sent '
-        'again: set "error_feedback" to true, or use "int4"',
-    ),
-    (
-        lambda c: _half_steps(c) and c.gradients.rounding != "nearest",
-        '"{S}.gradients.rounding": "{c.gradients.rounding}" does not go with "{c.gradients.inter_format}", whose '
-        'levels are half steps; set it to "nearest"',
-    ),
-    (
-        lambda c: _half_steps(c) and _multiple(c.gradients.block_size, 8),
-        '"{S}.gradients.block_size": {c.gradients.block_size} must be a multiple of 8 with '
-        '"{c.gradients.inter_format}"; use {it}',
-    ),
-    (
-        lambda c: c.gradients.accumulate_in == "node" and not c.quantizes_gradients,
-        '"{S}.gradients.accumulate_in": "node" goes with quantized gradients, which the plugin reduces; set '
-        '"gradients.intra_format" and "gradients.inter_format" (e.g. "int8" and "int4"), or leave it to "auto"',
-    ),
-    (
-        lambda c: (
-            _shares_scales(c)
-            and (c.gradients.intra_format not in FP8_FORMATS or c.gradients.inter_format != c.gradients.intra_format)
-        ),
-        '"{S}.gradients.scales": "tensor" (one scale that all ranks share) goes with one FP8 format on both hops, got '
-        'intra_format "{c.gradients.intra_format}" and inter_format "{c.gradients.inter_format}"; set both to '
-        '"fp8_e4m3", or scales to "block"',
-    ),
-    (
-        lambda c: (
-            _shares_scales(c)
-            and _set_otherwise(
-                c.gradients, hadamard=False, rounding="nearest", error_feedback=False, block_size=128, skip_modules=[]
-            )
-        ),
-        '"{S}.gradients.{it}" does not go with "scales": "tensor", whose codes are added as they are; remove it, or '
-        'set scales to "block"',
-    ),
-    (
-        lambda c: _shares_scales(c) and c.gradients.store_format not in ("none", c.gradients.intra_format),
-        '"{S}.gradients.store_format": "{c.gradients.store_format}" differs from the format '
-        '"{c.gradients.intra_format}" in which gradients with shared scales are added; use that one or none',
-    ),
-    (
-        lambda c: not _shares_scales(c) and _set_otherwise(c.gradients, scale_policy="auto", amax_history=16),
-        '"{S}.gradients.{it}" belongs to shared scales; set "scales": "tensor" or remove it',
-    ),
-    (
-        lambda c: not _shares_scales(c) and c.gradients.reduction != "two_hop",
-        '"{S}.gradients.reduction": "{c.gradients.reduction}" adds codes, which needs scales that all ranks share; set '
-        '"scales": "tensor" or "reduction": "two_hop"',
-    ),
-    (
-        lambda c: not _shares_scales(c) and c.gradients.store_format != "none" and not c.quantizes_gradients,
-        '"{S}.gradients.store_format": "{c.gradients.store_format}" needs gradients that the plugin reduces; set '
-        '"intra_format" and "inter_format", for example to it, or store_format to "none"',
-    ),
-    (
-        lambda c: (
-            not _shares_scales(c) and c.gradients.store_format != "none" and c.gradients.block_size not in STATE_BLOCKS
-        ),
         '"{S}.gradients.block_size": {c.gradients.block_size} must be one of ' + _BLOCK_SIZES + " where reduced "
-        "gradients are stored in FP8; change it, or set store_format to none",
+        "gradients are stored in FP8; change it, or set store_format to none"
+    ): lambda c: (
+        not _shares_scales(c) and c.gradients.store_format != "none" and c.gradients.block_size not in STATE_BLOCKS
     ),
-)
+}
 
 
 # -- optimizer --------------------------------------------------------------------------------------------------------
 
-OPTIMIZER: tuple[Rule, ...] = (
-    (
-        lambda c: c.optimizer.block_size not in STATE_BLOCKS,
-        '"{S}.optimizer.block_size": {c.optimizer.block_size} must be one of ' + _BLOCK_SIZES,
+OPTIMIZER: Rules = {
+    ('"{S}.optimizer.block_size": {c.optimizer.block_size} must be one of ' + _BLOCK_SIZES): lambda c: (
+        c.optimizer.block_size not in STATE_BLOCKS
     ),
-    (
-        lambda c: c.optimizer.scales == "tensor" and c.optimizer.block_size != 128,
-        '"{S}.optimizer.block_size" belongs to blocks with scales; set "scales": "block" or remove it',
+    '"{S}.optimizer.block_size" belongs to blocks with scales; set "scales": "block" or remove it': lambda c: (
+        c.optimizer.scales == "tensor" and c.optimizer.block_size != 128
     ),
-    (
-        lambda c: (
-            c.optimizer.expand_range
-            and not {c.optimizer.exp_avg_format, c.optimizer.exp_avg_sq_format} & set(FP8_FORMATS)
-        ),
-        '"{S}.optimizer.expand_range" works on FP8 moments, but exp_avg_format is "{c.optimizer.exp_avg_format}" and '
-        'exp_avg_sq_format "{c.optimizer.exp_avg_sq_format}"; store a moment in fp8_e4m3, or remove expand_range',
+    '"{S}.optimizer.expand_range" works on FP8 moments, but exp_avg_format is "{c.optimizer.exp_avg_format}" and '
+    'exp_avg_sq_format "{c.optimizer.exp_avg_sq_format}"; store a moment in fp8_e4m3, or '
+    "remove expand_range": lambda c: (
+        c.optimizer.expand_range and not {c.optimizer.exp_avg_format, c.optimizer.exp_avg_sq_format} & set(FP8_FORMATS)
     ),
-    *(
-        (
-            lambda c, name=name, plain=plain: (
-                getattr(c.optimizer, name) != plain and not c.stores_states_in_low_precision
-            ),
-            f'"{{S}}.optimizer.{name}" does nothing while all states are fp32; remove it',
+    **{
+        f'"{{S}}.optimizer.{name}" does nothing while all states are fp32; remove '
+        f"it": lambda c, name=name, plain=plain: (
+            getattr(c.optimizer, name) != plain and not c.stores_states_in_low_precision
         )
         for name, plain in (("rounding", "nearest"), ("scales", "tensor"))
-    ),
-)
+    },
+}
 
 
 # -- the other parts --------------------------------------------------------------------------------------------------
@@ -375,95 +320,66 @@ def _difference_blocks(c: Any) -> str | None:
     return None if use is None else f"{multiple}{rotated}; use {use}"
 
 
-PARTS: tuple[Rule, ...] = (
-    (
-        lambda c: c.frozen.double_quantize and _first({c.frozen.format} & {"none", *MX_FORMATS}),
-        '"{S}.frozen.double_quantize": true does not go with "format": "{it}" (there are no scales, or they have 8 '
-        "bits already); set it to false, or use int4, int8, nf4 or fp8_e4m3",
+PARTS: Rules = {
+    '"{S}.frozen.double_quantize": true does not go with "format": "{it}" (there are no scales, or they have 8 '
+    "bits already); set it to false, or use int4, int8, nf4 or fp8_e4m3": lambda c: (
+        c.frozen.double_quantize and _first({c.frozen.format} & {"none", *MX_FORMATS})
     ),
-    (
-        lambda c: isinstance(c.frozen.modules, list) and c.frozen.format == "none",
-        '"{S}.frozen.modules" names what is stored, and "frozen.format" is "none": set a format such as "int4", or '
-        "remove the names",
-    ),
-    (
-        lambda c: c.frozen.scales == "tensor" and c.frozen.format != "fp8_e4m3",
-        '"{S}.frozen.scales": "tensor" does not go with "format": "{c.frozen.format}"; set it to "fp8_e4m3", or scales '
-        'to "block"',
-    ),
-    *(
-        (
-            lambda c, name=name: (
-                c.frozen.scales == "tensor"
-                and c.frozen.format == "fp8_e4m3"
-                and getattr(c.frozen, name) != FrozenConfig.model_fields[name].default
-            ),
-            f'"{{S}}.frozen.{name}" belongs to scales of blocks; remove it, or set "scales": "block"',
+    '"{S}.frozen.modules" names what is stored, and "frozen.format" is "none": set a format such as "int4", or '
+    "remove the names": lambda c: isinstance(c.frozen.modules, list) and c.frozen.format == "none",
+    '"{S}.frozen.scales": "tensor" does not go with "format": "{c.frozen.format}"; set it to "fp8_e4m3", or scales '
+    'to "block"': lambda c: c.frozen.scales == "tensor" and c.frozen.format != "fp8_e4m3",
+    **{
+        f'"{{S}}.frozen.{name}" belongs to scales of blocks; remove it, or set "scales": '
+        f'"block"': lambda c, name=name: (
+            c.frozen.scales == "tensor"
+            and c.frozen.format == "fp8_e4m3"
+            and getattr(c.frozen, name) != FrozenConfig.model_fields[name].default
         )
         for name in ("block_size", "double_quantize")
+    },
+    '"{S}.secondary.memory_gb": {it} bounds a copy of the codes, and there is none: set "secondary.scope" to '
+    '"node" or "rank", or remove it': lambda c: (
+        c.secondary.scope == "none" and c.secondary.memory_gb != "all" and shown(c.secondary.memory_gb)
     ),
-    (
-        lambda c: c.secondary.scope == "none" and c.secondary.memory_gb != "all" and shown(c.secondary.memory_gb),
-        '"{S}.secondary.memory_gb": {it} bounds a copy of the codes, and there is none: set "secondary.scope" to '
-        '"node" or "rank", or remove it',
+    '"{S}.weights.difference.format" is "none", and "{it}" says how differences travel: set it, for example to '
+    '"int4", or remove them': lambda c: (
+        not _difference(c) and _set_otherwise(c.weights.difference, block_size=128, hadamard=False, refresh_every=0)
     ),
-    (
-        lambda c: (
-            not _difference(c) and _set_otherwise(c.weights.difference, block_size=128, hadamard=False, refresh_every=0)
-        ),
-        '"{S}.weights.difference.format" is "none", and "{it}" says how differences travel: set it, for example to '
-        '"int4", or remove them',
+    '"{S}.weights.difference.block_size": {c.weights.difference.block_size} must be a multiple of {it}': lambda c: (
+        _difference(c) and _difference_blocks(c)
     ),
-    (
-        lambda c: _difference(c) and _difference_blocks(c),
-        '"{S}.weights.difference.block_size": {c.weights.difference.block_size} must be a multiple of {it}',
+    '"{S}.weights.difference" adds to a copy of the weights in each node, and there is none: set "secondary.scope" '
+    'to "node" or "rank", or remove it': lambda c: _difference(c) and c.secondary.scope == "none",
+    '"{S}.weights.difference" does not go with "weights.format": "{c.weights.format}", in which what differences '
+    'are added to would rest: set that to "none" (2 bytes a parameter and node) or "int8" (1.01), which layers '
+    "that compute in FP8 or MX cast as it arrives": lambda c: (
+        _difference(c) and c.weights.format not in ("none", "int8")
     ),
-    (
-        lambda c: _difference(c) and c.secondary.scope == "none",
-        '"{S}.weights.difference" adds to a copy of the weights in each node, and there is none: set "secondary.scope" '
-        'to "node" or "rank", or remove it',
+    '"{S}.weights.difference" does not go with "weights.rounding": "stochastic": each rank rounds what it has '
+    'added to, and all must get the same; set it to "nearest"': lambda c: (
+        _difference(c) and c.weights.format == "int8" and c.weights.rounding == "stochastic"
     ),
-    (
-        lambda c: _difference(c) and c.weights.format not in ("none", "int8"),
-        '"{S}.weights.difference" does not go with "weights.format": "{c.weights.format}", in which what differences '
-        'are added to would rest: set that to "none" (2 bytes a parameter and node) or "int8" (1.01), which layers '
-        "that compute in FP8 or MX cast as it arrives",
+    '"{S}.partition_split" belongs to "partition": "whole_tensor"; remove it': lambda c: (
+        c.partition == "slice" and c.partition_split != "balance"
     ),
-    (
-        lambda c: _difference(c) and c.weights.format == "int8" and c.weights.rounding == "stochastic",
-        '"{S}.weights.difference" does not go with "weights.rounding": "stochastic": each rank rounds what it has '
-        'added to, and all must get the same; set it to "nearest"',
+    '"{S}.partition": "whole_tensor" needs gradients that the plugin reduces (DeepSpeed reduces to equal slices); '
+    'set "gradients.intra_format" and "gradients.inter_format", for example to "fp8_e4m3"': lambda c: (
+        c.partition == "whole_tensor" and not c.quantizes_gradients
     ),
-    (
-        lambda c: c.partition == "slice" and c.partition_split != "balance",
-        '"{S}.partition_split" belongs to "partition": "whole_tensor"; remove it',
+    '"{S}.partition": "whole_tensor" does not go with "gradients.error_feedback"; remove one of the two': lambda c: (
+        c.partition == "whole_tensor" and c.gradients.error_feedback
     ),
-    (
-        lambda c: c.partition == "whole_tensor" and not c.quantizes_gradients,
-        '"{S}.partition": "whole_tensor" needs gradients that the plugin reduces (DeepSpeed reduces to equal slices); '
-        'set "gradients.intra_format" and "gradients.inter_format", for example to "fp8_e4m3"',
+    '"{S}.partition": "whole_tensor" does not go with "gradients.reduction": "nccl", which adds equal slices; use '
+    '"two_hop"': lambda c: c.partition == "whole_tensor" and c.gradients.reduction == "nccl",
+    '"{S}.compile": "blocks" does not go with "gather_granularity": "{c.gather_granularity}": its hooks stand '
+    'inside of blocks; use "block"': lambda c: c.compile == "blocks" and c.gather_granularity != "block",
+    '"{S}.numerics.watch": "fall_back" has nothing to fall back from: {it}; use "stop", or set formats that can be '
+    'given up (of "weights", "gradients" or "compute")': lambda c: (
+        c.numerics.watch == "fall_back" and not _falls_back(c) and _why_nothing_falls_back(c)
     ),
-    (
-        lambda c: c.partition == "whole_tensor" and c.gradients.error_feedback,
-        '"{S}.partition": "whole_tensor" does not go with "gradients.error_feedback"; remove one of the two',
-    ),
-    (
-        lambda c: c.partition == "whole_tensor" and c.gradients.reduction == "nccl",
-        '"{S}.partition": "whole_tensor" does not go with "gradients.reduction": "nccl", which adds equal slices; use '
-        '"two_hop"',
-    ),
-    (
-        lambda c: c.compile == "blocks" and c.gather_granularity != "block",
-        '"{S}.compile": "blocks" does not go with "gather_granularity": "{c.gather_granularity}": its hooks stand '
-        'inside of blocks; use "block"',
-    ),
-    (
-        lambda c: c.numerics.watch == "fall_back" and not _falls_back(c) and _why_nothing_falls_back(c),
-        '"{S}.numerics.watch": "fall_back" has nothing to fall back from: {it}; use "stop", or set formats that can be '
-        'given up (of "weights", "gradients" or "compute")',
-    ),
-)
-FIELDS = (*BLOCKS, *COMPUTE, *GRADIENTS, *OPTIMIZER, *PARTS)
+}
+FIELDS = BLOCKS | COMPUTE | GRADIENTS | OPTIMIZER | PARTS
 
 
 # -- the rest of the ds_config ----------------------------------------------------------------------------------------
@@ -503,75 +419,57 @@ def _autotp(c: Any) -> bool:
     return isinstance(size, int) and size > 1
 
 
-HOST: tuple[Rule, ...] = (
-    (
-        lambda c: None if c.ds("zero_optimization.stage") == 3 else shown(c.ds("zero_optimization.stage")),
-        '"zero_optimization.stage" is {it}; the plugin works with stage 3 only: set it to 3, or remove "{S}" and the '
-        "ZeRO++ keys",
-    ),
-    *(
-        (
-            lambda c, key=key: c.ds(f"zero_optimization.{key}.device") == "nvme",
-            f'"zero_optimization.{key}.device" is "nvme"; the plugin supports "cpu" and "none" there',
+HOST: Rules = {
+    '"zero_optimization.stage" is {it}; the plugin works with stage 3 only: set it to 3, or remove "{S}" and the '
+    "ZeRO++ keys": lambda c: None if c.ds("zero_optimization.stage") == 3 else shown(c.ds("zero_optimization.stage")),
+    **{
+        f'"zero_optimization.{key}.device" is "nvme"; the plugin supports "cpu" and "none" there': lambda c, key=key: (
+            c.ds(f"zero_optimization.{key}.device") == "nvme"
         )
         for key in _OFFLOADS
-    ),
-    *(
-        (
-            lambda c, key=key, off=off: c.ds(key) not in off,
-            f'"{key}" replaces parts of ZeRO-3 that the plugin replaces too; remove one of the two',
-        )
+    },
+    **{
+        f'"{key}" replaces parts of ZeRO-3 that the plugin replaces too; remove one of the '
+        f"two": lambda c, key=key, off=off: c.ds(key) not in off
         for key, off in _CONFLICTS.items()
+    },
+    '"expert_parallel.enabled" (AutoEP) partitions experts over other ranks than the rest of the model, and the '
+    'plugin needs one group; set it to false, or remove "{S}" and the ZeRO++ keys': lambda c: bool(
+        c.ds("expert_parallel.enabled")
     ),
-    (
-        lambda c: bool(c.ds("expert_parallel.enabled")),
-        '"expert_parallel.enabled" (AutoEP) partitions experts over other ranks than the rest of the model, and the '
-        'plugin needs one group; set it to false, or remove "{S}" and the ZeRO++ keys',
+    '"{S}.compute.format" with "fp16.enabled": weights and gradients that FP8 scales hold may leave the range of '
+    'fp16; use "bf16", or set "{S}.compute.allow_fp16" to true': lambda c: (
+        c.computes_in_low_precision and not c.compute.allow_fp16 and bool(c.ds("fp16.enabled"))
     ),
-    (
-        lambda c: c.computes_in_low_precision and not c.compute.allow_fp16 and bool(c.ds("fp16.enabled")),
-        '"{S}.compute.format" with "fp16.enabled": weights and gradients that FP8 scales hold may leave the range of '
-        'fp16; use "bf16", or set "{S}.compute.allow_fp16" to true',
-    ),
-    *(
-        (
-            lambda c, stored=stored: stored(c) and _offloads(c, "offload_optimizer"),
-            f'"zero_optimization.offload_optimizer" keeps fp32 states on the CPU, where "{{S}}.{field}" keeps them in '
-            "low precision on the device; remove one of the two",
+    **{
+        f'"zero_optimization.offload_optimizer" keeps fp32 states on the CPU, where "{{S}}.{field}" keeps them in '
+        "low precision on the device; remove one of the two": lambda c, stored=stored: (
+            stored(c) and _offloads(c, "offload_optimizer")
         )
         for field, stored in (
             ("optimizer", lambda c: c.stores_states_in_low_precision),
             ("gradients.store_format", lambda c: c.gradients.store_format != "none"),
         )
+    },
+    '"{S}.activations.wire_format": "fp8" does not reach "tensor_parallel.autotp_size", whose layers all-reduce '
+    'activations that every rank has whole: there is no sequence-parallel region; set it to "none", or use '
+    "sequence parallelism (Ulysses) instead of autotp_size": lambda c: (
+        c.activations.wire_format == "fp8" and _autotp(c)
     ),
-    (
-        lambda c: c.activations.wire_format == "fp8" and _autotp(c),
-        '"{S}.activations.wire_format": "fp8" does not reach "tensor_parallel.autotp_size", whose layers all-reduce '
-        'activations that every rank has whole: there is no sequence-parallel region; set it to "none", or use '
-        "sequence parallelism (Ulysses) instead of autotp_size",
-    ),
-    *(
-        (
-            lambda c, key=key: c.partition == "whole_tensor" and _offloads(c, key),
-            f'"zero_optimization.{key}" does not go with "{{S}}.partition": "whole_tensor"; remove one of the two',
-        )
+    **{
+        f'"zero_optimization.{key}" does not go with "{{S}}.partition": "whole_tensor"; remove '
+        f"one of the two": lambda c, key=key: c.partition == "whole_tensor" and _offloads(c, key)
         for key in _OFFLOADS
+    },
+    '"zero_optimization.reduce_scatter": false cannot go with quantized gradients, which are reduce-scattered; '
+    'remove the key or set it to true, or (Muon needs it) set "{S}.gradients" to {{"intra_format": "none", '
+    '"inter_format": "none"}}': lambda c: c.quantizes_gradients and c.ds("zero_optimization.reduce_scatter") is False,
+    '"prescale_gradients"/"gradient_predivide_factor" cannot go with quantized gradients, whose mean is exact in '
+    "fp32; remove them": lambda c: (
+        c.quantizes_gradients
+        and (bool(c.ds("prescale_gradients")) or (c.ds("gradient_predivide_factor") or 1.0) != 1.0)
     ),
-    (
-        lambda c: c.quantizes_gradients and c.ds("zero_optimization.reduce_scatter") is False,
-        '"zero_optimization.reduce_scatter": false cannot go with quantized gradients, which are reduce-scattered; '
-        'remove the key or set it to true, or (Muon needs it) set "{S}.gradients" to {{"intra_format": "none", '
-        '"inter_format": "none"}}',
-    ),
-    (
-        lambda c: (
-            c.quantizes_gradients
-            and (bool(c.ds("prescale_gradients")) or (c.ds("gradient_predivide_factor") or 1.0) != 1.0)
-        ),
-        '"prescale_gradients"/"gradient_predivide_factor" cannot go with quantized gradients, whose mean is exact in '
-        "fp32; remove them",
-    ),
-)
+}
 
 
 # -- DeepSpeed's own ZeRO++ keys --------------------------------------------------------------------------------------
@@ -588,7 +486,7 @@ def in_tree_refusals(keys: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def in_tree_rules(section: Mapping[str, Any], keys: Mapping[str, Any]) -> Iterator[Rule]:
+def in_tree_rules(section: Mapping[str, Any], keys: Mapping[str, Any]) -> Rules:
     """They must not contradict the section."""
     chosen: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "zero_quantized_weights": (
@@ -603,16 +501,14 @@ def in_tree_rules(section: Mapping[str, Any], keys: Mapping[str, Any]) -> Iterat
         "zero_hpz_partition_size": ("secondary.scope", lambda c: c.secondary.scope),
     }
     origin = f' (from recipe "{section["recipe"]}")' if section.get("recipe") else ""
-    for key, value in keys.items():
-        field, choice = chosen[key]
 
-        def contradicts(c: Any, key: str = key, value: Any = value, choice: Callable = choice) -> Any:
-            asked = choice(c)
-            agree = (value != IN_TREE_KEYS[key]) == (asked != "none")
-            return None if agree and (key != "zero_hpz_partition_size" or asked in ("none", value)) else asked
+    def contradicts(c: Any, key: str, value: Any) -> Any:
+        asked = chosen[key][1](c)
+        agree = (value != IN_TREE_KEYS[key]) == (asked != "none")
+        return None if agree and (key != "zero_hpz_partition_size" or asked in ("none", value)) else asked
 
-        yield (
-            contradicts,
-            f'"zero_optimization.{key}": {json.dumps(value)} contradicts "{SECTION}.{field}" = "{{it}}"{origin}; '
-            "remove one of the two",
-        )
+    return {
+        f'"zero_optimization.{key}": {json.dumps(value)} contradicts "{SECTION}.{chosen[key][0]}" = "{{it}}"{origin}; '
+        "remove one of the two": partial(contradicts, key=key, value=value)
+        for key, value in keys.items()
+    }
