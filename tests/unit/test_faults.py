@@ -1,6 +1,7 @@
 """Every fault of a ds_config at once, in check and at start: with its key, numbered, in a plain line, none twice."""
 
 import copy
+import math
 import re
 from functools import reduce
 
@@ -176,3 +177,35 @@ def test_all_of_a_kind():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_recipe_breaks_a_rule(recipe):
     assert list(broken(FIELDS, resolve(ds_config({"recipe": recipe})))) == []
+
+
+SECTIONS = """
+    optimizer optimizer.type optimizer.params scheduler scheduler.type scheduler.params fp16.enabled fp16.loss_scale
+    bf16 zero_optimization zero_optimization.stage zero_optimization.leaf_module zero_optimization.zenflow
+    tensorboard wandb zero_optimization.offload_optimizer zero_optimization.mics_shard_size
+    zero_optimization.compute_grad_norm csv_monitor flops_profiler activation_checkpointing comms_logger
+    hybrid_engine checkpoint checkpoint.writer data_types aio.use_gds torch_autocast.enabled torch_autocast.dtype
+    data_efficiency.data_sampling.curriculum_learning weight_quantization compile timers.throughput
+    tensor_parallel.dtype expert_parallel.enabled pipeline elasticity log_level train_batch_size
+    gradient_allreduce_op sequence_parallel_size zeropp_fp8 zeropp_fp8.weights zeropp_fp8.enabled
+    zeropp_fp8.compute.format zeropp_fp8.compute.high_precision_gemms zeropp_fp8.frozen.modules
+    zeropp_fp8.secondary.scope zeropp_fp8.recipe
+""".split()
+JUNK = [None, True, 0, -1, 2.5, "x", "3", [], {}, [1, "a"], {"a": 1}, {"enabled": "x"}, math.nan, math.inf, "a" * 500]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(SECTIONS), st.sampled_from(JUNK)), min_size=1, max_size=5))
+def test_junk(changes):
+    """Whatever stands anywhere, check comes to an end, and says what it says plainly."""
+    config = copy.deepcopy(BASE)
+    for path, value in changes:
+        owner = config
+        *parents, last = path.split(".")
+        for key in parents:
+            owner[key] = owner[key] if isinstance(owner.get(key), dict) else {}
+            owner = owner[key]
+        owner[last] = copy.deepcopy(value)
+    lines = lines_of(config)
+    assert not any(NOT_PLAIN.search(line) or "\n" in line or len(line) > 330 for line in lines), numbered(lines)
+    assert len({line.split('"')[1] if '"' in line else line for line in lines}) == len(lines)

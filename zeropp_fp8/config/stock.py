@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -191,19 +192,19 @@ def _of_config(given: dict[str, Any], world_size: float | None) -> tuple[list[st
                 super()._do_sanity_check()
 
     log.lines |= _no_objects(given) | _numbers_as_text(given)
-    while () not in log.lines:
-        for path in log.lines:
-            given = without(given, path)
-        recording = _Recording(given, log)
+    left = None
+    while left != given:
+        left = given = reduce(without, filter(None, log.lines), given)
+        log.last, recording = None, _Recording(given, log)
         try:
             Looking(recording)
-            break
         except Exception as error:  # of pydantic, assertions, types: DeepSpeed has no class of its own for most
             log.lines |= _refused_by_deepspeed(error, given, log)
+            given = reduce(without, filter(None, log.lines), given)
     lines = [*log.lines.values()]
     unread = {}
-    for key in sorted(set(given) - recording.asked - _READ_ELSEWHERE):
-        if match(key.lower(), recording.asked, _MISSPELT):
+    for key in sorted(set(map(str, given)) - recording.asked - _READ_ELSEWHERE):
+        if match(str(key).lower(), recording.asked, _MISSPELT):
             lines.append(f'"{key}": DeepSpeed has no such key{nearest(key, recording.asked)}; rename or remove it')
         else:
             near = nearest(key, recording.asked, 0.8)
@@ -230,16 +231,19 @@ def _refused_by_deepspeed(error: Exception, given: Mapping[str, Any], log: _Log)
     last = log.last or ()
     if isinstance(error, ValidationError):
         (first, *_), within = error.errors(include_url=False)[0]["loc"] or ("",), last
-        if first in given and first not in (at(given, last) or ()):  # the model of several sections
+        part = at(given, last)
+        if first in given and not (isinstance(part, Mapping) and first in part):  # the model of several sections
             within = ()
         found = refusals(_model_named(error.title), error, at(given, within), ".".join(within), 0.6)
         return {(*within, *unknown[0]): line for unknown, line in found}
     text = "" if isinstance(error, (TypeError, AttributeError, LookupError)) else str(error)
-    text = re.sub(r"\s*(See )?https?://\S+", "", text.splitlines()[0] if text else "").strip(" .")
+    text = re.sub(r"\s*(See )?https?://\S+|.* is not a valid \w+$", "", text.partition("\n")[0]).strip(" .")
     if not last:
         return {(): f"DeepSpeed refuses it: {text or type(error).__name__}"}
-    value = f'"{".".join(last)}": {shown(at(given, last))} is'
-    return {last: f"{value} refused by DeepSpeed: {text}" if text else f"{value} of a type that DeepSpeed cannot use"}
+    value = at(given, last)
+    text = text.replace(repr(value), shown(value)).replace(f"Got: {value}", f"Got: {shown(value)}")
+    why = f"refused by DeepSpeed: {text}" if text else "of a type that DeepSpeed cannot use"
+    return {last: f'"{".".join(last)}": {shown(value)} is {why}'}
 
 
 def _model_named(name: str) -> Any:
@@ -262,8 +266,9 @@ def _check_batch(config: Any, configure: Callable[[], None], world_size: float |
         configure()
     except AssertionError:
         sizes = " and ".join(f'"{name}": {value}' for name, value in given.items())
+        ranks = "any number of" if world_size is None else f"{world_size:g}"
         raise ConfigError(
-            f'{sizes} cannot be on {world_size:g} ranks: "train_batch_size" is "train_micro_batch_size_per_gpu" x '
+            f'{sizes} cannot be on {ranks} ranks: "train_batch_size" is "train_micro_batch_size_per_gpu" x '
             '"gradient_accumulation_steps" x ranks; change one, or leave one out'
         ) from None
 
@@ -323,9 +328,11 @@ def _no_objects(given: Mapping[str, Any]) -> dict[Keys, str]:
     found: dict[Keys, str] = {}
     for key in sorted(_OBJECTS & given.keys()):
         value, example = given[key], _OBJECTS_LIKE.get(key, "{...}")
-        params = value.get("params") if isinstance(value, Mapping) and key in ("optimizer", "scheduler") else None
+        params = value.get("params") if isinstance(value, Mapping) and key in MADE else None
         if not isinstance(value, Mapping):
             found[key,] = _not_allowed((key,), value, f"an object, for example {example}")
+        elif key in MADE and not isinstance(value.get("type") or "", str):
+            found[key, "type"] = _not_allowed((key, "type"), value["type"], "a name")
         elif params is not None and not isinstance(params, Mapping):
             found[key, "params"] = _not_allowed((key, "params"), params, f"an object, as in {example}")
     return found
@@ -343,7 +350,8 @@ def _section_of(ds_config: Mapping[str, Any], name: str) -> tuple[str, Mapping[s
     section = ds_config.get(name)
     section = section if isinstance(section, Mapping) else {}
     params = section.get("params")
-    return str(section.get("type") or ""), params if isinstance(params, Mapping) else {}
+    kind = section.get("type")
+    return kind if isinstance(kind, str) else "", params if isinstance(params, Mapping) else {}
 
 
 def _of_engine(ds_config: Mapping[str, Any], made: Collection[str]) -> Iterator[str]:
@@ -363,7 +371,7 @@ def _of_states(ds_config: Mapping[str, Any], config: PluginConfig) -> Iterator[s
     if kind.lower() not in ("adam", "adamw"):
         yield (
             f'"{SECTION}.optimizer": states in low precision are those of Adam and AdamW, but "optimizer.type" is '
-            f'"{kind}": use "AdamW" with "torch_adam": true, or set the formats to fp32'
+            f'{shown(kind)}: use "AdamW" with "torch_adam": true, or set the formats to fp32'
         )
     yield from adam_refusals(params)
 
@@ -378,17 +386,18 @@ def _of_optimizer(ds_config: Mapping[str, Any]) -> Iterator[str]:
     if not kind:
         return
     if name in _ONE_BIT:
-        yield f'"optimizer.type" "{kind}" does not go with ZeRO; use another one'
+        yield f'"optimizer.type" {shown(kind)} does not go with ZeRO; use another one'
         return
     if name not in DEEPSPEED_OPTIMIZERS and not isinstance(getattr(torch.optim, kind, None), type):
         of_torch = [each for each in dir(torch.optim) if each[0].isupper()]
         near = nearest(kind, [*of_torch, *DEEPSPEED_OPTIMIZERS], 0.7)
-        yield f'"optimizer.type": neither DeepSpeed nor torch.optim has "{kind}"{near}'
+        yield f'"optimizer.type": neither DeepSpeed nor torch.optim has {shown(kind)}{near}'
         return
     if name == "muon" and not (isinstance(zero, Mapping) and zero.get("reduce_scatter") is False):
         yield '"optimizer.type" "Muon" does not go with reduce-scatter; set "zero_optimization.reduce_scatter" to false'
     elif name not in _TESTED and not ds_config.get("zero_allow_untested_optimizer"):
-        yield f'"optimizer.type" "{kind}" is untested with ZeRO; to use it set "zero_allow_untested_optimizer" to true'
+        remedy = 'to use it set "zero_allow_untested_optimizer" to true'
+        yield f'"optimizer.type" {shown(kind)} is untested with ZeRO; {remedy}'
     if "max_grad_norm" in params:  # by the engine, though FusedLamb has it
         yield '"optimizer.params.max_grad_norm" is refused of every optimizer; set "gradient_clipping" instead'
         params = {key: value for key, value in params.items() if key != "max_grad_norm"}
@@ -443,7 +452,7 @@ def _of_scheduler(ds_config: Mapping[str, Any]) -> Iterator[str]:
     made, known = getattr(lr_schedules, kind, None), lr_schedules.VALID_LR_SCHEDULES
     if made is None:
         yield (
-            f'"scheduler.type" "{kind}" does not go with ZeRO{nearest(kind, known, 0.7)}, which takes '
+            f'"scheduler.type" {shown(kind)} does not go with ZeRO{nearest(kind, known, 0.7)}, which takes '
             f'{", ".join(known)}; use one of them, or give deepspeed.initialize an "lr_scheduler"'
         )
     elif ds_config["scheduler"].get("params") is None:

@@ -22,6 +22,7 @@ import functools
 import inspect
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from zeropp_fp8.config import (
@@ -125,7 +126,7 @@ def _init_naming_file(stock_init):
         try:
             stock_init(self, config, *args, **kwargs)
         except Exception:
-            if not hasattr(self, "looking"):
+            if isinstance(given, Mapping) and not hasattr(self, "looking"):
                 checked(given, getattr(self, "world_size", None))
             raise
 
