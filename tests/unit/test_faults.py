@@ -157,6 +157,14 @@ def test_what_a_script_hands_over_is_not_looked_at():
     assert len(look({**config, "gradient_clipping": "x"}, made=()).lines) == 3
 
 
+def test_fields_of_one_kind_are_named_one_by_one():
+    shared = {"intra_format": "fp8_e4m3", "inter_format": "fp8_e4m3", "scales": "tensor"}
+    wrong = {"hadamard": True, "rounding": "stochastic", "error_feedback": True, "block_size": 64}
+    with pytest.raises(ConfigError) as refused:
+        resolve(ds_config({"gradients": {**shared, **wrong}}))
+    assert [line.split('"')[1] for line in refused.value.faults] == [f"{SECTION}.gradients.{name}" for name in wrong]
+
+
 def test_stock_jobs_are_not_looked_at():
     config, _ = with_faults([("gradient_clipping", "x")])
     del config[SECTION]
@@ -179,18 +187,57 @@ def test_no_recipe_breaks_a_rule(recipe):
     assert list(broken(FIELDS, resolve(ds_config({"recipe": recipe})))) == []
 
 
-SECTIONS = """
-    optimizer optimizer.type optimizer.params scheduler scheduler.type scheduler.params fp16.enabled fp16.loss_scale
-    bf16 zero_optimization zero_optimization.stage zero_optimization.leaf_module zero_optimization.zenflow
-    tensorboard wandb zero_optimization.offload_optimizer zero_optimization.mics_shard_size
-    zero_optimization.compute_grad_norm csv_monitor flops_profiler activation_checkpointing comms_logger
-    hybrid_engine checkpoint checkpoint.writer data_types aio.use_gds torch_autocast.enabled torch_autocast.dtype
-    data_efficiency.data_sampling.curriculum_learning weight_quantization compile timers.throughput
-    tensor_parallel.dtype expert_parallel.enabled pipeline elasticity log_level train_batch_size
-    gradient_allreduce_op sequence_parallel_size zeropp_fp8 zeropp_fp8.weights zeropp_fp8.enabled
-    zeropp_fp8.compute.format zeropp_fp8.compute.high_precision_gemms zeropp_fp8.frozen.modules
-    zeropp_fp8.secondary.scope zeropp_fp8.recipe
-""".split()
+SECTIONS = [
+    "optimizer",
+    "optimizer.type",
+    "optimizer.params",
+    "scheduler",
+    "scheduler.type",
+    "scheduler.params",
+    "fp16.enabled",
+    "fp16.loss_scale",
+    "bf16",
+    "zero_optimization",
+    "zero_optimization.stage",
+    "zero_optimization.leaf_module",
+    "zero_optimization.zenflow",
+    "tensorboard",
+    "wandb",
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.mics_shard_size",
+    "zero_optimization.compute_grad_norm",
+    "csv_monitor",
+    "flops_profiler",
+    "activation_checkpointing",
+    "comms_logger",
+    "hybrid_engine",
+    "checkpoint",
+    "checkpoint.writer",
+    "data_types",
+    "aio.use_gds",
+    "torch_autocast.enabled",
+    "torch_autocast.dtype",
+    "data_efficiency.data_sampling.curriculum_learning",
+    "weight_quantization",
+    "compile",
+    "timers.throughput",
+    "tensor_parallel.dtype",
+    "expert_parallel.enabled",
+    "pipeline",
+    "elasticity",
+    "log_level",
+    "train_batch_size",
+    "gradient_allreduce_op",
+    "sequence_parallel_size",
+    "zeropp_fp8",
+    "zeropp_fp8.weights",
+    "zeropp_fp8.enabled",
+    "zeropp_fp8.compute.format",
+    "zeropp_fp8.compute.high_precision_gemms",
+    "zeropp_fp8.frozen.modules",
+    "zeropp_fp8.secondary.scope",
+    "zeropp_fp8.recipe",
+]
 JUNK = [None, True, 0, -1, 2.5, "x", "3", [], {}, [1, "a"], {"a": 1}, {"enabled": "x"}, math.nan, math.inf, "a" * 500]
 
 

@@ -103,11 +103,9 @@ def _multiple(size: int, of: int) -> int | None:
     return -(-size // of) * of if size % of else None
 
 
-def _set_otherwise(part: Any, **plain: Any) -> str | None:
-    """The first field that is set by hand to something else than this."""
-    return _first(
-        name for name, value in plain.items() if name in part.model_fields_set and getattr(part, name) != value
-    )
+def _set_otherwise(part: Any, name: str, plain: Any) -> bool:
+    """Whether a field is set by hand, to something else than this."""
+    return name in part.model_fields_set and getattr(part, name) != plain
 
 
 # -- compute ----------------------------------------------------------------------------------------------------------
@@ -214,6 +212,13 @@ def _half_steps(c: Any) -> bool:
     return c.gradients.inter_format in HALF_STEP_FORMATS
 
 
+_WITH_SHARED_SCALES = {
+    "hadamard": False,
+    "rounding": "nearest",
+    "error_feedback": False,
+    "block_size": 128,
+    "skip_modules": [],
+}
 _BLOCK_SIZES = ", ".join(map(str, STATE_BLOCKS))
 GRADIENTS: Rules = {
     '"{S}.gradients.error_feedback" corrects the quantization between nodes; set "gradients.inter_format" (e.g. '
@@ -234,20 +239,24 @@ GRADIENTS: Rules = {
         _shares_scales(c)
         and (c.gradients.intra_format not in FP8_FORMATS or c.gradients.inter_format != c.gradients.intra_format)
     ),
-    '"{S}.gradients.{it}" does not go with "scales": "tensor", whose codes are added as they are; remove it, or '
-    'set scales to "block"': lambda c: (
-        _shares_scales(c)
-        and _set_otherwise(
-            c.gradients, hadamard=False, rounding="nearest", error_feedback=False, block_size=128, skip_modules=[]
+    **{
+        f'"{{S}}.gradients.{name}" does not go with "scales": "tensor", whose codes are added as they are; remove it, '
+        'or set scales to "block"': lambda c, name=name, plain=plain: (
+            _shares_scales(c) and _set_otherwise(c.gradients, name, plain)
         )
-    ),
+        for name, plain in _WITH_SHARED_SCALES.items()
+    },
     '"{S}.gradients.store_format": "{c.gradients.store_format}" differs from the format '
     '"{c.gradients.intra_format}" in which gradients with shared scales are added; use that one or none': lambda c: (
         _shares_scales(c) and c.gradients.store_format not in ("none", c.gradients.intra_format)
     ),
-    '"{S}.gradients.{it}" belongs to shared scales; set "scales": "tensor" or remove it': lambda c: (
-        not _shares_scales(c) and _set_otherwise(c.gradients, scale_policy="auto", amax_history=16)
-    ),
+    **{
+        f'"{{S}}.gradients.{name}" belongs to shared scales; set "scales": "tensor" or '
+        "remove it": lambda c, name=name, plain=plain: (
+            not _shares_scales(c) and _set_otherwise(c.gradients, name, plain)
+        )
+        for name, plain in (("scale_policy", "auto"), ("amax_history", 16))
+    },
     '"{S}.gradients.reduction": "{c.gradients.reduction}" adds codes, which needs scales that all ranks share; set '
     '"scales": "tensor" or "reduction": "two_hop"': lambda c: (
         not _shares_scales(c) and c.gradients.reduction != "two_hop"
@@ -344,7 +353,12 @@ PARTS: Rules = {
     ),
     '"{S}.weights.difference.format" is "none", and "{it}" says how differences travel: set it, for example to '
     '"int4", or remove them': lambda c: (
-        not _difference(c) and _set_otherwise(c.weights.difference, block_size=128, hadamard=False, refresh_every=0)
+        not _difference(c)
+        and _first(
+            name
+            for name, plain in (("block_size", 128), ("hadamard", False), ("refresh_every", 0))
+            if _set_otherwise(c.weights.difference, name, plain)
+        )
     ),
     '"{S}.weights.difference.block_size": {c.weights.difference.block_size} must be a multiple of {it}': lambda c: (
         _difference(c) and _difference_blocks(c)
