@@ -256,3 +256,12 @@ def test_junk(changes):
     lines = lines_of(config)
     assert not any(NOT_PLAIN.search(line) or "\n" in line or len(line) > 330 for line in lines), numbered(lines)
     assert len({line.split('"')[1] if '"' in line else line for line in lines}) == len(lines)
+
+
+def test_an_object_in_place_of_a_name():
+    """Of a field that takes either, what is said is about the key inside."""
+    section = {"compute": {"format": {"weights": "fp9", "activations": "fp8_e4m3"}, "high_precision_gemms": ["out"]}}
+    with pytest.raises(ConfigError) as refused:
+        resolve(ds_config(section))
+    named = [line.split('"')[1] for line in refused.value.faults]
+    assert named == [f"{SECTION}.compute.format.weights", f"{SECTION}.compute.high_precision_gemms"]
