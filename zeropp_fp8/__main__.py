@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 
@@ -36,6 +37,11 @@ def main(argv: list[str] | None = None) -> None:
         print(f"zeropp_fp8 {zeropp_fp8.__version__} (ds_configs {how})")
         return
     helped = asked in ("-h", "--help")
+    if asked and not helped:
+        near = difflib.get_close_matches(asked, COMMANDS, n=1)
+        hint = f' (did you mean "{near[0]}"?)' if near else ""
+        print(f'zeropp_fp8: there is no command "{asked}"{hint}; there are {", ".join(COMMANDS)}', file=sys.stderr)
+        raise SystemExit(2)
     print(USAGE, file=sys.stdout if helped else sys.stderr)
     raise SystemExit(0 if helped else 2)
 

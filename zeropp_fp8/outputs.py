@@ -1,9 +1,74 @@
-"""Files that a command writes when it is done: types of argparse, so that what cannot be is said before it begins."""
+"""What the commands have in common: options of which each says in one line what it takes, and where JSON goes.
+
+Files are looked at while options are read, so that what cannot be written is said before a command begins.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+import sys
 from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
+from typing import Any, NoReturn
+
+_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+MOST = 10**9
+STDOUT = "-"
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line that is refused in one line, with status 2."""
+
+    def __init__(self, command: str, text: str | None) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=f"python -m zeropp_fp8 {command}", description=text, formatter_class=formatter)
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog.split()[-1]}: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+    def add_json(self, read: Callable[[str], str] | None = None) -> None:
+        text = "write JSON besides; without FILE it goes to stdout, and the text to stderr"
+        self.add_argument("--json", nargs="?", const=STDOUT, type=read or file_to_write, metavar="FILE", help=text)
+
+
+def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
+    """A whole number."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise ArgumentTypeError(f"{text}: give a whole number from {least} to {most}")
+        return value
+
+    return read
+
+
+def number(
+    least: float = -math.inf, above: float = -math.inf, most: float = 1e15, example: str = ""
+) -> Callable[[str], float]:
+    """A number within these limits, which may end in K, M, B or T."""
+    limits = {"at least": least, "above": above, "at most": most}
+    wanted = ", ".join(f"{name} {limit:g}" for name, limit in limits.items() if math.isfinite(limit)) + example
+
+    def read(text: str) -> float:
+        factor = _SUFFIXES.get(text[-1:].lower(), 1)
+        try:
+            value = float(text if factor == 1 else text[:-1]) * factor
+        except ValueError:
+            value = math.nan
+        if not (least <= value <= most and value > above):
+            raise ArgumentTypeError(f"{text}: give a number {wanted}")
+        return value
+
+    return read
 
 
 def file_to_write(path: str) -> str:
@@ -34,3 +99,32 @@ def picture_to_draw(path: str) -> str:
     if Path(path).suffix[1:].lower() not in formats:
         raise ArgumentTypeError(f"{path}: matplotlib writes {', '.join(sorted(formats))}; end the name with one")
     return file_to_write(path)
+
+
+@contextmanager
+def json_at(target: str | None) -> Iterator[dict[str, Any]]:
+    """What is put into the dict is written at the end as JSON: to a file, or to stdout, with nothing else on it."""
+    found: dict[str, Any] = {}
+    try:
+        with redirect_stdout(sys.stderr) if target == STDOUT else nullcontext():
+            yield found
+    finally:
+        if target is not None and found:
+            text = json.dumps(_finite(found), indent=1) + "\n"
+            print(text, end="", flush=True) if target == STDOUT else Path(target).write_text(text)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no numbers that are not finite: they are null."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def said(error: Exception) -> str:
+    """What an error says, in one line: of the system's, the file and what is wrong with it."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {(error.strerror or 'it cannot be read').lower()}"
+    return str(error)

@@ -120,7 +120,7 @@ def _checked_and_started(section=None, zero_optimization=None, **others):
     try:
         engine = deepspeed.initialize(model=llama(layers=1), config=given)[0]
     except Exception as error:
-        return found, str(error) or repr(error)
+        return found, str(error) if isinstance(error, zeropp_fp8.ConfigError) else repr(error)
     (tokens,) = batches(1, dist.get_rank())
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     engine.step()

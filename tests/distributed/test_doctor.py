@@ -13,6 +13,7 @@ import pytest
 from hang_guard import HANG
 from ranks import run_ranks, run_two
 
+from zeropp_fp8.config.words import numbered
 from zeropp_fp8.plan import METHODS, Cluster, Job, Model, estimate
 from zeropp_fp8.plan.hardware import H200
 
@@ -125,6 +126,30 @@ STARTED = [  # a case, and whether an engine is made of it
     ({"prescale_gradients": True, "section": LOSSLESS, "zero_optimization": {"reduce_scatter": False}}, True),
     ({"gradient_predivide_factor": 2.0, "section": LOSSLESS}, False),
     (IN_16_BITS, False),
+    ({"gradient_clipping": "abc"}, False),
+    ({"gradient_clipping": -1}, False),
+    ({"gradient_cliping": 1.0}, False),
+    ({"another_plugin": {"gradient_cliping": 1.0}}, True),
+    ({"steps_per_print": "often"}, False),
+    ({"steps_per_print": float("inf")}, True),  # as Accelerate writes it
+    ({"train_micro_batch_size_per_gpu": "2"}, False),
+    ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": -1e-4, "betas": [0.9, 1.5]}}}, False),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "5", "warmup_mni_lr": 0}}}, False),
+    (
+        {
+            "section": {"recipe": "zerop", "seed": -1},
+            "zero_optimization": {
+                "reduce_scatter": "false",
+                "stage3_prefech_bucket_size": 1,
+                "offload_param": {"device": "nvme"},
+                "offload_optimizer": {"device": "nvme"},
+            },
+            "optimizer": {"type": "AdmaW"},
+            "bf16": {"enabled": "yes!"},
+            "wandb": {"projct": "x"},
+        },
+        False,
+    ),
     ({"bf16": {**IN_16_BITS["bf16"], "bf16_optimizer_states": True}}, True),
     ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, False),
 ]
@@ -134,3 +159,4 @@ def test_check_refuses_what_an_engine_does():
     for of_rank in run_two(jobs.checked_and_started, cases=[case for case, _ in STARTED]):
         for (case, starts), (found, error) in zip(STARTED, of_rank):
             assert (found == []) == (error == "") == starts, (case, found, error)
+            assert starts or error == numbered(found)

@@ -86,7 +86,7 @@ def test_format_that_is_there(field, name):
                 ({"weights": {"format": "int4"}}, ['"weights.format": "int4"', '"none" (2 bytes a parameter']),
                 ({"weights": {"format": "fp8_e4m3"}}, ['"weights.format": "fp8_e4m3"', '"int8" (1.01)', "cast"]),
                 ({"weights": {"format": "int8", "rounding": "stochastic"}}, ['"weights.rounding"', '"nearest"']),
-                ({"weights": {"difference": {"format": "fp8_e4m3"}}}, ["'fp8_e4m3'", "int8, int4, int3, int2"]),
+                ({"weights": {"difference": {"format": "fp8_e4m3"}}}, ['"fp8_e4m3"', "int8, int4, int3, int2"]),
                 ({"weights": {"difference": {"block_size": 12}}}, ["multiple of 8", "use 16"]),
                 ({"weights": {"difference": {"block_size": 40, "hadamard": True}}}, ["multiple of 32", "use 64"]),
             )
@@ -95,7 +95,7 @@ def test_format_that_is_there(field, name):
             {"weights": {"difference": {"refresh_every": 3}}},
             ['"zeropp_fp8.weights.difference.format" is "none"', "or remove them"],
         ),
-        ({"compute": {"format": {"weights": "mxfp4"}}}, ['"zeropp_fp8.compute.format"', '"activations" is missing']),
+        ({"compute": {"format": {"weights": "mxfp4"}}}, ['"zeropp_fp8.compute.format.activations" is missing']),
         ({"compute": {"format": "fp9"}}, ['"zeropp_fp8.compute.format"', 'did you mean "fp8"']),
         ({"compute": {"format": "fp8", "scaling": "mx"}}, ['"zeropp_fp8.compute.scaling"', "use an MX format"]),
         ({"compute": {"format": "mxfp4", "scaling": "block"}}, ['"zeropp_fp8.compute.scaling"', 'use "scaling": "mx"']),
@@ -142,7 +142,7 @@ FP8_MOMENT = {"exp_avg_format": "fp8_e4m3"}
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"gradients": {"store_format": "int8"}}, ['gradients.store_format"', "'int8'", "fp8_e4m3, fp8_e5m2"]),
+        ({"gradients": {"store_format": "int8"}}, ['gradients.store_format"', '"int8"', "fp8_e4m3, fp8_e5m2"]),
         ({"gradients": {"store_format": "fp8_e4m3"}}, ['gradients.store_format"', 'set "intra_format" and']),
         (
             {"recipe": "zeropp", "gradients": {"store_format": "fp8_e4m3", "block_size": 96}},
@@ -176,7 +176,7 @@ FP8_MOMENT = {"exp_avg_format": "fp8_e4m3"}
             )
             for name in ("master", "exp_avg", "exp_avg_sq")
         ],
-        ({"optimizer": {"master_format": "int8"}}, ['optimizer.master_format"', "'int8'"]),
+        ({"optimizer": {"master_format": "int8"}}, ['optimizer.master_format"', '"int8"']),
         *[
             ({"optimizer": {**FP8_MOMENT, "block_size": size}}, [f'optimizer.block_size": {size}', "16, 32, 64"])
             for size in (8, 48, 2048)

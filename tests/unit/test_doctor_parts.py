@@ -238,7 +238,10 @@ def test_a_rank_without_a_gpu_of_its_own(monkeypatch):
 
 @pytest.mark.parametrize(
     "words, said",
-    [(["--json", "/nowhere/x.json"], "there is no folder /nowhere"), (["--params", "-1"], "--params must be above 0")],
+    [
+        (["--json", "/nowhere/x.json"], "there is no folder /nowhere"),
+        (["--params", "-1"], "--params: -1: give a number above 0"),
+    ],
 )
 def test_wrong_options_of_the_doctor(words, said, capsys, monkeypatch):
     """Before anything is measured; status 1 would say that something is wrong with the machine."""
@@ -288,10 +291,10 @@ def test_alone(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["doctor", "--seconds", "-1"], "--seconds must be 0 or more"),
-        (["doctor", "--timeout", "0"], "--timeout above 0"),
-        (["doctor", "--ranks-per-node", "0"], "--ranks-per-node must be at least 1"),
-        (["no-such"], "usage: python -m zeropp_fp8 COMMAND"),
+        (["doctor", "--seconds", "-1"], "--seconds: -1: give a number at least 0"),
+        (["doctor", "--timeout", "0"], "--timeout: 0: give a number above 0"),
+        (["doctor", "--ranks-per-node", "0"], "--ranks-per-node: 0: give a whole number from 1"),
+        (["plann"], 'there is no command "plann" (did you mean "plan"?); there are doctor, check, plan,'),
         ([], "usage: python -m zeropp_fp8 COMMAND"),
     ],
 )

@@ -98,7 +98,7 @@ def test_the_command_shows_the_worst_layers(path, tmp_path, capsys):
 def test_what_cannot_be_shown(path, tmp_path):
     for arguments, said in (
         ([str(path), "--engine", "7"], 'no sample of engine 7; set "numerics"'),
-        ([str(tmp_path / "none")], "No such file"),
+        ([str(tmp_path / "none")], "none: no such file"),
     ):
         with pytest.raises(SystemExit, match=said):
             command(["numerics", *arguments])
@@ -183,7 +183,7 @@ class Pretended(Bisection):
     ],
 )
 def test_a_bisection_names_what_keeps_the_fault_away(capsys, fault, gemms, said):
-    say(Pretended(fault, gemms))
+    say(Pretended(fault, gemms), {})
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["nothing", "1"] and lines[2].split() == [fault, "0.3"]
     assert f"{fault} carries most of the difference" in lines
@@ -196,7 +196,7 @@ def test_a_bisection_names_what_keeps_the_fault_away(capsys, fault, gemms, said)
 
 
 def test_a_bisection_says_where_layers_cannot_be_left_out(capsys):
-    say(Pretended("optimizer"))
+    say(Pretended("optimizer"), {})
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "optimizer carries most of the difference",
         "layers of optimizer cannot be left out one by one",

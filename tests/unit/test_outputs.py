@@ -1,18 +1,23 @@
 """What a command is to write when it is done is looked at before it begins, in the same words by all commands."""
 
+import json
+import math
 import sys
+from contextlib import suppress
 
 import pytest
 
+from zeropp_fp8.__main__ import COMMANDS
 from zeropp_fp8.__main__ import main as command
+from zeropp_fp8.numerics import reference
 
 FILES = {
     "doctor": ["doctor", "--json"],
     "check": ["check", "no_such_ds_config.json", "--json"],
-    "plan": ["plan", "--params", "-1", "--write"],  # a job that cannot be
+    "plan": ["plan", "--params", "1e3", "--write"],  # a job that cannot be
 }
 PICTURES = {
-    "plan": ["plan", "--params", "-1", "--picture"],
+    "plan": ["plan", "--params", "1e3", "--picture"],
     "numerics": ["numerics", "no_such_samples.jsonl", "--picture"],
     "reference": ["reference", "--steps", "1", "--picture"],
 }
@@ -59,3 +64,32 @@ def test_a_rank_that_writes_nothing_need_not_have_the_folder(monkeypatch, capsys
     with pytest.raises(SystemExit) as ended:
         command(["doctor", "--timeout", "0.1", "--json", "/nowhere/x.json"])
     assert ended.value.code == 1 and "cannot be reached" in capsys.readouterr().err
+
+
+def test_json_goes_to_a_file_or_to_stdout_in_all_commands(tmp_path, capsys, monkeypatch):
+    """The text is on stdout beside a file, and on stderr where stdout has the JSON."""
+    sample = {"engine": 0, "step": 1, "cost": None, "rows": []}
+    (tmp_path / "numerics.jsonl").write_text(json.dumps(sample))
+    (tmp_path / "ds_config.json").write_text('{"train_batch_size": 1, "zero_optimization": {"stage": 3}}')
+    step = {"step": 1, "loss": math.nan, "grad_norm": 1.0, "state": 1.0, "data": 1.0, "sketches": []}
+    run = reference.Run([step], ["weights"], {"weights": []}, [], [])
+    monkeypatch.setattr(reference.Experiment, "run", lambda *given, **changes: run)
+    commands = {
+        "doctor": ["doctor", "--seconds", "0"],
+        "check": ["check", str(tmp_path / "ds_config.json")],
+        "plan": ["plan", "--params", "7B", "--methods", "stock"],
+        "numerics": ["numerics", str(tmp_path / "numerics.jsonl")],
+        "reference": ["reference", "--steps", "1"],
+        "bisect": ["bisect", "--by", "grad_norm"],
+    }
+    assert commands.keys() == COMMANDS.keys()
+    for name, words in commands.items():
+        said = {}
+        for target in ([], ["--json"], ["--json", str(tmp_path / "found.json")]):
+            with suppress(SystemExit):
+                command([*words, *target, *(["--", "true"] if name in ("reference", "bisect") else [])])
+            said[len(target)] = capsys.readouterr()
+        found = json.loads(said[1].out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        assert found and found.keys() == json.loads((tmp_path / "found.json").read_text()).keys(), name
+        assert said[0].out and said[0].out == said[2].out and said[0].out in said[1].err, name
+        (tmp_path / "found.json").unlink()

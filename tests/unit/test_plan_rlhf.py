@@ -157,7 +157,7 @@ def test_command_line(capsys):
         (["--rlhf", "--check"], "--picture and --rlhf need a job"),
         (["--picture", "x.png", "--check"], "--picture and --rlhf need a job"),
         (["--rlhf", "--response", "512"], "leave nothing of a sequence of 512"),
-        (["--rlhf", "--response", "-1"], "response must be 0 or more"),
+        (["--rlhf", "--response", "-1"], "--response: -1: give a whole number from 1"),
         (["--rlhf", "--micro-batches", "2"], "planned over one micro-batch, got 2"),
         (["--rlhf", "--methods", "fsdp2"], "RLHF is not modelled with it"),
         (["--nodes", "1", "--picture", "x.png"], "there is one node; give --nodes"),

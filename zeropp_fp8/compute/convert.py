@@ -21,7 +21,7 @@ from zeropp_fp8.compute.products import HighPrecision, LinearPrecision
 from zeropp_fp8.compute.rms_norm import fuse_rms_norms
 from zeropp_fp8.compute.scaling import SCALINGS, Scaling
 from zeropp_fp8.compute.swiglu import fuse_swiglu
-from zeropp_fp8.config import GEMMS, ComputeConfig, check_compute, completed_compute, high_precision_gemms
+from zeropp_fp8.config import GEMMS, ComputeConfig, checked_compute, high_precision_gemms
 from zeropp_fp8.config.patterns import matches
 
 # Layers of one module that get the same input, in Llama and its relatives.
@@ -117,10 +117,7 @@ def convert_linear_layers(model: nn.Module, compute: ComputeConfig | Mapping[str
         ConfigError: fields that cannot work together.
         ValueError: the format is "none", or the model was converted before.
     """
-    if not isinstance(compute, ComputeConfig):
-        compute = ComputeConfig(**compute)
-    compute = completed_compute(compute)
-    check_compute(compute)
+    compute = checked_compute(compute)
     if compute.format == "none":
         raise ValueError('convert_linear_layers: "format" is "none"; name a format such as "fp8"')
     for name, module in model.named_modules():

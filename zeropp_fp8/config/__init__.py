@@ -6,7 +6,6 @@ collective, with the key and the remedy in the message.
 """
 
 from zeropp_fp8.config.compute import (
-    check_compute,
     completed_compute,
     high_precision_gemms,
     operand_formats,
@@ -23,6 +22,7 @@ from zeropp_fp8.config.environment import RECIPE_VARIABLE
 from zeropp_fp8.config.nodes import Place, check_topology, find_ranks_per_node, place_of, secondary_ranks
 from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.resolve import resolve
+from zeropp_fp8.config.rules import checked_compute
 from zeropp_fp8.config.sections import (
     FROZEN_FORMATS,
     GEMMS,
@@ -30,7 +30,6 @@ from zeropp_fp8.config.sections import (
     SECTION,
     WIRE_FORMATS,
     ComputeConfig,
-    ConfigError,
     DifferenceConfig,
     FrozenConfig,
     GradientsConfig,
@@ -38,8 +37,9 @@ from zeropp_fp8.config.sections import (
     PluginConfig,
     WeightsConfig,
 )
-from zeropp_fp8.config.states import check_adam_options
+from zeropp_fp8.config.states import adam_refusals
 from zeropp_fp8.config.trial import SKIPPED_IN, TRIAL_VARIABLE, Trial, pieces_of, trial_from_environment
+from zeropp_fp8.config.words import ConfigError
 
 __all__ = [
     "FROZEN_FORMATS",
@@ -62,10 +62,10 @@ __all__ = [
     "PluginConfig",
     "Trial",
     "WeightsConfig",
+    "adam_refusals",
     "asks_for_plugin",
-    "check_adam_options",
-    "check_compute",
     "check_topology",
+    "checked_compute",
     "completed_compute",
     "find_ranks_per_node",
     "high_precision_gemms",

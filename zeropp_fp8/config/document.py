@@ -17,7 +17,8 @@ from pydantic.fields import FieldInfo
 from zeropp_fp8.config.ds_config import IN_TREE_KEYS
 from zeropp_fp8.config.environment import RECIPE_VARIABLE
 from zeropp_fp8.config.recipes import RECIPES
-from zeropp_fp8.config.sections import SECTION, OneOf, PluginConfig
+from zeropp_fp8.config.sections import SECTION, PluginConfig
+from zeropp_fp8.config.words import OneOf, bounds
 
 _HEAD = f"""\
 # Configuration
@@ -97,8 +98,7 @@ def _values(annotation: Any) -> list[str]:
         known = next((each for each in given if isinstance(each, OneOf)), None)
         if known is not None:
             return [*map(_shown, known.names), *filter(None, (known.other,))]
-        bounds = _bounds(given[1:])
-        return [_range(bounds)] if given[0] in (int, float) else _values(given[0])
+        return [_range(bounds(given[1:]))] if given[0] in (int, float) else _values(given[0])
     if origin is Literal:
         return [*map(_shown, given)]
     if origin in (Union, UnionType):
@@ -108,22 +108,13 @@ def _values(annotation: Any) -> list[str]:
     return {bool: ["`true`", "`false`"], int: ["a number"]}[annotation]
 
 
-def _bounds(metadata: tuple) -> dict[str, int]:
-    """ge, le and lt, wherever pydantic keeps them."""
-    found: dict[str, int] = {}
-    for each in metadata:
-        for one in getattr(each, "metadata", [each]):
-            found |= {name: getattr(one, name) for name in ("ge", "le", "lt") if getattr(one, name, None) is not None}
-    return found
-
-
-def _range(bounds: dict[str, int]) -> str:
-    most = bounds["le"] if "le" in bounds else bounds["lt"] - 1 if "lt" in bounds else None
+def _range(limits: dict[str, float]) -> str:
+    most = limits["le"] if "le" in limits else limits["lt"] - 1 if "lt" in limits else None
     if most is None:
-        return f"a number, at least {bounds['ge']}"
+        return f"a number, at least {limits['ge']}"
     power = (most + 1).bit_length() - 1
     shown = f"2^{power} - 1" if most + 1 == 1 << power else f"2^{power}" if most == 1 << power else str(most)
-    return f"{bounds['ge']} to {shown}"
+    return f"{limits['ge']} to {shown}"
 
 
 def _recipes() -> Iterator[str]:

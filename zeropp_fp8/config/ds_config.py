@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import base64
 import copy
-import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import hjson
 
-from zeropp_fp8.config.sections import SECTION, ConfigError
+from zeropp_fp8.config.sections import SECTION
+from zeropp_fp8.config.words import ConfigError, match
 
 # The four ZeRO++ keys of DeepSpeed itself, and the value that means "off". They are honoured by this project and
 # hidden from DeepSpeed, whose own implementation needs nvcc and is wrong for bf16 and fp32 gradients.
@@ -39,8 +39,10 @@ def load_ds_config(ds_config: Any) -> dict[str, Any]:
     if os.path.exists(ds_config):
         try:
             text = Path(ds_config).read_text()
-        except (OSError, ValueError) as error:  # a folder, or not UTF-8
-            raise ConfigError(f"{name} cannot be read: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be read: {(error.strerror or str(error)).lower()}") from None
+        except ValueError:
+            raise ConfigError(f"{name} cannot be read: it is not UTF-8 text") from None
     elif str(ds_config).lstrip().startswith("{"):
         name, text = "the ds_config given as text", str(ds_config)
     else:
@@ -89,15 +91,11 @@ def asks_for_plugin(ds_config: Mapping[str, Any]) -> bool:
     return SECTION in ds_config or asked
 
 
-def check_names(ds_config: Mapping[str, Any]) -> None:
-    """Refuse a key that is almost the section's name: DeepSpeed passes over what it does not know.
-
-    Raises:
-        ConfigError: there is one.
-    """
+def misnamed_sections(ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each key that is almost the section's name: DeepSpeed passes over what it does not know."""
     for key in ds_config:
-        if key != SECTION and difflib.get_close_matches(str(key).lower(), [SECTION]):
-            raise ConfigError(
+        if key != SECTION and match(str(key).lower(), [SECTION], 0.6):
+            yield (
                 f'"{key}" means nothing in a ds_config (did you mean "{SECTION}"?); rename or remove it. A section '
                 'with "enabled": false is stock DeepSpeed'
             )

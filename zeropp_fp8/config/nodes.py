@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from zeropp_fp8.config.sections import SECTION, ConfigError, PluginConfig
+from zeropp_fp8.config.sections import SECTION, PluginConfig
 from zeropp_fp8.config.trial import TRIAL_VARIABLE
+from zeropp_fp8.config.words import ConfigError
 
 _KEY = f'"{SECTION}.topology.ranks_per_node"'
 _EACH_ALONE = "or set it to 1, which takes every rank for a node of its own"

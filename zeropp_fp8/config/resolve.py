@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from zeropp_fp8.config.compute import completed_compute
-from zeropp_fp8.config.ds_config import asks_for_plugin, check_names, in_tree_keys
+from zeropp_fp8.config.ds_config import asks_for_plugin, in_tree_keys, misnamed_sections
 from zeropp_fp8.config.environment import RECIPE_VARIABLE, recipe_from_environment
 from zeropp_fp8.config.recipes import RECIPES
-from zeropp_fp8.config.rules import check_fields, check_host, check_in_tree_keys, check_in_tree_types
-from zeropp_fp8.config.sections import MX_BLOCK_SIZE, MX_FORMATS, SECTION, ConfigError, PluginConfig, nearest
+from zeropp_fp8.config.rules import FIELDS, HOST, broken, in_tree_refusals, in_tree_rules
+from zeropp_fp8.config.sections import MX_BLOCK_SIZE, MX_FORMATS, SECTION, PluginConfig
 from zeropp_fp8.config.trial import trial_from_environment
+from zeropp_fp8.config.words import ConfigError, Keys, at, nearest, once, parse, shown
 
 
 def resolve(ds_config: Mapping[str, Any], *, hybrid_engine: bool = False) -> PluginConfig | None:
@@ -24,46 +24,68 @@ def resolve(ds_config: Mapping[str, Any], *, hybrid_engine: bool = False) -> Plu
     A stage-3 ds_config that says nothing about the plugin gets the recipe of ZEROPP_FP8_RECIPE, if that is set.
 
     Raises:
-        ConfigError: wrong type, unknown key, misspelt name of the section, or a combination that cannot be honoured.
+        ConfigError: every wrong type, unknown key and combination that cannot be honoured, a line each.
     """
-    check_names(ds_config)
+    misnamed = list(misnamed_sections(ds_config))
     recipe = recipe_from_environment(ds_config)
     if recipe is None:
-        return _resolve(ds_config, hybrid_engine) if asks_for_plugin(ds_config) else None
-    try:
-        config = _resolve({**ds_config, SECTION: {"recipe": recipe}}, hybrid_engine)
-    except ConfigError as error:  # about a section that the ds_config does not have
-        raise ConfigError(f"{RECIPE_VARIABLE}={recipe}: {error}") from None
-    return config.named_by(RECIPE_VARIABLE)
-
-
-def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> PluginConfig:
-    """The configuration out of a ds_config that asks for the plugin."""
-    section = ds_config.get(SECTION, {})
-    if not isinstance(section, Mapping):
-        raise ConfigError(
-            f'"{SECTION}" must be an object such as {{"recipe": "zeropp"}}, or {{"enabled": false}} for stock '
-            f"DeepSpeed; got {json.dumps(section, default=repr)}"
-        )
-    keys = in_tree_keys(ds_config)
-    check_in_tree_types(keys)
-    config = _completed(_parse(_merge(section, keys)))
-    check_in_tree_keys(config, section, keys)
-    check_fields(config)
-    trial = trial_from_environment()
-    if trial is not None:
-        config = trial.applied(config)
-        check_fields(config)
-    check_host(config, ds_config, hybrid_engine)
+        config, lines = _resolve(ds_config, hybrid_engine) if asks_for_plugin(ds_config) else (None, [])
+    else:
+        config, lines = _resolve({**ds_config, SECTION: {"recipe": recipe}}, hybrid_engine)
+        config = config.named_by(RECIPE_VARIABLE)
+        # They are about a section that the ds_config does not have.
+        lines = [f"{RECIPE_VARIABLE}={recipe}: {line}" for line in lines]
+    if misnamed or lines:
+        raise ConfigError(*once([*misnamed, *lines]))
     return config
+
+
+def is_asked(ds_config: Mapping[str, Any]) -> bool:
+    """Whether `resolve` answers something else than None: a configuration, or faults."""
+    asked = asks_for_plugin(ds_config) or recipe_from_environment(ds_config) is not None
+    return asked or any(misnamed_sections(ds_config))
+
+
+def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> tuple[PluginConfig, list[str]]:
+    """The configuration out of a ds_config that asks for the plugin, and what is wrong with it."""
+    section, keys = ds_config.get(SECTION, {}), in_tree_keys(ds_config)
+    if not isinstance(section, Mapping):
+        return PluginConfig(), [
+            f'"{SECTION}" must be an object such as {{"recipe": "zeropp"}}, or {{"enabled": false}} for stock '
+            f"DeepSpeed; got {shown(section)}"
+        ]
+    lines = []
+    wrong_keys = in_tree_refusals(keys)
+    keys = {key: value for key, value in keys.items() if key not in wrong_keys}
+    recipe = section.get("recipe")
+    known_recipe = recipe is None or (isinstance(recipe, str) and recipe in RECIPES)
+    if not known_recipe:
+        lines.append(
+            f'"{SECTION}.recipe": there is no recipe {shown(recipe)}{nearest(recipe, RECIPES)}; '
+            f"recipes are {', '.join(sorted(RECIPES))}"
+        )
+        section = {**section, "recipe": None}
+    config, refused, wrong_fields = parse(PluginConfig, _merge(section, keys), SECTION)
+    config = _completed(config)
+    if not known_recipe:  # which fills all that is not set by hand
+        refused |= {path for path in _all_fields(config) if at(section, path) is None}
+    lines += [*wrong_keys.values(), *wrong_fields]
+    lines += broken(in_tree_rules(section, keys) | FIELDS, config, ds_config, refused)
+    trial = trial_from_environment()
+    if trial is not None and not lines:
+        config = trial.applied(config)
+        lines += broken(FIELDS, config)
+    if hybrid_engine:
+        ds_config = {**ds_config, "hybrid_engine": {"enabled": True}}
+    return config, [*lines, *broken(HOST, config, ds_config, refused)]
 
 
 def _merge(section: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """recipe (or: lossless plus what the in-tree keys ask), overridden by the fields set by hand."""
     recipe = section.get("recipe")
     hpz_size = keys.get("zero_hpz_partition_size", 1)
+    base = copy.deepcopy(RECIPES[recipe or "lossless"])
     if recipe is None:
-        base = copy.deepcopy(RECIPES["lossless"])
         if keys.get("zero_quantized_weights"):
             base["weights"] = copy.deepcopy(RECIPES["zeropp"]["weights"])
         if keys.get("zero_quantized_gradients"):
@@ -72,17 +94,8 @@ def _merge(section: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any
             base["frozen"] = {"format": "int8", "block_size": 256, "modules": "frozen"}
         if hpz_size != 1:
             base["secondary"] = {"scope": hpz_size}
-    elif not isinstance(recipe, str):
-        raise ConfigError(f'"{SECTION}.recipe" must be a name, one of {", ".join(sorted(RECIPES))}; got {recipe!r}')
-    elif recipe in RECIPES:
-        base = copy.deepcopy(RECIPES[recipe])
-        if hpz_size != 1 and base.get("secondary", {}).get("scope") == "node":
-            base["secondary"]["scope"] = hpz_size  # the key says how many ranks of the node share a copy
-    else:
-        raise ConfigError(
-            f'"{SECTION}.recipe": there is no recipe {recipe!r}{nearest(str(recipe), RECIPES)}; '
-            f"recipes are {', '.join(sorted(RECIPES))}"
-        )
+    elif hpz_size != 1 and base.get("secondary", {}).get("scope") == "node":
+        base["secondary"]["scope"] = hpz_size  # the key says how many ranks of the node share a copy
     return _overridden(base, section)
 
 
@@ -95,42 +108,9 @@ def _overridden(base: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
-def _field_names(location: tuple) -> list[str]:
-    """The names allowed where a pydantic error happened."""
-    model: Any = PluginConfig
-    for part in location[:-1]:
-        field = model.model_fields.get(part) if isinstance(model, type) and issubclass(model, BaseModel) else None
-        model = field.annotation if field is not None else None
-    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
-
-
-def _location(location: tuple) -> list[str]:
-    """The keys of a pydantic location. What follows a leaf field (union members, list indices) is pydantic's own."""
-    keys: list[str] = []
-    model: Any = PluginConfig
-    for part in location:
-        keys.append(str(part))
-        field = model.model_fields.get(part)
-        model = field.annotation if field is not None else None
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            break
-    return keys
-
-
-def _parse(section: dict[str, Any]) -> PluginConfig:
-    try:
-        return PluginConfig(**section)
-    except ValidationError as error:
-        lines = []
-        for problem in error.errors():
-            where = ".".join((SECTION, *_location(problem["loc"])))
-            if problem["type"] == "extra_forbidden":
-                names = _field_names(problem["loc"])
-                hint = nearest(str(problem["loc"][-1]), names)
-                lines.append(f'"{where}": unknown key{hint}; keys here are {", ".join(names)}')
-            else:
-                lines.append(f'"{where}": {problem["msg"]}, got {problem["input"]!r}')
-        raise ConfigError("; ".join(dict.fromkeys(lines))) from None
+def _all_fields(config: BaseModel, within: Keys = ()) -> Iterator[Keys]:
+    for name, value in config:
+        yield from _all_fields(value, (*within, name)) if isinstance(value, BaseModel) else [(*within, name)]
 
 
 def _completed(config: PluginConfig) -> PluginConfig:

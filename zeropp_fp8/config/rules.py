@@ -1,273 +1,418 @@
-"""Every rule across fields, with its remedy.
+"""Rules across fields, and with the rest of the ds_config, as tables: {the line that says so: when it is broken}.
 
-Those inside the compute section are in compute.py, those inside the gradients and optimizer sections in states.py.
+A rule sees the configuration as `c`, and the ds_config's keys by `c.ds("a.b")`. What it finds stands in its line as
+{it}, the section's name as {S}. A rule that reads a field whose value is refused already says nothing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from zeropp_fp8.config.compute import check_compute
+from pydantic import BaseModel
+
+from zeropp_fp8.config.compute import completed_compute, operand_formats, patterns_of_gemms
 from zeropp_fp8.config.ds_config import IN_TREE_KEYS
 from zeropp_fp8.config.sections import (
-    BETWEEN_NODES_FORMATS,
-    DIFFERENCE_FORMATS,
-    ELSEWHERE,
-    FROZEN_FORMATS,
+    FP8_FORMATS,
+    GEMMS,
     HADAMARD_GROUP,
+    HALF_STEP_FORMATS,
     MX_BLOCK_SIZE,
     MX_FORMATS,
+    OPERANDS,
     SECTION,
-    WIRE_FORMATS,
-    ConfigError,
-    DifferenceConfig,
+    STATE_BLOCKS,
+    ComputeConfig,
     FrozenConfig,
     PluginConfig,
-    nearest,
 )
-from zeropp_fp8.config.states import check_gradients, check_optimizer
+from zeropp_fp8.config.words import ConfigError, Keys, parse, shown
+
+Rules = dict[str, Callable[[Any], Any]]  # {the line that says so: when it is broken}
 
 
-def check_in_tree_types(keys: Mapping[str, Any]) -> None:
-    for key, value in keys.items():
-        off = IN_TREE_KEYS[key]
-        valid = isinstance(value, bool) if isinstance(off, bool) else type(value) is int and value >= 1
-        if not valid:
-            kind = "true or false" if isinstance(off, bool) else "a number of ranks, at least 1"
-            raise ConfigError(f'"zero_optimization.{key}" must be {kind}, got {value!r}')
+class _Refused(Exception):
+    """A rule reads what is refused already."""
 
 
-def check_in_tree_keys(config: PluginConfig, section: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
-    """The in-tree keys must not contradict the section."""
-    weights, difference = config.weights.format, config.weights.difference.format
-    chosen = {
-        "zero_quantized_weights": ("weights.format", weights if difference == "none" else difference),
-        "zero_quantized_gradients": ("gradients.inter_format", _gradient_summary(config)),
-        "zero_quantized_nontrainable_weights": ("frozen.format", config.frozen.format),
-        "zero_hpz_partition_size": ("secondary.scope", config.secondary.scope),
+class _Known:
+    """A configuration, or a part of it, without the fields in `refused`."""
+
+    def __init__(self, model: BaseModel, refused: Collection[Keys], path: Keys = (), ds_config: Any = None) -> None:
+        self._model, self._refused, self._path, self._ds_config = model, refused, path, ds_config
+
+    def __getattr__(self, name: str) -> Any:
+        model, path = self._model, (*self._path, name)
+        if path in self._refused:
+            raise _Refused
+        derived = getattr(type(model), name, None)
+        if isinstance(derived, property):
+            return derived.fget(self)
+        value = getattr(model, name)
+        return _Known(value, self._refused, path) if isinstance(value, BaseModel) else value
+
+    def ds(self, path: str) -> Any:
+        value = self._ds_config
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+
+def broken(
+    rules: Rules,
+    config: PluginConfig,
+    ds_config: Mapping[str, Any] | None = None,
+    refused: Collection[Keys] = (),
+) -> Iterator[str]:
+    """The lines of the rules that a configuration breaks."""
+    known = _Known(config, refused, ds_config=_by_one_name(ds_config or {}))
+    for line, when in rules.items():
+        try:
+            it = when(known)
+        except _Refused:
+            continue
+        if it not in (None, False):
+            yield line.format(c=config, it=it, S=SECTION)
+
+
+def checked_compute(compute: ComputeConfig | Mapping[str, Any]) -> ComputeConfig:
+    """A complete compute section, of one or its fields.
+
+    Raises:
+        ConfigError: wrong fields, or formats, scaling and rounding that cannot work together.
+    """
+    refused, lines = set(), []
+    if not isinstance(compute, ComputeConfig):
+        compute, refused, lines = parse(ComputeConfig, compute, f"{SECTION}.compute")
+    compute = completed_compute(compute)
+    lines += broken(COMPUTE, PluginConfig(compute=compute), refused={("compute", *path) for path in refused})
+    if lines:
+        raise ConfigError(*lines)
+    return compute
+
+
+def _first(found: Iterable[Any]) -> Any:
+    return next(iter(found), None)
+
+
+def _multiple(size: int, of: int) -> int | None:
+    """The next multiple, where a size is none."""
+    return -(-size // of) * of if size % of else None
+
+
+def _set_otherwise(part: Any, name: str, plain: Any) -> bool:
+    """Whether a field is set by hand, to something else than this."""
+    return name in part.model_fields_set and getattr(part, name) != plain
+
+
+# -- compute ----------------------------------------------------------------------------------------------------------
+
+
+def _operands(c: Any) -> dict[str, str]:
+    """The format of each operand, as far as the section says one."""
+    if c.compute.format == "none":
+        return {}
+    if isinstance(c.compute.format, dict) and set(OPERANDS[:2]) - c.compute.format.keys():
+        raise _Refused
+    return operand_formats(c.compute)
+
+
+def _one_of(c: Any, formats: tuple[str, ...]) -> str | None:
+    """An operand in one of these formats."""
+    return _first(f"{role} are {name}" for role, name in _operands(c).items() if name in formats)
+
+
+def _fp8(c: Any, operand: str) -> str | None:
+    """The format of an operand of FP8 GEMMs."""
+    return None if c.compute.scaling == "mx" or _one_of(c, MX_FORMATS) else _operands(c).get(operand)
+
+
+def _of_operand(role: str) -> Rules:
+    """Of weights and activations."""
+    key = f'"{{S}}.compute.format.{role}"'
+    formats = ", ".join((*FP8_FORMATS, *MX_FORMATS))
+    return {
+        f"{key} is missing; name a format, or one for all operands": lambda c: (
+            isinstance(c.compute.format, dict) and role not in c.compute.format
+        ),
+        f'{key}: "none" is for gradients, a backward pass in high precision; use one of {formats}': lambda c: (
+            _operands(c).get(role) == "none"
+        ),
+        f"{key}: fp8_e5m2: no FP8 GEMM multiplies two E5M2 operands, as gradients may be; use fp8_e4m3": lambda c: (
+            _fp8(c, role) == "fp8_e5m2"
+        ),
     }
-    for key, value in keys.items():
-        field, choice = chosen[key]
-        agree = (value != IN_TREE_KEYS[key]) == (choice != "none")
-        if agree and (key != "zero_hpz_partition_size" or choice in ("none", value)):
-            continue
-        raise ConfigError(
-            f'"zero_optimization.{key}": {json.dumps(value)} contradicts "{SECTION}.{field}" = "{choice}"'
-            f"{_origin(section)}; remove one of the two"
+
+
+COMPUTE: Rules = {
+    **_of_operand("weights"),
+    **_of_operand("activations"),
+    '"{S}.compute.high_precision_gemms" leaves no GEMM of any layer in low precision; set "{S}.compute.format" to '
+    '"none", or name fewer': lambda c: (
+        (_operands(c) and all("*" in patterns_of_gemms(c.compute).get(gemm, ()) for gemm in GEMMS)) or None
+    ),
+    '"{S}.compute.scaling": "mx" goes with MX formats, but {it}; use an MX format such as "mxfp8_e4m3", or scaling '
+    '"delayed", "current", "per_channel" or "block"': lambda c: c.compute.scaling == "mx" and _one_of(c, FP8_FORMATS),
+    '"{S}.compute.scaling": "{c.compute.scaling}" goes with FP8, but {it}; use "scaling": '
+    '"mx", or "format": "fp8"': lambda c: c.compute.scaling != "mx" and _one_of(c, MX_FORMATS),
+    '"{S}.compute.format.gradients": "none" (a backward pass in high precision) goes with MX formats only; '
+    "use fp8_e4m3 or fp8_e5m2": lambda c: _fp8(c, "gradients") == "none",
+    '"{S}.compute.format": gradients in E5M2 do not go with scaling "block", whose GEMM '
+    'takes E4M3 only; use "fp8"': lambda c: c.compute.scaling == "block" and _fp8(c, "gradients") == "fp8_e5m2",
+    '"{S}.compute.rounding": FP8 casts round to nearest; set "nearest", or use MX formats': lambda c: (
+        c.compute.rounding != "nearest" and bool(_fp8(c, "weights"))
+    ),
+}
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def _of_blocks(part: str, rotates: bool, mx_format: Callable[[Any], str | None]) -> Rules:
+    key = f'"{{S}}.{part}'
+    rotation = {
+        f'{key}.block_size": {{c.{part}.block_size}} must be a multiple of {HADAMARD_GROUP} with "hadamard": true; '
+        "use {it}": lambda c: getattr(c, part).hadamard and _multiple(getattr(c, part).block_size, HADAMARD_GROUP),
+        f'{key}.hadamard": MX blocks are not rotated; set it to false, or use int4 or int8': lambda c: (
+            mx_format(c) and getattr(c, part).hadamard
+        ),
+    }
+    return {
+        **(rotation if rotates else {}),
+        f'{key}.block_size": must be even, got {{c.{part}.block_size}}': lambda c: getattr(c, part).block_size % 2 == 1,
+        f'{key}.block_size": {{c.{part}.block_size}} does not go with {{it}}, whose blocks are {MX_BLOCK_SIZE} '
+        "elements; remove it": lambda c: mx_format(c) if getattr(c, part).block_size != MX_BLOCK_SIZE else None,
+    }
+
+
+def _mx_of_gradients(c: Any) -> str | None:
+    """An MX format of gradients, where block size and rotation are not the other hop's."""
+    hops = [hop for hop in (c.gradients.intra_format, c.gradients.inter_format) if hop != "none"]
+    return _first(hops) if set(hops) <= set(MX_FORMATS) else None
+
+
+BLOCKS: Rules = {
+    **_of_blocks("weights", True, lambda c: _first({c.weights.format} & set(MX_FORMATS))),
+    **_of_blocks("gradients", True, _mx_of_gradients),
+    **_of_blocks("frozen", False, lambda c: _first({c.frozen.format} & set(MX_FORMATS))),
+}
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def _shares_scales(c: Any) -> bool:
+    return c.gradients.scales == "tensor"
+
+
+def _half_steps(c: Any) -> bool:
+    return c.gradients.inter_format in HALF_STEP_FORMATS
+
+
+_WITH_SHARED_SCALES = {
+    "hadamard": False,
+    "rounding": "nearest",
+    "error_feedback": False,
+    "block_size": 128,
+    "skip_modules": [],
+}
+_BLOCK_SIZES = ", ".join(map(str, STATE_BLOCKS))
+GRADIENTS: Rules = {
+    '"{S}.gradients.error_feedback" corrects the quantization between nodes; set "gradients.inter_format" (e.g. '
+    '"int4") or remove error_feedback': lambda c: c.gradients.error_feedback and c.gradients.inter_format == "none",
+    '"{S}.gradients.inter_format": "{c.gradients.inter_format}" drops much of a gradient, which has to be sent '
+    'again: set "error_feedback" to true, or use "int4"': lambda c: _half_steps(c) and not c.gradients.error_feedback,
+    '"{S}.gradients.rounding": "{c.gradients.rounding}" does not go with "{c.gradients.inter_format}", whose '
+    'levels are half steps; set it to "nearest"': lambda c: _half_steps(c) and c.gradients.rounding != "nearest",
+    '"{S}.gradients.block_size": {c.gradients.block_size} must be a multiple of 8 with '
+    '"{c.gradients.inter_format}"; use {it}': lambda c: _half_steps(c) and _multiple(c.gradients.block_size, 8),
+    '"{S}.gradients.accumulate_in": "node" goes with quantized gradients, which the plugin reduces; set '
+    '"gradients.intra_format" and "gradients.inter_format" (e.g. "int8" and "int4"), or leave it to "auto"': lambda c: (
+        c.gradients.accumulate_in == "node" and not c.quantizes_gradients
+    ),
+    '"{S}.gradients.scales": "tensor" (one scale that all ranks share) goes with one FP8 format on both hops, got '
+    'intra_format "{c.gradients.intra_format}" and inter_format "{c.gradients.inter_format}"; set both to '
+    '"fp8_e4m3", or scales to "block"': lambda c: (
+        _shares_scales(c)
+        and (c.gradients.intra_format not in FP8_FORMATS or c.gradients.inter_format != c.gradients.intra_format)
+    ),
+    **{
+        f'"{{S}}.gradients.{name}" does not go with "scales": "tensor", whose codes are added as they are; remove it, '
+        'or set scales to "block"': lambda c, name=name, plain=plain: (
+            _shares_scales(c) and _set_otherwise(c.gradients, name, plain)
         )
-
-
-def _gradient_summary(config: PluginConfig) -> str:
-    return config.gradients.inter_format if config.gradients.inter_format != "none" else config.gradients.intra_format
-
-
-def _origin(section: Mapping[str, Any]) -> str:
-    return f' (from recipe "{section["recipe"]}")' if section.get("recipe") else ""
-
-
-def _check_format(field: str, value: str, known: tuple[str, ...] = WIRE_FORMATS) -> None:
-    if value in known:
-        return
-    if value in ELSEWHERE:
-        raise ConfigError(
-            f'"{SECTION}.{field}": "{value}" is not available there, {ELSEWHERE[value]}; use one of {", ".join(known)}'
+        for name, plain in _WITH_SHARED_SCALES.items()
+    },
+    '"{S}.gradients.store_format": "{c.gradients.store_format}" differs from the format '
+    '"{c.gradients.intra_format}" in which gradients with shared scales are added; use that one or none': lambda c: (
+        _shares_scales(c) and c.gradients.store_format not in ("none", c.gradients.intra_format)
+    ),
+    **{
+        f'"{{S}}.gradients.{name}" belongs to shared scales; set "scales": "tensor" or '
+        "remove it": lambda c, name=name, plain=plain: (
+            not _shares_scales(c) and _set_otherwise(c.gradients, name, plain)
         )
-    raise ConfigError(
-        f'"{SECTION}.{field}": there is no format {value!r}{nearest(value, known)}; formats are {", ".join(known)}'
+        for name, plain in (("scale_policy", "auto"), ("amax_history", 16))
+    },
+    '"{S}.gradients.reduction": "{c.gradients.reduction}" adds codes, which needs scales that all ranks share; set '
+    '"scales": "tensor" or "reduction": "two_hop"': lambda c: (
+        not _shares_scales(c) and c.gradients.reduction != "two_hop"
+    ),
+    '"{S}.gradients.store_format": "{c.gradients.store_format}" needs gradients that the plugin reduces; set '
+    '"intra_format" and "inter_format", for example to it, or store_format to "none"': lambda c: (
+        not _shares_scales(c) and c.gradients.store_format != "none" and not c.quantizes_gradients
+    ),
+    (
+        '"{S}.gradients.block_size": {c.gradients.block_size} must be one of ' + _BLOCK_SIZES + " where reduced "
+        "gradients are stored in FP8; change it, or set store_format to none"
+    ): lambda c: (
+        not _shares_scales(c) and c.gradients.store_format != "none" and c.gradients.block_size not in STATE_BLOCKS
+    ),
+}
+
+
+# -- optimizer --------------------------------------------------------------------------------------------------------
+
+OPTIMIZER: Rules = {
+    ('"{S}.optimizer.block_size": {c.optimizer.block_size} must be one of ' + _BLOCK_SIZES): lambda c: (
+        c.optimizer.block_size not in STATE_BLOCKS
+    ),
+    '"{S}.optimizer.block_size" belongs to blocks with scales; set "scales": "block" or remove it': lambda c: (
+        c.optimizer.scales == "tensor" and c.optimizer.block_size != 128
+    ),
+    '"{S}.optimizer.expand_range" works on FP8 moments, but exp_avg_format is "{c.optimizer.exp_avg_format}" and '
+    'exp_avg_sq_format "{c.optimizer.exp_avg_sq_format}"; store a moment in fp8_e4m3, or '
+    "remove expand_range": lambda c: (
+        c.optimizer.expand_range and not {c.optimizer.exp_avg_format, c.optimizer.exp_avg_sq_format} & set(FP8_FORMATS)
+    ),
+    **{
+        f'"{{S}}.optimizer.{name}" does nothing while all states are fp32; remove '
+        f"it": lambda c, name=name, plain=plain: (
+            getattr(c.optimizer, name) != plain and not c.stores_states_in_low_precision
+        )
+        for name, plain in (("rounding", "nearest"), ("scales", "tensor"))
+    },
+}
+
+
+# -- the other parts --------------------------------------------------------------------------------------------------
+
+
+def _falls_back(c: Any) -> bool:
+    """Whether a job has something to give up: what travels, gradients until the step, products."""
+    return (
+        c.quantizes_gradients
+        or c.gradients.store_format != "none"
+        or c.weights.format != "none"
+        or c.weights.difference.format != "none"
+        or c.computes_in_low_precision
+        or c.activations.wire_format != "none"
     )
 
 
-def check_fields(config: PluginConfig) -> None:
-    """Rules inside the section."""
-    _check_format("weights.format", config.weights.format)
-    _check_format("gradients.intra_format", config.gradients.intra_format)
-    _check_format("gradients.inter_format", config.gradients.inter_format, BETWEEN_NODES_FORMATS)
-    _check_format("frozen.format", config.frozen.format, FROZEN_FORMATS)
-    for name, section in (("weights", config.weights), ("gradients", config.gradients)):
-        if section.hadamard and section.block_size % HADAMARD_GROUP:
-            raise ConfigError(
-                f'"{SECTION}.{name}.block_size": {section.block_size} must be a multiple of {HADAMARD_GROUP} '
-                f'with "hadamard": true; use {-(-section.block_size // HADAMARD_GROUP) * HADAMARD_GROUP}'
-            )
-        if section.block_size % 2:
-            raise ConfigError(f'"{SECTION}.{name}.block_size": must be even, got {section.block_size}')
-    _check_usable(config.frozen)
-    _check_mx_blocks(config)
-    check_compute(config.compute)
-    check_gradients(config.gradients)
-    check_optimizer(config.optimizer)
-    _check_secondary(config)
-    _check_difference(config)
-    _check_partition(config)
-    _check_compile(config)
-    _check_watch(config)
+def _why_nothing_falls_back(c: Any) -> str:
+    resting = {"optimizer": c.stores_states_in_low_precision, "frozen": c.frozen.format != "none"}
+    rests = " and ".join(f'"{name}"' for name, is_set in resting.items() if is_set)
+    return f"what rests, as {rests}, stays rounded" if rests else "nothing is in low precision"
 
 
-def _check_usable(frozen: FrozenConfig) -> None:
-    if frozen.double_quantize and (frozen.format == "none" or frozen.format in MX_FORMATS):
-        why = "there are no scales" if frozen.format == "none" else "their scales have 8 bits already"
-        raise ConfigError(
-            f'"{SECTION}.frozen.double_quantize": true does not go with "format": "{frozen.format}" ({why}); set it to '
-            "false, or use int4, int8, nf4 or fp8_e4m3"
+def _difference(c: Any) -> bool:
+    return c.weights.difference.format != "none"
+
+
+def _difference_blocks(c: Any) -> str | None:
+    multiple = HADAMARD_GROUP if c.weights.difference.hadamard else 8
+    use, rotated = _multiple(c.weights.difference.block_size, multiple), " with hadamard" if multiple > 8 else ""
+    return None if use is None else f"{multiple}{rotated}; use {use}"
+
+
+PARTS: Rules = {
+    '"{S}.frozen.double_quantize": true does not go with "format": "{it}" (there are no scales, or they have 8 '
+    "bits already); set it to false, or use int4, int8, nf4 or fp8_e4m3": lambda c: (
+        c.frozen.double_quantize and _first({c.frozen.format} & {"none", *MX_FORMATS})
+    ),
+    '"{S}.frozen.modules" names what is stored, and "frozen.format" is "none": set a format such as "int4", or '
+    "remove the names": lambda c: isinstance(c.frozen.modules, list) and c.frozen.format == "none",
+    '"{S}.frozen.scales": "tensor" does not go with "format": "{c.frozen.format}"; set it to "fp8_e4m3", or scales '
+    'to "block"': lambda c: c.frozen.scales == "tensor" and c.frozen.format != "fp8_e4m3",
+    **{
+        f'"{{S}}.frozen.{name}" belongs to scales of blocks; remove it, or set "scales": '
+        f'"block"': lambda c, name=name: (
+            c.frozen.scales == "tensor"
+            and c.frozen.format == "fp8_e4m3"
+            and getattr(c.frozen, name) != FrozenConfig.model_fields[name].default
         )
-    if isinstance(frozen.modules, list) and frozen.format == "none":
-        raise ConfigError(
-            f'"{SECTION}.frozen.modules" names what is stored, and "frozen.format" is "none": set a format such as '
-            '"int4", or remove the names'
+        for name in ("block_size", "double_quantize")
+    },
+    '"{S}.secondary.memory_gb": {it} bounds a copy of the codes, and there is none: set "secondary.scope" to '
+    '"node" or "rank", or remove it': lambda c: (
+        c.secondary.scope == "none" and c.secondary.memory_gb != "all" and shown(c.secondary.memory_gb)
+    ),
+    '"{S}.weights.difference.format" is "none", and "{it}" says how differences travel: set it, for example to '
+    '"int4", or remove them': lambda c: (
+        not _difference(c)
+        and _first(
+            name
+            for name, plain in (("block_size", 128), ("hadamard", False), ("refresh_every", 0))
+            if _set_otherwise(c.weights.difference, name, plain)
         )
-    if frozen.scales == "tensor":
-        _check_tensor_scales(frozen)
-    if frozen.block_size % 2:
-        raise ConfigError(f'"{SECTION}.frozen.block_size": must be even, got {frozen.block_size}')
+    ),
+    '"{S}.weights.difference.block_size": {c.weights.difference.block_size} must be a multiple of {it}': lambda c: (
+        _difference(c) and _difference_blocks(c)
+    ),
+    '"{S}.weights.difference" adds to a copy of the weights in each node, and there is none: set "secondary.scope" '
+    'to "node" or "rank", or remove it': lambda c: _difference(c) and c.secondary.scope == "none",
+    '"{S}.weights.difference" does not go with "weights.format": "{c.weights.format}", in which what differences '
+    'are added to would rest: set that to "none" (2 bytes a parameter and node) or "int8" (1.01), which layers '
+    "that compute in FP8 or MX cast as it arrives": lambda c: (
+        _difference(c) and c.weights.format not in ("none", "int8")
+    ),
+    '"{S}.weights.difference" does not go with "weights.rounding": "stochastic": each rank rounds what it has '
+    'added to, and all must get the same; set it to "nearest"': lambda c: (
+        _difference(c) and c.weights.format == "int8" and c.weights.rounding == "stochastic"
+    ),
+    '"{S}.partition_split" belongs to "partition": "whole_tensor"; remove it': lambda c: (
+        c.partition == "slice" and c.partition_split != "balance"
+    ),
+    '"{S}.partition": "whole_tensor" needs gradients that the plugin reduces (DeepSpeed reduces to equal slices); '
+    'set "gradients.intra_format" and "gradients.inter_format", for example to "fp8_e4m3"': lambda c: (
+        c.partition == "whole_tensor" and not c.quantizes_gradients
+    ),
+    '"{S}.partition": "whole_tensor" does not go with "gradients.error_feedback"; remove one of the two': lambda c: (
+        c.partition == "whole_tensor" and c.gradients.error_feedback
+    ),
+    '"{S}.partition": "whole_tensor" does not go with "gradients.reduction": "nccl", which adds equal slices; use '
+    '"two_hop"': lambda c: c.partition == "whole_tensor" and c.gradients.reduction == "nccl",
+    '"{S}.compile": "blocks" does not go with "gather_granularity": "{c.gather_granularity}": its hooks stand '
+    'inside of blocks; use "block"': lambda c: c.compile == "blocks" and c.gather_granularity != "block",
+    '"{S}.numerics.watch": "fall_back" has nothing to fall back from: {it}; use "stop", or set formats that can be '
+    'given up (of "weights", "gradients" or "compute")': lambda c: (
+        c.numerics.watch == "fall_back" and not _falls_back(c) and _why_nothing_falls_back(c)
+    ),
+}
+FIELDS = BLOCKS | COMPUTE | GRADIENTS | OPTIMIZER | PARTS
 
 
-def _check_tensor_scales(frozen: FrozenConfig) -> None:
-    where = f'"{SECTION}.frozen.scales": "tensor"'
-    if frozen.format != "fp8_e4m3":
-        raise ConfigError(
-            f'{where} does not go with "format": "{frozen.format}"; set it to "fp8_e4m3", or scales to "block"'
-        )
-    for name in ("block_size", "double_quantize"):
-        if getattr(frozen, name) != FrozenConfig.model_fields[name].default:
-            raise ConfigError(
-                f'"{SECTION}.frozen.{name}" belongs to scales of blocks; remove it, or set "scales": "block"'
-            )
-
-
-def _check_secondary(config: PluginConfig) -> None:
-    if config.secondary.scope == "none" and config.secondary.memory_gb != "all":
-        limit = json.dumps(config.secondary.memory_gb)
-        raise ConfigError(
-            f'"{SECTION}.secondary.memory_gb": {limit} bounds a copy of the codes, and there is none: set '
-            '"secondary.scope" to "node" or "rank", or remove it'
-        )
-
-
-def _check_difference(config: PluginConfig) -> None:
-    """Differences are added to a copy that each node keeps, and that is finer than they are."""
-    weights, difference = config.weights, config.weights.difference
-    where = f"{SECTION}.weights.difference"
-    if difference.format == "none":
-        if difference != DifferenceConfig():
-            raise ConfigError(
-                f'"{where}.format" is "none", and other fields say how differences travel: set it, for example to '
-                '"int4", or remove them'
-            )
-        return
-    _check_format("weights.difference.format", difference.format, DIFFERENCE_FORMATS)
-    multiple = HADAMARD_GROUP if difference.hadamard else 8
-    if difference.block_size % multiple:
-        raise ConfigError(
-            f'"{where}.block_size": {difference.block_size} must be a multiple of {multiple}'
-            f"{' with hadamard' if difference.hadamard else ''}; use {-(-difference.block_size // multiple) * multiple}"
-        )
-    if config.secondary.scope == "none":
-        raise ConfigError(
-            f'"{where}" adds to a copy of the weights in each node, and there is none: set "secondary.scope" to "node" '
-            'or "rank", or remove it'
-        )
-    if weights.format not in ("none", "int8"):
-        raise ConfigError(
-            f'"{where}" does not go with "weights.format": "{weights.format}", in which what differences are added to '
-            'would rest: set that to "none" (2 bytes a parameter and node) or "int8" (1.01), which layers that compute '
-            "in FP8 or MX cast as it arrives"
-        )
-    if weights.format != "none" and weights.rounding == "stochastic":
-        raise ConfigError(
-            f'"{where}" does not go with "weights.rounding": "stochastic": each rank rounds what it has added to, and '
-            'all must get the same; set it to "nearest"'
-        )
-
-
-def _check_compile(config: PluginConfig) -> None:
-    """Inside a compiled block there is nothing to gather."""
-    if config.compile == "blocks" and config.gather_granularity != "block":
-        raise ConfigError(
-            f'"{SECTION}.compile": "blocks" does not go with "gather_granularity": "{config.gather_granularity}": its '
-            'hooks stand inside of blocks; use "block"'
-        )
-
-
-def _check_watch(config: PluginConfig) -> None:
-    """A job that falls back has something to give up: what travels, gradients until the step, products."""
-    gradients, weights = config.gradients, config.weights
-    falls_back = (
-        config.quantizes_gradients
-        or gradients.store_format != "none"
-        or weights.format != "none"
-        or weights.difference.format != "none"
-        or config.computes_in_low_precision
-        or config.activations.wire_format != "none"
-    )
-    if config.numerics.watch == "fall_back" and not falls_back:
-        resting = {"optimizer": config.stores_states_in_low_precision, "frozen": config.frozen.format != "none"}
-        rests = [f'"{name}"' for name, is_set in resting.items() if is_set]
-        why = "what rests, as " + " and ".join(rests) + ", stays rounded" if rests else "nothing is in low precision"
-        raise ConfigError(
-            f'"{SECTION}.numerics.watch": "fall_back" has nothing to fall back from: {why}; use "stop", or set formats '
-            'that can be given up (of "weights", "gradients" or "compute")'
-        )
-
-
-def _check_partition(config: PluginConfig) -> None:
-    """Tensors with owners are reduced to them by this project's own reduction."""
-    if config.partition == "slice":
-        if config.partition_split != "balance":
-            raise ConfigError(f'"{SECTION}.partition_split" belongs to "partition": "whole_tensor"; remove it')
-        return
-    where = f'"{SECTION}.partition": "whole_tensor"'
-    if not config.quantizes_gradients:
-        raise ConfigError(
-            f"{where} needs gradients that the plugin reduces (DeepSpeed reduces to equal slices); set "
-            '"gradients.intra_format" and "gradients.inter_format", for example to "fp8_e4m3"'
-        )
-    if config.gradients.error_feedback:
-        raise ConfigError(f'{where} does not go with "gradients.error_feedback"; remove one of the two')
-    if config.gradients.reduction == "nccl":
-        raise ConfigError(
-            f'{where} does not go with "gradients.reduction": "nccl", which adds equal slices; use "two_hop"'
-        )
-
-
-def _check_mx_blocks(config: PluginConfig) -> None:
-    """An MX block is 32 elements, unrotated."""
-    used = (
-        ("weights", config.weights.format, config.weights),
-        ("gradients", config.gradients.intra_format, config.gradients),
-        ("gradients", config.gradients.inter_format, config.gradients),
-        ("frozen", config.frozen.format, config.frozen),
-    )
-    for name, wire_format, section in used:
-        if wire_format not in MX_FORMATS:
-            continue
-        others = {config.gradients.intra_format, config.gradients.inter_format} - {"none", *MX_FORMATS}
-        if name == "gradients" and others:
-            continue  # block size and rotation are the other hop's
-        if section.block_size != MX_BLOCK_SIZE:
-            raise ConfigError(
-                f'"{SECTION}.{name}.block_size": {section.block_size} does not go with {wire_format}, whose blocks are '
-                f"{MX_BLOCK_SIZE} elements; remove it"
-            )
-        if getattr(section, "hadamard", False):
-            raise ConfigError(
-                f'"{SECTION}.{name}.hadamard": MX blocks are not rotated; set it to false, or use int4 or int8'
-            )
-
-
-def _get(ds_config: Mapping[str, Any], path: str) -> Any:
-    value: Any = ds_config
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
+# -- the rest of the ds_config ----------------------------------------------------------------------------------------
 
 # Keys of zero_optimization that DeepSpeed takes under another name too: what they are called here, and are set to.
 _OTHER_NAMES = {
     "cpu_offload": ("offload_optimizer", {"device": "cpu"}),
     "cpu_offload_param": ("offload_param", {"device": "cpu"}),
     "stage3_use_all_reduce_for_fetch_params": ("use_all_reduce_for_fetch_params", True),
+}
+_OFFLOADS = ("offload_param", "offload_optimizer")
+# What replaces parts of ZeRO-3 that the plugin replaces too, and the values that mean "off".
+_CONFLICTS = {
+    "zero_optimization.zenflow": (None, False),
+    "zero_optimization.offload_optimizer.super_offload": (None, False),
+    "compile.deepcompile": (None, False),
+    "hybrid_engine.enabled": (None, False),
+    "zero_optimization.use_all_reduce_for_fetch_params": (None, False),
+    "zero_optimization.mics_shard_size": (None, -1),
 }
 
 
@@ -279,79 +424,105 @@ def _by_one_name(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return {**ds_config, "zero_optimization": {**zero, **meant}}
 
 
-# What replaces parts of ZeRO-3 that the plugin replaces too.
-_CONFLICTS = (
-    "zero_optimization.zenflow",
-    "zero_optimization.offload_optimizer.super_offload",
-    "compile.deepcompile",
-    "hybrid_engine.enabled",
-    "zero_optimization.use_all_reduce_for_fetch_params",
-    "zero_optimization.mics_shard_size",
-)
+def _offloads(c: Any, key: str) -> bool:
+    return c.ds(f"zero_optimization.{key}.device") == "cpu"
 
 
-def check_host(config: PluginConfig, ds_config: Mapping[str, Any], hybrid_engine: bool) -> None:
-    """Rules across the section and the rest of the ds_config."""
-    ds_config = _by_one_name(ds_config)
-    stage = _get(ds_config, "zero_optimization.stage")
-    if stage != 3:
-        raise ConfigError(
-            f'"zero_optimization.stage" is {json.dumps(stage)}; the plugin works with stage 3 only: set it to 3, '
-            f'or remove "{SECTION}" and the ZeRO++ keys'
+def _autotp(c: Any) -> bool:
+    size = c.ds("tensor_parallel.autotp_size")
+    return isinstance(size, int) and size > 1
+
+
+HOST: Rules = {
+    '"zero_optimization.stage" is {it}; the plugin works with stage 3 only: set it to 3, or remove "{S}" and the '
+    "ZeRO++ keys": lambda c: None if c.ds("zero_optimization.stage") == 3 else shown(c.ds("zero_optimization.stage")),
+    **{
+        f'"zero_optimization.{key}.device" is "nvme"; the plugin supports "cpu" and "none" there': lambda c, key=key: (
+            c.ds(f"zero_optimization.{key}.device") == "nvme"
         )
-    offloads = {
-        key: _get(ds_config, f"zero_optimization.{key}.device") for key in ("offload_param", "offload_optimizer")
+        for key in _OFFLOADS
+    },
+    **{
+        f'"{key}" replaces parts of ZeRO-3 that the plugin replaces too; remove one of the '
+        f"two": lambda c, key=key, off=off: c.ds(key) not in off
+        for key, off in _CONFLICTS.items()
+    },
+    '"expert_parallel.enabled" (AutoEP) partitions experts over other ranks than the rest of the model, and the '
+    'plugin needs one group; set it to false, or remove "{S}" and the ZeRO++ keys': lambda c: bool(
+        c.ds("expert_parallel.enabled")
+    ),
+    '"{S}.compute.format" with "fp16.enabled": weights and gradients that FP8 scales hold may leave the range of '
+    'fp16; use "bf16", or set "{S}.compute.allow_fp16" to true': lambda c: (
+        c.computes_in_low_precision and not c.compute.allow_fp16 and bool(c.ds("fp16.enabled"))
+    ),
+    **{
+        f'"zero_optimization.offload_optimizer" keeps fp32 states on the CPU, where "{{S}}.{field}" keeps them in '
+        "low precision on the device; remove one of the two": lambda c, stored=stored: (
+            stored(c) and _offloads(c, "offload_optimizer")
+        )
+        for field, stored in (
+            ("optimizer", lambda c: c.stores_states_in_low_precision),
+            ("gradients.store_format", lambda c: c.gradients.store_format != "none"),
+        )
+    },
+    '"{S}.activations.wire_format": "fp8" does not reach "tensor_parallel.autotp_size", whose layers all-reduce '
+    'activations that every rank has whole: there is no sequence-parallel region; set it to "none", or use '
+    "sequence parallelism (Ulysses) instead of autotp_size": lambda c: (
+        c.activations.wire_format == "fp8" and _autotp(c)
+    ),
+    **{
+        f'"zero_optimization.{key}" does not go with "{{S}}.partition": "whole_tensor"; remove '
+        f"one of the two": lambda c, key=key: c.partition == "whole_tensor" and _offloads(c, key)
+        for key in _OFFLOADS
+    },
+    '"zero_optimization.reduce_scatter": false cannot go with quantized gradients, which are reduce-scattered; '
+    'remove the key or set it to true, or (Muon needs it) set "{S}.gradients" to {{"intra_format": "none", '
+    '"inter_format": "none"}}': lambda c: c.quantizes_gradients and c.ds("zero_optimization.reduce_scatter") is False,
+    '"prescale_gradients"/"gradient_predivide_factor" cannot go with quantized gradients, whose mean is exact in '
+    "fp32; remove them": lambda c: (
+        c.quantizes_gradients
+        and (bool(c.ds("prescale_gradients")) or (c.ds("gradient_predivide_factor") or 1.0) != 1.0)
+    ),
+}
+
+
+# -- DeepSpeed's own ZeRO++ keys --------------------------------------------------------------------------------------
+
+
+def in_tree_refusals(keys: Mapping[str, Any]) -> dict[str, str]:
+    """{key: line} of those whose value is of a wrong type."""
+    found = {}
+    for key, value in keys.items():
+        flag = isinstance(IN_TREE_KEYS[key], bool)
+        if not (isinstance(value, bool) if flag else type(value) is int and value >= 1):
+            kind = "true or false" if flag else "a number of ranks, at least 1"
+            found[key] = f'"zero_optimization.{key}" must be {kind}, got {shown(value)}'
+    return found
+
+
+def in_tree_rules(section: Mapping[str, Any], keys: Mapping[str, Any]) -> Rules:
+    """They must not contradict the section."""
+    chosen: dict[str, tuple[str, Callable[[Any], Any]]] = {
+        "zero_quantized_weights": (
+            "weights.format",
+            lambda c: c.weights.format if c.weights.difference.format == "none" else c.weights.difference.format,
+        ),
+        "zero_quantized_gradients": (
+            "gradients.inter_format",
+            lambda c: c.gradients.inter_format if c.gradients.inter_format != "none" else c.gradients.intra_format,
+        ),
+        "zero_quantized_nontrainable_weights": ("frozen.format", lambda c: c.frozen.format),
+        "zero_hpz_partition_size": ("secondary.scope", lambda c: c.secondary.scope),
     }
-    for key, device in offloads.items():
-        if device == "nvme":
-            raise ConfigError(f'"zero_optimization.{key}.device" is "nvme"; the plugin supports "cpu" and "none" there')
-    for key in _CONFLICTS:
-        value = _get(ds_config, key)
-        asked = value not in (None, False)
-        if key == "zero_optimization.mics_shard_size":
-            asked = value not in (None, -1)
-        if asked or (hybrid_engine and key == "hybrid_engine.enabled"):
-            raise ConfigError(f'"{key}" replaces parts of ZeRO-3 that the plugin replaces too; remove one of the two')
-    if _get(ds_config, "expert_parallel.enabled"):
-        raise ConfigError(
-            '"expert_parallel.enabled" (AutoEP) partitions experts over other ranks than the rest of the model, and '
-            f'the plugin needs one group; set it to false, or remove "{SECTION}" and the ZeRO++ keys'
-        )
-    if config.computes_in_low_precision and not config.compute.allow_fp16 and _get(ds_config, "fp16.enabled"):
-        raise ConfigError(
-            f'"{SECTION}.compute.format" with "fp16.enabled": weights and gradients that FP8 scales hold may leave the '
-            f'range of fp16; use "bf16", or set "{SECTION}.compute.allow_fp16" to true'
-        )
-    if config.stores_states_in_low_precision or config.gradients.store_format != "none":
-        field = "optimizer" if config.stores_states_in_low_precision else "gradients.store_format"
-        if offloads["offload_optimizer"] not in (None, "none"):
-            raise ConfigError(
-                f'"zero_optimization.offload_optimizer" keeps fp32 states on the CPU, where "{SECTION}.{field}" keeps '
-                "them in low precision on the device; remove one of the two"
-            )
-    autotp_size = _get(ds_config, "tensor_parallel.autotp_size")
-    if config.activations.wire_format == "fp8" and isinstance(autotp_size, int) and autotp_size > 1:
-        raise ConfigError(
-            f'"{SECTION}.activations.wire_format": "fp8" does not reach "tensor_parallel.autotp_size", whose layers '
-            'all-reduce activations that every rank has whole: there is no sequence-parallel region; set it to "none", '
-            "or use sequence parallelism (Ulysses) instead of autotp_size"
-        )
-    if config.partition == "whole_tensor":
-        for key, device in offloads.items():
-            if device not in (None, "none"):
-                raise ConfigError(
-                    f'"zero_optimization.{key}" does not go with "{SECTION}.partition": "whole_tensor"; remove one of '
-                    "the two"
-                )
-    if config.quantizes_gradients:
-        if _get(ds_config, "zero_optimization.reduce_scatter") is False:
-            raise ConfigError(
-                '"zero_optimization.reduce_scatter": false cannot go with quantized gradients, which are '
-                f'reduce-scattered; remove the key or set it to true, or (Muon needs it) set "{SECTION}.gradients" to '
-                '{"intra_format": "none", "inter_format": "none"}'
-            )
-        if _get(ds_config, "prescale_gradients") or (_get(ds_config, "gradient_predivide_factor") or 1.0) != 1.0:
-            raise ConfigError(
-                '"prescale_gradients"/"gradient_predivide_factor" cannot go with quantized gradients, whose mean '
-                "is exact in fp32; remove them"
-            )
+    origin = f' (from recipe "{section["recipe"]}")' if section.get("recipe") else ""
+
+    def contradicts(c: Any, key: str, value: Any) -> Any:
+        asked = chosen[key][1](c)
+        agree = (value != IN_TREE_KEYS[key]) == (asked != "none")
+        return None if agree and (key != "zero_hpz_partition_size" or asked in ("none", value)) else asked
+
+    return {
+        f'"zero_optimization.{key}": {json.dumps(value)} contradicts "{SECTION}.{chosen[key][0]}" = "{{it}}"{origin}; '
+        "remove one of the two": partial(contradicts, key=key, value=value)
+        for key, value in keys.items()
+    }

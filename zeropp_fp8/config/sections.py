@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, Strict
 
+from zeropp_fp8.config.words import OneOf, Remarks
+
 SECTION = "zeropp_fp8"
-
-
-class ConfigError(ValueError):
-    """A ds_config that the plugin cannot honour. The message names the key and the remedy."""
 
 
 MX_FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8")
@@ -19,31 +16,23 @@ MX_BLOCK_SIZE = 32  # fixed by the OCP Microscaling specification
 FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2")
 WIRE_FORMATS = ("none", "int8", "int4", *FP8_FORMATS, *MX_FORMATS)
 FROZEN_FORMATS = ("none", "int4", "int8", "nf4", "fp8_e4m3", *MX_FORMATS)
-ELSEWHERE = {
-    "nf4": "it is a format of frozen weights",
-    "fp16": "it is a format of optimizer states",
-    "int3": "it is a format of weight differences, and of gradients between nodes",
-    "int2": "it is a format of weight differences, and of gradients between nodes",
-}
+ELSEWHERE = Remarks(
+    {
+        "nf4": "it is a format of frozen weights",
+        "fp16": "it is a format of optimizer states",
+        "int3": "it is a format of weight differences, and of gradients between nodes",
+        "int2": "it is a format of weight differences, and of gradients between nodes",
+    }
+)
 HALF_STEP_FORMATS = ("int3", "int2")
 BETWEEN_NODES_FORMATS = (*WIRE_FORMATS, *HALF_STEP_FORMATS)
 DIFFERENCE_FORMATS = ("none", "int8", "int4", *HALF_STEP_FORMATS)
 STATE_FORMATS = ("fp32", "bf16", "fp16", *FP8_FORMATS)
 STATE_BLOCKS = tuple(16 << shift for shift in range(7))
 HADAMARD_GROUP = 32
+COMPUTE_FORMATS = ("none", "fp8", "fp8_hybrid", *MX_FORMATS)
+OPERANDS = ("weights", "activations", "gradients")
 GEMMS = ("output", "grad_input", "grad_weight")  # of a linear layer
-
-
-def nearest(word: str, known) -> str:
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
-    return f' (did you mean "{match[0]}"?)' if match else ""
-
-
-class OneOf(NamedTuple):
-    """The values that a field takes, for documentation; the rules refuse others, with a hint."""
-
-    names: tuple[str | int, ...]
-    other: str = ""  # what else the field takes, in words
 
 
 Rounding = Literal["nearest", "half_away", "stochastic"]
@@ -55,10 +44,11 @@ History = Annotated[int, Strict(), Field(ge=1, le=1 << 20)]  # numbers that are 
 Seed = Annotated[int, Strict(), Field(ge=0, lt=1 << 43)]  # times a million, and more, it seeds generators of 64 bits
 Memory = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 IsAuto = AfterValidator(lambda given: "auto" if given == "detect" else given)  # Accelerate refuses the word "auto"
-OnTheWire = Annotated[str, OneOf(WIRE_FORMATS)]
-AtRest = Annotated[str, OneOf(FROZEN_FORMATS)]
-Gemm = Literal["output", "grad_input", "grad_weight"]
-OfState = Annotated[str, OneOf(STATE_FORMATS)]
+OnTheWire = Annotated[Literal[WIRE_FORMATS], ELSEWHERE]
+BetweenNodes = Annotated[Literal[BETWEEN_NODES_FORMATS], ELSEWHERE]
+AtRest = Annotated[Literal[FROZEN_FORMATS], ELSEWHERE]
+Gemm = Literal[GEMMS]
+OfState = Literal[STATE_FORMATS]
 
 _SHARE_A_SCALE = "elements that share a scale, an even number; 32 with MX"
 _ROTATE = "rotate groups of 32 elements first (Hadamard), so that 4-bit codes survive outliers"
@@ -101,7 +91,7 @@ class DifferenceConfig(_Section):
     cross as they are, and so do small weights that ZeRO-3 keeps gathered (`stage3_param_persistence_threshold`).
     """
 
-    format: Annotated[str, OneOf(DIFFERENCE_FORMATS)] = Field("none", description="none: all of the weights cross")
+    format: Literal[DIFFERENCE_FORMATS] = Field("none", description="none: all of the weights cross")
     block_size: BlockSize = Field(128, description="elements that share a scale, a multiple of 8")
     hadamard: Flag = Field(False, description="rotate groups of 32 elements first; AdamW's steps have few outliers")
     refresh_every: Annotated[int, Strict(), Field(ge=0)] = Field(
@@ -146,7 +136,7 @@ class GradientsConfig(_Section):
     """
 
     intra_format: OnTheWire = Field("none", description="inside a node; none: 16 or 32 bits, as stock")
-    inter_format: Annotated[str, OneOf(BETWEEN_NODES_FORMATS)] = Field(
+    inter_format: BetweenNodes = Field(
         "none", description="between nodes; int3 and int2, an experiment, need error feedback"
     )
     block_size: BlockSize = Field(128, description=_SHARE_A_SCALE)
@@ -169,7 +159,7 @@ class GradientsConfig(_Section):
         "ranks before the sum, or after it",
     )
     amax_history: History = Field(16, description="steps from whose amax shared scales come")
-    store_format: Annotated[str, OneOf(("none", *FP8_FORMATS))] = Field(
+    store_format: Literal[("none", *FP8_FORMATS)] = Field(
         "none", description="what reduced gradients rest in until the step; none: 16 or 32 bits"
     )
     accumulate_in: Annotated[Literal["auto", "detect", "node", "world"], IsAuto] = Field(
@@ -197,8 +187,8 @@ class ComputeConfig(_Section):
     """
 
     format: Annotated[
-        str | dict[str, str],
-        OneOf(("none", "fp8", "fp8_hybrid", *MX_FORMATS), '`{"weights": .., "activations": .., "gradients": ..}`'),
+        Literal[COMPUTE_FORMATS] | dict[Literal[OPERANDS], Literal[(*FP8_FORMATS, *MX_FORMATS, "none")]],
+        OneOf(COMPUTE_FORMATS, '`{"weights": .., "activations": .., "gradients": ..}`'),
     ] = Field("none", description="fp8: E4M3 throughout; fp8_hybrid: gradients in E5M2; or a format an operand")
     scaling: Literal["delayed", "current", "per_channel", "block", "mx"] = Field(
         "delayed", description="which values of an operand share a scale, and when it is found"

@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from zeropp_fp8.config.compute import patterns_of_gemms
-from zeropp_fp8.config.sections import SECTION, ConfigError, Gemm, GradientsConfig, NumericsConfig, PluginConfig
+from zeropp_fp8.config.sections import SECTION, Gemm, GradientsConfig, NumericsConfig, PluginConfig
+from zeropp_fp8.config.words import ConfigError
 
 TRIAL_VARIABLE = "ZEROPP_FP8_TRIAL"
 # piece -> fields of the gradients section; every other piece is a section of its name, as it is by default.

@@ -7,11 +7,9 @@ python -m zeropp_fp8 check ds_config.json --model meta-llama/Llama-3.1-8B --rank
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from zeropp_fp8.config import (
@@ -21,18 +19,17 @@ from zeropp_fp8.config import (
     ConfigError,
     Place,
     PluginConfig,
-    check_adam_options,
     check_topology,
     find_ranks_per_node,
     in_tree_keys,
     load_ds_config,
-    resolve,
-    without_in_tree_keys,
 )
-from zeropp_fp8.doctor.auto import FILLED, as_if_filled, auto_keys
+from zeropp_fp8.config.auto import FILLED, as_if_filled, auto_keys
+from zeropp_fp8.config.resolve import is_asked
+from zeropp_fp8.config.stock import look
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.unused import unused_fields
-from zeropp_fp8.outputs import file_to_write
+from zeropp_fp8.outputs import Parser, json_at, number, whole
 
 GIGA, GIB = 1e9, 2**30
 
@@ -72,22 +69,28 @@ def check(ds_config: Any, ranks: int | None = None, ranks_per_node: int | None =
         remedy = "give a value; neither transformers' Trainer nor Accelerate fills it in"
         found.problems.append(Problem(f'"{key}" is "auto"', remedy))
     filled = as_if_filled(given)
-    try:
-        found.config = resolve(filled)
-    except ConfigError as error:
-        found.problems.append(Problem(str(error)))
+    looked = look(filled, _data_parallel(filled, ranks))
+    found.config, lines, remarks = looked.config, looked.lines, looked.remarks
+    lines += _of_engine(found.config, ranks, ranks_per_node) if found.config is not None else []
+    found.problems += [Problem(line) for line in lines]
     if found.config is not None:
         found.fields = dict(differing(found.config))
-        found.problems += [
-            Problem(text, serious=False) for text in unused_fields(given.get(SECTION) or {}, found.config)
+        remarks = [*unused_fields(given.get(SECTION) or {}, found.config), *remarks]
+    elif not is_asked(filled):
+        remarks = [
+            f'nothing in it asks for the plugin: add "{SECTION}": {{"recipe": "zeropp"}}, or set {RECIPE_VARIABLE}, if '
+            "it is to do something",
+            *remarks,
         ]
-        found.problems += _of_ranks(found.config, ranks, ranks_per_node)
-        found.problems += _of_engine(found.config, filled)
-    elif not found.problems:
-        remedy = f'add "{SECTION}": {{"recipe": "zeropp"}}, or set {RECIPE_VARIABLE}, if it is to do something'
-        found.problems.append(Problem("nothing in it asks for the plugin", remedy, serious=False))
-    _of_deepspeed(found, given, filled, ranks)
+    found.problems += [Problem(line, serious=False) for line in remarks]
+    found.stock = "refuses it" if looked.stock_refuses else _stock(given)
     return found
+
+
+def _data_parallel(ds_config: Mapping[str, Any], ranks: int | None) -> float | None:
+    """Ranks with batches of their own: those that share sequences count as one."""
+    shared = ds_config.get("sequence_parallel_size")
+    return ranks / shared if ranks and type(shared) is int and shared > 0 else ranks
 
 
 def _with_the_section_on_top(given: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
@@ -111,84 +114,51 @@ def differing(config: PluginConfig) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _of_ranks(config: PluginConfig, ranks: int | None, ranks_per_node: int | None) -> list[Problem]:
-    """What depends on how many ranks there are, and where."""
-    if ranks is None:
-        return []
-    each = ranks_per_node or ranks
-    places = [Place(rank, f"node{rank // each}", config.topology.ranks_per_node, {}) for rank in range(ranks)]
-    try:
-        check_topology(config, find_ranks_per_node(places, ranks)[0])
-    except ConfigError as error:
-        return [Problem(str(error))]
-    return []
-
-
-def _of_engine(config: PluginConfig, ds_config: Mapping[str, Any]) -> list[Problem]:
-    """What an engine refuses when it is made, of what a ds_config can show."""
+def _of_engine(config: PluginConfig, ranks: int | None, ranks_per_node: int | None) -> list[str]:
+    """What an engine refuses when it is made on so many ranks."""
     from zeropp_fp8.plugin.engine import check_owners
 
-    problems = []
-    optimizer = ds_config.get("optimizer")
-    optimizer = optimizer if isinstance(optimizer, Mapping) else {}
-    kind, params = str(optimizer.get("type") or ""), optimizer.get("params")
-    rules = [(check_owners, config)]
-    if config.stores_states_in_low_precision and isinstance(params, Mapping):
-        rules.append((check_adam_options, params))
-    for rule, of in rules:
+    places = []
+    if ranks is not None:
+        each = ranks_per_node or ranks
+        places = [Place(rank, f"node{rank // each}", config.topology.ranks_per_node, {}) for rank in range(ranks)]
+    lines: list[str] = []
+    for rule in (
+        lambda: check_owners(config),
+        lambda: places and check_topology(config, find_ranks_per_node(places, ranks)[0]),
+    ):
         try:
-            rule(of)
+            rule()
         except ConfigError as error:
-            problems.append(Problem(str(error)))
-    if config.stores_states_in_low_precision and kind and kind.lower() not in ("adam", "adamw"):
-        problems.append(
-            Problem(
-                f'"{SECTION}.optimizer": states in low precision are those of Adam and AdamW, but "optimizer.type" is '
-                f'"{kind}"',
-                'use "AdamW" with "torch_adam": true, or set the formats to fp32',
-            )
-        )
-    return problems
+            lines += error.faults
+    return lines
 
 
-def _of_deepspeed(found: Checked, given: Mapping[str, Any], filled: Mapping[str, Any], ranks: int | None) -> None:
-    """What DeepSpeed says of it; what it would do without the plugin."""
-    from zeropp_fp8.doctor.stock import stock_refusal
-
-    own = {key: value for key, value in without_in_tree_keys(filled).items() if key != SECTION}
-    refusal, unread = stock_refusal(own, ranks)
-    if refusal is not None:
-        found.problems.append(Problem("DeepSpeed refuses it", refusal))
-        found.stock = "refuses it"
-        return
-    for key in unread:
-        found.problems.append(Problem(f"DeepSpeed never looks at {key}", "rename or remove it", serious=False))
+def _stock(given: Mapping[str, Any]) -> str:
+    """What DeepSpeed would do without the plugin."""
     keys = {key: value for key, value in in_tree_keys(given).items() if value != IN_TREE_KEYS[key]}
     passes = f', passing over "{SECTION}"' if SECTION in given else ""
     by_itself = f"; {', '.join(keys)} would be its own, for which it needs CUDA and nvcc" if keys else ""
-    found.stock = f"would run it{passes}{by_itself}"
+    return f"would run it{passes}{by_itself}"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     from zeropp_fp8.plan import __main__ as plan
 
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropp_fp8 check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("check", __doc__)
     parser.add_argument("ds_config", help="a file of JSON, as for DeepSpeed, the Trainer or Accelerate")
-    parser.add_argument("--ranks", type=int, help="of the job; without it a step's cost is that of 8 nodes of 8")
-    parser.add_argument("--ranks-per-node", type=int, help="default: all ranks are in one node")
-    parser.add_argument("--gbit", type=float, default=100.0, help="what one node can send, Gbit/s")
-    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write what was found")
+    parser.add_argument(
+        "--ranks", type=whole(most=10**5), help="of the job; without it a step's cost is that of 8 nodes of 8"
+    )
+    parser.add_argument("--ranks-per-node", type=whole(most=10**5), help="default: all ranks are in one node")
+    parser.add_argument("--gbit", type=number(above=0), default=100.0, help="what one node can send, Gbit/s")
+    parser.add_json()
     plan.add_job(parser)
     plan.add_machine(parser)
     arguments = parser.parse_args(argv)
     plan.check_job(parser, arguments)
     arguments.costs = arguments.model is not None or arguments.params is not None
-    for name in ("ranks", "ranks_per_node"):
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if arguments.ranks_per_node is not None:
         if arguments.ranks is None:
             parser.error("--ranks-per-node needs --ranks")
@@ -262,9 +232,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         except PlanError as error:
             print(f"check: {error}", file=sys.stderr)
             raise SystemExit(2) from None
-    if arguments.json:
-        known = {"problems": [asdict(each) for each in found.problems], "auto": found.auto, "stock": found.stock}
+    with json_at(arguments.json) as known:
+        known |= {"problems": [asdict(each) for each in found.problems], "auto": found.auto, "stock": found.stock}
         known |= {"config": found.config and found.config.model_dump(), "cost": found.cost}
-        Path(arguments.json).write_text(json.dumps(known, indent=1) + "\n")
-    print(report(arguments.ds_config, found))
+        print(report(arguments.ds_config, found))
     raise SystemExit(exit_status(found.problems))

@@ -10,14 +10,12 @@ Exit status 1 where something would make training wrong or impossible, else 0.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,7 +24,7 @@ from zeropp_fp8.doctor.compared import differences, missing_problems, nodes_of, 
 from zeropp_fp8.doctor.facts import facts_of
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.ranks import GRACE_S, Ranks, Unanswered, joined, place_in_job
-from zeropp_fp8.outputs import file_to_write
+from zeropp_fp8.outputs import STDOUT, Parser, file_to_write, json_at, number, said, whole
 from zeropp_fp8.plan import PRESETS, Cluster, Hardware, Job, PlanError
 from zeropp_fp8.plan import __main__ as plan
 from zeropp_fp8.plan.hardware import preset_of
@@ -41,22 +39,16 @@ START_S = 30  # for what is not waiting: imports, and the report
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropp_fp8 doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser("doctor", __doc__)
+    parser.add_argument("--ranks-per-node", type=whole(), help="as topology.ranks_per_node; default: ranks of one host")
+    parser.add_argument("--seconds", type=number(least=0), default=2.0, help="of measuring links; 0: leave it out")
+    parser.add_argument(
+        "--timeout", type=number(above=0), default=120.0, help="seconds until a rank that is silent is named"
     )
-    parser.add_argument("--ranks-per-node", type=int, help="as topology.ranks_per_node; default: ranks of one host")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of measuring links; 0: leave it out")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds until a rank that is silent is named")
-    parser.add_argument("--json", metavar="FILE", help="write what was found (rank 0)")
+    parser.add_json(read=str)  # rank 0 looks at it: hosts of other ranks need not have the folder
     plan.add_job(parser)
     arguments = parser.parse_args(argv)
     plan.check_job(parser, arguments)
-    if arguments.seconds < 0 or arguments.timeout <= 0:
-        parser.error("--seconds must be 0 or more, --timeout above 0")
-    if arguments.ranks_per_node is not None and arguments.ranks_per_node < 1:
-        parser.error("--ranks-per-node must be at least 1")
-    if arguments.params is not None and not arguments.params > 0:
-        parser.error("--params must be above 0")
     return arguments
 
 
@@ -118,9 +110,9 @@ def _diagnosed(ranks: Ranks, local_rank: int, arguments: argparse.Namespace) -> 
         if per_node:
             _hear_links(found, ranks, arguments)
         _plan(found, arguments)
-        print("\n".join(report(found)), flush=True)
-        if arguments.json:
-            Path(arguments.json).write_text(json.dumps(as_json(found), indent=1) + "\n")
+        with json_at(arguments.json) as known:
+            known |= as_json(found)
+            print("\n".join(report(found)), flush=True)
         ranks.decide("status", exit_status(found.problems))
     status = ranks.decided("status", 2 * ranks.limit_s + arguments.seconds + START_S)
     ranks.tell("end", None)
@@ -346,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cpu_where_there_is_no_gpu()
     try:
         rank, world_size, local_rank = place_in_job()
-        if rank == 0 and arguments.json is not None:
+        if rank == 0 and arguments.json not in (None, STDOUT):
             file_to_write(arguments.json)  # not while parsing: hosts of other ranks need not have the folder
         ranks = joined(rank, world_size, arguments.timeout)
         status = diagnose(ranks, local_rank, arguments)
@@ -354,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"doctor: --json: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None  # of the job: launchers end the other ranks
     except (Unanswered, ValueError, OSError) as error:  # the last of --json
-        print(f"doctor: {error}", file=sys.stderr, flush=True)
+        print(f"doctor: {said(error)}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     sys.stdout.flush()
     if world_size > 1:

@@ -21,6 +21,7 @@ from typing import Any
 
 from zeropp_fp8.config import SKIPPED_IN
 from zeropp_fp8.numerics.reference import Experiment, Run, check_the_same, distance, experiment_of, parser_of
+from zeropp_fp8.outputs import json_at
 
 MOST = 0.6  # of what a piece carries: with a fault in each half, either takes half of it away
 
@@ -103,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of("bisect", __doc__, 20)
     parser.add_argument("--by", choices=("loss", "grad_norm"), default="loss", help="what distances are of")
     arguments = parser.parse_args(argv)
-    say(Bisection(experiment_of(parser, arguments), arguments.by))
+    with json_at(arguments.json) as found:
+        say(Bisection(experiment_of(parser, arguments), arguments.by), found)
 
 
 def _show(title: str, whole: float, without: dict[str, float]) -> None:
@@ -112,14 +114,16 @@ def _show(title: str, whole: float, without: dict[str, float]) -> None:
         print(f"{piece:<24}{left:>12.4g}")
 
 
-def say(bisection: Bisection) -> None:
-    """Make the runs, and print what they tell."""
+def say(bisection: Bisection, found: dict[str, Any]) -> None:
+    """Make the runs, and print what they tell; `found` gets the same."""
     whole, run, without = bisection.pieces()
+    found |= {"by": bisection.what, "distance": whole, "without": without}
     _show("in high precision", whole, without)
     fault = min(without, key=without.__getitem__)
     if without[fault] >= whole:
         print("no piece by itself carries the difference: several do, or it is not precision (reference --repeat)")
         return
+    found["fault"] = fault
     print(f"{fault} carries most of the difference")
     carried, gemm = whole - without[fault], None
     of_gemms = bisection.gemms(run) if fault == "compute" else {}
@@ -132,8 +136,9 @@ def say(bisection: Bisection) -> None:
         print(f"layers of {fault} cannot be left out one by one")
         return
     layers = bisection.layers(fault, run, whole, carried, gemm)
+    found["section"] = changed_section(fault, layers, gemm)
     print(f"it is in {len(layers)} of {len(run.layers[fault])} layers; these are in high precision with")
-    print(f"{json.dumps(changed_section(fault, layers, gemm))[1:-1]}, besides what is there")
+    print(f"{json.dumps(found['section'])[1:-1]}, besides what is there")
 
 
 if __name__ == "__main__":

@@ -22,10 +22,11 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from zeropp_fp8.config import TRIAL_VARIABLE, Trial
 from zeropp_fp8.numerics.picture import Sheet, height_of
-from zeropp_fp8.outputs import picture_to_draw
+from zeropp_fp8.outputs import Parser, json_at, picture_to_draw, said, whole
 
 SAME = 1e-9  # relative, of sums in fp64 in another order
 
@@ -172,14 +173,14 @@ def draw(runs: dict[str, Run], reference: Run, path: str) -> None:
     sheet.save(path)
 
 
-def parser_of(command: str, text: str, steps: int) -> argparse.ArgumentParser:
+def parser_of(command: str, text: str, steps: int) -> Parser:
     """What the commands that run a launch line have in common."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog=f"python -m zeropp_fp8 {command}", description=text, formatter_class=formatter
+    parser = Parser(command, text)
+    parser.add_json()
+    parser.add_argument("--steps", type=whole(), default=steps, help=f"of each run ({steps})")
+    parser.add_argument(
+        "--engine", type=whole(0), default=0, help="which engine that trains, in the order of their making"
     )
-    parser.add_argument("--steps", type=int, default=steps, help=f"of each run ({steps})")
-    parser.add_argument("--engine", type=int, default=0, help="which engine that trains, in the order of their making")
     parser.add_argument("line", nargs=argparse.REMAINDER, metavar="-- LAUNCH LINE", help="what starts the job")
     return parser
 
@@ -187,8 +188,8 @@ def parser_of(command: str, text: str, steps: int) -> argparse.ArgumentParser:
 def experiment_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Experiment:
     """The experiment that was asked for."""
     line = arguments.line[arguments.line[:1] == ["--"] :]
-    if not line or arguments.steps < 1:
-        parser.error("give a launch line after --, and at least one step")
+    if not line:
+        parser.error("give a launch line after --")
     return Experiment(line, arguments.steps, arguments.engine)
 
 
@@ -204,22 +205,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_args(argv)
     experiment = experiment_of(parser, arguments)
+    with json_at(arguments.json) as found:
+        compare(experiment, arguments.repeat, arguments.picture, found)
+
+
+def compare(experiment: Experiment, repeat: bool, picture: str | None, found: dict[str, Any]) -> None:
+    """Make the runs, and print how far they are from each other."""
     runs = {"as it is": experiment.run("as it is")}
     reference = experiment.run("in high precision", high=["all"])
-    if arguments.repeat:
+    if repeat:
         runs["lossless again"] = experiment.run("in high precision, again", high=["all"])
     print(table(runs["as it is"], reference))
     for name, run in runs.items():
         loss, norm = (distance(run, reference, what) for what in ("loss", "grad_norm"))
+        found[name] = {"loss": loss, "grad_norm": norm, "steps": [_named(step) for step in run.steps]}
         print(f"{name}: loss differs by {loss:.3g}, gradient norm by {norm:.3g} (root mean square over steps)")
-    print(layer_table(by_layer(runs["as it is"], reference)))
-    if arguments.picture:
+    found["lossless"], layers = (
+        {"steps": [_named(step) for step in reference.steps]},
+        by_layer(runs["as it is"], reference),
+    )
+    found["gradients_differ"] = layers
+    print(layer_table(layers))
+    if picture:
         try:
-            draw(runs, reference, arguments.picture)
+            draw(runs, reference, picture)
         except OSError as error:
-            raise SystemExit(str(error)) from None
+            raise SystemExit(f"reference: {said(error)}") from None
     for name, run in runs.items():
         check_the_same(run, reference, name)
+
+
+def _named(step: dict) -> dict:
+    return {name: step[name] for name in ("step", "loss", "grad_norm")}
 
 
 if __name__ == "__main__":

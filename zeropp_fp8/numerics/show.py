@@ -7,14 +7,13 @@ python -m zeropp_fp8 numerics numerics.jsonl --picture underflow.png --of underf
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from zeropp_fp8.numerics.picture import Sheet, height_of
-from zeropp_fp8.outputs import picture_to_draw
+from zeropp_fp8.outputs import Parser, json_at, picture_to_draw, said, whole
 
 DRAWN = {
     "snr_db": "signal-to-noise in dB",
@@ -90,25 +89,27 @@ def draw(samples: Sequence[dict], path: str, what: str = "snr_db") -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Exit status 1 where there is nothing to show."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropp_fp8 numerics", description=__doc__, formatter_class=formatter
-    )
+    parser = Parser("numerics", __doc__)
     parser.add_argument("file", help="numerics.file of the section")
-    parser.add_argument("--engine", type=int, default=0, help="which engine that trains, in the order of their making")
-    parser.add_argument("--worst", type=int, default=5, help="layers of each kind in the table")
+    parser.add_argument(
+        "--engine", type=whole(0), default=0, help="which engine that trains, in the order of their making"
+    )
+    parser.add_argument("--worst", type=whole(0), default=5, help="layers of each kind in the table")
     parser.add_argument(
         "--picture", type=picture_to_draw, metavar="FILE", help="draw all samples into this file (matplotlib)"
     )
     parser.add_argument("--of", choices=DRAWN, default="snr_db", help="what the picture shows (%(default)s)")
+    parser.add_json()
     arguments = parser.parse_args(argv)
     try:
-        samples = read(arguments.file, arguments.engine)
-        print(table(samples, arguments.worst))
-        if arguments.picture:
-            draw(samples, arguments.picture, arguments.of)
+        with json_at(arguments.json) as found:
+            samples = read(arguments.file, arguments.engine)
+            found["rows"] = latest(samples)
+            print(table(samples, arguments.worst))
+            if arguments.picture:
+                draw(samples, arguments.picture, arguments.of)
     except (OSError, ValueError) as error:
-        raise SystemExit(str(error)) from None
+        raise SystemExit(f"numerics: {said(error)}") from None
 
 
 if __name__ == "__main__":

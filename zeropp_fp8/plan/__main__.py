@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from zeropp_fp8.outputs import file_to_write, picture_to_draw
+from zeropp_fp8.outputs import Parser, file_to_write, json_at, number, picture_to_draw, said, whole
 from zeropp_fp8.plan.calibrate import Residual, calibrate, check, fitted, held_out, machine_of
 from zeropp_fp8.plan.hardware import PRESETS, Hardware, measured_on, preset_of
 from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError
@@ -44,15 +45,13 @@ OVERRIDES = ("achieved_tflops", "intra_gbs", "memory_gbs", "link_efficiency", "c
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropp_fp8 plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("plan", __doc__)
     add_job(parser)
     rlhf = parser.add_argument_group("RLHF (PPO: actor, reference, critic and reward model of one size)")
     rlhf.add_argument("--rlhf", action="store_true", help="an iteration instead of a training step")
-    rlhf.add_argument("--response", type=int, help="tokens of a response that the actor generates first; default: none")
+    rlhf.add_argument(
+        "--response", type=whole(), help="tokens of a response that the actor generates first; default: none"
+    )
     add_cluster(parser)
     add_machine(parser)
     output = parser.add_argument_group("output")
@@ -65,7 +64,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="draw step time against what a node sends (by its ending: .png, .svg, .pdf)",
     )
-    output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument(
         "--write", type=file_to_write, metavar="FILE", help="write a ds_config with the recipe that is recommended"
     )
@@ -76,16 +74,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--fit", default="", help='with --check: "machine", or up to three fields of Hardware to fit first, with commas'
     )
     output.add_argument("--held-out", action="store_true", help="with --fit machine: predict each run from the others")
+    parser.add_json()
     arguments = parser.parse_args(argv)
     if arguments.held_out and arguments.fit != "machine":
         parser.error("--held-out needs --fit machine: it fits to all runs but one")
     if arguments.fit and arguments.check is None:
         parser.error("--fit needs --check: it fits to measured points")
-    if arguments.secondary_gb not in (None, "auto"):
-        try:
-            arguments.secondary_gb = float(arguments.secondary_gb)
-        except ValueError:
-            parser.error(f'--secondary-gb: {arguments.secondary_gb!r} is neither a number of GB nor "auto"')
     if arguments.secondary_gb == "auto" and arguments.gpu_gb is None:
         parser.error("--secondary-gb auto needs --gpu-gb: what is left of a GPU is for copies")
     check_job(parser, arguments)
@@ -108,41 +102,55 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     """Options of the model and of what a GPU does with it in a step."""
     job = parser.add_argument_group("the job")
     job.add_argument("--model", help="a Hugging Face model: its name, its config.json or the folder of that")
-    job.add_argument("--params", type=float, help="parameters of the model, without --model; default 7e9")
-    job.add_argument("--hidden", type=int, help="hidden size; without it a usual shape for the size")
-    job.add_argument("--layers", type=int)
-    job.add_argument("--vocabulary", type=int, help="default 32000")
-    job.add_argument("--tokens", type=int, default=2048, help="tokens of one GPU in a micro-batch")
-    job.add_argument("--sequence", type=int, help="tokens of a sequence; default: all of --tokens")
-    job.add_argument("--micro-batches", type=int, help="gradient accumulation steps")
-    job.add_argument("--kept", type=float, help="parameters ZeRO-3 keeps gathered (max_live_parameters); default 2e8")
+    job.add_argument(
+        "--params",
+        type=number(above=0, example=", such as 7e9 or 7B"),
+        help="parameters of the model, without --model; default 7B",
+    )
+    job.add_argument("--hidden", type=whole(), help="hidden size; without it a usual shape for the size")
+    job.add_argument("--layers", type=whole())
+    job.add_argument("--vocabulary", type=whole(), help="default 32000")
+    job.add_argument("--tokens", type=whole(), default=2048, help="tokens of one GPU in a micro-batch")
+    job.add_argument("--sequence", type=whole(), help="tokens of a sequence; default: all of --tokens")
+    job.add_argument("--micro-batches", type=whole(), help="gradient accumulation steps")
+    job.add_argument(
+        "--kept", type=number(least=0), help="parameters ZeRO-3 keeps gathered (max_live_parameters); default 2e8"
+    )
     job.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
-    job.add_argument("--lora-rank", type=int, help="fine-tune adapters of this rank; everything else is frozen")
-    job.add_argument("--lora-layers", type=int, help="linear layers of a block that have an adapter; default: all")
+    job.add_argument("--lora-rank", type=whole(), help="fine-tune adapters of this rank; everything else is frozen")
+    job.add_argument("--lora-layers", type=whole(), help="linear layers of a block that have an adapter; default: all")
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Options of the nodes and the links between them."""
     cluster = parser.add_argument_group("the cluster")
-    cluster.add_argument("--nodes", type=int, default=NODES)
-    cluster.add_argument("--ranks-per-node", type=int, default=RANKS_PER_NODE)
-    cluster.add_argument("--gbit", type=float, default=100.0, help="what one node can send, Gbit/s")
+    cluster.add_argument("--nodes", type=whole(most=10**6), default=NODES)
+    cluster.add_argument("--ranks-per-node", type=whole(most=10**4), default=RANKS_PER_NODE)
+    cluster.add_argument("--gbit", type=number(above=0), default=100.0, help="what one node can send, Gbit/s")
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Options of a GPU."""
     machine = parser.add_argument_group("the machine (a preset, and what differs from it)")
     machine.add_argument("--gpu", choices=PRESETS, default="h200")
-    machine.add_argument("--gpu-gb", type=float, help="memory of a GPU; what does not fit is not recommended")
+    machine.add_argument("--gpu-gb", type=number(above=0), help="memory of a GPU; what does not fit is not recommended")
     machine.add_argument(
-        "--secondary-gb", help='GB of a GPU for copies of codes (secondary.memory_gb); or "auto", with --gpu-gb'
+        "--secondary-gb",
+        type=lambda text: text if text == "auto" else number(least=0)(text),
+        help='GB of a GPU for copies of codes (secondary.memory_gb); or "auto", with --gpu-gb',
     )
-    machine.add_argument("--tflops", dest="achieved_tflops", type=float, help="TFLOP/s a GPU achieves in training")
-    machine.add_argument("--intra-gbs", type=float, help="GB/s a GPU sends within its node")
-    machine.add_argument("--memory-gbs", type=float, help="copy bandwidth of a GPU, GB/s")
-    machine.add_argument("--link-efficiency", type=float, help="share of --gbit that the payload gets")
-    machine.add_argument("--codec-efficiency", type=float, help="share of --memory-gbs that quantizing reaches")
-    machine.add_argument("--overlap", type=float, help="1: wire and GPU work side by side; 0: one after the other")
+    machine.add_argument(
+        "--tflops", dest="achieved_tflops", type=number(above=0), help="TFLOP/s a GPU achieves in training"
+    )
+    machine.add_argument("--intra-gbs", type=number(above=0), help="GB/s a GPU sends within its node")
+    machine.add_argument("--memory-gbs", type=number(above=0), help="copy bandwidth of a GPU, GB/s")
+    machine.add_argument("--link-efficiency", type=number(above=0), help="share of --gbit that the payload gets")
+    machine.add_argument(
+        "--codec-efficiency", type=number(above=0), help="share of --memory-gbs that quantizing reaches"
+    )
+    machine.add_argument(
+        "--overlap", type=number(least=0, most=1), help="1: wire and GPU work side by side; 0: one after the other"
+    )
 
 
 def check_job(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
@@ -243,7 +251,7 @@ def check_table(residuals: Sequence[Residual]) -> str:
     return "\n".join([*lines, f"largest error {100 * worst:.1f}% of {len(residuals)} points"])
 
 
-def run_check(arguments: argparse.Namespace) -> str:
+def run_check(arguments: argparse.Namespace, found: dict[str, Any]) -> int:
     """`--check`: files (or the peers known), after fitting what `--fit` names.
 
     Peers and files are not mixed: the host's share of a step is the machine's, and was twice as long on one day as on
@@ -270,7 +278,9 @@ def run_check(arguments: argparse.Namespace) -> str:
             hardware = calibrate(of_it, preset, fields)
         lines += [f"fitted {field} = {getattr(hardware, field):.4g} ({getattr(preset, field):.4g})" for field in fields]
         residuals += held_out(of_it, preset) if arguments.held_out else check(of_it, hardware)
-    return "\n".join([*lines, check_table(residuals)])
+    found["points"] = [{**asdict(each.point), "modelled_s": each.modelled_s} for each in residuals]
+    print("\n".join([*lines, check_table(residuals)]))
+    return 0
 
 
 def seconds_at(estimator: Estimator, method: Method, job: Job, hardware: Hardware, gbit: float) -> float:
@@ -279,8 +289,8 @@ def seconds_at(estimator: Estimator, method: Method, job: Job, hardware: Hardwar
     return estimator(method, replace(job, cluster=cluster), hardware).step_s
 
 
-def run_plan(arguments: argparse.Namespace) -> str:
-    """The table and what is recommended, or the same as JSON."""
+def run_plan(arguments: argparse.Namespace, found: dict[str, Any]) -> int:
+    """Print the table and what is recommended, and put the same into `found`; 1 where nothing fits, else 0."""
     hardware = hardware_of(arguments, PRESETS[arguments.gpu])
     job = job_of(arguments, Cluster(arguments.nodes, arguments.ranks_per_node, arguments.gbit))
     methods = [method_named(name) for name in arguments.methods.split(",")]
@@ -303,28 +313,30 @@ def run_plan(arguments: argparse.Namespace) -> str:
         draw(arguments.picture, seconds, job.cluster, "an iteration" if arguments.rlhf else "a step")
     if arguments.write:
         Path(arguments.write).write_text(json.dumps(ds_config_of(advice.recipe, job), indent=2) + "\n")
-    if not arguments.json:
-        written = f"\nwritten to {arguments.write}" if arguments.write else ""
-        written += f"\ndrawn in {arguments.picture}" if arguments.picture else ""
-        asked = {one.method for one in estimates}
-        estimates += [one for one in advice.estimates if one.method == advice.recipe and one.method not in asked]
-        return f"{(iteration_table if arguments.rlhf else table)(estimates, job)}\n{advice.text}{written}"
-    found = [
+    found |= {"job": asdict(job), "hardware": asdict(hardware), "recommended": advice.recipe, "fits": advice.fits}
+    found["methods"] = [
         {**asdict(one), "step_s": one.step_s, "peak_bytes": one.memory.peak, "held_bytes": one.memory.held}
         for one in estimates
     ]
-    everything = {"job": asdict(job), "hardware": asdict(hardware), "methods": found, "recommended": advice.recipe}
-    return json.dumps(everything, indent=1)
+    written = f"\nwritten to {arguments.write}" if arguments.write else ""
+    written += f"\ndrawn in {arguments.picture}" if arguments.picture else ""
+    asked = {one.method for one in estimates}
+    estimates += [one for one in advice.estimates if one.method == advice.recipe and one.method not in asked]
+    print(f"{(iteration_table if arguments.rlhf else table)(estimates, job)}\n{advice.text}{written}")
+    return int(not advice.fits)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the plan; a job that cannot be ends with its reason and exit status 2."""
+    """Print the plan; exit status 1 where nothing fits, 2 for a job that cannot be, with its reason."""
     arguments = parse(argv)
     try:
-        print(run_plan(arguments) if arguments.check is None else run_check(arguments))
-    except (PlanError, OverflowError, OSError) as error:  # of whole numbers beyond all floats; of files
-        print(f"plan: {error}", file=sys.stderr)
+        with json_at(arguments.json) as found:
+            status = (run_plan if arguments.check is None else run_check)(arguments, found)
+    except (PlanError, OSError) as error:
+        print(f"plan: {said(error)}", file=sys.stderr)
         raise SystemExit(2) from None
+    if status:
+        raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -110,8 +110,8 @@ def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, esti
     if not fits:
         chosen = min(found, key=lambda one: one.memory.peak)
         text = (
-            f"recommended: {chosen.method}, which needs {chosen.memory.peak / GIB:.3g} GiB a GPU, the least of all; "
-            f"there are {gpu_bytes / GIB:.3g}: take more ranks, fewer tokens or --checkpointing"
+            f"nothing fits into {gpu_bytes / GIB:.3g} GiB a GPU: {chosen.method} needs {chosen.memory.peak / GIB:.3g}, "
+            "the least of all; take more ranks, fewer tokens or --checkpointing"
         )
         return Advice(chosen.method, text, found, fits=False)
     chosen = _worth_it([one for one in fits if LOSS.get(one.method, 0.0) <= TARGET] or fits)[-1]

@@ -19,6 +19,7 @@ from zeropp_fp8.config import (
     resolve,
     without_in_tree_keys,
 )
+from zeropp_fp8.config.stock import checked
 from zeropp_fp8.plugin.trl import generate_with_the_plugin, hand_over_with_the_plugin
 
 FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkpoint
@@ -39,7 +40,11 @@ def choosing_init(stock_class, replace):
         config = load_ds_config(config) if config is not None else None
         if config is not None and type(self) is not stock_class:
             _refuse_other_engine(type(self), config)
-        plugin_config = resolve(config) if config is not None else None
+        plugin_config = None
+        if config is not None:
+            client = {"optimizer": kwargs.get("optimizer"), "scheduler": kwargs.get("lr_scheduler")}
+            made = tuple(name for name, given in client.items() if given is None)
+            plugin_config = checked(config, getattr(kwargs.get("config_class"), "world_size", None), made)
         kwargs["config"] = config
         if plugin_config is not None:
             object.__setattr__(self, "__class__", of_plugin)

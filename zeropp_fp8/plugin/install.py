@@ -22,14 +22,15 @@ import functools
 import inspect
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from zeropp_fp8.config import (
     IN_TREE_KEYS,
     load_ds_config,
-    resolve,
     without_in_tree_keys,
 )
+from zeropp_fp8.config.stock import checked
 from zeropp_fp8.plugin.engine import choosing_init
 from zeropp_fp8.plugin.relied_on import verify
 
@@ -114,13 +115,20 @@ def _end_watch() -> None:
 
 
 def _init_naming_file(stock_init):
-    """DeepSpeedConfig.__init__, which reads a ds_config before any engine is made, with errors that name the file."""
+    """DeepSpeedConfig.__init__, which reads a ds_config before any engine is made.
+
+    An error names the file; where the plugin is asked for, it names every fault.
+    """
 
     @functools.wraps(stock_init)
     def __init__(self, config, *args, **kwargs):
-        if isinstance(config, (str, os.PathLike)):
-            load_ds_config(config)
-        stock_init(self, config, *args, **kwargs)
+        given = load_ds_config(config) if isinstance(config, (str, os.PathLike)) else config
+        try:
+            stock_init(self, config, *args, **kwargs)
+        except Exception:
+            if isinstance(given, Mapping) and not hasattr(self, "looking"):
+                checked(given, getattr(self, "world_size", None))
+            raise
 
     return __init__
 
@@ -148,7 +156,7 @@ def _init_without_in_tree_keys(stock_init):
             given = bound.arguments.get(name)
             if given is not None:
                 ds_config = load_ds_config(given)
-                plugin_config = resolve(ds_config)
+                plugin_config = checked(ds_config)
                 if plugin_config is not None:
                     stream_into_store(self, plugin_config)
                     bound.arguments[name] = without_in_tree_keys(ds_config)

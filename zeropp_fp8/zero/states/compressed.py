@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.config import SECTION, ConfigError, OptimizerConfig, PluginConfig, check_adam_options
+from zeropp_fp8.config import SECTION, ConfigError, OptimizerConfig, PluginConfig, adam_refusals
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.optim import FP8Gradients, Hyper, StateBuffer, StateFormats, adamw_step, make_state_buffers
 from zeropp_fp8.zero.states.groups import StateGroup
@@ -44,7 +44,7 @@ def check_is_adam(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose update is not Adam's.
 
     Raises:
-        ConfigError: it is another one, or has an option that `check_adam_options` refuses.
+        ConfigError: it is another one, or has an option that does not go with them.
     """
     updating = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))  # not what only inherits its update
     if updating.__name__ not in _ADAMS:
@@ -52,8 +52,9 @@ def check_is_adam(optimizer: torch.optim.Optimizer) -> None:
             f'"{SECTION}.optimizer": states in low precision are those of Adam and AdamW, but the optimizer is '
             f'{type(optimizer).__name__}; use torch.optim.AdamW (or "torch_adam": true), or set the formats to fp32'
         )
-    for group in optimizer.param_groups:
-        check_adam_options(group)
+    refused = list(dict.fromkeys(line for group in optimizer.param_groups for line in adam_refusals(group)))
+    if refused:
+        raise ConfigError(*refused)
 
 
 def decouples_weight_decay(optimizer: torch.optim.Optimizer, group: dict) -> bool:

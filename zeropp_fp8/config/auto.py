@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zeropp_fp8.config import SECTION
+from zeropp_fp8.config.sections import SECTION
 
 BATCH_SIZES = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu"})
 # What transformers' Trainer and Accelerate fill in.

@@ -1,0 +1,227 @@
+"""Faults of a configuration as lines of plain words: the key, its value as JSON, what is allowed, the nearest name."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+Keys = tuple[str, ...]
+Model = TypeVar("Model", bound=BaseModel)
+_LONGEST = 60  # characters of a value
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+    list: "a list",
+    tuple: "a list",
+    dict: "an object, {...}",
+    NoneType: "null",
+}
+
+
+class ConfigError(ValueError):
+    """A ds_config that cannot be honoured: a line for each fault, which names the key and the remedy."""
+
+    def __init__(self, *faults: str) -> None:
+        self.faults = faults
+        super().__init__(numbered(faults))
+
+
+class OneOf(NamedTuple):
+    """The values that a field takes, for documentation."""
+
+    names: tuple[str | int, ...]
+    other: str = ""  # what else the field takes, in words
+
+
+class Remarks(dict):
+    """{a value that a field does not take: what it is}."""
+
+
+def numbered(lines: Iterable[str], called: str = "faults") -> str:
+    """One line as it is; several below each other, with numbers."""
+    lines = list(lines)
+    if len(lines) == 1:
+        return lines[0]
+    return "\n".join((f"{len(lines)} {called}:", *(f"  {place}. {line}" for place, line in enumerate(lines, 1))))
+
+
+def key_of(line: str) -> str:
+    """The key that a line is about: the first that it names."""
+    return line.split('"')[1] if '"' in line else line
+
+
+def once(lines: Iterable[str]) -> list[str]:
+    """Of each key the first line: what is wrong with a key may break several rules."""
+    return list({key_of(line): line for line in reversed(list(lines))}.values())[::-1]
+
+
+def shown(value: Any) -> str:
+    """A value as JSON spells it."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def match(word: Any, known: Iterable[Any], cutoff: float = 0.4) -> list[str]:
+    """The known name that a word may stand for, if there is one."""
+    return difflib.get_close_matches(str(word), [name for name in known if isinstance(name, str)], 1, cutoff)
+
+
+def did_you_mean(names: list[str]) -> str:
+    return f' (did you mean "{names[0]}"?)' if names else ""
+
+
+def nearest(word: Any, known: Iterable[Any], cutoff: float = 0.4) -> str:
+    """In brackets, the known name that a word may stand for."""
+    return did_you_mean(match(word, known, cutoff))
+
+
+def bounds(metadata: Iterable[Any]) -> dict[str, float]:
+    """gt, ge, lt and le, wherever pydantic keeps them."""
+    found: dict[str, float] = {}
+    for each in metadata:
+        for one in getattr(each, "metadata", [each]):
+            names = ("gt", "ge", "lt", "le")
+            found |= {name: getattr(one, name) for name in names if getattr(one, name, None) is not None}
+    return found
+
+
+def takes(annotation: Any) -> str:
+    """What a type takes, in words."""
+    named = list(dict.fromkeys(map(str, names_of(annotation))))
+    words = [f"{'one of ' * (len(named) > 1)}{', '.join(named)}"] if named else []
+    return " or ".join(dict.fromkeys([*words, *_words(annotation)]))
+
+
+def names_of(annotation: Any) -> Iterator[Any]:
+    """The values that a type names one by one."""
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    elif get_origin(annotation) in (Union, UnionType, Annotated):
+        for each in get_args(annotation):
+            yield from names_of(each)
+    elif isinstance(annotation, type) and issubclass(annotation, Enum):
+        yield from dict.fromkeys(each.value for each in annotation)
+
+
+def _words(annotation: Any, metadata: tuple = ()) -> Iterator[str]:
+    origin, given = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from _words(given[0], given[1:])
+    elif origin in (Union, UnionType):
+        for each in given:
+            yield from _words(each, metadata)
+    elif origin is list:
+        yield f"a list of {takes(given[0]).replace('a text', 'texts')}"
+    elif _is_model(annotation):
+        yield _WORDS[dict]
+    elif (origin or annotation) in _WORDS:
+        names = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+        limits = [f"{names[name]} {limit}" for name, limit in bounds(metadata).items()]
+        yield " ".join(filter(None, (_WORDS[origin or annotation], " and ".join(limits))))
+
+
+def parse(model: type[Model], given: Mapping[str, Any], within: str) -> tuple[Model, set[Keys], list[str]]:
+    """What is given, without all that is wrong in it; the fields of which nothing is known then; a line for each."""
+    refused: set[Keys] = set()
+    lines: list[str] = []
+    while True:
+        try:
+            return model(**given), refused, lines
+        except ValidationError as error:
+            for unknown, line in refusals(model, error, given, within):
+                lines.append(line)
+                refused |= set(unknown)
+                for path in unknown:
+                    given = without(given, path)
+
+
+def at(given: Any, path: Keys) -> Any:
+    """What stands at a path; nothing where there is no such key."""
+    for key in path:
+        given = given.get(key) if isinstance(given, Mapping) else None
+    return given
+
+
+def without(given: Mapping[str, Any], path: Keys) -> dict[str, Any]:
+    """A copy without the key at a path."""
+    copied, key = dict(given), path[0]
+    if len(path) == 1:
+        copied.pop(key, None)
+    elif isinstance(copied.get(key), Mapping):
+        copied[key] = without(copied[key], path[1:])
+    return copied
+
+
+def refusals(
+    model: type[BaseModel], error: ValidationError, given: Mapping[str, Any], within: str = "", cutoff: float = 0.4
+) -> list[tuple[list[Keys], str]]:
+    """(fields of which nothing is known then, line) of all that a pydantic model refuses in `given`, at `within`.
+
+    Such a field is the key that the line names, one that holds it in an object which is no model, or the one that an
+    unknown key may stand for.
+    """
+    found: dict[Keys, tuple[list[Keys], str]] = {}  # by the key that a line names
+    for problem in error.errors(include_url=False):
+        kind, location, owner, value = problem["type"], problem["loc"], {}, given
+        field, path, types = (), (), [model]
+        for part in location:  # of which places in lists, and members of unions, are no keys
+            missing = kind == "missing" and part == location[-1]
+            if not (isinstance(value, Mapping) and (part in value or missing)):
+                continue
+            owner = next(filter(None, map(_keys, types)), {})
+            value, path = value.get(part), (*path, str(part))
+            field = path if any(map(_is_model, types)) else field
+            types = list(_members(owner.get(part)))
+        name, unknown = ".".join(filter(None, (within, *path))), [field]
+        if kind == "extra_forbidden" or location[-1:] == ("[key]",):
+            meant, keys = match(path[-1], owner, cutoff), ", ".join(owner)
+            listed = f"; keys here are {keys}" if not meant and len(keys) < 2 * _LONGEST else ""
+            line = f'"{name}": unknown key{did_you_mean(meant)}{listed}'
+            unknown += [(*path[:-1], each) for each in meant]
+        elif kind in ("value_error", "assertion_error"):
+            line = f'"{name}": {shown(value)} is refused: {problem["ctx"]["error"]}'
+        elif kind == "missing":
+            line = f'"{name}" is missing; it takes {takes(types[0])}'
+        else:
+            hint = nearest(value, names_of(types[0]), 0.55) if isinstance(value, str) else ""
+            remarks = [each[value] for each in types if isinstance(each, Remarks) and value in list(each)]
+            hint = f", {remarks[0]}" if remarks else hint
+            line = f'"{name}": {shown(value)} is not allowed{hint}; it takes {takes(types[0])}'
+        found.setdefault(path, (unknown, line))
+    # Of a union each member has said something: what is said of a key inside goes further than of the whole.
+    within_others = {path[:end] for path in found for end in range(len(path))}
+    return [found[path] for path in found if path not in within_others]
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """The types that a type is made of, itself first."""
+    yield annotation
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        for each in get_args(annotation):
+            yield from _members(each)
+
+
+def _keys(annotation: Any) -> dict[str, Any]:
+    """{key: type} of an object of this type, under all names that a key has."""
+    if _is_model(annotation):
+        fields = annotation.model_fields
+        typed = {name: Annotated[(one.annotation, *one.metadata, None)] for name, one in fields.items()}
+        return typed | {one.alias: typed[name] for name, one in fields.items() if one.alias}
+    if get_origin(annotation) is dict:
+        key, value = get_args(annotation)
+        return dict.fromkeys(names_of(key), value)
+    return {}
