@@ -162,7 +162,7 @@ class Pretended(Bisection):
     """Two pieces of four layers: `fault` carries seven tenths of the distance, of which its layer c has most."""
 
     def __init__(self, fault, gemms=()):
-        self.fault, self.at_fault = fault, gemms
+        self.fault, self.at_fault, self.what = fault, gemms, "loss"
 
     def distance(self, name, high=(), skip_modules=None, gemms=None):
         layers = {piece: ["a", "b", "c", "d"] for piece in ("weights", "compute")}

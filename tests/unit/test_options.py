@@ -226,7 +226,7 @@ def test_a_model_that_is_not_there(script, run, tmp_path):
         ("{", "ds_config.json': Bad key name"),
         ("[]", "ds_config.json' holds a list; it must be an object"),
         ('{"zero_optimization": {"stage": 2}}', 'ds_config.json: set "zero_optimization.stage" to 3'),
-        ('{"zero_optimization": {"stage": 3}, "zeropp_fp8": {"recipe": "x"}}', "there is no recipe 'x'"),
+        ('{"zero_optimization": {"stage": 3}, "zeropp_fp8": {"recipe": "x"}}', 'there is no recipe "x"'),
     ],
 )
 def test_a_ds_config_that_is_none(script, text, said, run, tmp_path):
