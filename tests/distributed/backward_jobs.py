@@ -186,11 +186,16 @@ def _run_program(
 
     errors = []
     for step, program in enumerate(draw(seed, accumulation)):
-        exact = exact_gradients(full_weights(engine.module), checkpointing, program, seed, step, accumulation)
+        weights = full_weights(engine.module)
+        exact = exact_gradients(weights, checkpointing, program, seed, step, accumulation)
         for micro, _ in enumerate(run_step(engine, program, seed, dist.get_rank(), step, backward)):
             if micro == accumulation - 1:
                 errors.append(_error(exact, engine))
             engine.step()
+        if recipe == "lossless":  # with plain SGD
+            stepped = full_weights(engine.module)
+            moved = {name: (weights[name] - stepped[name]).cpu() / 1e-2 for name in exact}
+            errors.append(_relative(exact, moved))
     engine.destroy()
     return errors
 
@@ -393,6 +398,10 @@ def _error(exact: dict[str, Tensor], engine) -> float:
 
     scale = float(engine.optimizer.loss_scale)
     found = {n: safe_get_full_grad(p) / scale for n, p in engine.module.named_parameters() if n in exact}
+    return _relative(exact, found)
+
+
+def _relative(exact: dict[str, Tensor], found: dict[str, Tensor]) -> float:
     missed = sum(float((g - found[n].to(g.device)).double().square().sum()) for n, g in exact.items())
     return (missed / sum(float(g.double().square().sum()) for g in exact.values())) ** 0.5
 

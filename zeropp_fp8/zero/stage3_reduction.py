@@ -45,6 +45,7 @@ class ReducingStage3(Stage3Base):
         # By ds_id: the last backward since the last step whose mean gradient is in this rank's part, or is on its way.
         self._written: dict[int, int] = {}
         self._backwards = 0  # that have ended since the last step
+        self._are_stale = False  # gradients are those of the last step, whose places this step's need not all take
         self._running: _Backward | None = None  # that has reached the model, and has not ended
         # Autograd's numbers of the last one that has been looked at, and of the last one that is none.
         self._looked_at = self._passed_by = _NONE
@@ -136,6 +137,8 @@ class ReducingStage3(Stage3Base):
         number = torch._C._current_graph_task_id()  # none where coalesced gradients are reduced, after all backwards
         if number not in (self._looked_at, _NONE) and not self._is_under_way(number):
             self._begin_backward()
+        if self._are_stale:
+            self._zero_stale()
         if self._coalesce_grad_reduction or self._order is None:
             self._put_into_bucket([param])
         elif getattr(param, "ds_grad_is_ready", True):  # not while a tiled computation goes on adding to it
@@ -269,21 +272,25 @@ class ReducingStage3(Stage3Base):
         super().zero_grad(set_to_none)
         self._forget_gradients()
 
-    @torch.no_grad()
     def _forget_gradients(self) -> None:
-        """The next gradients take the place of those that have come.
-
-        Where none comes in the next step there are zeros, those of the fixed order or these; stock has the last step's.
-        """
+        """The next gradients take the place of those that have come. (DeepSpeed's step says so before it uses them.)"""
         self._written.clear()
         self._backwards = 0
-        if self._order is None and not self.parameter_offload.destroyed:
-            self.grad_partitions_flat_buffer.zero_()
-            for flat in self.fp32_partitioned_groups_flat if self.offload_optimizer else ():
-                if flat.grad is not None:
-                    flat.grad.zero_()
+        self._are_stale = self._order is None
         if self._sums_rest():
             self.reducer.forget_sums()
+
+    @torch.no_grad()
+    def _zero_stale(self) -> None:
+        """Before the first gradient of a step: where none comes there are zeros, as in the fixed order.
+
+        Stock has the last step's there.
+        """
+        self._are_stale = False
+        self.grad_partitions_flat_buffer.zero_()
+        for flat in self.fp32_partitioned_groups_flat if self.offload_optimizer else ():
+            if flat.grad is not None:
+                flat.grad.zero_()
 
     def _sums_rest(self) -> bool:
         """Whether there may be something that rests in the node."""
@@ -328,6 +335,8 @@ class ReducingStage3(Stage3Base):
     def _begin_backward(self) -> None:
         self.parameter_offload.gatherer.check_placement()
         self._running = _Backward(self._backward_has_run)
+        if self._are_stale:
+            self._zero_stale()
         if self._order is not None:
             self._order.begin()
         boundary = self.session.engine().is_gradient_accumulation_boundary()  # which DeepSpeed tells once a forward
