@@ -66,7 +66,8 @@ def check_recipes(text, found, ranks):
         assert getattr(hardware, name) == min(one["rates"][name] for one in found["ranks"].values())
     within = found["links"]["within"]
     assert within is None or hardware.intra_gbs == min(within["all_gather_gbs"], within["all_to_all_gbs"])
-    assert [row["method"] for row in found["recipes"]][:3] == ["stock", "lossless", "zeropp"]
+    planned = ["stock", "lossless", "zeropp"] if ranks > 1 else ["stock", "lossless"]  # one rank sends nothing
+    assert [row["method"] for row in found["recipes"]][: len(planned)] == planned
     for row in found["recipes"]:
         assert 0 < row["step_s"] < math.inf and row["inter_bytes"] == 0
         if row["method"] != "zeropp-pcie":  # planned as nodes of one GPU
@@ -90,7 +91,7 @@ def test_two_gpus(tmp_path):
     assert (found["nodes"], found["ranks_per_node"], found["links"]["between"]) == (1, 2, None)
     check_ranks(text, found, 2)
     check_recipes(text, found, 2)
-    assert found["recipes"][-1]["method"] == "zeropp-pcie"
+    assert "zeropp-pcie" in {row["method"] for row in found["recipes"]}
     assert all(0 < rate < math.inf for rate in found["links"]["within"].values())
 
 
