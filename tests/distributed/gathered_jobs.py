@@ -105,7 +105,7 @@ def _plain_copy(model: nn.Module) -> nn.Module:
 
 def _sent(engine) -> tuple:
     ledger = engine.optimizer.session.ledger
-    return copy.deepcopy((dict(ledger._pending), ledger._outside))
+    return copy.deepcopy((ledger.pending, ledger.outside))
 
 
 def _go(engine, excursion: Excursion, exact: bool) -> None:
