@@ -287,7 +287,7 @@ def bisected(folder):
         os.makedirs(os.path.join(folder, name), exist_ok=True)
         experiment = OnRanks(os.path.join(folder, name), 2, faulty_model, **fields)
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            say(Bisection(experiment, "loss"))
+            say(Bisection(experiment, "loss"), {})
         found.append((said.getvalue().splitlines(), experiment.names))
     return found
 

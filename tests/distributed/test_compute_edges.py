@@ -190,9 +190,9 @@ def test_histories_of_gradients_follow_the_loss_scale():
 
 
 def test_training_goes_on_after_a_forward_that_raised():
-    """DeepSpeed refuses GatheredParameters while modules are active; what it refuses to drop must stay usable."""
+    """Its modules use their parameters no more: what has been gathered may be looked at, which stock refuses."""
     said, losses, expected = run_ranks(jobs.after_a_forward_that_raised, world=2)[0]
-    assert "still active in submodules" in said
+    assert said == ""
     assert losses == pytest.approx(expected, rel=2e-3)
 
 

@@ -669,7 +669,7 @@ def test_ds_configs_that_do_not_fit(tmp_path):
         read({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"})
     with pytest.raises(ValueError, match='"gradient_accumulation_steps" is 0; give a number of at least 1'):
         read({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 0})
-    with pytest.raises(ValueError, match="there is no recipe 'zerop'"):
+    with pytest.raises(ValueError, match='there is no recipe "zerop"'):
         read({"zero_optimization": {"stage": 3}, "zeropp_fp8": {"recipe": "zerop"}})
 
 

@@ -397,6 +397,7 @@ class ReducingStage3(Stage3Base):
             self._backward_active_depth = 0
         if self._order is not None:
             self._order.start_again()
+        self.parameter_offload.release_backward_leftovers()
         self.reducer.drain()
         for bucket in self.ipg_buckets.values():
             bucket.params.clear()

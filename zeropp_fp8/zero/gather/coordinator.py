@@ -163,6 +163,8 @@ class UnitCoordinator:
                 param.ds_active_sub_modules.add(current_submodule.ds_id)
             for unit in units:
                 unit.active_modules.add(current_submodule.ds_id)
+                if unit.is_billed:
+                    gatherer.pay(unit)
             if fetched:
                 if self._trace.position == 0:
                     self._start_all_first_hops()

@@ -262,11 +262,16 @@ class Gatherer(Adoption):
             self._wait_for_first_hops(unit)
             flight.last_work = unit.last_hop(flight.held, flight.gathered)
 
+    def pay(self, unit: Unit) -> None:
+        """A unit is used: what it has sent outside of steps counts for the step, if it is one that uses it."""
+        for bill in (unit.copy_bill, unit.bill):
+            self.session.ledger.pay(bill)
+
     def finish(self, unit: Unit) -> None:
         """Make the parameters of a unit available on the current stream; those that are stay as they are."""
         ledger = self.session.ledger
-        ledger.pay(unit.copy_bill)
-        ledger.pay(unit.bill)
+        if unit.is_billed:
+            self.pay(unit)
         missing = unit.missing
         if not missing:
             return

@@ -133,6 +133,11 @@ class Unit(ABC):
         """Parameters that do not hold their values, whoever brings these."""
         return [param for param in self.params if param.ds_status != ZeroParamStatus.AVAILABLE]
 
+    @property
+    def is_billed(self) -> bool:
+        """Whether it has sent something outside of steps that none has used."""
+        return bool(self.bill or self.copy_bill)
+
     def leave(self) -> None:
         """Let no module be using the parameters."""
         self.active_modules.clear()
