@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.distributed as dist
 from models import ds_config, full_weights, make_engine, section
@@ -250,14 +251,9 @@ class Odd:
     def fail(self, loss: Tensor, retain: bool = False) -> None:
         """A backward that an exception ends when half of the blocks have their gradients."""
         handle = self.engine.module.blocks[0].up.weight.register_post_accumulate_grad_hook(_failing)
-        try:
+        with pytest.raises(Injected):
             loss.backward(retain_graph=retain)
-        except Injected:
-            pass
-        else:
-            raise AssertionError("nothing was raised")
-        finally:
-            handle.remove()
+        handle.remove()
 
     def module_alone(self):
         """The engine's forward is never called."""
@@ -298,12 +294,8 @@ class Odd:
         one, other = self.losses(0)
         one.backward(retain_graph=True)
         self.fail(other, retain=True)
-        try:
+        with pytest.raises(RuntimeError, match="an exception has ended the last backward"):
             other.backward()
-        except RuntimeError as error:
-            assert "an exception has ended the last backward" in str(error), error
-        else:
-            raise AssertionError("nothing was raised")
         self.engine.optimizer.zero_grad()
         one, other = self.losses(1)
         one.backward(retain_graph=True)
@@ -313,12 +305,8 @@ class Odd:
     def failure_then_step(self):
         """A step with half of the gradients is refused."""
         self.fail(self.losses(0)[0])
-        try:
+        with pytest.raises(RuntimeError, match="an exception has ended the last backward"):
             self.engine.step()
-        except RuntimeError as error:
-            assert "an exception has ended the last backward" in str(error), error
-        else:
-            raise AssertionError("nothing was raised")
         self.engine.optimizer.zero_grad()
         self.losses(1)[1].backward()
         return [(1, 1)]
@@ -328,14 +316,9 @@ class Odd:
         one, other = self.losses(0)
         one.backward(retain_graph=True)
         handle = self.engine.module.blocks[1].register_forward_pre_hook(lambda module, args: _failing(None))
-        try:
+        with pytest.raises(Injected):
             self.losses(1, call)
-        except Injected:
-            pass
-        else:
-            raise AssertionError("nothing was raised")
-        finally:
-            handle.remove()
+        handle.remove()
         if call is None:
             full_weights(self.engine.module)  # which stock refuses here
         other.backward()
