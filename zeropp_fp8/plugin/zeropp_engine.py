@@ -94,8 +94,8 @@ class ZeroppEngine(DeepSpeedEngine):
             raise
 
     def backward(self, loss, *args, **kwargs):
-        for observer in self.zeropp_fp8_session.observers:
-            observer.loss_is(loss)
+        for part in self.zeropp_fp8_session.parts:
+            part.loss_is(loss)
         return super().backward(loss, *args, **kwargs)
 
     def step(self, *args, **kwargs):
