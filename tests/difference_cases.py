@@ -63,7 +63,7 @@ def check_kernels(difference, rest, numels, slices, device):
     """The same bytes sent and held, and the same largest magnitudes; with NaN and Inf in some slices."""
     dtype, order, device_order = torch.bfloat16, SliceOrder(slices, CPU), SliceOrder(slices, device)
     slice_numels = [-(-n // (max(slices) + 1)) for n in numels]
-    mine, kept = make(difference, dtype=dtype), make(rest, "half_away", dtype)
+    mine, kept = make(difference, dtype=dtype), make(rest, dtype=dtype)
     by_torch, kernels = layouts(mine, slice_numels, dtype, device, kept)
     held_by_torch, held_kernels = layouts(kept, slice_numels, dtype, device, mine)
     assert all(map(_can_add, kernels._groups, held_kernels._groups)), "the torch code would be compared with itself"

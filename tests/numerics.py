@@ -105,7 +105,7 @@ def error_bound(
 
     step  = scale for integers; scale * 2^(max(floor(log2 |v / scale|), min exponent) - mantissa bits) for FP8, where
             scale <= max(amax / largest, 2^-126) * (1 + 2^-7)
-    error <= step / 2 for nearest and half_away, <= step for stochastic
+    error <= step / 2 for nearest, <= step for stochastic
     With the rotation each element is the sum of the 32 rotated elements of its group, hence so is its error bound.
     The rounding of fp32 arithmetic and of the final cast to `dtype` come on top.
     """
@@ -213,8 +213,6 @@ def mx_round(scaled: np.ndarray, name: str, rounding: str, noise: np.ndarray | N
     fraction = (scaled - grid[lower]) / step
     if rounding == "nearest":
         up = (fraction > 0.5) | ((fraction == 0.5) & (lower % 2 == 1))
-    elif rounding == "half_away":
-        up = fraction >= 0.5
     else:
         up = fraction >= 1 - noise
     return np.where(up, upper, lower)

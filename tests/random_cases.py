@@ -47,7 +47,7 @@ SECTIONS: dict[str, list[dict[str, Any]]] = {
         {"intra_format": "none", "inter_format": "none"},
         {"block_size": 64, "store_format": "fp8_e4m3"},
     ],
-    "compute": [{"scaling": "current"}, {"scaling": "delayed"}, {"evaluate_in": "high_precision"}],
+    "compute": [{"scaling": "current"}, {"scaling": "delayed"}, {"high_precision_gemms": ["grad_weight"]}],
 }
 QUANTIZED = ("zeropp", "zeropp-4bit", "fp8-lm-o1", "fp8-lm-o2", "fp8-lm", "mxfp8", "qlora")
 # Recipes that came later, and which one they take half of the places of: a longer list would draw all cases anew.

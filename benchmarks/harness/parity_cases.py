@@ -295,7 +295,6 @@ CASES = (
     Case("fp8 rows, LoRA", "features", fields=fp8("per_channel", "fp8_e4m3"), checkpointing="non-reentrant", **LORA),
     Case("mxfp8", "features", "mxfp8", resume=True),
     Case("fp8-lm-o1", "features", "fp8-lm-o1", resume=True),
-    Case("fp8-lm-o1, added by NCCL", "features", "fp8-lm-o1", fields={"gradients": {"reduction": "nccl"}}),
     Case("fp8-lm-o2", "features", "fp8-lm-o2", resume=True),
     Case("fp8-lm-o1, accumulation", "features", "fp8-lm-o1", accumulation=3),
     Case("fp8-lm-o2, accumulation", "features", "fp8-lm-o2", accumulation=3),

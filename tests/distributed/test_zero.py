@@ -157,7 +157,7 @@ STOCHASTIC = {
         ("zeropp-4bit", STOCHASTIC, "bf16"),
         ("zeropp-pcie", {"secondary": {"memory_gb": 7e-5}}, "bf16"),
         ("zeropp-diff", None, "bf16"),
-        ("zeropp-diff", {"weights": {"format": "int8", "difference": {"refresh_every": 5}}}, "fp32"),
+        ("zeropp-diff", {"weights": {"format": "int8"}}, "fp32"),
         ("zeropp-diff", {"partition": "whole_tensor"}, "bf16"),
         ("zeropp-2bit", {"secondary": {"scope": "rank"}}, "bf16"),
     ],

@@ -20,10 +20,7 @@ OWN_STATES = {
     ),
     "stochastic, no copy": ("stochastic rounding", {"gradients": {"rounding": "stochastic"}}),
     "differences": ("zeropp-diff", {}),
-    "differences, refreshed": (
-        "zeropp-diff",
-        {"weights": {"format": "int8", "difference": {"format": "int4", "refresh_every": 3}}},
-    ),
+    "differences on INT8": ("zeropp-diff", {"weights": {"format": "int8"}}),
     "differences in 2 bits": ("zeropp-2bit, on INT8", {}),
     "differences to whole tensors": ("differences to whole tensors", {}),
     "whole tensors, stochastic": (

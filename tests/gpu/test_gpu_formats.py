@@ -34,7 +34,6 @@ def test_same_bytes_and_values_as_on_the_cpu(name, hadamard, dtype):
         ("nearest", torch.float32),
         ("nearest", torch.bfloat16),
         ("nearest", torch.float16),
-        ("half_away", torch.bfloat16),
         ("stochastic", torch.float32),
     ],
 )

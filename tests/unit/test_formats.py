@@ -366,37 +366,34 @@ EVERY_TIE = pytest.mark.parametrize(
 )
 
 
-def rounded(name, rounding, value):
+def rounded(name, value):
     """What `value` and its negative become with scale 1."""
     tensor = torch.tensor([LARGEST_CODE[name], 0.0, value, -value])
-    return through(make_format(name, block_size=4, rounding=rounding), tensor)[2:].tolist()
+    return through(make_format(name, block_size=4), tensor)[2:].tolist()
 
 
 @EVERY_TIE
 def test_ties(name, value, even, outer):
-    assert rounded(name, "nearest", value) == [even, -even]
-    assert rounded(name, "half_away", value) == [outer, -outer]
+    assert rounded(name, value) == [even, -even]
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "half_away"])
 @EVERY_TIE
-def test_beside_a_tie_the_nearer_point_is_taken(name, value, even, outer, rounding):
+def test_beside_a_tie_the_nearer_point_is_taken(name, value, even, outer):
     tie, inner = torch.tensor(value), 2 * value - outer
     below, above = (torch.nextafter(tie, torch.tensor(towards)).item() for towards in (0.0, math.inf))
-    assert rounded(name, rounding, below) == [inner, -inner]
-    assert rounded(name, rounding, above) == [outer, -outer]
+    assert rounded(name, below) == [inner, -inner]
+    assert rounded(name, above) == [outer, -outer]
 
 
 # --- rows, sizes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "half_away"])
 @pytest.mark.parametrize("numel", [0, 1, 7, 33, 200])
 @ROTATION
 @EVERY_QUANTIZED
-def test_rows_are_encoded_independently(name, hadamard, numel, rounding):
+def test_rows_are_encoded_independently(name, hadamard, numel):
     for block_size in (64, None):
-        fmt = make_format(name, block_size=block_size, hadamard=hadamard, rounding=rounding)
+        fmt = make_format(name, block_size=block_size, hadamard=hadamard)
         matrix = normal(5, numel) * torch.logspace(-3, 3, 5)[:, None]
         together = fmt.encode_rows(matrix)
         assert together.shape == (5, fmt.payload_bytes(numel))

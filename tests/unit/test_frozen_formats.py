@@ -456,7 +456,7 @@ def test_weights_under_zero_init(monkeypatch):
 
 
 def test_nf4_has_one_rounding_and_no_rotation():
-    for rounding in ("half_away", "stochastic", "up"):
+    for rounding in ("stochastic", "up"):
         with pytest.raises(ValueError, match=f"nf4: rounding must be \"nearest\", got '{rounding}'"):
             make_format("nf4", rounding=rounding)
     with pytest.raises(ValueError, match="nf4: has no rotation"):

@@ -470,7 +470,7 @@ def test_the_mean_of_rows(name):
 
 
 def test_layouts_tell_scale_modes_apart():
-    options = [{}, {"scale_mode": "floor"}, {"rounding": "half_away"}]
+    options = [{}, {"scale_mode": "floor"}, {"rounding": "stochastic"}]
     formats = [make_format(name, **chosen) for name in NAMES for chosen in options]
     assert len({format_key(fmt) for fmt in formats}) == len(formats)
     assert format_key(make_format("mxfp4")) == format_key(make_format("mxfp4", scale_mode="rceil", block_size=32))
@@ -501,7 +501,7 @@ def test_options(name):
     assert isinstance(fmt, BlockScaledFormat) and fmt.block_size == 32 and not fmt.hadamard
     assert (fmt.scale_mode, fmt.rounding) == ("rceil", "nearest")
     assert repr(fmt) == f"{name} (rceil)"
-    assert repr(make_format(name, scale_mode="floor", rounding="half_away")) == f"{name} (floor, half_away)"
+    assert repr(make_format(name, scale_mode="floor", rounding="stochastic")) == f"{name} (floor, stochastic)"
     make_format(name, block_size=32, hadamard=False)
     for block_size in (16, 64, 0, None, 32.0, True):
         with pytest.raises(ValueError, match=f"{name}: block_size is 32 in every MX format"):

@@ -81,7 +81,7 @@ def error_diffusion(
         calibration_batches: what the model is called with, `model(batch)` for tensors and `model(**batch)` for
             mappings, on its device. They are kept in memory. Padding counts like any other token, so use none.
         format_name, activations, skip_modules, **format_options: as for `direct_cast`; a quantized format, without
-            `hadamard`, with rounding "nearest" or "half_away".
+            `hadamard`, with rounding "nearest".
 
     Returns:
         What was cast, with the error of each layer's output beside that of direct rounding, and what was not.

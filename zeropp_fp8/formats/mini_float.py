@@ -90,7 +90,7 @@ class MiniFloatElement:
             whole = torch.floor(magnitudes, out=scratch("whole", scaled.shape))
             fraction = magnitudes.sub_(whole)
             # Compared, not added: fp32 would round 7.9999995 + 0.9999999 to 9, and 8 + 0.9999999 too.
-            whole += fraction >= (0.5 if rounding == "half_away" else torch.rsub(noise, 1.0))
+            whole += fraction >= torch.rsub(noise, 1.0)
             torch.mul(whole, spacings.view(torch.float32), out=magnitudes)
         # Rounds to nearest, ties to even, what is not on the grid yet.
         magnitudes += anchors.view(torch.float32)

@@ -42,8 +42,8 @@ def make_format(
             without other options.
         **options: for "none" `dtype` (torch.bfloat16 unless told); for the quantized formats `block_size` (128, in NF4,
             INT2 and INT3 64; None for one scale per tensor; always 32 in MX formats), `hadamard` (False; not with NF4
-            and MX formats) and `rounding` ("nearest", "half_away", "stochastic"; for NF4, INT2 and INT3 "nearest"); for
-            MX formats `scale_mode` ("rceil", "floor").
+            and MX formats) and `rounding` ("nearest", "stochastic"; for NF4, INT2 and INT3 "nearest"); for MX formats
+            `scale_mode` ("rceil", "floor").
 
     Raises:
         ValueError: an unknown name, an option value that does not exist, or options that exclude each other.

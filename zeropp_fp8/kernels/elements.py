@@ -79,13 +79,6 @@ def round_to_integer(v, noise, ROUNDING: tl.constexpr):
     """formats/rounding.py, fp32 integers."""
     if ROUNDING == "nearest":
         rounded = (v + ROUNDER) - ROUNDER
-    elif ROUNDING == "half_away":
-        magnitude = tl.abs(v)
-        whole = tl.floor(magnitude)
-        rounded = whole + tl.where(magnitude - whole >= 0.5, 1.0, 0.0)
-        # The sign by its bit: Triton negates as 0 - x, which loses the sign of zero. torch's sign of -0 is 0.
-        sign = tl.where(v == 0.0, 0, v.to(tl.int32, bitcast=True) & -0x80000000)
-        rounded = (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     else:
         rounded = tl.floor(v + noise)
     return rounded

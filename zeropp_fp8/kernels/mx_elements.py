@@ -82,8 +82,7 @@ def round_magnitudes(scaled, noise, ELEMENT: tl.constexpr, ROUNDING: tl.constexp
         inverse = ((254 << 23) - (exponents - (mantissa << 23))).to(tl.float32, bitcast=True)
         magnitudes *= inverse
         whole = tl.floor(magnitudes)
-        threshold = 1.0 - noise if ROUNDING == "stochastic" else 0.5
-        magnitudes = (whole + tl.where(magnitudes - whole >= threshold, 1.0, 0.0)) * spacings
+        magnitudes = (whole + tl.where(magnitudes - whole >= 1.0 - noise, 1.0, 0.0)) * spacings
     return magnitudes + anchors, anchors
 
 

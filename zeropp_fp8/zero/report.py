@@ -13,6 +13,7 @@ from zeropp_fp8.compute.gemm import execution
 from zeropp_fp8.config import PluginConfig, patterns_of_gemms
 from zeropp_fp8.config.patterns import matches
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.formats.amax_history import STEPS
 from zeropp_fp8.zero.session import Session
 
 if TYPE_CHECKING:
@@ -82,11 +83,7 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
         return (f"gradients {hop}", repr(chosen) if chosen else "none", trainable, "; ".join(remarks))
 
     if config.gradients.scales == "tensor":
-        policy = {"auto": "mu adapts", "pre": "divided before the sum", "post": "divided after the sum"}
-        with_nccl = config.gradients.reduction == "nccl"
-        reduction = "added by NCCL (messages with vectors: in fp32)" if with_nccl else "added in fp32"
-        remark = f"from {config.gradients.amax_history} steps; {policy[config.gradients.scale_policy]}; {reduction}"
-        rows.append(("gradient scales", "one a tensor, shared", 0, remark))
+        rows.append(("gradient scales", "one a tensor, shared", 0, f"from {STEPS} steps; mu adapts; added in fp32"))
     rows.append(gradient_row("within nodes", session.intra_format, topology.ranks_per_node))
     rows.append(gradient_row("between nodes", session.inter_format, topology.nodes))
     if session.residual_bytes:
@@ -144,10 +141,9 @@ def _difference_rows(session: Session, gatherer: Gatherer) -> list[tuple]:
         return [("weight differences", "none", 0, one_node)]
     units = [unit for unit in gatherer.units if unit.keeps_secondary]
     params = [p for unit in units for p in unit.params if unit.first_bytes_of(p) != unit.bytes_of(p)]
-    every = session.config.weights.difference.refresh_every
     held = gatherer.route.reached * sum(unit.bytes_of(p) for unit in units for p in unit.params) / GIGA
     remarks = (
-        f"{len(params)} tensors; all of them cross at start" + (f" and every {every} steps" if every else ""),
+        f"{len(params)} tensors; all of them cross at start",
         f"added to copies of {held:.3g} GB a rank",
         _without_kernel(session, chosen),
     )

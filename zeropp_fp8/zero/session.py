@@ -14,11 +14,9 @@ from torch import nn
 from torch.nn import Parameter
 
 from zeropp_fp8.comm import ActivationExchange, Topology, WireLedger, make_topology
-from zeropp_fp8.comm.reduce_scatter import check_adds_codes
 from zeropp_fp8.compute import ConversionReport
 from zeropp_fp8.config import (
     MX_FORMATS,
-    SECTION,
     ConfigError,
     DifferenceConfig,
     GradientsConfig,
@@ -95,7 +93,7 @@ class Session:
         difference = config.weights.difference
         # Of what the ranks of a node share of the weights: without such a copy there is nothing to add to.
         keeps = self.secondary_ranks is not None
-        self.difference_format = _quantized(difference, difference.format, difference.hadamard) if keeps else None
+        self.difference_format = _quantized(difference, difference.format) if keeps else None
         self.intra_format = _quantized(
             gradients, gradients.intra_format, gradients.hadamard and gradients.intra_format == "int4"
         )
@@ -108,15 +106,6 @@ class Session:
             name: torch.Generator().manual_seed(config.seed * 1000003 + first + step * self.topology.rank)
             for name, first, step in (("gradients", 1, 2), ("states", 500009, 1))
         }
-        if gradients.reduction == "nccl":
-            try:
-                check_adds_codes(self.topology, self.inter_format.dtype, self.device)
-            except RuntimeError as error:
-                raise ConfigError(
-                    f'"{SECTION}.gradients.reduction": "nccl" needs a backend that adds {gradients.inter_format} codes '
-                    f"(NCCL 2.24 or later on GPUs of compute capability 9.0 or later), and this one says: {error}; use "
-                    '"two_hop"'
-                ) from None
 
     def leave_exact(self, model: nn.Module) -> None:
         """Let what `skip_modules` of weights and gradients names in a model travel in full."""
@@ -175,5 +164,5 @@ def _quantized(
         return None
     rounding = getattr(section, "rounding", "nearest")
     if name in MX_FORMATS:
-        return make_format(name, scale_mode=section.scale_mode, rounding=rounding)
+        return make_format(name, rounding=rounding)
     return make_format(name, block_size=section.block_size, hadamard=hadamard, rounding=rounding)

@@ -66,8 +66,7 @@ class DifferingUnit(Unit):
         """From now on differences travel, if any of the unit's parameters does so."""
         self.difference, self.aside = None, {}
         if any(self._differs(param) for param in self.params):
-            every = self.route.session.config.weights.difference.refresh_every
-            self.difference = Difference(own, brought, self.route.device, every, self.route.fits)
+            self.difference = Difference(own, brought, self.route.device, self.route.fits)
 
     # -- which rows lie where ----------------------------------------------------------------------------------------
 

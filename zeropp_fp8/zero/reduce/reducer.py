@@ -53,8 +53,7 @@ class GradientReducer:
                 session.inter_format,
                 session.device,
             )
-            add_codes = session.config.gradients.reduction == "nccl"
-            plan = self._plans[key] = session.placement.reduce_plan(params, *args, add_codes=add_codes)
+            plan = self._plans[key] = session.placement.reduce_plan(params, *args)
         return plan
 
     def residual_bytes(self, params: Iterable[Parameter]) -> int:

@@ -182,24 +182,6 @@ class CompressedStates:
         if key is None:
             self._unrounded.discard(param.ds_id)
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    def raw(self) -> list[dict]:
-        """The stored bytes of all groups, on the CPU."""
-        return [
-            {
-                name: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in buffer.state_dict().items()}
-                for name, buffer in self._buffers[id(group)].items()
-            }
-            for group in self.groups
-        ]
-
-    def load_raw(self, raw: list[dict]) -> None:
-        """Take over what `raw` gave for the same parameters, ranks and formats."""
-        for group, state in zip(self.groups, raw, strict=True):
-            for name, buffer in self._buffers[id(group)].items():
-                buffer.load_state_dict(state[name])
-
     def num_bytes(self) -> int:
         """Bytes of codes and scales, padding included."""
         return sum(b.num_bytes() for buffers in self._buffers.values() for b in buffers.values())

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from deepspeed import comm as ds_comm
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.utils import logger
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -190,21 +188,6 @@ class CompressedStatesStage3(AtRestStage3):
 
     def _restore_from_bit16_weights(self) -> None:
         self.states.take_weights()
-
-    def _own_states(self) -> dict:
-        if not self.states.formats.expand_range:
-            return super()._own_states()
-        return super()._own_states() | {"states": self.states.raw()}  # decoded numbers would not encode to themselves
-
-    def _load_own_states(self, extra: dict) -> None:
-        super()._load_own_states(extra)
-        if "states" in extra and self._loads_states:
-            try:
-                self.states.load_raw(extra["states"])
-            except ValueError as error:  # other formats: the fp32 numbers of DeepSpeed's part have been taken
-                if ds_comm.get_rank() == 0:
-                    logger.warning(f"zeropp_fp8: {error}; states are rounded to the formats of this run")
-            self.states.write_weights()
 
 
 _STATE_KEYS = (None, "exp_avg", "exp_avg_sq")
