@@ -66,8 +66,7 @@ class DifferingUnit(Unit):
         """From now on differences travel, if any of the unit's parameters does so."""
         self.difference, self.aside = None, {}
         if any(self._differs(param) for param in self.params):
-            every = self.route.session.config.weights.difference.refresh_every
-            self.difference = Difference(own, brought, self.route.device, every, self.route.fits)
+            self.difference = Difference(own, brought, self.route.device, self.route.fits)
 
     # -- which rows lie where ----------------------------------------------------------------------------------------
 
@@ -127,7 +126,6 @@ class DifferingUnit(Unit):
         self.large_step = True
 
     def continue_from(self, state: dict) -> None:
-        super().continue_from(state)
         self.large_step = False
 
     def _forget_held(self) -> None:
@@ -143,7 +141,7 @@ class DifferingUnit(Unit):
             state = {}  # the weights as they are: the next full gather brings the same
         if self.large_step:
             state = {}  # weights that are loaded are the masters, far from what is held
-        return super().held_state() | state
+        return state
 
     def _held(self) -> dict:
         if self.aside:
