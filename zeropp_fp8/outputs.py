@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
@@ -99,6 +99,37 @@ def picture_to_draw(path: str) -> str:
     if Path(path).suffix[1:].lower() not in formats:
         raise ArgumentTypeError(f"{path}: matplotlib writes {', '.join(sorted(formats))}; end the name with one")
     return file_to_write(path)
+
+
+def table(rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> list[str]:
+    """Lines of rows of cells, whose first one has the columns' names; numbers end, and columns of `words` begin, below
+    each other."""
+    columns = list(zip(*rows))
+    widths = [max(map(len, column)) for column in columns]
+    begins = [column[0] in words for column in columns]
+    return [
+        "  ".join(
+            cell.ljust(width) if left else cell.rjust(width) for cell, width, left in zip(row, widths, begins)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def run_command(name: str, target: str | None, run: Callable[[dict[str, Any]], int | None], *refused: type) -> None:
+    """Run a command, which puts what it finds into the dict that is written as JSON to `target`.
+
+    Raises:
+        SystemExit: with the status that it returns, where that is not 0; with 2 and a line of what is `refused`, or of
+            a file that cannot be read or written.
+    """
+    try:
+        with json_at(target) as found:
+            status = run(found)
+    except (*refused, OSError) as error:
+        print(f"{name}: {said(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if status:
+        raise SystemExit(status)
 
 
 @contextmanager

@@ -303,6 +303,8 @@ def check_script(given):
             assert rest[0] == "train.py"  # the user's own
         elif module == "zeropp_fp8" and rest[0] in COMMANDS:
             assert importlib.import_module(COMMANDS[rest[0]][0]).parse(rest[1:])
+        elif module == "benchmarks.plan_fit.rlhf":
+            assert importlib.import_module(module).parse(rest)
         else:
             found = Path(importlib.util.find_spec(module).origin)
             check_options(found.with_name("__main__.py") if found.name == "__init__.py" else found, rest)

@@ -304,16 +304,12 @@ def _tested(found: Diagnosis) -> str:
 def _plan_lines(found: Diagnosis) -> list[str]:
     no_gpu = all(one["rates"] is None for one in found.facts.values())
     note = ["computing as on an H200, because no GPU is here"] if no_gpu else []
-    return [plan.table(found.advice.estimates, found.job), found.advice.text, *note]
+    return [plan.steps_table(found.advice.estimates, found.job), found.advice.text, *note]
 
 
 def as_json(found: Diagnosis) -> dict[str, Any]:
     """The same for tools; `job` and `hardware` are what the recipes are estimated of."""
     advice = found.advice
-    recipes = [
-        {**asdict(one), "step_s": one.step_s, "peak_bytes": one.memory.peak}
-        for one in (advice.estimates if advice else ())
-    ]
     return {
         "status": exit_status(found.problems),
         "problems": [asdict(each) for each in found.problems],
@@ -324,7 +320,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "links": {level: slowest(found, level) for level in ("within", "between")},
         "job": found.job and asdict(found.job),
         "hardware": found.hardware and asdict(found.hardware),
-        "recipes": recipes,
+        "recipes": [plan.known_of(one) for one in (advice.estimates if advice else ())],
         "recommended": advice and advice.recipe,
         "advice": advice and advice.text,
     }

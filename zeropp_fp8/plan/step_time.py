@@ -55,6 +55,8 @@ class StepEstimate:
         bound: the resource that sets most of the step's time.
     """
 
+    unit = "a step"
+
     method: str
     forward_s: float
     backward_s: float
