@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from zeropp_fp8.comm import lanes
 from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.zero.gather import gatherer as gatherer_module
-from zeropp_fp8.zero.gather.fits import Fits
+from zeropp_fp8.zero.gather.difference import Fits
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.units import Arrived, Unit
 

@@ -31,7 +31,8 @@ from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.comm.topology import Level, Topology
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
-from zeropp_fp8.formats.shared_scale import LARGEST_CODE, OF_PARTIAL_SUMS, SharedScales
+from zeropp_fp8.formats.scale_table import OF_PARTIAL_SUMS, SharedScales
+from zeropp_fp8.formats.shared_scale import LARGEST_CODE
 
 
 def slice_numel(numel: int, world_size: int) -> int:

@@ -66,7 +66,7 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
     ]
     rows += _difference_rows(session, gatherer)
     for kind in gatherer.kinds:
-        rows += kind.report_rows([unit for unit in gatherer.units if unit.kind is kind])
+        rows += kind.report_rows([p for unit in gatherer.units if unit.kind is kind for p in unit.params])
     if session.conversion is not None:
         rows += _compute_rows(session)
     trainable = sum(p.ds_numel for p in params if p.requires_grad)

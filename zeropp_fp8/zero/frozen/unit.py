@@ -23,11 +23,9 @@ from zeropp_fp8.zero.frozen.store import (
     partition_stored,
     stored_weight,
 )
-from zeropp_fp8.zero.gather.adopted import STATE
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.sliced import SlicedUnit, gather_rows
-from zeropp_fp8.zero.gather.units import Unit
 
 
 class Stored(Kind):
@@ -45,9 +43,6 @@ class Stored(Kind):
 
     def takes(self, param: Parameter) -> bool:
         return stored_weight(param) is not None
-
-    def unit(self, params: list[Parameter], persistent: bool = False) -> StoredUnit:
-        return StoredUnit(params, self, persistent)
 
     def adopt(self, params: Sequence[Parameter]) -> None:
         self.operands.adopt(params)
@@ -73,13 +68,12 @@ class Stored(Kind):
     ) -> None:
         for param in params:
             param.__dict__.pop(GATHERED_OPERAND, None)
-            getattr(param, STATE).lossy = False
         written += partition_stored(params, has_been_updated, free_data)
 
-    def report_rows(self, units: Sequence[Unit]) -> list[tuple]:
+    def report_rows(self, params: Sequence[Parameter]) -> list[tuple]:
         """What rests, and travels, as codes."""
         by_format: dict[str, list[Parameter]] = defaultdict(list)
-        for param in (param for unit in units for param in unit.params):
+        for param in params:
             by_format[repr(stored_weight(param).wire_format)].append(param)
         rows = []
         for name, members in by_format.items():
@@ -170,3 +164,6 @@ class StoredUnit(SlicedUnit):
     def note(self, params: Iterable[Parameter]) -> None:
         for param in params:
             note_version(param)
+
+
+Stored.unit_class = StoredUnit

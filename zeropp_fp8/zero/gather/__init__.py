@@ -7,7 +7,6 @@ kinds.py         what is done with parameters of one kind at once: exact gathers
 sliced.py        the ordinary kind: slices of numbers, encoded for the wire
 buffers.py       where things lie in a unit's buffers
 difference.py    how weights have changed, between nodes, and what that is added to
-fits.py          whether these were small enough
 differing.py     units of which only that crosses
 gemm_weights.py  weights whose gathered bytes are the operand of a GEMM
 secondary.py     which units keep what the first hops brought

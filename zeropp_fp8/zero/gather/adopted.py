@@ -7,18 +7,30 @@ yet. Each knows its own wire format, owners and copies only, so every list is cu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch.nn import Parameter
 
-if TYPE_CHECKING:
-    from zeropp_fp8.zero.gather.gatherer import Gatherer
-    from zeropp_fp8.zero.gather.units import Unit
+from zeropp_fp8.zero.gather.kinds import Kind
+from zeropp_fp8.zero.gather.units import Unit
+from zeropp_fp8.zero.session import Session
 
 STATE = "zeropp_fp8_wire"
 STORED = "zeropp_fp8_stored"  # on a parameter that rests as codes: frozen/store.py
+
+
+class Owner(Protocol):
+    """The gatherer of the engine that has a parameter, as others see it."""
+
+    session: Session
+
+    def gather_exactly(self, params: Sequence[Parameter]) -> None:
+        """Gather every bit, complete on the current stream. Collective."""
+
+    def partition(self, params: Sequence[Parameter], has_been_updated: bool = False, free_data: bool = True) -> None:
+        """Drop values; `has_been_updated`: take over what was written to them first. Collective then."""
 
 
 @dataclass
@@ -29,7 +41,7 @@ class ParameterWire:
     stock_all_gather_coalesced: Callable
     stock_partition: Callable
     unit: Unit
-    owner: Gatherer
+    owner: Owner
     before: ParameterWire | None = None  # of the engine that had it, and has it again when this one is destroyed
     lossy: bool = False  # param.data came through a quantized format
 
@@ -39,12 +51,12 @@ def is_stored(param: Parameter) -> bool:
     return STORED in param.__dict__
 
 
-def by_engine(params: Iterable[Parameter]) -> list[tuple[Gatherer | None, list[Parameter]]]:
+def by_engine(params: Iterable[Parameter]) -> list[tuple[Owner | None, list[Parameter]]]:
     """(gatherer of the engine that has adopted them, parameters), in the order of their first; None: of no engine here.
 
     Ranks that pass the same list take the parts in the same order.
     """
-    parts: dict[int, tuple[Gatherer | None, list[Parameter]]] = {}
+    parts: dict[int, tuple[Owner | None, list[Parameter]]] = {}
     for param in params:
         state: ParameterWire | None = getattr(param, STATE, None)
         gatherer = None if state is None else state.owner
@@ -68,3 +80,14 @@ def partition_by_engine(params: Iterable[Parameter], has_been_updated: bool = Fa
             mine[0].partition(param_list=mine, has_been_updated=has_been_updated, free_data=free_data)
         else:
             gatherer.partition(mine, has_been_updated, free_data)
+
+
+def by_kind(params: Iterable[Parameter]) -> list[tuple[Kind, list[Parameter]]]:
+    """(kind, parameters) of adopted parameters, in the order of their first; kinds that send what rests come last.
+
+    Those may refuse what was written to a parameter, when the others are done.
+    """
+    parts: dict[Kind, list[Parameter]] = {}
+    for param in params:
+        parts.setdefault(getattr(param, STATE).unit.kind, []).append(param)
+    return sorted(parts.items(), key=lambda part: part[0].sends_what_rests)

@@ -138,9 +138,9 @@ class Adoption(ABC):
         """Put this gatherer's closures on parameters that are DeepSpeed's, and their shards where they rest here."""
         units = list({id(state.unit): state.unit for state in states.values()}.values())
         for kind in self.kinds:
-            kind.prepare([unit for unit in units if unit.kind is kind])
+            kind.prepare([unit.params for unit in units if unit.kind is kind])
         for unit in units:
-            unit.kind.place(unit)
+            unit.kind.place(unit.params)
             for param in unit.params:
                 setattr(param, STATE, states[param])
                 param.all_gather_coalesced = self.all_gather_coalesced
@@ -218,7 +218,7 @@ class Adoption(ABC):
     def _let_go(self, params: Iterable[Parameter]) -> None:
         """Give parameters DeepSpeed's slices and closures again."""
         for unit in self.units_of(params):
-            unit.kind.leave(self, unit)
+            unit.kind.leave(unit.params, self.gather_exactly)
             for param in unit.params:
                 state: ParameterWire = getattr(param, STATE)
                 param.__dict__.pop(READ_AS_NUMBERS, None)

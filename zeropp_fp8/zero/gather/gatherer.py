@@ -39,10 +39,10 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.products import GATHERED_OPERAND, READ_AS_NUMBERS
 from zeropp_fp8.formats import WireFormat
-from zeropp_fp8.zero.gather.adopted import STATE, by_engine
+from zeropp_fp8.zero.gather.adopted import STATE, by_engine, by_kind
 from zeropp_fp8.zero.gather.adoption import Adoption
 from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
-from zeropp_fp8.zero.gather.kinds import Kind, by_kind
+from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.secondary import keep_in_other_formats
 from zeropp_fp8.zero.gather.units import Flight, Unit
@@ -484,6 +484,8 @@ class Gatherer(Adoption):
                 self._is_not_live(unit)
             for param in params:
                 self.unit_of(param).looked_at.discard(param.ds_id)
+                if param.ds_status != ZeroParamStatus.AVAILABLE:
+                    getattr(param, STATE).lossy = False
             if written:  # after the write: the gather lane waits for what the current stream was given
                 self.weights_changed(written)
                 for unit in (unit for param in written for unit in self.units_with(param)):

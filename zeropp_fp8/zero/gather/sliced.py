@@ -35,9 +35,6 @@ class Sliced(Kind):
     def takes(self, param: Parameter) -> bool:
         return True
 
-    def unit(self, params: list[Parameter], persistent: bool = False) -> SlicedUnit:
-        return SlicedUnit(params, self, persistent)
-
     def adopt(self, params: Sequence[Parameter]) -> None:
         super().adopt(params)
         for param in params:
@@ -256,3 +253,6 @@ class SlicedUnit(DifferingUnit):
             self.dtype_of(param),
             row_of_slice=None if self.route.in_rank_order else self.route.row_of_slice,
         )
+
+
+Sliced.unit_class = SlicedUnit

@@ -27,11 +27,11 @@ from zeropp_fp8.comm.ledger import Bill
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.noise import Seed
+from zeropp_fp8.zero.gather.kinds import Kind
 
 if TYPE_CHECKING:
     from zeropp_fp8.comm.payload import PayloadLayout
     from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight  # needs Triton, which is loaded on first use
-    from zeropp_fp8.zero.gather.kinds import Kind
 
 _writes = itertools.count()
 
@@ -364,18 +364,21 @@ def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str,
     def kind_of(param: Parameter) -> Kind:
         return next(kind for kind in kinds if kind.takes(param))
 
+    def unit(members: list[Parameter], kind: Kind, persistent: bool = False) -> Unit:
+        return kind.unit_class(members, kind, persistent)
+
     units: list[Unit] = []
 
     def add(params: list[Parameter], persistent: bool = False) -> None:
         if granularity == "parameter" and not persistent:
-            units.extend(kind_of(param).unit([param]) for param in params)
+            units.extend(unit([param], kind_of(param)) for param in params)
             return
         for kind in kinds:
             mine = [param for param in params if kind_of(param) is kind]
             for trained in (False, True):
                 members = [param for param in mine if param.requires_grad is trained]
                 if members:
-                    units.append(kind.unit(members, persistent))
+                    units.append(unit(members, kind, persistent))
 
     whole = {id(block) for block in blocks}
 
@@ -390,6 +393,6 @@ def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str,
     add(untaken(p for p in model.parameters() if p.ds_persist), persistent=True)
     visit(model)
     names = {id(param): name for name, param in model.named_parameters()}
-    for unit in units:
-        unit.names = [names[id(param)] for param in unit.params]
+    for each in units:
+        each.names = [names[id(param)] for param in each.params]
     return units

@@ -8,7 +8,7 @@ what arrives: no copy sorts it, on any topology.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,7 @@ from zeropp_fp8.comm.owned import OwnedGather, start_owned_gather
 from zeropp_fp8.comm.payload import PayloadLayout
 from zeropp_fp8.comm.reduce_scatter import slice_of_rank
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
-from zeropp_fp8.formats.shared_scale import SharedScales
-from zeropp_fp8.zero.gather.adoption import Adoption
+from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.zero.gather.buffers import Places
 from zeropp_fp8.zero.gather.difference import Contents
 from zeropp_fp8.zero.gather.differing import DifferingUnit
@@ -32,7 +31,7 @@ from zeropp_fp8.zero.gather.gemm_weights import DTYPE as OPERAND_DTYPE
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
-from zeropp_fp8.zero.gather.units import Arrived, Unit
+from zeropp_fp8.zero.gather.units import Arrived
 from zeropp_fp8.zero.owners.placement import Owners
 from zeropp_fp8.zero.owners.slices import part_of_slices, slice_of_parts
 
@@ -92,10 +91,7 @@ class Owned(Kind):
     def takes(self, param: Parameter) -> bool:
         return True
 
-    def unit(self, params: list[Parameter], persistent: bool = False) -> OwnedUnit:
-        return OwnedUnit(params, self, persistent)
-
-    def report_rows(self, units: Sequence[Unit]) -> list[tuple]:
+    def report_rows(self, params: Sequence[Parameter]) -> list[tuple]:
         return [("partition", "whole tensors", 0, str(self.route.session.placement.balance))]
 
     def to_slice(self, param: Parameter, own: Tensor) -> Tensor:
@@ -106,34 +102,34 @@ class Owned(Kind):
 
     # -- giving parameters to owners, and taking them back -----------------------------------------------------------
 
-    def prepare(self, units: Sequence[Unit]) -> None:
+    def prepare(self, units: Sequence[Sequence[Parameter]]) -> None:
         """Plan who owns what, if it is not planned."""
         session = self.route.session
         if not isinstance(session.placement, Owners):
-            session.placement = _plan_owners(session, units)
+            session.placement = _plan_owners(self.route, units)
 
     @torch.no_grad()
-    def place(self, unit: Unit) -> None:
+    def place(self, params: Sequence[Parameter]) -> None:
         placement = self.route.session.placement
         try:
-            unit.params[0].all_gather(unit.params)
-            parts = [placement.own_part(p, p.data).to(p.ds_tensor.dtype, copy=True) for p in unit.params]
+            params[0].all_gather(params)
+            parts = [placement.own_part(p, p.data).to(p.ds_tensor.dtype, copy=True) for p in params]
         finally:
-            unit.params[0].partition(unit.params)
-        for param, own in zip(unit.params, parts):
+            params[0].partition(params)
+        for param, own in zip(params, parts):
             _replace_shard(param, own, padding=0)
 
     @torch.no_grad()
-    def leave(self, gatherer: Adoption, unit: Unit) -> None:
+    def leave(self, params: Sequence[Parameter], gather_exactly: Callable[[Sequence[Parameter]], None]) -> None:
         rank, world = self.route.session.topology.rank, self.route.session.topology.world_size
         slices = []
-        for param in unit.params:
+        for param in params:
             try:
-                gatherer.gather_exactly([param])
+                gather_exactly([param])
                 slices.append(slice_of_rank(param.data.reshape(-1), rank, world))
             finally:
                 param.partition([param])
-        for param, own in zip(unit.params, slices):
+        for param, own in zip(params, slices):
             _replace_shard(param, own, padding=own.numel() * world - param.ds_numel)
 
     # -- layouts -----------------------------------------------------------------------------------------------------
@@ -368,17 +364,21 @@ class OwnedUnit(DifferingUnit):
         return self._start_hops_before(self.layout, held, self.own_held_row(held).view(-1))
 
 
-def _plan_owners(session, units: Sequence[Unit]) -> Owners:
+Owned.unit_class = OwnedUnit
+
+
+def _plan_owners(route: Route, units: Sequence[Sequence[Parameter]]) -> Owners:
     """Who owns what, with all model states and the bytes of each exchange counted."""
+    session = route.session
     config, topology = session.config, session.topology
     gradient_bytes = 1.0 if config.gradients.store_format != "none" else 4.0
     return Owners.plan(
-        [unit.params for unit in units],
+        units,
         topology.rank,
         topology.world_size,
         topology.ranks_per_node,
         state_bytes=gradient_bytes + (session.state_formats.bytes_per_parameter() if session.state_formats else 12.0),
-        wire_bytes=[[unit.format_of(p).bits_per_element / 8 for p in unit.params] for unit in units],
+        wire_bytes=[[route.format_of(p).bits_per_element / 8 for p in params] for params in units],
         split=config.partition_split,
     )
 

@@ -30,8 +30,7 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.formats import SharedScaleFormat
 from zeropp_fp8.formats.amax_history import AmaxHistory
-from zeropp_fp8.formats.scale_table import ScaleTable
-from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.formats.scale_table import ScaleTable, SharedScales
 from zeropp_fp8.zero.session import Session
 
 TOLERATED_SHARE = 1e-5  # 0.001 %

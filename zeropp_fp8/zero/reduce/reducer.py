@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from zeropp_fp8.comm import ErrorFeedback
 from zeropp_fp8.comm.lanes import Lane
 from zeropp_fp8.comm.reduce_scatter import ReducePlan, Reduction, Rings, slice_numel
-from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 from zeropp_fp8.zero.reduce.node_sums import NodeSums
 from zeropp_fp8.zero.session import Session
