@@ -32,7 +32,7 @@ class Masked(Sliced):
 class MaskedUnit(Unit):
     """Slices one after the other, a row a rank."""
 
-    def bytes_of(self, param):
+    def bytes_in(self, wire_format, param):
         return param.ds_tensor.numel() * param.ds_tensor.element_size()
 
     def lay_out(self):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp_fp8.config import GEMMS, SKIPPED_IN, Trial, pieces_of
+from zeropp_fp8.zero.gather.adopted import unit_of
 from zeropp_fp8.zero.observer import Observer
 from zeropp_fp8.zero.session import Session
 
@@ -73,7 +74,7 @@ def layers_of(engine) -> dict[str, list[str]]:
     session, found = engine.zeropp_fp8_session, {piece: [] for piece in SKIPPED_IN}
     found["compute"] = [*session.conversion.converted] if session.conversion else []
     for name, param in engine.module.named_parameters():
-        unit, layer = engine.optimizer.gatherer.unit_of(param), name.removesuffix(".weight")
+        unit, layer = unit_of(param), name.removesuffix(".weight")
         if unit.kind.sends_what_rests:
             found["frozen"].append(layer)
         elif not unit.is_exact(param):

@@ -13,6 +13,8 @@ from zeropp_fp8.compute.gemm import execution
 from zeropp_fp8.config import PluginConfig, patterns_of_gemms
 from zeropp_fp8.config.patterns import matches
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.zero.gather.adopted import unit_of
+from zeropp_fp8.zero.gather.secondary import is_frozen
 from zeropp_fp8.zero.session import Session
 
 if TYPE_CHECKING:
@@ -34,15 +36,16 @@ def _without_kernel(session: Session, wire_format: WireFormat | None) -> str:
 def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> list[tuple]:
     """(what, format, parameters, remark) for each line of the table."""
     config, topology = session.config, session.topology
-    params = list(gatherer.adopted.values())
+    params = list(gatherer.ownership.params.values())
     by_format: dict[str, list] = defaultdict(list)
     for param in params:
-        unit, wire_format = gatherer.unit_of(param), gatherer.format_of(param)
+        unit = unit_of(param)
+        wire_format = unit.format_of(param)
         if unit.kind.sends_what_rests:
             continue
         if unit.travels_as_operand(param):
             sorted_first = "" if gatherer.route.in_rank_order else " after one copy that sorts slices"
-            what = f"{wire_format.name}, a scale a {gatherer.gemm_weights.granularity}"
+            what = f"{wire_format.name}, a scale a {gatherer.route.gemm_weights.granularity}"
             by_format[(what, f"GEMM operands as they come{sorted_first}")].append(param)
             continue
         exact = isinstance(wire_format, UnquantizedFormat)
@@ -65,7 +68,7 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
         for (name, reason), members in by_format.items()
     ]
     rows += _difference_rows(session, gatherer)
-    for kind in gatherer.kinds:
+    for kind in gatherer.ownership.kinds:
         rows += kind.report_rows([p for unit in gatherer.units if unit.kind is kind for p in unit.params])
     if session.conversion is not None:
         rows += _compute_rows(session)
@@ -209,11 +212,11 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
     before, after = session.gather_levels
     weights = {"forward": {"inter": 0, "intra": 0}, "backward": {"inter": 0, "intra": 0}}
     gradients = {"inter": 0, "intra": 0}
-    for param in gatherer.adopted.values():
-        unit = gatherer.unit_of(param)
+    for param in gatherer.ownership.params.values():
+        unit = unit_of(param)
         held, differs = unit.bytes_of(param), unit.first_bytes_of(param) / max(1, unit.bytes_of(param))
         # Copies of frozen weights stay valid from step to step: after the first one they are there.
-        is_kept = unit.keeps_secondary and unit.is_frozen
+        is_kept = unit.keeps_secondary and is_frozen(unit)
         for level, kept in [(level, unit.keeps_secondary) for level in before] + [(a, False) for a in after]:
             sent = held * (level.size - 1)
             held *= level.size

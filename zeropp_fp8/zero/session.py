@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -36,8 +35,6 @@ from zeropp_fp8.optim import StateFormats
 from zeropp_fp8.zero.observer import Observer
 from zeropp_fp8.zero.placement import Slices
 
-_numbers = itertools.count()
-
 
 class Session:
     """Configuration, topology, formats, ledger and random generators of one engine.
@@ -56,8 +53,7 @@ class Session:
     ) -> None:
         world_size = dist.get_world_size(group)
         self.place = place_of(dist.get_rank(), config)
-        places, numbers = zip(*told_by_all((self.place, next(_numbers)), group))
-        self.number = numbers[0]  # the same on all ranks
+        places = told_by_all(self.place, group)
         ranks_per_node, self.ranks_per_node_source = _ranks_per_node(config, places, model_parallel_group)
         self.ranks_here = sum(place.host == self.place.host for place in places)
         self.config = config
@@ -71,7 +67,6 @@ class Session:
         self.shares = None  # what a step's time goes to (StepShares of bound.py), once it is measured
         self.on_model = ExitStack()  # takes off the model what this engine has put on it
         self.failed = False  # its constructor has, here if not on all ranks
-        self.collected = False  # the engine is being collected: nothing collective can be done
         self.activations: ActivationExchange | None = None  # of sequence parallelism, where it is in FP8
         self.fell_back = False  # from the formats of the section, to high precision
         self.observers: list[Observer] = []

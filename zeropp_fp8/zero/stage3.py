@@ -40,7 +40,7 @@ class ZeroppStage3(ReducingStage3):
         if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
             print("zeropp_fp8: the optimizer leaves the choice to torch: its fused update is used", flush=True)
         super().__init__(module, init_optimizer, param_names, *args, session=session, **kwargs)
-        self.gatherer.given_back = self._bring_shards_home
+        self.gatherer.ownership.given_back = self._bring_shards_home
 
     def destroy(self) -> None:
         """Give the model back, and the memory of all that is not DeepSpeed's: an engine may be kept after its end."""
@@ -85,7 +85,7 @@ class ZeroppStage3(ReducingStage3):
             super()._post_step(timer_names)
 
     def checkpoint_event_prologue(self) -> None:
-        self.gatherer.check_placement()
+        self.gatherer.ownership.check_placement()
         super().checkpoint_event_prologue()
 
     def checkpoint_event_epilogue(self) -> None:
@@ -104,8 +104,7 @@ class ZeroppStage3(ReducingStage3):
     def set_full_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
         super().set_full_hp_param(value, param, optim_state_key)
         if optim_state_key is None:  # a master weight, which the next step writes to the shards
-            for unit in self.gatherer.units_with(param):
-                unit.expect_large_step()
+            self.gatherer.expect_large_step([param])
 
     def _somebody_wrote_alone(self) -> bool:
         """Whether a rank has, of which the others cannot know: then differences to copies are not small. Collective."""
@@ -119,7 +118,7 @@ class ZeroppStage3(ReducingStage3):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def step(self, closure=None) -> None:
-        self.gatherer.check_placement()
+        self.gatherer.ownership.check_placement()
         loss_scale = self.loss_scale
         self.end_backward()
         self._finish_resting()
@@ -129,7 +128,7 @@ class ZeroppStage3(ReducingStage3):
         with self.session.ledger.counting("other"):
             if self._somebody_wrote_alone():  # the host waits for the device next in any case
                 for unit in self.gatherer.units:
-                    unit.expect_large_step()
+                    unit.delta.large_step = True
         super().step(closure)
         self._forget_gradients()
         residuals = self.reducer.error_feedback

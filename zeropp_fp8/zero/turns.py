@@ -1,7 +1,7 @@
 """Engines over one model, made one after the other: the last one's hooks and attributes are on it, until it ends.
 
-Each module (and parameter) lists the engines over it. Who comes takes off what the one before has there, and who ends
-gives that its turn again. They may end in any order, and before they were finished.
+Each module (and parameter) lists the engines over it. The next one takes off what the one before has there, and puts it
+back when it ends: the last one ends first.
 """
 
 from __future__ import annotations
@@ -81,17 +81,16 @@ class Turn:
             self._hooks.setdefault(id(hook.hooks_dict_ref()), []).append(hook)
 
     def end(self) -> None:
-        """Also where it has begun for some of the things only, or not at all."""
+        """Of the last one. Also where it has begun for some of the things only, or not at all."""
         for thing in self._things:
-            turns = thing.__dict__.get(self._listed_as, ())
-            if self not in turns:
+            turns = thing.__dict__.get(self._listed_as)
+            if not turns or turns[-1] is not self:
                 continue
-            if turns[-1] is self:
-                self._step_back(thing)
-                for last in turns[-2:-1]:
-                    last._step_forth(thing)
-            turns.remove(self)
-            if not turns:
+            turns.pop()
+            self._step_back(thing)
+            if turns:
+                turns[-1]._step_forth(thing)
+            else:
                 del thing.__dict__[self._listed_as]
 
     def _step_back(self, thing: Any) -> None:

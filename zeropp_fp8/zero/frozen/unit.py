@@ -53,6 +53,19 @@ class Stored(Kind):
     def formats_changed(self) -> None:
         self.operands.clear()
 
+    def check_usable(self, params: Iterable[Parameter]) -> None:
+        for param in params:
+            check_usable(param)
+            check_untouched(param)
+
+    def check_untouched(self, params: Iterable[Parameter]) -> None:
+        for param in params:
+            check_untouched(param)
+
+    def note(self, params: Iterable[Parameter]) -> None:
+        for param in params:
+            note_version(param)
+
     def fragment(self, name: str, param: Parameter, stock: Callable[[], Tensor]) -> QuantizedFragment:
         return fragment_of(name, param)
 
@@ -147,23 +160,10 @@ class StoredUnit(SlicedUnit):
         """The FP8 operand of a parameter, from all ranks' payloads [ranks, row bytes]."""
         param, layout, operands = self.packed[index], self.layout, self.kind.operands
         if not operands.rests_as_operand(param):
-            return operands.operand(param, self._weight_in(index, payloads))
+            return operands.operand(param, self.weight_in(index, payloads))
         rows = payloads[:, layout.offsets[index] : layout.offsets[index] + layout.sizes[index]]
         order = None if self.route.in_rank_order else self.route.rows_in_rank_order
         return operands.operand_at_rest(param, rows, layout.slice_numels[index], order)
-
-    def check_usable(self, params: Iterable[Parameter]) -> None:
-        for param in params:
-            check_usable(param)
-            check_untouched(param)
-
-    def check_untouched(self, params: Iterable[Parameter]) -> None:
-        for param in params:
-            check_untouched(param)
-
-    def note(self, params: Iterable[Parameter]) -> None:
-        for param in params:
-            note_version(param)
 
 
 Stored.unit_class = StoredUnit

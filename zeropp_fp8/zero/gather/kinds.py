@@ -6,7 +6,7 @@ What is here holds for shards of numbers, whoever has which of them. One object 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,17 @@ class Kind(ABC):
     @abstractmethod
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
         """Every bit of parameters that are not there, complete on the current stream. Collective."""
+
+    # -- parameters that somebody else may have written to -----------------------------------------------------------
+
+    def check_usable(self, params: Iterable[Parameter]) -> None:
+        """Raise RuntimeError where a parameter may not be computed with."""
+
+    def check_untouched(self, params: Iterable[Parameter]) -> None:
+        """Raise RuntimeError where a parameter was written, which would be lost."""
+
+    def note(self, params: Iterable[Parameter]) -> None:
+        """The values of parameters were put there, or dropped, by the plugin."""
 
     # -- writing back -----------------------------------------------------------------------------------------------
 

@@ -26,12 +26,11 @@ from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.zero.gather.buffers import Places
 from zeropp_fp8.zero.gather.difference import Contents
-from zeropp_fp8.zero.gather.differing import DifferingUnit
 from zeropp_fp8.zero.gather.gemm_weights import DTYPE as OPERAND_DTYPE
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
-from zeropp_fp8.zero.gather.units import Arrived
+from zeropp_fp8.zero.gather.units import Arrived, Naming, Unit
 from zeropp_fp8.zero.owners.placement import Owners
 from zeropp_fp8.zero.owners.slices import part_of_slices, slice_of_parts
 
@@ -237,14 +236,13 @@ class Owned(Kind):
             param.ds_status = ZeroParamStatus.AVAILABLE
 
 
-class OwnedUnit(DifferingUnit):
+class OwnedUnit(Unit):
     """A unit of parameters that have owners. Its payload is kept as for slices."""
 
     kind: Owned
 
     def __init__(self, params: list[Parameter], kind: Owned, persistent: bool = False) -> None:
         super().__init__(params, kind, persistent)
-        self.layout: OwnedLayout | None = None
         self._sent: OwnedLayout | None = None  # of differences
         self._made_for: list[tuple[torch.dtype, int]] = []
 
@@ -264,7 +262,7 @@ class OwnedUnit(DifferingUnit):
         self._places = Places(self._packed, [self.dtype_of(p) for p in self._packed])
         self._exact = [self.is_exact(p) for p in self._packed]
         self.payload = None  # it was made for the old one
-        differing = [self.format_of_difference(p) for p in self.params]
+        differing = [self.delta.format_of(p) for p in self.params]
 
         def contents(pieces: Sequence[_Piece]) -> Contents:
             in_order = [piece.index for piece in pieces]
@@ -272,8 +270,8 @@ class OwnedUnit(DifferingUnit):
             return Contents(numels, [formats[i] for i in in_order], [differing[i] for i in in_order])
 
         held_pieces = self.kind.pieces_of(self.params, self.kind.held_ranks)
-        self.let_differ(contents(self.layout.own_pieces), contents(held_pieces))
-        if self.difference is not None:
+        self.delta.lay_out(contents(self.layout.own_pieces), contents(held_pieces))
+        if self.delta.difference is not None:
             self._sent = self.kind.layout_of(self.params, differing)
 
     @property
@@ -286,8 +284,7 @@ class OwnedUnit(DifferingUnit):
 
     def first_hops(self, held: Tensor) -> list[OwnedGather]:
         have = self._own_payload(None if self.kind.hops_before else held)
-        if self.difference is not None and self.keeps_secondary:
-            self.difference.begin()
+        self.delta.begin()
         return self._start_hops_before(self.layout, held, have)
 
     def _start_hops_before(self, layout: OwnedLayout, result: Tensor, have: Tensor) -> list[OwnedGather]:
@@ -307,14 +304,15 @@ class OwnedUnit(DifferingUnit):
         """Encode what this rank owns, flat; without a secondary shard the bytes are kept, as for slices."""
         route, layout, weights = self.route, self.layout, self.route.gemm_weights
         if layout.operand_places:
-            self.refresh_scales()
+            with Naming(self.names):
+                weights.refresh_scales()
         if self.payload is not None:
             return self.payload if into is None else into.copy_(self.payload)
         row = into
         if row is None:
             row = torch.empty(layout.own.row_bytes, dtype=torch.uint8, device=route.device)
-        shards = self.kind.shard_views(self.params, layout.own_pieces)
-        seed = self.seed_of(layout.own)
+        shards = self.shards()
+        seed = self.seeds.of(layout.own)
         one_scale = layout.operand_places and weights.granularity == "tensor"
         scales = self.kind.operand_scales(layout) if one_scale else None
         layout.own.encode(shards, route.one_row, row.view(1, -1), seed, scales)
@@ -343,12 +341,16 @@ class OwnedUnit(DifferingUnit):
             operands.append((param, self.route.gemm_weights.operand(param, codes, start)))
         return Arrived(list(zip(values, values.values(), self._exact)), operands, in_place)
 
-    # -- differences to what is held ---------------------------------------------------------------------------------
+    # -- differences (delta.py) --------------------------------------------------------------------------------------
 
-    def send_differences(self, held: Tensor, brought: Tensor) -> list[OwnedGather]:
-        own, shards = self.kind.own_row(self._sent, brought), self.kind.shard_views(self.params, self.layout.own_pieces)
-        self.difference.encode(shards, self.own_held_row(held), own)
-        return self._start_hops_before(self._sent, brought, own.view(-1))
+    def shards(self) -> list[Tensor]:
+        return self.kind.shard_views(self.params, self.layout.own_pieces)
+
+    def own_row_of_differences(self, brought: Tensor) -> Tensor:
+        return self.kind.own_row(self._sent, brought)
+
+    def bring_differences(self, brought: Tensor) -> list[OwnedGather]:
+        return self._start_hops_before(self._sent, brought, self.own_row_of_differences(brought).view(-1))
 
     @property
     def rows_held(self) -> int:
