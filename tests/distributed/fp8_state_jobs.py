@@ -158,7 +158,7 @@ def training_beside_stock(steps=15):
             held["groups"] = [(g.matrices, g.segments.padded_numel, len(g.params)) for g in optimizer.state_groups]
             held["flat"] = sum(t.numel() for t in optimizer.fp32_partitioned_groups_flat)
             held["buffer"] = optimizer.grad_partitions_flat_buffer.numel()
-            held["report"] = optimizer.scales.report()
+            held["report"] = optimizer.reducer.scales.report()
         found[name] = losses, held, at_start and (name != "o2" or rounded_masters(engine)[1])
         engine.destroy()
     return found
@@ -180,7 +180,7 @@ def gradients_that_are_not_finite(dtype):
             {name: {k: v.clone() if torch.is_tensor(v) else v for k, v in one.items()} for name, one in group.items()}
             for group in optimizer.states.raw()
         ]
-        return full_weights(engine.module), raw, dict(optimizer.states.steps), optimizer.scales.state_dict()
+        return full_weights(engine.module), raw, dict(optimizer.states.steps), optimizer.reducer.scales.state_dict()
 
     def equal(a, b):
         if torch.is_tensor(a):

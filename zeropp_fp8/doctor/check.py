@@ -116,7 +116,7 @@ def differing(config: PluginConfig) -> Iterator[tuple[str, Any]]:
 
 def _of_engine(config: PluginConfig, ranks: int | None, ranks_per_node: int | None) -> list[str]:
     """What an engine refuses when it is made on so many ranks."""
-    from zeropp_fp8.plugin.engine import check_owners
+    from zeropp_fp8.plugin.zeropp_engine import check_owners
 
     places = []
     if ranks is not None:

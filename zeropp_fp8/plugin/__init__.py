@@ -1,9 +1,10 @@
 """The plugin inside DeepSpeed. The only folder that changes anything of DeepSpeed's, or TRL's.
 
-install.py    what is replaced, and how it is put back
-relied_on.py  the names of DeepSpeed that this project relies on, and their check
-engine.py     the engine: where the plugin's ZeRO-3 is built, checkpoints are saved and loaded
-trl.py        TRL's own generation, the only thing outside of DeepSpeed that is replaced
+install.py        what is replaced, and how it is put back
+relied_on.py      the names of DeepSpeed that this project relies on, and their check
+engine.py         which engine a ds_config gets
+zeropp_engine.py  the plugin's engine: ZeRO-3 is built, checkpoints are saved and loaded
+trl.py            TRL's own generation, the only thing outside of DeepSpeed that is replaced
 """
 
 from zeropp_fp8.plugin.install import disable, enable, is_enabled

@@ -25,6 +25,7 @@ from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.secondary import keep_secondary_shards
 from zeropp_fp8.zero.gather.sliced import Sliced
 from zeropp_fp8.zero.gather.units import build_units
+from zeropp_fp8.zero.parts import ComputeScaling
 from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.turns import Turn, has_turn
@@ -207,6 +208,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         # Of the call whose hooks run now: DeepSpeed's hooks hand tensors over one by one, with nothing in between.
         self.inputs, self.outputs = _CallTensors(), _CallTensors()
         super().__init__(module, *args, **kwargs)
+        if session.conversion is not None:
+            session.parts.append(ComputeScaling(session))
         route = Route(session)
         kinds = kinds_of(route)
         units = build_units(module, self.blocks, granularity, kinds)

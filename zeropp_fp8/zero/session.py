@@ -32,7 +32,7 @@ from zeropp_fp8.config import (
 from zeropp_fp8.config.patterns import matches
 from zeropp_fp8.formats import SharedScaleFormat, WireFormat, make_format
 from zeropp_fp8.optim import StateFormats
-from zeropp_fp8.zero.observer import Observer
+from zeropp_fp8.zero.part import StagePart
 from zeropp_fp8.zero.placement import Slices
 
 
@@ -69,7 +69,7 @@ class Session:
         self.failed = False  # its constructor has, here if not on all ranks
         self.activations: ActivationExchange | None = None  # of sequence parallelism, where it is in FP8
         self.fell_back = False  # from the formats of the section, to high precision
-        self.observers: list[Observer] = []
+        self.parts: list[StagePart] = []  # features of training, in the order in which a stage asks them
         self.numerics: dict[str, float] = {}  # what the last sample has found, by name
         self.topology: Topology = make_topology(group, ranks_per_node)
         sharing = secondary_ranks(config, ranks_per_node)

@@ -20,6 +20,7 @@ from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 from zeropp_fp8.zero.reduce.node_sums import numel_of_sums
 from zeropp_fp8.zero.reduce.order import FixedOrder, is_still_to_come, reduction_units, runs_to_its_leaves
 from zeropp_fp8.zero.reduce.reducer import GradientReducer
+from zeropp_fp8.zero.reduce.residuals import Residuals
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage3_base import Freed, Replaced, Stage3Base
 
@@ -61,6 +62,10 @@ class ReducingStage3(Stage3Base):
         session.sums_numel = numel_of_sums(session, module.parameters(), dtype)
         super().__init__(module, init_optimizer, param_names, *args, session=session, **kwargs)
         session.residual_bytes = self.reducer.residual_bytes(module.parameters())
+        self.reducer.trained_numel = sum(p.ds_numel for p in module.parameters() if p.requires_grad)
+        session.parts.append(self.reducer)
+        if self.reducer.error_feedback is not None:
+            session.parts.append(Residuals(session, self.reducer.error_feedback, self.reducer.trained_numel))
         session.bytes_to_come = session.residual_bytes + session.sums_numel * dtype.itemsize
 
     @property
@@ -103,7 +108,8 @@ class ReducingStage3(Stage3Base):
                 params = [param for unit in self._order.units for param in unit]
                 if self.session.config.gradients.scales == "tensor":
                     names = [self.param_names[p] for p in params]
-                    self.scales = self.reducer.scales = GradientScales(self.session, params, names)
+                    self.reducer.scales = GradientScales(self.session, params, names)
+                    self.session.parts.append(self.reducer.scales)
                 self._order_is_known(params)
             self._users = Counter(id(p) for module in self.module.modules() for p in module.parameters(recurse=False))
             self._used_by_only: dict[tuple[int, bool], list[Parameter]] = {}
@@ -200,11 +206,6 @@ class ReducingStage3(Stage3Base):
         for param in params:
             # Encoding was the last use, on this stream: the memory may be used again at once.
             param.grad = None
-
-    def formats_changed(self) -> None:
-        self.reducer.formats_changed()
-        self.scales = None
-        super().formats_changed()
 
     def _finish_unit(self, params: Sequence[Parameter], names: list[str], grads: list[Tensor] | None) -> None:
         """Let the mean of a unit's gradients, those that rest in the node too, arrive in the gradient partitions."""

@@ -31,6 +31,7 @@ from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.formats import SharedScaleFormat
 from zeropp_fp8.formats.amax_history import AmaxHistory
 from zeropp_fp8.formats.scale_table import ScaleTable, SharedScales
+from zeropp_fp8.zero.part import Row, StagePart
 from zeropp_fp8.zero.session import Session
 
 TOLERATED_SHARE = 1e-5  # 0.001 %
@@ -41,7 +42,7 @@ SMALLEST_MU = 2.0**-24
 LARGEST_MU = 2.0**24
 
 
-class GradientScales:
+class GradientScales(StagePart):
     """The scales of one engine's gradients.
 
     Args:
@@ -49,6 +50,8 @@ class GradientScales:
             exactly; they have a place, so that the scales of parameters that are reduced together are neighbours.
         names: of `params`, for checkpoints: another gather unit or other groups give another order.
     """
+
+    if_lost = "gradient scales start afresh"
 
     def __init__(self, session: Session, params: Sequence[Parameter], names: Sequence[str]) -> None:
         gradients = session.config.gradients
@@ -155,6 +158,21 @@ class GradientScales:
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
+    def step_ended(self, overflow: bool, scale_change: float) -> None:
+        with self.session.ledger.counting("other"):
+            self.end_step(overflow, scale_change)
+
+    def formats_changed(self) -> None:
+        self.session.parts.remove(self)
+
+    def rows(self) -> list[Row]:
+        gradients = self.session.config.gradients
+        policy = {"auto": "mu adapts", "pre": "divided before the sum", "post": "divided after the sum"}
+        with_nccl = gradients.reduction == "nccl"
+        reduction = "added by NCCL (messages with vectors: in fp32)" if with_nccl else "added in fp32"
+        remark = f"from {gradients.amax_history} steps; {policy[gradients.scale_policy]}; {reduction}"
+        return [("gradient scales", "one a tensor, shared", 0, remark)]
+
     @torch.no_grad()
     def end_step(self, overflow: bool, loss_scale_change: float = 1.0) -> None:
         """Take over what the step has shown, in two small collectives; mu moves. Nothing waits for the device.
@@ -201,6 +219,12 @@ class GradientScales:
         return {"mu": self.mu.item(), "saturated": saturated, "vanished": vanished}
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def extra_state(self) -> dict:
+        return {"gradient_scales": self.state_dict()}
+
+    def load_extra_state(self, state: dict) -> None:
+        self.load_state_dict(state.get("gradient_scales"))
 
     def state_dict(self) -> dict:
         """What the next step's scales depend on; the same on every rank, whatever their number."""

@@ -51,6 +51,7 @@ class BlockGradientStore(GradientStore):
     """
 
     def __init__(self, element: str, block_size: int, groups: Sequence[StateGroup], dtype: torch.dtype) -> None:
+        self.element = element
         self._lay_out(groups, dtype)
         self._buffers = {id(g): StateBuffer(g.segments, element, "block", block_size) for g in groups if g.matrices}
         self._on_the_way: dict[int, _Arriving] = {}  # by ds_id

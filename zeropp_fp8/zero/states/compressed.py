@@ -8,6 +8,7 @@ the rounded master weights. With a scale a tensor, "tensor" means this rank's pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.nn import Parameter
 from zeropp_fp8.config import SECTION, ConfigError, OptimizerConfig, PluginConfig, adam_refusals
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.optim import FP8Gradients, Hyper, StateBuffer, StateFormats, adamw_step, make_state_buffers
+from zeropp_fp8.zero.part import Row, StagePart
 from zeropp_fp8.zero.states.groups import StateGroup
 
 KEYS = {None: "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # DeepSpeed's name -> ours
@@ -66,13 +68,19 @@ def decouples_weight_decay(optimizer: torch.optim.Optimizer, group: dict) -> boo
     return bool(group.get("decoupled_weight_decay", False))
 
 
-class CompressedStates:
+class CompressedStates(StagePart):
     """States of one engine.
 
     Args:
         groups: the layout.
         formats: of the three quantities.
+
+    Attributes:
+        loads_states: whether the last load was of states, not of weights only.
     """
+
+    loads_states = True
+    if_lost = "states are rounded to the formats of this run"
 
     def __init__(self, groups: Sequence[StateGroup], formats: StateFormats) -> None:
         self.groups = list(groups)
@@ -182,7 +190,24 @@ class CompressedStates:
         if key is None:
             self._unrounded.discard(param.ds_id)
 
+    def rows(self) -> list[Row]:
+        formats = self.formats
+        names = f"{formats.master}, {formats.exp_avg}, {formats.exp_avg_sq}"
+        remark = f"master weights, first and second moments; a scale a {formats.scales}, {formats.rounding} rounding"
+        return [("optimizer states", names, 0, remark)]
+
     # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def extra_state(self) -> dict[str, Any]:
+        # Where a range is expanded, decoded numbers would not encode to themselves.
+        return {"states": self.raw()} if self.formats.expand_range else {}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        if "states" in state and self.loads_states:
+            try:
+                self.load_raw(state["states"])
+            finally:  # the fp32 numbers of DeepSpeed's part have been taken
+                self.write_weights()
 
     def raw(self) -> list[dict]:
         """The stored bytes of all groups, on the CPU."""

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from deepspeed import comm as ds_comm
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.utils import logger
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -35,7 +33,6 @@ class CompressedStatesStage3(AtRestStage3):
                 '"zero_optimization.offload_optimizer" keeps fp32 states on the CPU, where FP8AdamW keeps them in low '
                 "precision on the device; remove one of the two"
             )
-        self._loads_states = True  # whether the last load was of states, not of weights only
         super().__init__(*args, **kwargs)
 
     # -- construction ------------------------------------------------------------------------------------------------
@@ -48,6 +45,7 @@ class CompressedStatesStage3(AtRestStage3):
             empty.requires_grad = True
             self.fp32_partitioned_groups_flat.append(empty)
         self.states = CompressedStates(self.state_groups, self.session.state_formats)
+        self.session.parts.append(self.states)
         for group in self.optimizer.param_groups:
             group["params"] = []
 
@@ -147,7 +145,7 @@ class CompressedStatesStage3(AtRestStage3):
                 own = slice(offset, offset + self.session.own_numel(param))
                 take = self.states.write if int(state.get("step", 0)) else self.states.take_values
                 take(param, flat.detach()[own])
-                for key in ("exp_avg", "exp_avg_sq") if self._loads_states else ():
+                for key in ("exp_avg", "exp_avg_sq") if self.states.loads_states else ():
                     if key in state:  # a checkpoint saved before the first step of stock's optimizer has none
                         self.states.write(param, state[key][own], key)
                 offset += param.partition_numel()
@@ -174,37 +172,22 @@ class CompressedStatesStage3(AtRestStage3):
             self.optimizer = given
 
     def _rigid_load_state_dict(self, state_dict: dict, load_optimizer_states: bool = True) -> None:
-        self._loads_states = load_optimizer_states
+        self.states.loads_states = load_optimizer_states
         with self._plain_optimizer(), self._expanded(write_back=True):
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir) -> None:
-        self._loads_states = True
+        self.states.loads_states = True
         with self._expanded(write_back=True):
             super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
 
     def load_module_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir, load_from_fp32_weights) -> None:
-        self._loads_states = False
+        self.states.loads_states = False
         with self._expanded(write_back=True) if load_from_fp32_weights else nullcontext():
             super().load_module_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir, load_from_fp32_weights)
 
     def _restore_from_bit16_weights(self) -> None:
         self.states.take_weights()
-
-    def _own_states(self) -> dict:
-        if not self.states.formats.expand_range:
-            return super()._own_states()
-        return super()._own_states() | {"states": self.states.raw()}  # decoded numbers would not encode to themselves
-
-    def _load_own_states(self, extra: dict) -> None:
-        super()._load_own_states(extra)
-        if "states" in extra and self._loads_states:
-            try:
-                self.states.load_raw(extra["states"])
-            except ValueError as error:  # other formats: the fp32 numbers of DeepSpeed's part have been taken
-                if ds_comm.get_rank() == 0:
-                    logger.warning(f"zeropp_fp8: {error}; states are rounded to the formats of this run")
-            self.states.write_weights()
 
 
 _STATE_KEYS = (None, "exp_avg", "exp_avg_sq")
