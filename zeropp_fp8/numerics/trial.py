@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp_fp8.config import GEMMS, SKIPPED_IN, Trial, pieces_of
+from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.zero.gather.adopted import unit_of
 from zeropp_fp8.zero.part import StagePart
 from zeropp_fp8.zero.session import Session
@@ -42,7 +43,9 @@ class Sketches:
 
     def __init__(self, engine) -> None:
         self.session, self.stage = engine.zeropp_fp8_session, engine.optimizer
-        self.params = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad and len(p.ds_shape) > 1]
+        self.params = [
+            (n, p) for n, p in engine.module.named_parameters() if p.requires_grad and not is_vector(p.ds_shape)
+        ]
         self.names = [name.removesuffix(".weight") for name, _ in self.params]
 
     def of_gradients(self) -> Tensor:

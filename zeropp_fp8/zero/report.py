@@ -12,6 +12,7 @@ from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.config import PluginConfig
 from zeropp_fp8.config.patterns import matches
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.zero.gather.adopted import unit_of
 from zeropp_fp8.zero.gather.secondary import is_frozen
 from zeropp_fp8.zero.part import Row, shown, without_kernel
@@ -64,7 +65,7 @@ def _why(session: Session, unit: Unit, param: Parameter, wire_format: WireFormat
         return "in each node, where differences are added to them"
     if not isinstance(wire_format, UnquantizedFormat):
         return "" if param.requires_grad else "frozen; 16 or 32 bits at rest"
-    if len(param.ds_shape) < 2 and (weights.format != "none" or session.difference_format):
+    if is_vector(param.ds_shape) and (weights.format != "none" or session.difference_format):
         return "fewer than 2 dimensions: norms and biases stay in high precision"
     return "named in weights.skip_modules" if id(param) in session.exact["weights"] else "weights.format is none"
 

@@ -31,6 +31,7 @@ from zeropp_fp8.config import (
 )
 from zeropp_fp8.config.patterns import matches
 from zeropp_fp8.formats import SharedScaleFormat, WireFormat, make_format
+from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.optim import StateFormats
 from zeropp_fp8.zero.part import StagePart
 from zeropp_fp8.zero.placement import Slices
@@ -122,7 +123,7 @@ class Session:
 
     def sends_exactly(self, what: str, param: Parameter) -> bool:
         """Whether the "weights" or "gradients" of a parameter travel in 16 or 32 bits whatever the formats."""
-        return len(param.ds_shape) < 2 or id(param) in self.exact[what]
+        return is_vector(param.ds_shape) or id(param) in self.exact[what]
 
     def own_numel(self, param: Parameter) -> int:
         """Elements that this rank has of a ZeRO-3 parameter, without padding."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zeropp_fp8.formats.shapes import is_matrix
 from zeropp_fp8.zero.export.weights import Part, Weight, buffers, groups, tensors
 from zeropp_fp8.zero.frozen.store import stored_weight
 from zeropp_fp8.zero.gather.adopted import unit_of
@@ -114,7 +115,7 @@ class Contents:
 
     def _goes_as_operand(self, part: Part, param: Parameter) -> bool:
         """Whether a weight goes as the codes that training multiplies, if it multiplies codes."""
-        if self._float8 is None or part.is_adapter or part.module not in self._float8 or len(param.ds_shape) != 2:
+        if self._float8 is None or part.is_adapter or part.module not in self._float8 or not is_matrix(param.ds_shape):
             return False
         return stored_weight(param) is not None or unit_of(param).travels_as_operand(param)
 
