@@ -28,6 +28,58 @@ from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.sliced import SlicedUnit, gather_rows
 
 
+class StoredUnit(SlicedUnit):
+    """A unit of stored parameters. Their codes rest in one buffer, `payload`."""
+
+    kind: Stored
+
+    def format_of(self, param: Parameter) -> WireFormat:
+        return stored_weight(param).wire_format
+
+    def dtype_of(self, param: Parameter) -> torch.dtype:
+        return stored_weight(param).dtype
+
+    def is_exact(self, param: Parameter) -> bool:
+        return True
+
+    @property
+    def shards_are_values(self) -> bool:
+        return False
+
+    def _not_decoded(self) -> list[int]:
+        return [index for index, param in enumerate(self.packed) if param in self.kind.operands]
+
+    def _unpadded_numels(self) -> list[int]:
+        return []  # nothing is encoded
+
+    def prepare(self) -> bool:
+        """Let the codes rest in one buffer."""
+        if self.payload is not None:
+            return False
+        shards = [param.ds_tensor.data for param in self.packed]
+        payload = torch.cat(shards)
+        self.payload = payload.pin_memory() if shards[0].is_pinned() else payload
+        for param, part in zip(self.packed, self.payload.split(self.layout.sizes)):
+            param.ds_tensor.data = part
+        return True
+
+    def at_rest(self) -> Tensor | None:
+        return self.payload if self.route.reached == 1 and self.payload.device == self.route.device else None
+
+    def _operands_in(self, gathered: Tensor) -> list[tuple[Parameter, Float8Operand]]:
+        payloads = self.codes_in(gathered)
+        return [(self.packed[index], self._operand(index, payloads)) for index in self._not_decoded()]
+
+    def _operand(self, index: int, payloads: Tensor) -> Float8Operand:
+        """The FP8 operand of a parameter, from all ranks' payloads [ranks, row bytes]."""
+        param, layout, operands = self.packed[index], self.layout, self.kind.operands
+        if not operands.rests_as_operand(param):
+            return operands.operand(param, self.weight_in(index, payloads))
+        rows = payloads[:, layout.offsets[index] : layout.offsets[index] + layout.sizes[index]]
+        order = None if self.route.in_rank_order else self.route.rows_in_rank_order
+        return operands.operand_at_rest(param, rows, layout.slice_numels[index], order)
+
+
 class Stored(Kind):
     """Parameters that rest as codes.
 
@@ -35,6 +87,7 @@ class Stored(Kind):
         operands: those whose codes go to an FP8 product directly.
     """
 
+    unit_class = StoredUnit
     sends_what_rests = True
 
     def __init__(self, route: Route) -> None:
@@ -112,58 +165,3 @@ class Stored(Kind):
         from zeropp_fp8 import kernels
 
         return kernels.decodes(wire_format)
-
-
-class StoredUnit(SlicedUnit):
-    """A unit of stored parameters. Their codes rest in one buffer, `payload`."""
-
-    kind: Stored
-
-    def format_of(self, param: Parameter) -> WireFormat:
-        return stored_weight(param).wire_format
-
-    def dtype_of(self, param: Parameter) -> torch.dtype:
-        return stored_weight(param).dtype
-
-    def is_exact(self, param: Parameter) -> bool:
-        return True
-
-    @property
-    def shards_are_values(self) -> bool:
-        return False
-
-    def _not_decoded(self) -> list[int]:
-        return [index for index, param in enumerate(self.packed) if param in self.kind.operands]
-
-    def _unpadded_numels(self) -> list[int]:
-        return []  # nothing is encoded
-
-    def prepare(self) -> bool:
-        """Let the codes rest in one buffer."""
-        if self.payload is not None:
-            return False
-        shards = [param.ds_tensor.data for param in self.packed]
-        payload = torch.cat(shards)
-        self.payload = payload.pin_memory() if shards[0].is_pinned() else payload
-        for param, part in zip(self.packed, self.payload.split(self.layout.sizes)):
-            param.ds_tensor.data = part
-        return True
-
-    def at_rest(self) -> Tensor | None:
-        return self.payload if self.route.reached == 1 and self.payload.device == self.route.device else None
-
-    def _operands_in(self, gathered: Tensor) -> list[tuple[Parameter, Float8Operand]]:
-        payloads = self.codes_in(gathered)
-        return [(self.packed[index], self._operand(index, payloads)) for index in self._not_decoded()]
-
-    def _operand(self, index: int, payloads: Tensor) -> Float8Operand:
-        """The FP8 operand of a parameter, from all ranks' payloads [ranks, row bytes]."""
-        param, layout, operands = self.packed[index], self.layout, self.kind.operands
-        if not operands.rests_as_operand(param):
-            return operands.operand(param, self.weight_in(index, payloads))
-        rows = payloads[:, layout.offsets[index] : layout.offsets[index] + layout.sizes[index]]
-        order = None if self.route.in_rank_order else self.route.rows_in_rank_order
-        return operands.operand_at_rest(param, rows, layout.slice_numels[index], order)
-
-
-Stored.unit_class = StoredUnit

@@ -28,28 +28,6 @@ if TYPE_CHECKING:
     from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
 
 
-class Sliced(Kind):
-    """Parameters in DeepSpeed's slices."""
-
-    def takes(self, param: Parameter) -> bool:
-        return True
-
-    def adopt(self, params: Sequence[Parameter]) -> None:
-        super().adopt(params)
-        for param in params:
-            # DeepSpeed leaves in the padding what the memory held. NaN there is a difference that is always too large.
-            param.ds_tensor.data.view(-1)[self.route.session.own_numel(param) :].zero_()
-
-    def gather_exactly(self, params: Sequence[Parameter]) -> None:
-        shards = [param.ds_tensor.data.to(self.route.device) for param in params]
-        formats = [UnquantizedFormat(shard.dtype) for shard in shards]
-        rows = gather_rows(self.route, [f.encode(shard) for f, shard in zip(formats, shards)])
-        for param, wire_format, payloads in zip(params, formats, rows):
-            flat = wire_format.decode_rows(payloads, param.ds_tensor.ds_numel, param.ds_tensor.dtype).view(-1)
-            param.data = flat[: param.ds_numel].view(param.ds_shape)
-            param.ds_status = ZeroParamStatus.AVAILABLE
-
-
 def gather_rows(route: Route, payloads: Sequence[Tensor]) -> list[Tensor]:
     """uint8 [ranks, size] in the order of the ranks, for each of this rank's payloads. Collective, a message a hop."""
     session = route.session
@@ -244,4 +222,25 @@ class SlicedUnit(Unit):
         )
 
 
-Sliced.unit_class = SlicedUnit
+class Sliced(Kind):
+    """Parameters in DeepSpeed's slices."""
+
+    unit_class = SlicedUnit
+
+    def takes(self, param: Parameter) -> bool:
+        return True
+
+    def adopt(self, params: Sequence[Parameter]) -> None:
+        super().adopt(params)
+        for param in params:
+            # DeepSpeed leaves in the padding what the memory held. NaN there is a difference that is always too large.
+            param.ds_tensor.data.view(-1)[self.route.session.own_numel(param) :].zero_()
+
+    def gather_exactly(self, params: Sequence[Parameter]) -> None:
+        shards = [param.ds_tensor.data.to(self.route.device) for param in params]
+        formats = [UnquantizedFormat(shard.dtype) for shard in shards]
+        rows = gather_rows(self.route, [f.encode(shard) for f, shard in zip(formats, shards)])
+        for param, wire_format, payloads in zip(params, formats, rows):
+            flat = wire_format.decode_rows(payloads, param.ds_tensor.ds_numel, param.ds_tensor.dtype).view(-1)
+            param.data = flat[: param.ds_numel].view(param.ds_shape)
+            param.ds_status = ZeroParamStatus.AVAILABLE
