@@ -405,14 +405,9 @@ def parse(argv=None):
 
 def chosen_cases(args) -> list[Case]:
     """The cases asked for, and those that they are compared with."""
-    import torch.distributed as dist
-
     words = args.cases.split(";") if args.cases else [""]
     names = set()
     for case in CASES:
-        needs_nccl = case.fields.get("gradients", {}).get("reduction") == "nccl"
-        if needs_nccl and dist.get_backend() != "nccl":
-            continue
         if case.part in args.parts.split(",") and any(word in case.name for word in words):
             names |= {case.name, case.equal_to, "zeropp" if case.check else None}
     return [case for case in CASES if case.name in names]

@@ -15,7 +15,6 @@ Held-out losses are computed in the run's own precision. Runs:
     current_hybrid, delayed_hybrid            gradients in E5M2
     mxfp8, mxfp6                              E4M3; E3M2: scales rounded up, elements to nearest even
     mxfp4w_mxfp6a                             weights E2M1, activations and gradients E3M2
-    mxfp6_paper, mxfp4w_mxfp6a_paper          the scales and rounding of "Microscaling Data Formats for Deep Learning"
     bf16_then_RUN                             bf16 for half of the steps, saved, loaded and continued as RUN
 
 Several seeds: --seeds 0,1,2. A difference is taken between runs of one seed; the spread of bf16's own seeds stands
@@ -53,7 +52,6 @@ from examples.options import finite, new_file, several, whole
 from examples.pretrain.data import Sequences
 from zeropp_fp8.compute import convert_linear_layers
 
-PAPER = {"scale_mode": "floor", "rounding": "half_away"}
 WEIGHTS_IN_4_BITS = {"weights": "mxfp4", "activations": "mxfp6_e3m2", "gradients": "mxfp6_e3m2"}
 # run: (the "compute" section, by how many percent its loss may be above bf16's)
 COMPUTE = {
@@ -65,9 +63,7 @@ COMPUTE = {
     "delayed_hybrid": ({"format": "fp8_hybrid", "scaling": "delayed"}, 0.3),
     "mxfp8": ({"format": "mxfp8_e4m3"}, 0.3),
     "mxfp6": ({"format": "mxfp6_e3m2"}, 0.3),
-    "mxfp6_paper": ({"format": "mxfp6_e3m2", **PAPER}, 0.3),
     "mxfp4w_mxfp6a": ({"format": WEIGHTS_IN_4_BITS}, 2.0),
-    "mxfp4w_mxfp6a_paper": ({"format": WEIGHTS_IN_4_BITS, **PAPER}, 2.0),
 }
 SETTINGS = ("size", "steps", "batch", "sequence", "lr", "warmup", "data", "eval_sequences")
 

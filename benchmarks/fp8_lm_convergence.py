@@ -2,7 +2,7 @@
 
     python -m benchmarks.fp8_lm_convergence --out runs/levels.json
     python -m benchmarks.fp8_lm_convergence --runs table --out runs/fp8_lm_table.json
-    python -m benchmarks.fp8_lm_convergence --ranks 4 --runs bf16,fp8-lm-o1,pre,post --out a.json
+    python -m benchmarks.fp8_lm_convergence --ranks 4 --runs bf16,fp8-lm-o1 --out a.json
     python -m benchmarks.fp8_lm_convergence --merge a.json b.json --out all.json
 
 Text, order of the data, initial weights, schedule, clipping and weight decay are those of convergence.py (33 million
@@ -13,10 +13,9 @@ result. On a CPU a tiny model. Runs:
 
     bf16                          lossless: bf16 with fp32 AdamW
     fp8-compute, fp8-lm-o1, -o2, fp8-lm      the levels; fp8-lm differs from fp8-lm-o2 only with more than one rank
-    pre, post                     fp8-lm-o1 with that scale_policy of gradients; its own is auto
     e5m2                          fp8-lm-o1 with gradients in E5M2
     master_*, exp_avg_*, exp_avg_sq_*, ...   fp8-lm-o2 with that part of the optimizer changed (the paper's ablation)
-    levels, table, policies, all  several of them
+    levels, table, all  several of them
 
 The mu of every step, and the shares of FP8 numbers that lay at the largest code and that became zero, are in the row
 as "trace". --timeout bounds everything; a finished run is
@@ -61,8 +60,6 @@ SECTIONS = {
     "fp8-lm-o1": {"recipe": "fp8-lm-o1"},
     "fp8-lm-o2": {"recipe": "fp8-lm-o2"},
     "fp8-lm": {"recipe": "fp8-lm"},
-    "pre": o1(scale_policy="pre"),
-    "post": o1(scale_policy="post"),
     "e5m2": o1(**E5M2),
     "master_fp32": o2(master_format="fp32"),
     "master_bf16": o2(master_format="bf16"),
@@ -73,17 +70,13 @@ SECTIONS = {
     "stochastic": o2(rounding="stochastic"),
     "master_bf16_stochastic": o2(master_format="bf16", rounding="stochastic"),
     "master_fp8_stochastic": o2(master_format="fp8_e4m3", rounding="stochastic"),
-    "expand_range": o2(expand_range=True, scales="block"),
-    "exp_avg_sq_fp8_expand_range": o2(exp_avg_sq_format="fp8_e4m3", expand_range=True, scales="block"),
     "scales_block": o2(scales="block"),
     "exp_avg_sq_fp8_scales_block": o2(exp_avg_sq_format="fp8_e4m3", scales="block"),
 }
 LEVELS = (BF16, "fp8-compute", "fp8-lm-o1", "fp8-lm-o2", "fp8-lm")
-POLICIES = (BF16, "fp8-lm-o1", "pre", "post")
 SEVERAL = {
     "levels": LEVELS,
-    "policies": POLICIES,
-    "table": (BF16, "fp8-lm-o2", *[run for run in SECTIONS if run not in (*LEVELS, *POLICIES, "e5m2")]),
+    "table": (BF16, "fp8-lm-o2", *[run for run in SECTIONS if run not in (*LEVELS, "e5m2")]),
     "all": tuple(SECTIONS),
 }
 TARGET_PERCENT = 0.3  # by which the loss of a level may be above bf16's; others are a table, not a promise

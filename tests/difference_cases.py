@@ -63,12 +63,12 @@ def check_kernels(difference, rest, numels, slices, device):
     """The same bytes sent and held, and the same largest magnitudes; with NaN and Inf in some slices."""
     dtype, order, device_order = torch.bfloat16, SliceOrder(slices, CPU), SliceOrder(slices, device)
     slice_numels = [-(-n // (max(slices) + 1)) for n in numels]
-    mine, kept = make(difference, dtype=dtype), make(rest, "half_away", dtype)
+    mine, kept = make(difference, dtype=dtype), make(rest, dtype=dtype)
     by_torch, kernels = layouts(mine, slice_numels, dtype, device, kept)
     held_by_torch, held_kernels = layouts(kept, slice_numels, dtype, device, mine)
     assert all(map(_can_add, kernels._groups, held_kernels._groups)), "the torch code would be compared with itself"
     rows = torch.zeros(len(slices), held_by_torch.row_bytes, dtype=torch.uint8)
-    held_by_torch.encode(awkward(numels, dtype), order, rows, seed=None)
+    held_by_torch.encode(awkward(numels, dtype), order, rows)
     rows_there = rows.clone().to(device)
     held, held_there = Held(held_by_torch, rows), Held(held_kernels, rows_there)
     for step in range(3):

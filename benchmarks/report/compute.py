@@ -88,7 +88,7 @@ CONVERGENCE = {
     "`block`": (("block",), ""),
     "`per_channel`": (("per_channel",), ""),
     "MXFP8 E4M3": (("mxfp8",), ""),
-    "MXFP6 E3M2; with `floor` and `half_away`, as in the MX paper": (("mxfp6", "mxfp6_paper"), "; "),
+    "MXFP6 E3M2; scales rounded down and halves away from zero, as in the MX paper": (("mxfp6", "mxfp6_paper"), "; "),
     "MXFP4 weights, MXFP6 activations and gradients; as in the paper": (("mxfp4w_mxfp6a", "mxfp4w_mxfp6a_paper"), "; "),
     "half in bf16, then bf16 / `current` / MXFP8 from its checkpoint": (
         ("bf16_then_bf16", "bf16_then_current", "bf16_then_mxfp8"),

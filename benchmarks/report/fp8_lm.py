@@ -150,8 +150,8 @@ def four_ranks_say(one: dict, four: dict) -> str:
     assert min(seeds) <= worst <= max(seeds), "more than bf16's seeds differ by"
     return paragraph(
         f"""The last two repeat the paper's finding that these two must not be FP8. These runs have one GPU each. With
-        four ranks, so that FP8 sums over ranks are part of the result (`--ranks 4`, one seed; there was no time for
-        `pre` and `post`; trace of mu in `benchmarks/results/fp8_lm_convergence/h200-4-nvlink-mu.png`), bf16 ends at
+        four ranks, so that FP8 sums over ranks are part of the result (`--ranks 4`, one seed; trace of mu in
+        `benchmarks/results/fp8_lm_convergence/h200-4-nvlink-mu.png`), bf16 ends at
         {lines["bf16"]["held_out_loss"]:.4f}, `fp8-lm-o1` at {lines["fp8-lm-o1"]["held_out_loss"]:.4f} and `fp8-lm`
         at {lines["fp8-lm"]["held_out_loss"]:.4f}: {lines["fp8-lm-o1"]["percent_above_bf16"]:.2f} and
         {lines["fp8-lm"]["percent_above_bf16"]:.2f} % above, more than the {lines["fp8-lm"]["target_percent"]} %

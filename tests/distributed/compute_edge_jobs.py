@@ -111,12 +111,12 @@ def dora(inference_first=False):
 
 
 def gradients_in_eval_mode():
-    """{wire format: norms of gradients} of a model in eval mode, whose layers then compute in high precision."""
+    """{wire format: norms of gradients} of a model in eval mode."""
     from deepspeed.utils import safe_get_full_grad
 
     tokens, norms = next(batches(1, dist.get_rank())), {}
     for weights in ("none", "fp8_e4m3"):
-        engine = make_engine(small_llama(), config_of(fp8(evaluate_in="high_precision"), weights))
+        engine = make_engine(small_llama(), config_of(fp8(), weights))
         engine.eval()
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         named = engine.module.model.layers.named_parameters()

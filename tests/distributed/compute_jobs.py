@@ -108,7 +108,7 @@ def values_of_a_gathered_operand():
     """What a weight that is there as codes holds, and what those see who read it, gather it, write it, evaluate."""
     import deepspeed
 
-    engine = engine_of({"format": "fp8", "scaling": "current", "evaluate_in": "high_precision"}, "fp8_e4m3", 4)
+    engine = engine_of({"format": "fp8", "scaling": "current"}, "fp8_e4m3", 4)
     layer = engine.module.model.layers[0].self_attn.q_proj
     param, values = layer.weight, []
 
@@ -148,7 +148,7 @@ def resume(compute, weights):
 
 def amax_histories(steps=3):
     """The amax histories of delayed scaling and how many reductions a step made."""
-    engine = engine_of({"format": "fp8", "scaling": "delayed", "amax_history": 4}, weights="none")
+    engine = engine_of({"format": "fp8", "scaling": "delayed"}, weights="none")
     reductions = count_reductions()
     train(engine, steps)
     scaling = engine.zeropp_fp8_session.conversion.scaling

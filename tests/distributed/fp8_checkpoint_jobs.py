@@ -14,7 +14,6 @@ OPTIONS = {
     "exp_avg_sq_format": "fp8_e4m3",
     "scales": "block",
     "rounding": "stochastic",
-    "expand_range": True,
 }
 
 

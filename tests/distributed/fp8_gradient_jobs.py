@@ -78,17 +78,17 @@ def agreement(means, expected):
 
 
 def reduction_accuracy(node_size, cases):
-    """Agreement with the float64 mean by (policy, dtype, std): first step (no history) and fifth."""
+    """Agreement with the float64 mean by (dtype, std): first step (no history) and fifth."""
     found = {}
-    for policy, dtype_name, std in cases:
-        job, dtype = Reduction(node_size, dtype=DTYPES[dtype_name], scale_policy=policy), DTYPES[dtype_name]
+    for dtype_name, std in cases:
+        job, dtype = Reduction(node_size, dtype=DTYPES[dtype_name]), DTYPES[dtype_name]
         first = job.draw(0, std)
         at_first = agreement(job.step(first), exact_mean(first))
         for seed in range(1, 4):
             job.step(job.draw(seed, std))
         last = job.draw(9, std)
         means = job.step(last)
-        found[(policy, dtype_name, std)] = at_first, agreement(means, exact_mean(last))
+        found[(dtype_name, std)] = at_first, agreement(means, exact_mean(last))
         vector = exact_mean(last)[1]
         error = (means[1] - vector).abs().max() / vector.abs().max()
         assert error < (1e-6 if dtype == torch.float32 else 1e-2), "vectors travel exactly"
@@ -97,25 +97,22 @@ def reduction_accuracy(node_size, cases):
 
 def scale_semantics(node_size):
     """Codes are FP8(g e), the mean is their sum times a factor: both recovered from what two gradients do."""
-    results = {}
-    for policy in ("pre", "post", "auto"):
-        job = Reduction(node_size, scale_policy=policy)
-        job.step(job.draw(0))
-        job.scales.mu.fill_(0.25 if policy == "auto" else 1.0)
-        job.scales.table.update(*job.scales._multipliers(job.scales.history.largest()))
-        encode, decode = job.scales.table.encode.clone(), job.scales.table.decode.clone()
-        amax = torch.stack([torch.stack([r[i].abs().amax() for r in job.draw(0)]).amax() for i in range(3)])
-        results[policy] = (encode / (448 / amax)).tolist(), (encode * decode * job.world).tolist()
-        # Numbers that are codes already lose nothing: the mean is exact.
-        numbers = torch.tensor([1.0, -2.0, 0.5, 3.0]) / encode[0]
-        grads = [[torch.zeros(p.ds_shape) for p in job.params] for _ in range(job.world)]
-        for rank, one in enumerate(grads):
-            one[0].view(-1)[::5] = numbers[rank]
-        mean = job.reduce(grads)[0]
-        assert abs(mean.view(-1)[::5].unique().item() / (2.5 * decode[0].item()) - 1) < 1e-6
-        assert abs(mean.view(-1)[5].item() / (numbers.sum().item() / job.world) - 1) < 1e-5
-        assert not mean.view(-1)[1::5].any()
-    return results
+    job = Reduction(node_size)
+    job.step(job.draw(0))
+    job.scales.mu.fill_(0.25)
+    job.scales.table.update(*job.scales._multipliers(job.scales.history.largest()))
+    encode, decode = job.scales.table.encode.clone(), job.scales.table.decode.clone()
+    amax = torch.stack([torch.stack([r[i].abs().amax() for r in job.draw(0)]).amax() for i in range(3)])
+    # Numbers that are codes already lose nothing: the mean is exact.
+    numbers = torch.tensor([1.0, -2.0, 0.5, 3.0]) / encode[0]
+    grads = [[torch.zeros(p.ds_shape) for p in job.params] for _ in range(job.world)]
+    for rank, one in enumerate(grads):
+        one[0].view(-1)[::5] = numbers[rank]
+    mean = job.reduce(grads)[0]
+    assert abs(mean.view(-1)[::5].unique().item() / (2.5 * decode[0].item()) - 1) < 1e-6
+    assert abs(mean.view(-1)[5].item() / (numbers.sum().item() / job.world) - 1) < 1e-5
+    assert not mean.view(-1)[1::5].any()
+    return (encode / (448 / amax)).tolist(), (encode * decode * job.world).tolist()
 
 
 def parameters_that_are_not_always_used():
@@ -305,9 +302,8 @@ def what_a_fixed_mu_loses():
     """Relative error of the stored mean, and shares, by policy: sums that overflow; gradients with small numbers."""
     results = {}
     for case in ("same sign", "small numbers"):
-        for policy in ("post", "pre", "auto", "fixed 2^-9"):
-            fixed = policy.startswith("fixed")
-            job = Reduction(2, store_format="fp8_e4m3", scale_policy="auto" if fixed else policy)
+        for policy, fixed in (("post", 1.0), ("pre", 0.25), ("auto", None), ("fixed 2^-9", 2.0**-9)):
+            job = Reduction(2, store_format="fp8_e4m3")
             groups = make_state_groups([job.params], job.session.own_numel, job.session.device)
             for step in range(12):
                 if case == "same sign":
@@ -317,7 +313,7 @@ def what_a_fixed_mu_loses():
                     for index, rank in enumerate(grads):  # outliers of 100,000 standard deviations, of one rank each
                         rank[0].view(-1)[index] = rank[2].view(-1)[index] = 10.0 * (-1) ** step
                 if fixed:
-                    job.scales.mu.fill_(2.0**-9)
+                    job.scales.mu.fill_(fixed)
                     largest = job.scales.history.largest()
                     job.scales.table.update(*job.scales._multipliers(largest))
                 store = GradientStore(job.session.inter_format, job.scales, groups, torch.float32)

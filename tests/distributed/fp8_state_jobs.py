@@ -176,10 +176,8 @@ def gradients_that_are_not_finite(dtype):
     log = []
 
     def snapshot():
-        raw = [
-            {name: {k: v.clone() if torch.is_tensor(v) else v for k, v in one.items()} for name, one in group.items()}
-            for group in optimizer.states.raw()
-        ]
+        buffers = [b for group in optimizer.states.groups for b in optimizer.states._buffers[id(group)].values()]
+        raw = [(b.codes.clone(), None if b.scales is None else b.scales.clone()) for b in buffers]
         return full_weights(engine.module), raw, dict(optimizer.states.steps), optimizer.reducer.scales.state_dict()
 
     def equal(a, b):

@@ -130,7 +130,7 @@ def equals_a_cast(dtype="bf16", **more):
     """Training on weights stored in FP8 with one scale, and on the weights themselves, which FP8 layers cast so."""
     importlib.import_module("torch._dynamo")
     fields = {"format": "fp8_e4m3", "scales": "tensor", "modules": ["*.self_attn.*"]}  # what layers multiply in FP8
-    more["compute"] = {"format": "fp8", "scaling": "current", **more.get("compute", {})}
+    more["compute"] = {"format": "fp8", "scaling": "current"}
     stored = run({"frozen": fields, **more}, dtype)
     return stored, run(more, dtype, zero_optimization=KEPT)
 

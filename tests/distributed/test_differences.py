@@ -23,7 +23,6 @@ TWO_BITS = {"recipe": "zeropp-2bit"}
     [
         ({}, 53),
         ({"dtype": "bf16"}, 52),
-        ({"weights": {"difference": {"hadamard": True}}}, 51),
         ({"weights": {"difference": {"format": "int3"}}}, 47),
         ({"weights": {"difference": {"format": "int8"}}}, 75),
         (TWO_BITS, 41.5),
@@ -35,7 +34,7 @@ TWO_BITS = {"recipe": "zeropp-2bit"}
         (OWNED, 53),
         ({**OWNED, **IN_INT8}, 42),
     ],
-    ids=["int4", "bf16", "rotated", "int3", "int8", "2 bits", "2 bits, 3e-4", "rests in INT8", "2 bits in INT8", "rank"]
+    ids=["int4", "bf16", "int3", "int8", "2 bits", "2 bits, 3e-4", "rests in INT8", "2 bits in INT8", "rank"]
     + ["accumulation", "whole tensors", "whole tensors in INT8"],
 )
 def test_held_weights_stay_near_the_weights_and_the_same_on_all_holders(case, at_least):
@@ -202,13 +201,6 @@ def test_padding_is_no_difference():
         assert steps == [[step] * 2 for step in range(4)]
 
 
-def test_full_gathers_on_request():
-    for every in (1, 2, 3):
-        fields = {"weights": {"difference": {"refresh_every": every}}}
-        for found, _ in run_two(jobs.fidelity, steps=6, at=range(1, 7), **fields):
-            assert [own == math.inf for own, _, _ in found] == [step % every == 0 for step in range(1, 7)]
-
-
 def test_a_step_that_is_skipped():
     for losses, skipped, same, own in run_ranks(jobs.skipped):
         assert skipped == 1 and same and own > INT8_DB and all(map(math.isfinite, losses))
@@ -253,8 +245,6 @@ def test_the_start_table():
     assert re.search(r"weights forward +0.016 +0.124\n +weights backward +0.000 +0.124", table)
     table = run_ranks(jobs.table_of, world=2, ranks_per_node=2)[0]
     assert re.search(r"weight differences +none +one rank or one node: no copy", table)
-    table = run_two(jobs.table_of, **TWO_BITS, weights={"difference": {"refresh_every": 9}})[0]
-    assert re.search(r"weight differences +int2 \(block 64\) .*cross at start and every 9 steps", table)
 
 
 def test_the_plan_counts_as_engines_do():

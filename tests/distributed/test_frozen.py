@@ -90,13 +90,6 @@ def test_fp8_with_one_scale_is_the_operand_itself(world, ranks_per_node, scope):
         assert changed == set(stored["stored"])  # those are rounded, for who reads them
 
 
-def test_fp8_with_one_scale_where_evaluations_compute_in_16_bits():
-    """Then the codes are decoded, like those of any format: an operand's values would be seen in evaluations only."""
-    for stored, cast in run_ranks(jobs.equals_a_cast, world=2, compute={"evaluate_in": "high_precision"}):
-        assert stored["operands"] == 0 and len(stored["stored"]) == 8
-        assert stored["losses"] == pytest.approx(cast["losses"], rel=2e-3)
-
-
 @pytest.mark.parametrize(
     "fields",
     [

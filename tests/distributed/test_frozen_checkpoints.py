@@ -53,7 +53,7 @@ def test_resumes_bit_for_bit(saved):
     [
         (frozen("int8"), "bf16", False, {"secondary": {"scope": "node"}, "weights": {"format": "int8"}}),
         (NF4, "bf16", True, {"recipe": "qlora"}),
-        (frozen("mxfp6_e2m3", scale_mode="floor"), "fp32", True, {}),
+        (frozen("mxfp6_e2m3"), "fp32", True, {}),
         (frozen("int4"), "bf16", False, {"recipe": "zeropp", "partition": "whole_tensor"}),
         (
             frozen("fp8_e4m3", scales="tensor"),

@@ -7,7 +7,7 @@ from ranks import run_ranks, run_two
 from thinning import thinned
 
 
-@pytest.mark.parametrize("split, zero_init", [("none", True), ("balance", False), ("large", True)])
+@pytest.mark.parametrize("split, zero_init", [("none", True), ("balance", False), ("balance", True)])
 def test_what_ranks_hold(split, zero_init):
     ranks = run_ranks(jobs.what_ranks_hold, split=split, world_init=zero_init)
     owned = ranks[0][0]

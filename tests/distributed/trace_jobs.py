@@ -14,24 +14,13 @@ from recipes import section_of
 
 # Ways in which training depends on more than weights and optimizer states.
 OWN_STATES = {
-    "stochastic": (
-        "zeropp",
-        {"weights": {"rounding": "stochastic"}, "gradients": {"rounding": "stochastic", "error_feedback": True}},
-    ),
-    "stochastic, no copy": ("stochastic rounding", {"gradients": {"rounding": "stochastic"}}),
+    "error feedback": ("zeropp", {"gradients": {"error_feedback": True}}),
     "differences": ("zeropp-diff", {}),
-    "differences, refreshed": (
-        "zeropp-diff",
-        {"weights": {"format": "int8", "difference": {"format": "int4", "refresh_every": 3}}},
-    ),
+    "differences on INT8": ("zeropp-diff", {"weights": {"format": "int8"}}),
     "differences in 2 bits": ("zeropp-2bit, on INT8", {}),
     "differences to whole tensors": ("differences to whole tensors", {}),
-    "whole tensors, stochastic": (
-        "zeropp",
-        {"partition": "whole_tensor", "weights": {"rounding": "stochastic"}, "gradients": {"rounding": "stochastic"}},
-    ),
     "stochastic states": ("FP8 states", {"optimizer": {"master_format": "fp16", "rounding": "stochastic"}}),
-    "some copies": ("zeropp-pcie, some copies", {"weights": {"rounding": "stochastic"}}),
+    "some copies": ("zeropp-pcie, some copies", {}),
     "delayed scaling": ("lossless, delayed FP8 compute", {}),
     "FP8 operands": ("FP8 operands, node's copy", {}),
     "fp8-lm": ("fp8-lm", {}),
@@ -39,7 +28,7 @@ OWN_STATES = {
 # What becomes of another engine over the model: where it fails, or whether it is evaluated before it is destroyed.
 ENDS = ("hooks are on", "half taken over", "the timers", "destroyed", "evaluated")
 # And with owners, which a failure half way does not get back.
-OF_OWNERS = ("differences to whole tensors", "whole tensors, stochastic", "fp8-lm")
+OF_OWNERS = ("differences to whole tensors", "fp8-lm")
 OWNERS_ENDS = ("hooks are on", "destroyed", "evaluated")
 # Of which ends come in turn, from one of them on; None: there is no other engine. With both, each end is met before a
 # forward and before a step, and by an engine that trains and one that does not.

@@ -81,21 +81,16 @@ def test_the_host_gets_what_was_found_of_all_units_at_once():
 
 
 def test_when_everything_is_due():
-    one, held = pair(refresh_every=3)
-    for due in (True, True):
-        assert one.is_due is due
+    one, held = pair()
+    for _ in range(5):
+        assert one.is_due
         send(one, held, torch.ones(2, 64))
-    assert not one.is_due, "all weights cross in the third step"
-    one.begin()
-    assert one.is_due
     one.forget()
     assert not one.is_due
     one.continue_from({"steps": 1, "too large": False})
     assert one.is_due
     one.continue_from({"steps": 1, "too large": True})
     assert not one.is_due
-    one.continue_from({"steps": 9, "too large": False})
-    assert not one.is_due, "the run before crossed everything less often"
 
 
 @pytest.mark.parametrize("difference", ["int4", "int2", "int3", "int8"])

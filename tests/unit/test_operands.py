@@ -241,13 +241,6 @@ def test_gathered_codes_are_the_operand(compute_format, scaling, checkpointed):
     assert layer(x[:0]).shape == (0, 128)
 
 
-def test_gathered_codes_are_read_where_evaluation_is_in_high_precision():
-    layer, _, plain = make_layer("fp8", "current", 256, 128, evaluate_in="high_precision")
-    operand = gather_as_operand(layer, plain)
-    x = draw("normal", 24, 256)
-    assert torch.equal(layer.eval()(x), nn.functional.linear(x, operand.dequantize(), layer.bias))
-
-
 @pytest.mark.parametrize("scaling", ["current", "delayed", "per_channel", "block"])
 def test_gathered_codes_are_decoded_for_a_gemm_in_high_precision(scaling):
     """What has arrived is multiplied as it is, by that GEMM alone; the codes stay the other one's operand."""

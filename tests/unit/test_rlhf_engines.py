@@ -10,9 +10,9 @@ from common.engines import frozen_ds_config
 ONE_SCALE = {"format": "fp8_e4m3", "scales": "tensor"}
 # section, --frozen_format: the "frozen" section; None: the ds_config as it is
 CASES = {
-    "zeropp": ({"recipe": "zeropp"}, None, {"format": "int8", "block_size": 256, "scale_mode": "rceil"}),
+    "zeropp": ({"recipe": "zeropp"}, None, {"format": "int8", "block_size": 256}),
     "zeropp, int4": ({"recipe": "zeropp"}, "int4", {"format": "int4"}),
-    "zeropp, as sent": ({"recipe": "zeropp"}, "int8", {"format": "int8", "block_size": 256, "scale_mode": "rceil"}),
+    "zeropp, as sent": ({"recipe": "zeropp"}, "int8", {"format": "int8", "block_size": 256}),
     "zeropp, 16 bits": ({"recipe": "zeropp"}, "none", {"format": "none"}),
     "fp8-lm": ({"recipe": "fp8-lm"}, None, ONE_SCALE),
     "fp8-lm, named": ({"recipe": "fp8-lm"}, "fp8_e4m3", ONE_SCALE),
@@ -21,14 +21,14 @@ CASES = {
     "FP8 in tiles": (
         {"recipe": "fp8-lm", "compute": {"format": "fp8", "scaling": "block"}},
         None,
-        {"format": "fp8_e4m3", "block_size": 256, "scale_mode": "rceil"},
+        {"format": "fp8_e4m3", "block_size": 256},
     ),
     "FP8 of INT8": (
         {"recipe": "zeropp", "compute": {"format": "fp8"}},
         None,
-        {"format": "int8", "block_size": 256, "scale_mode": "rceil"},
+        {"format": "int8", "block_size": 256},
     ),
-    "mxfp8": ({"recipe": "mxfp8"}, None, {"format": "mxfp8_e4m3", "block_size": 32, "scale_mode": "rceil"}),
+    "mxfp8": ({"recipe": "mxfp8"}, None, {"format": "mxfp8_e4m3", "block_size": 32}),
     "lossless": ({"recipe": "lossless"}, None, {"format": "none"}),
     "qlora": ({"recipe": "qlora"}, None, None),
 }

@@ -5,7 +5,7 @@ import pytest
 import torch
 from triton_process import run
 
-from zeropp_fp8.formats import SharedScaleFormat
+from zeropp_fp8.formats import SharedScaleFormat, amax_history
 from zeropp_fp8.formats.amax_history import AmaxHistory
 
 ELEMENTS = {"fp8_e4m3": (3, 7, 448.0), "fp8_e5m2": (2, 15, 57344.0)}  # mantissa bits, bias, largest
@@ -123,10 +123,10 @@ def test_scale_of_amax(name):
 
 def test_what_the_format_is_and_refuses():
     wire_format = SharedScaleFormat("fp8_e4m3")
-    assert wire_format.payload_bytes(1) == 16 and wire_format.payload_bytes(33) == 48 and not wire_format.needs_seed
+    assert wire_format.payload_bytes(1) == 16 and wire_format.payload_bytes(33) == 48
     assert repr(wire_format) == "fp8_e4m3 (a shared scale a tensor)" and wire_format.bits_per_element == 8
     with pytest.raises(TypeError, match="use encode_scaled"):
-        wire_format.encode_rows_seeded(torch.ones(1, 4), None)
+        wire_format.encode_rows(torch.ones(1, 4))
     with pytest.raises(TypeError, match="fp8_e4m3"):
         wire_format.encode_scaled(torch.ones(1, 4, dtype=torch.float64), torch.ones(1), torch.empty(1, 4).byte())
     with pytest.raises(KeyError):
@@ -139,6 +139,11 @@ def test_what_the_format_is_and_refuses():
 # -- amax history ------------------------------------------------------------------------------------------------------
 
 
+def history_of(steps, monkeypatch):
+    monkeypatch.setattr(amax_history, "STEPS", steps)
+    return AmaxHistory(3, torch.device("cpu"))
+
+
 def feed(history, rows):
     for row in rows:
         history.current.copy_(torch.maximum(history.current, torch.tensor(row)))
@@ -149,29 +154,27 @@ ROWS = [[1.0, 8.0, 0.0], [3.0, 0.0, 0.0], [2.0, 4.0, 0.0], [1.0, 2.0, 0.0], [0.5
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 16])
-def test_the_largest_of_the_last_steps(length):
-    history = AmaxHistory(length, 3, torch.device("cpu"))
-    newest_first = AmaxHistory(length, 3, torch.device("cpu"), "most_recent")
+def test_the_largest_of_the_last_steps(length, monkeypatch):
+    history = history_of(length, monkeypatch)
     seen = []
     for row in ROWS:
         # A tensor that a step does not show keeps its newest entry.
         seen.append([new or (seen[-1][i] if seen else 0.0) for i, new in enumerate(row)])
-        for one in (history, newest_first):
-            feed(one, [row])
-            assert not one.current.any() and one.newest.tolist() == seen[-1]
+        feed(history, [row])
+        assert not history.current.any() and history.newest.tolist() == seen[-1]
         assert history.largest().tolist() == [max(column) for column in zip(*seen[-length:])]
-        assert newest_first.largest().tolist() == seen[-1]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 16])
 @pytest.mark.parametrize("saved", [1, 3, 4])
 @pytest.mark.parametrize("steps", range(len(ROWS) + 1))
-def test_history_continues_from_a_checkpoint_of_any_length(length, saved, steps):
-    first = AmaxHistory(saved, 3, torch.device("cpu"))
+def test_history_continues_from_a_checkpoint_of_any_length(length, saved, steps, monkeypatch):
+    """Of an earlier version, for example, which had them as an option."""
+    first = history_of(saved, monkeypatch)
     feed(first, ROWS[:steps])
     state = first.oldest_first()
     assert state.shape == (saved, 3) and state.device.type == "cpu"
-    again = AmaxHistory(length, 3, torch.device("cpu"))
+    again = history_of(length, monkeypatch)
     feed(again, [[9.0, 9.0, 9.0]] * 2)
     again.current.fill_(100.0)
     again.load(state)

@@ -30,10 +30,9 @@ from zeropp_fp8.comm.lanes import BufferRing, Lane
 from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.comm.topology import Level, Topology
-from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
-from zeropp_fp8.formats.scale_table import OF_PARTIAL_SUMS, SharedScales
+from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.formats.shapes import is_vector
-from zeropp_fp8.formats.shared_scale import LARGEST_CODE
 
 
 def slice_numel(numel: int, world_size: int) -> int:
@@ -95,7 +94,6 @@ class Reduction:
     first: Lane
     last: Lane
     ledger: WireLedger | None = None
-    generator: torch.Generator | None = None
     error_feedback: ErrorFeedback | None = None
     keys: Sequence[str] | None = None
     shared: SharedScales | None = None
@@ -111,7 +109,6 @@ class ReducePlan:
         last: what arrives from the nodes, one row a node.
         sizes: by "within" and "between", the bytes (to each rank, from each rank) of the hop; None: equal parts.
         sent_by_all: by hop, bytes that all ranks send together, where they send unequal amounts.
-        adds_codes: let the backend add FP8 codes (NCCL can) instead of exchanging them and adding in fp32.
     """
 
     topology: Topology
@@ -124,7 +121,6 @@ class ReducePlan:
     last: PayloadLayout
     sizes: dict[str, tuple[list[int], list[int]] | None]
     sent_by_all: Mapping[str, int] = MappingProxyType({})
-    adds_codes: bool = False
 
     def sources(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """What `first` encodes, of the tensors given to `run`."""
@@ -189,7 +185,7 @@ class ReducePlan:
         with reduction.last:
             work.wait()
             sent_ring.give_back(sent)
-            self._write(received, results, accumulate, scales, reduction)
+            self._write(received, results, accumulate, scales, reduction.rings)
 
     # -- the two hops apart: sums over several backward passes rest inside the node ----------------------------------
 
@@ -225,9 +221,7 @@ class ReducePlan:
         with reduction.first:
             work.wait()
             sent_ring.give_back(sent)
-            if self.adds_codes:
-                self._count_largest(received, shared)
-            rows = received.view(1 if self.adds_codes else per_node, -1)
+            rows = received.view(per_node, -1)
             by_row = [total.view(self.column_rows, -1)[row] for row in range(self.column_rows) for total in sums]
             scales = self.scales_of(self.column, shared)
             if scales is not None:
@@ -258,9 +252,8 @@ class ReducePlan:
             sent_ring = reduction.rings.sent_between
             sent = sent_ring.take(rows * self.second.row_bytes)
             sent_rows = sent.view(rows, self.second.row_bytes)
-            seed = self.second.draw_seed(reduction.generator)
             kept = self._residuals(reduction)
-            self.second.joined(1, sums).encode(sums, self._column_order, sent_rows, seed, scales, kept)
+            self.second.joined(1, sums).encode(sums, self._column_order, sent_rows, scales, kept)
         reduction.first.after_current()
         with reduction.first:
             received, work = self._exchange("between", sent, reduction)
@@ -271,7 +264,7 @@ class ReducePlan:
             scales = self.scales_of(self.last, shared)
             if scales is not None:
                 scales = scales.of_spread(headroom)
-            self._write(received, results, accumulate, scales, reduction)
+            self._write(received, results, accumulate, scales, reduction.rings)
 
     # -- the parts of a reduction ------------------------------------------------------------------------------------
 
@@ -282,29 +275,24 @@ class ReducePlan:
         ring = reduction.rings.sent_within if per_node > 1 or nodes == 1 else reduction.rings.sent_between
         sent = ring.take(rows * self.first.row_bytes)
         sent_rows = sent.view(rows, self.first.row_bytes)
-        seed = self.first.draw_seed(reduction.generator)
         scales = self.scales_of(self.first, shared)
         kept = self._residuals(reduction) if per_node == 1 else None
-        self.first.encode(self.sources(tensors), self.first_order, sent_rows, seed, scales, kept)
+        self.first.encode(self.sources(tensors), self.first_order, sent_rows, scales, kept)
         self.amax_recorded(scales, shared)
         return sent, ring
 
     def _encode_again(self, received: Tensor, reduction: Reduction) -> tuple[Tensor, BufferRing]:
         """(what is sent between nodes, its ring): the mean of what the node's ranks have sent."""
         rings, shared = reduction.rings, reduction.shared
-        seed = self.second.draw_seed(reduction.generator)
-        if self.adds_codes:  # they are added already
-            self._count_largest(received, shared)
-            return received, rings.received_within
         contributions = received.view(self.topology.ranks_per_node, self.column_rows, self.column.row_bytes)
         sent = rings.sent_between.take(self.column_rows * self.second.row_bytes)
         sent_rows = sent.view(self.column_rows, self.second.row_bytes)
         if reduction.error_feedback is None:
-            self.column.reduce_to_payload(contributions, self.second, sent_rows, seed, shared)
+            self.column.reduce_to_payload(contributions, self.second, sent_rows, shared)
         else:
             means = [self.column.mean(contributions, i) for i in range(len(self.column.slice_numels))]
             kept = self._residuals(reduction)
-            self.second.joined(1, means).encode(means, self._column_order, sent_rows, seed, None, kept)
+            self.second.joined(1, means).encode(means, self._column_order, sent_rows, None, kept)
         rings.received_within.give_back(received)
         return sent, rings.sent_between
 
@@ -312,11 +300,6 @@ class ReducePlan:
         """Start a hop; (what will have arrived, its handle)."""
         level = self.topology.within if hop == "within" else self.topology.between
         ring, ledger = getattr(reduction.rings, f"received_{hop}"), reduction.ledger
-        if self.adds_codes:
-            received = ring.take(sent.numel() // level.size)
-            codes = self.first.formats[0].dtype
-            counted = {"level": level, "ledger": ledger, "sent": sent.numel() - received.numel()}
-            return received, issue(dist.reduce_scatter_tensor, received.view(codes), sent.view(codes), **counted)
         outgoing, incoming = self.sizes[hop] or (None, None)
         received = ring.take(sum(incoming) if incoming else sent.numel())
         by_all = self.sent_by_all.get(hop)
@@ -328,28 +311,14 @@ class ReducePlan:
         results: Sequence[Tensor],
         accumulate: bool,
         scales: SharedScales | None,
-        reduction: Reduction,
+        rings: Rings,
     ) -> None:
         """Write or add the mean of what the last hop has brought."""
-        nodes, per_node, rings = self.topology.nodes, self.topology.ranks_per_node, reduction.rings
+        nodes, per_node = self.topology.nodes, self.topology.ranks_per_node
         ranks, ring = (nodes, rings.received_between) if nodes > 1 else (per_node, rings.received_within)
-        if self.adds_codes:
-            ranks = 1
-            self._count_largest(received, reduction.shared)
         rows = received.view(ranks, self.last.row_bytes)
         self.last.reduce_to_tensors(rows, self.destinations(results), accumulate, scales)
         ring.give_back(received)
-
-    def _count_largest(self, codes: Tensor, shared: SharedScales) -> None:
-        """Count the codes at the largest magnitude among partial sums that the backend has made."""
-        largest = LARGEST_CODE[self.first.formats[0].name]
-        found = ((codes & 0x7F) == largest).sum()
-        # Units are counted on both lanes, in no order: an operation that is atomic.
-        shared.counts.view(-1).index_add_(0, self._place_of_partial_sums, found.view(1))
-
-    @functools.cached_property
-    def _place_of_partial_sums(self) -> Tensor:
-        return torch.tensor([2 * OF_PARTIAL_SUMS], device=self.device)
 
     def _residuals(self, reduction: Reduction) -> Residuals | None:
         """What earlier rounding has dropped of what is sent between nodes; nothing of what is sent as it is."""
@@ -367,7 +336,6 @@ class ReduceScatterPlan(ReducePlan):
         shapes, dtypes: of the tensors (fp32, bf16 or fp16), the same list on every rank.
         intra_format, inter_format: wire formats of the hop within and between nodes; None sends the tensor's dtype, and
             so travel tensors of fewer than two dimensions.
-        add_codes: let the backend add codes, where all tensors travel with shared scales.
     """
 
     def __init__(
@@ -378,7 +346,6 @@ class ReduceScatterPlan(ReducePlan):
         intra_format: WireFormat | None,
         inter_format: WireFormat | None,
         device: torch.device,
-        add_codes: bool = False,
     ) -> None:
         self.topology = topology
         self.device = device
@@ -397,23 +364,6 @@ class ReduceScatterPlan(ReducePlan):
         self.second = between
         self.last = between if nodes > 1 else within
         self.sizes = {"within": None, "between": None}
-        self.adds_codes = add_codes and all(isinstance(f, SharedScaleFormat) for f in (*intra, *inter))
-
-
-def check_adds_codes(topology: Topology, dtype: torch.dtype, device: torch.device) -> None:
-    """Try whether the backend adds FP8 codes. Collective.
-
-    Raises:
-        RuntimeError: it does not, or wrongly.
-    """
-    for level in (topology.within, topology.between):
-        if level.size == 1:
-            continue
-        ones = torch.ones(16 * level.size, dtype=torch.float32, device=device)
-        total = torch.zeros(16, dtype=torch.float32, device=device).to(dtype)
-        dist.reduce_scatter_tensor(total, ones.to(dtype), group=level.group)
-        if not bool((total.float() == level.size).all()):
-            raise RuntimeError(f"the sum of {level.size} ones in {dtype} came out as {total.float().tolist()}")
 
 
 def formats_of_hops(
@@ -459,7 +409,7 @@ def quantized_reduce_scatter(
     plan = ReduceScatterPlan(shapes, dtypes, topology, intra_format, inter_format, device)
     results = [torch.zeros(size, dtype=torch.float32, device=device) for size in plan.slice_numels]
     here = Lane.here()
-    reduction = Reduction(Rings.on(device), here, here, ledger, None, error_feedback, keys)
+    reduction = Reduction(Rings.on(device), here, here, ledger, error_feedback, keys)
     for _ in plan.run([t.detach().contiguous() for t in tensors], results, reduction):
         pass
     return results

@@ -46,7 +46,7 @@ def takes_codes(linear: nn.Module, x: Tensor, other_dtype: torch.dtype) -> bool:
     """Whether a layer takes codes that are made of `x` and something of another dtype: by kernels, or in a graph."""
     if type(linear) is not LowPrecisionLinear or x.dtype != other_dtype or x.dtype.itemsize != 2 or x.numel() == 0:
         return False
-    if linear.precision.scaling.rests_in(linear.training) or linear.precision.high.output:
+    if linear.precision.high.output:
         return False
     if torch.compiler.is_compiling():  # operators of a graph look for scales when they run
         return "weight" in linear._parameters

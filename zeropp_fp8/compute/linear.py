@@ -104,7 +104,7 @@ class _LowPrecisionModule(nn.Module):
 
         Under autocast the input, and the result, have autocast's dtype.
         """
-        if self.precision.scaling.rests_in(self.training) or x.numel() == 0:  # no token: nothing to quantize
+        if x.numel() == 0:  # no token: nothing to quantize
             return self._multiply_in_high_precision(x)
         device_type = x.device.type
         if torch.is_autocast_enabled(device_type):

@@ -24,7 +24,6 @@ from zeropp_fp8.compute.rounded import rounded_operands
 from zeropp_fp8.config import MX_FORMATS, ComputeConfig, operand_formats
 from zeropp_fp8.formats import make_format
 from zeropp_fp8.formats.amax_history import AmaxHistory
-from zeropp_fp8.formats.noise import draw_seed
 
 Role = Literal["activations", "weights", "gradients"]
 ROLES: tuple[Role, ...] = ("activations", "weights", "gradients")
@@ -53,10 +52,6 @@ class Scaling:
         """A number for a new layer, its first argument to `quantize`."""
         self._layers += 1
         return self._layers - 1
-
-    def rests_in(self, training: bool) -> bool:
-        """Whether a layer in training, or in evaluation, computes in high precision."""
-        return not training and self.compute.evaluate_in == "high_precision"
 
     def codes_dtype(self, role: Role, dtype: torch.dtype) -> torch.dtype:
         """The dtype of an operand's codes, of a matrix of `dtype`."""
@@ -178,13 +173,10 @@ class MXScaling(Scaling):
 
     def __init__(self, compute: ComputeConfig) -> None:
         super().__init__(compute)
-        options = {"scale_mode": compute.scale_mode, "rounding": compute.rounding}
-        self._mx = {role: make_format(f, **options) for role, f in self.formats.items() if f in MX_FORMATS}
+        self._mx = {role: make_format(name) for role, name in self.formats.items() if name in MX_FORMATS}
 
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
-        mx = self._mx[role]
-        seed = draw_seed(None) if mx.needs_seed else None
-        return rounded_operands(matrix, mx, plain, transposed, seed)
+        return rounded_operands(matrix, self._mx[role], plain, transposed)
 
 
 class DelayedScaling(Scaling):
@@ -216,7 +208,7 @@ class DelayedScaling(Scaling):
             self._recorded.to(device)
             self._scale = self._scale.to(device)
         else:
-            self._recorded = AmaxHistory(self.compute.amax_history, count, device, self.compute.amax_reduction)
+            self._recorded = AmaxHistory(count, device)
             self._scale = torch.ones(count, SCALE_STRIDE, dtype=torch.float32, device=device)
         # Made once, and not in each of some 500 casts a step of 24 blocks.
         self._entries = [(self._scale[index, :1], self._amax[index : index + 1]) for index in range(count)]

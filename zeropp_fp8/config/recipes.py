@@ -10,7 +10,6 @@ _FP8_LM_GRADIENTS = {
     "inter_format": "fp8_e4m3",
     "hadamard": False,
     "scales": "tensor",
-    "scale_policy": "auto",
     "store_format": "fp8_e4m3",
 }
 _FP8_LM_OPTIMIZER = {"master_format": "fp16", "exp_avg_format": "fp8_e4m3", "exp_avg_sq_format": "fp16"}

@@ -162,9 +162,6 @@ COMPUTE: Rules = {
     "use fp8_e4m3 or fp8_e5m2": lambda c: _fp8(c, "gradients") == "none",
     '"{S}.compute.format": gradients in E5M2 do not go with scaling "block", whose GEMM '
     'takes E4M3 only; use "fp8"': lambda c: c.compute.scaling == "block" and _fp8(c, "gradients") == "fp8_e5m2",
-    '"{S}.compute.rounding": FP8 casts round to nearest; set "nearest", or use MX formats': lambda c: (
-        c.compute.rounding != "nearest" and bool(_fp8(c, "weights"))
-    ),
 }
 
 
@@ -214,7 +211,6 @@ def _half_steps(c: Any) -> bool:
 
 _WITH_SHARED_SCALES = {
     "hadamard": False,
-    "rounding": "nearest",
     "error_feedback": False,
     "block_size": 128,
     "skip_modules": [],
@@ -225,8 +221,6 @@ GRADIENTS: Rules = {
     '"int4") or remove error_feedback': lambda c: c.gradients.error_feedback and c.gradients.inter_format == "none",
     '"{S}.gradients.inter_format": "{c.gradients.inter_format}" drops much of a gradient, which has to be sent '
     'again: set "error_feedback" to true, or use "int4"': lambda c: _half_steps(c) and not c.gradients.error_feedback,
-    '"{S}.gradients.rounding": "{c.gradients.rounding}" does not go with "{c.gradients.inter_format}", whose '
-    'levels are half steps; set it to "nearest"': lambda c: _half_steps(c) and c.gradients.rounding != "nearest",
     '"{S}.gradients.block_size": {c.gradients.block_size} must be a multiple of 8 with '
     '"{c.gradients.inter_format}"; use {it}': lambda c: _half_steps(c) and _multiple(c.gradients.block_size, 8),
     '"{S}.gradients.accumulate_in": "node" goes with quantized gradients, which the plugin reduces; set '
@@ -250,17 +244,6 @@ GRADIENTS: Rules = {
     '"{c.gradients.intra_format}" in which gradients with shared scales are added; use that one or none': lambda c: (
         _shares_scales(c) and c.gradients.store_format not in ("none", c.gradients.intra_format)
     ),
-    **{
-        f'"{{S}}.gradients.{name}" belongs to shared scales; set "scales": "tensor" or '
-        "remove it": lambda c, name=name, plain=plain: (
-            not _shares_scales(c) and _set_otherwise(c.gradients, name, plain)
-        )
-        for name, plain in (("scale_policy", "auto"), ("amax_history", 16))
-    },
-    '"{S}.gradients.reduction": "{c.gradients.reduction}" adds codes, which needs scales that all ranks share; set '
-    '"scales": "tensor" or "reduction": "two_hop"': lambda c: (
-        not _shares_scales(c) and c.gradients.reduction != "two_hop"
-    ),
     '"{S}.gradients.store_format": "{c.gradients.store_format}" needs gradients that the plugin reduces; set '
     '"intra_format" and "inter_format", for example to it, or store_format to "none"': lambda c: (
         not _shares_scales(c) and c.gradients.store_format != "none" and not c.quantizes_gradients
@@ -277,17 +260,6 @@ GRADIENTS: Rules = {
 # -- optimizer --------------------------------------------------------------------------------------------------------
 
 OPTIMIZER: Rules = {
-    ('"{S}.optimizer.block_size": {c.optimizer.block_size} must be one of ' + _BLOCK_SIZES): lambda c: (
-        c.optimizer.block_size not in STATE_BLOCKS
-    ),
-    '"{S}.optimizer.block_size" belongs to blocks with scales; set "scales": "block" or remove it': lambda c: (
-        c.optimizer.scales == "tensor" and c.optimizer.block_size != 128
-    ),
-    '"{S}.optimizer.expand_range" works on FP8 moments, but exp_avg_format is "{c.optimizer.exp_avg_format}" and '
-    'exp_avg_sq_format "{c.optimizer.exp_avg_sq_format}"; store a moment in fp8_e4m3, or '
-    "remove expand_range": lambda c: (
-        c.optimizer.expand_range and not {c.optimizer.exp_avg_format, c.optimizer.exp_avg_sq_format} & set(FP8_FORMATS)
-    ),
     **{
         f'"{{S}}.optimizer.{name}" does nothing while all states are fp32; remove '
         f"it": lambda c, name=name, plain=plain: (
@@ -323,12 +295,6 @@ def _difference(c: Any) -> bool:
     return c.weights.difference.format != "none"
 
 
-def _difference_blocks(c: Any) -> str | None:
-    multiple = HADAMARD_GROUP if c.weights.difference.hadamard else 8
-    use, rotated = _multiple(c.weights.difference.block_size, multiple), " with hadamard" if multiple > 8 else ""
-    return None if use is None else f"{multiple}{rotated}; use {use}"
-
-
 PARTS: Rules = {
     '"{S}.frozen.double_quantize": true does not go with "format": "{it}" (there are no scales, or they have 8 '
     "bits already); set it to false, or use int4, int8, nf4 or fp8_e4m3": lambda c: (
@@ -351,28 +317,16 @@ PARTS: Rules = {
     '"node" or "rank", or remove it': lambda c: (
         c.secondary.scope == "none" and c.secondary.memory_gb != "all" and shown(c.secondary.memory_gb)
     ),
-    '"{S}.weights.difference.format" is "none", and "{it}" says how differences travel: set it, for example to '
-    '"int4", or remove them': lambda c: (
-        not _difference(c)
-        and _first(
-            name
-            for name, plain in (("block_size", 128), ("hadamard", False), ("refresh_every", 0))
-            if _set_otherwise(c.weights.difference, name, plain)
-        )
-    ),
-    '"{S}.weights.difference.block_size": {c.weights.difference.block_size} must be a multiple of {it}': lambda c: (
-        _difference(c) and _difference_blocks(c)
-    ),
+    '"{S}.weights.difference.format" is "none", and "block_size" says how differences travel: set it, for example '
+    'to "int4", or remove it': lambda c: not _difference(c) and _set_otherwise(c.weights.difference, "block_size", 128),
+    '"{S}.weights.difference.block_size": {c.weights.difference.block_size} must be a multiple of 8; use '
+    "{it}": lambda c: _difference(c) and _multiple(c.weights.difference.block_size, 8),
     '"{S}.weights.difference" adds to a copy of the weights in each node, and there is none: set "secondary.scope" '
     'to "node" or "rank", or remove it': lambda c: _difference(c) and c.secondary.scope == "none",
     '"{S}.weights.difference" does not go with "weights.format": "{c.weights.format}", in which what differences '
     'are added to would rest: set that to "none" (2 bytes a parameter and node) or "int8" (1.01), which layers '
     "that compute in FP8 or MX cast as it arrives": lambda c: (
         _difference(c) and c.weights.format not in ("none", "int8")
-    ),
-    '"{S}.weights.difference" does not go with "weights.rounding": "stochastic": each rank rounds what it has '
-    'added to, and all must get the same; set it to "nearest"': lambda c: (
-        _difference(c) and c.weights.format == "int8" and c.weights.rounding == "stochastic"
     ),
     '"{S}.partition_split" belongs to "partition": "whole_tensor"; remove it': lambda c: (
         c.partition == "slice" and c.partition_split != "balance"
@@ -384,8 +338,6 @@ PARTS: Rules = {
     '"{S}.partition": "whole_tensor" does not go with "gradients.error_feedback"; remove one of the two': lambda c: (
         c.partition == "whole_tensor" and c.gradients.error_feedback
     ),
-    '"{S}.partition": "whole_tensor" does not go with "gradients.reduction": "nccl", which adds equal slices; use '
-    '"two_hop"': lambda c: c.partition == "whole_tensor" and c.gradients.reduction == "nccl",
     '"{S}.compile": "blocks" does not go with "gather_granularity": "{c.gather_granularity}": its hooks stand '
     'inside of blocks; use "block"': lambda c: c.compile == "blocks" and c.gather_granularity != "block",
     '"{S}.numerics.watch": "fall_back" has nothing to fall back from: {it}; use "stop", or set formats that can be '

@@ -35,12 +35,9 @@ OPERANDS = ("weights", "activations", "gradients")
 GEMMS = ("output", "grad_input", "grad_weight")  # of a linear layer
 
 
-Rounding = Literal["nearest", "half_away", "stochastic"]
-ScaleMode = Literal["rceil", "floor"]
 BlockSize = Annotated[int, Strict(), Field(ge=2, le=1 << 20)]
 Flag = Annotated[bool, Strict()]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
-History = Annotated[int, Strict(), Field(ge=1, le=1 << 20)]  # numbers that are kept for each tensor
 Seed = Annotated[int, Strict(), Field(ge=0, lt=1 << 43)]  # times a million, and more, it seeds generators of 64 bits
 Memory = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 IsAuto = AfterValidator(lambda given: "auto" if given == "detect" else given)  # Accelerate refuses the word "auto"
@@ -53,7 +50,6 @@ OfState = Literal[STATE_FORMATS]
 _SHARE_A_SCALE = "elements that share a scale, an even number; 32 with MX"
 _ROTATE = "rotate groups of 32 elements first (Hadamard), so that 4-bit codes survive outliers"
 _NAMED = "name patterns of modules, or parameters,"
-_SCALE_MODE = "of MX formats: scales rounded up, so that nothing saturates, or as in the MX paper"
 
 
 # The docstrings of these classes and the descriptions of their fields are docs/configuration.md (document.py).
@@ -93,10 +89,6 @@ class DifferenceConfig(_Section):
 
     format: Literal[DIFFERENCE_FORMATS] = Field("none", description="none: all of the weights cross")
     block_size: BlockSize = Field(128, description="elements that share a scale, a multiple of 8")
-    hadamard: Flag = Field(False, description="rotate groups of 32 elements first; AdamW's steps have few outliers")
-    refresh_every: Annotated[int, Strict(), Field(ge=0)] = Field(
-        0, description="steps after which all of the weights cross again; 0: never, errors do not add up"
-    )
 
 
 class WeightsConfig(_Section):
@@ -109,8 +101,6 @@ class WeightsConfig(_Section):
     format: OnTheWire = Field("none", description="none: 16 or 32 bits, as stock")
     block_size: BlockSize = Field(256, description=_SHARE_A_SCALE)
     hadamard: Flag = Field(False, description=_ROTATE)
-    rounding: Rounding = Field("nearest", description="nearest rounds halves to even")
-    scale_mode: ScaleMode = Field("rceil", description=_SCALE_MODE)
     skip_modules: list[str] = Field([], description=f"{_NAMED} whose weights travel in 16 or 32 bits")
     difference: DifferenceConfig = DifferenceConfig()
 
@@ -141,8 +131,6 @@ class GradientsConfig(_Section):
     )
     block_size: BlockSize = Field(128, description=_SHARE_A_SCALE)
     hadamard: Flag = Field(True, description=_ROTATE + "; inside a node only int4 is rotated")
-    rounding: Rounding = Field("nearest", description="nearest rounds halves to even")
-    scale_mode: ScaleMode = Field("rceil", description=_SCALE_MODE)
     skip_modules: list[str] = Field(
         [], description=f"{_NAMED} whose gradients travel in 16 or 32 bits, with scales of blocks"
     )
@@ -151,14 +139,8 @@ class GradientsConfig(_Section):
     )
     scales: Literal["block", "tensor"] = Field(
         "block",
-        description="tensor: one scale that all ranks share, from the amax of earlier steps (FP8 on both hops)",
+        description="tensor: one scale that all ranks share, from the amax of the last 16 steps (FP8 on both hops)",
     )
-    scale_policy: Annotated[Literal["auto", "detect", "pre", "post"], IsAuto] = Field(
-        "auto",
-        description="how sums over ranks stay in range, with shared scales: a factor mu that adapts, dividing by the "
-        "ranks before the sum, or after it",
-    )
-    amax_history: History = Field(16, description="steps from whose amax shared scales come")
     store_format: Literal[("none", *FP8_FORMATS)] = Field(
         "none", description="what reduced gradients rest in until the step; none: 16 or 32 bits"
     )
@@ -167,11 +149,6 @@ class GradientsConfig(_Section):
         description="where gradients of several micro-batches add up. node: on the ranks of the node, which takes "
         "1/ranks-per-node of them in memory, and they cross between nodes once a step; world: each is reduced to the "
         "end; auto: node where that takes at most a tenth of a device's memory",
-    )
-    reduction: Literal["two_hop", "nccl"] = Field(
-        "two_hop",
-        description="two_hop: codes are exchanged and added in fp32; nccl: NCCL adds FP8 codes on the way (with shared "
-        "scales; messages with norms or biases in them take two_hop)",
     )
 
 
@@ -191,21 +168,15 @@ class ComputeConfig(_Section):
         OneOf(COMPUTE_FORMATS, '`{"weights": .., "activations": .., "gradients": ..}`'),
     ] = Field("none", description="fp8: E4M3 throughout; fp8_hybrid: gradients in E5M2; or a format an operand")
     scaling: Literal["delayed", "current", "per_channel", "block", "mx"] = Field(
-        "delayed", description="which values of an operand share a scale, and when it is found"
+        "delayed",
+        description="which values of an operand share a scale, and when it is found; delayed: from the last 16 steps",
     )
-    amax_history: History = Field(16, description="of delayed scaling: steps from whose amax a scale comes")
-    amax_reduction: Literal["max", "most_recent"] = Field("max", description="of delayed scaling: which of these steps")
-    scale_mode: ScaleMode = Field("rceil", description=_SCALE_MODE)
-    rounding: Rounding = Field("nearest", description="of MX formats; FP8 casts round to nearest")
     skip_modules: list[str] = Field(["lm_head"], description="name patterns of layers that stay in high precision")
     high_precision_gemms: Annotated[
         list[Gemm] | dict[Gemm, list[str]],
         OneOf((), 'a list of `"output"`, `"grad_input"`, `"grad_weight"`, or `{GEMM: a list of name patterns}`'),
     ] = Field([], description="GEMMs that stay in high precision: of all layers, or of those with these names")
     min_features: PositiveInt = Field(64, description="a layer with fewer inputs or outputs stays as it is")
-    evaluate_in: Literal["compute_format", "high_precision"] = Field(
-        "compute_format", description="what `model.eval()` computes in"
-    )
     allow_fp16: Flag = Field(
         False, description="train in or cast to fp16 although FP8-trained weights may leave its range"
     )
@@ -218,11 +189,10 @@ class OptimizerConfig(_Section):
     exp_avg_format: OfState = Field("fp32", description="of the first moment")
     exp_avg_sq_format: OfState = Field("fp32", description="of the second moment")
     scales: Literal["tensor", "block"] = Field(
-        "tensor", description="what shares a scale; tensor: a rank's part of it, where tensors are sliced"
+        "tensor",
+        description="what shares a scale: 128 elements, or a tensor (a rank's part of it, where tensors are sliced)",
     )
-    block_size: Annotated[BlockSize, OneOf(STATE_BLOCKS)] = Field(128, description="elements that share a scale")
     rounding: Literal["nearest", "stochastic"] = Field("nearest", description="of master weights")
-    expand_range: Flag = Field(False, description="range expansion of FP8 moments (COAT)")
 
 
 class FrozenConfig(_Section):
@@ -242,7 +212,6 @@ class FrozenConfig(_Section):
     )
     block_size: BlockSize = Field(64, description=_SHARE_A_SCALE)
     double_quantize: Flag = Field(False, description="scales of blocks in 8 bits (QLoRA)")
-    scale_mode: ScaleMode = Field("rceil", description=_SCALE_MODE)
     skip_modules: list[str] = Field(
         ["lm_head", "*embed*", "score", "classifier", "v_head"],
         description="name patterns of what stays in 16 or 32 bits; a list of your own replaces this one",
@@ -305,7 +274,7 @@ class PluginConfig(_Section):
     recipe: Annotated[str | None, OneOf((), "a recipe's name")] = Field(
         None, description="fills all fields; one that is set by hand wins"
     )
-    seed: Seed = Field(0, description="of stochastic rounding")
+    seed: Seed = Field(0, description="of stochastic rounding of master weights")
     topology: TopologyConfig = TopologyConfig()
     weights: WeightsConfig = WeightsConfig()
     secondary: SecondaryConfig = SecondaryConfig()
@@ -315,8 +284,8 @@ class PluginConfig(_Section):
     partition: Literal["slice", "whole_tensor"] = Field(
         "slice", description="slice: every rank has a piece of every tensor, as in stock; or each tensor has one owner"
     )
-    partition_split: Literal["balance", "large", "none"] = Field(
-        "balance", description="which whole tensors may be cut by rows"
+    partition_split: Literal["balance", "none"] = Field(
+        "balance", description="whether whole tensors may be cut by rows, so that ranks have as much each"
     )
     frozen: FrozenConfig = FrozenConfig()
     activations: ActivationsConfig = ActivationsConfig()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zeropp_fp8.config import MX_FORMATS, SECTION, PluginConfig
+from zeropp_fp8.config import SECTION, PluginConfig
 
 
 def unused_fields(section: Mapping[str, Any], config: PluginConfig) -> list[str]:
@@ -35,27 +35,20 @@ def _fields(part: str, config: PluginConfig, *others: str) -> set[str]:
 
 def _idle(config: PluginConfig) -> Iterator[tuple[set[str], str]]:
     """(fields, why they do nothing) for what this configuration does not do."""
-    weights, gradients = config.weights, config.gradients
+    weights = config.weights
     if weights.format == "none":
         others = ("skip_modules",) if weights.difference.format != "none" else ()
         yield _fields("weights", config, "format", "difference", *others), '"weights.format" is "none"'
-    elif weights.format not in MX_FORMATS:
-        yield {"weights.scale_mode"}, "it is of MX formats"
     if not config.quantizes_gradients:
         others = ("intra_format", "inter_format", "store_format", "scales")
         yield _fields("gradients", config, *others), "gradients are reduced by DeepSpeed, in 16 or 32 bits"
-    elif not {gradients.intra_format, gradients.inter_format} & set(MX_FORMATS):
-        yield {"gradients.scale_mode"}, "it is of MX formats"
     if not config.computes_in_low_precision:
         yield _fields("compute", config, "format"), '"compute.format" is "none"'
-    elif config.compute.scaling != "delayed":
-        history = {"compute.amax_history", "compute.amax_reduction"}
-        yield history, f'it is of delayed scaling, and "compute.scaling" is "{config.compute.scaling}"'
     if config.frozen.format == "none":
         yield _fields("frozen", config, "format"), '"frozen.format" is "none"'
     if not config.numerics.every:
         yield {"numerics.parts", "numerics.file"}, '"numerics.every" is 0'
     if config.numerics.watch == "none":
         yield {"numerics.spike"}, '"numerics.watch" is "none"'
-    if "stochastic" not in (weights.rounding, gradients.rounding, config.optimizer.rounding, config.compute.rounding):
+    if config.optimizer.rounding != "stochastic":
         yield {"seed"}, "nothing is rounded stochastically"

@@ -6,27 +6,24 @@ knows its scale beforehand takes one pass over its data, and all ranks can agree
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-Reduction = Literal["max", "most_recent"]
+STEPS = 16
 
 
 class AmaxHistory:
-    """Amax of `count` tensors over `length` steps.
+    """Amax of `count` tensors over the last STEPS steps.
 
     Attributes:
         current: fp32 [count], what the step under way has shown so far; casts record into it.
     """
 
-    def __init__(self, length: int, count: int, device: torch.device, reduction: Reduction = "max") -> None:
-        self.length = length
-        self.reduction = reduction
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.length = STEPS
         self.steps = 0
         self.current = torch.zeros(count, dtype=torch.float32, device=device)
-        self.table = torch.zeros(length, count, dtype=torch.float32, device=device)  # [length, count], a ring
+        self.table = torch.zeros(self.length, count, dtype=torch.float32, device=device)  # [length, count], a ring
 
     @property
     def newest(self) -> Tensor:
@@ -42,7 +39,7 @@ class AmaxHistory:
 
     def largest(self) -> Tensor:
         """fp32 [count]: the amax that scales should hold; 0 where a tensor was never shown."""
-        return self.table.amax(dim=0) if self.reduction == "max" else self.newest.clone()
+        return self.table.amax(dim=0)
 
     def to(self, device: torch.device) -> AmaxHistory:
         """Let the tables follow the model."""

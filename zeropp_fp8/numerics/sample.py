@@ -197,7 +197,7 @@ class Sampler(StagePart):
         """Add this rank's parts of the mean over ranks, exact but for `intra_format`. Collective."""
         start, session, device = time.perf_counter(), self.session, self.session.device
         args = ([p.ds_shape for p in params], [torch.float32] * len(params), session.topology, intra_format, None)
-        plan = session.placement.reduce_plan(params, *args, device, add_codes=False)
+        plan = session.placement.reduce_plan(params, *args, device)
         parts = [torch.zeros(session.own_numel(p), dtype=torch.float32, device=device) for p in params]
         here = Lane.here()
         reduction = Reduction(Rings.on(device), here, here, session.ledger, self.generator)

@@ -1,7 +1,7 @@
 """AdamW with 6 bytes of state a parameter, as a plain torch.optim.Optimizer.
 
 optimizer.state[p] holds tensors: "step" (fp32, on the CPU), and for each of "master", "exp_avg" and "exp_avg_sq" its
-codes in the shape of p, "..._scale" (E8M0 bytes) where the format has scales, and "..._exponent" with range expansion.
+codes in the shape of p, "..._scale" (E8M0 bytes) where the format has scales.
 They are views of flat buffers, one a quantity, so that a step is one launch for all parameters that belong together.
 """
 
@@ -62,7 +62,6 @@ class FP8AdamW(torch.optim.Optimizer):
         scales: one a "tensor" or a "block" of `block_size` elements. With "tensor" a step reads everything twice.
         block_size: a power of two from 16 to 1024.
         rounding: of the master weights, "nearest" or "stochastic".
-        expand_range: range expansion of FP8 moments; with scales per tensor it seldom has room to expand.
         seed: of stochastic rounding. Data-parallel replicas must use the same, or their weights drift apart.
 
     Raises:
@@ -86,7 +85,6 @@ class FP8AdamW(torch.optim.Optimizer):
         scales: str = "tensor",
         block_size: int = 128,
         rounding: str = "nearest",
-        expand_range: bool = False,
         seed: int = 0,
     ) -> None:
         self._buckets: list[_Bucket] = []
@@ -107,7 +105,6 @@ class FP8AdamW(torch.optim.Optimizer):
                 "scales": scales,
                 "block_size": block_size,
                 "rounding": rounding,
-                "expand_range": expand_range,
                 "seed": seed,
             },
         )
@@ -177,7 +174,7 @@ class FP8AdamW(torch.optim.Optimizer):
             self._bind(index, [p for p in group["params"] if p in saved], saved)
 
     def num_state_bytes(self) -> int:
-        """Bytes of codes, scales and exponents, padding included; parameters that are their own master not counted."""
+        """Bytes of codes and scales, padding included; parameters that are their own master not counted."""
         return sum(buffer.num_bytes() for bucket in self._buckets for buffer in bucket.buffers.values())
 
     def _bind(self, index: int, params: list[Tensor], saved: dict[Tensor, dict[str, Any]] | None = None) -> None:
@@ -286,11 +283,8 @@ def _views(buffers: dict[str, StateBuffer], segment: int, p: Tensor) -> dict[str
     views = {}
     for name, buffer in buffers.items():
         views[name] = buffer.segments.view(buffer.codes, segment).view(p.shape)
-        units = buffer.units(segment)
         if buffer.scales is not None:
-            views[f"{name}_scale"] = buffer.scales[units]
-        if buffer.exponents is not None:
-            views[f"{name}_exponent"] = buffer.exponents[units]
+            views[f"{name}_scale"] = buffer.scales[buffer.units(segment)]
     return views
 
 

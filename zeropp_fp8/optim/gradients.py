@@ -48,8 +48,6 @@ class FP8Gradients:
     @classmethod
     def of(cls, buffer: StateBuffer) -> FP8Gradients:
         """The numbers of an FP8 state buffer as gradients; its codes are not copied."""
-        if buffer.exponents is not None:
-            raise ValueError("gradients have no range expansion")
         if buffer.per_block:
             scales = {"block_scales": buffer.scales, "block_size": buffer.block_size}
         else:

@@ -75,13 +75,10 @@ def kernel_step(
     amax = no_magnitudes(len(segments), segments.device) if per_tensor else exp_avg.codes
 
     def pointers(buffer: StateBuffer) -> list[Tensor]:
-        out = [buffer.codes]
-        for tensor in (buffer.scales, buffer.exponents):
-            before = tensor.clone() if per_tensor and tensor is not None else tensor
-            out += [given(before), given(tensor)]
-        return out
+        before = buffer.scales.clone() if per_tensor and buffer.scales is not None else buffer.scales
+        return [buffer.codes, given(before), given(buffer.scales)]
 
-    quantities = [first_weight, unused, unused] if master is None else pointers(master)[:3]
+    quantities = [first_weight, unused, unused] if master is None else pointers(master)
     quantities += [*pointers(exp_avg), *pointers(exp_avg_sq)]
     width = block_size or TILE
     form = Form(
@@ -91,8 +88,6 @@ def kernel_step(
         master=(storage_of_dtype(first_weight.dtype) if master is None else master.storage).name,
         exp_avg=exp_avg.storage.name,
         exp_avg_sq=exp_avg_sq.storage.name,
-        expand_exp_avg=exp_avg.exponents is not None,
-        expand_exp_avg_sq=exp_avg_sq.exponents is not None,
         master_in_weights=master is None,
         some_missing=places.some_missing,
         aligned_grads=places.aligned_grads,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.e8m0 import E8M0Scale, power_of_two
 from zeropp_fp8.formats.noise import Seed, uniform
 from zeropp_fp8.optim.segments import Segments
-from zeropp_fp8.optim.state_formats import EXPONENT_ONE, TILE, StateFormats, check_scales, storage_of
+from zeropp_fp8.optim.state_formats import TILE, StateFormats, check_scales, storage_of
 
-_INFINITY_BITS = 0x7F800000
-_SMALLEST_NORMAL_BITS = 0x00800000
 NAN_SCALE = 255
 
 
@@ -29,16 +26,14 @@ class StateBuffer:
         storage: a name of STORAGE_NAMES.
         scales: "tensor" (a segment has one scale) or "block".
         block_size: elements of a block.
-        expand_range: keep sign(x) |x|^k instead of x (FP8 only).
 
     Attributes:
         storage: the number format (`Storage`).
         codes: [segments.padded_numel], fp32, bf16, fp16 or, for FP8, uint8.
         scales: uint8 E8M0 bytes, [segments] or [padded_numel / block_size]; None where the format has none.
-        exponents: uint8 exponents k in sixteenths, of the shape of `scales`; None without range expansion.
 
     Raises:
-        ValueError: an unknown name or block size, or an expansion of a format that is not FP8.
+        ValueError: an unknown name or block size.
     """
 
     def __init__(
@@ -47,22 +42,16 @@ class StateBuffer:
         storage: str,
         scales: str = "tensor",
         block_size: int = 128,
-        expand_range: bool = False,
     ) -> None:
         self.segments = segments
         self.storage = storage_of(storage)
         check_scales(scales, block_size)
-        if expand_range and not self.storage.is_float8:
-            raise ValueError(f"expand_range works on fp8_e4m3 and fp8_e5m2, not on {storage}")
         self.per_block = scales == "block"
         self.block_size = block_size
         device = segments.device
         self.codes = torch.zeros(segments.padded_numel, dtype=self.storage.dtype, device=device)
         units = segments.padded_numel // block_size if self.per_block else len(segments)
         self.scales = torch.zeros(units, dtype=torch.uint8, device=device) if self.storage.scaled else None
-        self.exponents = None
-        if expand_range:
-            self.exponents = torch.full((units,), EXPONENT_ONE, dtype=torch.uint8, device=device)
         self._tiles: dict[tuple, Tensor] = {}
 
     def units(self, segment: int) -> slice:
@@ -78,14 +67,7 @@ class StateBuffer:
         if self.scales is None:
             return self.segments.view(self.codes, segment).to(torch.float32, copy=True)
         numbers = self.storage.numbers_of(self._rows(segment))
-        units = self.units(segment)
-        if self.exponents is not None:
-            # |x| = 2 X (|code| / largest)^(1 / k)
-            exponents = self.exponents[units].to(torch.float32).unsqueeze(-1)
-            inverse = torch.full_like(exponents, EXPONENT_ONE) / exponents
-            magnitudes = torch.exp2(torch.log2(numbers.abs() * (1 / self.storage.largest)) * inverse) * 2.0
-            numbers = torch.copysign(magnitudes, numbers)
-        factors = _ANY_SCALE.decode(self.scales[units]).unsqueeze(-1)
+        factors = _ANY_SCALE.decode(self.scales[self.units(segment)]).unsqueeze(-1)
         return (numbers * factors).view(-1)[:numel]
 
     def encode_(self, segment: int, values: Tensor, seed: Seed | None = None) -> None:
@@ -103,18 +85,8 @@ class StateBuffer:
         rows = self._rows(segment)
         x, noise = (None if one is None else _padded(one, rows.numel()).view_as(rows) for one in (values, noise))
         magnitudes = x.view(torch.int32) & 0x7FFFFFFF  # as integers NaN > Inf > every finite number
-        amax_bits = magnitudes.amax(dim=1)
-        if self.exponents is None:
-            scales = self.storage.scale_bytes(amax_bits)
-            scaled = x * power_of_two((254 - scales).clamp_min_(0)).unsqueeze(-1)
-        else:
-            smallest = magnitudes.masked_fill(magnitudes < _SMALLEST_NORMAL_BITS, _INFINITY_BITS).amin(dim=1)
-            scales, exponents = self.storage.expansion(amax_bits, smallest)
-            self.exponents[self.units(segment)] = exponents.to(torch.uint8)
-            # code = largest * (|x| / (2 X))^k
-            powers = exponents.to(torch.float32).unsqueeze(-1) * (1 / EXPONENT_ONE)
-            shares = x.abs() * power_of_two((254 - scales).clamp_min_(0)).unsqueeze(-1) * 0.5
-            scaled = torch.copysign(torch.exp2(torch.log2(shares) * powers) * self.storage.largest, x)
+        scales = self.storage.scale_bytes(magnitudes.amax(dim=1))
+        scaled = x * power_of_two((254 - scales).clamp_min_(0)).unsqueeze(-1)
         scaled.masked_fill_((scales == NAN_SCALE).unsqueeze(-1), 0.0)
         rows.copy_(self.storage.codes_of(scaled, noise))
         self.scales[self.units(segment)] = scales.to(torch.uint8)
@@ -127,7 +99,7 @@ class StateBuffer:
             values: flat fp32, bf16 or fp16: these segments one after the other, each padded to a multiple of TILE; or
                 (`in_place`) all segments, laid out as they are here.
         """
-        if self.codes.is_cuda and self.per_block and self.storage.is_float8 and self.exponents is None:
+        if self.codes.is_cuda and self.per_block and self.storage.is_float8:
             from zeropp_fp8.kernels.optimizer.encode_blocks import encode_blocks
 
             tiles = self._tiles_of(tuple(segments), in_place)
@@ -170,37 +142,8 @@ class StateBuffer:
         return uniform(seed.of_tensor(self.segments.ids[segment]), range(1), columns, scratch).view(-1)
 
     def num_bytes(self) -> int:
-        """Of codes, scales and exponents, padding included."""
-        return sum(t.numel() * t.element_size() for t in (self.codes, self.scales, self.exponents) if t is not None)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The format and the tensors themselves (not copies): what resumes bit for bit in every format."""
-        return {
-            "storage": self.storage.name,
-            "scales_per": "block" if self.per_block else "tensor",
-            "block_size": self.block_size,
-            "numels": self.segments.numels,
-            "codes": self.codes,
-            "scales": self.scales,
-            "exponents": self.exponents,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy what `state_dict` of a buffer of the same format and segments returned.
-
-        Raises:
-            ValueError: it is of another format or layout.
-        """
-        own = self.state_dict()
-        for name in ("storage", "scales_per", "numels", *(("block_size",) if self.per_block else ())):
-            theirs = tuple(state[name]) if name == "numels" else state[name]
-            if theirs != own[name]:
-                raise ValueError(f"the saved state has {name} {state[name]}, this buffer {own[name]}")
-        for name in ("codes", "scales", "exponents"):
-            if (state[name] is None) != (own[name] is None):
-                raise ValueError(f"the saved state and this buffer differ in whether they have {name}")
-            if own[name] is not None:
-                own[name].copy_(state[name])
+        """Of codes and scales, padding included."""
+        return sum(t.numel() * t.element_size() for t in (self.codes, self.scales) if t is not None)
 
     def _tiles_of(self, segments: tuple[int, ...], in_place: bool) -> Tensor:
         """int64 [tiles, 3] of some segments: a tile's number in `encode_several_`'s values, here, and its elements."""
@@ -237,6 +180,6 @@ def _padded(values: Tensor, numel: int) -> Tensor:
 def make_state_buffers(segments: Segments, formats: StateFormats) -> tuple[StateBuffer, StateBuffer, StateBuffer]:
     """(master, exp_avg, exp_avg_sq) in their formats, all zero."""
     return tuple(
-        StateBuffer(segments, getattr(formats, name), formats.scales, formats.block_size, formats.expanded(name))
+        StateBuffer(segments, getattr(formats, name), formats.scales, formats.block_size)
         for name in ("master", "exp_avg", "exp_avg_sq")
     )

@@ -12,12 +12,11 @@ decoded encodes to the same numbers again, so a checkpoint that holds decoded fp
 or block that holds NaN or Inf has the byte 255 and decodes to NaN.
 
 FP16 with a scale for the master weight and the second moment, FP8 E4M3 for the first: FP8-LM (arXiv 2310.18313),
-section 2.2. The expansion of FP8 moments: COAT (arXiv 2410.19313), section 4.
+section 2.2.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +31,6 @@ ROUNDINGS = ("nearest", "stochastic")
 # Segments start at multiples of it. A kernel's program works on one tile.
 TILE = 1024
 _INFINITY_BITS = 0x7F800000
-# Exponents k of the range expansion are multiples of 1/16, one byte each.
-EXPONENT_ONE = 16
-_LARGEST_EXPONENT = 255
-_SMALLEST_NORMAL_BITS = 0x00800000
 
 
 @dataclass(frozen=True)
@@ -74,32 +69,11 @@ class Storage:
         """The rule of the scale: `carry` and `emax` of formats/e8m0.py."""
         return E8M0Scale(self.largest, "rceil", spoiled_by_special=True)
 
-    @property
-    def octaves(self) -> float:
-        """log2 of the largest code over the smallest above zero: what range expansion fills."""
-        return math.log2(self.largest) - (self.min_exponent - self.mantissa_bits)
-
     def scale_bytes(self, amax_bits: Tensor) -> Tensor:
         """int32 E8M0 bytes, 255 for NaN and Inf, of the bits (int32) of the largest magnitudes."""
         scale = self.scale
         exponents = (amax_bits + scale.carry >> 23).sub_(scale.emax).clamp_(0, 254)
         return exponents.masked_fill_(amax_bits >= _INFINITY_BITS, 255)
-
-    def expansion(self, amax_bits: Tensor, smallest_bits: Tensor) -> tuple[Tensor, Tensor]:
-        """(int32 E8M0 bytes, int32 exponents k in sixteenths) of range expansion.
-
-        X is the largest power of two not above amax, so |x| / (2 X) < 1. k is what stretches the octaves from the
-        smallest magnitude above zero to 2 X over all octaves of the format. They are counted with the mantissa in place
-        of its logarithm, which counts up to 0.09 too many but takes no logarithm, so every device finds the same k.
-        k >= 1: where numbers span more octaves than the format has, fitting the smallest ones in would cost all others
-        precision, and a single number that has decayed to 1e-38 would be enough for that.
-        """
-        bad = amax_bits >= _INFINITY_BITS
-        bytes_ = (amax_bits >> 23).clamp_(0, 254)
-        span = ((bytes_ + 1 << 23) - smallest_bits).clamp_min_(1).to(torch.float32) * 2.0**-23
-        exponents = (torch.full_like(span, EXPONENT_ONE * self.octaves) / span).clamp_(EXPONENT_ONE, _LARGEST_EXPONENT)
-        exponents = exponents.to(torch.int32).masked_fill_(bad | (smallest_bits >= _INFINITY_BITS), EXPONENT_ONE)
-        return bytes_.masked_fill_(bad, 255), exponents
 
     def codes_of(self, scaled: Tensor, noise: Tensor | None) -> Tensor:
         """Codes of fp32 numbers with |v| <= largest; to nearest, or stochastic with fp32 `noise` in [0, 1)."""
@@ -145,10 +119,7 @@ STORAGES = {
 }
 STORAGE_NAMES = tuple(STORAGES)
 # The options of an optimizer that say what states are stored as, in the order of the fields of StateFormats.
-OPTIONS = (
-    *("master_format", "exp_avg_format", "exp_avg_sq_format"),
-    *("scales", "block_size", "rounding", "expand_range"),
-)
+OPTIONS = ("master_format", "exp_avg_format", "exp_avg_sq_format", "scales", "block_size", "rounding")
 GRADIENT_NAMES = ("none", *STORAGE_NAMES)
 
 
@@ -193,10 +164,9 @@ class StateFormats:
         scales: one scale a "tensor" or "block"; for the formats that have scales.
         block_size: elements of a block, a power of two from 16 to 1024.
         rounding: of the master weight, "nearest" (ties to even) or "stochastic".
-        expand_range: store sign(x) |x|^k of FP8 moments, with k from the values of a tensor or block.
 
     Raises:
-        ValueError: an unknown name, a block size other than these, or an expansion where no moment is FP8.
+        ValueError: an unknown name, or a block size other than these.
     """
 
     master: str = "fp16"
@@ -205,12 +175,11 @@ class StateFormats:
     scales: str = "tensor"
     block_size: int = 128
     rounding: str = "nearest"
-    expand_range: bool = False
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> StateFormats:
         """Those that options of FP8AdamW, or the fields of an "optimizer" section, name."""
-        return cls(*(options[name] for name in OPTIONS))
+        return cls(**{name.removesuffix("_format"): options[name] for name in OPTIONS if name in options})
 
     def __post_init__(self) -> None:
         for name in ("master", "exp_avg", "exp_avg_sq"):
@@ -218,15 +187,6 @@ class StateFormats:
         check_scales(self.scales, self.block_size)
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
-        if self.expand_range and not self.expanded("exp_avg") and not self.expanded("exp_avg_sq"):
-            raise ValueError(
-                f"expand_range works on FP8 moments, but exp_avg is {self.exp_avg} and exp_avg_sq {self.exp_avg_sq}: "
-                "store a moment in fp8_e4m3 or leave expand_range out"
-            )
-
-    def expanded(self, quantity: str) -> bool:
-        """Whether a quantity ("master", "exp_avg", "exp_avg_sq") is stored with its range expanded."""
-        return self.expand_range and quantity != "master" and STORAGES[getattr(self, quantity)].is_float8
 
     def bytes_per_parameter(self, grad_format: str = "none") -> float:
         """Bytes of master weight, moments and gradient (0 for "none": it is not stored) for each parameter.
@@ -240,6 +200,4 @@ class StateFormats:
             total += STORAGES[name].num_bytes
             if STORAGES[name].scaled and self.scales == "block":
                 total += 1 / self.block_size
-        if self.scales == "block":
-            total += sum(self.expanded(name) for name in ("exp_avg", "exp_avg_sq")) / self.block_size
         return total

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from zeropp_fp8.zero.gather.gatherer import Gatherer
 
 
-class Generators(StagePart):
-    """The generators of stochastic rounding, each rank's own."""
+class StateGenerator(StagePart):
+    """The generator that rounds optimizer states stochastically, each rank's own."""
 
     of_topology = True
     if_lost = "stochastic rounding draws anew"
 
     def __init__(self, session: Session) -> None:
-        self.generators = session.generators
+        self.generator = session.generator
 
     def extra_state(self) -> dict[str, Any]:
-        return {"generators": {name: generator.get_state() for name, generator in self.generators.items()}}
+        return {"generators": {"states": self.generator.get_state()}}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        for name, generator_state in state.get("generators", {}).items():
-            self.generators[name].set_state(generator_state)
+        if "generators" in state:
+            self.generator.set_state(state["generators"]["states"])
 
 
 class ComputeScaling(StagePart):
@@ -138,5 +138,5 @@ class HeldWeights(StagePart):
         if self._differs:
             with self.session.ledger.counting(OUTSIDE):
                 if self._somebody_wrote_alone():  # the weights are master weights now, far from what was held
-                    held = {names: {k: v for k, v in state.items() if k != "holds"} for names, state in held.items()}
+                    held = {}
         self.gatherer.hold_again(held, self.names)

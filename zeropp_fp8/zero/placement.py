@@ -43,9 +43,9 @@ class Slices:
             known = self._own_numel[param.ds_id] = sum(numel for _, numel in self.ranges(param))
         return known
 
-    def reduce_plan(self, params: Sequence[Parameter], *args, add_codes: bool) -> ReducePlan:
+    def reduce_plan(self, params: Sequence[Parameter], *args) -> ReducePlan:
         """How gradients of parameters get to the ranks that keep them; `args` are those of `ReduceScatterPlan`."""
-        return ReduceScatterPlan(*args, add_codes=add_codes)
+        return ReduceScatterPlan(*args)
 
     def own_part(self, param: Parameter, full: Tensor) -> Tensor:
         """Flat: this rank's elements of a full tensor; a view where they are in one piece."""

@@ -121,10 +121,9 @@ def _difference_rows(session: Session, gatherer: Gatherer) -> list[Row]:
         return [("weight differences", "none", 0, one_node)]
     units = [unit for unit in gatherer.units if unit.keeps_secondary]
     params = [p for unit in units for p in unit.params if unit.first_bytes_of(p) != unit.bytes_of(p)]
-    every = session.config.weights.difference.refresh_every
     held = gatherer.route.reached * sum(unit.bytes_of(p) for unit in units for p in unit.params) / GIGA
     remarks = (
-        f"{len(params)} tensors; all of them cross at start" + (f" and every {every} steps" if every else ""),
+        f"{len(params)} tensors; all of them cross at start",
         f"added to copies of {held:.3g} GB a rank",
         without_kernel(session.device, chosen),
     )

@@ -13,11 +13,9 @@ from torch import nn
 from torch.nn import Parameter
 
 from zeropp_fp8.comm import ActivationExchange, Topology, WireLedger, make_topology
-from zeropp_fp8.comm.reduce_scatter import check_adds_codes
 from zeropp_fp8.compute import ConversionReport
 from zeropp_fp8.config import (
     MX_FORMATS,
-    SECTION,
     ConfigError,
     DifferenceConfig,
     GradientsConfig,
@@ -91,28 +89,16 @@ class Session:
         difference = config.weights.difference
         # Of what the ranks of a node share of the weights: without such a copy there is nothing to add to.
         keeps = self.secondary_ranks is not None
-        self.difference_format = _quantized(difference, difference.format, difference.hadamard) if keeps else None
+        self.difference_format = _quantized(difference, difference.format) if keeps else None
         self.intra_format = _quantized(
             gradients, gradients.intra_format, gradients.hadamard and gradients.intra_format == "int4"
         )
         self.inter_format = _quantized(gradients, gradients.inter_format, gradients.hadamard)
         if gradients.scales == "tensor":
             self.intra_format = self.inter_format = SharedScaleFormat(gradients.intra_format)
-        # Ranks draw different seeds, or the rounding errors of a mean would not average out. The host draws them.
         self.device = torch.device(get_accelerator().current_device_name())
-        self.generators = {
-            name: torch.Generator().manual_seed(config.seed * 1000003 + first + step * self.topology.rank)
-            for name, first, step in (("gradients", 1, 2), ("states", 500009, 1))
-        }
-        if gradients.reduction == "nccl":
-            try:
-                check_adds_codes(self.topology, self.inter_format.dtype, self.device)
-            except RuntimeError as error:
-                raise ConfigError(
-                    f'"{SECTION}.gradients.reduction": "nccl" needs a backend that adds {gradients.inter_format} codes '
-                    f"(NCCL 2.24 or later on GPUs of compute capability 9.0 or later), and this one says: {error}; use "
-                    '"two_hop"'
-                ) from None
+        # Of stochastic rounding of states, on the host. Ranks draw different seeds.
+        self.generator = torch.Generator().manual_seed(config.seed * 1000003 + 500009 + self.topology.rank)
 
     def leave_exact(self, model: nn.Module) -> None:
         """Let what `skip_modules` of weights and gradients names in a model travel in full."""
@@ -136,9 +122,8 @@ class Session:
 
     @property
     def rounds_stochastically(self) -> bool:
-        """Whether the generators' states are part of what training depends on."""
-        states = self.state_formats.rounding if self.state_formats else "nearest"
-        return "stochastic" in (self.config.weights.rounding, self.config.gradients.rounding, states)
+        """Whether the generator's state is part of what training depends on."""
+        return self.state_formats is not None and self.state_formats.rounding == "stochastic"
 
 
 def told_by_all(mine: object, group) -> list:
@@ -169,7 +154,6 @@ def _quantized(
     """The wire format `name` with the options of its section; None for "none"."""
     if name == "none":
         return None
-    rounding = getattr(section, "rounding", "nearest")
     if name in MX_FORMATS:
-        return make_format(name, scale_mode=section.scale_mode, rounding=rounding)
-    return make_format(name, block_size=section.block_size, hadamard=hadamard, rounding=rounding)
+        return make_format(name)
+    return make_format(name, block_size=section.block_size, hadamard=hadamard)

@@ -84,7 +84,7 @@ def _format_of_copies(plugin: PluginConfig) -> dict:
         return {"format": multiplied, "scales": "tensor"}
     if sent.format == "none":
         return {"format": "none"}
-    return {"format": sent.format, "block_size": sent.block_size, "scale_mode": sent.scale_mode}
+    return {"format": sent.format, "block_size": sent.block_size}
 
 
 def _without_monitors(ds_config: dict) -> dict:

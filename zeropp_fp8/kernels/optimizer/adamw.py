@@ -14,8 +14,7 @@ padding is there too. Gradients and weights that are tensors of their own are fo
 With scales per block one launch does it all. A scale per tensor is known only when the whole tensor has been updated: a
 first launch works out the largest magnitudes, the second repeats the update and encodes.
 
-The reference is optim/adamw.py; scales and codes are the same, bit for bit, except where the range of FP8 moments is
-expanded: powers differ in the last bits between devices.
+The reference is optim/adamw.py; scales and codes are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, fp8_codes, narrowed, numbers_of, uniform
 from zeropp_fp8.kernels.launching import Kernel
-from zeropp_fp8.kernels.mx_elements import NAN_SCALE, SMALLEST_NORMAL, mx_scale_values, power_of_two
+from zeropp_fp8.kernels.mx_elements import NAN_SCALE, mx_scale_values, power_of_two
 from zeropp_fp8.kernels.optimizer.encode_blocks import TILE, largest_bits, scale_bytes
 
 # 8 elements a thread: 16 bytes of 16-bit numbers and 8 of FP8 codes, so that all accesses are shared out alike and
@@ -46,8 +45,7 @@ TILE_ = tl.constexpr(TILE)
 MISSING_ = tl.constexpr(MISSING)
 SMALLEST_SQUARE = tl.constexpr(SMALLEST_SQUARE)
 LARGEST_SQUARE = tl.constexpr(LARGEST_SQUARE)
-# Columns of the table of a segment's magnitudes: the largest of each quantity, then the smallest of the moments.
-AMAX_COLUMNS = tl.constexpr(5)
+QUANTITIES = tl.constexpr(3)  # columns of the table of a segment's largest magnitudes
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,6 @@ class Form:
         grad, grad_block: "tensors", or the element of FP8 codes and how many of them share a scale (0: a segment).
         weights: whether they are written.
         master, exp_avg, exp_avg_sq: what each is stored as, "fp32", "bf16", "fp16", "fp8_e4m3" or "fp8_e5m2".
-        expand_exp_avg, expand_exp_avg_sq: whether the range is expanded.
         master_in_weights: the weights are the master weights.
         some_missing, aligned_grads, aligned_weights: see `Places`.
         per_block: a scale a row of a tile, not a segment.
@@ -73,8 +70,6 @@ class Form:
     master: str
     exp_avg: str
     exp_avg_sq: str
-    expand_exp_avg: bool
-    expand_exp_avg_sq: bool
     master_in_weights: bool
     some_missing: bool
     aligned_grads: bool
@@ -101,9 +96,9 @@ def row_scales(scales_ptr, tile, segment, PER_BLOCK: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def load_quantity(pointers, tile, segment, local, STORAGE: tl.constexpr, EXPAND: tl.constexpr, FORM: tl.constexpr):
-    """fp32 [rows, width] of a tile; `pointers`: codes, scales and exponents before the step, and after it."""
-    codes_ptr, scales_ptr, exponents_ptr, _, _ = pointers
+def load_quantity(pointers, tile, segment, local, STORAGE: tl.constexpr, FORM: tl.constexpr):
+    """fp32 [rows, width] of a tile; `pointers`: codes, scales before the step, and after it."""
+    codes_ptr, scales_ptr, _ = pointers
     ROWS: tl.constexpr = FORM.rows
     codes = tl.load(codes_ptr + tile * TILE_ + local)
     if STORAGE == "fp8_e4m3" or STORAGE == "fp8_e5m2":
@@ -111,13 +106,6 @@ def load_quantity(pointers, tile, segment, local, STORAGE: tl.constexpr, EXPAND:
     else:
         numbers = codes.to(tl.float32)
     if STORAGE != "fp32" and STORAGE != "bf16":
-        if EXPAND:
-            # |x| = 2 X (|code| / largest)^(1 / k)
-            largest: tl.constexpr = 448.0 if STORAGE == "fp8_e4m3" else 57344.0
-            exponents = row_scales(exponents_ptr, tile, segment, FORM.per_block, ROWS).to(tl.float32)
-            inverse = tl.div_rn(tl.full((ROWS,), 16.0, tl.float32), exponents)[:, None]
-            magnitudes = tl.exp2(tl.log2(tl.abs(numbers) * (1 / largest)) * inverse) * 2.0
-            numbers = with_sign_of(magnitudes, numbers)
         scales = row_scales(scales_ptr, tile, segment, FORM.per_block, ROWS)
         numbers = numbers * mx_scale_values(scales)[:, None]
     return numbers
@@ -191,13 +179,6 @@ def quotient(m, denominator, FAST: tl.constexpr):
 
 
 @triton.jit
-def smallest_bits(x):
-    """int32 [ROWS]: the bits of each row's smallest normal magnitude, those of Inf where there is none."""
-    magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.min(tl.where(magnitudes < SMALLEST_NORMAL, EXPONENT_OF_INF, magnitudes), axis=1)
-
-
-@triton.jit
 def store_quantity(
     x,
     noise,
@@ -209,7 +190,6 @@ def store_quantity(
     local,
     COLUMN: tl.constexpr,
     STORAGE: tl.constexpr,
-    EXPAND: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     FORM: tl.constexpr,
 ):
@@ -217,7 +197,7 @@ def store_quantity(
 
     `before`: elements of the segment in earlier tiles; where there are none, a scale per tensor is written.
     """
-    codes_ptr, _, _, scales_ptr, exponents_ptr = pointers
+    codes_ptr, _, scales_ptr = pointers
     ROWS: tl.constexpr = FORM.rows
     if STORAGE == "fp32" or STORAGE == "bf16":
         rounded = x
@@ -235,28 +215,10 @@ def store_quantity(
             amax = largest_bits(x)
         else:
             zeros = tl.zeros((ROWS,), tl.int32)
-            amax = tl.load(amax_ptr + segment * AMAX_COLUMNS + COLUMN + zeros)
+            amax = tl.load(amax_ptr + segment * QUANTITIES + COLUMN + zeros)
         bad = amax >= EXPONENT_OF_INF
-        if EXPAND:
-            # optim/state_formats.py `expansion`
-            if FORM.per_block:
-                smallest = smallest_bits(x)
-            else:
-                smallest = tl.load(amax_ptr + segment * AMAX_COLUMNS + COLUMN + 2 + zeros)
-            octaves: tl.constexpr = 17.80735492205760 if STORAGE == "fp8_e4m3" else 31.80735492205760
-            scales = tl.minimum(amax >> 23, 254)
-            span = tl.maximum(((scales + 1) << 23) - smallest, 1).to(tl.float32) * (2.0**-23)
-            sixteenths = tl.div_rn(tl.full((ROWS,), 16.0 * octaves, tl.float32), span)
-            exponents = tl.minimum(tl.maximum(sixteenths, 16.0), 255.0).to(tl.int32)
-            exponents = tl.where(bad | (smallest >= EXPONENT_OF_INF), 16, exponents)
-            # code = largest * (|x| / (2 X))^k
-            largest: tl.constexpr = 448.0 if STORAGE == "fp8_e4m3" else 57344.0
-            powers = (exponents.to(tl.float32) * (1 / 16.0))[:, None]
-            shares = tl.abs(x) * power_of_two(254 - scales)[:, None] * 0.5
-            scaled = with_sign_of(tl.minimum(tl.exp2(tl.log2(shares) * powers) * largest, largest), x)
-        else:
-            scales = scale_bytes(amax, STORAGE)
-            scaled = x * power_of_two(254 - scales)[:, None]
+        scales = scale_bytes(amax, STORAGE)
+        scaled = x * power_of_two(254 - scales)[:, None]
         # What the codes of a NaN scale are does not matter.
         scales = tl.where(bad, NAN_SCALE, scales)
         if STOCHASTIC:
@@ -276,28 +238,21 @@ def store_quantity(
         rows = tl.arange(0, ROWS)
         if FORM.per_block:
             tl.store(scales_ptr + tile * ROWS + rows, scales.to(tl.uint8))
-            if EXPAND:
-                tl.store(exponents_ptr + tile * ROWS + rows, exponents.to(tl.uint8))
         else:
             tl.store(scales_ptr + segment + rows, scales.to(tl.uint8), mask=rows + before == 0)
-            if EXPAND:
-                tl.store(exponents_ptr + segment + rows, exponents.to(tl.uint8), mask=rows + before == 0)
         if COLUMN == 0:
             out = out * mx_scale_values(scales)[:, None]
     return out
 
 
 @triton.jit
-def record_magnitudes(x, amax_ptr, segment, COLUMN: tl.constexpr, STORAGE: tl.constexpr, EXPAND: tl.constexpr):
-    """Raise a segment's largest magnitude to the tile's, and lower its smallest; in any order of programs the same."""
+def record_magnitudes(x, amax_ptr, segment, COLUMN: tl.constexpr, STORAGE: tl.constexpr):
+    """Raise a segment's largest magnitude to the tile's; in any order of programs the same."""
     if STORAGE != "fp32" and STORAGE != "bf16":
-        place = amax_ptr + segment * AMAX_COLUMNS + COLUMN
+        place = amax_ptr + segment * QUANTITIES + COLUMN
         bits = tl.max(largest_bits(x), axis=0)
         # Few tiles raise what is already there. The others need no atomic operation, for which all would queue up.
         tl.atomic_max(place, bits, mask=bits > tl.load(place), sem="relaxed")
-        if EXPAND:
-            bits = tl.min(smallest_bits(x), axis=0)
-            tl.atomic_min(place + 2, bits, mask=bits < tl.load(place + 2), sem="relaxed")
 
 
 @triton.jit
@@ -353,9 +308,9 @@ def step_tile(
         else:
             p = tl.load(weights_ptr + local, mask=inside, other=0.0).to(tl.float32)
     else:
-        p = load_quantity(master, tile, segment, local, MASTER, False, FORM)
-    m = load_quantity(exp_avg, tile, segment, local, EXP_AVG, FORM.expand_exp_avg, FORM)
-    v = load_quantity(exp_avg_sq, tile, segment, local, EXP_AVG_SQ, FORM.expand_exp_avg_sq, FORM)
+        p = load_quantity(master, tile, segment, local, MASTER, FORM)
+    m = load_quantity(exp_avg, tile, segment, local, EXP_AVG, FORM)
+    v = load_quantity(exp_avg_sq, tile, segment, local, EXP_AVG_SQ, FORM)
 
     if FORM.grad_scale:
         g = g * tl.load(grad_scale_ptr)
@@ -374,17 +329,13 @@ def step_tile(
 
     if PASS == "first":
         if not FORM.master_in_weights:
-            record_magnitudes(p, amax_ptr, segment, 0, MASTER, False)
-        record_magnitudes(m, amax_ptr, segment, 1, EXP_AVG, FORM.expand_exp_avg)
-        record_magnitudes(v, amax_ptr, segment, 2, EXP_AVG_SQ, FORM.expand_exp_avg_sq)
+            record_magnitudes(p, amax_ptr, segment, 0, MASTER)
+        record_magnitudes(m, amax_ptr, segment, 1, EXP_AVG)
+        record_magnitudes(v, amax_ptr, segment, 2, EXP_AVG_SQ)
     else:
         before = tile * TILE_ - start
-        store_quantity(
-            m, m, exp_avg, amax_ptr, tile, segment, before, local, 1, EXP_AVG, FORM.expand_exp_avg, False, FORM
-        )
-        store_quantity(
-            v, v, exp_avg_sq, amax_ptr, tile, segment, before, local, 2, EXP_AVG_SQ, FORM.expand_exp_avg_sq, False, FORM
-        )
+        store_quantity(m, m, exp_avg, amax_ptr, tile, segment, before, local, 1, EXP_AVG, False, FORM)
+        store_quantity(v, v, exp_avg_sq, amax_ptr, tile, segment, before, local, 2, EXP_AVG_SQ, False, FORM)
         noise = p
         if FORM.stochastic:
             seed_low, seed_high = seed
@@ -396,7 +347,7 @@ def step_tile(
                 rounded = round_stochastically(p, noise, MASTER)
         else:
             rounded = store_quantity(
-                p, noise, master, amax_ptr, tile, segment, before, local, 0, MASTER, False, FORM.stochastic, FORM
+                p, noise, master, amax_ptr, tile, segment, before, local, 0, MASTER, FORM.stochastic, FORM
             )
         if FORM.weights:
             dtype: tl.constexpr = weights_ptr.dtype.element_ty
@@ -423,13 +374,9 @@ def adamw_kernel(
     exp_avg_ptr,
     exp_avg_in_ptr,
     exp_avg_out_ptr,
-    exp_avg_exponents_in_ptr,
-    exp_avg_exponents_out_ptr,
     exp_avg_sq_ptr,
     exp_avg_sq_in_ptr,
     exp_avg_sq_out_ptr,
-    exp_avg_sq_exponents_in_ptr,
-    exp_avg_sq_exponents_out_ptr,
     tile_segments_ptr,
     table_ptr,
     places_ptr,
@@ -470,13 +417,9 @@ def adamw_kernel(
         if FORM.aligned_weights:
             weight_place = tl.multiple_of(weight_place, 16 // (weights_ptr.dtype.element_ty.primitive_bitwidth // 8))
         weights_ptr += weight_place + offset
-    master = (master_ptr, master_in_ptr, master_in_ptr, master_out_ptr, master_out_ptr)
-    exp_avg = (
-        exp_avg_ptr, exp_avg_in_ptr, exp_avg_exponents_in_ptr, exp_avg_out_ptr, exp_avg_exponents_out_ptr
-    )  # fmt: skip
-    exp_avg_sq = (
-        exp_avg_sq_ptr, exp_avg_sq_in_ptr, exp_avg_sq_exponents_in_ptr, exp_avg_sq_out_ptr, exp_avg_sq_exponents_out_ptr
-    )  # fmt: skip
+    master = (master_ptr, master_in_ptr, master_out_ptr)
+    exp_avg = (exp_avg_ptr, exp_avg_in_ptr, exp_avg_out_ptr)
+    exp_avg_sq = (exp_avg_sq_ptr, exp_avg_sq_in_ptr, exp_avg_sq_out_ptr)
     place = (tile, segment, start, left, number)
     constants = (keep, l2, rest1, beta2, rest2, step_size, root_factor, eps)
     seed = (seed_low, seed_high)
@@ -529,10 +472,8 @@ class Places:
 
 
 def no_magnitudes(segments: int, device: torch.device) -> Tensor:
-    """int32 [segments, AMAX_COLUMNS], for the pass "first": the bits of nothing yet."""
-    amax = torch.zeros(segments, AMAX_COLUMNS.value, dtype=torch.int32, device=device)
-    amax[:, 3:] = EXPONENT_OF_INF.value
-    return amax
+    """int32 [segments, QUANTITIES], for the pass "first": the bits of nothing yet."""
+    return torch.zeros(segments, QUANTITIES.value, dtype=torch.int32, device=device)
 
 
 def first_of(tensors: list[Tensor | None] | None) -> Tensor | None:

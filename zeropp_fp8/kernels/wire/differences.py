@@ -196,8 +196,7 @@ def can_add(differences: SegmentTable, held: SegmentTable) -> bool:
     known = all(form.scale == "none" or form.element.startswith("int") for form in (mine, kept))
     same_blocks = (mine.block_size, mine.width) == (kept.block_size, kept.width)
     powers_of_two = all(form.block_size == form.width for form in (mine, kept))
-    by_noise = "stochastic" in (mine.rounding, kept.rounding)
-    return known and not by_noise and (kept.scale == "none" or same_blocks or powers_of_two)
+    return known and (kept.scale == "none" or same_blocks or powers_of_two)
 
 
 def with_equal_tiles(mine: KernelFormat, kept: KernelFormat) -> tuple[KernelFormat, KernelFormat, int]:

@@ -32,8 +32,7 @@ DTYPE = torch.float8_e4m3fn
 class FrozenOperands:
     """The stored weights of one engine that go to their GEMMs as FP8 codes, and their scales.
 
-    Empty unless linear layers compute in FP8 with one scale a tensor, in evaluations too (which may be asked to compute
-    with the values as they are stored).
+    Empty unless linear layers compute in FP8 with one scale a tensor.
     """
 
     def __init__(self, session: Session) -> None:
@@ -47,7 +46,7 @@ class FrozenOperands:
         if conversion is None:
             return
         compute = conversion.scaling.compute
-        if compute.scaling not in _ONE_SCALE or compute.evaluate_in == "high_precision":
+        if compute.scaling not in _ONE_SCALE:
             return
         in_high = {id(module.weight): module.precision.high.takes_weight for module in conversion.converted.values()}
         self._scales |= {p.ds_id: None for p in params if id(p) in in_high and _is_convertible(p, in_high[id(p)])}

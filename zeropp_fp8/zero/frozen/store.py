@@ -90,7 +90,7 @@ def store_format(frozen: FrozenConfig) -> WireFormat | None:
     if frozen.format == "none":
         return None
     if frozen.format in MX_FORMATS:
-        return make_format(frozen.format, scale_mode=frozen.scale_mode)
+        return make_format(frozen.format)
     if frozen.scales == "tensor":
         return make_format(frozen.format, scales="tensor")
     return make_format(frozen.format, block_size=frozen.block_size, double_quantize=frozen.double_quantize)

@@ -83,8 +83,7 @@ class Delta:
         """From now on differences travel, if any of the unit's parameters does so."""
         route, self.difference = self._unit.route, None
         if any(self.is_of(param) for param in self._unit.params):
-            every = route.session.config.weights.difference.refresh_every
-            self.difference = Difference(own, brought, route.device, every, route.fits)
+            self.difference = Difference(own, brought, route.device, route.fits)
 
     # -- a gather ----------------------------------------------------------------------------------------------------
 

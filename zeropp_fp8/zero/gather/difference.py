@@ -10,7 +10,7 @@ secondary shard sends on as ever. Differences are of the 16-bit weights and not 
 checkpoint, an exact gather and stock's forward have, and where W' has 16 bits too their rounding would come back.
 
 Vectors travel as they are. A full gather begins (and takes the place of) differences where nothing is held yet, where
-weights were written by anything but a step, every `refresh_every` steps, and where a difference did not fit: one whose
+weights were written by anything but a step, and where a difference did not fit: one whose
 largest number was more than a quarter of the largest weight of its tensor. That is seen by all ranks that hold it in
 what they decoded, and read by the host one step later, when the device has long been done.
 """
@@ -101,7 +101,6 @@ class Difference:
     Args:
         own, brought: what lies in the row of this rank, and in each of those that the hops bring.
         device: where the secondary shard lies.
-        refresh_every: steps from one full gather to the next; 0: none is due.
         all_fits: of all units (default: this one is alone).
 
     Attributes:
@@ -115,11 +114,10 @@ class Difference:
         own: Contents,
         brought: Contents,
         device: torch.device,
-        refresh_every: int = 0,
         all_fits: Fits | None = None,
     ) -> None:
         self.own, self.brought = own, brought
-        self.device, self.refresh_every = device, refresh_every
+        self.device = device
         self._one_row = SliceOrder([0], device)
         self._brought = _layouts(brought, [torch.float32] * len(brought.numels), device)
         self._own: tuple[PayloadLayout, PayloadLayout] | None = None  # which depend on the shards' dtypes
@@ -131,9 +129,7 @@ class Difference:
     @property
     def is_due(self) -> bool:
         """Whether the next gather brings differences. The same on all ranks that exchange them."""
-        if not self.begun or (self.refresh_every and self.steps + 1 >= self.refresh_every):
-            return False
-        return not self._was_too_large()
+        return self.begun and not self._was_too_large()
 
     def _was_too_large(self) -> bool:
         self._all_fits.wait()

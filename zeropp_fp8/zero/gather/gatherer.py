@@ -4,7 +4,7 @@ Two kinds of gather exist:
 
 * for computing (fetches of the coordinator, `all_gather_coalesced`, and `all_gather()` while a module runs): the
   configured wire format, a unit at a time. The shards' payload is encoded once and kept until the weights change, so
-  forward, backward, every micro-batch and evaluation see the same bits, also with stochastic rounding. With hpZ what
+  forward, backward, every micro-batch and evaluation see the same bits. With hpZ what
   the first hops brought is kept (the secondary shard): later gathers use the node's own links only. One node needs no
   such copy.
 * for looking and changing (`GatheredParameters` and everything built on it): every bit, in two levels too.
@@ -151,16 +151,15 @@ class Gatherer:
     # -- what checkpoints hold of secondary shards -----------------------------------------------------------------
 
     def held_states(self, names: Mapping[Parameter, str]) -> dict[tuple[str, ...], dict]:
-        """What each unit holds of this rank's weights, or has drawn for them, by the names of its parameters."""
+        """What each unit holds of this rank's weights, by the names of its parameters."""
         self.hops.settle()
-        states = ((unit, unit.seeds.state() | unit.delta.state()) for unit in self.ownership.all_units)
+        states = ((unit, unit.delta.state()) for unit in self.ownership.all_units)
         return {tuple(names.get(p, "") for p in unit.params): state for unit, state in states if state}
 
     def hold_again(self, states: Mapping[tuple[str, ...], dict], names: Mapping[Parameter, str]) -> None:
         """Let units hold what they held when `held_states` was called. Collective; weights are there already."""
         for unit in self.units:
             state = states.get(tuple(names.get(p, "") for p in unit.params), {})
-            unit.seeds.continue_from(state)
             unit.delta.large_step = False
             unit.lay_out()
             if unit.keeps_secondary and unit.delta.can_hold(state):
@@ -295,8 +294,8 @@ class Gatherer:
         """Drop the values of parameters; with `has_been_updated`, what was written to them goes into the shards first.
 
         Collective then. Where no rank finds a bit changed in its part nothing is forgotten, so that looking at weights
-        (save_16bit_model asks for them as for writing) changes nothing in training: stochastic rounding would draw
-        other numbers for a new copy, and delayed scaling would start without a history.
+        (save_16bit_model asks for them as for writing) changes nothing in training: delayed scaling would start without
+        a history.
         """
         self._check_not_resident()
         if has_been_updated:

@@ -4,8 +4,7 @@ DeepSpeed puts `all_gather`, `all_gather_coalesced` and `partition` on each ZeRO
 replaced while an engine of the plugin has it. Engines over one model are a stack: the last one has the parameters, ends
 first, and gives them back to the one before. Attaching, suspending and detaching are the same on all ranks.
 
-An engine that has its parameters again gathers weights anew, with the same seeds of their rounding where nobody has
-written to them meanwhile.
+An engine that has its parameters again gathers all weights anew.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ class Ownership:
                 previous.suspend(theirs)
         self.all_units = list(units)
         states = {}
-        for place, unit in enumerate(units):
-            unit.seeds.place = place
+        for unit in units:
             for param in unit.params:
                 stock = {name: getattr(param, name) for name in _CLOSURES}
                 states[param] = ParameterWire(stock, unit, self._gatherer, self._before.get(param))
@@ -119,8 +117,7 @@ class Ownership:
 
     def _find_own_units(self) -> None:
         own = [unit for unit in self.all_units if all(map(self.has, unit.params))]
-        # The same list again, where it is: by it the coordinator knows that what it has learned of their order holds,
-        # in which units draw numbers.
+        # The same list again, where it is: by it the coordinator knows that what it has learned of their order holds.
         self.units = self.all_units if len(own) == len(self.all_units) else own
 
     def suspend(self, params: Sequence[Parameter]) -> None:

@@ -25,14 +25,11 @@ from torch.nn import Parameter
 
 from zeropp_fp8.comm.lanes import BufferRing, after, used_last
 from zeropp_fp8.comm.ledger import Bill
-from zeropp_fp8.comm.payload import PayloadLayout
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
-from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.zero.gather.delta import Delta
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
 from zeropp_fp8.zero.gather.kinds import Kind
-from zeropp_fp8.zero.gather.route import Route
 
 _writes = itertools.count()
 
@@ -107,45 +104,6 @@ class Arrived(NamedTuple):
     lent: bool
 
 
-class Seeds:
-    """What the stochastic rounding of a unit's payload draws: the same until the weights change, so that they come out
-    the same again.
-
-    Attributes:
-        place: which of its engine's units it is. A unit draws the same in whichever order units are gathered.
-        draws: how many seeds it has had.
-    """
-
-    def __init__(self, route: Route) -> None:
-        self._route = route
-        self.place = self.draws = 0
-        self._seed: Seed | None = None
-
-    def of(self, layout: PayloadLayout) -> Seed | None:
-        """For a payload; None where nothing is drawn for it."""
-        if self._seed is None and layout.needs_seed:
-            self.draws += 1
-            self._seed = self._drawn()
-        return self._seed
-
-    def _drawn(self) -> Seed:
-        session = self._route.session  # ranks draw differently
-        return Seed.at(session.config.seed, session.topology.rank, self.place, self.draws)
-
-    def forget(self) -> None:
-        """The weights have changed."""
-        self._seed = None
-
-    def state(self) -> dict:
-        """How many times was drawn, and whether for the weights as they are; empty where never."""
-        return {"draws": self.draws, "drawn": self._seed is not None} if self.draws else {}
-
-    def continue_from(self, state: dict) -> None:
-        """Go on where `state` was taken."""
-        self.draws = state.get("draws", 0)
-        self._seed = self._drawn() if state.get("drawn") else None
-
-
 class Naming:
     """Context in which errors of the backend name the parameters that are waited for besides."""
 
@@ -182,7 +140,6 @@ class Unit(ABC):
         copy_bill, bill: what the secondary shard has cost outside of steps, and what the values have (comm/ledger.py).
         layout: where everything lies; None until it is asked for, and again when formats have changed.
         payload: this rank's encoded shards, where they are kept, until the weights change.
-        seeds: of their stochastic rounding.
         lent: buffers in which operands of live parameters lie.
         live: the engine has brought the values that modules use, and not dropped them yet.
         looked_at: ds_id of parameters that GatheredParameters (or another caller of `gather_exactly`) has gathered and
@@ -205,7 +162,6 @@ class Unit(ABC):
         self.copy_bill, self.bill = Bill(), Bill()
         self.layout = None
         self.payload: Tensor | None = None
-        self.seeds = Seeds(kind.route)
         self.lent: list[tuple[BufferRing, Tensor]] = []
         self.live = False
         self.looked_at: set[int] = set()
@@ -326,12 +282,11 @@ class Unit(ABC):
         self.secondary_is_current = False
         self.copy_bill.clear()
         self.payload = None
-        self.seeds.forget()
         self.delta.changed(by_step)
         self.writes = next(_writes)
 
     def forget_held(self) -> None:
-        """Another engine takes the parameters over: drop what a gather brings anew. Seeds stay as weights do."""
+        """Another engine takes the parameters over: drop what a gather brings anew."""
         self.secondary, self.secondary_is_current = None, False
         self.copy_bill.clear()
         self.payload = None

@@ -39,7 +39,7 @@ class Owners(Slices):
         ranks_per_node: int,
         state_bytes: float,
         wire_bytes: Sequence[Sequence[float]],
-        split: Literal["balance", "large", "none"],
+        split: Literal["balance", "none"],
     ) -> Owners:
         """Assign the parameters of all gather units.
 
@@ -78,6 +78,6 @@ class Owners(Slices):
     def ranges(self, param: Parameter) -> list[Range]:
         return [(part.start, part.numel) for part in self.parts(param) if part.owner == self.rank and part.numel]
 
-    def reduce_plan(self, params: Sequence[Parameter], *args, add_codes: bool) -> OwnerReducePlan:
+    def reduce_plan(self, params: Sequence[Parameter], *args) -> OwnerReducePlan:
         owned = [(index, part) for index, param in enumerate(params) for part in self.parts(param)]
         return OwnerReducePlan([OwnedPart(i, part.owner, part.start, part.numel) for i, part in owned], *args)

@@ -3,8 +3,8 @@
 FP8-LM (arXiv 2310.18313, Algorithm 1) gives a tensor with its one scale to one rank: largest first, each
 to the rank with most memory left. That balances memory as long as tensors are many and small. Two things go wrong:
 
-Memory. Llama-3-8B's embedding (128256 x 4096 = 525M of 8030M elements) is 2.09 x the mean load of one of 32 ranks.
-"large" cuts tensors above 1/4 of the mean load by rows.
+Memory. Llama-3-8B's embedding (128256 x 4096 = 525M of 8030M elements) is 2.09 x the mean load of one of 32 ranks. So
+tensors above 1/4 of the mean load are cut by rows.
 
 Exchange. The tensors of a transformer block are gathered together, and the exchange takes as long as the rank that
 owns most of the block. Llama-7B's block has 4 * 4096^2 + 3 * 4096 * 11008 = 202.4M elements: 25.3M a rank on 8 ranks.
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -110,16 +109,14 @@ def plan_parts(
     tensors: Sequence[TensorStates],
     ranks: int,
     ranks_per_node: int,
-    split: Literal["balance", "large", "none"] = "balance",
+    split: Literal["balance", "none"] = "balance",
 ) -> list[Part]:
     """Owners of all tensors, in order of tensor, then row.
 
     "none": `greedy_assignment` of the memory bytes; each tensor is one part.
-    "large": tensors above 1/4 of the mean load are cut by rows into the fewest equal parts that are not. Parts go
-      largest first to the rank with most memory left. Ranks whose load exceeds the least by up to half the part count
-      as equal; the one with the fewest bytes of the same block is taken, on the node with the fewest, with least load.
-    "balance": in addition a block's tensors are cut so that the busiest rank owns at most 1.5 x its share of the block
-      (see the module). A tensor outside of blocks is gathered by itself: it is cut into a part for each rank.
+    "balance": tensors above 1/4 of the mean load are cut by rows into the fewest equal parts that are not, and a
+      block's tensors so that the busiest rank owns at most 1.5 x its share of the block (see the module). A tensor
+      outside of blocks is gathered by itself: it is cut into a part for each rank.
     A cut is between rows (of a vector: elements), and no part has fewer than 64 Ki elements; where that forbids a cut,
     balance is worse: small models on many ranks.
 
@@ -130,8 +127,8 @@ def plan_parts(
     Raises:
         ValueError: another `split`, a size that is negative or not finite, or ranks_per_node does not divide ranks.
     """
-    if split not in ("balance", "large", "none"):
-        raise ValueError(f'plan_parts: split is "balance", "large" or "none", not {split!r}')
+    if split not in ("balance", "none"):
+        raise ValueError(f'plan_parts: split is "balance" or "none", not {split!r}')
     if ranks < 1 or ranks_per_node < 1 or ranks % ranks_per_node:
         raise ValueError(f"plan_parts: {ranks_per_node} ranks per node do not divide {ranks} ranks")
     for tensor in tensors:
@@ -142,10 +139,8 @@ def plan_parts(
         owners = greedy_assignment([t.memory_bytes for t in tensors], ranks)
         return [Part(i, owner, 0, t.rows) for i, (t, owner) in enumerate(zip(tensors, owners))]
     sizes = [_Sizes.of(index, tensor) for index, tensor in enumerate(tensors)]
-    place = _place_units if split == "balance" else _place_large
-    return _merge_neighbours(
-        sorted(place(sizes, ranks, ranks_per_node), key=lambda part: (part.tensor, part.first_row))
-    )
+    placed = _place_units(sizes, ranks, ranks_per_node)
+    return _merge_neighbours(sorted(placed, key=lambda part: (part.tensor, part.first_row)))
 
 
 @dataclass(frozen=True)
@@ -193,40 +188,6 @@ def _parts_for_memory(sizes: Sequence[_Sizes], ranks: int) -> list[int]:
     """Into how many parts each tensor is cut because it is large beside the mean load."""
     total = sum(t.memory for t in sizes)
     return [t.parts_within(t.memory, LARGE[0] * total, LARGE[1] * ranks) for t in sizes]
-
-
-def _place_large(sizes: Sequence[_Sizes], ranks: int, ranks_per_node: int) -> list[Part]:
-    cuts = [t.cut(parts, ranks) for t, parts in zip(sizes, _parts_for_memory(sizes, ranks))]
-    pieces = [
-        (_bytes_of(t.memory, first, rows, t.rows), t.index, first, rows)
-        for t, cut in zip(sizes, cuts)
-        for first, rows in cut
-    ]
-    pieces.sort(key=lambda piece: (-piece[0], piece[1:]))
-    on_rank = {t.block: [0] * ranks for t in sizes if t.block is not None}
-    on_node = {block: [0] * (ranks // ranks_per_node) for block in on_rank}
-    loads = [(0, rank) for rank in range(ranks)]  # sorted
-    placed = []
-    for memory, index, first, rows in pieces:
-        at, block = 0, sizes[index].block
-        if block is not None:
-            rank_bytes, node_bytes = on_rank[block], on_node[block]
-            fewest = (0, min(node_bytes))
-            best = None
-            for candidate in range(bisect_right(loads, (loads[0][0] + memory // 2, ranks))):
-                rank = loads[candidate][1]
-                key = (rank_bytes[rank], node_bytes[rank // ranks_per_node])
-                if best is None or key < best:
-                    best, at = key, candidate
-                    if best == fewest:  # none after it can be better
-                        break
-            wire = _bytes_of(sizes[index].wire, first, rows, sizes[index].rows)
-            rank_bytes[loads[at][1]] += wire
-            node_bytes[loads[at][1] // ranks_per_node] += wire
-        load, rank = loads.pop(at)
-        insort(loads, (load + memory, rank))
-        placed.append(Part(index, rank, first, rows))
-    return placed
 
 
 @dataclass

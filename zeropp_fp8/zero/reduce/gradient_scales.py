@@ -1,12 +1,9 @@
 """Scales that all ranks share for FP8 gradients, and the factor mu that keeps their sums in range (FP8-LM).
 
 FP8-LM (arXiv 2310.18313), section 2.1. Rank i's gradient g_i travels as FP8(g_i * e) with the same e on every rank, so
-codes are added as they are. With s = largest code / amax of the tensor over all ranks, and N ranks:
-
-    scale_policy    e         mean gradient =     risk
-    pre             s / N     sum / s             what is small becomes zero before the sum
-    post            s         sum / (s N)         the sum is cut off at the largest code
-    auto            s mu      sum / (s mu N)      neither: mu adapts
+codes are added as they are. With s = largest code / amax of the tensor over all ranks, and N ranks, e = s * mu, and the
+mean gradient is the sum / (s * mu * N). (Of the paper's other ways, e = s / N makes zeros of what is small, and with
+e = s the sum is cut off at the largest code; benchmarks/fp8_lm_policies.py compares them.)
 
 mu is halved after a step in which more than 0.001 % of the FP8 numbers lie at the largest code, and otherwise grows by
 2 over 1,000 steps. (The paper says that mu "is set to 1/2 in the next step". It is read as halved: a mu of 1/2 could
@@ -29,7 +26,7 @@ from torch.nn import Parameter
 
 from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.formats import SharedScaleFormat
-from zeropp_fp8.formats.amax_history import AmaxHistory
+from zeropp_fp8.formats.amax_history import STEPS, AmaxHistory
 from zeropp_fp8.formats.scale_table import ScaleTable, SharedScales
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.zero.part import Row, StagePart
@@ -55,16 +52,13 @@ class GradientScales(StagePart):
     if_lost = "gradient scales start afresh"
 
     def __init__(self, session: Session, params: Sequence[Parameter], names: Sequence[str]) -> None:
-        gradients = session.config.gradients
         self.session = session
         self.names = list(names)
-        self.policy = gradients.scale_policy
         self._format: SharedScaleFormat = session.intra_format
         self._index = {p.ds_id: index for index, p in enumerate(params)}
         device = session.device
-        self.history = AmaxHistory(gradients.amax_history, len(params), device)
+        self.history = AmaxHistory(len(params), device)
         self.mu = torch.ones(1, dtype=torch.float32, device=device)
-        self._ones = torch.ones_like(self.mu)
         self._counts = torch.zeros(3, 2, dtype=torch.int64, device=device)  # see SharedScales
         self.table = ScaleTable(self.history.current, self._counts)
         self._earlier_tables: list[ScaleTable] = []  # of this step
@@ -143,12 +137,7 @@ class GradientScales(StagePart):
     def _multipliers(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         """fp32 (encode, decode) of tensors with these amax; 0 means that nothing is known."""
         scale = self._format.scale_of_amax(amax)
-        ranks = float(self.session.topology.world_size)
-        ones = torch.ones_like(scale)
-        if self.policy == "pre":
-            return ones / (scale * ranks), scale
-        mu = self.mu if self.policy == "auto" else self._ones
-        return mu / scale, scale / (mu * ranks)
+        return self.mu / scale, scale / (self.mu * float(self.session.topology.world_size))
 
     def decode_of(self, params: Sequence[Parameter]) -> Tensor:
         """fp32 [params]: mean gradient = sum of codes * this, until `end_step`."""
@@ -167,12 +156,7 @@ class GradientScales(StagePart):
         self.session.parts.remove(self)
 
     def rows(self) -> list[Row]:
-        gradients = self.session.config.gradients
-        policy = {"auto": "mu adapts", "pre": "divided before the sum", "post": "divided after the sum"}
-        with_nccl = gradients.reduction == "nccl"
-        reduction = "added by NCCL (messages with vectors: in fp32)" if with_nccl else "added in fp32"
-        remark = f"from {gradients.amax_history} steps; {policy[gradients.scale_policy]}; {reduction}"
-        return [("gradient scales", "one a tensor, shared", 0, remark)]
+        return [("gradient scales", "one a tensor, shared", 0, f"from {STEPS} steps; mu adapts; added in fp32")]
 
     @torch.no_grad()
     def end_step(self, overflow: bool, loss_scale_change: float = 1.0) -> None:
@@ -196,9 +180,8 @@ class GradientScales(StagePart):
             shares[0] /= max(1, self._encoded)
             shares[1:] /= max(1, self._reduced)
             self._shares = shares.amax(dim=0)
-            if self.policy == "auto":
-                moved = torch.where(self._shares[0] > TOLERATED_SHARE, self.mu * 0.5, self.mu * GROWTH)
-                self.mu = moved.clamp_(SMALLEST_MU, LARGEST_MU)
+            moved = torch.where(self._shares[0] > TOLERATED_SHARE, self.mu * 0.5, self.mu * GROWTH)
+            self.mu = moved.clamp_(SMALLEST_MU, LARGEST_MU)
         history.end_step()
         if loss_scale_change != 1.0:  # gradients grow and shrink with it
             history.table *= loss_scale_change
@@ -253,7 +236,7 @@ class GradientScales(StagePart):
             place = {name: index for index, name in enumerate(state["names"])}
             amax_history = state["amax_history"][:, [place[name] for name in self.names]]
             self._without_history = {self.names.index(name) for name in state["without_history"]}
-        self.mu.copy_(state["mu"] if state else self._ones)
+        self.mu.copy_(state["mu"] if state else torch.ones_like(self.mu))
         self.history.load(amax_history)
         self._earlier_tables.clear()
         self._counts.zero_()

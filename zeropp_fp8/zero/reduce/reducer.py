@@ -56,8 +56,7 @@ class GradientReducer(StagePart):
                 session.inter_format,
                 session.device,
             )
-            add_codes = session.config.gradients.reduction == "nccl"
-            plan = self._plans[key] = session.placement.reduce_plan(params, *args, add_codes=add_codes)
+            plan = self._plans[key] = session.placement.reduce_plan(params, *args)
         return plan
 
     def residual_bytes(self, params: Iterable[Parameter]) -> int:
@@ -204,7 +203,6 @@ class GradientReducer(StagePart):
             self._first,
             self._last,
             session.ledger,
-            session.generators["gradients"],
             self.error_feedback,
             names,
             shared,

@@ -8,7 +8,6 @@ the rounded master weights. With a scale a tensor, "tensor" means this rank's pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +79,6 @@ class CompressedStates(StagePart):
     """
 
     loads_states = True
-    if_lost = "states are rounded to the formats of this run"
 
     def __init__(self, groups: Sequence[StateGroup], formats: StateFormats) -> None:
         self.groups = list(groups)
@@ -195,35 +193,6 @@ class CompressedStates(StagePart):
         names = f"{formats.master}, {formats.exp_avg}, {formats.exp_avg_sq}"
         remark = f"master weights, first and second moments; a scale a {formats.scales}, {formats.rounding} rounding"
         return [("optimizer states", names, 0, remark)]
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    def extra_state(self) -> dict[str, Any]:
-        # Where a range is expanded, decoded numbers would not encode to themselves.
-        return {"states": self.raw()} if self.formats.expand_range else {}
-
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        if "states" in state and self.loads_states:
-            try:
-                self.load_raw(state["states"])
-            finally:  # the fp32 numbers of DeepSpeed's part have been taken
-                self.write_weights()
-
-    def raw(self) -> list[dict]:
-        """The stored bytes of all groups, on the CPU."""
-        return [
-            {
-                name: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in buffer.state_dict().items()}
-                for name, buffer in self._buffers[id(group)].items()
-            }
-            for group in self.groups
-        ]
-
-    def load_raw(self, raw: list[dict]) -> None:
-        """Take over what `raw` gave for the same parameters, ranks and formats."""
-        for group, state in zip(self.groups, raw, strict=True):
-            for name, buffer in self._buffers[id(group)].items():
-                buffer.load_state_dict(state[name])
 
     def num_bytes(self) -> int:
         """Bytes of codes and scales, padding included."""
