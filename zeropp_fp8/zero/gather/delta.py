@@ -14,7 +14,6 @@ from torch.nn import Parameter
 
 from zeropp_fp8.formats import WireFormat
 from zeropp_fp8.zero.gather.difference import Contents, Difference
-from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
 
 
@@ -22,11 +21,10 @@ class HoldsRows(Protocol):
     """A unit, as its delta knows it.
 
     Attributes:
-        rows_held: rows of the same contents in what the first hops bring.
+        rows_held: rows of the same contents in what the first hops bring; 0: it always travels as a whole.
     """
 
     params: list[Parameter]
-    kind: Kind
     route: Route
     persistent: bool
     keeps_secondary: bool
@@ -72,8 +70,8 @@ class Delta:
     def is_of(self, param: Parameter) -> bool:
         """Whether a secondary shard of a parameter is made of differences. Small ones that stay gathered have none."""
         unit, session = self._unit, self._unit.route.session
-        differs = session.difference_format is not None and not unit.kind.sends_what_rests
-        return differs and not unit.persistent and not session.sends_exactly("weights", param)
+        differs = session.difference_format is not None and unit.rows_held > 0 and not unit.persistent
+        return differs and not session.sends_exactly("weights", param)
 
     def format_of(self, param: Parameter) -> WireFormat:
         """What a parameter travels in where only how it has changed does; its own format where it travels whole."""

@@ -136,7 +136,7 @@ class Unit(ABC):
         pending: its gather under way.
         keeps_secondary: what the first hops bring stays, until the weights change (secondary.py decides).
         secondary, secondary_is_current: the secondary shard, flat uint8, and whether it is of the weights as they are.
-        delta: how it is brought up to date by differences.
+        delta: how it is brought up to date by differences; `rows_held`: see HoldsRows.
         copy_bill, bill: what the secondary shard has cost outside of steps, and what the values have (comm/ledger.py).
         layout: where everything lies; None until it is asked for, and again when formats have changed.
         payload: this rank's encoded shards, where they are kept, until the weights change.
@@ -149,6 +149,8 @@ class Unit(ABC):
         active_modules: those that are using the parameters now.
         writes: which of all writes to weights in this process its last one was; another one after each.
     """
+
+    rows_held = 0
 
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
         self.params, self.kind, self.persistent = params, kind, persistent

@@ -71,6 +71,7 @@ class OwnedUnit(Unit):
     """A unit of parameters that have owners. Its payload is kept as for slices."""
 
     kind: Owned
+    rows_held = 1
 
     def __init__(self, params: list[Parameter], kind: Owned, persistent: bool = False) -> None:
         super().__init__(params, kind, persistent)
@@ -181,10 +182,6 @@ class OwnedUnit(Unit):
 
     def bring_differences(self, brought: Tensor) -> list[OwnedGather]:
         return self._start_hops_before(self._sent, brought, self.own_row_of_differences(brought).view(-1))
-
-    @property
-    def rows_held(self) -> int:
-        return 1
 
     def held_rows(self, held: Tensor) -> Tensor:
         return held.unsqueeze(0)
