@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zeropp_fp8.comm.error_feedback import Residuals
 from zeropp_fp8.formats import BlockScaledFormat, SharedScaleFormat, UnquantizedFormat, WireFormat
-from zeropp_fp8.formats.shared_scale import OF_GRADIENTS, OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
+from zeropp_fp8.formats.scale_table import OF_GRADIENTS, OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
 
 
 class SliceOrder:

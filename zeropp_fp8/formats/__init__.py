@@ -23,7 +23,7 @@ stores a part is encoded part by part:
     fmt.encode_part(weight, first, numel, out)                # both multiples of fmt.granule; scales as of the whole
 
 `shared_scale.py` holds FP8 codes whose scale travels by itself, `amax_history.py` where such scales come from,
-`scale_table.py` what reductions take of them.
+`scale_table.py` what reductions take of them. `shapes.py` says which weights are matrices.
 """
 
 from zeropp_fp8.formats.base import WireFormat

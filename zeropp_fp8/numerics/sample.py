@@ -266,7 +266,7 @@ class Sampler(StagePart):
                 json.dumps({"engine": self.number, "step": step, "cost": cost, "rows": rows}) + "\n"
             )
             said = progress(step, rows, cost) + (f"; not written: {problem}" if problem else "")
-            if self.stage.gatherer.elsewhere():
+            if self.stage.gatherer.ownership.elsewhere():
                 said += "; not of weights that a later engine over this model has: call its destroy() to sample them"
             print(said, flush=True)
 

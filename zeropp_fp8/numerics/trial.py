@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp_fp8.config import GEMMS, SKIPPED_IN, Trial, pieces_of
+from zeropp_fp8.formats.shapes import is_vector
+from zeropp_fp8.zero.gather.adopted import unit_of
 from zeropp_fp8.zero.part import StagePart
 from zeropp_fp8.zero.session import Session
 
@@ -41,7 +43,9 @@ class Sketches:
 
     def __init__(self, engine) -> None:
         self.session, self.stage = engine.zeropp_fp8_session, engine.optimizer
-        self.params = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad and len(p.ds_shape) > 1]
+        self.params = [
+            (n, p) for n, p in engine.module.named_parameters() if p.requires_grad and not is_vector(p.ds_shape)
+        ]
         self.names = [name.removesuffix(".weight") for name, _ in self.params]
 
     def of_gradients(self) -> Tensor:
@@ -73,7 +77,7 @@ def layers_of(engine) -> dict[str, list[str]]:
     session, found = engine.zeropp_fp8_session, {piece: [] for piece in SKIPPED_IN}
     found["compute"] = [*session.conversion.converted] if session.conversion else []
     for name, param in engine.module.named_parameters():
-        unit, layer = engine.optimizer.gatherer.unit_of(param), name.removesuffix(".weight")
+        unit, layer = unit_of(param), name.removesuffix(".weight")
         if unit.kind.sends_what_rests:
             found["frozen"].append(layer)
         elif not unit.is_exact(param):

@@ -123,10 +123,11 @@ class ZeroppEngine(DeepSpeedEngine):
             # DeepSpeed calls it again when the engine is collected. A later engine may have the model by then
             # (Trainer.train() called twice), and its layers and hooks are not this one's to take off.
             return
-        object.__setattr__(self, "_zeropp_fp8_destroyed", True)
         if self.zeropp_fp8_session is None:
             super().destroy()
             return
+        self._zeropp_fp8_offload.check_is_last()
+        object.__setattr__(self, "_zeropp_fp8_destroyed", True)
         try:
             super().destroy()
         finally:
@@ -151,9 +152,9 @@ class ZeroppEngine(DeepSpeedEngine):
 
     def __del__(self):
         if self.zeropp_fp8_session is not None:
-            # Engines are collected at moments of each rank's own: what destroy() does together with other ranks
-            # must be left out.
-            self.zeropp_fp8_session.collected = True
+            # Engines are collected at moments of each rank's own, and all ranks must agree on who gathers what: the
+            # model keeps what is on it.
+            object.__setattr__(self, "_zeropp_fp8_destroyed", True)
         super().__del__()
 
     @property
@@ -166,7 +167,9 @@ class ZeroppEngine(DeepSpeedEngine):
 
     def _get_param_fragment_func(self, param):
         stock = functools.partial(super()._get_param_fragment_func, param)
-        return self._zeropp_fp8_gatherer.unit_of(param).kind.fragment(self.param_names[param], param, stock)
+        from zeropp_fp8.zero.gather.adopted import unit_of
+
+        return unit_of(param).kind.fragment(self.param_names[param], param, stock)
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
         options = {"client_state": client_state or {}, "exclude_frozen_parameters": exclude_frozen_parameters}
@@ -215,6 +218,7 @@ class ZeroppEngine(DeepSpeedEngine):
         if frozen is None:
             return stock(checkpoint, *args, **kwargs)
         from zeropp_fp8.zero.fragment import has_codes
+        from zeropp_fp8.zero.gather.adopted import unit_of
 
         gatherer = self._zeropp_fp8_gatherer
         if has_codes(frozen) or any(unit.kind.sends_what_rests for unit in gatherer.units):
@@ -222,7 +226,7 @@ class ZeroppEngine(DeepSpeedEngine):
 
             return FrozenLoad(self, *self._zeropp_fp8_loading).load_module(stock, checkpoint, *args, **kwargs)
         params = {self.param_names[p]: p for p in self.module.parameters() if self.param_names.get(p) in frozen}
-        own = {n: gatherer.unit_of(p).kind.from_slice(p, frozen[n]) for n, p in params.items()}
+        own = {n: unit_of(p).kind.from_slice(p, frozen[n]) for n, p in params.items()}
         return stock({**checkpoint, FROZEN_PARAM_FRAGMENTS: own}, *args, **kwargs)
 
 

@@ -117,7 +117,7 @@ class HeldWeights(StagePart):
         with self.session.ledger.counting("other"):
             if self._somebody_wrote_alone():  # the host waits for the device next in any case
                 for unit in self.gatherer.units:
-                    unit.expect_large_step()
+                    unit.delta.large_step = True
 
     def _somebody_wrote_alone(self) -> bool:
         """Whether a rank has, of which the others cannot know: then differences to copies are not small. Collective."""

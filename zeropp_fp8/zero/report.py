@@ -12,6 +12,9 @@ from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.config import PluginConfig
 from zeropp_fp8.config.patterns import matches
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
+from zeropp_fp8.formats.shapes import is_vector
+from zeropp_fp8.zero.gather.adopted import unit_of
+from zeropp_fp8.zero.gather.secondary import is_frozen
 from zeropp_fp8.zero.part import Row, shown, without_kernel
 from zeropp_fp8.zero.session import Session
 
@@ -25,8 +28,8 @@ MEGA, GIGA = 1e6, 1e9
 def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> list[Row]:
     """All lines of the table."""
     rows = [*_weight_rows(session, gatherer), *_difference_rows(session, gatherer)]
-    for kind in gatherer.kinds:
-        rows += kind.report_rows([unit for unit in gatherer.units if unit.kind is kind])
+    for kind in gatherer.ownership.kinds:
+        rows += kind.report_rows([p for unit in gatherer.units if unit.kind is kind for p in unit.params])
     for part in session.parts:
         rows += part.rows()
     return [*rows, *_gather_rows(session, gatherer, blocks), *_idle_pattern_rows(session.config, model)]
@@ -35,13 +38,14 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
 def _weight_rows(session: Session, gatherer: Gatherer) -> list[Row]:
     """In which formats weights travel, and why."""
     by_format: dict[tuple[str, str], list[Parameter]] = defaultdict(list)
-    for param in gatherer.adopted.values():
-        unit, wire_format = gatherer.unit_of(param), gatherer.format_of(param)
+    for param in gatherer.ownership.params.values():
+        unit = unit_of(param)
+        wire_format = unit.format_of(param)
         if unit.kind.sends_what_rests:
             continue
         if unit.travels_as_operand(param):
             sorted_first = "" if gatherer.route.in_rank_order else " after one copy that sorts slices"
-            what = f"{wire_format.name}, a scale a {gatherer.gemm_weights.granularity}"
+            what = f"{wire_format.name}, a scale a {gatherer.route.gemm_weights.granularity}"
             by_format[what, f"GEMM operands as they come{sorted_first}"].append(param)
             continue
         reasons = (_why(session, unit, param, wire_format), without_kernel(session.device, wire_format))
@@ -61,7 +65,7 @@ def _why(session: Session, unit: Unit, param: Parameter, wire_format: WireFormat
         return "in each node, where differences are added to them"
     if not isinstance(wire_format, UnquantizedFormat):
         return "" if param.requires_grad else "frozen; 16 or 32 bits at rest"
-    if len(param.ds_shape) < 2 and (weights.format != "none" or session.difference_format):
+    if is_vector(param.ds_shape) and (weights.format != "none" or session.difference_format):
         return "fewer than 2 dimensions: norms and biases stay in high precision"
     return "named in weights.skip_modules" if id(param) in session.exact["weights"] else "weights.format is none"
 
@@ -134,11 +138,11 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
     before, after = session.gather_levels
     weights = {"forward": {"inter": 0, "intra": 0}, "backward": {"inter": 0, "intra": 0}}
     gradients = {"inter": 0, "intra": 0}
-    for param in gatherer.adopted.values():
-        unit = gatherer.unit_of(param)
+    for param in gatherer.ownership.params.values():
+        unit = unit_of(param)
         held, differs = unit.bytes_of(param), unit.first_bytes_of(param) / max(1, unit.bytes_of(param))
         # Copies of frozen weights stay valid from step to step: after the first one they are there.
-        is_kept = unit.keeps_secondary and unit.is_frozen
+        is_kept = unit.keeps_secondary and is_frozen(unit)
         for level, kept in [(level, unit.keeps_secondary) for level in before] + [(a, False) for a in after]:
             sent = held * (level.size - 1)
             held *= level.size

@@ -43,7 +43,7 @@ class ZeroppStage3(ReducingStage3):
             session.parts.append(StateGenerator(session))
         self._held = HeldWeights(session, self.gatherer, self.param_names)
         session.parts += [FellBack(self), self._held]
-        self.gatherer.given_back = self._bring_shards_home
+        self.gatherer.ownership.given_back = self._bring_shards_home
 
     def destroy(self) -> None:
         """Give the model back, and the memory of all that is not DeepSpeed's: an engine may be kept after its end."""
@@ -89,7 +89,7 @@ class ZeroppStage3(ReducingStage3):
             super()._post_step(timer_names)
 
     def checkpoint_event_prologue(self) -> None:
-        self.gatherer.check_placement()
+        self.gatherer.ownership.check_placement()
         super().checkpoint_event_prologue()
 
     def checkpoint_event_epilogue(self) -> None:
@@ -108,13 +108,12 @@ class ZeroppStage3(ReducingStage3):
     def set_full_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
         super().set_full_hp_param(value, param, optim_state_key)
         if optim_state_key is None:  # a master weight, which the next step writes to the shards
-            for unit in self.gatherer.units_with(param):
-                unit.expect_large_step()
+            self.gatherer.expect_large_step([param])
 
     # -- the step --------------------------------------------------------------------------------------------------
 
     def step(self, closure=None) -> None:
-        self.gatherer.check_placement()
+        self.gatherer.ownership.check_placement()
         loss_scale = self.loss_scale
         self.end_backward()
         self._finish_resting()

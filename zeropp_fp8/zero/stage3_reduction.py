@@ -334,7 +334,7 @@ class ReducingStage3(Stage3Base):
         return self._running is not None or self.parameter_offload.gatherer.module_depth > 0
 
     def _begin_backward(self) -> None:
-        self.parameter_offload.gatherer.check_placement()
+        self.parameter_offload.gatherer.ownership.check_placement()
         self._running = _Backward(self._backward_has_run)
         if self._are_stale:
             self._zero_stale()

@@ -27,8 +27,8 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.formats import SharedScaleFormat
 from zeropp_fp8.formats.amax_history import STEPS, AmaxHistory
-from zeropp_fp8.formats.scale_table import ScaleTable
-from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.formats.scale_table import ScaleTable, SharedScales
+from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.zero.part import Row, StagePart
 from zeropp_fp8.zero.session import Session
 
@@ -68,7 +68,7 @@ class GradientScales(StagePart):
         copies = (session.topology.world_size, session.topology.nodes, 1)
         self._copies = torch.tensor(copies, dtype=torch.float64, device="cpu").view(3, 1).to(device)
         self._shares = torch.zeros(2, dtype=torch.float64, device=device)  # of the last step: saturated, vanished
-        self._quantized = frozenset(index for index, p in enumerate(params) if len(p.ds_shape) >= 2)
+        self._quantized = frozenset(index for index, p in enumerate(params) if not is_vector(p.ds_shape))
         self._without_history = set(self._quantized)
         self._places: dict[tuple[int, ...], Tensor] = {}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8.formats import SharedScaleFormat
-from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.optim import FP8Gradients
 from zeropp_fp8.optim.state_formats import TILE
 from zeropp_fp8.zero.part import Row, StagePart

@@ -91,7 +91,7 @@ class CompressedStatesStage3(AtRestStage3):
 
     def _get_fp32_opt_state_partition(self, param: Parameter, release_swap_buffers: bool, optim_state_key=None):
         if optim_state_key is None:  # until a step has rounded them, master weights are the model's weights
-            self.gatherer.check_placement()
+            self.gatherer.ownership.check_placement()
         own = self.states.read(param, optim_state_key)
         return self._padded(param, own), self.grad_position[self.get_param_id(param)][0]
 
