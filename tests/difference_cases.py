@@ -68,7 +68,7 @@ def check_kernels(difference, rest, numels, slices, device):
     held_by_torch, held_kernels = layouts(kept, slice_numels, dtype, device, mine)
     assert all(map(_can_add, kernels._groups, held_kernels._groups)), "the torch code would be compared with itself"
     rows = torch.zeros(len(slices), held_by_torch.row_bytes, dtype=torch.uint8)
-    held_by_torch.encode(awkward(numels, dtype), order, rows, seed=None)
+    held_by_torch.encode(awkward(numels, dtype), order, rows)
     rows_there = rows.clone().to(device)
     held, held_there = Held(held_by_torch, rows), Held(held_kernels, rows_there)
     for step in range(3):

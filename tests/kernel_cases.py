@@ -6,10 +6,8 @@ import torch
 
 from zeropp_fp8.comm.error_feedback import ErrorFeedback
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
-from zeropp_fp8.formats import HALF_STEP_NAMES, MX_NAMES, UnquantizedFormat, make_format
-from zeropp_fp8.formats.noise import Seed
+from zeropp_fp8.formats import MX_NAMES, UnquantizedFormat, make_format
 
-SEED = Seed(123456789, 987654321)
 CPU = torch.device("cpu")
 # (name, options): every element, with the rotation, block sizes that are no power of two, and long blocks
 FORMATS = {
@@ -50,13 +48,12 @@ FROZEN_FORMATS = {
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def make(name: str, rounding: str = "nearest", dtype: torch.dtype = torch.bfloat16):
+def make(name: str, dtype: torch.dtype = torch.bfloat16):
     """A format by its name in FORMATS or FROZEN_FORMATS, or "none"."""
     if name == "none":
         return make_format("none", dtype=dtype)
     element, options = (FORMATS | FROZEN_FORMATS)[name]
-    rounding = "nearest" if element in HALF_STEP_NAMES else rounding  # there is no other
-    return make_format(element, rounding=rounding, **options)
+    return make_format(element, **options)
 
 
 def awkward(numels, dtype, seed=0):
@@ -100,11 +97,10 @@ def check_quantize_and_dequantize(wire_format, dtype, numels, world, slices, dev
     reference, kernels = layouts(wire_format, slice_numels, dtype, device)
     assert all(group.segments is not None for group in kernels._groups)
     order, device_order = SliceOrder(slices, CPU), SliceOrder(slices, device)
-    seed = SEED if wire_format.needs_seed else None
     expected = torch.zeros(len(slices), reference.row_bytes, dtype=torch.uint8)
-    reference.encode(tensors, order, expected, seed)
+    reference.encode(tensors, order, expected)
     actual = torch.full_like(expected, 255, device=device)
-    kernels.encode([t.to(device) for t in tensors], device_order, actual, seed)
+    kernels.encode([t.to(device) for t in tensors], device_order, actual)
     differing = (actual.cpu() != expected).nonzero().tolist()
     assert not differing, (wire_format, dtype, numels, slices, kernels.offsets, differing[:5])
     for output in outputs:
@@ -127,14 +123,13 @@ def check_feed_back(wire_format, dtype, numels, world, slices, device):
         tensors = awkward(numels, dtype, step)
         if step != 1:
             tensors = [tensor.nan_to_num(1.0, 2.0, -2.0) for tensor in tensors]
-        seed = Seed(SEED.low + step, SEED.high) if wire_format.needs_seed else None
         kept = feedback.of(keys, slice_numels, len(slices), CPU)
         kept_there = feedback_there.of(keys, slice_numels, len(slices), device)
         assert kernels_feed_back(kernels, kept_there), "the torch code would be compared with itself"
         expected = torch.zeros(len(slices), reference.row_bytes, dtype=torch.uint8)
-        reference.encode(tensors, order, expected, seed, residuals=kept)
+        reference.encode(tensors, order, expected, residuals=kept)
         actual = torch.full_like(expected, 255, device=device)
-        kernels.encode([t.to(device) for t in tensors], device_order, actual, seed, residuals=kept_there)
+        kernels.encode([t.to(device) for t in tensors], device_order, actual, residuals=kept_there)
         for what, mine, wanted in (("sent", actual, expected), ("kept", kept_there.rows, kept.rows)):
             differing = (mine.cpu() != wanted).nonzero().tolist()
             assert not differing, (what, step, wire_format, dtype, numels, slices, differing[:5])
@@ -188,11 +183,11 @@ def check_reduce(first, then, dtype, numels, nodes, ranks, device, outputs, valu
     reference_then, kernels_then = layouts(then, slice_numels, dtype, device, first)
     received = torch.zeros(ranks, nodes, reference.row_bytes, dtype=torch.uint8)
     for rank in range(ranks):
-        reference.encode(values(numels, dtype, seed=rank), SliceOrder(range(nodes), CPU), received[rank], SEED)
+        reference.encode(values(numels, dtype, seed=rank), SliceOrder(range(nodes), CPU), received[rank])
     expected = torch.zeros(nodes, reference_then.row_bytes, dtype=torch.uint8)
-    reference.reduce_to_payload(received, reference_then, expected, SEED)
+    reference.reduce_to_payload(received, reference_then, expected)
     actual = torch.full_like(expected, 255, device=device)
-    kernels.reduce_to_payload(received.to(device), kernels_then, actual, SEED)
+    kernels.reduce_to_payload(received.to(device), kernels_then, actual)
     differing = (actual.cpu() != expected).nonzero().tolist()
     if isinstance(then, UnquantizedFormat):  # NaN has other bits on each device: compare values
         for i in range(len(numels)):
@@ -225,10 +220,9 @@ def check_round_trip(mx_format, dtype, shape, device, axes=((True, False), (Fals
         matrix.view(-1)[300] = float("nan")
         matrix.view(-1)[-77:-70] = torch.finfo(dtype).max
         matrix.view(-1)[-60] = -torch.finfo(dtype).smallest_normal / 2
-    seed = SEED if mx_format.needs_seed else None
-    wanted = mx_format.round_trip(matrix, seed=seed), mx_format.round_trip(matrix.t(), seed=seed)
+    wanted = mx_format.round_trip(matrix), mx_format.round_trip(matrix.t())
     for along_rows, along_columns in axes:
-        got = round_trip(matrix.to(device), mx_format, along_rows, along_columns, seed)
+        got = round_trip(matrix.to(device), mx_format, along_rows, along_columns)
         for asked, a, b in zip((along_rows, along_columns), got, wanted):
             if not asked:
                 assert a is None

@@ -99,13 +99,13 @@ def float8_value(code: int, name: str) -> float:
 
 
 def error_bound(
-    values: torch.Tensor, name: str, block_size: int | None, hadamard: bool, rounding: str, dtype: torch.dtype
+    values: torch.Tensor, name: str, block_size: int | None, hadamard: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """float64 [n]: the largest error an element of flat `values` may have after encoding and decoding to `dtype`.
 
     step  = scale for integers; scale * 2^(max(floor(log2 |v / scale|), min exponent) - mantissa bits) for FP8, where
             scale <= max(amax / largest, 2^-126) * (1 + 2^-7)
-    error <= step / 2 for nearest, <= step for stochastic
+    error <= step / 2
     With the rotation each element is the sum of the 32 rotated elements of its group, hence so is its error bound.
     The rounding of fp32 arithmetic and of the final cast to `dtype` come on top.
     """
@@ -123,7 +123,7 @@ def error_bound(
         mantissa_bits, min_exponent, _ = FLOAT8_LAYOUT[name]
         # spacing of a normal number <= |v| * 2^-mantissa_bits; of a subnormal one scale * 2^(min_exponent - ...)
         step = torch.maximum(coded.abs(), step * 2.0**min_exponent) * 2.0**-mantissa_bits
-    bound = step * (1.0 if rounding == "stochastic" else 0.5)
+    bound = step * 0.5
     bound += 2.0**-20 * coded.abs()
     if hadamard:
         bound = bound.view(-1, GROUP).sum(dim=1, keepdim=True).expand(-1, GROUP).reshape(-1)
@@ -203,7 +203,7 @@ def hashed_noise(low: int, high: int, rows: int, columns: int) -> np.ndarray:
     return noise
 
 
-def mx_round(scaled: np.ndarray, name: str, rounding: str, noise: np.ndarray | None = None) -> np.ndarray:
+def mx_round(scaled: np.ndarray, name: str) -> np.ndarray:
     """Places in `mx_grid` of finite float64 numbers >= 0, by searching it."""
     grid = mx_grid(name)
     scaled = np.minimum(scaled, grid[-1])
@@ -211,19 +211,14 @@ def mx_round(scaled: np.ndarray, name: str, rounding: str, noise: np.ndarray | N
     upper = np.minimum(lower + 1, len(grid) - 1)
     step = np.where(upper > lower, grid[upper] - grid[lower], 1.0)
     fraction = (scaled - grid[lower]) / step
-    if rounding == "nearest":
-        up = (fraction > 0.5) | ((fraction == 0.5) & (lower % 2 == 1))
-    else:
-        up = fraction >= 1 - noise
+    up = (fraction > 0.5) | ((fraction == 0.5) & (lower % 2 == 1))
     return np.where(up, upper, lower)
 
 
-def mx_reference(
-    values: np.ndarray, name: str, scale_mode: str, rounding: str, noise: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def mx_reference(values: np.ndarray, name: str, scale_mode: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(E8M0 bytes [rows, blocks], codes [rows, blocks * 32], decoded float64 [rows, n]) of float64 [rows, n].
 
-    The numbers are those of fp32 numbers; `noise` is that of the padded rows. Decoded numbers are not clamped.
+    The numbers are those of fp32 numbers. Decoded numbers are not clamped.
     """
     rows, numel = values.shape
     num_blocks = math.ceil(numel / MX_BLOCK)
@@ -231,13 +226,12 @@ def mx_reference(
     blocks[:, :numel] = values
     blocks = np.where(np.abs(blocks) < 2.0**-126, np.copysign(0.0, blocks), blocks)
     blocks = blocks.reshape(rows, num_blocks, MX_BLOCK)
-    noise = None if noise is None else noise.reshape(blocks.shape)
     finite = np.isfinite(blocks)
     magnitudes = np.where(finite, np.abs(blocks), 0.0)
     exponents = np.array(
         [[mx_shared_exponent(amax, name, scale_mode) for amax in row] for row in magnitudes.max(axis=2)]
     ).reshape(rows, num_blocks)
-    codes = mx_round(magnitudes / 2.0 ** exponents[..., None], name, rounding, noise)
+    codes = mx_round(magnitudes / 2.0 ** exponents[..., None], name)
     negative = np.signbit(blocks)
     if name == "mxint8":
         codes = np.where(negative, -codes % 256, codes)

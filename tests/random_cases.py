@@ -38,10 +38,10 @@ FEATURES = frozenset(
     }
 )
 SECTIONS: dict[str, list[dict[str, Any]]] = {
-    "weights": [{"rounding": "stochastic"}, {"format": "fp8_e4m3"}, {"format": "int8", "block_size": 32}],
+    "weights": [{"format": "int4", "hadamard": True}, {"format": "fp8_e4m3"}, {"format": "int8", "block_size": 32}],
     "secondary": [{"scope": "none"}, {"scope": "node"}, {"scope": "rank"}],
     "gradients": [
-        {"rounding": "stochastic"},
+        {"block_size": 32},
         {"error_feedback": True},
         {"intra_format": "int8", "inter_format": "int8"},
         {"intra_format": "none", "inter_format": "none"},
@@ -115,12 +115,8 @@ class Case:
 
     @property
     def neutral(self) -> tuple[str, ...]:
-        """Events that change nothing of what comes afterwards.
-
-        An evaluation does where weights are rounded stochastically and a step leaves some out: it draws for these too.
-        """
-        draws = self.fields.get("weights", {}).get("rounding") == "stochastic" and self.skips
-        return ("look", "save", "hand") if draws else ("look", "save", "hand", "evaluate")
+        """Events that change nothing of what comes afterwards."""
+        return ("look", "save", "hand", "evaluate")
 
     def ds_config(self, plugin: bool) -> dict[str, Any]:
         given = dict(self.fields)
@@ -163,16 +159,12 @@ _BF16 = {"forward": 0.004, "backward": 0.03}  # half a step; and what is left wh
 _NOTHING = {"forward": 1e-5, "backward": 1e-5}
 
 
-def _stochastic(config) -> float:
-    return 2.0 if "stochastic" in (config.weights.rounding, config.gradients.rounding) else 1.0
-
-
 def weight_error(case: Case) -> float:
     """The relative rounding error of a matrix on its way to the ranks, until a case falls back; of vectors none."""
     config = resolve(case.ds_config(plugin=True))
     if config.weights.difference.format != "none":  # of what steps here change, which may be as much as there is
         return _ROUNDING[config.weights.difference.format]
-    return _stochastic(config) * _ROUNDING[config.weights.format]
+    return _ROUNDING[config.weights.format]
 
 
 def tolerance(case: Case, rounded_loss: float = 0.0, rounded_gradient: float = 0.0) -> Tolerance:
@@ -196,7 +188,7 @@ def tolerance(case: Case, rounded_loss: float = 0.0, rounded_gradient: float = 0
     computed = _COMPUTED if config.computes_in_low_precision else _NOTHING
     dtype = _BF16 if case.dtype == "bf16" else _NOTHING
     formats = (config.gradients.intra_format, config.gradients.inter_format, config.gradients.store_format)
-    reduced = _stochastic(config) * sum(_ROUNDING[name] for name in formats)
+    reduced = sum(_ROUNDING[name] for name in formats)
     forward = computed["forward"] + dtype["forward"]
     backward = forward + computed["backward"] + dtype["backward"]
     if case.falls_back:

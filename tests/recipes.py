@@ -22,10 +22,7 @@ WAYS = {
         "fp8-lm-zeropp",
         {"compute": _FP8, "weights": {"format": "none", "difference": {"format": "int4"}}},
     ),
-    "stochastic rounding": (
-        "zeropp",
-        {"weights": {"format": "int8", "rounding": "stochastic"}, "secondary": {"scope": "none"}},
-    ),
+    "zeropp, no copy": ("zeropp", {"secondary": {"scope": "none"}}),
     "FP8 operands": ("zeropp", {"weights": {"format": "fp8_e4m3"}, "compute": _FP8, "secondary": {"scope": "none"}}),
     "FP8 operands, node's copy": ("zeropp", {"weights": {"format": "fp8_e4m3"}, "compute": _FP8}),
     "mxfp8": ("mxfp8", {}),

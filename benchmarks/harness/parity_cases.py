@@ -270,7 +270,7 @@ CASES = (
         "resume, error feedback",
         "features",
         "zeropp",
-        fields={"gradients": {"error_feedback": True, "rounding": "stochastic"}},
+        fields={"gradients": {"error_feedback": True}},
         resume=True,
         check=_keeps_residuals,
     ),

@@ -37,7 +37,7 @@ def test_lossless_is_stock(fields, stock):
 @pytest.mark.parametrize(
     "recipe, fields, options",
     [
-        ("zeropp", {"secondary": {"scope": "rank"}, "weights": {"rounding": "stochastic"}}, {}),
+        ("zeropp", {"secondary": {"scope": "rank"}}, {}),
         ("zeropp", {"partition": "whole_tensor", **MODULE}, {}),
         ("fp8-lm", {}, {"dtype": "bf16"}),
         ("fp8-lm", {"compute": {"scaling": "per_channel"}, **MODULE}, {"dtype": "bf16"}),

@@ -10,7 +10,7 @@ ENGINES = {
     "lossless": {},
     "zeropp": {"recipe": "zeropp"},
     "zeropp, a copy a rank": {"recipe": "zeropp", "fields": {"secondary": {"scope": "rank"}}},
-    "zeropp, stochastic": {"recipe": "zeropp", "fields": {"weights": {"format": "int4", "rounding": "stochastic"}}},
+    "zeropp, int4": {"recipe": "zeropp", "fields": {"weights": {"format": "int4"}}},
     "qlora": {"recipe": "qlora", "lora": True, "fields": {"frozen": frozen("nf4", double_quantize=True)}},
     "fp8, one scale": {"lora": True, "fields": {"frozen": frozen("fp8_e4m3", scales="tensor")}},
     "int4, one node": {"lora": True, "fields": {"frozen": frozen("int4"), "topology": {"ranks_per_node": 4}}},

@@ -1,7 +1,7 @@
 """Looking at weights changes nothing in training, whatever the way of looking.
 
 save_16bit_model and many libraries gather with `modifier_rank=0`, as if to write. Were that to count as a write, copies
-would be encoded again (stochastic rounding then draws other numbers) and delayed scaling would lose its history.
+would be encoded again and delayed scaling would lose its history.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from thinning import thinned
 WAYS = [
     "lossless, node's copy",
     "lossless, delayed FP8 compute",
-    "stochastic rounding",
+    "zeropp, no copy",
     "FP8 operands, node's copy",
     "mxfp8",
     "fp8-lm-o2",

@@ -93,7 +93,7 @@ FALLEN = [
     ({"recipe": "zeropp-diff"}, "weights that travel (int4), gradients"),
     ({"recipe": "zeropp-2bit", "weights": {"format": "int8"}}, "weights that travel (int2), gradients"),
     (
-        {"recipe": "zeropp", "weights": {"rounding": "stochastic"}, "secondary": {"scope": "none"}},
+        {"recipe": "zeropp", "secondary": {"scope": "none"}},
         "weights that travel (int8), gradients",
     ),
     (

@@ -7,7 +7,7 @@ from thinning import thinned
 
 RECIPES = {
     "lossless": ("lossless", {}),
-    "zeropp": ("zeropp", {"gradients": {"error_feedback": True, "rounding": "stochastic"}}),
+    "zeropp": ("zeropp", {"gradients": {"error_feedback": True}}),
     "zeropp-diff": ("zeropp-diff", {}),
     "fp8-lm": ("fp8-lm", {}),
     "fp8-lm-o2": ("fp8-lm-o2", {}),

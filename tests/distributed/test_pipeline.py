@@ -63,17 +63,14 @@ def test_bytes_of_a_step(recipe, granularity):
         assert grown(again["outside_steps"], evaluated["outside_steps"]) == from_copy
 
 
-STOCHASTIC = {"weights": {"rounding": "stochastic"}, "gradients": {"rounding": "stochastic"}}
-
-
 @pytest.mark.parametrize(
     ("recipe", "limits", "fields"),
     [
         ("lossless", "far ahead", None),
         ("zeropp", "default", None),
-        ("zeropp", "small", {**STOCHASTIC, **NO_COPY}),
+        ("zeropp", "small", NO_COPY),
     ],
-    ids=["lossless", "zeropp", "stochastic, no copy"],
+    ids=["lossless", "zeropp", "no copy"],
 )
 def test_evaluations_between_steps_change_nothing(recipe, limits, fields):
     for alone, interleaved in run_two(jobs.interleaved, recipe=recipe, limits=limits, fields=fields):

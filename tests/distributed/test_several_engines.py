@@ -20,7 +20,7 @@ PAIRS = [
     ("fp8-lm", "fp8-lm"),
     ("fp8-lm", "FP8 operands, node's copy"),
     ("fp8-lm", "zeropp-pcie, some copies"),
-    ("zeropp, rank's copy", "stochastic rounding"),
+    ("zeropp, rank's copy", "zeropp, no copy"),
 ]
 STORED = ["stock", "zeropp", "fp8-lm"]  # engines that train, beside one whose weights rest as codes
 

@@ -68,7 +68,6 @@ REDUCED = {
     "int8/int8": (0.9995, 0.005),
     "int8/int4-hadamard": (0.99, 0.03),
     "e4m3/e4m3": (0.999, 0.005),
-    "int8/int4 stochastic": (0.98, 0.04),
 }
 
 
@@ -143,10 +142,7 @@ def test_a_part_of_the_model_that_is_called_by_itself():
     assert few == many and many[1] >= 3
 
 
-STOCHASTIC = {
-    "gradients": {"error_feedback": True, "rounding": "stochastic"},
-    "weights": {"rounding": "stochastic"},
-}
+FED_BACK = {"gradients": {"error_feedback": True}}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +150,7 @@ STOCHASTIC = {
     [
         ("lossless", {"gather_granularity": "module"}, "fp32"),
         ("zeropp", None, "bf16"),
-        ("zeropp-4bit", STOCHASTIC, "bf16"),
+        ("zeropp-4bit", FED_BACK, "bf16"),
         ("zeropp-pcie", {"secondary": {"memory_gb": 7e-5}}, "bf16"),
         ("zeropp-diff", None, "bf16"),
         ("zeropp-diff", {"weights": {"format": "int8"}}, "fp32"),
@@ -179,7 +175,7 @@ def test_checkpoints(recipe, fields, dtype):
 @pytest.mark.parametrize("evaluates, persistent", [(True, 0), (False, 5000)])
 def test_what_was_drawn_for_the_weights_that_are_saved(evaluates, persistent):
     """By an evaluation, or a step, which gathers small matrices at its end: resumed training does not draw it again."""
-    settings = {"recipe": "zeropp", "fields": STOCHASTIC, "evaluates": evaluates, "persistent": persistent}
+    settings = {"recipe": "zeropp", "fields": FED_BACK, "evaluates": evaluates, "persistent": persistent}
     for result in run_two(jobs.checkpoints, **settings):
         uninterrupted, resumed = result["resume losses"]
         assert resumed == uninterrupted and result["resume weights"]

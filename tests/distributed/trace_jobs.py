@@ -14,21 +14,13 @@ from recipes import section_of
 
 # Ways in which training depends on more than weights and optimizer states.
 OWN_STATES = {
-    "stochastic": (
-        "zeropp",
-        {"weights": {"rounding": "stochastic"}, "gradients": {"rounding": "stochastic", "error_feedback": True}},
-    ),
-    "stochastic, no copy": ("stochastic rounding", {"gradients": {"rounding": "stochastic"}}),
+    "error feedback": ("zeropp", {"gradients": {"error_feedback": True}}),
     "differences": ("zeropp-diff", {}),
     "differences on INT8": ("zeropp-diff", {"weights": {"format": "int8"}}),
     "differences in 2 bits": ("zeropp-2bit, on INT8", {}),
     "differences to whole tensors": ("differences to whole tensors", {}),
-    "whole tensors, stochastic": (
-        "zeropp",
-        {"partition": "whole_tensor", "weights": {"rounding": "stochastic"}, "gradients": {"rounding": "stochastic"}},
-    ),
     "stochastic states": ("FP8 states", {"optimizer": {"master_format": "fp16", "rounding": "stochastic"}}),
-    "some copies": ("zeropp-pcie, some copies", {"weights": {"rounding": "stochastic"}}),
+    "some copies": ("zeropp-pcie, some copies", {}),
     "delayed scaling": ("lossless, delayed FP8 compute", {}),
     "FP8 operands": ("FP8 operands, node's copy", {}),
     "fp8-lm": ("fp8-lm", {}),

@@ -238,7 +238,6 @@ def a_part_called_by_itself(calls):
 FORMATS = {
     "int8/int8": {"intra_format": "int8", "inter_format": "int8", "hadamard": False},
     "int8/int4-hadamard": {"intra_format": "int8", "inter_format": "int4"},
-    "int8/int4 stochastic": {"intra_format": "int8", "inter_format": "int4", "rounding": "stochastic"},
     "e4m3/e4m3": {"intra_format": "fp8_e4m3", "inter_format": "fp8_e4m3", "hadamard": False},
 }
 

@@ -1,17 +1,16 @@
 """The kernels, natively on a GPU, against the torch code on the CPU: same bytes, same values.
 
-A kernel is compiled once for each format, rounding, dtype and alignment, which takes half a second; all products of
+A kernel is compiled once for each format, dtype and alignment, which takes half a second; all products of
 these, which tests/unit/test_kernels.py goes through in Triton's interpreter, would take 20 minutes. Between reading and
 writing a value is fp32 whatever the tensor's dtype, so here they are paired:
 
     quantize, dequantize    every format from bf16 to fp32, at odd offsets; one of each layout of codes at aligned
                             offsets, with the dtypes in turn; other dtypes at odd offsets, where LIMIT and Inf matter
     NF4, double-quantized   only decoded: every format, at odd and at aligned offsets, to a dtype each
-    other roundings         every element with one of the two, and each family of elements with both
-    error feedback          each family of elements with scales in bf16, and each rounding
+    error feedback          each family of elements with scales in bf16
     reduce                  each pair of formats in one dtype, every element first or next
     round_trip              every format from bf16, with sides divisible by 16 (scales rounded up) or not (floor);
-                            every element with one other rounding and dtype; single axes, and sides of 1, on few
+                            every element with one other dtype; single axes, and sides of 1, on few
 """
 
 import pytest
@@ -44,25 +43,24 @@ def test_quantize_and_dequantize(name):
 
 
 @pytest.mark.parametrize(
-    "name, rounding, dtype",
+    "name, dtype",
     [
-        ("int4-hadamard", "nearest", "bf16"),
-        ("int4-hadamard", "stochastic", "fp32"),
-        ("int4-34", "stochastic", "fp16"),
-        ("int8", "stochastic", "bf16"),
-        ("int8-8192", "nearest", "fp32"),
-        ("fp8_e4m3", "nearest", "bf16"),
-        ("fp8_e5m2", "stochastic", "fp32"),
-        ("int3", "nearest", "bf16"),
-        ("int3-hadamard-96", "nearest", "fp32"),
-        ("int2", "nearest", "bf16"),
+        ("int4-hadamard", "bf16"),
+        ("int4-34", "fp16"),
+        ("int8", "bf16"),
+        ("int8-8192", "fp32"),
+        ("fp8_e4m3", "bf16"),
+        ("fp8_e5m2", "fp32"),
+        ("int3", "bf16"),
+        ("int3-hadamard-96", "fp32"),
+        ("int2", "bf16"),
     ],
 )
-def test_error_feedback(name, rounding, dtype):
+def test_error_feedback(name, dtype):
     """Small and odd, aligned with many tiles, and slices beyond a tensor's end."""
     for numels, slices in (([33, 500, 1001], [2, 0, 1]), ([1 << 18, 100003], [3, 1, 0, 2]), ([9, 1, 2, 5], [7, 1])):
         world = max(slices) + 1
-        check_feed_back(make(name, rounding), DTYPES[dtype], numels, world, slices, CUDA)
+        check_feed_back(make(name), DTYPES[dtype], numels, world, slices, CUDA)
 
 
 @pytest.mark.parametrize(
@@ -109,26 +107,6 @@ def test_other_dtypes(name, dtype, outputs):
     check_quantize_and_dequantize(make(name), DTYPES[dtype], [33, 500, 10001], 3, [2, 0, 1], CUDA, outputs)
 
 
-@pytest.mark.parametrize(
-    "name, rounding",
-    [
-        ("int8", "stochastic"),
-        ("int4-hadamard", "stochastic"),
-        ("fp8_e4m3", "stochastic"),
-        ("fp8_e5m2", "stochastic"),
-        ("mxfp8_e4m3", "stochastic"),
-        ("mxfp8_e5m2", "stochastic"),
-        ("mxfp6_e2m3", "stochastic"),
-        ("mxfp6_e3m2", "stochastic"),
-        ("mxfp4", "stochastic"),
-        ("mxint8", "stochastic"),
-    ],
-)
-def test_other_roundings(name, rounding):
-    fmt = make(name, rounding)
-    check_quantize_and_dequantize(fmt, torch.bfloat16, [33, 500, 10001], 3, [2, 0, 1], CUDA, [])
-
-
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_unquantized(dtype):
     fmt = make("none", dtype=dtype)
@@ -165,9 +143,9 @@ def test_reduce(first, then, dtype):
     check_reduce(*formats, dtype, [33, 500, 1001, 1 << 15], 2, 3, CUDA, [dtype])
 
 
-def test_reduce_of_many_ranks_with_noise():
+def test_reduce_of_many_ranks():
     """Above 16 ranks the sum is a loop."""
-    fmt = make("mxfp8_e4m3", "stochastic")
+    fmt = make("mxfp8_e4m3")
     check_reduce(fmt, fmt, torch.float32, [70, 10001], 1, 17, CUDA, [torch.float32])
 
 
@@ -183,22 +161,14 @@ def test_round_trip(name):
 
 
 @pytest.mark.parametrize(
-    "name, rounding, dtype",
-    [
-        ("mxfp8_e4m3", "nearest", "fp32"),
-        ("mxfp8_e5m2", "nearest", "fp16"),
-        ("mxfp8_e4m3", "stochastic", "fp16"),
-        ("mxfp8_e5m2", "stochastic", "fp32"),
-        ("mxfp6_e2m3", "stochastic", "fp32"),
-        ("mxfp6_e3m2", "stochastic", "fp16"),
-        ("mxfp4", "stochastic", "fp32"),
-        ("mxint8", "stochastic", "fp16"),
-    ],
+    "name, dtype",
+    [("mxfp8_e4m3", "fp32"), ("mxfp8_e5m2", "fp16"), ("mxfp6_e2m3", "fp32"), ("mxfp6_e3m2", "fp16"), ("mxfp4", "fp32")]
+    + [("mxint8", "fp16")],
 )
-def test_round_trip_with_other_roundings_and_dtypes(name, rounding, dtype):
+def test_round_trip_with_other_dtypes(name, dtype):
     """Rows as few or many tokens have them, columns as features."""
     for shape in ((70, 96), (1001, 256)):
-        check_round_trip(make(name, rounding), DTYPES[dtype], shape, CUDA, [(True, True)])
+        check_round_trip(make(name), DTYPES[dtype], shape, CUDA, [(True, True)])
 
 
 @pytest.mark.parametrize("name", ["mxfp8_e5m2", "mxint8"])

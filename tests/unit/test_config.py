@@ -163,8 +163,8 @@ def test_the_table_of_defaults_covers_every_field():
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_a_field_set_by_hand_overrides_its_recipe_and_nothing_else(recipe):
     base = resolved({"recipe": recipe})
-    config = resolved({"recipe": recipe, "weights": {"rounding": "stochastic"}, "gather_granularity": "module"})
-    assert config.weights == base.weights.model_copy(update={"rounding": "stochastic"})
+    config = resolved({"recipe": recipe, "weights": {"hadamard": True}, "gather_granularity": "module"})
+    assert config.weights == base.weights.model_copy(update={"hadamard": True})
     assert config == base.model_copy(update={"weights": config.weights, "gather_granularity": "module"})
 
 
@@ -173,7 +173,7 @@ def test_a_field_set_by_hand_overrides_its_recipe_and_nothing_else(recipe):
     [
         ({"weights": {"format": "none"}}, "weights.format", "none"),
         ({"weights": {"format": "fp8_e4m3"}}, "weights.format", "fp8_e4m3"),
-        ({"weights": {"rounding": "stochastic"}}, "weights.rounding", "stochastic"),
+        ({"weights": {"hadamard": True}}, "weights.hadamard", True),
         ({"weights": {"difference": {"format": "int3"}}}, "weights.difference.format", "int3"),
         ({"secondary": {"scope": "rank"}}, "secondary.scope", "rank"),
         ({"secondary": {"scope": 2}}, "secondary.scope", 2),
@@ -251,6 +251,7 @@ def test_unknown_key_names_the_nearest(section, where, nearest):
     "where",
     [
         *(f"{part}.scale_mode" for part in ("weights", "gradients", "compute", "frozen")),
+        *(f"{part}.rounding" for part in ("weights", "gradients", "compute")),
         *(f"weights.difference.{name}" for name in ("hadamard", "refresh_every")),
         *(f"gradients.{name}" for name in ("scale_policy", "amax_history", "reduction")),
         *(f"compute.{name}" for name in ("amax_history", "amax_reduction", "evaluate_in")),
@@ -267,7 +268,7 @@ def test_a_key_of_earlier_versions_is_unknown(where):
 
 def test_unknown_key_lists_the_keys_there():
     message = refusal({"weights": {"zzz": 1}})
-    keys = "format, block_size, hadamard, rounding, skip_modules, difference"
+    keys = "format, block_size, hadamard, skip_modules, difference"
     assert message == f'"{SECTION}.weights.zzz": unknown key; keys here are {keys}'
 
 
@@ -287,7 +288,6 @@ def test_every_mistake_is_reported_at_once():
         ("weights.format", [8, None, ["int8"], True]),
         ("weights.block_size", ["128", 128.0, 0, 1, -2, True, None]),
         ("weights.hadamard", [1, "yes", None]),
-        ("weights.rounding", ["half_away", 1, None]),
         ("weights.difference", ["int4", None]),
         ("weights.difference.format", [4, None]),
         ("weights.difference.block_size", [0, 128.0, "128"]),
@@ -299,7 +299,6 @@ def test_every_mistake_is_reported_at_once():
         ("gradients.inter_format", [4, None]),
         ("gradients.block_size", ["128", 0, 1 << 21]),
         ("gradients.hadamard", [0]),
-        ("gradients.rounding", ["stochastically"]),
         ("gradients.error_feedback", [1, "int8"]),
         ("gradients.store_format", [8]),
         ("gradients.scales", ["row", 1, None]),

@@ -64,7 +64,6 @@ def test_format_that_is_there(field, name):
             ({"recipe": "zeropp", "gradients": {"inter_format": "int2", **fields}}, words)
             for fields, words in (
                 ({}, ['gradients.inter_format": "int2"', '"error_feedback" to true', '"int4"']),
-                ({"error_feedback": True, "rounding": "stochastic"}, ['gradients.rounding"', '"nearest"']),
                 (
                     {"error_feedback": True, "block_size": 66, "hadamard": False},
                     ["gradients.block_size", "multiple of 8", "use 72"],
@@ -85,7 +84,6 @@ def test_format_that_is_there(field, name):
                 ({"secondary": {"scope": "none"}}, ["there is none", 'set "secondary.scope" to "node"']),
                 ({"weights": {"format": "int4"}}, ['"weights.format": "int4"', '"none" (2 bytes a parameter']),
                 ({"weights": {"format": "fp8_e4m3"}}, ['"weights.format": "fp8_e4m3"', '"int8" (1.01)', "cast"]),
-                ({"weights": {"format": "int8", "rounding": "stochastic"}}, ['"weights.rounding"', '"nearest"']),
                 ({"weights": {"difference": {"format": "fp8_e4m3"}}}, ['"fp8_e4m3"', "int8, int4, int3, int2"]),
                 ({"weights": {"difference": {"block_size": 12}}}, ["multiple of 8", "use 16"]),
             )
@@ -158,7 +156,6 @@ FP8_MOMENT = {"exp_avg_format": "fp8_e4m3"}
         ),
         ({"recipe": "zeropp", "gradients": {"scales": "tensor"}}, ['gradients.scales"', 'intra_format "int8"']),
         ({"gradients": {**SHARED, "hadamard": True}}, ['gradients.hadamard"', "remove it", 'scales to "block"']),
-        ({"gradients": {**SHARED, "rounding": "stochastic"}}, ['gradients.rounding"', 'scales to "block"']),
         ({"gradients": {**SHARED, "error_feedback": True}}, ['gradients.error_feedback"', 'scales to "block"']),
         ({"gradients": {**SHARED, "block_size": 64}}, ['gradients.block_size"', 'scales to "block"']),
         (

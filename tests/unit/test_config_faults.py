@@ -77,7 +77,7 @@ FAULTS = [
     (f"{SECTION}.weights.difference", "int4"),
     (f"{SECTION}.gradients.intra_format", "int5"),
     (f"{SECTION}.gradients.inter_format", "fp32"),
-    (f"{SECTION}.gradients.rounding", "half_away"),
+    (f"{SECTION}.gradients.scales", "rows"),
     (f"{SECTION}.compute.format", "fp9"),
     (f"{SECTION}.compute.min_features", 0),
     (f"{SECTION}.frozen.format", "nf5"),
@@ -160,7 +160,7 @@ def test_what_a_script_hands_over_is_not_looked_at():
 
 def test_fields_of_one_kind_are_named_one_by_one():
     shared = {"intra_format": "fp8_e4m3", "inter_format": "fp8_e4m3", "scales": "tensor"}
-    wrong = {"hadamard": True, "rounding": "stochastic", "error_feedback": True, "block_size": 64}
+    wrong = {"hadamard": True, "error_feedback": True, "block_size": 64}
     with pytest.raises(ConfigError) as refused:
         resolve(ds_config({"gradients": {**shared, **wrong}}))
     assert [line.split('"')[1] for line in refused.value.faults] == [f"{SECTION}.gradients.{name}" for name in wrong]

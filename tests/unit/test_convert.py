@@ -512,7 +512,6 @@ MX_PAIR = {"weights": "mxfp4", "activations": "mxfp6_e3m2"}
             {"format": {**FP8_PAIR, "gradients": "fp8_e5m2"}, "scaling": "block"},
             KEY + r"format\": gradients in E5M2 .*use \"fp8\"",
         ),
-        ({"format": "fp8", "rounding": "stochastic"}, KEY + r"rounding\": .*set \"nearest\", or use MX formats"),
     ],
 )
 def test_sections_that_cannot_work_are_errors_with_a_remedy(fields, message):
@@ -527,7 +526,6 @@ def test_sections_that_cannot_work_are_errors_with_a_remedy(fields, message):
 def test_wrong_values_of_fields():
     for fields in (
         {"scaling": "tensor"},
-        {"rounding": "up"},
         {"min_features": 0},
         {"allow_fp16": 1},
         {"fmt": 1},
@@ -537,7 +535,7 @@ def test_wrong_values_of_fields():
 
 
 def test_none_passes_whatever_else_is_set():
-    checked_compute(ComputeConfig(format="none", scaling="mx", rounding="stochastic"))
+    checked_compute(ComputeConfig(format="none", scaling="mx"))
 
 
 def test_operand_formats():
@@ -552,7 +550,7 @@ def test_operand_formats():
     for name in MX_FORMATS:
         assert formats(name) == formats(name, scaling="mx") == ("mx", (name,) * 3)
     assert formats(MX_PAIR) == ("mx", ("mxfp4", "mxfp6_e3m2", "mxfp6_e3m2"))
-    assert formats({**MX_PAIR, "gradients": "none"}, rounding="stochastic") == ("mx", ("mxfp4", "mxfp6_e3m2", "none"))
+    assert formats({**MX_PAIR, "gradients": "none"}) == ("mx", ("mxfp4", "mxfp6_e3m2", "none"))
     assert "gradients" not in MX_PAIR  # what the user gave is left alone
 
 

@@ -21,10 +21,9 @@ from numerics import (
     sylvester_matrix,
 )
 
-from zeropp_fp8.formats import FORMAT_NAMES, HALF_STEP_NAMES, ROUNDING_MODES, chunks, make_format
+from zeropp_fp8.formats import FORMAT_NAMES, HALF_STEP_NAMES, chunks, make_format
 from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.hadamard import rotate_, rotate_back_
-from zeropp_fp8.formats.noise import Seed
 
 QUANTIZED = tuple(CODE_BITS)
 FLOAT8 = ("fp8_e4m3", "fp8_e5m2")
@@ -37,9 +36,9 @@ def normal(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def through(fmt, tensor, generator=None):
+def through(fmt, tensor):
     """Encode and decode."""
-    return fmt.decode(fmt.encode(tensor, generator), tensor.shape, tensor.dtype)
+    return fmt.decode(fmt.encode(tensor), tensor.shape, tensor.dtype)
 
 
 # --- signal-to-noise --------------------------------------------------------------------------------------------
@@ -119,9 +118,8 @@ def test_every_float8_code_decodes_by_the_formula(name):
     assert torch.equal(decoded.nan_to_num(0.0), expected.clamp(-largest, largest).nan_to_num(0.0))
 
 
-@pytest.mark.parametrize("rounding", ROUNDING_MODES)
 @EVERY_QUANTIZED
-def test_every_code_round_trips(name, rounding):
+def test_every_code_round_trips(name):
     if name in FLOAT8:
         codes = [code for code in range(256) if math.isfinite(float8_value(code, name))]
         codes.remove(0x80)  # minus zero may lose its sign
@@ -132,10 +130,10 @@ def test_every_code_round_trips(name, rounding):
         values = [float(code) for code in range(-largest, largest + 1)]
         nibbles = [int(v) % (1 << CODE_BITS[name]) for v in values]
         packed = nibbles if name == "int8" else [a + 16 * b for a, b in zip(nibbles[0::2], [*nibbles[1::2], 0])]
-    fmt = make_format(name, block_size=256, rounding=rounding)
+    fmt = make_format(name, block_size=256)
     tensor = torch.tensor(values)
     assert tensor.abs().max() == LARGEST_CODE[name]
-    payload = fmt.encode(tensor, torch.Generator().manual_seed(0))
+    payload = fmt.encode(tensor)
     assert torch.equal(payload, one_block_payload(packed))
     assert torch.equal(fmt.decode(payload, tensor.shape, torch.float32), tensor)
 
@@ -199,10 +197,10 @@ def tensors(draw):
 
 @st.composite
 def quantized_formats(draw):
-    """(format, its options) over every name, block size, rotation and rounding."""
+    """(format, its options) over every name, block size and rotation."""
     name, hadamard = draw(st.sampled_from(QUANTIZED)), draw(st.booleans())
     block_size = draw(st.sampled_from([None, 32, 128, 2048] if hadamard else [None, 2, 6, 32, 128, 2048]))
-    options = {"block_size": block_size, "hadamard": hadamard, "rounding": draw(st.sampled_from(ROUNDING_MODES))}
+    options = {"block_size": block_size, "hadamard": hadamard}
     return make_format(name, **options), {"name": name, **options}
 
 
@@ -210,7 +208,7 @@ def quantized_formats(draw):
 @given(tensors(), quantized_formats())
 def test_any_tensor_comes_back_within_its_error_bound(tensor, chosen):
     fmt, options = chosen
-    payload = fmt.encode(tensor, torch.Generator().manual_seed(1))
+    payload = fmt.encode(tensor)
     numel, name = tensor.numel(), options["name"]
     assert payload.dtype == torch.uint8 and payload.dim() == 1
     assert payload.numel() == fmt.payload_bytes(numel)
@@ -229,10 +227,10 @@ def test_any_tensor_comes_back_within_its_error_bound(tensor, chosen):
 
 
 @settings(max_examples=100, derandomize=True)
-@given(tensors(), quantized_formats(), st.integers(0, 2**31))
-def test_same_seed_gives_the_same_bytes(tensor, chosen, seed):
+@given(tensors(), quantized_formats())
+def test_the_same_tensor_gives_the_same_bytes(tensor, chosen):
     fmt, _ = chosen
-    payloads = [fmt.encode(tensor, torch.Generator().manual_seed(seed)) for _ in range(2)]
+    payloads = [fmt.encode(tensor) for _ in range(2)]
     assert torch.equal(*payloads)
 
 
@@ -262,15 +260,6 @@ def test_fp16_is_ieee_half_precision():
     assert torch.equal(through(fmt, values), values.half().float())
 
 
-@EVERY_QUANTIZED
-def test_only_stochastic_rounding_uses_the_seed(name):
-    values = normal(4096)
-    for rounding in ROUNDING_MODES:
-        fmt = make_format(name, rounding=rounding)
-        first, second = (fmt.encode(values, torch.Generator().manual_seed(seed)) for seed in (1, 2))
-        assert torch.equal(first, second) == (rounding != "stochastic")
-
-
 def test_finite_numbers_near_the_largest_do_not_become_nan():
     """Undoing the rotation adds 32 decoded values; rounding errors must not push a partial sum to Inf, then NaN.
 
@@ -295,18 +284,16 @@ def test_finite_numbers_near_the_largest_do_not_become_nan():
 @ROTATION
 @EVERY_QUANTIZED
 def test_exactly_the_block_with_a_special_value_becomes_nan(name, hadamard, special, dtype):
-    for rounding in ROUNDING_MODES:
-        fmt = make_format(name, block_size=64, hadamard=hadamard, rounding=rounding)
-        clean = normal(300, dtype=dtype)
-        for position, (start, end) in {0: (0, 64), 100: (64, 128), 299: (256, 300)}.items():
-            tensor = clean.clone()
-            tensor[position] = special
-            decoded = through(fmt, tensor, torch.Generator().manual_seed(0))
-            inside = torch.zeros(300, dtype=torch.bool)
-            inside[start:end] = True
-            assert torch.equal(decoded.isnan(), inside)
-            expected = through(fmt, clean, torch.Generator().manual_seed(0))
-            assert torch.equal(decoded[~inside], expected[~inside])
+    fmt = make_format(name, block_size=64, hadamard=hadamard)
+    clean = normal(300, dtype=dtype)
+    for position, (start, end) in {0: (0, 64), 100: (64, 128), 299: (256, 300)}.items():
+        tensor = clean.clone()
+        tensor[position] = special
+        decoded = through(fmt, tensor)
+        inside = torch.zeros(300, dtype=torch.bool)
+        inside[start:end] = True
+        assert torch.equal(decoded.isnan(), inside)
+        assert torch.equal(decoded[~inside], through(fmt, clean)[~inside])
 
 
 @EVERY_QUANTIZED
@@ -317,41 +304,6 @@ def test_a_special_value_anywhere_spoils_a_tensor_with_one_scale(name):
 
 
 # --- rounding ---------------------------------------------------------------------------------------------------
-
-
-@ROTATION
-@EVERY_QUANTIZED
-def test_stochastic_rounding_is_unbiased(name, hadamard):
-    draws, numel = 4096, 32
-    values = normal(numel, seed=7)
-    fmt = make_format(name, block_size=32, hadamard=hadamard, rounding="stochastic")
-    rows = fmt.encode_rows(values.expand(draws, numel), torch.Generator().manual_seed(0))
-    decoded = fmt.decode_rows(rows, numel, torch.float32).double()
-    assert (decoded.std(dim=0) > 0).any()
-    rotation = sylvester_matrix()
-    coded = values.double() @ rotation / GROUP if hadamard else values.double()
-    scale = bfloat16_at_least(coded.abs().max().item() / LARGEST_CODE[name])
-    step = torch.full_like(coded, scale)
-    if name in FLOAT8:
-        mantissa_bits, min_exponent = (3, -6) if name == "fp8_e4m3" else (2, -14)
-        exponent = torch.floor(torch.log2(coded.abs() / scale)).clamp_min(min_exponent)
-        step = scale * torch.exp2(exponent - mantissa_bits)
-    mean = decoded.mean(dim=0)
-    if hadamard:
-        mean = mean @ rotation / GROUP
-    bias = (mean - coded) / step
-    assert (bias.abs() <= 4 / (2 * math.sqrt(draws)) + 1e-5).all()
-    assert bias.mean().abs() <= 4 / (2 * math.sqrt(draws * numel)) + 1e-5
-
-
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_stochastic_rounding_never_passes_the_largest_code(name):
-    """In fp32 127 + 0.999999 is 128, which would wrap around to -128."""
-    largest = torch.tensor(LARGEST_CODE[name])
-    values = largest.expand(1 << 22)
-    fmt = make_format(name, block_size=None, rounding="stochastic")
-    decoded = through(fmt, values, torch.Generator().manual_seed(0))
-    assert (decoded == largest).all()
 
 
 # (value halfway between two grid points, the even one, the outer one)
@@ -422,29 +374,28 @@ def test_bytes_do_not_depend_on_the_size_of_the_pieces(name, hadamard, block_siz
     """Several rows a piece, several pieces a row, one block a piece; the last block is cut short."""
     if hadamard and block_size == 34:
         block_size = 32
-    seed, numel = Seed(1, 2), 1001
+    numel = 1001
     matrix = normal(7, numel) * torch.logspace(-3, 3, 7)[:, None]
     matrix[2, 500], matrix[4, 0] = -math.nan, math.inf
-    for rounding in ROUNDING_MODES:
-        fmt = make_format(name, block_size=block_size, hadamard=hadamard, rounding=rounding)
-        seen = []
-        for piece in (1 << 18, 3 * numel, 200, 1):
-            monkeypatch.setattr(chunks, "PIECE", piece)
-            payload = fmt.encode_rows_seeded(matrix, seed)
-            decoded = fmt.decode_rows(payload, numel, torch.bfloat16)
-            mean = fmt.mean_of_rows([payload, payload.flip(0)], numel)
-            seen.append([payload, decoded.view(torch.int16), mean.view(torch.int32)])
-        assert all(torch.equal(a, b) for others in seen[1:] for a, b in zip(seen[0], others))
+    fmt = make_format(name, block_size=block_size, hadamard=hadamard)
+    seen = []
+    for piece in (1 << 18, 3 * numel, 200, 1):
+        monkeypatch.setattr(chunks, "PIECE", piece)
+        payload = fmt.encode_rows(matrix)
+        decoded = fmt.decode_rows(payload, numel, torch.bfloat16)
+        mean = fmt.mean_of_rows([payload, payload.flip(0)], numel)
+        seen.append([payload, decoded.view(torch.int16), mean.view(torch.int32)])
+    assert all(torch.equal(a, b) for others in seen[1:] for a, b in zip(seen[0], others))
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_out_is_written_and_nothing_beside_it(name):
     fmt, matrix = make_format(name), normal(3, 301)
-    payload = fmt.encode_rows_seeded(matrix, None)
+    payload = fmt.encode_rows(matrix)
     size = payload.shape[1]
     around = torch.full((3, size + 32), 77, dtype=torch.uint8)
     part = around[:, 16 : 16 + size]
-    assert fmt.encode_rows_seeded(matrix, None, part) is part and torch.equal(part, payload)
+    assert fmt.encode_rows(matrix, part) is part and torch.equal(part, payload)
     assert (around[:, :16] == 77).all() and (around[:, 16 + size :] == 77).all()
     for dtype in DTYPES:
         values = torch.full((3, 310), 77, dtype=dtype)
@@ -484,13 +435,6 @@ def test_unknown_format_lists_the_names():
     with pytest.raises(ValueError, match="unknown format 'int5'") as error:
         make_format("int5")
     assert all(name in str(error.value) for name in FORMAT_NAMES)
-
-
-@EVERY_QUANTIZED
-def test_unknown_rounding_lists_the_modes(name):
-    with pytest.raises(ValueError, match=r"rounding must be one of .*got 'up'") as error:
-        make_format(name, rounding="up")
-    assert name in str(error.value) and all(mode in str(error.value) for mode in ROUNDING_MODES)
 
 
 @pytest.mark.parametrize(

@@ -455,17 +455,13 @@ def test_weights_under_zero_init(monkeypatch):
 # --- errors -----------------------------------------------------------------------------------------------------
 
 
-def test_nf4_has_one_rounding_and_no_rotation():
-    for rounding in ("stochastic", "up"):
-        with pytest.raises(ValueError, match=f"nf4: rounding must be \"nearest\", got '{rounding}'"):
-            make_format("nf4", rounding=rounding)
+def test_nf4_has_no_rotation():
     with pytest.raises(ValueError, match="nf4: has no rotation"):
         make_format("nf4", hadamard=True)
     with pytest.raises(ValueError, match="nf4: block_size must be a positive multiple of 2"):
         make_format("nf4", block_size=3)
     fmt = make_format("nf4")
     assert isinstance(fmt, NF4Format) and fmt.block_size == 64 and repr(fmt) == "nf4 (block 64)"
-    assert not fmt.needs_seed
 
 
 @pytest.mark.parametrize(
@@ -477,9 +473,6 @@ def test_nf4_has_one_rounding_and_no_rotation():
           if name != "nf4"),
         *((name, {"block_size": None}, f"{name}: double_quantize cannot be combined with block_size=None")
           for name in DOUBLE),
-        *((name, {"rounding": "stochastic"}, f"{name}: double_quantize cannot be combined with stochastic")
-          for name in DOUBLE if name != "nf4"),
-        ("nf4", {"rounding": "stochastic"}, "nf4: rounding must be"),
         ("int5", {}, "unknown format 'int5'"),
     ],
 )  # fmt: skip

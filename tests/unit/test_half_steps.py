@@ -83,8 +83,6 @@ def test_what_is_cut_off_comes_with_the_next_difference(name, at_least):
 
 @pytest.mark.parametrize("name", HALF_STEP_NAMES)
 def test_what_they_cannot(name):
-    with pytest.raises(ValueError, match=f'{name}: rounding must be "nearest"'):
-        make_format(name, rounding="stochastic")
     multiple = {"int2": 4, "int3": 8}[name]
     with pytest.raises(ValueError, match=f"{name}: block_size must be a positive multiple of {multiple}"):
         make_format(name, block_size=2)

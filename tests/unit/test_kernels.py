@@ -11,19 +11,18 @@ pytest.importorskip("triton")
 
 
 def test_quantize_and_dequantize_in_the_interpreter():
-    """Every format, dtype and rounding; odd sizes, slices out of order, empty slices at a tensor's end."""
+    """Every format and dtype; odd sizes, slices out of order, empty slices at a tensor's end."""
     script = """
 import torch
 from kernel_cases import CPU, DTYPES, FORMATS, check_quantize_and_dequantize, make
 from thinning import thinned
 
-ROUNDINGS = ("nearest", "stochastic")
 done = 0
-cases = thinned(FORMATS, ROUNDINGS, DTYPES)
-cases += [("int8", "nearest", dtype) for dtype in DTYPES]
-for name, rounding, dtype in mine(sorted(set(cases))):
+cases = thinned(FORMATS, DTYPES)
+cases += [("int8", dtype) for dtype in DTYPES]
+for name, dtype in mine(sorted(set(cases))):
     outputs = DTYPES.values() if name == "int8" else [DTYPES[dtype]]
-    check_quantize_and_dequantize(make(name, rounding), DTYPES[dtype], [33, 1001], 3, [2, 0, 1], CPU, outputs)
+    check_quantize_and_dequantize(make(name), DTYPES[dtype], [33, 1001], 3, [2, 0, 1], CPU, outputs)
     done += 1
 for dtype in mine(DTYPES.values()):
     check_quantize_and_dequantize(make("none", dtype=dtype), dtype, [33, 500, 3001], 3, [2, 0, 1], CPU, [dtype])
@@ -55,7 +54,7 @@ for first, then in mine((
 )):
     check_reduce(make(first), make(then), torch.bfloat16, [33, 500, 1001], 2, 3, CPU, DTYPES.values())
 for first, then in mine((("int8", "int4"), ("mxfp6_e3m2", "mxfp4"))):
-    check_reduce(make(first, "stochastic"), make(then, "stochastic"), torch.float32, [500, 1001], 2, 2, CPU,
+    check_reduce(make(first), make(then), torch.float32, [500, 1001], 2, 2, CPU,
                  [torch.float32])
 if turn():
     check_reduce(make("mxfp8_e4m3"), make("mxfp8_e4m3"), torch.float32, [70, 1001], 1, 17, CPU, [torch.float32])
@@ -68,15 +67,15 @@ print("done")
 
 
 def test_error_feedback_in_the_interpreter():
-    """Every format of gradients with scales in bf16; odd sizes, slices out of order or beyond an end, all roundings."""
+    """Every format of gradients with scales in bf16; odd sizes, slices out of order or beyond an end."""
     script = """
 import torch
 from kernel_cases import CPU, DTYPES, FORMATS, check_feed_back, make
 from thinning import thinned
 
 names = [name for name in FORMATS if not name.startswith("mx")]
-for name, rounding, dtype in mine(thinned(names, ("nearest", "stochastic"), DTYPES)):
-    check_feed_back(make(name, rounding), DTYPES[dtype], [33, 1001], 3, [2, 0, 1], CPU)
+for name, dtype in mine(thinned(names, DTYPES)):
+    check_feed_back(make(name), DTYPES[dtype], [33, 1001], 3, [2, 0, 1], CPU)
 for name, numels, world, slices in mine((
     ("int4-hadamard", [4096, 9000], 2, [0, 1]), ("int8", [9, 1, 2, 5], 8, [7, 1]), ("int4", [8192], 1, [0]),
     ("int4-hadamard", [300, 5000], 4, [3, 1, 0, 2]), ("int3", [9, 1, 2, 5], 8, [7, 1]), ("int2", [8192], 1, [0]),
@@ -88,18 +87,18 @@ print("done")
 
 
 def test_round_trip_in_the_interpreter():
-    """Every MX element, scale mode, rounding and dtype; ragged tiles and blocks, one row, one column, nothing."""
+    """Every MX element, scale mode and dtype; ragged tiles and blocks, one row, one column, nothing."""
     script = """
 import torch
 from kernel_cases import CPU, DTYPES, FORMATS, check_round_trip, make
 from thinning import thinned
 
 names = [name for name in FORMATS if name.startswith("mx")]
-for name, rounding, dtype in mine(thinned(names, ("nearest", "stochastic"), DTYPES.values())):
-    check_round_trip(make(name, rounding), dtype, (70, 33), CPU)
+for name, dtype in mine(thinned(names, DTYPES.values())):
+    check_round_trip(make(name), dtype, (70, 33), CPU)
 for shape in mine(((1, 130), (130, 1), (64, 64), (31, 97), (0, 5), (5, 0))):
     check_round_trip(make("mxfp8_e5m2"), torch.float32, shape, CPU)
-    check_round_trip(make("mxint8", "stochastic"), torch.bfloat16, shape, CPU)
+    check_round_trip(make("mxint8"), torch.bfloat16, shape, CPU)
 print("done")
 """
     assert run(script, interpret=True, processes=2).split() == ["done"] * 2
@@ -117,8 +116,6 @@ for wrong in (torch.ones(4), torch.ones(2, 2, 2), torch.ones(4, 6).t()):
 with pytest.raises(TypeError, match="mxfp4: can encode"):
     round_trip(torch.ones(4, 4, dtype=torch.float64), make("mxfp4"))
 assert round_trip(torch.ones(4, 4), make("mxfp4"), along_rows=False) == (None, None)
-draws = [round_trip(torch.full((9, 9), 1.1), make("mxfp4", "stochastic"))[0] for _ in range(2)]
-assert not torch.equal(*draws)
 print("done")
 """
     assert run(script, interpret=True).strip() == "done"
@@ -139,9 +136,8 @@ for _ in range(40):
     if len(set(slices)) < len(slices):
         slices = slices[:1]
     name = draw.choice(sorted(FORMATS))
-    rounding = draw.choice(["nearest", "stochastic"])
     if turn():
-        check_quantize_and_dequantize(make(name, rounding), torch.float32, numels, world, slices, CPU, [torch.float32])
+        check_quantize_and_dequantize(make(name), torch.float32, numels, world, slices, CPU, [torch.float32])
 print("done")
 """
     assert run(script, interpret=True, processes=2).split() == ["done"] * 2
@@ -216,10 +212,10 @@ def assert_nothing_spilled(code, what):
     said = said_of(code)
     assert "0 bytes spill stores, 0 bytes spill loads" in said, (what, said)
 
-def compile(kernel, base, name, rounding="nearest", first=None, **constants):
+def compile(kernel, base, name, first=None, **constants):
     if not turn():
         return
-    form = KernelFormat.of(make(name, rounding), KernelFormat.of(make("int8")))
+    form = KernelFormat.of(make(name), KernelFormat.of(make("int8")))
     first = KernelFormat.of(make(first or name), form)
     form, first = (replace(each, native_fp8=CAPABILITY >= 89) for each in (form, first))
     num_warps = 4 if kernel is round_trip_kernel else form.num_warps
@@ -243,8 +239,7 @@ def compile(kernel, base, name, rounding="nearest", first=None, **constants):
             signature[argument] = "fp32"
         else:
             signature[argument] = base if argument in MATRICES else POINTERS.get(argument, "i32")
-            if "seed" not in argument:
-                attributes[(place,)] = [["tt.divisibility", 16]]
+            attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel.jitted, signature=signature, constexprs=constants, attrs=attributes)
     options = {{"num_warps": num_warps, "enable_fp_fusion": False}}
     code = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options).asm["ptx"]
@@ -288,9 +283,9 @@ def reduce_to_tensors(*names):
 
 quantize("int8", "fp8_e4m3", "mxfp8_e4m3")
 compile(feed_back_kernel, "*bf16", "int4-hadamard")
-compile(feed_back_kernel, "*fp32", "int8", "stochastic")
+compile(feed_back_kernel, "*fp32", "int8")
 compile(feed_back_kernel, "*bf16", "int3")
-quantize("int8-hadamard", "fp8_e5m2", "mxfp8_e5m2-floor", rounding="stochastic")
+quantize("int8-hadamard", "fp8_e5m2", "mxfp8_e5m2-floor")
 dequantize("int8", "fp8_e4m3", "fp8_e5m2", "mxfp8_e5m2")
 reduce("int8", "int4-hadamard")
 reduce("mxfp8_e4m3", "mxfp8_e5m2")
@@ -300,18 +295,18 @@ compile(quantize_differences_kernel, "*bf16", "int4", first="none")
 compile(add_differences_kernel, None, "int4", first="none")
 if CAPABILITY == 90:
     quantize("none", "mxfp6_e3m2", "mxfp4", "mxint8", "int2", "int3")
-    quantize("int4-hadamard", rounding="stochastic")
+    quantize("int4-hadamard")
     dequantize("int4-hadamard", "none", "mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8", "int2", "int3")
     reduce("int4-hadamard", "none", "int8", "int3", "int3")
     reduce("mxfp8_e5m2", "mxfp6_e2m3", "mxfp4")
     reduce_to_tensors("int4-hadamard", "none", "mxfp6_e3m2", "mxfp4")
-    compile(round_trip_kernel, "*fp32", "mxfp6_e3m2", "stochastic", ALONG_COLUMNS=False)
+    compile(round_trip_kernel, "*fp32", "mxfp6_e3m2", ALONG_COLUMNS=False)
     for name, held in (("int4-hadamard", "int8-hadamard"), ("int2", "int8"), ("int3", "none"), ("none", "none")):
         if name != "none":
             compile(quantize_differences_kernel, "*bf16", name, first=held)
         compile(add_differences_kernel, None, name, first=held)
     compile(round_trip_kernel, "*fp32", "mxfp8_e5m2-floor", ALONG_ROWS=False)
-    compile(round_trip_kernel, "*bf16", "mxint8", "stochastic")
+    compile(round_trip_kernel, "*bf16", "mxint8")
 print("done")
 """
     assert run(script, interpret=False, processes=2).count("done") == 2

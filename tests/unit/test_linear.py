@@ -280,14 +280,11 @@ def train_blocks(model, scales, apply=None, steps=2, context=contextlib.nullcont
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("compute_format, scaling", FEW_CASES + [("stochastic", "mx")])
+@pytest.mark.parametrize("compute_format, scaling", FEW_CASES)
 def test_activation_checkpointing_changes_no_bit(compute_format, scaling, reentrant):
-    fields = {}
-    if compute_format == "stochastic":
-        compute_format, fields = "mxfp8_e4m3", {"rounding": "stochastic"}
-    plain = train_blocks(*make_blocks(compute_format, scaling, **fields))
+    plain = train_blocks(*make_blocks(compute_format, scaling))
     recomputed = train_blocks(
-        *make_blocks(compute_format, scaling, **fields), lambda block, x: checkpoint(block, x, use_reentrant=reentrant)
+        *make_blocks(compute_format, scaling), lambda block, x: checkpoint(block, x, use_reentrant=reentrant)
     )
     assert equal_results(plain, recomputed)
 

@@ -13,7 +13,6 @@ from numerics import (
     MX_EMAX,
     MX_HOLDS_SPECIAL,
     MX_LARGEST,
-    hashed_noise,
     mx_code_value,
     mx_grid,
     mx_payload,
@@ -25,27 +24,24 @@ from numerics import (
 )
 
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder, format_key
-from zeropp_fp8.formats import MX_NAMES, ROUNDING_MODES, BlockScaledFormat, chunks, make_format
-from zeropp_fp8.formats.noise import Seed
+from zeropp_fp8.formats import MX_NAMES, BlockScaledFormat, chunks, make_format
 
 NAMES = tuple(MX_BITS)
 SPOILED = tuple(name for name in NAMES if name not in MX_HOLDS_SPECIAL)
 MODES = ("rceil", "floor")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SEED = Seed(123456789, 987654321)
 FP32_MAX = torch.finfo(torch.float32).max
 EVERY_NAME = pytest.mark.parametrize("name", NAMES)
 EVERY_MODE = pytest.mark.parametrize("scale_mode", MODES)
-EVERY_ROUNDING = pytest.mark.parametrize("rounding", ROUNDING_MODES)
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def through(fmt, tensor, generator=None):
+def through(fmt, tensor):
     """Encode and decode."""
-    return fmt.decode(fmt.encode(tensor, generator), tensor.shape, tensor.dtype)
+    return fmt.decode(fmt.encode(tensor), tensor.shape, tensor.dtype)
 
 
 def block_scales(fmt, blocks):
@@ -55,12 +51,12 @@ def block_scales(fmt, blocks):
     return fmt.scale.decode(scale_bytes).view(blocks.shape[:-1])
 
 
-def round_to_element(fmt, scaled, noise=None):
+def round_to_element(fmt, scaled):
     """P of fp32 values / X, through the codes."""
-    scratch, padding = chunks.Scratch(scaled.device), (0, -scaled.numel() % 32)
-    rows, noise = (None if x is None else torch.nn.functional.pad(x.reshape(1, -1), padding) for x in (scaled, noise))
+    scratch = chunks.Scratch(scaled.device)
+    rows = torch.nn.functional.pad(scaled.reshape(1, -1), (0, -scaled.numel() % 32))
     codes = torch.empty(1, rows.numel() * fmt.element.bits // 8, dtype=torch.uint8)
-    fmt.element.quantize_(rows, fmt.rounding, noise, codes, scratch)
+    fmt.element.quantize_(rows, codes, scratch)
     fmt.element.dequantize(codes, rows, scratch)
     return rows[0, : scaled.numel()].view(scaled.shape)
 
@@ -140,26 +136,24 @@ def test_the_names_are_those_of_the_specification():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@EVERY_ROUNDING
 @EVERY_MODE
 @EVERY_NAME
-def test_bytes_and_values_match_the_reference(name, scale_mode, rounding, dtype):
-    fmt = make_format(name, scale_mode=scale_mode, rounding=rounding)
+def test_bytes_and_values_match_the_reference(name, scale_mode, dtype):
+    fmt = make_format(name, scale_mode=scale_mode)
     for rows, numel in ((3, 1), (2, 31), (1, 32), (3, 100), (2, 1001)):
         matrix = wide(rows * numel, dtype, seed=numel).view(rows, numel)
         if numel == 1001:
             matrix[0, 40], matrix[0, 200], matrix[1, 500], matrix[1, 1000] = math.nan, -math.nan, math.inf, -math.inf
             matrix[1, 600] = torch.finfo(dtype).max
-        noise = hashed_noise(SEED.low, SEED.high, rows, -(-numel // 32) * 32) if rounding == "stochastic" else None
-        scales, codes, decoded = mx_reference(matrix.double().numpy(), name, scale_mode, rounding, noise)
-        payload = fmt.encode_rows_seeded(matrix, SEED)
+        scales, codes, decoded = mx_reference(matrix.double().numpy(), name, scale_mode)
+        payload = fmt.encode_rows(matrix)
         assert payload.shape == (rows, fmt.payload_bytes(numel))
         for row in range(rows):
             assert bytes(payload[row].tolist()) == mx_payload(scales[row], codes[row], name)
         for output in DTYPES:
             expected = finite_clamped(decoded, output)
             assert_same(fmt.decode_rows(payload, numel, output), expected)
-        assert_same(fmt.round_trip(matrix, seed=SEED), finite_clamped(decoded, dtype))
+        assert_same(fmt.round_trip(matrix), finite_clamped(decoded, dtype))
 
 
 @EVERY_MODE
@@ -202,12 +196,11 @@ def test_every_code_decodes_with_every_scale(name):
         assert_same(decoded, finite_clamped(numbers * factors[:, None], dtype))
 
 
-@EVERY_ROUNDING
 @EVERY_MODE
 @EVERY_NAME
-def test_every_code_comes_back(name, scale_mode, rounding):
+def test_every_code_comes_back(name, scale_mode):
     """decode -> encode gives the same bytes, at scales where nothing is an fp32 subnormal nor beyond fp32."""
-    fmt, bits = make_format(name, scale_mode=scale_mode, rounding=rounding), MX_BITS[name]
+    fmt, bits = make_format(name, scale_mode=scale_mode), MX_BITS[name]
     largest = 127 if name == "mxint8" else len(mx_grid(name)) - 1
     codes = [code for code in range(1 << bits) if not math.isnan(mx_code_value(name, code))]
     if name == "mxint8":
@@ -221,13 +214,12 @@ def test_every_code_comes_back(name, scale_mode, rounding):
         payload = mx_payload(np.full(blocks, byte), np.array(codes), name)
         payload = torch.tensor(list(payload), dtype=torch.uint8)
         tensor = fmt.decode(payload, (len(codes),), torch.float32)
-        assert torch.equal(fmt.encode(tensor, torch.Generator().manual_seed(0)), payload), byte
-        assert_same(through(fmt, tensor, torch.Generator().manual_seed(1)), tensor)
+        assert torch.equal(fmt.encode(tensor), payload), byte
+        assert_same(through(fmt, tensor), tensor)
 
 
-@EVERY_ROUNDING
 @EVERY_NAME
-def test_round_to_element_searches_the_grid(name, rounding):
+def test_round_to_element_searches_the_grid(name):
     """Every grid point, every midpoint and their fp32 neighbours, small numbers, large ones; both signs."""
     grid = mx_grid(name)
     points = torch.from_numpy(np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, [1e-30, 2.0**-126, grid[-1] * 1.99]]))
@@ -235,17 +227,15 @@ def test_round_to_element_searches_the_grid(name, rounding):
     below, above = (torch.nextafter(points, torch.tensor(end)) for end in (0.0, math.inf))
     scaled = torch.cat([points, below, above])
     scaled = torch.cat([scaled, -scaled])
-    noise = torch.rand(scaled.shape, generator=torch.Generator().manual_seed(0))
-    noise = torch.floor(noise * 2**24) / 2**24
-    fmt = make_format(name, rounding=rounding)
-    rounded = round_to_element(fmt, scaled.view(2, -1), noise.view(2, -1) if rounding == "stochastic" else None)
-    expected = grid[mx_round(scaled.abs().double().numpy(), name, rounding, noise.double().numpy())]
+    fmt = make_format(name)
+    rounded = round_to_element(fmt, scaled.view(2, -1))
+    expected = grid[mx_round(scaled.abs().double().numpy(), name)]
     expected = torch.copysign(torch.from_numpy(expected).float(), scaled)
     if name == "mxint8":
         expected += 0.0
     assert_same(rounded, expected.view(2, -1))
     if name in MX_HOLDS_SPECIAL:
-        special = round_to_element(fmt, torch.tensor([math.nan, math.inf, -math.inf]), torch.zeros(3))
+        special = round_to_element(fmt, torch.tensor([math.nan, math.inf, -math.inf]))
         assert special.isnan().tolist() == ([True, False, False] if name == "mxfp8_e5m2" else [True] * 3)
         if name == "mxfp8_e5m2":
             assert special[1:].tolist() == [math.inf, -math.inf]
@@ -325,47 +315,16 @@ def test_zeros_and_subnormals(name):
     assert decoded.signbit().tolist() == [name != "mxint8", False, False, name != "mxint8"]
 
 
-@EVERY_ROUNDING
 @EVERY_MODE
 @EVERY_NAME
-def test_subnormals_beside_small_numbers(name, scale_mode, rounding):
+def test_subnormals_beside_small_numbers(name, scale_mode):
     """Where an fp32 subnormal is within reach of the grid, it must be a zero, not the nearest code."""
-    fmt = make_format(name, scale_mode=scale_mode, rounding=rounding)
+    fmt = make_format(name, scale_mode=scale_mode)
     for exponent in range(-126, -60):
         tensor = torch.full((32,), -(2.0**-126 - 2.0**-149))
         tensor[3] = 1.75 * 2.0**exponent
-        decoded = through(fmt, tensor, torch.Generator().manual_seed(exponent))
+        decoded = through(fmt, tensor)
         assert decoded[3] != 0 and decoded.count_nonzero() == 1
-
-
-# --- rounding ---------------------------------------------------------------------------------------------------
-
-
-@EVERY_NAME
-def test_stochastic_rounding_is_unbiased(name):
-    draws, numel = 4096, 32
-    values = normal(numel, seed=7)
-    fmt = make_format(name, rounding="stochastic")
-    rows = fmt.encode_rows(values.expand(draws, numel), torch.Generator().manual_seed(0))
-    decoded = fmt.decode_rows(rows, numel, torch.float32).double()
-    assert (decoded.std(dim=0) > 0).any()
-    scale = block_scales(fmt, values.view(1, 32)).item()
-    grid = mx_grid(name) * scale
-    place = np.clip(np.searchsorted(grid, values.abs().double().numpy(), side="right"), 1, len(grid) - 1)
-    step = torch.from_numpy(grid[place] - grid[place - 1])
-    bias = (decoded.mean(dim=0) - values.double()) / step
-    assert (bias.abs() <= 4 / (2 * math.sqrt(draws)) + 1e-5).all()
-    assert bias.mean().abs() <= 4 / (2 * math.sqrt(draws * numel)) + 1e-5
-
-
-@EVERY_NAME
-def test_only_stochastic_rounding_uses_the_seed(name):
-    values = normal(4096)
-    for rounding in ROUNDING_MODES:
-        fmt = make_format(name, rounding=rounding)
-        first, again, second = (fmt.encode(values, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
-        assert torch.equal(first, again)
-        assert torch.equal(first, second) == (rounding != "stochastic")
 
 
 # --- axes, shapes -----------------------------------------------------------------------------------------------
@@ -380,11 +339,7 @@ shapes = st.one_of(
 @st.composite
 def quantized_tensors(draw):
     """(format, tensor, axis) over all formats and options, any shape and dtype, NaN and Inf now and then."""
-    fmt = make_format(
-        draw(st.sampled_from(NAMES)),
-        scale_mode=draw(st.sampled_from(MODES)),
-        rounding=draw(st.sampled_from(ROUNDING_MODES)),
-    )
+    fmt = make_format(draw(st.sampled_from(NAMES)), scale_mode=draw(st.sampled_from(MODES)))
     shape, dtype = draw(shapes), draw(st.sampled_from(DTYPES))
     numel, seed = math.prod(shape), draw(st.integers(0, 2**31))
     kind = draw(st.sampled_from(["normal", "wide", "largest", "special"]))
@@ -397,16 +352,15 @@ def quantized_tensors(draw):
 
 
 @settings(max_examples=300, derandomize=True)
-@given(quantized_tensors(), st.integers(0, 2**31))
-def test_any_tensor_along_any_axis(chosen, seed):
+@given(quantized_tensors())
+def test_any_tensor_along_any_axis(chosen):
     fmt, tensor, axis = chosen
     moved = tensor.movedim(axis, -1).contiguous()
     numel = moved.shape[-1]
     rows = moved.reshape(math.prod(moved.shape[:-1]), numel)
-    payload = fmt.encode_rows(rows, torch.Generator().manual_seed(seed))
+    payload = fmt.encode_rows(rows)
     expected = fmt.decode_rows(payload, numel, tensor.dtype).view(moved.shape).movedim(-1, axis).contiguous()
-    draw = torch.randint(0, 1 << 31, (2,), generator=torch.Generator().manual_seed(seed)).tolist()
-    rounded = fmt.round_trip(tensor, axis, Seed(*draw))
+    rounded = fmt.round_trip(tensor, axis)
     assert rounded.is_contiguous()
     assert_same(rounded, expected)
 
@@ -428,16 +382,14 @@ def test_a_tensor_that_requires_grad_is_rounded_without_one():
 def test_bytes_do_not_depend_on_the_size_of_the_pieces(name, monkeypatch):
     matrix = normal(7, 1001) * torch.logspace(-3, 3, 7)[:, None]
     matrix[2, 500], matrix[4, 0] = -math.nan, math.inf
-    for rounding in ROUNDING_MODES:
-        fmt = make_format(name, rounding=rounding)
-        seen = []
-        for piece in (1 << 18, 3003, 200, 1):
-            monkeypatch.setattr(chunks, "PIECE", piece)
-            payload = fmt.encode_rows_seeded(matrix, SEED)
-            mean = fmt.mean_of_rows([payload, payload.flip(0)], 1001)
-            values = fmt.decode_rows(payload, 1001, torch.bfloat16), fmt.round_trip(matrix, seed=SEED), mean
-            seen.append([payload, *map(bits_of, values)])
-        assert all(torch.equal(a, b) for others in seen[1:] for a, b in zip(seen[0], others))
+    fmt, seen = make_format(name), []
+    for piece in (1 << 18, 3003, 200, 1):
+        monkeypatch.setattr(chunks, "PIECE", piece)
+        payload = fmt.encode_rows(matrix)
+        mean = fmt.mean_of_rows([payload, payload.flip(0)], 1001)
+        values = fmt.decode_rows(payload, 1001, torch.bfloat16), fmt.round_trip(matrix), mean
+        seen.append([payload, *map(bits_of, values)])
+    assert all(torch.equal(a, b) for others in seen[1:] for a, b in zip(seen[0], others))
 
 
 # --- payloads ---------------------------------------------------------------------------------------------------
@@ -470,7 +422,7 @@ def test_the_mean_of_rows(name):
 
 
 def test_layouts_tell_scale_modes_apart():
-    options = [{}, {"scale_mode": "floor"}, {"rounding": "stochastic"}]
+    options = [{}, {"scale_mode": "floor"}]
     formats = [make_format(name, **chosen) for name in NAMES for chosen in options]
     assert len({format_key(fmt) for fmt in formats}) == len(formats)
     assert format_key(make_format("mxfp4")) == format_key(make_format("mxfp4", scale_mode="rceil", block_size=32))
@@ -499,9 +451,9 @@ def test_all_formats_in_one_payload():
 def test_options(name):
     fmt = make_format(name)
     assert isinstance(fmt, BlockScaledFormat) and fmt.block_size == 32 and not fmt.hadamard
-    assert (fmt.scale_mode, fmt.rounding) == ("rceil", "nearest")
+    assert fmt.scale_mode == "rceil"
     assert repr(fmt) == f"{name} (rceil)"
-    assert repr(make_format(name, scale_mode="floor", rounding="stochastic")) == f"{name} (floor, stochastic)"
+    assert repr(make_format(name, scale_mode="floor")) == f"{name} (floor)"
     make_format(name, block_size=32, hadamard=False)
     for block_size in (16, 64, 0, None, 32.0, True):
         with pytest.raises(ValueError, match=f"{name}: block_size is 32 in every MX format"):
@@ -510,8 +462,6 @@ def test_options(name):
         make_format(name, hadamard=True)
     with pytest.raises(ValueError, match=rf"{name}: scale_mode must be one of .*'rceil', 'floor'.* got 'ceil'"):
         make_format(name, scale_mode="ceil")
-    with pytest.raises(ValueError, match=rf"{name}: rounding must be one of .*got 'up'"):
-        make_format(name, rounding="up")
 
 
 @EVERY_NAME

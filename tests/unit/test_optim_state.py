@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numerics import hashed_noise
 from optim_cases import CPU, GRIDS, SCALED, check_encode_several, heavy_tailed, rounded, scale_of, spacing_of
 
 from zeropp_fp8.formats.noise import Seed
@@ -197,6 +198,14 @@ def test_stochastic_rounding_is_unbiased(storage):
         assert ((decoded / steps).frac() == 0).all()
         total += decoded
     assert ((total / draws - values).abs() <= 4 * steps / (2 * math.sqrt(draws)) + 2.0**-22 * steps).all()
+
+
+def test_noise_is_the_reference():
+    buffer = StateBuffer(Segments([40, 1001], CPU, ids=[4, 9]), "bf16")
+    for segment, place in ((0, 4), (1, 9)):
+        found = buffer.noise(segment, Seed(123456789, 987654321))
+        expected = hashed_noise(123456789 + place, 987654321, 1, len(found))
+        assert np.array_equal(found.double().numpy(), expected[0])
 
 
 def test_noise_belongs_to_a_segments_id():

@@ -359,8 +359,6 @@ def test_a_failure_leaves_the_model_whole():
         (("fp16",), {}, "does not quantize"),
         (("nf4",), {"double_quantize": True}, "double_quantize=False"),
         (("fp8_e4m3",), {"scales": "tensor"}, "fp8_e4m3 does not quantize"),
-        (("mxfp4",), {"rounding": "stochastic"}, "stochastic"),
-        (("int4",), {"rounding": "stochastic"}, "stochastic"),
         (("int4",), {"hadamard": True}, "hadamard=False"),
     ],
 )

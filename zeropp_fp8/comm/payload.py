@@ -20,7 +20,6 @@ from torch import Tensor
 
 from zeropp_fp8.comm.error_feedback import Residuals
 from zeropp_fp8.formats import BlockScaledFormat, SharedScaleFormat, UnquantizedFormat, WireFormat
-from zeropp_fp8.formats.noise import Seed, draw_seed
 from zeropp_fp8.formats.shared_scale import OF_GRADIENTS, OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
 
 
@@ -65,7 +64,7 @@ def _kernels() -> ModuleType:
 def format_key(wire_format: WireFormat) -> Hashable:
     """Equal for formats that make the same bytes."""
     if isinstance(wire_format, BlockScaledFormat):
-        options = (wire_format.block_size, wire_format.hadamard, wire_format.rounding, wire_format.scale.name)
+        options = (wire_format.block_size, wire_format.hadamard, wire_format.scale.name)
         return (wire_format.name, *options)
     return type(wire_format), wire_format.dtype
 
@@ -111,7 +110,6 @@ class PayloadLayout:
         self.sizes = [f.payload_bytes(n) for f, n in zip(formats, slice_numels)]
         self.offsets = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         self.row_bytes = sum(self.sizes)
-        self.needs_seed = any(f.needs_seed for f in formats)
         use_kernels = device.type == "cuda" if use_kernels is None else use_kernels
         partners = partner_formats or formats
         by_key: dict[Hashable, list[int]] = defaultdict(list)
@@ -159,10 +157,6 @@ class PayloadLayout:
             held = self._tables[(index, role)] = (key, _kernels().TensorTable(tensors, segments, self.device))
         return held[1]
 
-    def draw_seed(self, generator: torch.Generator | None) -> Seed | None:
-        """A seed if any format rounds stochastically."""
-        return draw_seed(generator) if self.needs_seed else None
-
     # -- tensors -> rows ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -171,7 +165,6 @@ class PayloadLayout:
         tensors: Sequence[Tensor],
         order: SliceOrder,
         payload: Tensor,
-        seed: Seed | None = None,
         shared: SharedScales | None = None,
         residuals: Residuals | None = None,
         held: Held | None = None,
@@ -191,14 +184,14 @@ class PayloadLayout:
                     continue
                 scales = shared.of(group.members, group.index)
             if residuals is not None and not isinstance(group.wire_format, UnquantizedFormat):
-                self._encode_with_residuals(index, members, order, payload, seed, residuals)
+                self._encode_with_residuals(index, members, order, payload, residuals)
             elif held is not None and not isinstance(group.wire_format, UnquantizedFormat):
                 self._encode_differences(index, members, order, payload, held)
             elif group.segments is not None:
                 table = self._table(index, "source", members, group.segments)
-                _kernels().quantize(members[0], table, group.segments, order.on_device, payload, seed, scales)
+                _kernels().quantize(members[0], table, group.segments, order.on_device, payload, scales)
             else:
-                self._encode_by_torch(group, members, order, payload, seed, scales)
+                self._encode_by_torch(group, members, order, payload, scales)
             if scales is not None:
                 shared.recorded(scales, group.index)
 
@@ -208,14 +201,12 @@ class PayloadLayout:
         members: list[Tensor],
         order: SliceOrder,
         payload: Tensor,
-        seed: Seed | None,
         scales: SharedScales | None,
     ) -> None:
         for place, (i, tensor) in enumerate(zip(group.members, members)):
             rows = slices_of(tensor, self.slice_numels[i], order)
             if scales is None:
-                tensor_seed = seed.of_tensor(place) if seed else None
-                group.wire_format.encode_rows_seeded(rows, tensor_seed, self._part(payload, i))
+                group.wire_format.encode_rows(rows, self._part(payload, i))
                 continue
             scale = scales.encode[place : place + 1]
             group.wire_format.encode_scaled(rows, scale, self._part(payload, i), scales.counts[OF_GRADIENTS])
@@ -229,7 +220,6 @@ class PayloadLayout:
         members: list[Tensor],
         order: SliceOrder,
         payload: Tensor,
-        seed: Seed | None,
         residuals: Residuals,
     ) -> None:
         group = self._groups[index]
@@ -238,15 +228,15 @@ class PayloadLayout:
             if _kernels().can_feed_back(group.segments, kept_at):
                 table = self._table(index, "source", members, group.segments)
                 sources = members[0], table, group.segments, order.on_device, payload
-                _kernels().quantize_with_residuals(*sources, kept_at, residuals.rows, seed)
+                _kernels().quantize_with_residuals(*sources, kept_at, residuals.rows)
                 return
-        for place, (i, tensor) in enumerate(zip(group.members, members)):
+        for i, tensor in zip(group.members, members):
             numel, part, kept = self.slice_numels[i], self._part(payload, i), residuals.of(i)
             wanted = slices_of(tensor, numel, order).float()
             wanted = wanted + residuals.wire_format.decode_rows(kept, numel, torch.float32)
-            group.wire_format.encode_rows_seeded(wanted, seed.of_tensor(place) if seed else None, part)
+            group.wire_format.encode_rows(wanted, part)
             dropped = wanted - group.wire_format.decode_rows(part, numel, torch.float32)
-            residuals.wire_format.encode_rows_seeded(dropped.nan_to_num_(0.0, 0.0, 0.0), None, kept)
+            residuals.wire_format.encode_rows(dropped.nan_to_num_(0.0, 0.0, 0.0), kept)
 
     def _encode_differences(
         self, index: int, members: list[Tensor], order: SliceOrder, payload: Tensor, held: Held
@@ -259,7 +249,7 @@ class PayloadLayout:
             return
         for i, tensor in zip(group.members, members):
             rows = slices_of(tensor, self.slice_numels[i], order).float() - held.values(i)
-            group.wire_format.encode_rows_seeded(rows, None, self._part(payload, i))
+            group.wire_format.encode_rows(rows, self._part(payload, i))
 
     def _residual_table(self, index: int, residuals: Residuals) -> object:
         """Where a group's residuals lie in their rows."""
@@ -326,7 +316,7 @@ class PayloadLayout:
                     )
                     norms = torch.stack([each.abs().amax() for each in (values, weights)])
                     of_tensor.copy_(torch.maximum(of_tensor, norms))
-                    theirs.wire_format.encode_rows_seeded(values.add_(weights), None, held.of(i)[row])
+                    theirs.wire_format.encode_rows(values.add_(weights), held.of(i)[row])
         return largest
 
     def _part(self, payload: Tensor, i: int) -> Tensor:
@@ -345,7 +335,6 @@ class PayloadLayout:
         received: Tensor,
         then: PayloadLayout,
         payload: Tensor,
-        seed: Seed | None = None,
         shared: SharedScales | None = None,
     ) -> None:
         """Encode the mean over ranks of `received`, uint8 [ranks, rows, row_bytes], into `payload` by layout `then`.
@@ -356,17 +345,16 @@ class PayloadLayout:
             is_shared = isinstance(group.wire_format, SharedScaleFormat)
             mine, theirs = group.segments, next_group.segments
             if mine is not None and theirs is not None and _kernels().can_chain(mine, theirs):
-                _kernels().reduce_to_payload(received, mine, theirs, payload, seed, shared if is_shared else None)
+                _kernels().reduce_to_payload(received, mine, theirs, payload, shared if is_shared else None)
                 continue
-            for place, i in enumerate(group.members):
+            for i in group.members:
                 part = then._part(payload, i)
                 if is_shared:
                     total = group.wire_format.sum_of_rows(self._part(received, i), self.slice_numels[i])
                     one, counts = torch.ones_like(shared.encode[:1]), shared.counts[OF_PARTIAL_SUMS]
                     next_group.wire_format.encode_scaled(total, one, part, counts)
                     continue
-                tensor_seed = seed.of_tensor(place) if seed else None
-                next_group.wire_format.encode_rows_seeded(self.mean(received, i), tensor_seed, part)
+                next_group.wire_format.encode_rows(self.mean(received, i), part)
 
     @torch.no_grad()
     def reduce_to_tensors(

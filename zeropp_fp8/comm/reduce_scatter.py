@@ -93,7 +93,6 @@ class Reduction:
     first: Lane
     last: Lane
     ledger: WireLedger | None = None
-    generator: torch.Generator | None = None
     error_feedback: ErrorFeedback | None = None
     keys: Sequence[str] | None = None
     shared: SharedScales | None = None
@@ -252,9 +251,8 @@ class ReducePlan:
             sent_ring = reduction.rings.sent_between
             sent = sent_ring.take(rows * self.second.row_bytes)
             sent_rows = sent.view(rows, self.second.row_bytes)
-            seed = self.second.draw_seed(reduction.generator)
             kept = self._residuals(reduction)
-            self.second.joined(1, sums).encode(sums, self._column_order, sent_rows, seed, scales, kept)
+            self.second.joined(1, sums).encode(sums, self._column_order, sent_rows, scales, kept)
         reduction.first.after_current()
         with reduction.first:
             received, work = self._exchange("between", sent, reduction)
@@ -276,26 +274,24 @@ class ReducePlan:
         ring = reduction.rings.sent_within if per_node > 1 or nodes == 1 else reduction.rings.sent_between
         sent = ring.take(rows * self.first.row_bytes)
         sent_rows = sent.view(rows, self.first.row_bytes)
-        seed = self.first.draw_seed(reduction.generator)
         scales = self.scales_of(self.first, shared)
         kept = self._residuals(reduction) if per_node == 1 else None
-        self.first.encode(self.sources(tensors), self.first_order, sent_rows, seed, scales, kept)
+        self.first.encode(self.sources(tensors), self.first_order, sent_rows, scales, kept)
         self.amax_recorded(scales, shared)
         return sent, ring
 
     def _encode_again(self, received: Tensor, reduction: Reduction) -> tuple[Tensor, BufferRing]:
         """(what is sent between nodes, its ring): the mean of what the node's ranks have sent."""
         rings, shared = reduction.rings, reduction.shared
-        seed = self.second.draw_seed(reduction.generator)
         contributions = received.view(self.topology.ranks_per_node, self.column_rows, self.column.row_bytes)
         sent = rings.sent_between.take(self.column_rows * self.second.row_bytes)
         sent_rows = sent.view(self.column_rows, self.second.row_bytes)
         if reduction.error_feedback is None:
-            self.column.reduce_to_payload(contributions, self.second, sent_rows, seed, shared)
+            self.column.reduce_to_payload(contributions, self.second, sent_rows, shared)
         else:
             means = [self.column.mean(contributions, i) for i in range(len(self.column.slice_numels))]
             kept = self._residuals(reduction)
-            self.second.joined(1, means).encode(means, self._column_order, sent_rows, seed, None, kept)
+            self.second.joined(1, means).encode(means, self._column_order, sent_rows, None, kept)
         rings.received_within.give_back(received)
         return sent, rings.sent_between
 
@@ -412,7 +408,7 @@ def quantized_reduce_scatter(
     plan = ReduceScatterPlan(shapes, dtypes, topology, intra_format, inter_format, device)
     results = [torch.zeros(size, dtype=torch.float32, device=device) for size in plan.slice_numels]
     here = Lane.here()
-    reduction = Reduction(Rings.on(device), here, here, ledger, None, error_feedback, keys)
+    reduction = Reduction(Rings.on(device), here, here, ledger, error_feedback, keys)
     for _ in plan.run([t.detach().contiguous() for t in tensors], results, reduction):
         pass
     return results

@@ -100,8 +100,7 @@ def direct_cast(
     Args:
         model: in evaluation mode; it raises a RuntimeError when it is run in training mode while it is cast.
         format_name: any name that make_format knows.
-        activations: round the input of each cast layer too, along its last axis. With stochastic rounding every call
-            draws anew.
+        activations: round the input of each cast layer too, along its last axis.
         skip_modules: a layer whose name contains one of these is left alone.
         **format_options: of make_format: `block_size` (None: one scale a row) and so on; `scale_mode` for MX.
 

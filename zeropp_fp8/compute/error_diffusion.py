@@ -81,7 +81,7 @@ def error_diffusion(
         calibration_batches: what the model is called with, `model(batch)` for tensors and `model(**batch)` for
             mappings, on its device. They are kept in memory. Padding counts like any other token, so use none.
         format_name, activations, skip_modules, **format_options: as for `direct_cast`; a quantized format, without
-            `hadamard`, with rounding "nearest".
+            `hadamard`.
 
     Returns:
         What was cast, with the error of each layer's output beside that of direct rounding, and what was not.
@@ -121,7 +121,7 @@ def diffuse_errors(weight: Tensor, cross_gram: Tensor, gram: Tensor, number_form
         weight: [out_features, in_features], fp32, bf16 or fp16, finite.
         cross_gram: C = X^T Xq, float64 [in_features, in_features].
         gram: G = Xq^T Xq, float64 [in_features, in_features].
-        number_format: a block-scaled or MX format without rotation, not rounding stochastically.
+        number_format: a block-scaled or MX format without rotation.
 
     Returns:
         The quantized weight, decoded, in the shape and dtype of `weight`. A feature that is zero in all calibration
@@ -156,7 +156,7 @@ class _Grid:
     def __init__(self, weight: Tensor, number_format: BlockScaledFormat) -> None:
         outputs, features = weight.shape
         self.dtype = weight.dtype
-        self.element, self.rounding = number_format.element, number_format.rounding
+        self.element = number_format.element
         self.block_size = number_format.block_size or features
         self._scratch = Scratch(weight.device)
         blocks = nn.functional.pad(weight.float(), (0, -features % self.block_size)).view(outputs, -1, self.block_size)
@@ -175,7 +175,7 @@ class _Grid:
         row = self._scratch("row", (1, count + -count % _WHOLE_CODES)).zero_()
         torch.div(target.float(), self._scales[block], out=row[0, :count]).clamp_(-largest, largest)
         codes = self._scratch("row codes", (1, row.shape[1] * self.element.bits // 8), torch.uint8)
-        self.element.quantize_(row, self.rounding, None, codes, self._scratch)
+        self.element.quantize_(row, codes, self._scratch)
         self.element.dequantize(codes, row, self._scratch)
         values = (row[0, :count] * self._scales[block]).masked_fill_(self._is_zero[block], 0.0)
         return values.to(self.dtype).double()
@@ -187,8 +187,6 @@ def _check_format(number_format: WireFormat) -> None:
         raise ValueError(f"error_diffusion: {name} does not quantize; use direct_cast, or a block-scaled or MX format")
     if isinstance(number_format, DoubleQuantizedFormat):
         raise ValueError("error_diffusion: scales of blocks are not quantized here; double_quantize=False")
-    if number_format.needs_seed:
-        raise ValueError('error_diffusion: stochastic rounding adds the error that it removes; use rounding="nearest"')
     if number_format.hadamard:
         raise ValueError("error_diffusion: it rounds weights one by one, which a rotated block has not; hadamard=False")
 

@@ -11,22 +11,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats.noise import Seed
-
 if TYPE_CHECKING:
     from zeropp_fp8.formats.mx import MXFormat
 
 
 @torch.no_grad()
 def rounded_operands(
-    matrix: Tensor, mx: MXFormat, plain: bool, transposed: bool, seed: Seed | None = None
+    matrix: Tensor, mx: MXFormat, plain: bool, transposed: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """(matrix [R, C] with blocks along C, its transpose [C, R] with blocks along R), each only if asked for."""
     if matrix.device.type == "cuda":
         from zeropp_fp8.kernels.casts.round_trip import round_trip
 
-        return round_trip(matrix.contiguous(), mx, plain, transposed, seed)
+        return round_trip(matrix.contiguous(), mx, plain, transposed)
     return (
-        mx.round_trip(matrix, axis=-1, seed=seed) if plain else None,
-        mx.round_trip(matrix, axis=0, seed=seed).t().contiguous() if transposed else None,
+        mx.round_trip(matrix, axis=-1) if plain else None,
+        mx.round_trip(matrix, axis=0).t().contiguous() if transposed else None,
     )

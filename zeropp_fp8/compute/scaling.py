@@ -24,7 +24,6 @@ from zeropp_fp8.compute.rounded import rounded_operands
 from zeropp_fp8.config import MX_FORMATS, ComputeConfig, operand_formats
 from zeropp_fp8.formats import make_format
 from zeropp_fp8.formats.amax_history import AmaxHistory
-from zeropp_fp8.formats.noise import draw_seed
 
 Role = Literal["activations", "weights", "gradients"]
 ROLES: tuple[Role, ...] = ("activations", "weights", "gradients")
@@ -174,13 +173,10 @@ class MXScaling(Scaling):
 
     def __init__(self, compute: ComputeConfig) -> None:
         super().__init__(compute)
-        formats = {role: name for role, name in self.formats.items() if name in MX_FORMATS}
-        self._mx = {role: make_format(name, rounding=compute.rounding) for role, name in formats.items()}
+        self._mx = {role: make_format(name) for role, name in self.formats.items() if name in MX_FORMATS}
 
     def quantize(self, layer, role, matrix, plain, transposed, scale=None, training=True):
-        mx = self._mx[role]
-        seed = draw_seed(None) if mx.needs_seed else None
-        return rounded_operands(matrix, mx, plain, transposed, seed)
+        return rounded_operands(matrix, self._mx[role], plain, transposed)
 
 
 class DelayedScaling(Scaling):

@@ -162,9 +162,6 @@ COMPUTE: Rules = {
     "use fp8_e4m3 or fp8_e5m2": lambda c: _fp8(c, "gradients") == "none",
     '"{S}.compute.format": gradients in E5M2 do not go with scaling "block", whose GEMM '
     'takes E4M3 only; use "fp8"': lambda c: c.compute.scaling == "block" and _fp8(c, "gradients") == "fp8_e5m2",
-    '"{S}.compute.rounding": FP8 casts round to nearest; set "nearest", or use MX formats': lambda c: (
-        c.compute.rounding != "nearest" and bool(_fp8(c, "weights"))
-    ),
 }
 
 
@@ -214,7 +211,6 @@ def _half_steps(c: Any) -> bool:
 
 _WITH_SHARED_SCALES = {
     "hadamard": False,
-    "rounding": "nearest",
     "error_feedback": False,
     "block_size": 128,
     "skip_modules": [],
@@ -225,8 +221,6 @@ GRADIENTS: Rules = {
     '"int4") or remove error_feedback': lambda c: c.gradients.error_feedback and c.gradients.inter_format == "none",
     '"{S}.gradients.inter_format": "{c.gradients.inter_format}" drops much of a gradient, which has to be sent '
     'again: set "error_feedback" to true, or use "int4"': lambda c: _half_steps(c) and not c.gradients.error_feedback,
-    '"{S}.gradients.rounding": "{c.gradients.rounding}" does not go with "{c.gradients.inter_format}", whose '
-    'levels are half steps; set it to "nearest"': lambda c: _half_steps(c) and c.gradients.rounding != "nearest",
     '"{S}.gradients.block_size": {c.gradients.block_size} must be a multiple of 8 with '
     '"{c.gradients.inter_format}"; use {it}': lambda c: _half_steps(c) and _multiple(c.gradients.block_size, 8),
     '"{S}.gradients.accumulate_in": "node" goes with quantized gradients, which the plugin reduces; set '
@@ -333,10 +327,6 @@ PARTS: Rules = {
     'are added to would rest: set that to "none" (2 bytes a parameter and node) or "int8" (1.01), which layers '
     "that compute in FP8 or MX cast as it arrives": lambda c: (
         _difference(c) and c.weights.format not in ("none", "int8")
-    ),
-    '"{S}.weights.difference" does not go with "weights.rounding": "stochastic": each rank rounds what it has '
-    'added to, and all must get the same; set it to "nearest"': lambda c: (
-        _difference(c) and c.weights.format == "int8" and c.weights.rounding == "stochastic"
     ),
     '"{S}.partition_split" belongs to "partition": "whole_tensor"; remove it': lambda c: (
         c.partition == "slice" and c.partition_split != "balance"

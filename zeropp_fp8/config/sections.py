@@ -35,7 +35,6 @@ OPERANDS = ("weights", "activations", "gradients")
 GEMMS = ("output", "grad_input", "grad_weight")  # of a linear layer
 
 
-Rounding = Literal["nearest", "stochastic"]
 BlockSize = Annotated[int, Strict(), Field(ge=2, le=1 << 20)]
 Flag = Annotated[bool, Strict()]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
@@ -102,7 +101,6 @@ class WeightsConfig(_Section):
     format: OnTheWire = Field("none", description="none: 16 or 32 bits, as stock")
     block_size: BlockSize = Field(256, description=_SHARE_A_SCALE)
     hadamard: Flag = Field(False, description=_ROTATE)
-    rounding: Rounding = Field("nearest", description="nearest rounds halves to even")
     skip_modules: list[str] = Field([], description=f"{_NAMED} whose weights travel in 16 or 32 bits")
     difference: DifferenceConfig = DifferenceConfig()
 
@@ -133,7 +131,6 @@ class GradientsConfig(_Section):
     )
     block_size: BlockSize = Field(128, description=_SHARE_A_SCALE)
     hadamard: Flag = Field(True, description=_ROTATE + "; inside a node only int4 is rotated")
-    rounding: Rounding = Field("nearest", description="nearest rounds halves to even")
     skip_modules: list[str] = Field(
         [], description=f"{_NAMED} whose gradients travel in 16 or 32 bits, with scales of blocks"
     )
@@ -174,7 +171,6 @@ class ComputeConfig(_Section):
         "delayed",
         description="which values of an operand share a scale, and when it is found; delayed: from the last 16 steps",
     )
-    rounding: Rounding = Field("nearest", description="of MX formats; FP8 casts round to nearest")
     skip_modules: list[str] = Field(["lm_head"], description="name patterns of layers that stay in high precision")
     high_precision_gemms: Annotated[
         list[Gemm] | dict[Gemm, list[str]],
@@ -278,7 +274,7 @@ class PluginConfig(_Section):
     recipe: Annotated[str | None, OneOf((), "a recipe's name")] = Field(
         None, description="fills all fields; one that is set by hand wins"
     )
-    seed: Seed = Field(0, description="of stochastic rounding")
+    seed: Seed = Field(0, description="of stochastic rounding of master weights")
     topology: TopologyConfig = TopologyConfig()
     weights: WeightsConfig = WeightsConfig()
     secondary: SecondaryConfig = SecondaryConfig()

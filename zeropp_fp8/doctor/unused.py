@@ -35,7 +35,7 @@ def _fields(part: str, config: PluginConfig, *others: str) -> set[str]:
 
 def _idle(config: PluginConfig) -> Iterator[tuple[set[str], str]]:
     """(fields, why they do nothing) for what this configuration does not do."""
-    weights, gradients = config.weights, config.gradients
+    weights = config.weights
     if weights.format == "none":
         others = ("skip_modules",) if weights.difference.format != "none" else ()
         yield _fields("weights", config, "format", "difference", *others), '"weights.format" is "none"'
@@ -50,5 +50,5 @@ def _idle(config: PluginConfig) -> Iterator[tuple[set[str], str]]:
         yield {"numerics.parts", "numerics.file"}, '"numerics.every" is 0'
     if config.numerics.watch == "none":
         yield {"numerics.spike"}, '"numerics.watch" is "none"'
-    if "stochastic" not in (weights.rounding, gradients.rounding, config.optimizer.rounding, config.compute.rounding):
+    if config.optimizer.rounding != "stochastic":
         yield {"seed"}, "nothing is rounded stochastically"

@@ -33,7 +33,6 @@ from zeropp_fp8.formats.half_steps import HALF_STEP_NAMES
 from zeropp_fp8.formats.mx import MX_BLOCK, MX_NAMES, MXFormat
 from zeropp_fp8.formats.nf4 import NF4Format
 from zeropp_fp8.formats.registry import FORMAT_NAMES, make_format
-from zeropp_fp8.formats.rounding import ROUNDING_MODES
 from zeropp_fp8.formats.shared_scale import SharedScaleFormat
 from zeropp_fp8.formats.tensor_scaled import TensorScaledFormat
 from zeropp_fp8.formats.unquantized import UnquantizedFormat
@@ -44,7 +43,6 @@ __all__ = [
     "HALF_STEP_NAMES",
     "MX_BLOCK",
     "MX_NAMES",
-    "ROUNDING_MODES",
     "BlockScaledFormat",
     "DoubleQuantizedFormat",
     "MXFormat",

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeropp_fp8.formats.noise import Seed, draw_seed
-
 # A payload starts at a multiple of 16 bytes inside a bucket, so that kernels can use 16-byte loads.
 PAYLOAD_ALIGNMENT = 16
 
@@ -61,21 +59,12 @@ class WireFormat(ABC):
         return slice(0, 0)
 
     @abstractmethod
-    def encode_rows_seeded(self, matrix: Tensor, seed: Seed | None, out: Tensor | None = None) -> Tensor:
-        """`encode_rows` with the seed itself; None where `needs_seed` is False.
+    def encode_rows(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+        """Encode each row of `matrix` [rows, n] (fp32, bf16 or fp16) into uint8 [rows, payload_bytes(n)].
 
         `out`, uint8 [rows, payload_bytes(n)] with adjacent bytes adjacent in memory, is written and returned. It saves
         a copy, and on a CPU the clearing of fresh memory: 3 ms for 16 MB.
         """
-
-    @property
-    def needs_seed(self) -> bool:
-        """Whether encoding rounds stochastically."""
-        return False
-
-    def encode_rows(self, matrix: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Encode each row of `matrix` [rows, n] (fp32, bf16 or fp16) into uint8 [rows, payload_bytes(n)]."""
-        return self.encode_rows_seeded(matrix, draw_seed(generator) if self.needs_seed else None)
 
     @abstractmethod
     def decode_rows(self, payload: Tensor, numel: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -93,13 +82,10 @@ class WireFormat(ABC):
             out: uint8 [payload_bytes(numel)] on the tensor's device, written.
 
         Raises:
-            ValueError: the format rounds stochastically (its noise belongs to a place in a row), `first` or `numel` is
-                no multiple of `granule`, or `out` has another size or dtype.
+            ValueError: `first` or `numel` is no multiple of `granule`, or `out` has another size or dtype.
             TypeError: the tensor's dtype is not fp32, bf16 or fp16.
         """
         granule = self.granule
-        if self.needs_seed:
-            raise ValueError(f"{self.name}: parts of a tensor cannot be rounded stochastically")
         if first < 0 or numel < 0 or first % granule or numel % granule:
             raise ValueError(
                 f"{self.name}: a part begins and ends at multiples of {granule} elements, got first {first} and "
@@ -117,7 +103,7 @@ class WireFormat(ABC):
 
     def _encode_part(self, flat: Tensor, first: int, numel: int, out: Tensor) -> None:
         """`encode_part` of a flat tensor into `out` [1, payload_bytes(numel)], after the checks."""
-        self.encode_rows_seeded(part_of(flat, first, numel), None, out)
+        self.encode_rows(part_of(flat, first, numel), out)
 
     def mean_of_rows(self, payloads: Sequence[Tensor], numel: int) -> Tensor:
         """fp32 [rows, numel]: the mean of several payloads [rows, payload_bytes(numel)], added in their order."""
@@ -126,12 +112,11 @@ class WireFormat(ABC):
             total += self.decode_rows(payload, numel, torch.float32)
         return total.mul_(1.0 / len(payloads))
 
-    def encode(self, tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def encode(self, tensor: Tensor) -> Tensor:
         """Encode a tensor of any shape into a flat uint8 payload.
 
         Args:
             tensor: fp32, bf16 or fp16, any shape, also empty.
-            generator: source of the seed for stochastic rounding, a CPU generator.
 
         Returns:
             uint8 tensor [payload_bytes(tensor.numel())] on the tensor's device.
@@ -139,7 +124,7 @@ class WireFormat(ABC):
         Raises:
             TypeError: the dtype is not fp32, bf16 or fp16.
         """
-        return self.encode_rows(tensor.detach().reshape(1, -1), generator).view(-1)
+        return self.encode_rows(tensor.detach().reshape(1, -1)).view(-1)
 
     def decode(self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Decode a flat uint8 payload made by `encode` into a tensor of `shape` and `dtype`.

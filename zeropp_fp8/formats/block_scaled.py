@@ -24,8 +24,6 @@ from torch import Tensor
 from zeropp_fp8.formats.base import WireFormat, align_up, check_encodable
 from zeropp_fp8.formats.chunks import Scratch, pieces
 from zeropp_fp8.formats.hadamard import HADAMARD_GROUP, rotate_, rotate_back_
-from zeropp_fp8.formats.noise import Seed, uniform
-from zeropp_fp8.formats.rounding import ROUNDING_MODES
 from zeropp_fp8.formats.scales import Bf16Scale, BlockScale
 
 
@@ -36,15 +34,13 @@ class Element(Protocol):
     largest: float
     keeps_infinity: bool  # whether decoding leaves Inf as it is; otherwise it becomes the largest finite number
 
-    def quantize_(
-        self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch
-    ) -> None: ...
+    def quantize_(self, scaled: Tensor, codes: Tensor, scratch: Scratch) -> None: ...
 
     def dequantize(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None: ...
 
 
 class BlockScaledFormat(WireFormat):
-    """Elements of one kind with a scale per block.
+    """Elements of one kind with a scale per block, rounded to nearest, ties to the even code.
 
     NaN and Inf: but for MX formats a block that holds one decodes to NaN throughout. Finite values never overflow: the
     scale is rounded up, and a decoded value is clamped to the finite range of the target dtype.
@@ -54,11 +50,10 @@ class BlockScaledFormat(WireFormat):
         element: the kind of number inside a block.
         block_size: elements a scale is shared by; None for one scale per row (per tensor).
         hadamard: rotate groups of 32 before quantizing (block_size must then be a multiple of 32).
-        rounding: one of ROUNDING_MODES.
         scale: how blocks are scaled; None: by a bf16 number.
 
     Raises:
-        ValueError: a block size or rounding mode that does not exist.
+        ValueError: a block size that does not exist.
         TypeError: a block size that is no int.
     """
 
@@ -68,13 +63,10 @@ class BlockScaledFormat(WireFormat):
         element: Element,
         block_size: int | None = 128,
         hadamard: bool = False,
-        rounding: str = "nearest",
         scale: BlockScale | None = None,
     ) -> None:
         if block_size is not None and type(block_size) is not int:
             raise TypeError(f"{name}: block_size must be an int or None, got {block_size!r}")
-        if rounding not in ROUNDING_MODES:
-            raise ValueError(f"{name}: rounding must be one of {ROUNDING_MODES}, got {rounding!r}")
         packed = math.lcm(8, element.bits) // element.bits
         if block_size is not None and (block_size < 1 or block_size % packed):
             raise ValueError(f"{name}: block_size must be a positive multiple of {packed}")
@@ -84,22 +76,16 @@ class BlockScaledFormat(WireFormat):
         self.element = element
         self.block_size = block_size
         self.hadamard = hadamard
-        self.rounding = rounding
         self.scale = scale or Bf16Scale(element.largest)
         self._packed = packed  # codes that fill whole bytes
 
     def __repr__(self) -> str:
         extras = ", hadamard" if self.hadamard else ""
-        extras += "" if self.rounding == "nearest" else f", {self.rounding}"
         return f"{self.name} (block {self.block_size or 'whole tensor'}{extras})"
 
     @property
     def bits_per_element(self) -> float:
         return self.element.bits + (8 * self.scale.num_bytes / self.block_size if self.block_size else 0.0)
-
-    @property
-    def needs_seed(self) -> bool:
-        return self.rounding == "stochastic"
 
     @property
     def granule(self) -> int:
@@ -152,7 +138,7 @@ class BlockScaledFormat(WireFormat):
         return codes[row, block.start * block_bytes : block.stop * block_bytes]
 
     @torch.no_grad()
-    def encode_rows_seeded(self, matrix: Tensor, seed: Seed | None, out: Tensor | None = None) -> Tensor:
+    def encode_rows(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
         check_encodable(matrix, self.name)
         rows, numel = matrix.shape
         payload = out
@@ -163,22 +149,21 @@ class BlockScaledFormat(WireFormat):
         scales, codes = self._places(numel)
         payload[:, scales.stop : codes.start] = 0
         payload[:, codes.stop :] = 0
-        self.encode_into(matrix, seed, payload[:, scales], payload[:, codes])
+        self.encode_into(matrix, payload[:, scales], payload[:, codes])
         return payload
 
-    def encode_into(self, matrix: Tensor, seed: Seed | None, scales: Tensor, codes: Tensor) -> None:
+    def encode_into(self, matrix: Tensor, scales: Tensor, codes: Tensor) -> None:
         """Write the scales and codes of `matrix` [rows, n] to uint8 [rows, scale bytes] and [rows, code bytes]."""
         size = self.scale.num_bytes
 
         def scale_(blocks: Tensor, row: slice, block: slice, scratch: Scratch) -> None:
             self.scale.scale_(blocks, scales[row, block.start * size : block.stop * size], scratch)
 
-        self._encode_codes(matrix, seed, codes, scale_)
+        self._encode_codes(matrix, codes, scale_)
 
     def _encode_codes(
         self,
         matrix: Tensor,
-        seed: Seed | None,
         codes: Tensor,
         scale_: Callable[[Tensor, slice, slice, Scratch], None],
     ) -> None:
@@ -196,14 +181,7 @@ class BlockScaledFormat(WireFormat):
                 rotate_(blocks, scratch)
             scale_(blocks, row, block, scratch)
             scaled = blocks.view(blocks.shape[0], -1)[:, : some_codes.shape[1] * 8 // self.element.bits]
-            noise = self._noise(seed, row, block.start * block_size, scaled, scratch)
-            self.element.quantize_(scaled, self.rounding, noise, some_codes, scratch)
-
-    def _noise(self, seed: Seed | None, row: slice, first: int, scaled: Tensor, scratch: Scratch) -> Tensor | None:
-        """The random numbers of `scaled`, [rows, n], that lies at (row, first); None unless they are needed."""
-        if not self.needs_seed:
-            return None
-        return uniform(seed, range(row.start, row.stop), range(first, first + scaled.shape[1]), scratch)
+            self.element.quantize_(scaled, some_codes, scratch)
 
     def _parts(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """(fp32 scales [rows, blocks], uint8 codes [rows, code bytes]) of a payload."""

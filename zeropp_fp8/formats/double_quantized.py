@@ -38,7 +38,6 @@ from zeropp_fp8.formats.block_scaled import BlockScaledFormat
 from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.dynamic_map import ZERO_CODE, dynamic_map, nearest_dynamic
 from zeropp_fp8.formats.nf4 import NF4Format
-from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.formats.scales import divide_
 
 SCALE_GROUP = 256
@@ -107,11 +106,10 @@ class DoubleQuantizedFormat(BlockScaledFormat):
     """A block-scaled format whose scales are quantized, see above.
 
     Args:
-        plain: the same format with scales as they are: its elements, block size and rounding are taken over.
+        plain: the same format with scales as they are: its elements and block size are taken over.
 
     Raises:
-        ValueError: `plain` is not one of DOUBLE_QUANTIZED_NAMES, rotates, rounds stochastically, or has one scale for
-            all elements.
+        ValueError: `plain` is not one of DOUBLE_QUANTIZED_NAMES, rotates, or has one scale for all elements.
     """
 
     def __init__(self, plain: WireFormat) -> None:
@@ -120,12 +118,11 @@ class DoubleQuantizedFormat(BlockScaledFormat):
             raise ValueError(f"{name}: double_quantize is there for {', '.join(DOUBLE_QUANTIZED_NAMES)}")
         for refused, what in (
             (plain.hadamard, "hadamard"),
-            (plain.needs_seed, "stochastic rounding"),
             (plain.block_size is None, "block_size=None, which has one scale"),
         ):
             if refused:
                 raise ValueError(f"{name}: double_quantize cannot be combined with {what}")
-        super().__init__(name, plain.element, plain.block_size, rounding=plain.rounding, scale=DoubleQuantizedScale())
+        super().__init__(name, plain.element, plain.block_size, scale=DoubleQuantizedScale())
         self._exact_codes = isinstance(plain, NF4Format)
 
     def __repr__(self) -> str:
@@ -157,7 +154,7 @@ class DoubleQuantizedFormat(BlockScaledFormat):
     def _decode_scales(self, scale_bytes: Tensor, numel: int) -> Tensor:
         return self.scale.decode(scale_bytes, self.blocks(numel)[0])
 
-    def encode_into(self, matrix: Tensor, seed: Seed | None, scales: Tensor, codes: Tensor) -> None:
+    def encode_into(self, matrix: Tensor, scales: Tensor, codes: Tensor) -> None:
         exact = self._exact_scales(matrix)
         self._encode_scaled(matrix, exact, self.scale.offset_of(exact), scales, codes)
 
@@ -197,7 +194,7 @@ class DoubleQuantizedFormat(BlockScaledFormat):
             divide_(blocks, own)
             blocks.clamp_(-largest, largest).masked_fill_((own == 0).unsqueeze(-1), 0.0)
 
-        self._encode_codes(matrix, None, codes, scale_)
+        self._encode_codes(matrix, codes, scale_)
 
 
 def _groups(num_blocks: int) -> int:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from zeropp_fp8.formats.chunks import Scratch
-from zeropp_fp8.formats.rounding import round_to_integer_
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: 1 / scale is finite
 
@@ -19,27 +18,20 @@ def scale_of_amax(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Float8Element:
-    """8-bit floats. Nearest rounding is torch's cast; other modes round on the element's own grid first."""
+    """8-bit floats, rounded by torch's cast."""
 
     bits = 8
     keeps_infinity = False
 
-    def __init__(self, dtype: torch.dtype, mantissa_bits: int, min_exponent: int) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.largest = torch.finfo(dtype).max
-        self.mantissa_bits = mantissa_bits
-        self.min_exponent = min_exponent
 
-    def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
+    def quantize_(self, scaled: Tensor, codes: Tensor, scratch: Scratch) -> None:
         """Write the codes of fp32 values with |v| <= largest (up to division error) to `codes` (uint8).
 
         `codes` and `scaled` have the same shape; `scaled` is overwritten.
         """
-        if rounding != "nearest":
-            # The grid spacing around v is 2^(exponent - mantissa_bits); frexp's exponent is one more than IEEE's.
-            exponent = torch.frexp(scaled).exponent.sub_(1).clamp_min_(self.min_exponent)
-            spacing = torch.ldexp(torch.ones_like(scaled), exponent.sub_(self.mantissa_bits))
-            round_to_integer_(scaled.div_(spacing), rounding, noise).mul_(spacing)
         # The clamp is needed: an unscaled cast beyond the largest value gives NaN on a GPU and saturates on a CPU.
         codes.view(self.dtype).copy_(scaled.clamp_(-self.largest, self.largest))
 
@@ -68,9 +60,9 @@ def _largest(codes: Tensor, scratch: Scratch) -> int:
 
 def e4m3() -> Float8Element:
     """Sign, 4 exponent bits (bias 7), 3 mantissa bits: normals from 2^-6, subnormals from 2^-9."""
-    return Float8Element(torch.float8_e4m3fn, mantissa_bits=3, min_exponent=-6)
+    return Float8Element(torch.float8_e4m3fn)
 
 
 def e5m2() -> Float8Element:
     """Sign, 5 exponent bits (bias 15), 2 mantissa bits: normals from 2^-14, subnormals from 2^-16."""
-    return Float8Element(torch.float8_e5m2, mantissa_bits=2, min_exponent=-14)
+    return Float8Element(torch.float8_e5m2)

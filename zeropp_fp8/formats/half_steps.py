@@ -32,7 +32,7 @@ class HalfStepElement:
         self._levels_below_zero = 2 ** (bits - 1)
         self.keeps_infinity = False
 
-    def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
+    def quantize_(self, scaled: Tensor, codes: Tensor, scratch: Scratch) -> None:
         """Write the codes of fp32 `scaled` [rows, n], overwritten, to `codes`, uint8 [rows, n * bits / 8]."""
         half = self._levels_below_zero
         scaled.floor_().clamp_(-half, half - 1).add_(half)
@@ -47,12 +47,8 @@ class HalfStepFormat(BlockScaledFormat):
     """Half steps with a bf16 scale a block, to the nearest level; the upper one where both are as near.
 
     Raises:
-        ValueError: another name, another rounding than "nearest", or a block size that does not fill whole bytes.
+        ValueError: another name, or a block size that does not fill whole bytes.
     """
 
-    def __init__(
-        self, name: str, block_size: int | None = 64, hadamard: bool = False, rounding: str = "nearest"
-    ) -> None:
-        if rounding != "nearest":
-            raise ValueError(f'{name}: rounding must be "nearest", got {rounding!r}')
+    def __init__(self, name: str, block_size: int | None = 64, hadamard: bool = False) -> None:
         super().__init__(name, HalfStepElement(int(name.removeprefix("int"))), block_size, hadamard)

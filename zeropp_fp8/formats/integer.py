@@ -7,7 +7,6 @@ from torch import Tensor
 
 from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.packing import pack, unpack
-from zeropp_fp8.formats.rounding import round_to_integer_
 
 
 class IntegerElement:
@@ -21,15 +20,12 @@ class IntegerElement:
         self.largest = float(2 ** (bits - 1) - 1)
         self.keeps_infinity = False
 
-    def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
+    def quantize_(self, scaled: Tensor, codes: Tensor, scratch: Scratch) -> None:
         """Write the codes of fp32 values with |v| <= largest (up to division error) to `codes` (uint8).
 
         `codes` is [rows, n * bits / 8]; `scaled`, [rows, n], is overwritten.
         """
-        round_to_integer_(scaled, rounding, noise)
-        if rounding == "stochastic":
-            # 127 + 0.999999 is 128 in fp32. The other modes cannot get there: |v| is at most largest * (1 + 2^-22).
-            scaled.clamp_(-self.largest, self.largest)
+        scaled.round_()  # not beyond the largest code: |v| is at most largest * (1 + 2^-22)
         if self.bits == 8:
             codes.view(torch.int8).copy_(scaled)
             return

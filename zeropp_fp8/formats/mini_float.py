@@ -7,8 +7,7 @@ With k = the magnitude of v in spacings, rounded to an integer, the code without
 
 for normal numbers (k = 2^M + mantissa) and subnormal ones (k = mantissa) alike, also where rounding up reaches the next
 exponent. Fixed point is the case in which every number is subnormal. The sign is the input's, so -0 and what rounds to
-zero from below have the code of -0; integers have none. Magnitudes are rounded: stochastic rounding goes away from zero
-with a probability equal to the fraction of a spacing.
+zero from below have the code of -0; integers have none.
 
 Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 and 6.
 """
@@ -54,13 +53,13 @@ class MiniFloatElement:
         """Whether NaN is a code, so that a NaN or Inf does not spoil its whole block."""
         return self.special != "none"
 
-    def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
+    def quantize_(self, scaled: Tensor, codes: Tensor, scratch: Scratch) -> None:
         """Write the codes of fp32 `scaled` [rows, n] to `codes`, uint8 [rows, n * bits / 8].
 
         Values beyond the largest are clamped to it, Inf and NaN are not. Elements without codes for them must not be
         given any. `scaled` is left as it is.
         """
-        steps, anchors = self._steps(scaled, rounding, noise, scratch)
+        steps, anchors = self._steps(scaled, scratch)
         # How far an anchor's exponent lies above the smallest one is how far the number's does.
         anchors.sub_((_ONE + self.min_exponent + 23 - self.mantissa_bits) << 23)
         magnitudes = steps.add_(anchors.bitwise_right_shift_(23 - self.mantissa_bits))
@@ -73,7 +72,7 @@ class MiniFloatElement:
             wide_codes.masked_fill_(scaled.isfinite().logical_not_(), NAN_CODE)
         self._store(wide_codes, codes, scratch)
 
-    def _steps(self, scaled: Tensor, rounding: str, noise: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    def _steps(self, scaled: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """(rounded magnitudes in spacings, bits of the anchors), both int32, in buffers of `scratch`.
 
         A number's anchor is 2^23 spacings. There fp32's own spacing is the grid's, so that a sum with it is on the
@@ -83,17 +82,7 @@ class MiniFloatElement:
         anchors = scratch("anchors", scaled.shape, torch.int32)
         torch.bitwise_and(magnitudes.view(torch.int32), _EXPONENT, out=anchors)
         anchors.clamp_min_((_ONE + self.min_exponent) << 23).add_((23 - self.mantissa_bits) << 23)
-        if rounding != "nearest":
-            # Divided by the spacing, 2^-23 anchors, and multiplied with it again: both exact.
-            spacings = torch.sub(anchors, 23 << 23, out=scratch("spacings", scaled.shape, torch.int32))
-            magnitudes /= spacings.view(torch.float32)
-            whole = torch.floor(magnitudes, out=scratch("whole", scaled.shape))
-            fraction = magnitudes.sub_(whole)
-            # Compared, not added: fp32 would round 7.9999995 + 0.9999999 to 9, and 8 + 0.9999999 too.
-            whole += fraction >= torch.rsub(noise, 1.0)
-            torch.mul(whole, spacings.view(torch.float32), out=magnitudes)
-        # Rounds to nearest, ties to even, what is not on the grid yet.
-        magnitudes += anchors.view(torch.float32)
+        magnitudes += anchors.view(torch.float32)  # rounds to nearest, ties to even
         return magnitudes.view(torch.int32).sub_(anchors), anchors
 
     def _store(self, codes: Tensor, packed: Tensor, scratch: Scratch) -> None:
@@ -132,8 +121,8 @@ class FixedPointElement(MiniFloatElement):
         super().__init__(exponent_bits=1, mantissa_bits=6, largest=127 / 64)
         self.min_exponent = 0
 
-    def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
-        steps, spare = self._steps(scaled, rounding, noise, scratch)
+    def quantize_(self, scaled: Tensor, codes: Tensor, scratch: Scratch) -> None:
+        steps, spare = self._steps(scaled, scratch)
         sign = torch.bitwise_right_shift(scaled.view(torch.int32), 31, out=spare)
         codes.view(torch.int8).copy_(steps.bitwise_xor_(sign).sub_(sign))
 

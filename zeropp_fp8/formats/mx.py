@@ -33,7 +33,6 @@ from zeropp_fp8.formats.base import check_encodable
 from zeropp_fp8.formats.block_scaled import BlockScaledFormat
 from zeropp_fp8.formats.e8m0 import SCALE_MODES, E8M0Scale
 from zeropp_fp8.formats.mini_float import FixedPointElement, MiniFloatElement
-from zeropp_fp8.formats.noise import Seed, draw_seed
 
 MX_BLOCK = 32
 
@@ -54,7 +53,6 @@ class MXFormat(BlockScaledFormat):
     Args:
         name: one of MX_NAMES.
         scale_mode: "rceil" (nothing is clamped) or "floor" (the Microscaling paper's); see e8m0.py.
-        rounding: of the elements, one of ROUNDING_MODES.
         block_size: 32, the only one there is.
         hadamard: False; there for the options of all formats to be the same.
 
@@ -66,7 +64,6 @@ class MXFormat(BlockScaledFormat):
         self,
         name: str,
         scale_mode: str = "rceil",
-        rounding: str = "nearest",
         block_size: int = MX_BLOCK,
         hadamard: bool = False,
     ) -> None:
@@ -78,24 +75,22 @@ class MXFormat(BlockScaledFormat):
             raise ValueError(f"{name}: MX formats have no rotation; leave hadamard out, or use int8 or int4")
         element = _ELEMENTS[name]()
         scale = E8M0Scale(element.largest, scale_mode, spoiled_by_special=not element.holds_special)
-        super().__init__(name, element, MX_BLOCK, rounding=rounding, scale=scale)
+        super().__init__(name, element, MX_BLOCK, scale=scale)
         self.scale_mode = scale_mode
 
     def __repr__(self) -> str:
-        extras = [self.scale_mode] if self.rounding == "nearest" else [self.scale_mode, self.rounding]
-        return f"{self.name} ({', '.join(extras)})"
+        return f"{self.name} ({self.scale_mode})"
 
     def code_count(self, numel: int) -> int:
         """Whole blocks, filled up with zeros."""
         return -(-numel // MX_BLOCK) * MX_BLOCK
 
     @torch.no_grad()
-    def round_trip(self, tensor: Tensor, axis: int = -1, seed: Seed | None = None) -> Tensor:
+    def round_trip(self, tensor: Tensor, axis: int = -1) -> Tensor:
         """Encode and decode in blocks of 32 along `axis`; the last block is filled up with zeros.
 
         Args:
             tensor: fp32, bf16 or fp16 of any shape but a scalar's, also empty.
-            seed: for stochastic rounding; None: drawn from torch's default generator.
 
         Returns:
             a new contiguous tensor of the same shape and dtype.
@@ -109,6 +104,6 @@ class MXFormat(BlockScaledFormat):
             raise IndexError(f"axis {axis} of a tensor with {tensor.dim()} axes")
         moved = tensor.detach().movedim(axis, -1)
         matrix = moved.reshape(math.prod(moved.shape[:-1]), moved.shape[-1])
-        payload = self.encode_rows_seeded(matrix, draw_seed(None) if self.needs_seed and seed is None else seed)
+        payload = self.encode_rows(matrix)
         rounded = self.decode_rows(payload, matrix.shape[1], tensor.dtype)
         return rounded.view(moved.shape).movedim(-1, axis).contiguous()

@@ -64,7 +64,7 @@ class NF4Element:
     largest = 1.0
     keeps_infinity = False
 
-    def quantize_(self, scaled: Tensor, rounding: str, noise: Tensor | None, codes: Tensor, scratch: Scratch) -> None:
+    def quantize_(self, scaled: Tensor, codes: Tensor, scratch: Scratch) -> None:
         """Write the codes of fp32 values with |v| <= 1 (up to rounding) to `codes` (uint8 [rows, n / 2])."""
         places = scratch("places", scaled.shape, torch.int32)
         torch.bucketize(scaled.contiguous(), _limits(scaled.device), out_int32=True, out=places)
@@ -83,17 +83,14 @@ class NF4Format(BlockScaledFormat):
 
     Args:
         block_size: elements a scale is shared by, even; None for one scale per row (per tensor).
-        hadamard: False, and
-        rounding: "nearest"; there for the options of all formats to be the same.
+        hadamard: False; there for the options of all formats to be the same.
 
     Raises:
-        ValueError: another rounding mode, the rotation, or a block size that does not exist.
+        ValueError: the rotation, or a block size that does not exist.
         TypeError: a block size that is no int.
     """
 
-    def __init__(self, block_size: int | None = NF4_BLOCK, hadamard: bool = False, rounding: str = "nearest") -> None:
-        if rounding != "nearest":
-            raise ValueError(f'nf4: rounding must be "nearest", got {rounding!r}')
+    def __init__(self, block_size: int | None = NF4_BLOCK, hadamard: bool = False) -> None:
         if hadamard:
             raise ValueError("nf4: has no rotation; leave hadamard out, or use int4")
         super().__init__("nf4", NF4Element(), block_size, scale=Fp32Scale())

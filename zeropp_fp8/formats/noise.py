@@ -9,7 +9,6 @@ The hash is the 32-bit integer mixer "lowbias32" (C. Wellons, hash-prospector; b
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -29,28 +28,9 @@ class Seed:
     low: int
     high: int
 
-    @classmethod
-    def at(cls, *place: int) -> Seed:
-        """The seed of a place, as (run, rank, unit, draw): whoever comes first, the same."""
-        words = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
-        low, high = (int.from_bytes(half, "little") & 0x7FFFFFFF for half in (words[:4], words[4:]))
-        return cls(low, high)
-
     def of_tensor(self, index: int) -> Seed:
         """The seed of the tensor with this index in a payload of several."""
         return Seed((self.low + index) & 0x7FFFFFFF, self.high)
-
-
-def draw_seed(generator: torch.Generator | None) -> Seed:
-    """A seed from a CPU generator (None: torch's default one). The host draws, so no device is waited for.
-
-    Raises:
-        TypeError: the generator is not on the CPU.
-    """
-    if generator is not None and generator.device.type != "cpu":
-        raise TypeError(f"stochastic rounding: the generator must be a CPU generator, got one on {generator.device}")
-    low, high = torch.randint(0, 1 << 31, (2,), generator=generator, device="cpu").tolist()
-    return Seed(low, high)
 
 
 def _mix(x: int) -> int:

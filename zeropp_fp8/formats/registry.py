@@ -37,13 +37,12 @@ def make_format(
         name: "none", "fp16", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "int2", "int3", "nf4", "mxfp8_e4m3", "mxfp8_e5m2",
             "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4" or "mxint8".
         double_quantize: quantize the scales of blocks as well (double_quantized.py); for "int4", "int8", "nf4" and
-            "fp8_e4m3", not with `hadamard`, one scale per tensor or stochastic rounding.
+            "fp8_e4m3", not with `hadamard` or one scale per tensor.
         scales: "tensor": an fp32 scale for a whole tensor, which its parts share (tensor_scaled.py); for "fp8_e4m3",
             without other options.
         **options: for "none" `dtype` (torch.bfloat16 unless told); for the quantized formats `block_size` (128, in NF4,
-            INT2 and INT3 64; None for one scale per tensor; always 32 in MX formats), `hadamard` (False; not with NF4
-            and MX formats) and `rounding` ("nearest", "stochastic"; for NF4, INT2 and INT3 "nearest"); for MX formats
-            `scale_mode` ("rceil", "floor").
+            INT2 and INT3 64; None for one scale per tensor; always 32 in MX formats) and `hadamard` (False; not with
+            NF4 and MX formats); for MX formats `scale_mode` ("rceil", "floor").
 
     Raises:
         ValueError: an unknown name, an option value that does not exist, or options that exclude each other.

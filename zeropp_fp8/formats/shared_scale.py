@@ -21,7 +21,6 @@ from torch import Tensor
 from zeropp_fp8.formats.base import WireFormat, align_up, check_encodable
 from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.float8 import e4m3, e5m2
-from zeropp_fp8.formats.noise import Seed
 
 if TYPE_CHECKING:
     from zeropp_fp8.formats.scale_table import ScaleTable
@@ -60,7 +59,7 @@ class SharedScaleFormat(WireFormat):
         scale = (amax / torch.full_like(amax, self.element.largest)).clamp_min_(SMALLEST_SCALE)
         return scale.masked_fill_(amax == 0, 1.0)
 
-    def encode_rows_seeded(self, matrix: Tensor, seed: Seed | None, out: Tensor | None = None) -> Tensor:
+    def encode_rows(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
         """Not available: these codes mean nothing without a multiplier."""
         raise TypeError(f"{self.name} with a shared scale: use encode_scaled, which takes the tensor's multiplier")
 

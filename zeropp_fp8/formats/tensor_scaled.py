@@ -20,7 +20,6 @@ from torch import Tensor
 
 from zeropp_fp8.formats.base import PAYLOAD_ALIGNMENT, WireFormat, align_up, check_encodable, part_of
 from zeropp_fp8.formats.float8 import scale_of_amax
-from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.formats.shared_scale import SharedScaleFormat
 
 _SCALE_BYTES = 4
@@ -58,7 +57,7 @@ class TensorScaledFormat(WireFormat):
         return slice(0, _SCALE_BYTES)
 
     @torch.no_grad()
-    def encode_rows_seeded(self, matrix: Tensor, seed: Seed | None, out: Tensor | None = None) -> Tensor:
+    def encode_rows(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
         check_encodable(matrix, self.name)
         rows, numel = matrix.shape
         if out is None:

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeropp_fp8.formats.base import WireFormat, align_up, check_encodable
-from zeropp_fp8.formats.noise import Seed
 
 
 class UnquantizedFormat(WireFormat):
@@ -32,7 +31,7 @@ class UnquantizedFormat(WireFormat):
         return 1
 
     @torch.no_grad()
-    def encode_rows_seeded(self, matrix: Tensor, seed: Seed | None, out: Tensor | None = None) -> Tensor:
+    def encode_rows(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
         check_encodable(matrix, self.name)
         raw = matrix.to(self.dtype).contiguous().view(torch.uint8)
         if out is None:

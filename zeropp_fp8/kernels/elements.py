@@ -75,16 +75,6 @@ def block_scales(x, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def round_to_integer(v, noise, ROUNDING: tl.constexpr):
-    """formats/rounding.py, fp32 integers."""
-    if ROUNDING == "nearest":
-        rounded = (v + ROUNDER) - ROUNDER
-    else:
-        rounded = tl.floor(v + noise)
-    return rounded
-
-
-@triton.jit
 def float8_from_fp32(v, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """Codes (int32) of |v| <= largest, ties to even, by integer operations; for devices without the instruction."""
     bits = v.to(tl.int32, bitcast=True)
@@ -138,15 +128,7 @@ def fp8_codes(v, E4M3: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 
 @triton.jit
-def codes_of(
-    scaled,
-    noise,
-    ELEMENT: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def codes_of(scaled, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
     """uint8 code bytes [BLOCKS, WIDTH / codes per byte] of values with |v| <= the element's largest number.
 
     Of INT3 int32 [BLOCKS, WIDTH / 8], 3 bytes each.
@@ -164,30 +146,16 @@ def codes_of(
         else:
             codes = codes.to(tl.uint8)
     elif ELEMENT == "int8" or ELEMENT == "int4":
-        if ROUNDING == "nearest":
-            # |v| is at most largest * (1 + 2^-22), so no clamp is needed.
-            numbers = (scaled + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS
-        else:
-            largest: tl.constexpr = 127.0 if ELEMENT == "int8" else 7.0
-            rounded = round_to_integer(scaled, noise, ROUNDING)
-            numbers = tl.minimum(tl.maximum(rounded, -largest), largest).to(tl.int32)
+        # |v| is at most largest * (1 + 2^-22), so no clamp is needed.
+        numbers = (scaled + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS
         if ELEMENT == "int8":
             codes = numbers.to(tl.int8).to(tl.uint8, bitcast=True)
         else:
             even, odd = tl.split(tl.reshape(numbers, (BLOCKS, WIDTH // 2, 2)))
             codes = ((even & 0xF) | ((odd & 0xF) << 4)).to(tl.uint8)
     else:
-        mantissa: tl.constexpr = 3 if ELEMENT == "fp8_e4m3" else 2
-        bias: tl.constexpr = 7 if ELEMENT == "fp8_e4m3" else 15
         largest: tl.constexpr = 448.0 if ELEMENT == "fp8_e4m3" else 57344.0
-        v = scaled
-        if ROUNDING != "nearest":
-            exponent = ((v.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
-            exponent = tl.maximum(exponent, 1 - bias) - mantissa
-            spacing = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-            inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-            v = round_to_integer(v * inverse, noise, ROUNDING) * spacing
-        codes = fp8_codes(tl.minimum(tl.maximum(v, -largest), largest), ELEMENT == "fp8_e4m3", NATIVE_FP8)
+        codes = fp8_codes(tl.minimum(tl.maximum(scaled, -largest), largest), ELEMENT == "fp8_e4m3", NATIVE_FP8)
     return codes
 
 

@@ -94,11 +94,10 @@ class Plan:
         self._compiled: Compiled | None = None  # for tensors that lie at multiples of 16 wherever it matters
         self._matters: tuple[bool, ...] = ()
 
-    def __call__(self, *first: Tensor, numbers: tuple[int, ...] = ()) -> None:
+    def __call__(self, *first: Tensor) -> None:
         """Launch with tensors that are as many, and of the device and the dtypes, as in the first call; None is none.
 
-        Tensors of FP8 count as their bytes. `numbers` come after all other arguments, and differ from call to call: of
-        31 bits, and nothing that the kernel is specialized for.
+        Tensors of FP8 count as their bytes.
         """
         values = [tensor.data_ptr() for tensor in first]
         compiled = self._compiled
@@ -108,11 +107,11 @@ class Plan:
                 bits |= value if matters else 0
             hooks = knobs.runtime
             if bits % 16 == 0 and not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls):
-                compiled.launch(self._grid_of_three, (*values, *self._last_values, *numbers))
+                compiled.launch(self._grid_of_three, (*values, *self._last_values))
                 return
         # Triton before 3.7 has no pointers to float8 on devices without the type, and its interpreter has none at all.
         given = [tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor for tensor in first]
-        compiled = self._kernel.launch(self._grid, (*given, *self._last, *numbers), self._constants)
+        compiled = self._kernel.launch(self._grid, (*given, *self._last), self._constants)
         if compiled is not None:
             params = self._kernel.jitted.params[: len(first)]
             matters = tuple(not param.do_not_specialize_on_alignment for param in params)

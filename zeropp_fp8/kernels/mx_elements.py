@@ -61,7 +61,7 @@ def mx_scale_values(scales):
 
 
 @triton.jit
-def round_magnitudes(scaled, noise, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
+def round_magnitudes(scaled, ELEMENT: tl.constexpr):
     """(anchor + rounded magnitude, anchor), fp32: formats/mini_float.py `_steps`."""
     mantissa: tl.constexpr = (
         3 if ELEMENT == "mxfp8_e4m3" or ELEMENT == "mxfp6_e2m3" else 6 if ELEMENT == "mxint8"
@@ -77,21 +77,15 @@ def round_magnitudes(scaled, noise, ELEMENT: tl.constexpr, ROUNDING: tl.constexp
     magnitudes = tl.minimum(tl.abs(scaled), largest)
     exponents = tl.maximum(magnitudes.to(tl.int32, bitcast=True) & EXPONENT_OF_INF, (127 + min_exponent) << 23)
     anchors = (exponents + ((23 - mantissa) << 23)).to(tl.float32, bitcast=True)
-    if ROUNDING != "nearest":
-        spacings = (exponents - (mantissa << 23)).to(tl.float32, bitcast=True)
-        inverse = ((254 << 23) - (exponents - (mantissa << 23))).to(tl.float32, bitcast=True)
-        magnitudes *= inverse
-        whole = tl.floor(magnitudes)
-        magnitudes = (whole + tl.where(magnitudes - whole >= 1.0 - noise, 1.0, 0.0)) * spacings
     return magnitudes + anchors, anchors
 
 
 @triton.jit
-def mx_codes_of(scaled, noise, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, NATIVE_FP8: tl.constexpr):
+def mx_codes_of(scaled, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """int32 codes, one an element, of values divided by their blocks' scales."""
     bits = scaled.to(tl.int32, bitcast=True)
     fp8: tl.constexpr = ELEMENT == "mxfp8_e4m3" or ELEMENT == "mxfp8_e5m2"
-    if NATIVE_FP8 and fp8 and ROUNDING == "nearest":
+    if NATIVE_FP8 and fp8:
         # The instruction clamps, also Inf, and makes NAN_CODE of NaN.
         if ELEMENT == "mxfp8_e4m3":
             codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
@@ -105,7 +99,7 @@ def mx_codes_of(scaled, noise, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, NA
         min_exponent: tl.constexpr = (
             -6 if ELEMENT == "mxfp8_e4m3" else -14 if ELEMENT == "mxfp8_e5m2" else -2 if ELEMENT == "mxfp6_e3m2" else 0
         )
-        rounded, anchors = round_magnitudes(scaled, noise, ELEMENT, ROUNDING)
+        rounded, anchors = round_magnitudes(scaled, ELEMENT)
         anchor_bits = anchors.to(tl.int32, bitcast=True)
         steps = rounded.to(tl.int32, bitcast=True) - anchor_bits
         if ELEMENT == "mxint8":
@@ -125,15 +119,15 @@ def mx_codes_of(scaled, noise, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, NA
 
 
 @triton.jit
-def mx_round(scaled, noise, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, NATIVE_FP8: tl.constexpr):
+def mx_round(scaled, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """fp32 P: what the codes of `mx_codes_of` stand for."""
     bits = scaled.to(tl.int32, bitcast=True)
-    if NATIVE_FP8 and ROUNDING == "nearest" and ELEMENT == "mxfp8_e4m3":
+    if NATIVE_FP8 and ELEMENT == "mxfp8_e4m3":
         rounded = scaled.to(tl.float8e4nv).to(tl.float32)
-    elif NATIVE_FP8 and ROUNDING == "nearest" and ELEMENT == "mxfp8_e5m2":
+    elif NATIVE_FP8 and ELEMENT == "mxfp8_e5m2":
         rounded = scaled.to(tl.float8e5).to(tl.float32)
     else:
-        sums, anchors = round_magnitudes(scaled, noise, ELEMENT, ROUNDING)
+        sums, anchors = round_magnitudes(scaled, ELEMENT)
         magnitudes = (sums - anchors).to(tl.int32, bitcast=True)
         rounded = (magnitudes | (bits & -0x80000000)).to(tl.float32, bitcast=True)
         if ELEMENT == "mxint8":

@@ -25,7 +25,7 @@ def own_entry(stage: Stage3Base) -> dict[str, Any]:
     if stage.reducer.error_feedback is not None:
         entry["error_feedback"] = stage.reducer.error_feedback.state_dict()
     if session.rounds_stochastically:
-        entry["generators"] = {name: g.get_state() for name, g in session.generators.items()}
+        entry["generators"] = {"states": session.generator.get_state()}
     if session.conversion is not None and session.conversion.scaling.state_dict():
         entry["compute"] = session.conversion.scaling.state_dict()
     held = stage.gatherer.held_states(stage.param_names)
@@ -67,15 +67,10 @@ def load_own_entry(stage: Stage3Base, entry: dict[str, Any] | None) -> tuple[dic
         return {}, _FELL_BACK in saved
     if feedback is not None and "error_feedback" in entry:
         _load_or_start_afresh(feedback, entry["error_feedback"], {}, "error feedback starts afresh")
-    for name, generator_state in entry.get("generators", {}).items():
-        session.generators[name].set_state(generator_state)
+    if "generators" in entry:
+        session.generator.set_state(entry["generators"]["states"])
     stage.wrote_alone = entry.get(_WROTE_ALONE, False)
     return entry.get(_HELD, {}), _FELL_BACK in saved
-
-
-def without_rows(held: dict[tuple[str, ...], dict]) -> dict[tuple[str, ...], dict]:
-    """What units have drawn for their weights, and nothing that they held of them."""
-    return {names: {key: value for key, value in state.items() if key != "holds"} for names, state in held.items()}
 
 
 def _world(stage: Stage3Base) -> tuple[int, int]:

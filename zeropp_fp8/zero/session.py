@@ -100,12 +100,9 @@ class Session:
         self.inter_format = _quantized(gradients, gradients.inter_format, gradients.hadamard)
         if gradients.scales == "tensor":
             self.intra_format = self.inter_format = SharedScaleFormat(gradients.intra_format)
-        # Ranks draw different seeds, or the rounding errors of a mean would not average out. The host draws them.
         self.device = torch.device(get_accelerator().current_device_name())
-        self.generators = {
-            name: torch.Generator().manual_seed(config.seed * 1000003 + first + step * self.topology.rank)
-            for name, first, step in (("gradients", 1, 2), ("states", 500009, 1))
-        }
+        # Of stochastic rounding of states, on the host. Ranks draw different seeds.
+        self.generator = torch.Generator().manual_seed(config.seed * 1000003 + 500009 + self.topology.rank)
 
     def leave_exact(self, model: nn.Module) -> None:
         """Let what `skip_modules` of weights and gradients names in a model travel in full."""
@@ -129,9 +126,8 @@ class Session:
 
     @property
     def rounds_stochastically(self) -> bool:
-        """Whether the generators' states are part of what training depends on."""
-        states = self.state_formats.rounding if self.state_formats else "nearest"
-        return "stochastic" in (self.config.weights.rounding, self.config.gradients.rounding, states)
+        """Whether the generator's state is part of what training depends on."""
+        return self.state_formats is not None and self.state_formats.rounding == "stochastic"
 
 
 def told_by_all(mine: object, group) -> list:
@@ -162,7 +158,6 @@ def _quantized(
     """The wire format `name` with the options of its section; None for "none"."""
     if name == "none":
         return None
-    rounding = getattr(section, "rounding", "nearest")
     if name in MX_FORMATS:
-        return make_format(name, rounding=rounding)
-    return make_format(name, block_size=section.block_size, hadamard=hadamard, rounding=rounding)
+        return make_format(name)
+    return make_format(name, block_size=section.block_size, hadamard=hadamard)

@@ -21,7 +21,7 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.fall_back import fall_back_as_saved
 from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.offload import ZeroppOffload
-from zeropp_fp8.zero.own_entry import ENTRY, load_own_entry, own_entry, without_rows
+from zeropp_fp8.zero.own_entry import ENTRY, load_own_entry, own_entry
 from zeropp_fp8.zero.report import print_progress_line
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage3_base import Replaced
@@ -213,7 +213,7 @@ class ZeroppStage3(ReducingStage3):
         with self.session.ledger.counting(OUTSIDE):
             super().load_state_dict(*args, **kwargs)
             if self._somebody_wrote_alone():  # the weights are master weights now, and what was held is far from them
-                self._held_before = without_rows(self._held_before)
+                self._held_before = {}
         if kwargs.get("checkpoint_folder"):  # a universal checkpoint holds weights and optimizer state only
             self._held_before, self._fell_back_before = load_own_entry(self, None)
         self.gatherer.weights_changed()

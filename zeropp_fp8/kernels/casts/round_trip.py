@@ -17,8 +17,7 @@ from torch import Tensor
 
 from zeropp_fp8.formats import MXFormat
 from zeropp_fp8.formats.base import check_encodable
-from zeropp_fp8.formats.noise import Seed, draw_seed
-from zeropp_fp8.kernels.elements import narrowed, uniform
+from zeropp_fp8.kernels.elements import narrowed
 from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.mx_elements import mx_round, mx_scale_blocks, mx_scale_values, mx_times_scales
 from zeropp_fp8.kernels.wire.launch_tables import KernelFormat
@@ -29,35 +28,26 @@ NUM_WARPS = 4
 
 
 @triton.jit
-def round_tile(x, row, column, seed_low, seed_high, LIMIT: tl.constexpr, FORMAT: tl.constexpr, SIDE: tl.constexpr):
-    """[SIDE, SIDE] rounded in blocks of 32 along its second axis, as fp32; its first number is at (row, column)."""
+def round_tile(x, LIMIT: tl.constexpr, FORMAT: tl.constexpr, SIDE: tl.constexpr):
+    """[SIDE, SIDE] rounded in blocks of 32 along its second axis, as fp32."""
     element: tl.constexpr = FORMAT.element
     mode: tl.constexpr = FORMAT.scale
-    rounding: tl.constexpr = FORMAT.rounding
     blocks: tl.constexpr = SIDE * SIDE // 32
     x = tl.reshape(x, (blocks, 32)).to(tl.float32)
     scales, scaled = mx_scale_blocks(x, element, mode)
-    noise = scaled
-    if rounding == "stochastic":
-        places = tl.arange(0, SIDE)
-        noise = uniform(seed_low, seed_high, row + places[:, None], column + places[None, :])
-        noise = tl.reshape(noise, (blocks, 32))
-    numbers = mx_round(scaled, noise, element, rounding, FORMAT.native_fp8)
+    numbers = mx_round(scaled, element, FORMAT.native_fp8)
     values = mx_times_scales(numbers, mx_scale_values(scales), LIMIT, element)
     return tl.reshape(values, (SIDE, SIDE))
 
 
-# Seeds are random: specializing on "divisible by 16" would compile the kernel twice.
 @Kernel
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit
 def round_trip_kernel(
     matrix_ptr,
     rows_ptr,
     columns_ptr,
     num_rows,
     num_columns,
-    seed_low,
-    seed_high,
     ALONG_ROWS: tl.constexpr,
     ALONG_COLUMNS: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -78,10 +68,10 @@ def round_trip_kernel(
     x = tl.load(matrix_ptr + offset + local, mask=ok, other=0.0)
     dtype: tl.constexpr = matrix_ptr.dtype.element_ty
     if ALONG_ROWS:
-        values = round_tile(x, row, column, seed_low, seed_high, LIMIT, FORMAT, SIDE)
+        values = round_tile(x, LIMIT, FORMAT, SIDE)
         tl.store(rows_ptr + offset + local, narrowed(values, dtype, FORMAT.interpreted), mask=ok)
     if ALONG_COLUMNS:
-        values = round_tile(tl.trans(x), column, row, seed_low, seed_high, LIMIT, FORMAT, SIDE)
+        values = round_tile(tl.trans(x), LIMIT, FORMAT, SIDE)
         ok = (columns[:, None] < num_columns) & (rows[None, :] < num_rows)
         offset = column.to(tl.int64) * num_rows + row
         local = places[:, None] * num_rows + places[None, :]
@@ -93,7 +83,6 @@ def round_trip(
     mx_format: MXFormat,
     along_rows: bool = True,
     along_columns: bool = False,
-    seed: Seed | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Quantize and dequantize a matrix along one axis or both; equal to `MXFormat.round_trip`.
 
@@ -102,7 +91,6 @@ def round_trip(
         mx_format: what to round to.
         along_rows: return blocks along K.
         along_columns: return blocks along M.
-        seed: for stochastic rounding; None: drawn from torch's default generator.
 
     Returns:
         (`mx_format.round_trip(matrix)` [M, K] or None, `mx_format.round_trip(matrix.t())` [K, M] or None), contiguous,
@@ -115,8 +103,6 @@ def round_trip(
     if matrix.dim() != 2 or not matrix.is_contiguous():
         raise ValueError(f"round_trip needs a contiguous matrix, got shape {tuple(matrix.shape)}")
     check_encodable(matrix, mx_format.name)
-    if seed is None:
-        seed = draw_seed(None) if mx_format.needs_seed else Seed(0, 0)
     num_rows, num_columns = matrix.shape
     rows = torch.empty_like(matrix) if along_rows else None
     columns = matrix.new_empty(num_columns, num_rows) if along_columns else None
@@ -128,8 +114,6 @@ def round_trip(
         matrix if columns is None else columns,
         num_rows,
         num_columns,
-        seed.low,
-        seed.high,
         ALONG_ROWS=along_rows,
         ALONG_COLUMNS=along_columns,
         LIMIT=torch.finfo(matrix.dtype).max,

@@ -57,7 +57,7 @@ def quantize_tile(
     """One tile of how a tensor's slice differs from what is held of it."""
     held = load_held(held_ptr, tile, numel, held_blocks, held_code_bytes, HELD, FORMAT, WHOLE)
     values = load_tile(tensor_ptr, end, tile, FORMAT, WHOLE).to(tl.float32) - held
-    store_tile(values, payload_ptr, 0, tile, numel, num_blocks, code_bytes, total_bytes, 0, 0, 1.0, None, FORMAT, WHOLE)
+    store_tile(values, payload_ptr, tile, numel, num_blocks, code_bytes, total_bytes, 1.0, None, FORMAT, WHOLE)
 
 
 @Kernel
@@ -143,8 +143,7 @@ def add_tile(
     else:
         values = tl.reshape(values, (HELD.tile_blocks, HELD.width))
         store_tile(
-            values, held_ptr, 0, tile, numel, held_blocks, held_code_bytes, held_total_bytes, 0, 0, 1.0, None, HELD,
-            WHOLE,
+            values, held_ptr, tile, numel, held_blocks, held_code_bytes, held_total_bytes, 1.0, None, HELD, WHOLE
         )  # fmt: skip
 
 
@@ -196,8 +195,7 @@ def can_add(differences: SegmentTable, held: SegmentTable) -> bool:
     known = all(form.scale == "none" or form.element.startswith("int") for form in (mine, kept))
     same_blocks = (mine.block_size, mine.width) == (kept.block_size, kept.width)
     powers_of_two = all(form.block_size == form.width for form in (mine, kept))
-    by_noise = "stochastic" in (mine.rounding, kept.rounding)
-    return known and not by_noise and (kept.scale == "none" or same_blocks or powers_of_two)
+    return known and (kept.scale == "none" or same_blocks or powers_of_two)
 
 
 def with_equal_tiles(mine: KernelFormat, kept: KernelFormat) -> tuple[KernelFormat, KernelFormat, int]:

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, clamp_keeping_nan, numbers_of, rotate
 from zeropp_fp8.kernels.launching import Kernel, Plan
 from zeropp_fp8.kernels.wire.dequantize import LARGEST_FP32, inside, load_quantized
@@ -38,7 +37,6 @@ def feed_back_tile(
     end,
     payload_ptr,
     residual_ptr,
-    row,
     tile,
     numel,
     num_blocks,
@@ -46,8 +44,6 @@ def feed_back_tile(
     total_bytes,
     residual_code_bytes,
     residual_total_bytes,
-    seed_low,
-    seed_high,
     FORMAT: tl.constexpr,
     RESIDUAL: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -62,7 +58,7 @@ def feed_back_tile(
     wanted = load_tile(tensor_ptr, end, tile, FORMAT, WHOLE).to(tl.float32)
     wanted += clamp_keeping_nan(kept * kept_scales[:, None], LARGEST_FP32)
 
-    codes, scales = encode_blocks(wanted, row, tile, seed_low, seed_high, FORMAT)
+    codes, scales = encode_blocks(wanted, FORMAT)
     store_blocks(codes, scales, payload_ptr, tile, num_blocks, code_bytes, total_bytes, FORMAT, WHOLE)
 
     numbers = numbers_of(codes, element, FORMAT.native_fp8, BLOCKS, WIDTH)
@@ -74,14 +70,13 @@ def feed_back_tile(
     # The rotation leaves numbers in the padding of the last group, half steps in all of it.
     dropped = tl.where(finite & inside(numel, tile, FORMAT), dropped, 0.0)
     store_tile(
-        dropped, residual_ptr, row, tile, numel, num_blocks, residual_code_bytes, residual_total_bytes, seed_low,
-        seed_high, 1.0, None, RESIDUAL, WHOLE,
+        dropped, residual_ptr, tile, numel, num_blocks, residual_code_bytes, residual_total_bytes, 1.0, None, RESIDUAL,
+        WHOLE,
     )  # fmt: skip
 
 
-# Seeds are random: specializing on "divisible by 16" would compile the kernel twice.
 @Kernel
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit
 def feed_back_kernel(
     base_ptr,
     payload_ptr,
@@ -92,8 +87,6 @@ def feed_back_kernel(
     residual_segments_ptr,
     row_bytes,
     residual_row_bytes,
-    seed_low,
-    seed_high,
     FORMAT: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -112,17 +105,16 @@ def feed_back_kernel(
     tensor_ptr, end = slice_of_tensor(base_ptr, tensors_ptr, segment, slice_index, numel, ALIGNED)
     payload_ptr += tl.multiple_of(row * row_bytes, 16) + offset
     residual_ptr += tl.multiple_of(row * residual_row_bytes, 16) + kept_at
-    seed_low = (seed_low.to(tl.int64) + segment) & 0x7FFFFFFF
     # The body is compiled twice, so that a whole tile has neither masks nor branches.
     if end - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
         feed_back_tile(
-            tensor_ptr, end, payload_ptr, residual_ptr, row, tile, numel, num_blocks, code_bytes, total_bytes,
-            kept_code_bytes, kept_bytes, seed_low, seed_high, FORMAT, RESIDUAL, True,
+            tensor_ptr, end, payload_ptr, residual_ptr, tile, numel, num_blocks, code_bytes, total_bytes,
+            kept_code_bytes, kept_bytes, FORMAT, RESIDUAL, True,
         )  # fmt: skip
     else:
         feed_back_tile(
-            tensor_ptr, end, payload_ptr, residual_ptr, row, tile, numel, num_blocks, code_bytes, total_bytes,
-            kept_code_bytes, kept_bytes, seed_low, seed_high, FORMAT, RESIDUAL, False,
+            tensor_ptr, end, payload_ptr, residual_ptr, tile, numel, num_blocks, code_bytes, total_bytes,
+            kept_code_bytes, kept_bytes, FORMAT, RESIDUAL, False,
         )  # fmt: skip
 
 
@@ -146,7 +138,6 @@ def quantize_with_residuals(
     payload: Tensor,
     residual_segments: SegmentTable,
     residuals: Tensor,
-    seed: Seed | None = None,
 ) -> None:
     """`quantize` of slices and what `residuals` holds of them, which gets what that drops.
 
@@ -155,7 +146,6 @@ def quantize_with_residuals(
         residuals: uint8 [rows, bytes], contiguous, overwritten.
     """
     rows, row_bytes = payload.shape
-    seed = seed or Seed(0, 0)
     sizes = (payload.shape, residuals.shape)
     key = (feed_back_kernel, base.dtype, *sizes, tensors.aligned, residual_segments)
     plan = segments.plans.get(key)
@@ -173,4 +163,4 @@ def quantize_with_residuals(
         }
         grid, last = segments.grid(rows, form.tile_blocks), (*places, row_bytes, residuals.shape[1])
         plan = segments.plans[key] = Plan(feed_back_kernel, grid, last, constants)
-    plan(base, payload, residuals, tensors.entries, slices, numbers=(seed.low, seed.high))
+    plan(base, payload, residuals, tensors.entries, slices)

@@ -102,7 +102,6 @@ class KernelFormat:
     tile_blocks: int  # the rows of a tile
     sum_blocks: int  # the same for sums
     hadamard: bool
-    rounding: str
     largest: float
     # "bf16", for MX formats one of SCALE_MODES, "shared" outside the payload, "none" where unquantized; DECODED_ONLY
     scale: str
@@ -123,18 +122,17 @@ class KernelFormat:
                 tile_blocks=max(1, TILE // width),
                 sum_blocks=max(1, sum_tile // width),
                 hadamard=wire_format.hadamard,
-                rounding=wire_format.rounding,
                 largest=wire_format.element.largest,
                 scale=wire_format.scale_mode if isinstance(wire_format, MXFormat) else wire_format.scale.name,
             )
         width = _UNQUANTIZED_WIDTH
         if isinstance(wire_format, SharedScaleFormat):
             largest = wire_format.element.largest
-            return cls(wire_format.name, width, width, TILE // width, 1, False, "nearest", largest, "shared")
+            return cls(wire_format.name, width, width, TILE // width, 1, False, largest, "shared")
         name = next(name for name, dtype in ELEMENT_DTYPES.items() if dtype == wire_format.dtype)
         if like is not None and like.width == like.block_size:
             width = like.width
-        return cls(name, width, width, max(1, TILE // width), max(1, SUM_TILE // width), False, "nearest", 0.0, "none")
+        return cls(name, width, width, max(1, TILE // width), max(1, SUM_TILE // width), False, 0.0, "none")
 
     def on(self, device: torch.device) -> KernelFormat:
         """The same for kernels on a device; one object for equal ones, which a launch then need not compare."""

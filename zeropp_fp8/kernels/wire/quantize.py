@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.formats.shared_scale import OF_GRADIENTS, SharedScales
 from zeropp_fp8.kernels.elements import (
     EXPONENT_OF_INF,
@@ -26,7 +25,6 @@ from zeropp_fp8.kernels.elements import (
     narrowed,
     rotate,
     store_some,
-    uniform,
 )
 from zeropp_fp8.kernels.launching import Kernel, Plan
 from zeropp_fp8.kernels.mx_elements import mx_codes_of, mx_scale_blocks, pack_four_bits, store_six_bits
@@ -94,7 +92,7 @@ def shared_codes(values, multiplier, counts_ptr, FORMAT: tl.constexpr):
     element: tl.constexpr = FORMAT.element
     bad = (values.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= EXPONENT_OF_INF
     scaled = tl.where(bad, 0.0, values * multiplier)
-    codes = codes_of(scaled, scaled, element, "nearest", FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)
+    codes = codes_of(scaled, element, FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)
     codes = tl.where(bad, 0x7F, codes).to(tl.uint8)
     magnitudes = codes & 0x7F
     top: tl.constexpr = 0x7E if element == "fp8_e4m3" else 0x7B
@@ -108,13 +106,9 @@ def shared_codes(values, multiplier, counts_ptr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def encode_blocks(values, row, tile, seed_low, seed_high, FORMAT: tl.constexpr):
+def encode_blocks(values, FORMAT: tl.constexpr):
     """(codes, scales) of fp32 [tile_blocks, width], as they are stored; of a format with a scale a block."""
     element: tl.constexpr = FORMAT.element
-    rounding: tl.constexpr = FORMAT.rounding
-    blocks = tl.arange(0, FORMAT.tile_blocks)
-    columns = tl.arange(0, FORMAT.width)
-    first_block = tile * FORMAT.tile_blocks
     x = values.to(tl.float32)
     if FORMAT.hadamard:
         x = rotate(x * (1.0 / 32.0), FORMAT.tile_blocks, FORMAT.width)
@@ -124,14 +118,10 @@ def encode_blocks(values, row, tile, seed_low, seed_high, FORMAT: tl.constexpr):
     else:
         mode: tl.constexpr = FORMAT.scale
         scales, scaled = mx_scale_blocks(x, element, mode)
-    noise = scaled
-    if rounding == "stochastic":
-        place = (first_block * FORMAT.block_size).to(tl.int32) + blocks[:, None] * FORMAT.block_size + columns
-        noise = uniform(seed_low, seed_high, row, place)
     if FORMAT.scale == "bf16":
-        codes = codes_of(scaled, noise, element, rounding, FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)
+        codes = codes_of(scaled, element, FORMAT.native_fp8, FORMAT.tile_blocks, FORMAT.width)
     else:
-        codes = mx_codes_of(scaled, noise, element, rounding, FORMAT.native_fp8)
+        codes = mx_codes_of(scaled, element, FORMAT.native_fp8)
         if element == "mxfp4":
             codes = pack_four_bits(codes, FORMAT.tile_blocks)
     return codes, scales
@@ -181,14 +171,11 @@ def store_blocks(
 def store_tile(
     values,
     payload_ptr,
-    row,
     tile,
     numel,
     num_blocks,
     code_bytes,
     total_bytes,
-    seed_low,
-    seed_high,
     multiplier,
     counts_ptr,
     FORMAT: tl.constexpr,
@@ -214,7 +201,7 @@ def store_tile(
         if tile == 0:
             store_zeros(payload_ptr, code_bytes, total_bytes)
     else:
-        codes, scales = encode_blocks(values, row, tile, seed_low, seed_high, FORMAT)
+        codes, scales = encode_blocks(values, FORMAT)
         store_blocks(codes, scales, payload_ptr, tile, num_blocks, code_bytes, total_bytes, FORMAT, WHOLE)
 
 
@@ -230,9 +217,8 @@ def load_tile(tensor_ptr, end, tile, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
     return load_some(tensor_ptr + start + local, local, left, width_ok, WHOLE, FORMAT.width != FORMAT.block_size)
 
 
-# Seeds are random: specializing on "divisible by 16" would compile the kernel twice.
 @Kernel
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit
 def quantize_kernel(
     base_ptr,
     payload_ptr,
@@ -243,8 +229,6 @@ def quantize_kernel(
     counts_ptr,
     segments_ptr,
     row_bytes,
-    seed_low,
-    seed_high,
     FORMAT: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
@@ -259,7 +243,6 @@ def quantize_kernel(
     slice_index = tl.load(slices_ptr + row).to(tl.int64)
     tensor_ptr, end = slice_of_tensor(base_ptr, tensors_ptr, segment, slice_index, slice_numel, ALIGNED)
     payload_ptr += tl.multiple_of(row * row_bytes, 16) + offset
-    seed_low = (seed_low.to(tl.int64) + segment) & 0x7FFFFFFF
     multiplier = 1.0 if FORMAT.scale != "shared" else tl.load(multipliers_ptr + segment)
     # The body is compiled twice, so that a whole tile has neither masks nor branches.
     if end - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
@@ -267,16 +250,16 @@ def quantize_kernel(
         if FORMAT.scale == "shared":
             x = x.to(tl.float32)
         store_tile(
-            x, payload_ptr, row, tile, slice_numel, num_blocks, code_bytes, total_bytes, seed_low, seed_high,
-            multiplier, counts_ptr, FORMAT, True,
+            x, payload_ptr, tile, slice_numel, num_blocks, code_bytes, total_bytes, multiplier, counts_ptr, FORMAT,
+            True,
         )  # fmt: skip
     else:
         x = load_tile(tensor_ptr, end, tile, FORMAT, False)
         if FORMAT.scale == "shared":
             x = x.to(tl.float32)
         store_tile(
-            x, payload_ptr, row, tile, slice_numel, num_blocks, code_bytes, total_bytes, seed_low, seed_high,
-            multiplier, counts_ptr, FORMAT, False,
+            x, payload_ptr, tile, slice_numel, num_blocks, code_bytes, total_bytes, multiplier, counts_ptr, FORMAT,
+            False,
         )  # fmt: skip
     if FORMAT.scale == "shared":
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -290,7 +273,6 @@ def quantize(
     segments: SegmentTable,
     slices: Tensor,
     payload: Tensor,
-    seed: Seed | None = None,
     shared: SharedScales | None = None,
 ) -> None:
     """Encode slices of tensors into payload rows.
@@ -300,11 +282,9 @@ def quantize(
         tensors: the places of all of them.
         slices: int32 [rows], which slice each row holds.
         payload: uint8 [rows, row bytes], contiguous; only the bytes of these tensors are written.
-        seed: for stochastic rounding; tensor i of the launch uses `seed.of_tensor(i)`.
         shared: of these tensors, where their format's scale is shared; `amax` and `counts` are brought up to date.
     """
     rows, row_bytes = payload.shape
-    seed = seed or Seed(0, 0)
     scales = () if shared is None else (shared.encode, shared.amax, shared.counts[OF_GRADIENTS])
     key = (quantize_kernel, base.dtype, rows, row_bytes, tensors.aligned, len(scales))
     plan = segments.plans.get(key)
@@ -314,4 +294,4 @@ def quantize(
         constants = {"FORMAT": form, "ALIGNED": tensors.aligned, "num_warps": form.num_warps, "enable_fp_fusion": False}
         grid = segments.grid(rows, form.tile_blocks)
         plan = segments.plans[key] = Plan(quantize_kernel, grid, last, constants)
-    plan(base, payload, tensors.entries, slices, *scales, numbers=(seed.low, seed.high))
+    plan(base, payload, tensors.entries, slices, *scales)

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.formats.shared_scale import OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
 from zeropp_fp8.kernels.elements import numbers_of, rotate
 from zeropp_fp8.kernels.launching import Kernel, Plan
@@ -89,9 +88,8 @@ def mean_of_tiles(
     return total
 
 
-# Seeds are random: specializing on "divisible by 16" would compile the kernel twice.
 @Kernel
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit
 def reduce_to_payload_kernel(
     received_ptr,
     payload_ptr,
@@ -102,8 +100,6 @@ def reduce_to_payload_kernel(
     row_bytes_in,
     row_bytes_out,
     inverse_ranks,
-    seed_low,
-    seed_high,
     RANKS: tl.constexpr,
     FORMAT_IN: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -120,7 +116,6 @@ def reduce_to_payload_kernel(
     received_ptr += tl.multiple_of(row * row_bytes_in, 16) + offset
     offset, _, _, code_bytes_out, total_bytes = segment_of_program(segments_out_ptr, segment, element)
     payload_ptr += tl.multiple_of(row * row_bytes_out, 16) + offset
-    seed_low = (seed_low.to(tl.int64) + segment) & 0x7FFFFFFF
     blocks_out = (numel + FORMAT.block_size - 1) // FORMAT.block_size
     # The body is compiled twice, so that a whole tile has neither masks nor branches.
     if numel - tile * FORMAT.tile_numel >= FORMAT.tile_numel:
@@ -128,16 +123,14 @@ def reduce_to_payload_kernel(
             received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes, RANKS, FORMAT_IN, True
         )
         store_tile(
-            mean, payload_ptr, row, tile, numel, blocks_out, code_bytes_out, total_bytes, seed_low, seed_high,
-            1.0, counts_ptr, FORMAT, True,
+            mean, payload_ptr, tile, numel, blocks_out, code_bytes_out, total_bytes, 1.0, counts_ptr, FORMAT, True
         )  # fmt: skip
     else:
         mean = mean_of_tiles(
             received_ptr, rank_bytes, inverse_ranks, tile, numel, num_blocks, code_bytes, RANKS, FORMAT_IN, False
         )
         store_tile(
-            mean, payload_ptr, row, tile, numel, blocks_out, code_bytes_out, total_bytes, seed_low, seed_high,
-            1.0, counts_ptr, FORMAT, False,
+            mean, payload_ptr, tile, numel, blocks_out, code_bytes_out, total_bytes, 1.0, counts_ptr, FORMAT, False
         )  # fmt: skip
 
 
@@ -216,7 +209,6 @@ def reduce_to_payload(
     segments_in: SegmentTable,
     segments_out: SegmentTable,
     payload: Tensor,
-    seed: Seed | None = None,
     shared: SharedScales | None = None,
 ) -> None:
     """Encode the mean over ranks, row by row.
@@ -228,7 +220,6 @@ def reduce_to_payload(
         shared: of these tensors, where their format's scale is shared; `counts` is brought up to date.
     """
     ranks, rows, row_bytes_in = received.shape
-    seed = seed or Seed(0, 0)
     counts = () if shared is None else (shared.counts[OF_PARTIAL_SUMS],)
     key = (reduce_to_payload_kernel, received.shape, payload.shape, segments_out, len(counts))
     plan = segments_in.plans.get(key)
@@ -246,7 +237,7 @@ def reduce_to_payload(
         }
         grid = segments_in.grid(rows, tile.sum_blocks)
         plan = segments_in.plans[key] = Plan(reduce_to_payload_kernel, grid, last, constants)
-    plan(received, payload, *counts, numbers=(seed.low, seed.high))
+    plan(received, payload, *counts)
 
 
 def reduce_to_tensors(

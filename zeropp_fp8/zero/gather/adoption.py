@@ -6,7 +6,7 @@ gives it back to the one before that is still there, in whatever order they end.
 same on all ranks.
 
 Where nothing was written in between, the engine that has parameters again goes on as if it had never given them up: it
-gets the same bits again, from weights, the seeds of their rounding, and rows of what was held (on the host meanwhile).
+gets the same bits again, from weights and rows of what was held (on the host meanwhile).
 """
 
 from __future__ import annotations
@@ -118,8 +118,6 @@ class Adoption(ABC):
             if previous is not None:
                 previous._leave(theirs)
         self._all_units = list(units)
-        for place, unit in enumerate(units):
-            unit.place = place
         states = {
             param: ParameterWire(
                 stock_all_gather=param.all_gather,
@@ -153,8 +151,7 @@ class Adoption(ABC):
 
     def _find_own_units(self) -> None:
         own = [unit for unit in self._all_units if all(map(self.has, unit.params))]
-        # The same list again, where it is: by it the coordinator knows that what it has learned of their order holds,
-        # in which units draw numbers.
+        # The same list again, where it is: by it the coordinator knows that what it has learned of their order holds.
         self.units = self._all_units if len(own) == len(self._all_units) else own
 
     def _leave(self, params: Sequence[Parameter]) -> None:

@@ -126,7 +126,6 @@ class DifferingUnit(Unit):
         self.large_step = True
 
     def continue_from(self, state: dict) -> None:
-        super().continue_from(state)
         self.large_step = False
 
     def _forget_held(self) -> None:
@@ -142,7 +141,7 @@ class DifferingUnit(Unit):
             state = {}  # the weights as they are: the next full gather brings the same
         if self.large_step:
             state = {}  # weights that are loaded are the masters, far from what is held
-        return super().held_state() | state
+        return state
 
     def _held(self) -> dict:
         if self.aside:

@@ -4,7 +4,7 @@ Two kinds of gather exist:
 
 * for computing (fetches of the coordinator, `all_gather_coalesced`, and `all_gather()` while a module runs): the
   configured wire format, a unit at a time. The shards' payload is encoded once and kept until the weights change, so
-  forward, backward, every micro-batch and evaluation see the same bits, also with stochastic rounding. With hpZ what
+  forward, backward, every micro-batch and evaluation see the same bits. With hpZ what
   the first hops brought is kept (the secondary shard): later gathers use the node's own links only. One node needs no
   such copy.
 * for looking and changing (`GatheredParameters` and everything built on it): every bit, in two levels too.
@@ -138,7 +138,7 @@ class Gatherer(Adoption):
     # -- what checkpoints hold of secondary shards -----------------------------------------------------------------
 
     def held_states(self, names: Mapping[Parameter, str]) -> dict[tuple[str, ...], dict]:
-        """What each unit holds of this rank's weights, or has drawn for them, by the names of its parameters."""
+        """What each unit holds of this rank's weights, by the names of its parameters."""
         self._settle()
         states = {tuple(names.get(p, "") for p in unit.params): unit.held_state() for unit in self._all_units}
         return {key: state for key, state in states.items() if state}
@@ -469,8 +469,8 @@ class Gatherer(Adoption):
         """Drop the values of parameters; with `has_been_updated`, what was written to them goes into the shards first.
 
         Collective then. Where no rank finds a bit changed in its part nothing is forgotten, so that looking at weights
-        (save_16bit_model asks for them as for writing) changes nothing in training: stochastic rounding would draw
-        other numbers for a new copy, and delayed scaling would start without a history.
+        (save_16bit_model asks for them as for writing) changes nothing in training: delayed scaling would start without
+        a history.
         """
         self._check_not_resident()
         if has_been_updated:

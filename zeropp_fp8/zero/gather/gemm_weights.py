@@ -51,7 +51,7 @@ class _Weight:
 class GemmWeights:
     """The weights of one engine that travel as GEMM operands, and their scales.
 
-    Empty where wire and GEMM do not agree: other formats, rotated or stochastically rounded weights, one rank.
+    Empty where wire and GEMM do not agree: other formats, rotated weights, one rank.
     """
 
     def __init__(self, session: Session) -> None:
@@ -69,7 +69,7 @@ class GemmWeights:
         if conversion is None or wire is None:
             return
         scaling = conversion.scaling.compute.scaling
-        exact_codes = wire.name == WIRE_FORMAT and wire.rounding == "nearest" and not wire.hadamard
+        exact_codes = wire.name == WIRE_FORMAT and not wire.hadamard
         if not exact_codes or scaling not in _GRANULARITY:
             return
         self.granularity = _GRANULARITY[scaling]

@@ -69,8 +69,7 @@ class SlicedUnit(DifferingUnit):
 
     Attributes:
         packed: parameters in the payload; `operands`: the others.
-        payload: uint8 [row bytes]: kept where there is no secondary shard, so that forward, backward, every micro-batch
-            and evaluation see the same bits, also with stochastic rounding.
+        payload: uint8 [row bytes]: kept on a CPU where there is no secondary shard, so that it is made once a step.
     """
 
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
@@ -186,9 +185,9 @@ class SlicedUnit(DifferingUnit):
         if self.payload is not None:
             row.copy_(self.payload, non_blocking=True)
             return
-        self.layout.encode(self._shards(), route.one_row, row, self.seed_of(self.layout))
-        # A secondary shard holds it anyway, and nearest rounding gives the same bytes again.
-        if not self.keeps_secondary and (self.layout.needs_seed or route.device.type == "cpu"):
+        self.layout.encode(self._shards(), route.one_row, row)
+        # A secondary shard holds it anyway, and on a GPU it is made again as fast as it is read.
+        if not self.keeps_secondary and route.device.type == "cpu":
             self.payload = row.clone() if route.session.weight_format is not None else None
 
     def last_hop(self, held: Tensor, gathered: Tensor) -> list[dist.Work]:

@@ -26,10 +26,8 @@ from zeropp_fp8.comm.lanes import BufferRing
 from zeropp_fp8.comm.ledger import Bill
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
-from zeropp_fp8.formats.noise import Seed
 
 if TYPE_CHECKING:
-    from zeropp_fp8.comm.payload import PayloadLayout
     from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight  # needs Triton, which is loaded on first use
     from zeropp_fp8.zero.gather.kinds import Kind
 
@@ -90,9 +88,6 @@ class Unit(ABC):
         aside: what was held, as `held_state` says it, when another engine took the parameters over; until it is again.
         copy_bill, bill: what the secondary shard has cost outside of steps, and what the values have (comm/ledger.py).
         payload: this rank's encoded shards, where they are kept, until the weights change.
-        seed: what their stochastic rounding draws; until then as well, so that they come out the same again.
-        place: which of its engine's units it is.
-        draws: how many seeds it has had.
         lent: buffers in which operands of live parameters lie.
         live: the engine has brought the values that modules use, and not dropped them yet.
         looked_at: ds_id of parameters that GatheredParameters (or another caller of `gather_exactly`) has gathered and
@@ -114,8 +109,6 @@ class Unit(ABC):
         self.aside: dict = {}
         self.copy_bill, self.bill = Bill(), Bill()
         self.payload: Tensor | None = None
-        self.seed: Seed | None = None
-        self.place = self.draws = 0
         self.lent: list[tuple[BufferRing, Tensor]] = []
         self.live = False
         self.looked_at: set[int] = set()
@@ -259,7 +252,7 @@ class Unit(ABC):
         """The weights were written, `by_step` of the optimizer: what was derived from them is stale."""
         self.secondary_is_current = False
         self.copy_bill.clear()
-        self.payload = self.seed = None
+        self.payload = None
         self.writes = next(_writes)
 
     def put_aside(self) -> None:
@@ -267,18 +260,6 @@ class Unit(ABC):
         self.secondary, self.secondary_is_current = None, False
         self.copy_bill.clear()
         self.payload = None
-
-    def seed_of(self, layout: PayloadLayout) -> Seed | None:
-        """What the stochastic rounding of its payload draws, the same until the weights change."""
-        if self.seed is None and layout.needs_seed:
-            self.draws += 1
-            self.seed = self._seed()
-        return self.seed
-
-    def _seed(self) -> Seed:
-        """Ranks draw differently; a unit draws the same in whichever order units are gathered."""
-        session = self.route.session
-        return Seed.at(session.config.seed, session.topology.rank, self.place, self.draws)
 
     # -- differences to what is held (differing.py); a unit that has none brings all of itself -----------------------
 
@@ -291,16 +272,11 @@ class Unit(ABC):
         return False
 
     def held_state(self) -> dict:
-        """What training depends on of what is held, while no gather is under way: empty, or `hold_again` needs it.
-
-        And of what is drawn for them: how many times, and whether for the weights as they are.
-        """
-        return {"draws": self.draws, "drawn": self.seed is not None} if self.draws else {}
+        """What training depends on of what is held, while no gather is under way: empty, or `hold_again` needs it."""
+        return {}
 
     def continue_from(self, state: dict) -> None:
-        """Go on drawing where `held_state` was taken; master weights have been loaded, and weights of them."""
-        self.draws = state.get("draws", 0)
-        self.seed = self._seed() if state.get("drawn") else None
+        """Weights have been loaded; `state` is what `held_state` was then."""
 
     def hold_again(self, state: dict, held: Tensor) -> list[dist.Work]:
         """Fill `held` with what was held when `state` was taken. Collective among the ranks of the first hops."""

@@ -318,16 +318,15 @@ class OwnedUnit(DifferingUnit):
         if row is None:
             row = torch.empty(layout.own.row_bytes, dtype=torch.uint8, device=route.device)
         shards = self.kind.shard_views(self.params, layout.own_pieces)
-        seed = self.seed_of(layout.own)
         one_scale = layout.operand_places and weights.granularity == "tensor"
         scales = self.kind.operand_scales(layout) if one_scale else None
-        layout.own.encode(shards, route.one_row, row.view(1, -1), seed, scales)
+        layout.own.encode(shards, route.one_row, row.view(1, -1), scales)
         if layout.operand_places and scales is None:
             for i, (piece, shard) in enumerate(zip(layout.own_pieces, shards)):
                 if piece.index in layout.operand_places:
                     out = row[layout.own.offsets[i] :][: piece.numel]
                     weights.encode_range(self.params[piece.index], piece.start, shard, out)
-        if not self.keeps_secondary and (layout.own.needs_seed or route.device.type == "cpu"):
+        if not self.keeps_secondary and route.device.type == "cpu":
             # Its scales may be found anew, so a payload with operands' codes is made again.
             self.payload = None if layout.operand_places else row.clone()
         return row

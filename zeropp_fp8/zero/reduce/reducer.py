@@ -176,7 +176,6 @@ class GradientReducer:
             self._first,
             self._last,
             session.ledger,
-            session.generators["gradients"],
             self.error_feedback,
             names,
             shared,

@@ -81,7 +81,7 @@ class CompressedStatesStage3(AtRestStage3):
             "decoupled": decouples_weight_decay(self.optimizer, group),
             "bias_correction": bool(group.get("bias_correction", True)),
         }
-        generator = self.session.generators["states"]
+        generator = self.session.generator
         self.states.update(sub_group_id, self._gradients_of, hyper, self._grad_scale, generator)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
