@@ -62,8 +62,6 @@ class Sampler(Observer):
         self.names = {param: name.removesuffix(".weight") for name, param in engine.module.named_parameters()}
         layers = session.conversion.converted if session.conversion else {}
         self.layer_of = {id(layer.own_weight()): layer.precision.layer for layer in layers.values()}
-        # Ranks draw different numbers, and not those that training draws.
-        self.generator = torch.Generator().manual_seed(session.config.seed * 1000003 + 700001 + session.topology.rank)
         self.sampling = False
         self._ended, self._ended_at = self._now(), engine.global_steps
         self._begin_if_due(engine.global_steps + 1)
@@ -200,7 +198,7 @@ class Sampler(Observer):
         plan = session.placement.reduce_plan(params, *args, device)
         parts = [torch.zeros(session.own_numel(p), dtype=torch.float32, device=device) for p in params]
         here = Lane.here()
-        reduction = Reduction(Rings.on(device), here, here, session.ledger, self.generator)
+        reduction = Reduction(Rings.on(device), here, here, session.ledger)
         with session.ledger.counting("other"):
             for _ in plan.run(grads_hp, parts, reduction):
                 pass

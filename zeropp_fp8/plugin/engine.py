@@ -19,7 +19,7 @@ from zeropp_fp8.config import (
     resolve,
     without_in_tree_keys,
 )
-from zeropp_fp8.config.stock import checked
+from zeropp_fp8.plugin.stock import checked
 from zeropp_fp8.plugin.trl import generate_with_the_plugin, hand_over_with_the_plugin
 
 FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkpoint

@@ -11,7 +11,7 @@ from torch import nn
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.compute.gemm import execution
 from zeropp_fp8.config import PluginConfig, patterns_of_gemms
-from zeropp_fp8.config.patterns import matches
+from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.amax_history import STEPS
 from zeropp_fp8.zero.session import Session

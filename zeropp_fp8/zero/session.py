@@ -28,7 +28,7 @@ from zeropp_fp8.config import (
     place_of,
     secondary_ranks,
 )
-from zeropp_fp8.config.patterns import matches
+from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import SharedScaleFormat, WireFormat, make_format
 from zeropp_fp8.optim import StateFormats
 from zeropp_fp8.zero.observer import Observer
