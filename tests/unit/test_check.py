@@ -19,11 +19,11 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeropp_fp8.__main__ import main as command
 from zeropp_fp8.config import RECIPES, SECTION, ConfigError, resolve
-from zeropp_fp8.config.auto import FILLED, as_if_filled, auto_keys
 from zeropp_fp8.doctor.check import check, differing
 from zeropp_fp8.doctor.problems import exit_status
 from zeropp_fp8.plan import H200, METHODS, Cluster, Job, Model, estimate, method_of
 from zeropp_fp8.plan.hugging_face import model_of
+from zeropp_fp8.plugin.auto import FILLED, as_if_filled, auto_keys
 from zeropp_fp8.zero.states.compressed import check_is_adam
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"

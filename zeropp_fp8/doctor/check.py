@@ -24,9 +24,7 @@ from zeropp_fp8.config import (
     in_tree_keys,
     load_ds_config,
 )
-from zeropp_fp8.config.auto import FILLED, as_if_filled, auto_keys
 from zeropp_fp8.config.resolve import is_asked
-from zeropp_fp8.config.stock import look
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.unused import unused_fields
 from zeropp_fp8.outputs import Parser, json_at, number, whole
@@ -56,6 +54,10 @@ class Checked:
 
 def check(ds_config: Any, ranks: int | None = None, ranks_per_node: int | None = None) -> Checked:
     """All that can be said of a ds_config without starting a job of `ranks` ranks."""
+    # They import DeepSpeed, which takes seconds: not for a command line that is refused.
+    from zeropp_fp8.plugin.auto import FILLED, as_if_filled, auto_keys
+    from zeropp_fp8.plugin.stock import look
+
     found = Checked()
     try:
         given = load_ds_config(ds_config)
@@ -222,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print what is found; exit status 1 where the job would not start."""
     from zeropp_fp8.doctor.accelerator import cpu_where_there_is_no_gpu
     from zeropp_fp8.plan import PlanError
+    from zeropp_fp8.plugin.auto import as_if_filled
 
     arguments = parse(argv)
     cpu_where_there_is_no_gpu()

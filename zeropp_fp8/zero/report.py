@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.config import PluginConfig
-from zeropp_fp8.config.patterns import matches
+from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.zero.gather.adopted import unit_of
