@@ -57,7 +57,7 @@ def quantize_tile(
     """One tile of how a tensor's slice differs from what is held of it."""
     held = load_held(held_ptr, tile, numel, held_blocks, held_code_bytes, HELD, FORMAT, WHOLE)
     values = load_tile(tensor_ptr, end, tile, FORMAT, WHOLE).to(tl.float32) - held
-    store_tile(values, payload_ptr, 0, tile, numel, num_blocks, code_bytes, total_bytes, 0, 0, 1.0, None, FORMAT, WHOLE)
+    store_tile(values, payload_ptr, tile, numel, num_blocks, code_bytes, total_bytes, 1.0, None, FORMAT, WHOLE)
 
 
 @Kernel
@@ -143,8 +143,7 @@ def add_tile(
     else:
         values = tl.reshape(values, (HELD.tile_blocks, HELD.width))
         store_tile(
-            values, held_ptr, 0, tile, numel, held_blocks, held_code_bytes, held_total_bytes, 0, 0, 1.0, None, HELD,
-            WHOLE,
+            values, held_ptr, tile, numel, held_blocks, held_code_bytes, held_total_bytes, 1.0, None, HELD, WHOLE
         )  # fmt: skip
 
 
