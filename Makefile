@@ -59,7 +59,7 @@ endif
 
 # One process's tests, without the ten files that take two thirds of their time; and with ranks, one file or two for
 # each thing they are about: collectives, every two parts together, units, bytes, checkpoints, refusals.
-NOT_QUICK := casts children kernels linear optim_kernel options ptq rlhf_quality upstream_workers
+NOT_QUICK := casts children kernels linear optim_kernel options rlhf_quality upstream_workers
 RLHF_RANKS := rlhf rlhf_demo rlhf_dpo rlhf_grpo rlhf_runs
 QUICK := comm environment norm pairs reduction_order saving topology unit_kinds
 test-quick: $(VENV)/.test

@@ -26,7 +26,7 @@ from zeropp_fp8.plan import Hardware, Job, MemoryEstimate, Method, Model, PlanEr
 from zeropp_fp8.plan import __main__ as plan
 from zeropp_fp8.plan.job import BYTES_16BIT, require_at_least_zero
 from zeropp_fp8.plan.recommend import FULL, LORA
-from zeropp_fp8.plan.step_time import evaluation
+from zeropp_fp8.plan.step_time import Estimate, evaluation
 
 RLHF_METHODS = (
     "stock", "stock-leaf", "lossless", "zeropp", "zeropp-diff", "zeropp-2bit", "zeropp-4bit",
@@ -39,7 +39,7 @@ HELD = ("weights", "states", "gradients", "residuals", "secondary")
 
 
 @dataclass(frozen=True)
-class IterationEstimate:
+class IterationEstimate(Estimate):
     """Seconds of the phases of an iteration, bytes that a node sends to others in them (generation's are counted to
     experience), and the memory of all models on a GPU, at the peak of training."""
 
@@ -141,7 +141,7 @@ COLUMNS = (
     ("experience", "ms", lambda one, first: f"{1e3 * one.experience_s:.0f}"),
     ("training", "ms", lambda one, first: f"{1e3 * one.training_s:.0f}"),
     ("between nodes", "GB a node", lambda one, first: f"{one.inter_bytes / plan.GIGA:.3f}"),
-    ("memory", "GiB", lambda one, first: f"{one.memory.peak / plan.GIB:.2f}"),
+    ("memory", "GiB", lambda one, first: f"{one.peak_bytes / plan.GIB:.2f}"),
     ("bound by", "", lambda one, first: one.bound),
 )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,29 +25,33 @@ from zeropp_fp8.plan.step_time import estimate
 MEGA, GIGA, GIB = 1e6, 1e9, 2**30
 PARAMETERS, VOCABULARY, KEPT = 7e9, 32000, 2e8
 NODES, RANKS_PER_NODE = 8, 8
-# Fields of Hardware that an option overrides.
-OVERRIDES = ("achieved_tflops", "intra_gbs", "memory_gbs", "link_efficiency", "codec_efficiency", "overlap")
+# Option -> the field of Hardware that it overrides, and what it is.
+OVERRIDES = {
+    "--tflops": ("achieved_tflops", "TFLOP/s a GPU achieves in training"),
+    "--intra-gbs": ("intra_gbs", "GB/s a GPU sends within its node"),
+    "--memory-gbs": ("memory_gbs", "copy bandwidth of a GPU, GB/s"),
+    "--link-efficiency": ("link_efficiency", "share of --gbit that the payload gets"),
+    "--codec-efficiency": ("codec_efficiency", "share of --memory-gbs that quantizing reaches"),
+    "--overlap": ("overlap", "1: wire and GPU work side by side; 0: one after the other"),
+}
 
 
 def parser_of(command: str, text: str | None) -> Parser:
     """The options of a job, its cluster and machine, and of what is written."""
     parser = Parser(command, text)
     add_job(parser)
-    add_cluster(parser)
+    cluster = parser.add_argument_group("the cluster")
+    cluster.add_argument("--nodes", type=whole(most=10**6), default=NODES)
+    cluster.add_argument("--ranks-per-node", type=whole(most=10**4), default=RANKS_PER_NODE)
+    cluster.add_argument("--gbit", type=number(above=0), default=100.0, help="what one node can send, Gbit/s")
     add_machine(parser)
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--methods", help=f"out of {', '.join(METHODS)}; with --lora-rank out of {', '.join(LORA_METHODS)}"
-    )
-    output.add_argument(
-        "--picture",
-        type=picture_to_draw,
-        metavar="FILE",
-        help="draw step time against what a node sends (by its ending: .png, .svg, .pdf)",
-    )
-    output.add_argument(
-        "--write", type=file_to_write, metavar="FILE", help="write a ds_config with the recipe that is recommended"
-    )
+    of_lora = f"with --lora-rank out of {', '.join(LORA_METHODS)}"
+    output.add_argument("--methods", help=f"out of {', '.join(METHODS)}; {of_lora}")
+    drawn = "draw step time against what a node sends (by its ending: .png, .svg, .pdf)"
+    output.add_argument("--picture", type=picture_to_draw, metavar="FILE", help=drawn)
+    written = "write a ds_config with the recipe that is recommended"
+    output.add_argument("--write", type=file_to_write, metavar="FILE", help=written)
     parser.add_json()
     return parser
 
@@ -72,31 +76,19 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     """Options of the model and of what a GPU does with it in a step."""
     job = parser.add_argument_group("the job")
     job.add_argument("--model", help="a Hugging Face model: its name, its config.json or the folder of that")
-    job.add_argument(
-        "--params",
-        type=number(above=0, example=", such as 7e9 or 7B"),
-        help="parameters of the model, without --model; default 7B",
-    )
+    size = number(above=0, example=", such as 7e9 or 7B")
+    job.add_argument("--params", type=size, help="parameters of the model, without --model; default 7B")
     job.add_argument("--hidden", type=whole(), help="hidden size; without it a usual shape for the size")
     job.add_argument("--layers", type=whole())
     job.add_argument("--vocabulary", type=whole(), help="default 32000")
     job.add_argument("--tokens", type=whole(), default=2048, help="tokens of one GPU in a micro-batch")
     job.add_argument("--sequence", type=whole(), help="tokens of a sequence; default: all of --tokens")
     job.add_argument("--micro-batches", type=whole(), help="gradient accumulation steps")
-    job.add_argument(
-        "--kept", type=number(least=0), help="parameters ZeRO-3 keeps gathered (max_live_parameters); default 2e8"
-    )
+    kept = "parameters ZeRO-3 keeps gathered (max_live_parameters); default 2e8"
+    job.add_argument("--kept", type=number(least=0), help=kept)
     job.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
     job.add_argument("--lora-rank", type=whole(), help="fine-tune adapters of this rank; everything else is frozen")
     job.add_argument("--lora-layers", type=whole(), help="linear layers of a block that have an adapter; default: all")
-
-
-def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Options of the nodes and the links between them."""
-    cluster = parser.add_argument_group("the cluster")
-    cluster.add_argument("--nodes", type=whole(most=10**6), default=NODES)
-    cluster.add_argument("--ranks-per-node", type=whole(most=10**4), default=RANKS_PER_NODE)
-    cluster.add_argument("--gbit", type=number(above=0), default=100.0, help="what one node can send, Gbit/s")
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
@@ -104,23 +96,12 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("the machine (a preset, and what differs from it)")
     machine.add_argument("--gpu", choices=PRESETS, default="h200")
     machine.add_argument("--gpu-gb", type=number(above=0), help="memory of a GPU; what does not fit is not recommended")
-    machine.add_argument(
-        "--secondary-gb",
-        type=lambda text: text if text == "auto" else number(least=0)(text),
-        help='GB of a GPU for copies of codes (secondary.memory_gb); or "auto", with --gpu-gb',
-    )
-    machine.add_argument(
-        "--tflops", dest="achieved_tflops", type=number(above=0), help="TFLOP/s a GPU achieves in training"
-    )
-    machine.add_argument("--intra-gbs", type=number(above=0), help="GB/s a GPU sends within its node")
-    machine.add_argument("--memory-gbs", type=number(above=0), help="copy bandwidth of a GPU, GB/s")
-    machine.add_argument("--link-efficiency", type=number(above=0), help="share of --gbit that the payload gets")
-    machine.add_argument(
-        "--codec-efficiency", type=number(above=0), help="share of --memory-gbs that quantizing reaches"
-    )
-    machine.add_argument(
-        "--overlap", type=number(least=0, most=1), help="1: wire and GPU work side by side; 0: one after the other"
-    )
+    copies = 'GB of a GPU for copies of codes (secondary.memory_gb); or "auto", with --gpu-gb'
+    size = number(least=0)
+    machine.add_argument("--secondary-gb", type=lambda text: text if text == "auto" else size(text), help=copies)
+    for option, (field, text) in OVERRIDES.items():
+        limits = number(least=0, most=1) if field == "overlap" else number(above=0)
+        machine.add_argument(option, dest=field, type=limits, help=text)
 
 
 def check_job(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
@@ -135,7 +116,7 @@ def check_job(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 def hardware_of(arguments: argparse.Namespace, preset: Hardware) -> Hardware:
     """The preset with what the command line changes."""
-    given = {field: getattr(arguments, field) for field in OVERRIDES}
+    given = {field: getattr(arguments, field) for field, _ in OVERRIDES.values()}
     return replace(preset, **{field: value for field, value in given.items() if value is not None})
 
 
@@ -178,7 +159,7 @@ COLUMNS: tuple[Column, ...] = (
     ("tokens/s", "a GPU", lambda one, first: f"{one.tokens_per_s:.0f}"),
     ("between nodes", "GB a node", lambda one, first: f"{one.inter_bytes / GIGA:.3f}"),
     ("in the node", "GB a GPU", lambda one, first: f"{one.intra_bytes / GIGA:.3f}"),
-    ("memory", "GiB", lambda one, first: f"{one.memory.peak / GIB:.2f}"),
+    ("memory", "GiB", lambda one, first: f"{one.peak_bytes / GIB:.2f}"),
     ("bound by", "", lambda one, first: one.bound),
 )
 
@@ -195,11 +176,6 @@ def steps_table(estimates: Sequence[Any], job: Job, columns: Sequence[Column] = 
     rows = [[cell(one, estimates[0]) for _, _, cell in columns] for one in estimates]
     names, units, _ = zip(*columns)
     return "\n".join([heading, *table([names, units, *rows], words=("method", "bound by"))])
-
-
-def known_of(one: Any) -> dict[str, Any]:
-    """An estimate as JSON."""
-    return {**asdict(one), "step_s": one.step_s, "peak_bytes": one.memory.peak, "held_bytes": one.memory.held}
 
 
 def seconds_at(estimator: Estimator, method: Method, job: Job, hardware: Hardware, gbit: float) -> float:
@@ -233,8 +209,8 @@ def run(
         seconds = {m.name: partial(seconds_at, estimator, m, its_job, hardware) for m, its_job in jobs.items()}
         draw(arguments.picture, seconds, job.cluster, advice.estimates[0].unit)
         lines.append(f"drawn in {arguments.picture}")
-    found |= {"job": asdict(job), "hardware": asdict(hardware), "recommended": advice.recipe, "fits": advice.fits}
-    found["methods"] = [known_of(one) for one in estimates]
+    found |= {"job": job, "hardware": hardware, "recommended": advice.recipe, "fits": advice.fits}
+    found["methods"] = [*estimates]
     asked = {one.method for one in estimates}
     estimates += [one for one in advice.estimates if one.method == advice.recipe and one.method not in asked]
     print("\n".join([steps_table(estimates, job, columns), *lines]))

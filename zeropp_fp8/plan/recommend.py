@@ -18,7 +18,7 @@ from zeropp_fp8.plan.hardware import Hardware
 from zeropp_fp8.plan.job import Job, PlanError
 from zeropp_fp8.plan.memory import memory_for_copies
 from zeropp_fp8.plan.methods import METHODS, Method
-from zeropp_fp8.plan.step_time import WIRE_INTER, WIRE_INTRA, estimate
+from zeropp_fp8.plan.step_time import WIRE_INTER, WIRE_INTRA, Estimate, estimate
 
 EXACT = ("stock", "lossless")  # bit for bit the same
 # Held-out loss above the reference, in percent: the largest mean of a group of three runs or more, and where there is
@@ -43,8 +43,6 @@ FULL = (*EXACT, *(name for name in LOSS if METHODS[name].stored_bytes is None an
 LORA = (*EXACT, *(name for name in LOSS if not METHODS[name].cast_bytes and name != PCIE))
 SAME = 0.15  # faster by less says nothing: most of the measured steps of docs/planning.md are modelled within it
 GIB = 2**30
-# A StepEstimate, or what has its method, step_s, bound, memory and unit.
-Estimate = Any
 Estimator = Callable[[Method, Job, Hardware], Estimate]
 
 
@@ -106,11 +104,11 @@ def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, esti
     Where nothing fits it is the one with the smallest peak of memory.
     """
     found = estimates_of_recipes(job, hardware, gpu_bytes, estimator)
-    fits = [one for one in found if gpu_bytes is None or one.memory.peak <= gpu_bytes]
+    fits = [one for one in found if gpu_bytes is None or one.peak_bytes <= gpu_bytes]
     if not fits:
-        chosen = min(found, key=lambda one: one.memory.peak)
+        chosen = min(found, key=lambda one: one.peak_bytes)
         text = (
-            f"nothing fits into {gpu_bytes / GIB:.3g} GiB a GPU: {chosen.method} needs {chosen.memory.peak / GIB:.3g}, "
+            f"nothing fits into {gpu_bytes / GIB:.3g} GiB a GPU: {chosen.method} needs {chosen.peak_bytes / GIB:.3g}, "
             "the least of all; take more ranks, fewer tokens or --checkpointing"
         )
         return Advice(chosen.method, text, found, fits=False)
