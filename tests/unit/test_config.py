@@ -163,8 +163,8 @@ def test_the_table_of_defaults_covers_every_field():
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_a_field_set_by_hand_overrides_its_recipe_and_nothing_else(recipe):
     base = resolved({"recipe": recipe})
-    config = resolved({"recipe": recipe, "weights": {"hadamard": True}, "gather_granularity": "module"})
-    assert config.weights == base.weights.model_copy(update={"hadamard": True})
+    config = resolved({"recipe": recipe, "weights": {"skip_modules": ["a"]}, "gather_granularity": "module"})
+    assert config.weights == base.weights.model_copy(update={"skip_modules": ["a"]})
     assert config == base.model_copy(update={"weights": config.weights, "gather_granularity": "module"})
 
 

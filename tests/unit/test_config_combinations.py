@@ -49,13 +49,13 @@ def test_format_that_is_there(field, name):
             {"recipe": "zeropp", "gradients": {"block_size": 100}},
             ['"zeropp_fp8.gradients.block_size": 100', "multiple of 32", "use 128"],
         ),
-        ({"weights": {"block_size": 33}}, ['"zeropp_fp8.weights.block_size"', "must be even", "33"]),
+        ({"weights": {"block_size": 33}}, ['"zeropp_fp8.weights.block_size"', "33", "a multiple of 2"]),
         (
             {"gradients": {"block_size": 33, "hadamard": False}},
-            ['"zeropp_fp8.gradients.block_size"', "must be even", "33"],
+            ['"zeropp_fp8.gradients.block_size"', "33", "a multiple of 2"],
         ),
         ({"frozen": {"format": "fp8_e5m2"}}, ['"zeropp_fp8.frozen.format"', "fp8_e5m2", "nf4, fp8_e4m3"]),
-        ({"frozen": {"format": "int4", "block_size": 33}}, ['"zeropp_fp8.frozen.block_size"', "must be even", "33"]),
+        ({"frozen": {"format": "int4", "block_size": 33}}, ['"zeropp_fp8.frozen.block_size"', "33", "a multiple of 2"]),
         (
             {"gradients": {"error_feedback": True}},
             ['"zeropp_fp8.gradients.error_feedback"', 'set "gradients.inter_format"', "remove error_feedback"],
@@ -72,11 +72,11 @@ def test_format_that_is_there(field, name):
         ),
         (
             {"secondary": {"memory_gb": 8}},
-            ['"zeropp_fp8.secondary.memory_gb": 8.0', "there is none", '"secondary.scope" to "node"', "remove it"],
+            ['"zeropp_fp8.secondary.memory_gb"', "there is none", '"secondary.scope": "node"', "remove it"],
         ),
         (
             {"recipe": "zeropp-pcie", "secondary": {"scope": "none"}},
-            ['"zeropp_fp8.secondary.memory_gb": "auto"', '"secondary.scope" to "node"'],
+            ['"zeropp_fp8.secondary.memory_gb"', '"secondary.scope": "node"'],
         ),
         *(
             ({"recipe": "zeropp-diff", **fields}, ['"zeropp_fp8.weights.difference', *words])
@@ -85,12 +85,12 @@ def test_format_that_is_there(field, name):
                 ({"weights": {"format": "int4"}}, ['"weights.format": "int4"', '"none" (2 bytes a parameter']),
                 ({"weights": {"format": "fp8_e4m3"}}, ['"weights.format": "fp8_e4m3"', '"int8" (1.01)', "cast"]),
                 ({"weights": {"difference": {"format": "fp8_e4m3"}}}, ['"fp8_e4m3"', "int8, int4, int3, int2"]),
-                ({"weights": {"difference": {"block_size": 12}}}, ["multiple of 8", "use 16"]),
+                ({"weights": {"difference": {"block_size": 12}}}, ["12", "a multiple of 8"]),
             )
         ),
         (
             {"weights": {"difference": {"block_size": 64}}},
-            ['"zeropp_fp8.weights.difference.format" is "none"', "or remove it"],
+            ['"zeropp_fp8.weights.difference.block_size"', '"weights.difference.format"', "or remove it"],
         ),
         ({"compute": {"format": {"weights": "mxfp4"}}}, ['"zeropp_fp8.compute.format.activations" is missing']),
         ({"compute": {"format": "fp9"}}, ['"zeropp_fp8.compute.format"', 'did you mean "fp8"']),
@@ -119,7 +119,7 @@ def test_format_that_is_there(field, name):
             {"frozen": {"format": "fp8_e4m3", "scales": "tensor", "double_quantize": True}},
             ['"zeropp_fp8.frozen.double_quantize" belongs to scales of blocks', "remove it"],
         ),
-        ({"frozen": {"modules": ["q_proj"]}}, ['"zeropp_fp8.frozen.modules" names', '"int4", or remove the names']),
+        ({"frozen": {"modules": ["q_proj"]}}, ['"zeropp_fp8.frozen.modules"', '"int4"', "remove it"]),
         ({"frozen": {"double_quantize": True}}, ['"zeropp_fp8.frozen.double_quantize"', "there are no scales"]),
         (
             {"frozen": {"format": "mxfp4", "double_quantize": True}},
@@ -170,8 +170,8 @@ FP8_MOMENT = {"exp_avg_format": "fp8_e4m3"}
             for name in ("master", "exp_avg", "exp_avg_sq")
         ],
         ({"optimizer": {"master_format": "int8"}}, ['optimizer.master_format"', '"int8"']),
-        ({"optimizer": {"rounding": "stochastic"}}, ['optimizer.rounding"', "all states are fp32", "remove it"]),
-        ({"optimizer": {"scales": "block"}}, ['optimizer.scales"', "all states are fp32", "remove it"]),
+        ({"optimizer": {"rounding": "stochastic"}}, ['optimizer.rounding"', "states in low precision", "remove it"]),
+        ({"optimizer": {"scales": "block"}}, ['optimizer.scales"', "states in low precision", "remove it"]),
         ({"partition": "whole_tensor"}, ['partition": "whole_tensor"', "gradients.intra_format", "fp8_e4m3"]),
         (
             {"recipe": "zeropp", "partition": "whole_tensor", "gradients": {"error_feedback": True}},

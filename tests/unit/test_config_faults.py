@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from zeropp_fp8.config import RECIPES, SECTION, ConfigError, resolve
 from zeropp_fp8.config.rules import FIELDS, broken
-from zeropp_fp8.config.stock import MADE, checked, look
 from zeropp_fp8.config.words import numbered, shown
 from zeropp_fp8.doctor.check import check
+from zeropp_fp8.plugin.stock import MADE, checked, look
 
 BASE = {
     "train_micro_batch_size_per_gpu": 1,

@@ -85,7 +85,9 @@ def sections_in(value: object) -> Iterator[dict]:
     """Everything in a JSON document that is a section, or is under the section's name."""
     if isinstance(value, dict):
         parts = {name.split(".")[0] for name in DEFAULTS}
-        if value.keys() <= parts and (value.get("recipe") in (None, *RECIPES)) and value:
+        if value.keys() <= parts and (
+            any(isinstance(each, dict) for each in value.values()) or str(value.get("recipe")) in RECIPES
+        ):
             yield value
         for each in value.values():
             yield from sections_in(each)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zeropp_fp8.config.patterns import matches
+from zeropp_fp8.config.compute import matches
 
 
 @pytest.mark.parametrize(

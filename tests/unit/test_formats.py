@@ -133,7 +133,7 @@ def test_every_code_round_trips(name):
     fmt = make_format(name, block_size=256)
     tensor = torch.tensor(values)
     assert tensor.abs().max() == LARGEST_CODE[name]
-    payload = fmt.encode(tensor, torch.Generator().manual_seed(0))
+    payload = fmt.encode(tensor)
     assert torch.equal(payload, one_block_payload(packed))
     assert torch.equal(fmt.decode(payload, tensor.shape, torch.float32), tensor)
 
@@ -227,10 +227,10 @@ def test_any_tensor_comes_back_within_its_error_bound(tensor, chosen):
 
 
 @settings(max_examples=100, derandomize=True)
-@given(tensors(), quantized_formats(), st.integers(0, 2**31))
-def test_same_seed_gives_the_same_bytes(tensor, chosen, seed):
+@given(tensors(), quantized_formats())
+def test_the_same_tensor_gives_the_same_bytes(tensor, chosen):
     fmt, _ = chosen
-    payloads = [fmt.encode(tensor, torch.Generator().manual_seed(seed)) for _ in range(2)]
+    payloads = [fmt.encode(tensor) for _ in range(2)]
     assert torch.equal(*payloads)
 
 

@@ -143,22 +143,3 @@ for x in (x, x[1:], x - 1):  # the second one lies elsewhere in its 16 bytes
 print("done")
 """
     assert "done" in run(script, interpret=True)
-
-
-def test_numbers_that_differ_from_launch_to_launch(monkeypatch):
-    """They come after all else, whichever way a launch goes; a second one is not compiled."""
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 3)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
-    jitted = Jitted()
-    kernel = Kernel(None)
-    kernel.jitted, kernel._by_triton = jitted, False
-    plan = Plan(kernel, (5,), (), {"SIZE": 32})
-    tensors = [torch.zeros(64) for _ in range(3)]
-    plan(*tensors, numbers=(7, 8))
-    assert jitted.compiled[0][3:] == (7, 8) and not jitted.launched
-    for seed in (0, 1, 2**31 - 1):
-        plan(*tensors, numbers=(seed, seed + 1))
-        which, given = jitted.launched[-1]
-        assert which == 1 and given[12:] == (seed, seed + 1, 32)
-    assert len(jitted.compiled) == 1 and len(jitted.launched) == 3

@@ -325,7 +325,7 @@ class ReducePlan:
         if reduction.error_feedback is None:
             return None
         second = self.second
-        numels = [0 if isinstance(f, UnquantizedFormat) else n for f, n in zip(second.formats, second.slice_numels)]
+        numels = [0 if f.is_exact else n for f, n in zip(second.formats, second.slice_numels)]
         return reduction.error_feedback.of(reduction.keys, numels, self.column_rows, self.device)
 
 

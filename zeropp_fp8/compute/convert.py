@@ -22,7 +22,7 @@ from zeropp_fp8.compute.rms_norm import fuse_rms_norms
 from zeropp_fp8.compute.scaling import SCALINGS, Scaling
 from zeropp_fp8.compute.swiglu import fuse_swiglu
 from zeropp_fp8.config import GEMMS, ComputeConfig, checked_compute, high_precision_gemms
-from zeropp_fp8.config.patterns import matches
+from zeropp_fp8.config.compute import matches
 
 # Layers of one module that get the same input, in Llama and its relatives.
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -5,24 +5,19 @@
 collective, with the key and the remedy in the message.
 """
 
-from zeropp_fp8.config.compute import (
-    completed_compute,
-    high_precision_gemms,
-    operand_formats,
-    patterns_of_gemms,
-)
+from zeropp_fp8.config.compute import high_precision_gemms, operand_formats, patterns_of_gemms
 from zeropp_fp8.config.ds_config import (
     IN_TREE_KEYS,
+    RECIPE_VARIABLE,
     asks_for_plugin,
     in_tree_keys,
     load_ds_config,
     without_in_tree_keys,
 )
-from zeropp_fp8.config.environment import RECIPE_VARIABLE
 from zeropp_fp8.config.nodes import Place, check_topology, find_ranks_per_node, place_of, secondary_ranks
 from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.resolve import resolve
-from zeropp_fp8.config.rules import checked_compute
+from zeropp_fp8.config.rules import adam_refusals, checked_compute
 from zeropp_fp8.config.sections import (
     FROZEN_FORMATS,
     GEMMS,
@@ -37,7 +32,6 @@ from zeropp_fp8.config.sections import (
     PluginConfig,
     WeightsConfig,
 )
-from zeropp_fp8.config.states import adam_refusals
 from zeropp_fp8.config.trial import SKIPPED_IN, TRIAL_VARIABLE, Trial, pieces_of, trial_from_environment
 from zeropp_fp8.config.words import ConfigError
 
@@ -66,7 +60,6 @@ __all__ = [
     "asks_for_plugin",
     "check_topology",
     "checked_compute",
-    "completed_compute",
     "find_ranks_per_node",
     "high_precision_gemms",
     "in_tree_keys",

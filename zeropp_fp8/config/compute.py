@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from zeropp_fp8.config.patterns import matches
+from fnmatch import fnmatch
+
 from zeropp_fp8.config.sections import MX_FORMATS, ComputeConfig
 
 
@@ -44,3 +45,13 @@ def patterns_of_gemms(compute: ComputeConfig) -> dict[str, list[str]]:
 def high_precision_gemms(compute: ComputeConfig, name: str) -> frozenset[str]:
     """The GEMMs that stay in high precision in the layer of this name."""
     return frozenset(gemm for gemm, patterns in patterns_of_gemms(compute).items() if matches(name, patterns))
+
+
+def matches(name: str, patterns: list[str]) -> bool:
+    """Whether a dotted name or a run of its parts ("layers.0") is one of the patterns (with * and ?).
+
+    What matches a name matches it with more in front, too: of modules around it, or of PEFT's "base_model.model".
+    """
+    parts = name.split(".")
+    runs = [".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
+    return any(fnmatch(run, pattern) for pattern in patterns for run in runs)

@@ -12,17 +12,13 @@ from typing import Any
 
 import hjson
 
-from zeropp_fp8.config.sections import SECTION
+from zeropp_fp8.config.sections import SECTION, InTreeKeys
 from zeropp_fp8.config.words import ConfigError, match
 
+RECIPE_VARIABLE = "ZEROPP_FP8_RECIPE"  # a recipe for ds_configs that say nothing of the plugin; children inherit it
 # The four ZeRO++ keys of DeepSpeed itself, and the value that means "off". They are honoured by this project and
 # hidden from DeepSpeed, whose own implementation needs nvcc and is wrong for bf16 and fp32 gradients.
-IN_TREE_KEYS = {
-    "zero_quantized_weights": False,
-    "zero_hpz_partition_size": 1,
-    "zero_quantized_gradients": False,
-    "zero_quantized_nontrainable_weights": False,
-}
+IN_TREE_KEYS = {name: field.default for name, field in InTreeKeys.model_fields.items()}
 
 
 def load_ds_config(ds_config: Any) -> dict[str, Any]:
@@ -89,6 +85,19 @@ def asks_for_plugin(ds_config: Mapping[str, Any]) -> bool:
         return False
     asked = any(value != IN_TREE_KEYS[key] for key, value in in_tree_keys(ds_config).items())
     return SECTION in ds_config or asked
+
+
+def recipe_from_environment(ds_config: Mapping[str, Any]) -> str | None:
+    """The recipe that ZEROPP_FP8_RECIPE names for this ds_config, or None where it does not concern it.
+
+    It concerns every stage-3 ds_config, but not one that has a `zeropp_fp8` section (also one that switches the plugin
+    off) or that asks for something by a ZeRO++ key: what a job says of itself wins.
+    """
+    zero = ds_config.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    if stage != 3 or SECTION in ds_config or asks_for_plugin(ds_config):
+        return None
+    return os.environ.get(RECIPE_VARIABLE) or None
 
 
 def misnamed_sections(ds_config: Mapping[str, Any]) -> Iterator[str]:

@@ -82,19 +82,19 @@ def find_ranks_per_node(places: Sequence[Place], job_size: int) -> tuple[int, st
         ConfigError: ranks are configured or tried differently, nodes have unequal numbers of the group's ranks, or
             these are not numbered node by node. The same on every rank.
     """
-    configured = places[0].configured
-    other = next((place for place in places if place.configured != configured), None)
-    if other is not None:
-        raise ConfigError(
-            f"{_KEY} is {configured} on rank {places[0].rank} and {other.configured} on rank {other.rank}; give all "
-            "ranks the same ds_config"
-        )
-    other = next((place for place in places if place.trial != places[0].trial), None)
-    if other is not None:
-        raise ConfigError(
-            f"{TRIAL_VARIABLE} differs between rank {places[0].rank} and rank {other.rank}: "
-            "the launcher does not hand it to all nodes; start the command on each, or name it in .deepspeed_env"
-        )
+    first = places[0]
+    configured = first.configured
+    for place in places:
+        if place.configured != configured:
+            raise ConfigError(
+                f"{_KEY} is {configured} on rank {first.rank} and {place.configured} on rank {place.rank}; give all "
+                "ranks the same ds_config"
+            )
+        if place.trial != first.trial:
+            raise ConfigError(
+                f"{TRIAL_VARIABLE} differs between rank {first.rank} and rank {place.rank}: "
+                "the launcher does not hand it to all nodes; start the command on each, or name it in .deepspeed_env"
+            )
     detected = configured == "detect"
     if not detected and configured > job_size:
         raise ConfigError(f'{_KEY}: {configured} is more than the {job_size} ranks of the job; set it to "detect"')

@@ -9,11 +9,16 @@ from typing import Any
 from pydantic import BaseModel
 
 from zeropp_fp8.config.compute import completed_compute
-from zeropp_fp8.config.ds_config import asks_for_plugin, in_tree_keys, misnamed_sections
-from zeropp_fp8.config.environment import RECIPE_VARIABLE, recipe_from_environment
+from zeropp_fp8.config.ds_config import (
+    RECIPE_VARIABLE,
+    asks_for_plugin,
+    in_tree_keys,
+    misnamed_sections,
+    recipe_from_environment,
+)
 from zeropp_fp8.config.recipes import RECIPES
-from zeropp_fp8.config.rules import FIELDS, HOST, broken, in_tree_refusals, in_tree_rules
-from zeropp_fp8.config.sections import MX_BLOCK_SIZE, MX_FORMATS, SECTION, PluginConfig
+from zeropp_fp8.config.rules import FIELDS, HOST, broken, in_tree_rules
+from zeropp_fp8.config.sections import MX_BLOCK_SIZE, MX_FORMATS, SECTION, InTreeKeys, PluginConfig
 from zeropp_fp8.config.trial import trial_from_environment
 from zeropp_fp8.config.words import ConfigError, Keys, at, nearest, once, parse, shown
 
@@ -54,9 +59,8 @@ def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> tuple[PluginC
             f'"{SECTION}" must be an object such as {{"recipe": "zeropp"}}, or {{"enabled": false}} for stock '
             f"DeepSpeed; got {shown(section)}"
         ]
-    lines = []
-    wrong_keys = in_tree_refusals(keys)
-    keys = {key: value for key, value in keys.items() if key not in wrong_keys}
+    _, wrong, lines = parse(InTreeKeys, keys, "zero_optimization")
+    keys = {key: value for key, value in keys.items() if (key,) not in wrong}
     recipe = section.get("recipe")
     known_recipe = recipe is None or (isinstance(recipe, str) and recipe in RECIPES)
     if not known_recipe:
@@ -69,7 +73,7 @@ def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> tuple[PluginC
     config = _completed(config)
     if not known_recipe:  # which fills all that is not set by hand
         refused |= {path for path in _all_fields(config) if at(section, path) is None}
-    lines += [*wrong_keys.values(), *wrong_fields]
+    lines += wrong_fields
     lines += broken(in_tree_rules(section, keys) | FIELDS, config, ds_config, refused)
     trial = trial_from_environment()
     if trial is not None and not lines:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from pydantic import BaseModel
@@ -22,11 +22,9 @@ from zeropp_fp8.config.sections import (
     HALF_STEP_FORMATS,
     MX_BLOCK_SIZE,
     MX_FORMATS,
-    OPERANDS,
     SECTION,
     STATE_BLOCKS,
     ComputeConfig,
-    FrozenConfig,
     PluginConfig,
 )
 from zeropp_fp8.config.words import ConfigError, Keys, parse, shown
@@ -53,6 +51,9 @@ class _Known:
             return derived.fget(self)
         value = getattr(model, name)
         return _Known(value, self._refused, path) if isinstance(value, BaseModel) else value
+
+    def is_changed(self, name: str) -> bool:
+        return getattr(self, name) != type(self._model).model_fields[name].default
 
     def ds(self, path: str) -> Any:
         value = self._ds_config
@@ -82,7 +83,7 @@ def checked_compute(compute: ComputeConfig | Mapping[str, Any]) -> ComputeConfig
     """A complete compute section, of one or its fields.
 
     Raises:
-        ConfigError: wrong fields, or formats, scaling and rounding that cannot work together.
+        ConfigError: wrong fields, or formats and scaling that cannot work together.
     """
     refused, lines = set(), []
     if not isinstance(compute, ComputeConfig):
@@ -92,6 +93,16 @@ def checked_compute(compute: ComputeConfig | Mapping[str, Any]) -> ComputeConfig
     if lines:
         raise ConfigError(*lines)
     return compute
+
+
+def adam_refusals(options: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each option of Adam's that has no place in 6 bytes a parameter."""
+    for option in ("amsgrad", "maximize"):
+        if options.get(option):
+            yield (
+                f'"{option}" of Adam does not go with states in low precision ("{SECTION}.optimizer"); leave it out, '
+                "or set the formats to fp32"
+            )
 
 
 def _first(found: Iterable[Any]) -> Any:
@@ -113,11 +124,7 @@ def _set_otherwise(part: Any, name: str, plain: Any) -> bool:
 
 def _operands(c: Any) -> dict[str, str]:
     """The format of each operand, as far as the section says one."""
-    if c.compute.format == "none":
-        return {}
-    if isinstance(c.compute.format, dict) and set(OPERANDS[:2]) - c.compute.format.keys():
-        raise _Refused
-    return operand_formats(c.compute)
+    return {} if c.compute.format == "none" else operand_formats(c.compute)
 
 
 def _one_of(c: Any, formats: tuple[str, ...]) -> str | None:
@@ -130,26 +137,7 @@ def _fp8(c: Any, operand: str) -> str | None:
     return None if c.compute.scaling == "mx" or _one_of(c, MX_FORMATS) else _operands(c).get(operand)
 
 
-def _of_operand(role: str) -> Rules:
-    """Of weights and activations."""
-    key = f'"{{S}}.compute.format.{role}"'
-    formats = ", ".join((*FP8_FORMATS, *MX_FORMATS))
-    return {
-        f"{key} is missing; name a format, or one for all operands": lambda c: (
-            isinstance(c.compute.format, dict) and role not in c.compute.format
-        ),
-        f'{key}: "none" is for gradients, a backward pass in high precision; use one of {formats}': lambda c: (
-            _operands(c).get(role) == "none"
-        ),
-        f"{key}: fp8_e5m2: no FP8 GEMM multiplies two E5M2 operands, as gradients may be; use fp8_e4m3": lambda c: (
-            _fp8(c, role) == "fp8_e5m2"
-        ),
-    }
-
-
 COMPUTE: Rules = {
-    **_of_operand("weights"),
-    **_of_operand("activations"),
     '"{S}.compute.high_precision_gemms" leaves no GEMM of any layer in low precision; set "{S}.compute.format" to '
     '"none", or name fewer': lambda c: (
         (_operands(c) and all("*" in patterns_of_gemms(c.compute).get(gemm, ()) for gemm in GEMMS)) or None
@@ -179,7 +167,6 @@ def _of_blocks(part: str, rotates: bool, mx_format: Callable[[Any], str | None])
     }
     return {
         **(rotation if rotates else {}),
-        f'{key}.block_size": must be even, got {{c.{part}.block_size}}': lambda c: getattr(c, part).block_size % 2 == 1,
         f'{key}.block_size": {{c.{part}.block_size}} does not go with {{it}}, whose blocks are {MX_BLOCK_SIZE} '
         "elements; remove it": lambda c: mx_format(c) if getattr(c, part).block_size != MX_BLOCK_SIZE else None,
     }
@@ -209,12 +196,7 @@ def _half_steps(c: Any) -> bool:
     return c.gradients.inter_format in HALF_STEP_FORMATS
 
 
-_WITH_SHARED_SCALES = {
-    "hadamard": False,
-    "error_feedback": False,
-    "block_size": 128,
-    "skip_modules": [],
-}
+_WITH_SHARED_SCALES = {"hadamard": False, "error_feedback": False, "block_size": 128, "skip_modules": []}
 _BLOCK_SIZES = ", ".join(map(str, STATE_BLOCKS))
 GRADIENTS: Rules = {
     '"{S}.gradients.error_feedback" corrects the quantization between nodes; set "gradients.inter_format" (e.g. '
@@ -257,32 +239,7 @@ GRADIENTS: Rules = {
 }
 
 
-# -- optimizer --------------------------------------------------------------------------------------------------------
-
-OPTIMIZER: Rules = {
-    **{
-        f'"{{S}}.optimizer.{name}" does nothing while all states are fp32; remove '
-        f"it": lambda c, name=name, plain=plain: (
-            getattr(c.optimizer, name) != plain and not c.stores_states_in_low_precision
-        )
-        for name, plain in (("rounding", "nearest"), ("scales", "tensor"))
-    },
-}
-
-
 # -- the other parts --------------------------------------------------------------------------------------------------
-
-
-def _falls_back(c: Any) -> bool:
-    """Whether a job has something to give up: what travels, gradients until the step, products."""
-    return (
-        c.quantizes_gradients
-        or c.gradients.store_format != "none"
-        or c.weights.format != "none"
-        or c.weights.difference.format != "none"
-        or c.computes_in_low_precision
-        or c.activations.wire_format != "none"
-    )
 
 
 def _why_nothing_falls_back(c: Any) -> str:
@@ -295,41 +252,48 @@ def _difference(c: Any) -> bool:
     return c.weights.difference.format != "none"
 
 
+# {field: (what it belongs to, whether that is there)}
+_BELONGING: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        ("optimizer.rounding", "optimizer.scales"),
+        ("states in low precision", lambda c: c.stores_states_in_low_precision),
+    ),
+    **dict.fromkeys(
+        ("frozen.block_size", "frozen.double_quantize"),
+        ('scales of blocks ("frozen.scales": "block")', lambda c: c.frozen.scales == "block"),
+    ),
+    "frozen.modules": (
+        'a "frozen.format" such as "int4"',
+        lambda c: c.frozen.format != "none" or not isinstance(c.frozen.modules, list),
+    ),
+    "secondary.memory_gb": ('"secondary.scope": "node" or "rank"', lambda c: c.secondary.scope != "none"),
+    "weights.difference.block_size": ('a "weights.difference.format" such as "int4"', _difference),
+    "partition_split": ('"partition": "whole_tensor"', lambda c: c.partition == "whole_tensor"),
+}
+
+
+def _is_idle(c: Any, name: str) -> bool:
+    *parents, last = name.split(".")
+    return reduce(getattr, parents, c).is_changed(last) and not _BELONGING[name][1](c)
+
+
 PARTS: Rules = {
+    **{
+        f'"{{S}}.{name}" belongs to {what}, and there is none; set that, or remove it': partial(_is_idle, name=name)
+        for name, (what, _) in _BELONGING.items()
+    },
     '"{S}.frozen.double_quantize": true does not go with "format": "{it}" (there are no scales, or they have 8 '
     "bits already); set it to false, or use int4, int8, nf4 or fp8_e4m3": lambda c: (
         c.frozen.double_quantize and _first({c.frozen.format} & {"none", *MX_FORMATS})
     ),
-    '"{S}.frozen.modules" names what is stored, and "frozen.format" is "none": set a format such as "int4", or '
-    "remove the names": lambda c: isinstance(c.frozen.modules, list) and c.frozen.format == "none",
     '"{S}.frozen.scales": "tensor" does not go with "format": "{c.frozen.format}"; set it to "fp8_e4m3", or scales '
     'to "block"': lambda c: c.frozen.scales == "tensor" and c.frozen.format != "fp8_e4m3",
-    **{
-        f'"{{S}}.frozen.{name}" belongs to scales of blocks; remove it, or set "scales": '
-        f'"block"': lambda c, name=name: (
-            c.frozen.scales == "tensor"
-            and c.frozen.format == "fp8_e4m3"
-            and getattr(c.frozen, name) != FrozenConfig.model_fields[name].default
-        )
-        for name in ("block_size", "double_quantize")
-    },
-    '"{S}.secondary.memory_gb": {it} bounds a copy of the codes, and there is none: set "secondary.scope" to '
-    '"node" or "rank", or remove it': lambda c: (
-        c.secondary.scope == "none" and c.secondary.memory_gb != "all" and shown(c.secondary.memory_gb)
-    ),
-    '"{S}.weights.difference.format" is "none", and "block_size" says how differences travel: set it, for example '
-    'to "int4", or remove it': lambda c: not _difference(c) and _set_otherwise(c.weights.difference, "block_size", 128),
-    '"{S}.weights.difference.block_size": {c.weights.difference.block_size} must be a multiple of 8; use '
-    "{it}": lambda c: _difference(c) and _multiple(c.weights.difference.block_size, 8),
     '"{S}.weights.difference" adds to a copy of the weights in each node, and there is none: set "secondary.scope" '
     'to "node" or "rank", or remove it': lambda c: _difference(c) and c.secondary.scope == "none",
     '"{S}.weights.difference" does not go with "weights.format": "{c.weights.format}", in which what differences '
     'are added to would rest: set that to "none" (2 bytes a parameter and node) or "int8" (1.01), which layers '
     "that compute in FP8 or MX cast as it arrives": lambda c: (
         _difference(c) and c.weights.format not in ("none", "int8")
-    ),
-    '"{S}.partition_split" belongs to "partition": "whole_tensor"; remove it': lambda c: (
-        c.partition == "slice" and c.partition_split != "balance"
     ),
     '"{S}.partition": "whole_tensor" needs gradients that the plugin reduces (DeepSpeed reduces to equal slices); '
     'set "gradients.intra_format" and "gradients.inter_format", for example to "fp8_e4m3"': lambda c: (
@@ -342,10 +306,10 @@ PARTS: Rules = {
     'inside of blocks; use "block"': lambda c: c.compile == "blocks" and c.gather_granularity != "block",
     '"{S}.numerics.watch": "fall_back" has nothing to fall back from: {it}; use "stop", or set formats that can be '
     'given up (of "weights", "gradients" or "compute")': lambda c: (
-        c.numerics.watch == "fall_back" and not _falls_back(c) and _why_nothing_falls_back(c)
+        c.numerics.watch == "fall_back" and not c.can_fall_back and _why_nothing_falls_back(c)
     ),
 }
-FIELDS = BLOCKS | COMPUTE | GRADIENTS | OPTIMIZER | PARTS
+FIELDS = BLOCKS | COMPUTE | GRADIENTS | PARTS
 
 
 # -- the rest of the ds_config ----------------------------------------------------------------------------------------
@@ -439,17 +403,6 @@ HOST: Rules = {
 
 
 # -- DeepSpeed's own ZeRO++ keys --------------------------------------------------------------------------------------
-
-
-def in_tree_refusals(keys: Mapping[str, Any]) -> dict[str, str]:
-    """{key: line} of those whose value is of a wrong type."""
-    found = {}
-    for key, value in keys.items():
-        flag = isinstance(IN_TREE_KEYS[key], bool)
-        if not (isinstance(value, bool) if flag else type(value) is int and value >= 1):
-            kind = "true or false" if flag else "a number of ranks, at least 1"
-            found[key] = f'"zero_optimization.{key}" must be {kind}, got {shown(value)}'
-    return found
 
 
 def in_tree_rules(section: Mapping[str, Any], keys: Mapping[str, Any]) -> Rules:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, Strict
+from typing_extensions import NotRequired, TypedDict
 
-from zeropp_fp8.config.words import OneOf, Remarks
+from zeropp_fp8.config.words import Remarks
 
 SECTION = "zeropp_fp8"
 
@@ -35,10 +36,12 @@ OPERANDS = ("weights", "activations", "gradients")
 GEMMS = ("output", "grad_input", "grad_weight")  # of a linear layer
 
 
-BlockSize = Annotated[int, Strict(), Field(ge=2, le=1 << 20)]
+BlockSize = Annotated[int, Strict(), Field(ge=2, le=1 << 20, multiple_of=2)]
 Flag = Annotated[bool, Strict()]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
-Seed = Annotated[int, Strict(), Field(ge=0, lt=1 << 43)]  # times a million, and more, it seeds generators of 64 bits
+Seed = Annotated[
+    int, Strict(), Field(ge=0, le=(1 << 43) - 1)
+]  # times a million, and more, it seeds generators of 64 bits
 Memory = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 IsAuto = AfterValidator(lambda given: "auto" if given == "detect" else given)  # Accelerate refuses the word "auto"
 OnTheWire = Annotated[Literal[WIRE_FORMATS], ELSEWHERE]
@@ -47,7 +50,7 @@ AtRest = Annotated[Literal[FROZEN_FORMATS], ELSEWHERE]
 Gemm = Literal[GEMMS]
 OfState = Literal[STATE_FORMATS]
 
-_SHARE_A_SCALE = "elements that share a scale, an even number; 32 with MX"
+_SHARE_A_SCALE = "elements that share a scale; 32 with MX"
 _ROTATE = "rotate groups of 32 elements first (Hadamard), so that 4-bit codes survive outliers"
 _NAMED = "name patterns of modules, or parameters,"
 
@@ -88,7 +91,9 @@ class DifferenceConfig(_Section):
     """
 
     format: Literal[DIFFERENCE_FORMATS] = Field("none", description="none: all of the weights cross")
-    block_size: BlockSize = Field(128, description="elements that share a scale, a multiple of 8")
+    block_size: Annotated[int, Strict(), Field(ge=8, le=1 << 20, multiple_of=8)] = Field(
+        128, description="elements that share a scale"
+    )
 
 
 class WeightsConfig(_Section):
@@ -152,6 +157,21 @@ class GradientsConfig(_Section):
     )
 
 
+_Operand = Annotated[
+    Literal[("fp8_e4m3", *MX_FORMATS)],
+    Remarks({"fp8_e5m2": "no FP8 GEMM multiplies two E5M2 operands, as gradients may be"}),
+]
+
+
+class OperandFormats(TypedDict):
+    """A format for each operand of a linear layer's GEMMs."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    weights: _Operand
+    activations: _Operand
+    gradients: NotRequired[Literal[(*FP8_FORMATS, *MX_FORMATS, "none")]]
+
+
 class ComputeConfig(_Section):
     """Linear layers in FP8 or MX; [Compute in FP8 and MX](compute.md) says what each choice means.
 
@@ -163,19 +183,21 @@ class ComputeConfig(_Section):
     `{"grad_weight": ["layers.0", "*.down_proj"]}` does so in these layers only. The others' bits stay as they are.
     """
 
-    format: Annotated[
-        Literal[COMPUTE_FORMATS] | dict[Literal[OPERANDS], Literal[(*FP8_FORMATS, *MX_FORMATS, "none")]],
-        OneOf(COMPUTE_FORMATS, '`{"weights": .., "activations": .., "gradients": ..}`'),
-    ] = Field("none", description="fp8: E4M3 throughout; fp8_hybrid: gradients in E5M2; or a format an operand")
+    format: Literal[COMPUTE_FORMATS] | OperandFormats = Field(
+        "none",
+        description="fp8: E4M3 throughout; fp8_hybrid: gradients in E5M2; or a format an operand",
+        json_schema_extra={"or": '`{"weights": .., "activations": .., "gradients": ..}`'},
+    )
     scaling: Literal["delayed", "current", "per_channel", "block", "mx"] = Field(
         "delayed",
         description="which values of an operand share a scale, and when it is found; delayed: from the last 16 steps",
     )
     skip_modules: list[str] = Field(["lm_head"], description="name patterns of layers that stay in high precision")
-    high_precision_gemms: Annotated[
-        list[Gemm] | dict[Gemm, list[str]],
-        OneOf((), 'a list of `"output"`, `"grad_input"`, `"grad_weight"`, or `{GEMM: a list of name patterns}`'),
-    ] = Field([], description="GEMMs that stay in high precision: of all layers, or of those with these names")
+    high_precision_gemms: list[Gemm] | dict[Gemm, list[str]] = Field(
+        [],
+        description="GEMMs that stay in high precision: of all layers, or of those with these names",
+        json_schema_extra={"or": "`{GEMM: a list of name patterns}`"},
+    )
     min_features: PositiveInt = Field(64, description="a layer with fewer inputs or outputs stays as it is")
     allow_fp16: Flag = Field(
         False, description="train in or cast to fp16 although FP8-trained weights may leave its range"
@@ -248,9 +270,7 @@ class NumericsConfig(_Section):
     parts: PositiveInt = Field(
         8, description="a sample looks at one in so many of the gather units that round something, which take turns"
     )
-    file: Annotated[str, OneOf((), "a path")] = Field(
-        "numerics.jsonl", description="what rank 0 appends samples to, a line of JSON each"
-    )
+    file: str = Field("numerics.jsonl", description="what rank 0 appends samples to, a line of JSON each")
     watch: Literal["none", "stop", "fall_back"] = Field(
         "none",
         description="what is done where a loss jumps, or something is not finite: the run ends with an error, or goes "
@@ -271,9 +291,7 @@ class PluginConfig(_Section):
     """A complete, checked configuration. `resolve()` makes it; nothing else should."""
 
     enabled: Flag = Field(True, description="false: stock DeepSpeed")
-    recipe: Annotated[str | None, OneOf((), "a recipe's name")] = Field(
-        None, description="fills all fields; one that is set by hand wins"
-    )
+    recipe: str | None = Field(None, description="the name of what fills all fields; one that is set by hand wins")
     seed: Seed = Field(0, description="of stochastic rounding of master weights")
     topology: TopologyConfig = TopologyConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -320,14 +338,21 @@ class PluginConfig(_Section):
     def quantizes(self) -> bool:
         """Whether anything is quantized at all; if not, results are promised to be stock's, bit for bit."""
         return (
+            self.can_fall_back
+            or self.frozen.format != "none"
+            or self.stores_states_in_low_precision
+            or self.partition != "slice"
+        )
+
+    @property
+    def can_fall_back(self) -> bool:
+        """Whether a job has something to give up: what travels, gradients until the step, products."""
+        return (
             self.quantizes_gradients
             or self.weights.format != "none"
             or self.weights.difference.format != "none"
-            or self.frozen.format != "none"
             or self.computes_in_low_precision
-            or self.stores_states_in_low_precision
             or self.gradients.store_format != "none"
-            or self.partition != "slice"
             or self.activations.wire_format != "none"
         )
 
@@ -349,3 +374,12 @@ class PluginConfig(_Section):
     @property
     def computes_in_low_precision(self) -> bool:
         return self.compute.format != "none"
+
+
+class InTreeKeys(BaseModel):
+    """DeepSpeed's own ZeRO++ keys, in `zero_optimization`."""
+
+    zero_quantized_weights: Flag = False
+    zero_hpz_partition_size: PositiveInt = 1
+    zero_quantized_gradients: Flag = False
+    zero_quantized_nontrainable_weights: Flag = False

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from typing_extensions import NotRequired, get_type_hints, is_typeddict
 
 Keys = tuple[str, ...]
 Model = TypeVar("Model", bound=BaseModel)
@@ -26,6 +27,7 @@ _WORDS = {
     dict: "an object, {...}",
     NoneType: "null",
 }
+_LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most", "multiple_of": "a multiple of"}
 
 
 class ConfigError(ValueError):
@@ -36,23 +38,16 @@ class ConfigError(ValueError):
         super().__init__(numbered(faults))
 
 
-class OneOf(NamedTuple):
-    """The values that a field takes, for documentation."""
-
-    names: tuple[str | int, ...]
-    other: str = ""  # what else the field takes, in words
-
-
 class Remarks(dict):
     """{a value that a field does not take: what it is}."""
 
 
-def numbered(lines: Iterable[str], called: str = "faults") -> str:
+def numbered(lines: Iterable[str]) -> str:
     """One line as it is; several below each other, with numbers."""
     lines = list(lines)
     if len(lines) == 1:
         return lines[0]
-    return "\n".join((f"{len(lines)} {called}:", *(f"  {place}. {line}" for place, line in enumerate(lines, 1))))
+    return "\n".join((f"{len(lines)} faults:", *(f"  {place}. {line}" for place, line in enumerate(lines, 1))))
 
 
 def key_of(line: str) -> str:
@@ -85,16 +80,6 @@ def nearest(word: Any, known: Iterable[Any], cutoff: float = 0.4) -> str:
     return did_you_mean(match(word, known, cutoff))
 
 
-def bounds(metadata: Iterable[Any]) -> dict[str, float]:
-    """gt, ge, lt and le, wherever pydantic keeps them."""
-    found: dict[str, float] = {}
-    for each in metadata:
-        for one in getattr(each, "metadata", [each]):
-            names = ("gt", "ge", "lt", "le")
-            found |= {name: getattr(one, name) for name in names if getattr(one, name, None) is not None}
-    return found
-
-
 def takes(annotation: Any) -> str:
     """What a type takes, in words."""
     named = list(dict.fromkeys(map(str, names_of(annotation))))
@@ -125,9 +110,11 @@ def _words(annotation: Any, metadata: tuple = ()) -> Iterator[str]:
     elif _is_model(annotation):
         yield _WORDS[dict]
     elif (origin or annotation) in _WORDS:
-        names = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-        limits = [f"{names[name]} {limit}" for name, limit in bounds(metadata).items()]
-        yield " ".join(filter(None, (_WORDS[origin or annotation], " and ".join(limits))))
+        bounds = [one for each in metadata for one in getattr(each, "metadata", [each])]  # wherever pydantic keeps them
+        limits = [
+            f"{_LIMITS[n]} {getattr(one, n)}" for one in bounds for n in _LIMITS if getattr(one, n, None) is not None
+        ]
+        yield " ".join(filter(None, (_WORDS[origin or annotation], ", ".join(limits))))
 
 
 def parse(model: type[Model], given: Mapping[str, Any], within: str) -> tuple[Model, set[Keys], list[str]]:
@@ -221,6 +208,9 @@ def _keys(annotation: Any) -> dict[str, Any]:
         fields = annotation.model_fields
         typed = {name: Annotated[(one.annotation, *one.metadata, None)] for name, one in fields.items()}
         return typed | {one.alias: typed[name] for name, one in fields.items() if one.alias}
+    if is_typeddict(annotation):
+        hints = get_type_hints(annotation, include_extras=True)
+        return {name: get_args(t)[0] if get_origin(t) is NotRequired else t for name, t in hints.items()}
     if get_origin(annotation) is dict:
         key, value = get_args(annotation)
         return dict.fromkeys(names_of(key), value)

@@ -13,8 +13,6 @@ variables.py     environment variables that change how ranks talk
 compared.py      what ranks say of themselves, side by side
 links.py         rates within and between nodes, with the plugin's own collectives
 check.py         check: a ds_config
-auto.py          its "auto" values
-stock.py         what DeepSpeed makes of it
 unused.py        fields that change nothing
 problems.py      what is wrong, and what to do
 """

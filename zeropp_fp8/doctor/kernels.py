@@ -57,7 +57,7 @@ def _of_formats(device: torch.device) -> Iterator[str]:
             layout = PayloadLayout(slices, [wire_format] * len(tensors), dtypes, where, use_kernels=with_kernels)
             order = SliceOrder(range(RANKS), where)
             payload = torch.zeros(RANKS, layout.row_bytes, dtype=torch.uint8, device=where)
-            layout.encode([tensor.to(where) for tensor in tensors], order, payload, None)
+            layout.encode([tensor.to(where) for tensor in tensors], order, payload)
             decoded = [torch.zeros(numel, dtype=torch.bfloat16, device=where) for numel in NUMELS]
             layout.decode((found[0][0] if found else payload).to(where), order, decoded)  # the same bytes
             found.append((payload, torch.cat(decoded)))

@@ -11,10 +11,12 @@ been cut off) and how many numbers became zero. 1 / m = amax / largest of the te
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats.base import WireFormat, align_up, check_encodable
+from zeropp_fp8.formats.base import KernelSpec, WireFormat, align_up, check_encodable
 from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.float8 import e4m3, e5m2
 
@@ -28,6 +30,8 @@ SMALLEST_SCALE = 2.0**-100
 class SharedScaleFormat(WireFormat):
     """One byte an element, of "fp8_e4m3" or "fp8_e5m2"; scales are the caller's business."""
 
+    scales = "caller"
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.element = _ELEMENTS[name]()
@@ -35,6 +39,12 @@ class SharedScaleFormat(WireFormat):
 
     def __repr__(self) -> str:
         return f"{self.name} (a shared scale a tensor)"
+
+    def options(self) -> dict[str, Any]:
+        return {"name": self.name}  # `make_format` makes none: without a caller's scale its codes say nothing
+
+    def kernel_spec(self) -> KernelSpec:
+        return KernelSpec(self.name, 8, largest=self.element.largest, scale="shared")
 
     @property
     def bits_per_element(self) -> float:

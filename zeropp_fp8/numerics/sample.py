@@ -62,7 +62,6 @@ class Sampler(StagePart):
         self.names = {param: name.removesuffix(".weight") for name, param in engine.module.named_parameters()}
         layers = session.conversion.converted if session.conversion else {}
         self.layer_of = {id(layer.own_weight()): layer.precision.layer for layer in layers.values()}
-        # Ranks draw different numbers, and not those that training draws.
         self.sampling = False
         self._ended, self._ended_at = self._now(), engine.global_steps
         self._begin_if_due(engine.global_steps + 1)

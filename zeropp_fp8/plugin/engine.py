@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from zeropp_fp8.config import RECIPE_VARIABLE, SECTION, ConfigError, asks_for_plugin, load_ds_config, resolve
-from zeropp_fp8.config.stock import checked
+from zeropp_fp8.plugin.stock import checked
 from zeropp_fp8.plugin.trl import generate_with_the_plugin, hand_over_with_the_plugin
 
 

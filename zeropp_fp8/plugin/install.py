@@ -30,9 +30,9 @@ from zeropp_fp8.config import (
     load_ds_config,
     without_in_tree_keys,
 )
-from zeropp_fp8.config.stock import checked
 from zeropp_fp8.plugin.engine import choosing_init
 from zeropp_fp8.plugin.relied_on import verify
+from zeropp_fp8.plugin.stock import checked
 
 _restore: list[tuple[Any, Any, Any, Any]] = []  # (object or dict, name or key, what was there, what is there)
 

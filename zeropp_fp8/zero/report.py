@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.config import PluginConfig
-from zeropp_fp8.config.patterns import matches
+from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.zero.gather.adopted import unit_of
@@ -63,7 +63,7 @@ def _why(session: Session, unit: Unit, param: Parameter, wire_format: WireFormat
         return "one rank: nothing is sent"
     if unit.first_bytes_of(param) != unit.bytes_of(param):
         return "in each node, where differences are added to them"
-    if not isinstance(wire_format, UnquantizedFormat):
+    if not wire_format.is_exact:
         return "" if param.requires_grad else "frozen; 16 or 32 bits at rest"
     if is_vector(param.ds_shape) and (weights.format != "none" or session.difference_format):
         return "fewer than 2 dimensions: norms and biases stay in high precision"

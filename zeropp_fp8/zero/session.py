@@ -27,7 +27,7 @@ from zeropp_fp8.config import (
     place_of,
     secondary_ranks,
 )
-from zeropp_fp8.config.patterns import matches
+from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import SharedScaleFormat, WireFormat, make_format
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.optim import StateFormats

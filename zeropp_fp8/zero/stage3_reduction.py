@@ -463,30 +463,6 @@ class ReducingStage3(Stage3Base):
         with timed_by_deepspeed(self.session.ledger, buffer.is_cuda):
             return getattr(super(), AVG_SCATTER_CONTIGUOUS_GRADS)(buffer, *communication_data_type)
 
-    def get_fp32_grad_for_param(self, param: Parameter) -> Tensor | None:
-        self._finish_resting()
-        return super().get_fp32_grad_for_param(param)
-
-    def set_fp32_grad_for_param(self, value: Tensor, param: Parameter) -> None:
-        self._finish_resting()
-        super().set_fp32_grad_for_param(value, param)
-
-    def update_fp32_grad_for_param_vectorized(self, update_func, param_list) -> None:
-        self._finish_resting()
-        super().update_fp32_grad_for_param_vectorized(update_func, param_list)
-
-    def get_local_fp32_grad_for_param(self, param: Parameter) -> Tensor | None:
-        self._refuse_resting()
-        return super().get_local_fp32_grad_for_param(param)
-
-    def set_local_grad_for_param(self, value: Tensor, param: Parameter) -> None:
-        self._refuse_resting()
-        super().set_local_grad_for_param(value, param)
-
-    def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
-        self._refuse_resting()
-        return super().get_fp32_grad_partitions()
-
     def _refuse_resting(self) -> None:
         """One rank alone cannot end a reduction.
 
@@ -503,6 +479,23 @@ class ReducingStage3(Stage3Base):
 
 setattr(ReducingStage3, AVG_SCATTER_GRADS, ReducingStage3._avg_scatter_grads)
 setattr(ReducingStage3, AVG_SCATTER_CONTIGUOUS_GRADS, ReducingStage3._avg_scatter_contiguous_grads)
+
+
+def _preceded(name: str, before: Callable[[ReducingStage3], None]) -> Callable:
+    """DeepSpeed's method of this name, with something done before."""
+
+    def method(self, *args, **kwargs):
+        before(self)
+        return getattr(super(ReducingStage3, self), name)(*args, **kwargs)
+
+    return method
+
+
+# Of full gradients, which all ranks look at together, and of this rank's part.
+for _name in ("get_fp32_grad_for_param", "set_fp32_grad_for_param", "update_fp32_grad_for_param_vectorized"):
+    setattr(ReducingStage3, _name, _preceded(_name, ReducingStage3._finish_resting))
+for _name in ("get_local_fp32_grad_for_param", "set_local_grad_for_param", "get_fp32_grad_partitions"):
+    setattr(ReducingStage3, _name, _preceded(_name, ReducingStage3._refuse_resting))
 
 
 class _Backward:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from zeropp_fp8.config import SECTION, ConfigError, FrozenConfig
-from zeropp_fp8.config.patterns import matches
+from zeropp_fp8.config.compute import matches
 from zeropp_fp8.zero.frozen.store import name_stored, note_version, store, store_format, stored_weight, unstore
 from zeropp_fp8.zero.gather.adopted import STATE
 

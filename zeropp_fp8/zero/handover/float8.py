@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.convert import ConversionReport
 from zeropp_fp8.compute.operand import BLOCK, Float8Operand
-from zeropp_fp8.config.patterns import matches
+from zeropp_fp8.config.compute import matches
 from zeropp_fp8.zero.export.weights import Part
 
 DTYPE = torch.float8_e4m3fn

@@ -39,7 +39,7 @@ class GradientStore(StagePart):
         self.format, self.element = wire_format, wire_format.name
         self.scales = scales
         self._lay_out(groups, dtype)
-        self._codes = {id(g): self._zeros(g, torch.uint8) for g in self.groups if g.matrices}  # [padded_numel]
+        self._codes: dict = {id(g): self._zeros(g, torch.uint8) for g in self.groups if g.matrices}  # [padded_numel]
         self._tables: dict[tuple, tuple] = {}  # by group and members: indices, and what the kernel needs
 
     def _lay_out(self, groups: Sequence[StateGroup], dtype: torch.dtype) -> None:
@@ -70,11 +70,8 @@ class GradientStore(StagePart):
         self._sums = {id(g): self._zeros(g, self.dtype) for g in self.groups}
         self._summed.clear()
         self._multipliers.clear()
-        self._drop_codes()
-        self.show_in(self._shown, [p for group in self.groups for p in group.params])
-
-    def _drop_codes(self) -> None:
         self._codes.clear()
+        self.show_in(self._shown, [p for group in self.groups for p in group.params])
 
     def _in_codes(self, group: StateGroup) -> bool:
         """Whether a group's gradients become codes."""

@@ -10,16 +10,16 @@ import pytest
 import torch
 from models import llama
 from numerics import bfloat16_at_least
+from quantize.direct_cast import direct_cast, restore
+from quantize.error_diffusion import CHUNK, diffuse_errors, error_diffusion
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from transformers.pytorch_utils import Conv1D
 
-from zeropp_fp8.compute.direct_cast import direct_cast, restore
-from zeropp_fp8.compute.error_diffusion import CHUNK, diffuse_errors, error_diffusion
 from zeropp_fp8.formats import make_format
 
-PRETRAIN = Path(__file__).parents[2] / "examples" / "pretrain"
+PRETRAIN = Path(__file__).parents[2] / "pretrain"
 MX_BLOCK = 32
 # name: (exponent bits, mantissa bits, bias, largest, emax)
 MINI_FLOATS = {"mxfp4": (2, 1, 1, 6.0, 2), "mxfp6_e2m3": (2, 3, 1, 7.5, 2), "mxfp6_e3m2": (3, 2, 3, 28.0, 4)}

@@ -1,4 +1,4 @@
-"""The model against measurement."""
+"""The plan's formulas against measurement."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from zeropp_fp8.plan.hardware import SHARES, Hardware
-from zeropp_fp8.plan.job import PlanError
-from zeropp_fp8.plan.measured import MeasuredPoint
-from zeropp_fp8.plan.methods import method_named
-from zeropp_fp8.plan.rlhf import iteration
-from zeropp_fp8.plan.step_time import estimate
+from benchmarks.plan_fit.points import MeasuredPoint
+from benchmarks.plan_fit.rlhf import iteration
+from zeropp_fp8.plan import EMULATED_H200, PRESETS, Hardware, PlanError, estimate, method_named
+from zeropp_fp8.plan.hardware import SHARES, preset_of
 
 MOST_FIELDS = 3
 WIDEST_STEP, LAST_STEP = math.log(128), 0.003
@@ -37,6 +35,11 @@ class Residual:
     @property
     def error(self) -> float:
         return self.modelled_s / self.point.step_s - 1
+
+
+def measured_on(gpu: str) -> Hardware:
+    """The preset of a GPU by its name, an H200's where there is none, with a network that is this host's."""
+    return replace(PRESETS[preset_of(gpu) or "h200"], link_efficiency=EMULATED_H200.link_efficiency)
 
 
 def check(points: Iterable[MeasuredPoint], hardware: Hardware) -> list[Residual]:

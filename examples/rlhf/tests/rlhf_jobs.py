@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -12,9 +13,9 @@ import torch
 import torch.distributed as dist
 from models import ds_config, full_weights, section
 from parity_jobs import switch
-from ranks import printed
+from ranks import attempt, printed
 
-RLHF = Path(__file__).resolve().parents[2] / "examples" / "rlhf"
+RLHF = Path(__file__).resolve().parents[1]
 KEPT_GATHERED = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}
 
 
@@ -32,19 +33,6 @@ def arguments_of(kind, folder, config, **given):
     path.write_text(json.dumps(config))
     needed = {"out": str(folder), "deepspeed_config": str(path), "data": ["none"]}
     return getattr(arguments, kind)(**{**needed, **given})
-
-
-def attempt(call):
-    """The message of what a call raises; of what a script refuses, the reason."""
-    try:
-        call()
-    except SystemExit as refused:
-        error = refused.__context__
-    except Exception as raised:
-        error = raised
-    else:
-        return "nothing raised"
-    return f"{type(error).__name__}: {error}"
 
 
 def script(name, config, folder, argvs, draws=False):
@@ -455,3 +443,21 @@ def together(fails):
                 raise KeyError(f"of rank {dist.get_rank()}")
 
     return attempt(go), dist.get_world_size()
+
+
+def evaluated(folder, config, models, rows):
+    """Models that are there whenever evaluate.py is about to load one."""
+    from transformers import LlamaForCausalLM
+
+    evaluate_py, there = importlib.import_module("evaluate"), []
+    load = evaluate_py.load_policy
+
+    def load_policy(*args):
+        there.append(sum(issubclass(type(found), LlamaForCausalLM) for found in gc.get_objects()))
+        return load(*args)
+
+    evaluate_py.load_policy = load_policy
+    argv = ["--models", *models, "--data", rows, "--reward_functions", "exact_match"]
+    argv += ["--max_prompt_tokens", "9", "--max_new_tokens", "4"]
+    raised, *_ = script("evaluate", config, folder, [argv])
+    return raised, there

@@ -9,18 +9,24 @@ Critic and reward model have a head of one output. Where a method keeps copies, 
 iteration to the next, and those of trained ones from the first pass after a step to the next step. With LoRA actor and
 reference are one model with two adapters, critic and reward model another. Models take turns, nothing of one is
 hidden behind another; the losses, sampling and the cache of keys and values are not counted.
+
+python -m benchmarks.plan_fit.rlhf --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 4096 --sequence 512 \
+    --response 256
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from zeropp_fp8.plan.hardware import Hardware
-from zeropp_fp8.plan.job import BYTES_16BIT, Job, Model, PlanError, require_at_least_zero
-from zeropp_fp8.plan.memory import MemoryEstimate, memory_per_gpu
-from zeropp_fp8.plan.methods import Method
-from zeropp_fp8.plan.step_time import estimate, evaluation
+from zeropp_fp8.outputs import run_command, whole
+from zeropp_fp8.plan import Hardware, Job, MemoryEstimate, Method, Model, PlanError, estimate, memory_per_gpu
+from zeropp_fp8.plan import __main__ as plan
+from zeropp_fp8.plan.job import BYTES_16BIT, require_at_least_zero
+from zeropp_fp8.plan.recommend import FULL, LORA
+from zeropp_fp8.plan.step_time import Estimate, evaluation
 
 RLHF_METHODS = (
     "stock", "stock-leaf", "lossless", "zeropp", "zeropp-diff", "zeropp-2bit", "zeropp-4bit",
@@ -33,9 +39,11 @@ HELD = ("weights", "states", "gradients", "residuals", "secondary")
 
 
 @dataclass(frozen=True)
-class IterationEstimate:
+class IterationEstimate(Estimate):
     """Seconds of the phases of an iteration, bytes that a node sends to others in them (generation's are counted to
     experience), and the memory of all models on a GPU, at the peak of training."""
+
+    unit = "an iteration"
 
     method: str
     generation_s: float
@@ -123,3 +131,41 @@ def _generation_seconds(method: Method, job: Job, hardware: Hardware, response: 
     read = BYTES_16BIT * job.model.parameters / (hardware.memory_gbs * 1e9)
     host = job.model.layers * hardware.host_per_block_ms * TOKEN_HOST / 1e3
     return gather + response * max(read, host)
+
+
+COLUMNS = (
+    ("method", "", lambda one, first: one.method),
+    ("iteration", "ms", lambda one, first: f"{1e3 * one.step_s:.0f}"),
+    ("speed-up", "", lambda one, first: f"{first.step_s / one.step_s:.2f} x"),
+    ("generation", "ms", lambda one, first: f"{1e3 * one.generation_s:.0f}"),
+    ("experience", "ms", lambda one, first: f"{1e3 * one.experience_s:.0f}"),
+    ("training", "ms", lambda one, first: f"{1e3 * one.training_s:.0f}"),
+    ("between nodes", "GB a node", lambda one, first: f"{one.inter_bytes / plan.GIGA:.3f}"),
+    ("memory", "GiB", lambda one, first: f"{one.peak_bytes / plan.GIB:.2f}"),
+    ("bound by", "", lambda one, first: one.bound),
+)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line: the plan's, of the actor."""
+    parser = plan.parser_of("plan_fit.rlhf", __doc__)
+    parser.prog = "python -m benchmarks.plan_fit.rlhf"
+    parser.add_argument(
+        "--response", type=whole(), default=0, help="tokens of a response that the actor generates first; default: none"
+    )
+    arguments = plan.read(parser, argv, FULL, LORA)
+    if arguments.secondary_gb == "auto":
+        parser.error("--secondary-gb auto does not go with four models that share a GPU; give a number of GB")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the plan of an iteration; exit statuses are those of the plan."""
+    arguments = parse(argv)
+    estimator = partial(iteration, response=arguments.response)
+    run = partial(plan.run, arguments, estimator=estimator, columns=COLUMNS)
+    run_command("plan_fit.rlhf", arguments.json, run, PlanError)
+
+
+if __name__ == "__main__":
+    main()

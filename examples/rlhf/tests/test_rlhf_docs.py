@@ -12,7 +12,7 @@ from common import arguments
 from common.rows import checked_row
 from common.verifiers import reward_function
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RLHF = ROOT / "examples" / "rlhf"
 PAGE = (ROOT / "docs/rlhf.md").read_text()
 SCRIPTS = {f"{name}.py": kind for name, kind in {**pipeline.KINDS, "pipeline": arguments.PipelineArguments}.items()}

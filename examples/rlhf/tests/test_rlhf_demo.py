@@ -11,7 +11,7 @@ import pytest
 import rlhf_pipeline_jobs as jobs
 from ranks import run_ranks
 
-DEMO = Path(__file__).parents[2] / "examples" / "rlhf" / "demo.json"
+DEMO = Path(__file__).parents[1] / "demo.json"
 FEW = [
     *("make_data.train=200", "make_data.test=21", "ds_config.train_micro_batch_size_per_gpu=4"),
     *("sft.steps=2", "sft.log_every=1", "reward.steps=2", "reward.log_every=1", "dpo.steps=1", "dpo.max_tokens=64"),

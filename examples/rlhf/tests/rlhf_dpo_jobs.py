@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 from parity_jobs import switch
-from ranks import printed
-from rlhf_jobs import arguments_of, attempt, config_of
+from ranks import attempt, printed
+from rlhf_jobs import arguments_of, config_of
 
 
 def references(folder, model, rows, micro, **given):

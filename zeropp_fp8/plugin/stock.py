@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from zeropp_fp8.config.auto import as_if_filled
 from zeropp_fp8.config.ds_config import without_in_tree_keys
 from zeropp_fp8.config.resolve import is_asked, resolve
+from zeropp_fp8.config.rules import adam_refusals
 from zeropp_fp8.config.sections import SECTION, PluginConfig
-from zeropp_fp8.config.states import adam_refusals
 from zeropp_fp8.config.words import ConfigError, Keys, at, key_of, match, nearest, once, refusals, shown, without
+from zeropp_fp8.plugin.auto import as_if_filled
 
 # Read before DeepSpeedConfig is made, or by the launcher.
 _READ_ELSEWHERE = frozenset({"sequence_parallel_size", "data_parallel_size", "autotuning"})

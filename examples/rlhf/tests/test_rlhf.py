@@ -1,6 +1,7 @@
 """The RLHF examples on gloo ranks, part by part: the first step, shared backbones, averages, checkpoints, rewards."""
 
 import math
+import shutil
 
 import pytest
 import rlhf_jobs as jobs
@@ -275,3 +276,20 @@ def test_held_out_prompts_are_answered_once_each(made, tmp_path):
     assert both[0] == both[1] == alone[0]
     for count, (_, rows) in zip(counts, both[0]):
         assert [row["prompt"] for row in rows] == [f"{i}*{i}=" for i in range(count)]
+
+
+@pytest.mark.parametrize("recipe", ["lossless", "qlora"])
+def test_evaluate_has_one_model_at_a_time(recipe, tmp_path):
+    make_starts(tmp_path)
+    shutil.copytree(tmp_path / "base", tmp_path / "copy")
+    (tmp_path / "out").mkdir()
+    for raised, there in run_ranks(
+        jobs.evaluated,
+        world=2,
+        folder=tmp_path / "out",
+        config=jobs.config_of(recipe),
+        models=[str(tmp_path / name) for name in ("base", "adapter", "copy")],
+        rows=str(tmp_path / "prompts.jsonl"),
+    ):
+        assert raised == [None]
+        assert there == [0, 0, 0]

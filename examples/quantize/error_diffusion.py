@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zeropp_fp8.compute.direct_cast import (
+from quantize.direct_cast import (
     CastLayer,
     CastReport,
     ModelCast,

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError, require_positive
+from zeropp_fp8.plan import Cluster, Job, Lora, Model, PlanError
+from zeropp_fp8.plan.job import require_positive
 
 # The models of benchmarks/two_nodes.py.
 MODELS = {

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from launching import device
 from pipeline import Stage, check_folder, command_line, merged, plan, read_settings, run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
