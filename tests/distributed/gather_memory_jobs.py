@@ -17,13 +17,13 @@ from pipeline_jobs import with_limits
 from ranks import printed
 
 from zeropp_fp8.compute.products import GATHERED_OPERAND
-from zeropp_fp8.zero.gather import gatherer as gatherer_module
+from zeropp_fp8.zero.gather import hops as hops_module
 from zeropp_fp8.zero.gather.adopted import units_of
 
 BUFFERS_FOR = {
     "as chosen": contextlib.nullcontext,
-    "none": lambda: mock.patch.object(gatherer_module, "outsized_units", lambda units, bytes_of: set()),
-    "all": lambda: mock.patch.object(gatherer_module, "outsized_units", lambda units, bytes_of: set(units)),
+    "none": lambda: mock.patch.object(hops_module, "outsized_units", lambda units, bytes_of: set()),
+    "all": lambda: mock.patch.object(hops_module, "outsized_units", lambda units, bytes_of: set(units)),
 }
 
 
@@ -139,14 +139,14 @@ def alive(refs, none_is_due=False):
 def buffers_end(fields, recipe="zeropp"):
     """How many buffers for one gather are alive: after a forward, a step, a cancelled gather, and the engine's end."""
     made = []
-    real = gatherer_module.buffer_for
+    real = hops_module.buffer_for
 
     def watched(lane, num_bytes, device):
         buffer = real(lane, num_bytes, device)
         made.append(weakref.ref(buffer))
         return buffer
 
-    with mock.patch.object(gatherer_module, "buffer_for", watched):
+    with mock.patch.object(hops_module, "buffer_for", watched):
         engine = engine_of(recipe, fields, "far ahead")
         gatherer = engine.optimizer.gatherer
         train(engine, 2, vocab=64)
@@ -176,7 +176,7 @@ def operands_in_a_buffer(scaling):
         fields["topology"] = {"ranks_per_node": 4}
         engine = engine_of("lossless", fields, buffers=choice, dtype="bf16", hidden=128, intermediate=384, vocab=256)
         gatherer, storages, inside = engine.optimizer.gatherer, {}, []
-        real = gatherer_module.buffer_for
+        real = hops_module.buffer_for
 
         def watched(lane, num_bytes, device, real=real, storages=storages):
             buffer = real(lane, num_bytes, device)
@@ -188,7 +188,7 @@ def operands_in_a_buffer(scaling):
             inside.append(codes.untyped_storage().data_ptr() in storages)
 
         layer = engine.module.model.layers[1].mlp.up_proj
-        with mock.patch.object(gatherer_module, "buffer_for", watched):
+        with mock.patch.object(hops_module, "buffer_for", watched):
             hook = layer.register_forward_pre_hook(look)
             losses = train(engine, 2)
             hook.remove()

@@ -5,6 +5,7 @@ route.py         the hops, and in which order what they bring lies
 units.py         parameters that travel together: what a unit answers, and cutting a model into units
 kinds.py         what is done with parameters of one kind at once: exact gathers, writing back
 sliced.py        the ordinary kind: slices of numbers, encoded for the wire
+waiting.py       what is said where parameters never come
 buffers.py       where things lie in a unit's buffers
 difference.py    how weights have changed, between nodes, and what that is added to
 delta.py         what a unit's copies have to do with that

@@ -40,7 +40,7 @@ from zeropp_fp8.zero.gather.adopted import (
     units_of,
     units_with,
 )
-from zeropp_fp8.zero.gather.hops import Hops, outsized_units
+from zeropp_fp8.zero.gather.hops import Hops
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.ownership import Ownership
 from zeropp_fp8.zero.gather.route import Route
@@ -107,7 +107,7 @@ class Gatherer:
         self.ownership.attach(units)
         world, params = self.route.world_size, self.ownership.params
         self._padded_numel = {ds_id: slice_numel(param.ds_numel, world) * world for ds_id, param in params.items()}
-        self.hops.outsized = outsized_units(self.units, lambda param: unit_of(param).bytes_of(param))
+        self.hops.attach(units)
 
     def detach(self) -> None:
         """Give parameters back, and buffers to the allocator. Collective where weights have owners."""

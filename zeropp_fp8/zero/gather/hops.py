@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.formats.shapes import is_vector
+from zeropp_fp8.zero.gather.adopted import unit_of
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import PendingGather, Unit
 
@@ -63,6 +64,10 @@ class Hops:
         self._brought_ring = BufferRing(self.device, _MOST_COMING)
         self._coming: deque[Unit] = deque()  # whose differences are not yet added
         self._weights_ready = None  # device event: the last write to the weights
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        """These are what is gathered from now on."""
+        self.outsized = outsized_units(units, lambda param: unit_of(param).bytes_of(param))
 
     def written(self) -> None:
         """The current stream has been given the last write to weights."""

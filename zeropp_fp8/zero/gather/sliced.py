@@ -22,7 +22,7 @@ from zeropp_fp8.zero.gather.difference import Contents
 from zeropp_fp8.zero.gather.gemm_weights import DTYPE as OPERAND_DTYPE
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
-from zeropp_fp8.zero.gather.units import Arrived, Naming, Unit
+from zeropp_fp8.zero.gather.units import Arrived, Unit
 
 if TYPE_CHECKING:
     from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
@@ -153,8 +153,7 @@ class SlicedUnit(Unit):
         """
         route = self.route
         if self.operands:
-            with Naming(self.names):
-                route.gemm_weights.refresh_scales()
+            route.gemm_weights.refresh_scales(self.names)
         for param, out in zip(self.operands, own[1:]):
             route.gemm_weights.encode(param, out.view(-1))
         row = own[0]

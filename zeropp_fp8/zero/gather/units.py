@@ -30,6 +30,7 @@ from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
 from zeropp_fp8.zero.gather.delta import Delta
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
 from zeropp_fp8.zero.gather.kinds import Kind
+from zeropp_fp8.zero.gather.waiting import named
 
 _writes = itertools.count()
 
@@ -102,26 +103,6 @@ class Arrived(NamedTuple):
     values: list[tuple[Parameter, Tensor, bool]]
     operands: list[tuple[Parameter, Float8Operand]]
     lent: bool
-
-
-class Naming:
-    """Context in which errors of the backend name the parameters that are waited for besides."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
-            return
-        more = f" and {len(self._names) - 1} more" if len(self._names) > 1 else ""
-        raise type(error)(
-            f"{error}\nzeropp_fp8: this rank was waiting for parameters, {self._names[0]}{more}. If no other rank has "
-            "failed, some do not run the module that uses these: run it on all ranks, or, to run it on some only, "
-            "gather all of its parameters on all ranks before, with deepspeed.zero.GatheredParameters"
-        ) from error
 
 
 class Unit(ABC):
@@ -275,9 +256,11 @@ class Unit(ABC):
 
     def wait_for(self, works: Iterable[dist.Work]) -> None:
         """The current stream (on a CPU: the host) waits for hops."""
-        with Naming(self.names):
+        try:
             for work in works:
                 work.wait()
+        except RuntimeError as error:
+            raise named(error, self.names) from error
 
     def changed(self, by_step: bool = False) -> None:
         """The weights were written, `by_step` of the optimizer: what was derived from them is stale."""

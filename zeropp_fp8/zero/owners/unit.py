@@ -30,7 +30,7 @@ from zeropp_fp8.zero.gather.gemm_weights import DTYPE as OPERAND_DTYPE
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
-from zeropp_fp8.zero.gather.units import Arrived, Naming, Unit
+from zeropp_fp8.zero.gather.units import Arrived, Unit
 from zeropp_fp8.zero.owners.placement import Owners
 from zeropp_fp8.zero.owners.slices import part_of_slices, slice_of_parts
 
@@ -136,8 +136,7 @@ class OwnedUnit(Unit):
         """Encode what this rank owns, flat; without a secondary shard the bytes are kept, as for slices."""
         route, layout, weights = self.route, self.layout, self.route.gemm_weights
         if layout.operand_places:
-            with Naming(self.names):
-                weights.refresh_scales()
+            weights.refresh_scales(self.names)
         if self.payload is not None:
             return self.payload if into is None else into.copy_(self.payload)
         row = into
