@@ -140,6 +140,21 @@ def run_command(name: str, target: str | None, run: Callable[[dict[str, Any]], i
 
 
 @contextmanager
+def drawn(path: str, heights: Sequence[float], width: float = 10) -> Iterator[Sequence[Any]]:
+    """Axes of panels below each other, so many inches high; what is drawn on them is written at the end.
+
+    Raises:
+        ImportError: there is no matplotlib.
+        OSError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, 1 + sum(heights)), layout="constrained")
+    yield figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    figure.savefig(path, dpi=120)
+
+
+@contextmanager
 def json_at(target: str | None) -> Iterator[dict[str, Any]]:
     """What is put into the dict is written at the end as JSON: to a file, or to stdout, with nothing else on it.
 

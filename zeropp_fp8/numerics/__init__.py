@@ -2,7 +2,7 @@
 
 measure.py     signal-to-noise, amax, and what became zero or was cut off, of numbers and what they decode to
 sample.py      a sampled step: weights, gradients and operands as they travel and compute, against what they were
-picture.py     panels, and maps of layers by steps
+picture.py     maps of layers by steps
 show.py        python -m zeropp_fp8 numerics FILE: the samples as a table and a picture
 watch.py       losses that jump: stop, or go on in high precision
 trial.py       what each step of an experiment gave

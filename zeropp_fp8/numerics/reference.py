@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from zeropp_fp8.config import TRIAL_VARIABLE, Trial
-from zeropp_fp8.numerics.picture import Sheet, height_of
-from zeropp_fp8.outputs import Parser, json_at, picture_to_draw, said, table, whole
+from zeropp_fp8.numerics.picture import height_of, layer_map
+from zeropp_fp8.outputs import Parser, drawn, json_at, picture_to_draw, said, table, whole
 
 SAME = 1e-9  # relative, of sums in fp64 in another order
 
@@ -156,21 +156,19 @@ def layer_table(layers: dict[str, list[float]], worst: int = 5) -> str:
 def draw(runs: dict[str, Run], reference: Run, path: str) -> None:
     """Losses, differences in loss, and differences in gradients, layer by layer, of the first of `runs`."""
     layers, steps = by_layer(next(iter(runs.values())), reference), [step["step"] for step in reference.steps]
-    sheet = Sheet([2.5, 2.5, *([height_of(layers)] if layers else [])])
-    for name, run in {**runs, "lossless": reference}.items():
-        losses = [step["loss"] for step in run.steps]
-        sheet.axes[0].plot(steps, losses, label=name)
-        if run is not reference:
-            differences = [loss - step["loss"] for loss, step in zip(losses, reference.steps)]
-            sheet.axes[1].plot(steps, differences, label=f"{name}, less lossless")
-    for axis, title in zip(sheet.axes, ("loss, by step", "difference in loss, by step")):
-        axis.set_title(title, fontsize=9)
-        axis.legend(fontsize=7)
-    if layers:
-        percent = {name: [100 * value for value in values] for name, values in layers.items()}
-        title = "difference in gradients, % of lossless's norm, by step"
-        sheet.layer_map(sheet.axes[2], percent, steps, title, "viridis")
-    sheet.save(path)
+    with drawn(path, [2.5, 2.5, *([height_of(layers)] if layers else [])]) as axes:
+        for name, run in {**runs, "lossless": reference}.items():
+            losses = [step["loss"] for step in run.steps]
+            axes[0].plot(steps, losses, label=name)
+            if run is not reference:
+                differences = [loss - step["loss"] for loss, step in zip(losses, reference.steps)]
+                axes[1].plot(steps, differences, label=f"{name}, less lossless")
+        for axis, title in zip(axes, ("loss, by step", "difference in loss, by step")):
+            axis.set_title(title, fontsize=9)
+            axis.legend(fontsize=7)
+        if layers:
+            percent = {name: [100 * value for value in values] for name, values in layers.items()}
+            layer_map(axes[2], percent, steps, "difference in gradients, % of lossless's norm, by step", "viridis")
 
 
 def parser_of(command: str, text: str, steps: int) -> Parser:

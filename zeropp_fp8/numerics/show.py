@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeropp_fp8.numerics.picture import Sheet, height_of
-from zeropp_fp8.outputs import Parser, json_at, picture_to_draw, said, table, whole
+from zeropp_fp8.numerics.picture import height_of, layer_map
+from zeropp_fp8.outputs import Parser, drawn, json_at, picture_to_draw, said, table, whole
 
 DRAWN = {
     "snr_db": "signal-to-noise in dB",
@@ -80,12 +80,10 @@ def draw(samples: Sequence[dict], path: str, what: str = "snr_db") -> None:
             values[place] = math.nan if row[what] is None else row[what]
     if not kinds:
         raise ValueError("there is nothing to draw: nothing was rounded")
-    sheet, steps = Sheet([height_of(layers) for layers in kinds.values()]), [sample["step"] for sample in samples]
-    for axis, (kind, layers) in zip(sheet.axes, kinds.items()):
-        sheet.layer_map(
-            axis, layers, steps, f"{kind}: {DRAWN[what]}, by step", "RdYlGn" if what == "snr_db" else "viridis"
-        )
-    sheet.save(path)
+    steps, colors = [sample["step"] for sample in samples], "RdYlGn" if what == "snr_db" else "viridis"
+    with drawn(path, [height_of(layers) for layers in kinds.values()]) as axes:
+        for axis, (kind, layers) in zip(axes, kinds.items()):
+            layer_map(axis, layers, steps, f"{kind}: {DRAWN[what]}, by step", colors)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
