@@ -2,7 +2,7 @@
 
 What all share:
 
-session.py          what one engine shares: configuration, topology, formats, ledger, generators
+session.py          what one engine shares: configuration, topology, formats, ledger
 memory.py           how much memory a rank has, and can still have
 placement.py        which elements of a parameter lie on which rank
 offload.py          subclass of DeepSpeedZeRoOffload: the hooks around modules (all there is without an optimizer)

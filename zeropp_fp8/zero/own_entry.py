@@ -1,6 +1,6 @@
 """The plugin's own entry in DeepSpeed's optimizer checkpoint: what training depends on beside weights and states.
 
-Residuals of error feedback, generators, amax histories, gradient scales, what nodes hold of each other's weights, and
+Residuals of error feedback, amax histories, gradient scales, what nodes hold of each other's weights, and
 what observers remember. Stock DeepSpeed passes over the entry.
 """
 
@@ -24,8 +24,6 @@ def own_entry(stage: Stage3Base) -> dict[str, Any]:
         entry["gradient_scales"] = stage.scales.state_dict()
     if stage.reducer.error_feedback is not None:
         entry["error_feedback"] = stage.reducer.error_feedback.state_dict()
-    if session.rounds_stochastically:
-        entry["generators"] = {"states": session.generator.get_state()}
     if session.conversion is not None and session.conversion.scaling.state_dict():
         entry["compute"] = session.conversion.scaling.state_dict()
     held = stage.gatherer.held_states(stage.param_names)
@@ -40,7 +38,7 @@ def own_entry(stage: Stage3Base) -> dict[str, Any]:
 
 
 def load_own_entry(stage: Stage3Base, entry: dict[str, Any] | None) -> tuple[dict, bool]:
-    """Take over residuals, generator states, amax histories and gradient scales.
+    """Take over residuals, amax histories and gradient scales.
 
     A checkpoint without them, or (histories and scales apart) of another world, resets them.
 
@@ -58,17 +56,15 @@ def load_own_entry(stage: Stage3Base, entry: dict[str, Any] | None) -> tuple[dic
     if feedback is not None:
         feedback.reset()
     if entry is None or tuple(entry["world"]) != _world(stage):
-        if (feedback is not None or session.rounds_stochastically) and ds_comm.get_rank() == 0:
+        if feedback is not None and ds_comm.get_rank() == 0:
             nodes, per_node = _world(stage)
             logger.warning(
-                "zeropp_fp8: the checkpoint holds no residuals or generator states for this topology "
-                f"({nodes} x {per_node} ranks); they start afresh"
+                f"zeropp_fp8: the checkpoint holds no residuals for this topology ({nodes} x {per_node} ranks); they "
+                "start afresh"
             )
         return {}, _FELL_BACK in saved
     if feedback is not None and "error_feedback" in entry:
         _load_or_start_afresh(feedback, entry["error_feedback"], {}, "error feedback starts afresh")
-    if "generators" in entry:
-        session.generator.set_state(entry["generators"]["states"])
     stage.wrote_alone = entry.get(_WROTE_ALONE, False)
     return entry.get(_HELD, {}), _FELL_BACK in saved
 
