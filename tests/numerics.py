@@ -185,8 +185,8 @@ def mx_shared_exponent(amax: float, name: str, scale_mode: str) -> int:
     return max(-127, min(127, exponent))
 
 
-def hashed_noise(low: int, high: int, rows: int, columns: int) -> np.ndarray:
-    """float64 [rows, columns]: the noise of stochastic rounding for a seed of two halves."""
+def hashed_noise(low: int, high: int, numel: int) -> np.ndarray:
+    """float64 [numel]: the noise of stochastic rounding for a seed of two halves."""
 
     def mix(x: int) -> int:
         x ^= x >> 16
@@ -195,12 +195,9 @@ def hashed_noise(low: int, high: int, rows: int, columns: int) -> np.ndarray:
         x = x * 0x846CA68B % 2**32
         return x ^ x >> 16
 
-    noise = np.empty((rows, columns))
-    for row in range(rows):
-        key = mix((mix(low ^ row * 0x9E3779B9 % 2**32) + high) % 2**32)
-        step = mix(key) | 1
-        noise[row] = [(mix((column * step + key) % 2**32) >> 8) / 2**24 for column in range(columns)]
-    return noise
+    key = mix((mix(low) + high) % 2**32)
+    step = mix(key) | 1
+    return np.array([(mix((place * step + key) % 2**32) >> 8) / 2**24 for place in range(numel)])
 
 
 def mx_round(scaled: np.ndarray, name: str) -> np.ndarray:

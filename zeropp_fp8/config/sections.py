@@ -40,9 +40,7 @@ GEMMS = ("output", "grad_input", "grad_weight")  # of a linear layer
 BlockSize = Annotated[int, Strict(), Field(ge=2, le=1 << 20, multiple_of=2)]
 Flag = Annotated[bool, Strict()]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
-Seed = Annotated[
-    int, Strict(), Field(ge=0, le=(1 << 43) - 1)
-]  # times a million, and more, it seeds generators of 64 bits
+Seed = Annotated[int, Strict(), Field(ge=0)]
 Memory = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 IsAuto = AfterValidator(lambda given: "auto" if given == "detect" else given)  # Accelerate refuses the word "auto"
 OnTheWire = Annotated[Literal[WIRE_FORMATS], ELSEWHERE]

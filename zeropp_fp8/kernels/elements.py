@@ -1,44 +1,20 @@
 """Functions on a tile of blocks, fp32 [blocks, elements of a block], that the kernels share.
 
-They are the formulas of formats/ (block_scaled.py, integer.py, half_steps.py, float8.py, hadamard.py, noise.py) in the
-same order of operations. Kernels must be launched with `enable_fp_fusion=False`: a product fused into the following
-addition is rounded once instead of twice, and bytes would differ.
+They are the formulas of formats/ (block_scaled.py, integer.py, half_steps.py, float8.py, hadamard.py) in the same
+order of operations. Kernels must be launched with `enable_fp_fusion=False`: a product fused into the following addition
+is rounded once instead of twice, and bytes would differ.
 """
 
 import triton
 import triton.language as tl
 
-from zeropp_fp8.formats.noise import MIX_1, MIX_2, ROW_STEP
-
 # Code and scale limits, by element. Kernels see globals only as constexpr.
-MIX_1 = tl.constexpr(MIX_1)
-MIX_2 = tl.constexpr(MIX_2)
-ROW_STEP = tl.constexpr(ROW_STEP)
 EXPONENT_OF_INF = tl.constexpr(0x7F800000)
 QUIET_NAN = tl.constexpr(0x7FC00000)
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 # 1.5 * 2^23: adding it to |v| < 2^22 leaves round-half-even(v) in the low bits of the sum.
 ROUNDER = tl.constexpr(12582912.0)
 ROUNDER_BITS = tl.constexpr(0x4B400000)
-
-
-@triton.jit
-def mix(x):
-    """lowbias32 on uint32."""
-    x ^= x >> 16
-    x *= MIX_1
-    x ^= x >> 15
-    x *= MIX_2
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def uniform(seed_low, seed_high, row, columns):
-    """formats/noise.py `uniform` at (row, columns): fp32 in [0, 1)."""
-    low, high = seed_low.to(tl.uint32), seed_high.to(tl.uint32)
-    key = mix(mix(low ^ (row.to(tl.uint32) * ROW_STEP)) + high)
-    number = mix(columns.to(tl.uint32) * (mix(key) | 1) + key) >> 8
-    return number.to(tl.int32).to(tl.float32) * (2.0**-24)
 
 
 @triton.jit

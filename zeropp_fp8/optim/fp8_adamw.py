@@ -234,7 +234,7 @@ class FP8AdamW(torch.optim.Optimizer):
                 dense,
                 hyper,
                 grad_scale=self._sign(bucket.segments.device) if group["maximize"] else None,
-                seed=_step_seed(group["seed"], step) if group["rounding"] == "stochastic" else None,
+                seed=Seed.of(group["seed"], step) if group["rounding"] == "stochastic" else None,
             )
         for p, w, d in zip(bucket.params, weights, dense):
             if d is not w and p.grad is not None:
@@ -298,11 +298,6 @@ def _copy_saved(state: dict[str, Tensor], saved: dict[str, Any]) -> None:
                 f"the saved {name} is {value.dtype} {tuple(value.shape)}, needed: {view.dtype} {tuple(view.shape)}"
             )
         view.copy_(value)
-
-
-def _step_seed(seed: int, step: int) -> Seed:
-    """Other noise at every step, from numbers that the state holds, so that a resumed run rounds alike."""
-    return Seed(seed & 0x7FFFFFFF, (seed >> 31) + step & 0x7FFFFFFF)
 
 
 def _rounded_gradients(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.e8m0 import E8M0Scale, power_of_two
 from zeropp_fp8.formats.noise import Seed, uniform
 from zeropp_fp8.optim.segments import Segments
@@ -137,9 +136,7 @@ class StateBuffer:
 
     def noise(self, segment: int, seed: Seed) -> Tensor:
         """fp32 [numel] in [0, 1): the number of an element depends on the seed, the segment's id and its place."""
-        columns = range(self.segments.numels[segment])
-        scratch = Scratch(self.codes.device)
-        return uniform(seed.of_tensor(self.segments.ids[segment]), range(1), columns, scratch).view(-1)
+        return uniform(seed, self.segments.ids[segment], self.segments.numels[segment], self.codes.device)
 
     def num_bytes(self) -> int:
         """Of codes and scales, padding included."""

@@ -2,7 +2,7 @@
 
 What all share:
 
-session.py          what one engine shares: configuration, topology, formats, ledger, generators
+session.py          what one engine shares: configuration, topology, formats, ledger
 memory.py           how much memory a rank has, and can still have
 placement.py        which elements of a parameter lie on which rank
 offload.py          subclass of DeepSpeedZeRoOffload: the hooks around modules (all there is without an optimizer)
@@ -10,7 +10,7 @@ stage3.py           subclass of DeepSpeedZeroOptimizer_Stage3
 stage3_reduction.py the part of it that reduces gradients
 stage3_base.py      what the parts of a stage ask of each other
 part.py             a feature of training as a stage knows it
-parts.py            the parts that wrap what is made below: generators, compute scaling, held weights
+parts.py            the parts that wrap what is made below: compute scaling, held weights
 extra_state.py      what a checkpoint holds of the parts, beside weights and states
 compose.py          the stage of an engine, composed of the parts that its configuration asks for
 fused_update.py     torch's fused Adam where the user left the choice to torch

@@ -1,6 +1,6 @@
 """The plugin's entry in DeepSpeed's optimizer checkpoint: the extra state of all parts of a stage.
 
-Residuals, generators, amax histories, gradient scales, what nodes hold of each other's weights: what training depends
+Residuals, amax histories, gradient scales, what nodes hold of each other's weights: what training depends
 on beside weights and states. Stock DeepSpeed passes over the entry.
 """
 
@@ -40,10 +40,7 @@ def load_extra_state(session: Session, entry: dict[str, Any] | None) -> None:
             _warn(f"{error}; {part.if_lost}")
     if not fits and any(part.of_topology and part.if_lost for part in session.parts):
         nodes, per_node = _world(session)
-        _warn(
-            f"the checkpoint holds no residuals or generator states for this topology ({nodes} x {per_node} ranks); "
-            "they start afresh"
-        )
+        _warn(f"the checkpoint holds no residuals for this topology ({nodes} x {per_node} ranks); they start afresh")
 
 
 def _warn(message: str) -> None:

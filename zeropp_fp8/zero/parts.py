@@ -1,4 +1,4 @@
-"""Parts of a stage that wrap what is made below it: generators, delayed scaling, what nodes hold of weights."""
+"""Parts of a stage that wrap what is made below it: delayed scaling, what nodes hold of weights."""
 
 from __future__ import annotations
 
@@ -21,23 +21,6 @@ from zeropp_fp8.zero.session import Session
 
 if TYPE_CHECKING:
     from zeropp_fp8.zero.gather.gatherer import Gatherer
-
-
-class StateGenerator(StagePart):
-    """The generator that rounds optimizer states stochastically, each rank's own."""
-
-    of_topology = True
-    if_lost = "stochastic rounding draws anew"
-
-    def __init__(self, session: Session) -> None:
-        self.generator = session.generator
-
-    def extra_state(self) -> dict[str, Any]:
-        return {"generators": {"states": self.generator.get_state()}}
-
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        if "generators" in state:
-            self.generator.set_state(state["generators"]["states"])
 
 
 class ComputeScaling(StagePart):

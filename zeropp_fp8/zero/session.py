@@ -36,7 +36,7 @@ from zeropp_fp8.zero.placement import Slices
 
 
 class Session:
-    """Configuration, topology, formats, ledger and random generators of one engine.
+    """Configuration, topology, formats and ledger of one engine.
 
     `conversion`: what became of its linear layers, where they compute in low precision. `ranks_here`: of the group, on
     this host.
@@ -97,8 +97,6 @@ class Session:
         if gradients.scales == "tensor":
             self.intra_format = self.inter_format = SharedScaleFormat(gradients.intra_format)
         self.device = torch.device(get_accelerator().current_device_name())
-        # Of stochastic rounding of states, on the host. Ranks draw different seeds.
-        self.generator = torch.Generator().manual_seed(config.seed * 1000003 + 500009 + self.topology.rank)
 
     def leave_exact(self, model: nn.Module) -> None:
         """Let what `skip_modules` of weights and gradients names in a model travel in full."""
@@ -119,11 +117,6 @@ class Session:
         """Whether each rank has the same of a parameter as in another engine; None: as DeepSpeed cuts it."""
         theirs = Slices(self.topology.rank, self.topology.world_size) if other is None else other.placement
         return self.placement.of_all_ranks(param) == theirs.of_all_ranks(param)
-
-    @property
-    def rounds_stochastically(self) -> bool:
-        """Whether the generator's state is part of what training depends on."""
-        return self.state_formats is not None and self.state_formats.rounding == "stochastic"
 
 
 def told_by_all(mine: object, group) -> list:

@@ -20,7 +20,7 @@ from zeropp_fp8.zero.extra_state import ENTRY, extra_state, load_extra_state
 from zeropp_fp8.zero.fall_back import FellBack
 from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.offload import ZeroppOffload
-from zeropp_fp8.zero.parts import HeldWeights, StateGenerator
+from zeropp_fp8.zero.parts import HeldWeights
 from zeropp_fp8.zero.report import print_progress_line
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage3_base import Replaced
@@ -39,8 +39,6 @@ class ZeroppStage3(ReducingStage3):
         if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
             print("zeropp_fp8: the optimizer leaves the choice to torch: its fused update is used", flush=True)
         super().__init__(module, init_optimizer, param_names, *args, session=session, **kwargs)
-        if session.rounds_stochastically:
-            session.parts.append(StateGenerator(session))
         self._held = HeldWeights(session, self.gatherer, self.param_names)
         session.parts += [FellBack(self), self._held]
         self.gatherer.ownership.given_back = self._bring_shards_home

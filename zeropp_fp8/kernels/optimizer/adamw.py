@@ -26,7 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, fp8_codes, narrowed, numbers_of, uniform
+from zeropp_fp8.formats.noise import MIX_1, MIX_2
+from zeropp_fp8.kernels.elements import EXPONENT_OF_INF, fp8_codes, narrowed, numbers_of
 from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.mx_elements import NAN_SCALE, mx_scale_values, power_of_two
 from zeropp_fp8.kernels.optimizer.encode_blocks import TILE, largest_bits, scale_bytes
@@ -41,6 +42,8 @@ SMALLEST_SQUARE = 2.0**-100
 LARGEST_SQUARE = (2 - 2.0**-23) * 2.0**127
 CONSTANTS = ("keep", "l2", "rest1", "beta2", "rest2", "step_size", "root_factor", "eps")  # as the kernel takes them
 
+MIX_1 = tl.constexpr(MIX_1)
+MIX_2 = tl.constexpr(MIX_2)
 TILE_ = tl.constexpr(TILE)
 MISSING_ = tl.constexpr(MISSING)
 SMALLEST_SQUARE = tl.constexpr(SMALLEST_SQUARE)
@@ -116,6 +119,26 @@ def with_sign_of(magnitudes, x):
     """`magnitudes` >= 0 with the signs of `x`, also of -0."""
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     return (magnitudes.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mix(x):
+    """lowbias32 on uint32."""
+    x ^= x >> 16
+    x *= MIX_1
+    x ^= x >> 15
+    x *= MIX_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def uniform(seed, tensor, places):
+    """formats/noise.py `uniform` at some places of a tensor: fp32 in [0, 1)."""
+    seed_low, seed_high = seed
+    low = (seed_low.to(tl.int64) + tensor) & 0x7FFFFFFF
+    key = mix(mix(low.to(tl.uint32)) + seed_high.to(tl.uint32))
+    number = mix(places.to(tl.uint32) * (mix(key) | 1) + key) >> 8
+    return number.to(tl.int32).to(tl.float32) * (2.0**-24)
 
 
 @triton.jit
@@ -338,9 +361,7 @@ def step_tile(
         store_quantity(v, v, exp_avg_sq, amax_ptr, tile, segment, before, local, 2, EXP_AVG_SQ, False, FORM)
         noise = p
         if FORM.stochastic:
-            seed_low, seed_high = seed
-            low = (seed_low.to(tl.int64) + number) & 0x7FFFFFFF
-            noise = uniform(low, seed_high, tile * 0, before.to(tl.int32) + local)
+            noise = uniform(seed, number, before.to(tl.int32) + local)
         if FORM.master_in_weights:
             rounded = p
             if FORM.stochastic:

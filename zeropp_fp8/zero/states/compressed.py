@@ -73,6 +73,7 @@ class CompressedStates(StagePart):
     Args:
         groups: the layout.
         formats: of the three quantities.
+        seed: of stochastic rounding: numbers that no other rank has.
 
     Attributes:
         loads_states: whether the last load was of states, not of weights only.
@@ -80,9 +81,10 @@ class CompressedStates(StagePart):
 
     loads_states = True
 
-    def __init__(self, groups: Sequence[StateGroup], formats: StateFormats) -> None:
+    def __init__(self, groups: Sequence[StateGroup], formats: StateFormats, seed: tuple[int, ...]) -> None:
         self.groups = list(groups)
         self.formats = formats
+        self._seed = seed
         self._buffers: dict[int, dict[str, StateBuffer]] = {}
         for group in self.groups:
             buffers = make_state_buffers(group.segments, formats)
@@ -132,7 +134,6 @@ class CompressedStates(StagePart):
         grads_of,
         hyper: dict,
         grad_scale: Tensor,
-        generator: torch.Generator | None,
     ) -> None:
         """One optimizer step of a sub-group, weights of the model included.
 
@@ -140,17 +141,14 @@ class CompressedStates(StagePart):
             grads_of: gives a StateGroup's gradients: FP8Gradients, or a tensor a parameter.
             hyper: keywords of `Hyper`, without the step.
             grad_scale: fp32 [1] on the device, multiplies the gradients.
-            generator: source of seeds for stochastic rounding.
         """
         self.steps[sub_group] += 1
         chosen = Hyper(step=self.steps[sub_group], **hyper)
-        for group in self.groups:
+        for place, group in enumerate(self.groups):
             if group.sub_group != sub_group:
                 continue
             self._unrounded.difference_update(param.ds_id for param in group.params)
-            seed = None
-            if self.formats.rounding == "stochastic":
-                seed = Seed(*torch.randint(0, 1 << 31, (2,), generator=generator, device="cpu").tolist())
+            seed = Seed.of(*self._seed, place, chosen.step) if self.formats.rounding == "stochastic" else None
             grads: FP8Gradients | list[Tensor] = grads_of(group)
             adamw_step(
                 group.segments,

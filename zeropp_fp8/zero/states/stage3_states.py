@@ -44,8 +44,10 @@ class CompressedStatesStage3(AtRestStage3):
             empty.ds_id = f"{ids[0]}_{ids[-1]}"
             empty.requires_grad = True
             self.fp32_partitioned_groups_flat.append(empty)
-        self.states = CompressedStates(self.state_groups, self.session.state_formats)
-        self.session.parts.append(self.states)
+        session = self.session
+        seed = (session.config.seed, session.topology.rank)
+        self.states = CompressedStates(self.state_groups, session.state_formats, seed)
+        session.parts.append(self.states)
         for group in self.optimizer.param_groups:
             group["params"] = []
 
@@ -81,8 +83,7 @@ class CompressedStatesStage3(AtRestStage3):
             "decoupled": decouples_weight_decay(self.optimizer, group),
             "bias_correction": bool(group.get("bias_correction", True)),
         }
-        generator = self.session.generator
-        self.states.update(sub_group_id, self._gradients_of, hyper, self._grad_scale, generator)
+        self.states.update(sub_group_id, self._gradients_of, hyper, self._grad_scale)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         """The fused step has written the weights."""
