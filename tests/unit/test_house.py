@@ -11,11 +11,42 @@ from pathlib import Path
 import zeropp_fp8
 
 PACKAGE = Path(zeropp_fp8.__file__).parent
-LINES = {}
+LINES = {
+    "": 690,
+    "comm": 2160,
+    "compute": 2440,
+    "config": 1900,
+    "doctor": 1380,
+    "formats": 2530,
+    "kernels": 5460,
+    "numerics": 1180,
+    "optim": 1220,
+    "plan": 1780,
+    "plugin": 1600,
+    "zero": 3000,
+    "zero/checkpoint": 400,
+    "zero/export": 440,
+    "zero/frozen": 1320,
+    "zero/gather": 2860,
+    "zero/generation": 830,
+    "zero/handover": 850,
+    "zero/owners": 1000,
+    "zero/reduce": 800,
+    "zero/states": 1020,
+}
 # What the next features may add to the folders that they touch.
 ALLOWED = {"Muon": 500, "experts": 900, "FSDP2": 1000}
-METHODS = {"ReducingStage3": 46}
-FUNCTIONS = {}
+METHODS = {"ReducingStage3": 40}
+FUNCTIONS = {
+    "words_of_pairs_with_ptx": 68,
+    "sums_of_spans": 77,
+    "store_quantity": 64,
+    "step_tile": 101,
+    "adamw_kernel": 70,
+    "adamw_step": 67,
+    "kernel_step": 90,
+    "store_frozen": 65,
+}
 MOST_METHODS, MOST_LINES = 25, 60
 
 
@@ -41,8 +72,8 @@ def test_lines_of_folders():
 
 
 def test_the_budget():
-    """With what the next features may add, the package is no larger than when it was audited (35,781 lines)."""
-    assert sum(LINES.values()) + sum(ALLOWED.values()) <= 40_000
+    """Of the whole package, with what the next features may add; 28,000 lines are the aim without them."""
+    assert sum(LINES.values()) + sum(ALLOWED.values()) <= 37_300
 
 
 def test_classes_and_functions():
