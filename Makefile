@@ -59,11 +59,12 @@ endif
 
 # One process's tests, without the ten files that take two thirds of their time; and with ranks, one file or two for
 # each thing they are about: collectives, every two parts together, units, bytes, checkpoints, refusals.
-NOT_QUICK := casts children kernels linear optim_kernel options ptq rlhf_quality rlhf_sft_benchmark upstream_workers
+NOT_QUICK := casts children kernels linear optim_kernel options rlhf_quality upstream_workers
+RLHF_RANKS := rlhf rlhf_demo rlhf_dpo rlhf_grpo rlhf_runs
 QUICK := comm environment norm pairs reduction_order saving topology unit_kinds
 test-quick: $(VENV)/.test
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(QUICK:%=tests/distributed/test_%.py) tests/unit \
-		$(NOT_QUICK:%=--ignore=tests/unit/test_%.py)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(QUICK:%=tests/distributed/test_%.py) tests/unit examples/rlhf/tests \
+		$(NOT_QUICK:%=--ignore=tests/unit/test_%.py) $(RLHF_RANKS:%=--ignore=examples/rlhf/tests/test_%.py)
 
 # DEEPSPEED:TORCH, the oldest and the newest of both; without a torch with that of .venv. torch comes as the index has it.
 test-compat: $(VENV)/.test

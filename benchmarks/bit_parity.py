@@ -191,7 +191,7 @@ class Run:
             from zeropp_fp8.formats import UnquantizedFormat
 
             gatherer = self.engine.optimizer.gatherer
-            ensure(len(gatherer.gemm_weights) > 0, "no weight travels as the codes of its GEMM")
+            ensure(len(gatherer.route.gemm_weights) > 0, "no weight travels as the codes of its GEMM")
             route = gatherer.route
             of_session = route.format_of
             route.format_of = lambda p: of_session(p) if p in route.gemm_weights else UnquantizedFormat(p.dtype)

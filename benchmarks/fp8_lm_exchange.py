@@ -32,7 +32,7 @@ from zeropp_fp8.comm import Topology, WireLedger, make_topology
 from zeropp_fp8.comm.lanes import Lane
 from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan, Reduction, Rings
 from zeropp_fp8.formats import SharedScaleFormat, make_format
-from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.formats.scale_table import SharedScales
 
 WAYS = ("fp32", "bf16", "bf16-two-hop", "fp8", "int8-int4")
 LARGEST_CODE = 448.0  # of FP8 E4M3

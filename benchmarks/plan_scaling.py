@@ -15,6 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.harness.results import RESULTS, write_result
+from benchmarks.plan_fit.fit import check, machine_of
+from benchmarks.plan_fit.points import load_points
 from examples.options import finite, whole
 from zeropp_fp8.plan import (
     EMULATED_H200,
@@ -25,10 +27,7 @@ from zeropp_fp8.plan import (
     Hardware,
     Job,
     Model,
-    check,
     estimate,
-    load_points,
-    machine_of,
 )
 
 RATES = (100, 200, 400, 800)  # Gbit/s that a node can send

@@ -7,10 +7,13 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
+from zeropp_fp8.comm.ledger import WireLedger
+from zeropp_fp8.zero.gather.adopted import STATE
 from zeropp_fp8.zero.gather.sliced import Sliced, SlicedUnit
 
 _ids = itertools.count()
-SLICED = Sliced(SimpleNamespace())  # with a route that leads nowhere
+_SESSION = SimpleNamespace(difference_format=None, ledger=WireLedger(1, 1))
+SLICED = Sliced(SimpleNamespace(session=_SESSION))  # with a route that leads nowhere
 
 
 def fake_parameters(numels, vectors=()):
@@ -35,4 +38,6 @@ def fake_unit(numel):
     param.ds_numel, param.ds_active_sub_modules, param.is_external_param = numel, set(), False
     param.ds_status, param.ds_id = ZeroParamStatus.NOT_AVAILABLE, next(_ids)
     param.ds_summary = lambda: {"numel": numel}
-    return SlicedUnit([param], SLICED)
+    unit = SlicedUnit([param], SLICED)
+    setattr(param, STATE, SimpleNamespace(unit=unit))
+    return unit

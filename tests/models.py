@@ -106,6 +106,11 @@ def compiled_by(backend):
         yield
 
 
+def secondary_bytes(gatherer):
+    """Bytes of secondary shards that a rank can use now."""
+    return sum(unit.secondary.numel() for unit in gatherer.units if unit.secondary_is_current)
+
+
 def full_weights(module):
     """{name: full tensor as float32} of a ZeRO-3 model, exact."""
     import deepspeed

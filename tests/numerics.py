@@ -250,6 +250,43 @@ def mx_reference(values: np.ndarray, name: str, scale_mode: str) -> tuple[np.nda
     return scales, codes.reshape(rows, -1), decoded
 
 
+def nvfp4_reference(values: np.ndarray) -> tuple[bytes, np.ndarray]:
+    """(payload, decoded float64 [n]) of fp32 [n] in NVFP4, from its description, number by number.
+
+    fp32 where the description says so: the scales, and what is divided by them.
+    """
+    one = np.float32(1)
+    grid = np.array([float8_value(code, "fp8_e4m3") for code in range(0x7F)])  # without NaN
+    finite = np.abs(values[np.isfinite(values)])
+    largest = np.float32(finite.max()) if finite.size else np.float32(0)
+    tensor_scale = max(largest / np.float32(448 * 6), np.float32(2.0**-120)) if largest else one
+    scales, codes, decoded = [], [], []
+    for start in range(0, len(values), 16):
+        block = values[start : start + 16]
+        if not np.isfinite(block).all():
+            scales.append(0x7F)
+            codes += [0] * len(block)
+            decoded += [math.nan] * len(block)
+            continue
+        wanted = float(np.abs(block).max() / np.float32(6) / tensor_scale)
+        wanted = min(max(wanted, 2.0**-6), 448.0)
+        distance = np.abs(grid - wanted)
+        nearest = np.flatnonzero(distance == distance.min())
+        code = int(next(k for k in nearest if len(nearest) == 1 or k % 2 == 0))  # ties to the even code
+        scale = np.float32(grid[code]) * tensor_scale
+        scales.append(code)
+        scaled = np.minimum(np.abs(block * (one / max(scale, np.float32(2.0**-126)))), np.float32(6))
+        own = mx_round(scaled.astype(np.float64), "mxfp4")
+        numbers = np.array([mx_code_value("mxfp4", k) for k in own]) * float(scale)
+        negative = np.signbit(block)
+        codes += [int(k) + 8 * int(minus) for k, minus in zip(own, negative)]
+        decoded += list(np.where(negative, -numbers, numbers))
+    codes += [0] * (len(codes) % 2)
+    packed = bytes(low | high << 4 for low, high in zip(codes[::2], codes[1::2]))
+    head = np.float32(tensor_scale).tobytes() + bytes(scales)
+    return b"".join(part + bytes(-len(part) % 16) for part in (head, packed)), np.array(decoded)
+
+
 def mx_payload(scales: np.ndarray, codes: np.ndarray, name: str) -> bytes:
     """The payload of one row: scales and packed codes, each filled up with zeros to a multiple of 16 bytes."""
     bits = MX_BITS[name]

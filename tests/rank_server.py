@@ -41,8 +41,9 @@ IF_THERE = (
 TESTS = Path(__file__).parent
 JOBS = TESTS / "distributed"
 RLHF = TESTS.parent / "examples" / "rlhf"
-sys.path += [str(folder) for folder in (TESTS, JOBS, RLHF.parent, RLHF)]  # benchmarks start ranks too, without pytest
-for name in (*NEEDED, *(path.stem for path in sorted(JOBS.glob("*_jobs.py")))):
+FOLDERS = (TESTS, JOBS, RLHF.parent, RLHF, RLHF / "tests")
+sys.path += map(str, FOLDERS)  # benchmarks start ranks too, without pytest
+for name in (*NEEDED, *(path.stem for folder in (JOBS, RLHF / "tests") for path in sorted(folder.glob("*_jobs.py")))):
     importlib.import_module(name)
 for name in IF_THERE:
     with contextlib.suppress(ImportError):

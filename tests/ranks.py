@@ -181,6 +181,19 @@ def _tail(folder, rank, lines=40):
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
 
 
+def attempt(call):
+    """The message of what a call raises; of what a script refuses, the reason."""
+    try:
+        call()
+    except SystemExit as refused:
+        error = refused.__context__
+    except Exception as raised:
+        error = raised
+    else:
+        return "nothing raised"
+    return f"{type(error).__name__}: {error}"
+
+
 def printed(rank=0):
     """What this rank has printed so far; for use inside a function that runs on ranks."""
     sys.stdout.flush()

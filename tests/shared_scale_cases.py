@@ -7,7 +7,7 @@ from kernel_cases import CPU, awkward, same
 
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat
-from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.formats.scale_table import SharedScales
 
 TILE = 1024
 

@@ -55,9 +55,8 @@ def wire_report(engine, total: bool = False) -> dict:
 
     engine = engine_of(engine, "wire_report")
     report = engine.zeropp_fp8_session.ledger.report(total=total)
-    scales = getattr(engine.optimizer, "scales", None)
-    if scales is not None:
-        report["gradient_scaling"] = scales.report()
+    for scaling in filter(None, (part.report() for part in engine.zeropp_fp8_session.parts)):
+        report["gradient_scaling"] = scaling
     return report
 
 

@@ -10,14 +10,16 @@ import json
 import math
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 MOST = 10**9
 STDOUT = "-"
+LABEL = 14
 
 
 class Parser(argparse.ArgumentParser):
@@ -101,25 +103,82 @@ def picture_to_draw(path: str) -> str:
     return file_to_write(path)
 
 
+def table(rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> list[str]:
+    """Lines of rows of cells, whose first one has the columns' names; numbers end, and columns of `words` begin, below
+    each other."""
+    columns = list(zip(*rows))
+    widths = [max(map(len, column)) for column in columns]
+    begins = [column[0] in words for column in columns]
+    return [
+        "  ".join(
+            cell.ljust(width) if left else cell.rjust(width) for cell, width, left in zip(row, widths, begins)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def labelled(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines of (label, text), texts below each other."""
+    return [f"{label:<{LABEL}}{text}" for label, text in lines]
+
+
+def run_command(name: str, target: str | None, run: Callable[[dict[str, Any]], int | None], *refused: type) -> None:
+    """Run a command, which puts what it finds into the dict that is written as JSON to `target`.
+
+    Raises:
+        SystemExit: with the status that it returns, where that is not 0; with 2 and a line of what is `refused`, or of
+            a file that cannot be read or written.
+    """
+    try:
+        with json_at(target) as found:
+            status = run(found)
+    except (*refused, OSError) as error:
+        print(f"{name}: {said(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if status:
+        raise SystemExit(status)
+
+
+@contextmanager
+def drawn(path: str, heights: Sequence[float], width: float = 10) -> Iterator[Sequence[Any]]:
+    """Axes of panels below each other, so many inches high; what is drawn on them is written at the end.
+
+    Raises:
+        ImportError: there is no matplotlib.
+        OSError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, 1 + sum(heights)), layout="constrained")
+    yield figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    figure.savefig(path, dpi=120)
+
+
 @contextmanager
 def json_at(target: str | None) -> Iterator[dict[str, Any]]:
-    """What is put into the dict is written at the end as JSON: to a file, or to stdout, with nothing else on it."""
+    """What is put into the dict is written at the end as JSON: to a file, or to stdout, with nothing else on it.
+
+    Of a dataclass its fields, and the properties that its class names in DERIVED.
+    """
     found: dict[str, Any] = {}
     try:
         with redirect_stdout(sys.stderr) if target == STDOUT else nullcontext():
             yield found
     finally:
         if target is not None and found:
-            text = json.dumps(_finite(found), indent=1) + "\n"
+            text = json.dumps(plain(found), indent=1) + "\n"
             print(text, end="", flush=True) if target == STDOUT else Path(target).write_text(text)
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no numbers that are not finite: they are null."""
+def plain(value: Any) -> Any:
+    """As JSON has it. It has no numbers that are not finite: they are null."""
+    if is_dataclass(value):
+        names = [*(field.name for field in fields(value)), *getattr(value, "DERIVED", ())]
+        return {name: plain(getattr(value, name)) for name in names}
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [plain(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -61,28 +61,9 @@ def add_steps(
         parser.add_argument("--rounds", type=whole(1), default=rounds, help="odd ones backwards (default %(default)s)")
 
 
-def add_search(parser: argparse.ArgumentParser, axes: bool = True) -> None:
-    """What limits.search takes; without `axes` it makes nothing but the batch larger."""
-    if axes:
-        parser.add_argument("--axis", choices=("batch", "sequence"), default="batch", help="what is made larger")
-    parser.add_argument("--start", type=whole(1), help="first size on that axis (default 1 sequence, or --sequence)")
-    parser.add_argument("--stop", type=whole(1), help="last size (default 1024 sequences, or 2^20 tokens)")
-    parser.add_argument("--refine", type=whole(0), default=1, help="times that the interval is halved")
-    add_memory(parser)
-    parser.add_argument("--side-by-side", type=whole(1), help="runs at a time (default: as there are GPUs)")
-
-
 def add_memory(parser: argparse.ArgumentParser) -> None:
     """--gib."""
     parser.add_argument("--gib", type=finite(above=0), help="memory that a process may have")
-
-
-def complete_search(args: argparse.Namespace) -> None:
-    """Fill in what --axis and the machine decide."""
-    args.nodes, args.gbit, args.axis = 1, None, getattr(args, "axis", "batch")
-    args.start = args.start or (1 if args.axis == "batch" else args.sequence)
-    args.stop = args.stop or (1024 if args.axis == "batch" else 1 << 20)
-    args.side_by_side = args.side_by_side or max(1, torch.cuda.device_count() // args.ranks)
 
 
 def choose_runs(args: argparse.Namespace, parser: argparse.ArgumentParser, runs: Collection[str]) -> None:

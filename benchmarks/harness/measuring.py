@@ -176,13 +176,6 @@ def host_ms(work: Callable[[], None], device: torch.device, repeats: int = 5) ->
     return statistics.median(times)
 
 
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that memory is out, of whatever library."""
-    text = str(error).lower()
-    parts = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")  # Triton's, CPU's, cuBLAS's
-    return isinstance(error, torch.OutOfMemoryError) or any(part in text for part in parts)
-
-
 def limit_memory(gib: float | None, device: torch.device) -> None:
     """Let this process have so many GiB of its GPU (on a CPU: of data)."""
     if gib is None:

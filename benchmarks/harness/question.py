@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import limits
 from benchmarks.harness.environment import describe, forget_memory, join
 from benchmarks.harness.jobs import Job, announce, choose_gpus, run_jobs
 from benchmarks.harness.measuring import limit_memory
@@ -35,7 +34,6 @@ class Question:
         compared: what is added to a result with all its rows.
         show: prints a result's table.
         jobs: those of the arguments; default: each round in one group of ranks, odd rounds backwards.
-        searches: it looks for a limit (limits.py), and needs no jobs.
         folders: in the repository, from which ranks import besides.
         links: what is there while the jobs are done; default: two emulated nodes where there is a --gbit.
     """
@@ -48,7 +46,6 @@ class Question:
     compared: Callable[[dict], dict]
     show: Callable[[dict], None]
     jobs: Callable[[argparse.Namespace], list[Job]] | None = None
-    searches: bool = False
     folders: Sequence[str] = ()
     links: Callable[[argparse.Namespace], contextlib.AbstractContextManager] | None = None
 
@@ -62,14 +59,11 @@ class Question:
         args.out = str(Path(args.out).resolve())  # ranks may run elsewhere
         begin_result(args.out, describe(self.name) | {"settings": settings})
         deadline, module = time.monotonic() + args.timeout, f"benchmarks.{self.name}"
-        if self.searches:
-            limits.search(module, args, deadline, self.folders)
-        else:
-            jobs = (self.jobs or rounds_together)(args)
-            link = args.gbit is not None
-            options = {"side_by_side": getattr(args, "side_by_side", 1), "namespaces": link, "folders": self.folders}
-            with (self.links or _between_nodes)(args):
-                run_jobs(module, jobs, args, deadline, **options)
+        jobs = (self.jobs or rounds_together)(args)
+        link = args.gbit is not None
+        options = {"side_by_side": getattr(args, "side_by_side", 1), "namespaces": link, "folders": self.folders}
+        with (self.links or _between_nodes)(args):
+            run_jobs(module, jobs, args, deadline, **options)
         result = end_result(args.out)
         if result["rows"]:
             result = end_result(args.out, **self.compared(result))

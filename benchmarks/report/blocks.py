@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from benchmarks import ARCHIVED
 from benchmarks.harness.results import RESULTS, finished_result, read_result
 
 MARKED = re.compile(r"(<!-- block: (\w+) -->\n)(.*?)(<!-- end -->)", flags=re.S)
@@ -91,6 +92,11 @@ def paragraph(text: str) -> str:
     joined = " ".join(text.split()).replace(" %", "\0%")
     lines = textwrap.wrap(joined, WIDTH, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace("\0", " ")
+
+
+def code_of(question: str) -> str:
+    """The command that prints the code of an archived question."""
+    return f"`git show {ARCHIVED[question]}:benchmarks/{question}.py`"
 
 
 def bold(text: str) -> str:

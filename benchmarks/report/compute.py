@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.report.blocks import Block, bold, paragraph, table
+from benchmarks.report.blocks import Block, bold, code_of, paragraph, table
 
 SHAPE = "4096x14336"
 SCALINGS = ("delayed", "current", "per_channel", "block")
@@ -122,8 +122,8 @@ def direct_cast_says(result: dict) -> str:
     assert clear == {name for name, _ in wide if "e5m2" in name or "e3m2" in name}
     return paragraph(
         f"""Loss of a small Llama trained by the project ({result["parameters"] / 1e6:.2f} M parameters, held-out loss
-        {result["held_out_loss"]:.4f}), in each format without further training (`python -m benchmarks.direct_cast`,
-        some minutes on a CPU; standard errors are up to {error(True):.4f} in 4 bits and {error(False):.4f} in 6 and 8,
+        {result["held_out_loss"]:.4f}), in each format without further training ({code_of("direct_cast")};
+        standard errors are up to {error(True):.4f} in 4 bits and {error(False):.4f} in 6 and 8,
         where with activations only formats with 2 bits of mantissa, E5M2 and E3M2, differ by more than three of them):
         """
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.report.blocks import Block
 from zeropp_fp8.plan import Cluster, Hardware, Job, Model
-from zeropp_fp8.plan.__main__ import table
+from zeropp_fp8.plan.__main__ import steps_table
 from zeropp_fp8.plan.recommend import recommend
 
 
@@ -25,7 +25,7 @@ def doctor(result: dict) -> str:
     memory = min(rank["device"]["bytes"] for rank in found["ranks"].values())
     advice = recommend(job, _made(Hardware, found["hardware"]), memory)
     first, last = (printed.index(line) for line in ("", printed[-1]))
-    lines = [*printed[: first + 1], table(advice.estimates, job), advice.text, "", *printed[last:]]
+    lines = [*printed[: first + 1], steps_table(advice.estimates, job), advice.text, "", *printed[last:]]
     return "\n".join(["```", *lines, "```"])
 
 

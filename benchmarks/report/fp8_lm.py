@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from benchmarks.harness.sizes import SIZES, Size
-from benchmarks.report.blocks import Block, bold, paragraph, table
+from benchmarks.report.blocks import Block, bold, code_of, paragraph, table
 from benchmarks.report.rows import GIB
 
 LABELS = {
@@ -107,8 +107,7 @@ def limits_say(batch: dict, context: dict) -> str:
         {batch_base["micro_batch"]} ({batch_base["tokens_per_s"]:,.0f} tokens/s) to {batch_o2["micro_batch"]}
         ({batch_o2["tokens_per_s"]:,.0f} tokens/s), and the largest context of one sequence from {base["sequence"]:,}
         tokens ({base["tokens_per_s"]:,.0f} tokens/s) to at least {o2["sequence"]:,} ({o2["tokens_per_s"]:,.0f}
-        tokens/s); found by doubling, the batch by one halving too (`benchmarks.fp8_lm_limits`, with `--axis sequence`
-        for the context)."""
+        tokens/s); found by doubling, the batch by one halving too ({code_of("fp8_lm_limits")})."""
     )
 
 

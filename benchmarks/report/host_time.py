@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.report.blocks import Block, paragraph
+from benchmarks.report.blocks import Block, code_of, paragraph
 
 
 def two_gpus_say(large: dict, profile: dict) -> str:
@@ -52,7 +52,7 @@ def graphs_say(small: dict, large: dict, profile: dict) -> str:
     (step,) = (row["step_ms"] for row in profile["rows"] if row["run"] == "zeropp")
     graph = of_large["optimizer-graph"]
     return paragraph(
-        f"""CUDA graphs (`make bench QUESTION=cuda_graphs`, 2 H100 of one node): a fetch of a layer, which encodes,
+        f"""CUDA graphs ({code_of("cuda_graphs")}, 2 H100 of one node): a fetch of a layer, which encodes,
         gathers and decodes, takes the host {us["fetch"]:.0f} us, and as a graph {us["fetch-graph"]:.0f} (model of
         85 million parameters, where the host bounds it). In the step above, of {step:.0f} ms and {fetches[1]} fetches,
         that would be {saved:.1f} ms, {100 * saved / step:.0f} %; a graph of AdamW would save

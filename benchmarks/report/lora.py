@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.report.blocks import Block, bold, paragraph, table
+from benchmarks.report.blocks import Block, bold, code_of, paragraph, table
 from benchmarks.report.rows import GIB, by_run
 
 BITSANDBYTES = "bitsandbytes, NF4 with double quantization"
@@ -101,7 +101,7 @@ def lora_limits_says(small: dict, whole: dict) -> str:
     assert qlora["not_fitting"] < bnb["not_fitting"] == stock["not_fitting"]
     speeds = [f"{row['tokens_per_s']:,.0f}" for row in (few["nf4-dq"], few["bnb"], qlora, bnb, stock)]
     return paragraph(
-        f"""The largest batch (`benchmarks.lora_limits`): with {small["settings"]["gib"]:.0f} GiB `qlora` fits
+        f"""The largest batch ({code_of("lora_limits")}): with {small["settings"]["gib"]:.0f} GiB `qlora` fits
         {batch} x {tokens} tokens, at {speeds[0]} tokens/s, bitsandbytes the same at {speeds[1]}, and stock does not;
         with all {whole["hardware"]["gpu_gib"]} GiB all three fit {qlora["micro_batch"]} x {tokens} and not
         {bnb["not_fitting"]} x {tokens}, at {speeds[2]}, {speeds[3]} and {speeds[4]} tokens/s: there logits are what
@@ -148,7 +148,7 @@ def decode_of(decoding: dict, product: dict) -> str:
     (parameters,) = {row["parameters"] for row in decoding["rows"]}
     return paragraph(
         f"""Decoding the {parameters / 1e6:.0f} M weights of a block to bf16 on one H200, as a share of what a copy
-        moves (`benchmarks.dequantize`), and a product of one row with a weight of 4,096 x 14,336 that lies as codes,
+        moves ({code_of("dequantize")}), and a product of one row with a weight of 4,096 x 14,336 that lies as codes,
         beside torch's bf16 product, {products(product)["bf16"]["us"]:.1f} us (`benchmarks.quantized_linear`; INT4 and
         INT8 there in blocks of 128):"""
     )

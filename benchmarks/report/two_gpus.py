@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import statistics
 
+from benchmarks.plan_fit.points import UNSTEADY
 from benchmarks.report.blocks import Block, paragraph, table
 from benchmarks.report.zero import LABELS, QUANTIZED, by_rate
-from zeropp_fp8.plan.measured import UNSTEADY
 
 
 def accumulation(result: dict) -> str:

@@ -82,7 +82,7 @@ def operands_are_the_payload(compute, node_size, fields=None):
     engine.backward(loss)
     assert not any(GATHERED_OPERAND in p.__dict__ for p in engine.module.parameters()), "released"
     assert not any(unit.lent for unit in gatherer.units)
-    return forward, len(gatherer.gemm_weights), after_step, in_next_forward, printed()
+    return forward, len(gatherer.route.gemm_weights), after_step, in_next_forward, printed()
 
 
 def count_reductions():

@@ -7,11 +7,12 @@ from unittest import mock
 import psutil
 import torch
 import torch.distributed as dist
-from models import batches, ds_config, full_weights, llama, make_engine, section
+from models import batches, ds_config, full_weights, llama, make_engine, secondary_bytes, section
 from parity_jobs import switch
 from ranks import printed
 
 import zeropp_fp8
+from zeropp_fp8.zero.gather.secondary import is_frozen
 
 KINDS = ("weights_forward", "weights_backward")
 
@@ -38,7 +39,7 @@ def train(secondary, recipe="zeropp-pcie", accumulation=1, steps=3, **options):
             tokens = next(data)
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
-            held.append(gatherer.secondary_bytes())
+            held.append(secondary_bytes(gatherer))
             losses.append(loss.item())
             engine.step()
         tokens = next(data)
@@ -54,8 +55,8 @@ def train(secondary, recipe="zeropp-pcie", accumulation=1, steps=3, **options):
         "held": max(held),
         "kept": [gatherer.units.index(unit) for unit in kept],
         "kept bytes": sum(unit.held_bytes for unit in kept),
-        "frozen": [gatherer.units.index(unit) for unit in gatherer.units if unit.is_frozen],
-        "frozen bytes": sum(unit.held_bytes for unit in kept if unit.is_frozen),
+        "frozen": [gatherer.units.index(unit) for unit in gatherer.units if is_frozen(unit)],
+        "frozen bytes": sum(unit.held_bytes for unit in kept if is_frozen(unit)),
         "all bytes": sum(unit.held_bytes for unit in gatherer.units),
         "residuals": sum(p.numel() for p in engine.optimizer.reducer.error_feedback._payloads.values())
         if engine.optimizer.reducer.error_feedback

@@ -24,6 +24,11 @@ from zeropp_fp8.formats import make_format
 MATRICES = 1  # dimensions more than which a tensor has codes
 
 
+def differences(engine):
+    """Of all units that have one."""
+    return [unit.delta.difference for unit in engine.optimizer.gatherer.units if unit.delta.difference is not None]
+
+
 def engine_of(recipe="zeropp-diff", dtype="fp32", lr=1e-3, frozen=(), config=None, seed=0, model=None, **fields):
     """An engine over a small Llama; `frozen`: parts of names; None: what the model says."""
     switch(True)
@@ -92,7 +97,7 @@ def padding():
     for _ in range(4):
         engine.backward(engine(torch.ones(2, 64)))
         engine.step()
-        steps.append([unit.difference.steps for unit in engine.optimizer.gatherer.units if unit.difference is not None])
+        steps.append([one.steps for one in differences(engine)])
     return steps
 
 
@@ -209,7 +214,7 @@ def loaded_after_a_write(alone):
     again.load_checkpoint(folder, tag="after")
     for one in (again, engine):
         weights = gathered_weights(one)
-        steps = {unit.difference.steps for unit in one.optimizer.gatherer.units if unit.difference is not None}
+        steps = {difference.steps for difference in differences(one)}
         found.append((snr(full_weights(one.module), weights), steps))
     return found
 
@@ -269,7 +274,7 @@ def jump(lr, **fields):
             group["lr"] = lr if step == 2 else 1e-4
         step_of(engine, data)
         weights = gathered_weights(engine)  # what the next forward computes with
-        found.append((snr(full_weights(engine.module), weights), agree(engine), block.difference.steps))
+        found.append((snr(full_weights(engine.module), weights), agree(engine), block.delta.difference.steps))
     return found
 
 

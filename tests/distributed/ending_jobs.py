@@ -1,4 +1,4 @@
-"""Jobs with engines over one model that have it in turn: they are destroyed in any order, or dropped."""
+"""Jobs with engines over one model that have it in turn: the last one ends first, and another order is refused."""
 
 from __future__ import annotations
 
@@ -50,20 +50,51 @@ def hooks_again():
 
 
 def compiled_in_turn():
-    """Whether each block's forward is its own again, for two engines that compile them and end in either order."""
+    """Each block's forward before, in and after two engines that compile them: which are the same."""
     switch(True)
-    found, config = {}, config_of("zeropp", "block", compile="blocks")
-    for first_ends_first in (True, False):
-        model = llama()
-        wrapped = model.model.layers[1].forward
-        model.model.layers[1].forward = lambda *args, wrapped=wrapped, **kwargs: wrapped(*args, **kwargs)
-        before = [layer.__dict__.get("forward") for layer in model.model.layers]
-        engines = [make_engine(model, config, optimizer=None) for _ in range(2)]
-        compiled = [layer.__dict__["forward"] for layer in model.model.layers]
-        for engine in engines if first_ends_first else reversed(engines):
+    config, model, seen = config_of("zeropp", "block", compile="blocks"), llama(), []
+    wrapped = model.model.layers[1].forward
+    model.model.layers[1].forward = lambda *args, **kwargs: wrapped(*args, **kwargs)
+
+    def look():
+        seen.append([layer.__dict__.get("forward") for layer in model.model.layers])
+
+    look()
+    first = make_engine(model, config, optimizer=None)
+    look()
+    second = make_engine(model, config, optimizer=None)
+    look()
+    for engine in (second, first):
+        engine.destroy()
+        look()
+    before, of_first, of_second, again, after = seen
+    return after == before, again == of_first, all(len(set(three)) == 3 for three in zip(before, of_first, of_second))
+
+
+def ended_too_early():
+    """What destroy() of an engine says while a later one lives, thrice; losses of both beside those of each alone."""
+    switch(True)
+    tokens, found = list(batches(4, dist.get_rank())), []
+    for kind in ("zeropp", "whole tensors", "FP8 states", "FP8 operands, node's copy"):
+        runs, said = [], []
+        for early in (False, True):
+            engine = make_engine(llama(), config_of(kind, "block"))
+            losses = [step(engine, tokens[0])]
+            its = kind if "FP8" not in kind else "zeropp"  # layers that compute in low precision are the first one's
+            later = make_engine(engine.module, config_of(its, "module"), optimizer=None)
+            before = on_model(engine.module)
+            for end in (engine.destroy, engine.optimizer.destroy, engine.destroy) if early else ():
+                with pytest.raises(RuntimeError) as raised:
+                    end()
+                said.append(str(raised.value))
+            assert not differing(before, on_model(engine.module))
+            losses += [evaluated(later, tokens[1])]
+            later.destroy()
+            losses += [step(engine, tokens[2]), evaluated(engine, tokens[3])]
             engine.destroy()
-        after = [layer.__dict__.get("forward") for layer in model.model.layers]
-        found[first_ends_first] = after == before, all(a is not b for a, b in zip(before, compiled))
+            engine.destroy()
+            runs.append(losses)
+        found.append((said, *runs))
     return found
 
 
@@ -89,11 +120,8 @@ def units_gathered(granularities):
             beside = seen(second)
             second.destroy()
             again = seen(first)
-            second = make_engine(model, config_of("zeropp", pair[1]), optimizer=None)
             first.destroy()
-            without = seen(second)
-            second.destroy()
-            found[own, pair] = alone, beside, again, without, len(get_z3_leaf_modules(model))
+            found[own, pair] = alone, beside, again, len(get_z3_leaf_modules(model))
     return found
 
 
@@ -179,15 +207,17 @@ class Sequence:
     def run(self, length: int) -> Sequence:
         for _ in range(length):
             self.one()
-        while self.engines:
-            self.destroy()
+        for number in reversed(list(self.engines)):
+            self.destroy(number)
         return self
 
     def one(self) -> None:
         working = [number for number in self.engines if number in self.trains]
-        actions = [self.make] * (len(self.engines) < self.MOST) + [self.fail, self.collect]
+        actions = [self.make] * (len(self.engines) < self.MOST) + [self.collect]
+        if not (self.engines and self.kind == "whole tensors"):  # which would not get them back
+            actions.append(self.fail)
         if self.engines:
-            actions += [self.evaluate, self.destroy]
+            actions += [self.evaluate, self.destroy, self.destroy]
         if len(working) == 1:
             actions += [self.train] * 2
         self.chance.choice(actions)()
@@ -239,8 +269,15 @@ class Sequence:
         self.evaluated.append((len(self.trained), loss))
         self.check()
 
-    def destroy(self) -> None:
-        number = self.chance.choice(list(self.engines))
+    def destroy(self, number: int | None = None) -> None:
+        if number is None:
+            number = self.chance.choice(list(self.engines))
+        if number != list(self.engines)[-1]:
+            self.log.append(f"refuse to destroy {number}")
+            with pytest.raises(RuntimeError, match="made later over this model"):
+                self.engines[number].destroy()
+            self.check()
+            return
         self.log.append(f"destroy {number}")
         engine = self.engines.pop(number)
         self.trains.discard(number)

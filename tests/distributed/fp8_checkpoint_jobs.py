@@ -49,14 +49,14 @@ def checkpoints_of_states(case, node_size=2):
     at_save, masters = full_weights(engine.module), full_fp32_weights(engine.module)
     first, second = moments(engine, "exp_avg"), moments(engine, "exp_avg_sq")
     uninterrupted = [step(engine, t) for t in tokens[4:]]
-    final, report = full_weights(engine.module), engine.optimizer.scales.report()
+    final, report = full_weights(engine.module), engine.optimizer.reducer.scales.report()
 
     result = {}
     again = engine_of(own, 9, "own")
     result["at load"] = same(full_weights(again.module), at_save) and same(full_fp32_weights(again.module), masters)
     result["moments"] = same(moments(again, "exp_avg"), first) and same(moments(again, "exp_avg_sq"), second)
     result["losses"] = (uninterrupted, [step(again, t) for t in tokens[4:]])
-    result["weights"] = same(full_weights(again.module), final) and again.optimizer.scales.report() == report
+    result["weights"] = same(full_weights(again.module), final) and again.optimizer.reducer.scales.report() == report
 
     fp32 = get_fp32_state_dict_from_zero_checkpoint(folder, tag="own")
     result["zero_to_fp32"] = same({n: w.float() for n, w in fp32.items()}, masters)

@@ -158,7 +158,7 @@ def training_beside_stock(steps=15):
             held["groups"] = [(g.matrices, g.segments.padded_numel, len(g.params)) for g in optimizer.state_groups]
             held["flat"] = sum(t.numel() for t in optimizer.fp32_partitioned_groups_flat)
             held["buffer"] = optimizer.grad_partitions_flat_buffer.numel()
-            held["report"] = optimizer.scales.report()
+            held["report"] = optimizer.reducer.scales.report()
         found[name] = losses, held, at_start and (name != "o2" or rounded_masters(engine)[1])
         engine.destroy()
     return found
@@ -178,7 +178,7 @@ def gradients_that_are_not_finite(dtype):
     def snapshot():
         buffers = [b for group in optimizer.states.groups for b in optimizer.states._buffers[id(group)].values()]
         raw = [(b.codes.clone(), None if b.scales is None else b.scales.clone()) for b in buffers]
-        return full_weights(engine.module), raw, dict(optimizer.states.steps), optimizer.scales.state_dict()
+        return full_weights(engine.module), raw, dict(optimizer.states.steps), optimizer.reducer.scales.state_dict()
 
     def equal(a, b):
         if torch.is_tensor(a):

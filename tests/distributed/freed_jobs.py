@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import weakref
 from itertools import pairwise
 
@@ -141,25 +140,6 @@ def said_by_what_is_freed():
         except RuntimeError as error:
             said.append(str(error))
     return said
-
-
-def evaluated(folder, config, models, rows):
-    """Models that are there whenever evaluate.py is about to load one."""
-    import rlhf_jobs
-    from transformers import LlamaForCausalLM
-
-    evaluate_py, there = importlib.import_module("evaluate"), []
-    load = evaluate_py.load_policy
-
-    def load_policy(*args):
-        there.append(sum(issubclass(type(found), LlamaForCausalLM) for found in gc.get_objects()))
-        return load(*args)
-
-    evaluate_py.load_policy = load_policy
-    argv = ["--models", *models, "--data", rows, "--reward_functions", "exact_match"]
-    argv += ["--max_prompt_tokens", "9", "--max_new_tokens", "4"]
-    raised, *_ = rlhf_jobs.script("evaluate", config, folder, [argv])
-    return raised, there
 
 
 def destroyed_twice(kind):

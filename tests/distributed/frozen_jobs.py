@@ -12,6 +12,7 @@ from parity_jobs import switch
 import zeropp_fp8
 from zeropp_fp8.zero.frozen.store import stored_weight
 from zeropp_fp8.zero.frozen.unit import Stored, StoredUnit
+from zeropp_fp8.zero.gather.adopted import unit_of
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -61,7 +62,7 @@ def round_linear_weights(model, fields, dtype=torch.float32):
 
 
 def stored_kinds(engine):
-    return [kind for kind in engine.optimizer.gatherer.kinds if isinstance(kind, Stored)]
+    return [kind for kind in engine.optimizer.gatherer.ownership.kinds if isinstance(kind, Stored)]
 
 
 def run(fields=None, dtype="fp32", zero_init=False, steps=4, round_as=None, plugin=True, lora=with_lora, **overrides):
@@ -111,7 +112,7 @@ def traffic(scope, name, world_steps=3):
         "steps": log,
         "at rest": sum(p.ds_tensor.numel() for p in stored),
         "numel": sum(p.ds_numel for p in stored),
-        "all frozen": sum(gatherer.bytes_of(p) for p in engine.module.parameters() if not p.requires_grad),
+        "all frozen": sum(unit_of(p).bytes_of(p) for p in engine.module.parameters() if not p.requires_grad),
         "held": sum(unit.secondary.numel() for unit in units if unit.secondary_is_current),
         "one storage a unit": all(
             len({p.ds_tensor.untyped_storage().data_ptr() for p in unit.params}) == 1 for unit in units

@@ -11,18 +11,19 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from hang_guard import HANG
-from models import batches, ds_config, llama, make_engine, section, train
+from models import batches, ds_config, llama, make_engine, secondary_bytes, section, train
 from parity_jobs import switch
 from pipeline_jobs import with_limits
 from ranks import printed
 
 from zeropp_fp8.compute.products import GATHERED_OPERAND
-from zeropp_fp8.zero.gather import gatherer as gatherer_module
+from zeropp_fp8.zero.gather import hops as hops_module
+from zeropp_fp8.zero.gather.adopted import units_of
 
 BUFFERS_FOR = {
     "as chosen": contextlib.nullcontext,
-    "none": lambda: mock.patch.object(gatherer_module, "outsized_units", lambda units, bytes_of: set()),
-    "all": lambda: mock.patch.object(gatherer_module, "outsized_units", lambda units, bytes_of: set(units)),
+    "none": lambda: mock.patch.object(hops_module, "outsized_units", lambda units, bytes_of: set()),
+    "all": lambda: mock.patch.object(hops_module, "outsized_units", lambda units, bytes_of: set(units)),
 }
 
 
@@ -56,15 +57,15 @@ def runs(recipe, fields, buffers, steps=2, **options):
         engine = engine_of(recipe, fields, buffers=choice, **options)
         gatherer = engine.optimizer.gatherer
         losses = train(engine, steps, vocab=64)
-        blocks = [unit for unit in gatherer.units if len(unit.params) > 2 and unit not in gatherer._outsized]
+        blocks = [unit for unit in gatherer.units if len(unit.params) > 2 and unit not in gatherer.hops.outsized]
         found[choice] = {
             "losses": losses,
-            "outsized": names_of(engine, gatherer._outsized),
-            "gathered ring": gatherer._gathered_ring.num_bytes(),
-            "held ring": gatherer._held_ring.num_bytes(),
+            "outsized": names_of(engine, gatherer.hops.outsized),
+            "gathered ring": gatherer.hops.gathered_ring.num_bytes(),
+            "held ring": gatherer.hops.held_ring.num_bytes(),
             "block numel": max((unit.numel for unit in blocks), default=0),
-            "not given back": gatherer._gathered_ring._taken + gatherer._held_ring._taken,
-            "largest": max((storage.numel() for storage, _ in gatherer._gathered_ring._free), default=0),
+            "not given back": gatherer.hops.gathered_ring._taken + gatherer.hops.held_ring._taken,
+            "largest": max((storage.numel() for storage, _ in gatherer.hops.gathered_ring._free), default=0),
             "row": [line.split()[2:] for line in printed().splitlines() if line.startswith("  secondary shard ")][-1:],
             "held": sum(unit.secondary is not None for unit in gatherer.units),
         }
@@ -86,7 +87,7 @@ def scopes(recipe, fields, names, node_size, steps=2, accumulation=1):
         with torch.no_grad():
             losses.append(engine(input_ids=tokens, labels=tokens).loss.item())
         sent = session.ledger.report()["per_step"]
-        found[scope] = (losses, session.secondary_ranks, gatherer.secondary_bytes(), sent)
+        found[scope] = (losses, session.secondary_ranks, secondary_bytes(gatherer), sent)
         engine.destroy()
     return found
 
@@ -138,14 +139,14 @@ def alive(refs, none_is_due=False):
 def buffers_end(fields, recipe="zeropp"):
     """How many buffers for one gather are alive: after a forward, a step, a cancelled gather, and the engine's end."""
     made = []
-    real = gatherer_module.buffer_for
+    real = hops_module.buffer_for
 
     def watched(lane, num_bytes, device):
         buffer = real(lane, num_bytes, device)
         made.append(weakref.ref(buffer))
         return buffer
 
-    with mock.patch.object(gatherer_module, "buffer_for", watched):
+    with mock.patch.object(hops_module, "buffer_for", watched):
         engine = engine_of(recipe, fields, "far ahead")
         gatherer = engine.optimizer.gatherer
         train(engine, 2, vocab=64)
@@ -155,10 +156,10 @@ def buffers_end(fields, recipe="zeropp"):
         log["under way"] = alive(made)
         gatherer.weights_changed()
         log["cancelled"] = alive(made, none_is_due=True)
-        (unit,) = gatherer.units_of([head])
-        gatherer.start_first_hops(unit)
+        (unit,) = units_of([head])
+        gatherer.hops.start_first(unit)
         log["first hops"] = alive(made)
-        gatherer.cancel(unit)
+        gatherer.hops.cancel(unit)
         log["first hops cancelled"] = alive(made, none_is_due=True)
         head.all_gather_coalesced([embedding, head])
         log["under way again"] = alive(made)
@@ -175,7 +176,7 @@ def operands_in_a_buffer(scaling):
         fields["topology"] = {"ranks_per_node": 4}
         engine = engine_of("lossless", fields, buffers=choice, dtype="bf16", hidden=128, intermediate=384, vocab=256)
         gatherer, storages, inside = engine.optimizer.gatherer, {}, []
-        real = gatherer_module.buffer_for
+        real = hops_module.buffer_for
 
         def watched(lane, num_bytes, device, real=real, storages=storages):
             buffer = real(lane, num_bytes, device)
@@ -187,7 +188,7 @@ def operands_in_a_buffer(scaling):
             inside.append(codes.untyped_storage().data_ptr() in storages)
 
         layer = engine.module.model.layers[1].mlp.up_proj
-        with mock.patch.object(gatherer_module, "buffer_for", watched):
+        with mock.patch.object(hops_module, "buffer_for", watched):
             hook = layer.register_forward_pre_hook(look)
             losses = train(engine, 2)
             hook.remove()

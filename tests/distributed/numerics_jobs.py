@@ -21,6 +21,8 @@ from zeropp_fp8.config import TRIAL_VARIABLE, Trial
 from zeropp_fp8.formats import make_format
 from zeropp_fp8.numerics.bisect import Bisection, say
 from zeropp_fp8.numerics.reference import Experiment, by_layer, check_the_same, draw, layer_table, read_run
+from zeropp_fp8.numerics.sample import Sampler
+from zeropp_fp8.numerics.watch import Watch
 from zeropp_fp8.zero.metrics import StepMetrics
 
 POISONED = "model.layers.1.mlp.up_proj"
@@ -146,7 +148,8 @@ def beside_a_reference(path):
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     engine.step()
     dist.barrier()
-    observers = [len(each.zeropp_fp8_session.observers) for each in (reference, engine)]
+    of = [each.zeropp_fp8_session.parts for each in (reference, engine)]
+    observers = [sum(isinstance(part, (Sampler, Watch)) for part in parts) for parts in of]
     return observers, [json.loads(line)["engine"] for line in Path(path).read_text().splitlines()]
 
 

@@ -7,10 +7,11 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from models import batches, ds_config, full_weights, llama, make_engine, section
+from models import batches, ds_config, full_weights, llama, make_engine, secondary_bytes, section
 from torch import nn
 
 import zeropp_fp8
+from zeropp_fp8.zero.gather.adopted import unit_of
 
 LIMITS = {
     "none": (0, 0, 0),
@@ -73,14 +74,14 @@ def pipeline_of(engine):
 def count_ahead(engine):
     """A list that grows by the unit's elements whenever a gather is started ahead."""
     _, gatherer = pipeline_of(engine)
-    started, start = [], gatherer.start
+    started, start = [], gatherer.hops.start
 
     def counted(unit, ahead=False):
         if ahead:
             started.append(unit.numel)
         return start(unit, ahead)
 
-    gatherer.start = counted
+    gatherer.hops.start = counted
     return started
 
 
@@ -109,7 +110,8 @@ def bytes_of_a_step(recipe, granularity, steps=2):
 
     engine = engine_of(recipe, fields={"gather_granularity": granularity})
     _, gatherer = pipeline_of(engine)
-    payloads = sum(gatherer.format_of(p).payload_bytes(p.ds_tensor.ds_numel) for p in gatherer.adopted.values())
+    params = gatherer.ownership.params.values()
+    payloads = sum(unit_of(p).format_of(p).payload_bytes(p.ds_tensor.ds_numel) for p in params)
     tokens, reports = some_batches(steps), [zeropp_fp8.wire_report(engine)]
     for batch in tokens:
         train_step(engine, batch)
@@ -121,7 +123,7 @@ def bytes_of_a_step(recipe, granularity, steps=2):
         "reports": reports,
         "payloads": payloads,
         "predicted": predicted_bytes(engine.zeropp_fp8_session, gatherer),
-        "quantized numel": sum(p.ds_numel for p in gatherer.adopted.values() if len(p.ds_shape) >= 2),
+        "quantized numel": sum(p.ds_numel for p in params if len(p.ds_shape) >= 2),
     }
 
 
@@ -260,7 +262,7 @@ def writes_are_seen(recipe, limits, fields=None):
     results = {}
 
     def under_way():
-        return sum(unit.flight is not None for unit in gatherer.units)
+        return sum(unit.pending is not None for unit in gatherer.units)
 
     def check(name, write):
         before = evaluate(engine, tokens)
@@ -326,7 +328,7 @@ def two_engines_one_module(limits):
     log["state"] = sum(hasattr(p, "zeropp_fp8_wire") for p in model.parameters())
     log["kept"] = all(torch.equal(w, weights[name]) for name, w in full_weights(model).items())
     log["bytes held"] = (
-        gatherer.secondary_bytes() + gatherer._gathered_ring.num_bytes() + gatherer._held_ring.num_bytes()
+        secondary_bytes(gatherer) + gatherer.hops.gathered_ring.num_bytes() + gatherer.hops.held_ring.num_bytes()
     )
 
     second = engine_of("zeropp", limits, model)
@@ -375,7 +377,7 @@ def most_under_way(limits):
 
     def watched(module, forward):
         fetch(module, forward)
-        seen.append(sum(unit.numel for unit in gatherer.units if unit.flight is not None))
+        seen.append(sum(unit.numel for unit in gatherer.units if unit.pending is not None))
 
     coordinator.fetch_sub_module = watched
     for tokens in some_batches(3):

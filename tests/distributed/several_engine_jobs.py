@@ -112,11 +112,12 @@ def over_one_model(kind):
     losses = _trained(trains, tokens[:2])
     others.append(_loss(evaluates, tokens[4]))
     own.append(_loss(trains, tokens[4]))
-    evaluates.destroy()
     losses += _trained(trains, tokens[2:4])
     own.append(_loss(trains, tokens[4]))
-    found["evaluates first"] = losses, own, others + own[2:]
     trains.destroy()
+    others.append(_loss(evaluates, tokens[4]))
+    found["evaluates first"] = losses, own, others
+    evaluates.destroy()
 
     model = llama()
     trains = made(model, True)

@@ -1,12 +1,8 @@
 """What engine.destroy() leaves: nothing of an engine that is dropped, DeepSpeed's part of one that is kept."""
 
-import shutil
-
 import freed_jobs as jobs
 import pytest
 from ranks import run_ranks, run_two
-from rlhf_jobs import config_of
-from rlhf_starts import make_starts
 
 KINDS = ["lossless", "zeropp", "zeropp, rank's copy", "zeropp-4bit", "fp8-lm", jobs.QLORA, jobs.FROZEN]
 
@@ -67,20 +63,3 @@ def test_an_optimizer_is_destroyed_before_its_engine(kind):
 def test_what_is_freed_says_so():
     for said in run_two(jobs.said_by_what_is_freed):
         assert len(said) == 2 and all("engine.destroy() has freed" in line for line in said)
-
-
-@pytest.mark.parametrize("recipe", ["lossless", "qlora"])
-def test_evaluate_has_one_model_at_a_time(recipe, tmp_path):
-    make_starts(tmp_path)
-    shutil.copytree(tmp_path / "base", tmp_path / "copy")
-    (tmp_path / "out").mkdir()
-    for raised, there in run_ranks(
-        jobs.evaluated,
-        world=2,
-        folder=tmp_path / "out",
-        config=config_of(recipe),
-        models=[str(tmp_path / name) for name in ("base", "adapter", "copy")],
-        rows=str(tmp_path / "prompts.jsonl"),
-    ):
-        assert raised == [None]
-        assert there == [0, 0, 0]

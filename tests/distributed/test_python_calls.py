@@ -25,8 +25,8 @@ def test_differences_cost_little_more_than_what_they_are_differences_of(found):
     for rank in found:
         assert rank["zeropp-diff"][0] <= 1.1 * rank["zeropp-4bit"][0]
         each = rank["zeropp-diff"][1]
-        assert each["differing.add_differences"] == 1, "it sends none"
-        assert "fits.bring_to_host" not in each, "a copy to the host for each block"
+        assert each["delta.add"] == 1, "it sends none"
+        assert "difference.bring_to_host" not in each, "a copy to the host for each block"
 
 
 def test_what_is_not_called_for_each_parameter(found):

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from hang_guard import HANG
 from ranks import run_ranks
 
-from benchmarks import rlhf_limits, rlhf_step, trl_profile
+from benchmarks import rlhf_step
 from benchmarks.rlhf_step import compare, measure, parse, show
 
 ROOT = Path(__file__).parents[2]
@@ -176,30 +175,3 @@ def test_command_line_errors(given, message, capsys):
         parse(given)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_limit_has_no_link(capsys):
-    with pytest.raises(SystemExit):
-        rlhf_limits.parse(["--gbit", "25"])
-    assert "unrecognized arguments: --gbit" in capsys.readouterr().err
-    args = rlhf_limits.parse(["--prompt", "5", "--tokens", "7"])
-    assert (args.axis, args.sequence, args.start, args.stop, args.nodes) == ("batch", 12, 1, 1024, 1)
-
-
-def test_profile_of_trl(capsys):
-    """Two GRPO iterations and the profile of a third: every product of a sampled token is in it."""
-    args = argparse.Namespace(size="tiny-gqa", batch=2, tokens=3, warmup=1, steps=1, profile=500)
-    given = {"run": "grpo-lossless", "args": args, "device": torch.device("cpu")}
-    (row,) = run_ranks(trl_profile.measure, 1, ranks_per_node=1, **given)
-    calls = {}  # by file and function
-    for name, number, _ in row["functions"]:
-        key = re.sub(r":\d+ ", " ", name)
-        calls[key] = calls.get(key, 0) + number
-    assert sum(calls.values()) <= row["package_calls"] < row["calls"] and 0 < row["package_ms"] < row["total_ms"]
-    # 7 products of 3 layers, of 3 tokens and of training; the head's in training is a matmul of TRL's.
-    assert calls["generation/resident.py <lambda>"] == 3 * (21 + 1), calls
-    assert calls["zero/linear_function.py linear"] == 21, calls
-    assert any(key.endswith(" _avg_scatter_grads") for key in calls) and row["iteration_ms"] > 0
-    trl_profile.show({"rows": [{**row, "functions": row["functions"][:3]}]})
-    printed = capsys.readouterr().out
-    assert "grpo-lossless" in printed and row["functions"][0][0] in printed and row["functions"][3][0] not in printed

@@ -154,7 +154,7 @@ def test_an_older_deepspeed_is_refused(monkeypatch):
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     from zeropp_fp8.config import ConfigError, resolve
-    from zeropp_fp8.plugin.engine import check_owners
+    from zeropp_fp8.plugin.zeropp_engine import check_owners
 
     config = resolve({"zero_optimization": {"stage": 3}, "zeropp_fp8": {"recipe": "fp8-lm"}})
     check_owners(config)

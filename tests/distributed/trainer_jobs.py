@@ -6,9 +6,8 @@ from functools import partial
 
 import torch
 from models import batches, ds_config, full_weights, llama, make_engine, section
-from ranks import printed
+from ranks import attempt, printed
 from recipes import section_of
-from rlhf_jobs import attempt
 
 import zeropp_fp8
 

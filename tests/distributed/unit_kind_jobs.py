@@ -28,14 +28,11 @@ class Masked(Sliced):
     def takes(self, param):
         return len(param.ds_shape) >= 2
 
-    def unit(self, params, persistent=False):
-        return MaskedUnit(params, self, persistent)
-
 
 class MaskedUnit(Unit):
     """Slices one after the other, a row a rank."""
 
-    def bytes_of(self, param):
+    def bytes_in(self, wire_format, param):
         return param.ds_tensor.numel() * param.ds_tensor.element_size()
 
     def lay_out(self):
@@ -84,6 +81,9 @@ class MaskedUnit(Unit):
     def changed(self, by_step=False):
         super().changed(by_step)
         self.kind.calls.append("changed")
+
+
+Masked.unit_class = MaskedUnit
 
 
 def trained(node_size, secondary, granularity, own_kind):

@@ -143,7 +143,7 @@ def _resumed(folder, watch="fall_back", **case):
     second.load_checkpoint(folder)
     said = printed(dist.get_rank())[before:]
     session = second.zeropp_fp8_session
-    compared_with = [len(one.earlier) for one in session.observers]
+    compared_with = [len(one.earlier) for one in session.parts if isinstance(one, watch_module.Watch)]
     fell_back = session.fell_back, session.weight_format is session.inter_format is None
     again = [_spiking_step(second, one, SOON + 2) for one in tokens[SOON + 1 :]]
     same = all(torch.equal(weight, weights[name]) for name, weight in full_weights(second.module).items())
@@ -170,10 +170,10 @@ def without_memory():
     engine = _engine("fall_back", "fp8-lm-o1")
     if dist.get_rank() == 1:
 
-        def keep_numbers():
+        def formats_changed():
             raise torch.OutOfMemoryError("out of memory")
 
-        engine.optimizer.store.keep_numbers = keep_numbers
+        engine.optimizer.store.formats_changed = formats_changed
     try:
         for step, tokens in enumerate(batches(SOON, dist.get_rank()), start=1):
             _spiking_step(engine, tokens, step)

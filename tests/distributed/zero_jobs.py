@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from models import KEPT, batches, build, ds_config, full_weights, llama, make_engine, section, train
+from models import KEPT, batches, build, ds_config, full_weights, llama, make_engine, secondary_bytes, section, train
 from parity_jobs import allow_fp16_on_cpu, switch
 from ranks import printed
 
 import zeropp_fp8
 from zeropp_fp8.comm.ledger import SENT
+from zeropp_fp8.zero.gather.adopted import unit_of
 
 
 def forward_backward(engine, tokens):
@@ -76,7 +77,7 @@ def secondary_shards(scope, node_size=2):
         log["first evaluation"] = moved()
         assert forward().item() == first
         log["second evaluation"] = moved()
-    log["held"] = gatherer.secondary_bytes()
+    log["held"] = secondary_bytes(gatherer)
     loss = forward()
     assert loss.item() == first
     log["training forward"] = moved()
@@ -90,7 +91,7 @@ def secondary_shards(scope, node_size=2):
     engine.backward(forward())
     moved()
     engine.step()
-    log["held after step"] = gatherer.secondary_bytes()
+    log["held after step"] = secondary_bytes(gatherer)
     moved()
     with torch.no_grad():
         assert forward().item() != first
@@ -167,7 +168,7 @@ def quantized_nontrainable_weights():
         p.requires_grad_("layers.1." in name)
     engine = make_engine(model, ds_config(zero_optimization={"zero_quantized_nontrainable_weights": True}))
     losses = train(engine, 2)
-    formats = {name: repr(engine.optimizer.gatherer.format_of(p)) for name, p in engine.module.named_parameters()}
+    formats = {name: repr(unit_of(p).format_of(p)) for name, p in engine.module.named_parameters()}
     at_rest = {name: p.ds_tensor.dtype for name, p in engine.module.named_parameters()}
     return losses, formats, at_rest, {n: p.requires_grad for n, p in engine.module.named_parameters()}, printed()
 
@@ -222,8 +223,8 @@ def a_part_called_by_itself(calls):
     config = ds_config(section("zeropp", ranks_per_node=1, secondary={"scope": "none"}), zero_optimization=zero)
     engine = make_engine(llama(layers=3), config, optimizer=None)
     offload, seen = engine.optimizer, []
-    start = offload.gatherer.start
-    offload.gatherer.start = lambda unit, ahead=False: (seen.append(ahead), start(unit, ahead))
+    start = offload.gatherer.hops.start
+    offload.gatherer.hops.start = lambda unit, ahead=False: (seen.append(ahead), start(unit, ahead))
     for _ in range(calls):
         seen.clear()
         with torch.no_grad():

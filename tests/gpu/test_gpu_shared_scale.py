@@ -7,7 +7,7 @@ from shared_scale_cases import TILE, check_encode, check_mixed_layout, check_squ
 
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.formats import SharedScaleFormat
-from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.formats.scale_table import SharedScales
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

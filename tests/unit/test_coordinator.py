@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zeropp_fp8.comm.ledger import OUTSIDE, WireLedger
+from zeropp_fp8.zero.gather.adopted import STATE
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
 from zeropp_fp8.zero.gather.trace import FetchTrace
-from zeropp_fp8.zero.gather.units import Flight
+from zeropp_fp8.zero.gather.units import PendingGather
 
 CPU = torch.device("cpu")
 PLENTY = 10**9
@@ -128,7 +129,7 @@ class FakeGatherer:
     """Moves units between their states and writes down who asked for what."""
 
     def __init__(self, units, device="cuda"):
-        self.units = list(units)
+        self.units, self.ownership, self.hops = list(units), self, self
         self.device = torch.device(device)
         self.session = SimpleNamespace(ledger=WireLedger(2, 2))
         self.live_numel = 0
@@ -149,10 +150,7 @@ class FakeGatherer:
     def has(self, param):
         return any(param is own for unit in self.units for own in unit.params)
 
-    def units_of(self, params):
-        return tuple({id(u): u for p in params for u in self.units if any(p is q for q in u.params)}.values())
-
-    def start_first_hops(self, unit):
+    def start_first(self, unit):
         self.calls.append(("first hops", unit))
 
     def start(self, unit, ahead=False):
@@ -163,14 +161,14 @@ class FakeGatherer:
             in_flight = sum(u.numel for u in self.units if u.in_flight)
             self.ahead.append((unit, in_flight, self.live_numel, self.session.ledger.kind))
         self.calls.append(("ahead" if ahead else "start", unit))
-        unit.flight = Flight(asked_for=True)
+        unit.pending = PendingGather(unit, asked_for=True)
 
     def finish(self, unit):
         if unit.live:
             return
         assert unit.in_flight
         self.calls.append(("finish", unit))
-        unit.flight = None
+        unit.pending = None
         unit.live = True
         self.live_numel += unit.numel
         for param in unit.params:
@@ -190,7 +188,7 @@ class FakeGatherer:
 
     def cancel(self, unit):
         self.calls.append(("cancel", unit))
-        unit.flight = None
+        unit.pending = None
 
 
 _ids = itertools.count()
@@ -660,6 +658,7 @@ def test_what_runs_on_gathered_units_asks_for_nothing_and_is_not_learned(data):
 def test_a_unit_that_is_gathered_in_part_is_fetched():
     pipeline = Pipeline([4, 4])
     second = fake_unit(4).params[0]
+    getattr(second, STATE).unit = pipeline.units[0]
     pipeline.units[0].params.append(second)
     pipeline.modules[0].register_parameter("second", second)
     gathered(pipeline, 0)

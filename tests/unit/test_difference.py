@@ -8,8 +8,7 @@ from difference_cases import CPU, RANKS, steps_on
 from triton_process import run
 
 from zeropp_fp8.formats import make_format
-from zeropp_fp8.zero.gather.difference import Contents, Difference
-from zeropp_fp8.zero.gather.fits import Fits
+from zeropp_fp8.zero.gather.difference import Contents, Difference, Fits
 
 INT4, EXACT = make_format("int4", block_size=32), make_format("none", dtype=torch.float32)
 

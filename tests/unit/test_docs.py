@@ -224,7 +224,7 @@ def test_the_python_shown_runs(block):
     tree = ast.parse(block)
     names = re.findall(r"zeropp_fp8\.(\w+)\(", block)
     assert all(callable(getattr(zeropp_fp8, name)) for name in names)
-    imports = [line for line in block.splitlines() if line.startswith("from zeropp_fp8")]
+    imports = [line for line in block.splitlines() if re.match("from (zeropp_fp8|quantize)", line)]
     defined = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     assert names or imports or defined
     for line in imports:
@@ -306,6 +306,8 @@ def check_script(given):
             assert rest[0] == "train.py"  # the user's own
         elif module == "zeropp_fp8" and rest[0] in COMMANDS:
             assert importlib.import_module(COMMANDS[rest[0]][0]).parse(rest[1:])
+        elif module == "benchmarks.plan_fit.rlhf":
+            assert importlib.import_module(module).parse(rest)
         else:
             found = Path(importlib.util.find_spec(module).origin)
             check_options(found.with_name("__main__.py") if found.name == "__init__.py" else found, rest)

@@ -15,7 +15,7 @@ from torch import nn
 from zeropp_fp8.export import export_checkpoint, main
 from zeropp_fp8.formats import make_format
 from zeropp_fp8.zero.checkpoint.manifest import MANIFEST, describe_file, write_manifest
-from zeropp_fp8.zero.fragment import QuantizedFragment, format_fields
+from zeropp_fp8.zero.fragment import QuantizedFragment
 from zeropp_fp8.zero.frozen.saved_ranks import FRAGMENTS
 
 FORMAT = make_format("nf4", block_size=4, double_quantize=True)
@@ -33,9 +33,7 @@ def states_of(tensors, rank, ranks, dtype):
             payload = torch.empty(FORMAT.payload_bytes(part_numel), dtype=torch.uint8)
             FORMAT.encode_part(tensor, rank * part_numel, part_numel, payload)
             shape = tuple(tensor.shape)
-            fragments[name] = QuantizedFragment(
-                name, payload, format_fields(FORMAT), part_numel, shape, dtype, rank, ranks
-            )
+            fragments[name] = QuantizedFragment(name, payload, FORMAT.options(), part_numel, shape, dtype, rank, ranks)
     return {
         "module": {"buffer": torch.arange(3)},
         FRAGMENTS: fragments,

@@ -103,7 +103,13 @@ def test_a_payload_of_a_part_is_one_like_any_other(name, options):
 
 
 def test_granules():
-    expected = {"none": 1, "fp16": 1, "nf4": 64, **dict.fromkeys(("int8", "int4", "fp8_e4m3", "fp8_e5m2"), 128)}
+    expected = {
+        "none": 1,
+        "fp16": 1,
+        "nf4": 64,
+        "nvfp4": 16,
+        **dict.fromkeys(("int8", "int4", "fp8_e4m3", "fp8_e5m2"), 128),
+    }
     assert {name: make_format(name).granule for name in FORMAT_NAMES} == {
         **expected,
         **{"int2": 64, "int3": 64},

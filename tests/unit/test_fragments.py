@@ -16,7 +16,7 @@ from torch import nn
 
 from zeropp_fp8.formats import DOUBLE_QUANTIZED_NAMES, MX_NAMES, make_format
 from zeropp_fp8.formats.recut import cut_again
-from zeropp_fp8.zero.fragment import QuantizedFragment, RawCodesError, format_fields, fragments_stand_in
+from zeropp_fp8.zero.fragment import QuantizedFragment, RawCodesError, fragments_stand_in
 from zeropp_fp8.zero.frozen.saved_ranks import slice_of
 
 FORMATS = [
@@ -98,7 +98,7 @@ def fragment_of(wire_format, tensor):
     return QuantizedFragment(
         name="model.layers.0.mlp.up_proj.weight",
         payload=wire_format.encode(tensor),
-        format_fields=format_fields(wire_format),
+        format_fields=wire_format.options(),
         part_numel=tensor.numel(),
         full_shape=tuple(tensor.shape),
         value_dtype=tensor.dtype,

@@ -44,8 +44,8 @@ PARTS = set(MAY_IMPORT) - {""}
 # The same inside zero/, by folder or file. A feature stands above what it extends.
 ROOMS = {
     "": set(),
-    "session": {"placement", "observer"},
-    "observer": set(),
+    "session": {"placement", "part"},
+    "part": set(),
     "memory": set(),
     "placement": set(),
     "fragment": set(),
@@ -55,14 +55,15 @@ ROOMS = {
     "turns": set(),
     "fused_update": set(),
     "gather": {"session", "memory"},
-    "reduce": {"session", "memory"},
-    "report": {"session", "gather", "reduce"},
+    "parts": {"session", "part", "gather"},
+    "reduce": {"session", "part", "memory"},
+    "report": {"session", "part", "gather"},
     # The last two only where they are asked for.
-    "offload": {"session", "gather", "report", "compiled", "turns", "frozen", "owners"},
+    "offload": {"session", "gather", "report", "compiled", "turns", "frozen", "owners", "parts"},
     "stage3_base": {"session"},
-    "own_entry": {"stage3_base"},
+    "extra_state": {"session"},
     "bound": {"session"},
-    "fall_back": {"session", "stage3_base"},
+    "fall_back": {"session", "part", "stage3_base"},
     "stage3_reduction": {"session", "stage3_base", "reduce", "bound"},
     "stage3": {
         "session",
@@ -73,9 +74,10 @@ ROOMS = {
         "report",
         "fall_back",
         "fused_update",
-        "own_entry",
+        "extra_state",
+        "parts",
     },
-    "states": {"stage3_base", "reduce"},
+    "states": {"stage3_base", "part", "reduce"},
     "owners": {"stage3_base", "session", "placement", "gather"},
     "frozen": {"session", "gather", "fragment"},
     "compose": {"session", "stage3", "states", "owners"},
@@ -167,6 +169,34 @@ def room_of(module):
     return module.split(".")[2] if module.count(".") > 1 else ""
 
 
+def imported_files(source, module, is_package):
+    """Files of the package that a file of it imports, wherever the import stands; packages' own files are passed over.
+
+    Each imports those of its folder that others may want, and would close a circle with all that ask one of them.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".") if is_package else module.split(".")[:-1]
+            base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [node.module])])
+            base = base if node.level else node.module
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    return {name for name in found if name in FILES and FILES[name].name != "__init__.py"} - {module}
+
+
+def circles(imports):
+    """What is left of {file: files} when all are gone that need nothing that is left, or that nothing left needs."""
+    left = {file: set(needs) for file, needs in imports.items()}
+    while True:
+        needed = set().union(*left.values())
+        free = {file for file, needs in left.items() if not needs or file not in needed}
+        if not free:
+            return sorted(left)
+        left = {file: needs - free for file, needs in left.items() if file not in free}
+
+
 UPWARD = [
     ("zeropp_fp8.formats.base", "from zeropp_fp8.comm import Topology"),
     ("zeropp_fp8.formats.base", "import zeropp_fp8.comm.ledger as ledger"),
@@ -226,7 +256,30 @@ def test_the_house():
             del left[room]
 
 
+def test_no_circle_of_imports():
+    """Between any files, for type checking and inside functions too: each can be read after what it is made of."""
+    imports = {
+        module: imported_files(path.read_text(), module, path.name == "__init__.py") for module, path in FILES.items()
+    }
+    assert circles(imports) == []
+    assert imports["zeropp_fp8.zero.gather.gatherer"] >= {"zeropp_fp8.zero.gather.units", "zeropp_fp8.comm.ledger"}
+
+
 def test_the_checks_see_what_they_are_for():
+    own, other, third = "zeropp_fp8.zero.gather.units", "zeropp_fp8.zero.gather.trace", "zeropp_fp8.zero.session"
+    for source in (
+        f"from {other} import Fetch",
+        "from zeropp_fp8.zero.gather import trace",
+        "from .trace import Fetch",
+        "from . import trace",
+        f"import {other} as t",
+        f"if TYPE_CHECKING:\n    from {other} import Fetch",
+        f"def f():\n    from {other} import Fetch",
+    ):
+        assert imported_files(source, own, False) == {other}, source
+    assert imported_files("import torch\nfrom zeropp_fp8.zero import gather\nimport zeropp_fp8", own, False) == set()
+    assert circles({own: {other}, other: {own}, third: {own}}) == [other, own]
+    assert circles({own: {other}, other: set(), third: {own, other}}) == []
     for module, source in UPWARD:
         assert len(upward_imports(source, module)) == 1, (module, source)
     for module, source in DOWNWARD:

@@ -233,4 +233,4 @@ def test_steps_whose_gradients_are_not_finite_in_both_runs():
         one.steps[1]["grad_norm"] = one.steps[0]["grad_norm"] = math.nan
     assert math.isnan(distance(run, other, "grad_norm"))
     rows = layer_table({"a": [math.nan, 0.01, 0.03], "b": [math.nan, 0.5, 0.5], "none": [math.nan] * 3}).splitlines()
-    assert [row.split() for row in rows[1:]] == [["50", "%", "50", "%", "b"], ["1", "%", "2", "%", "a"]]
+    assert [row.split() for row in rows[1:]] == [["b", "50", "%", "50", "%"], ["a", "1", "%", "2", "%"]]

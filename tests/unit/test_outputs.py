@@ -4,12 +4,16 @@ import json
 import math
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zeropp_fp8.__main__ import COMMANDS
 from zeropp_fp8.__main__ import main as command
 from zeropp_fp8.numerics import reference
+from zeropp_fp8.outputs import plain, table
 
 FILES = {
     "doctor": ["doctor", "--json"],
@@ -93,3 +97,38 @@ def test_json_goes_to_a_file_or_to_stdout_in_all_commands(tmp_path, capsys, monk
         assert found and found.keys() == json.loads((tmp_path / "found.json").read_text()).keys(), name
         assert said[0].out and said[0].out == said[2].out and said[0].out in said[1].err, name
         (tmp_path / "found.json").unlink()
+
+
+CELLS = st.text("abc1.%", min_size=1, max_size=9)
+
+
+@given(st.lists(st.tuples(CELLS, CELLS, CELLS), min_size=1, max_size=5), st.sets(st.sampled_from([0, 1, 2])))
+def test_columns_of_a_table_begin_or_end_below_each_other(rows, left):
+    heads = ("x0", "x1", "x2")
+    rows = [heads, *rows]
+    lines = table(rows, words=[heads[column] for column in left])
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row, line in zip(rows, lines, strict=True):
+        assert line.split() == list(row) and line == line.rstrip()
+        padded, begin = line.ljust(sum(widths) + 4), 0
+        for column, width in enumerate(widths):
+            cell = padded[begin : begin + width]
+            assert cell.startswith(row[column]) if column in left else cell.endswith(row[column])
+            begin += width + 2
+
+
+def test_json_of_a_dataclass_has_what_is_derived_and_no_number_that_is_none():
+    @dataclass
+    class Found:
+        seconds: float
+        parts: tuple
+        DERIVED = ("twice",)
+
+        @property
+        def twice(self):
+            return 2 * self.seconds
+
+    said = plain({"found": Found(1.5, (Found(math.inf, ()), "x"))})
+    assert json.loads(json.dumps(said)) == {
+        "found": {"seconds": 1.5, "parts": [{"seconds": None, "parts": [], "twice": None}, "x"], "twice": 3.0}
+    }

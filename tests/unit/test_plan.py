@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import re
 import subprocess
 import sys
@@ -14,13 +13,13 @@ import pytest
 from hang_guard import HANG
 
 from benchmarks import plan_scaling
+from benchmarks.plan_fit.points import emulated_job
 from zeropp_fp8.config import RECIPES
 from zeropp_fp8.plan import (
     EMULATED_H200,
     H200,
     LORA_METHODS,
     METHODS,
-    PEERS,
     TABLE_METHODS,
     V100,
     Cluster,
@@ -29,15 +28,11 @@ from zeropp_fp8.plan import (
     Lora,
     Model,
     PlanError,
-    calibrate,
-    check,
     estimate,
-    load_points,
     memory_per_gpu,
     method_named,
 )
 from zeropp_fp8.plan.__main__ import main
-from zeropp_fp8.plan.measured import emulated_job
 from zeropp_fp8.plan.memory import MARGIN, memory_for_copies
 from zeropp_fp8.plan.methods import LORA_TABLE_METHODS, element_bytes
 from zeropp_fp8.plan.step_time import codec_bytes, optimizer_seconds, overlapped
@@ -46,7 +41,6 @@ ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks/results/two_nodes"
 PARAMETERS = 1345423360  # of the benchmark's Llama
 M = 2 * PARAMETERS
-ROW = {"run": "zeropp", "dtype": "bf16", "step_ms": 500.0, "peak_gib": 2.0}  # of a result
 NONE_KEPT = replace(emulated_job(25), kept_parameters=0)
 OF_ALL_WEIGHTS = [name for name, method in METHODS.items() if method.stored_bytes is None]
 
@@ -350,16 +344,6 @@ def test_memory_by_hand():
     assert stock.held < stock.peak == stock.held + max(stock.gathered + stock.activations, stock.update)
 
 
-def test_memory_of_measured_peaks():
-    """Of all runs that train all weights of one model."""
-    points = [p for p in load_points(RESULTS.parent) if p.peak_bytes and not p.job.lora and p.run in METHODS]
-    points = [p for p in points if not p.phase]
-    assert len(points) > 70 and {"fsdp2", "fsdp2-compiled", "hsdp", "fp8-lm"} <= {p.run for p in points}
-    for point in points:
-        modelled = memory_per_gpu(METHODS[point.run], point.job).peak
-        assert modelled == pytest.approx(point.peak_bytes, rel=0.15), (point.source, point.label)
-
-
 def test_checkpointing_saves_activations_and_costs_time():
     job = Job(Model.from_parameters(7e9), Cluster(1, 8), 8192)
     saved = replace(job, checkpointing=True)
@@ -395,13 +379,6 @@ def test_checkpointing_saves_activations_and_costs_time():
             lambda: estimate(METHODS["stock"], Job(Model(100, 1, 1, 2), Cluster(64, 8, 10), 1), H200),
             "512 ranks cannot share 100 parameters",
         ),
-        (lambda: calibrate(PEERS, H200, ["speed"]), "hardware has no 'speed'"),
-        (lambda: calibrate(PEERS, H200, []), "1 to 3 fields"),
-        (lambda: calibrate(PEERS, H200, list(vars(H200))[:4]), "1 to 3 fields"),
-        (lambda: calibrate(PEERS[:1], H200, ["intra_gbs", "memory_gbs"]), "at least as many measured points"),
-        (lambda: calibrate(PEERS, replace(H200, net_latency_us=0), ["net_latency_us"]), "starts at 0"),
-        (lambda: check([replace(PEERS[0], run="magic")], H200), "there is no method 'magic'"),
-        (lambda: load_points("no/such/folder"), "there is no file or folder"),
     ],
 )
 def test_impossible_inputs(make, message):
@@ -444,16 +421,6 @@ def test_command_line_json_agrees_with_the_model(capsys):
     assert row["tokens_per_s"] * row["step_s"] == pytest.approx(2048)
 
 
-def test_command_line_checks_and_fits(tmp_path, capsys):
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps({"gbit": 25, "rows": [ROW | {"run": "magic"}, ROW | {"run": "stock", "step_ms": 1883}]}))
-    main(["--check", str(path), "--fit", "link_efficiency"])
-    out = capsys.readouterr().out
-    assert "no model for: magic" in out
-    assert "fitted link_efficiency = " in out
-    assert out.count("%") == 1 + 1  # a line a point, and the largest error
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -470,9 +437,6 @@ def test_command_line_checks_and_fits(tmp_path, capsys):
         (["--overlap", "nan"], "--overlap: nan: give a number at least 0, at most 1"),
         (["--tokens", "9" * 400], "give a whole number from 1 to 1000000000"),
         (["--methods", "zerop"], "there is no method 'zerop'"),
-        (["--check", "nowhere.json"], "there is no file or folder nowhere.json"),
-        (["--fit", "overlap"], "--fit needs --check"),
-        (["--check", "--fit", "overlap", "--held-out"], "--held-out needs --fit machine"),
     ],
 )
 def test_command_line_errors(arguments, message, capsys):
@@ -481,30 +445,6 @@ def test_command_line_errors(arguments, message, capsys):
     assert stopped.value.code == 2
     *usage, said = capsys.readouterr().err.splitlines()
     assert message in said and (not usage or usage[0].startswith("usage: "))
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (None, "no step times measured on GPUs"),
-        ({"rows": []}, "no step times measured on GPUs"),
-        ({"gbit": 25, "rows": [ROW | {"run": "magic"}]}, "no step times measured on GPUs, only of ['magic']"),
-        ({"gbit": 25, "rows": [ROW | {"step_ms": "fast"}]}, "result.json: not as benchmarks/two_nodes.py writes it"),
-        ({"gbit": 25, "rows": [ROW | {"step_ms": math.nan}]}, "step_s must be above 0 and finite, got nan"),
-        ({"gbit": 25, "rows": [ROW | {"tokens": "many"}]}, "result.json: not as benchmarks/two_nodes.py writes it"),
-        ({"gbit": {}, "rows": [ROW]}, "result.json: not as benchmarks/two_nodes.py writes it"),
-        ({"rows": 5}, "result.json: not as benchmarks/two_nodes.py writes it"),
-        ({"rates": [5]}, "result.json: not as benchmarks/two_nodes.py writes it"),
-        ({"hardware": [], "rows": [ROW]}, "result.json: not as benchmarks/two_nodes.py writes it"),
-    ],
-)
-def test_results_that_are_none(tmp_path, result, message, capsys):
-    if result is not None:
-        (tmp_path / "result.json").write_text(json.dumps(result))
-    with pytest.raises(SystemExit) as stopped:
-        main(["--check", str(tmp_path)])
-    (said,) = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2 and said.startswith("plan: ") and message in said
 
 
 def test_scaling_plot(tmp_path, capsys):

@@ -13,6 +13,9 @@ from hang_guard import HANG
 
 from benchmarks.harness.lora import LORA_RANK, SECTIONS
 from benchmarks.harness.sizes import SIZES
+from benchmarks.plan_fit import __main__ as plan_fit
+from benchmarks.plan_fit.fit import check, fitted, held_out, machine_of, measured_on
+from benchmarks.plan_fit.points import ALIASES, LORA, MODELS, llama, load_points
 from zeropp_fp8.config import FrozenConfig
 from zeropp_fp8.plan import (
     EMULATED_H200,
@@ -24,17 +27,10 @@ from zeropp_fp8.plan import (
     Lora,
     Model,
     PlanError,
-    check,
     estimate,
-    fitted,
-    held_out,
-    load_points,
-    machine_of,
-    measured_on,
     memory_per_gpu,
 )
 from zeropp_fp8.plan.__main__ import main
-from zeropp_fp8.plan.measured import ALIASES, LORA, MODELS, llama
 from zeropp_fp8.plan.step_time import codec_bytes, host_seconds
 
 ROOT = Path(__file__).parent.parent.parent
@@ -330,7 +326,7 @@ def test_command_line_json_agrees_with_the_model(capsys):
 
 
 def test_command_line_checks_results_of_lora(capsys):
-    main(["--check", str(RESULTS / "lora_step"), "--fit", "host_per_block_ms"])
+    plan_fit.main([str(RESULTS / "lora_step"), "--fit", "host_per_block_ms"])
     out = capsys.readouterr().out
     assert "qlora (LoRA) @ 25 Gbit/s" in out and "of 4 points" in out
 

@@ -7,25 +7,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.sizes import SIZES
+from benchmarks.plan_fit.__main__ import main
+from benchmarks.plan_fit.fit import calibrate, check, fitted, machine_of, measured_on
+from benchmarks.plan_fit.points import MODELS, PEERS, emulated_job, load_points
 from zeropp_fp8.plan import (
     EMULATED_H200,
     H100,
+    H200,
     METHODS,
-    PEERS,
     V100,
     Cluster,
     Model,
     PlanError,
-    calibrate,
-    check,
     estimate,
-    fitted,
-    load_points,
-    machine_of,
-    measured_on,
+    memory_per_gpu,
 )
-from zeropp_fp8.plan.__main__ import main
-from zeropp_fp8.plan.measured import MODELS, emulated_job
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks/results/two_nodes"
@@ -41,7 +37,7 @@ def test_a_gpu_without_a_preset_is_named(tmp_path, capsys):
     for gpu in (None, "NVIDIA B300", "NVIDIA H100 80GB HBM3"):
         result["hardware"] |= {"gpu": gpu} if gpu else {}
         (tmp_path / "result.json").write_text(json.dumps(result))
-        main(["--check", str(tmp_path)])
+        main([str(tmp_path)])
         assert ("NVIDIA B300: there is no preset of it" in capsys.readouterr().out) == (gpu == "NVIDIA B300")
 
 
@@ -227,14 +223,14 @@ def test_links_of_one_node_need_no_fit():
 
 
 def test_the_check_marks_what_it_does_not_fit_to(capsys):
-    main(["--check", str(RESULTS.parent / "fp8_lm_limits/h200-1-local-sequence.json"), "--fit", "achieved_tflops"])
+    main([str(RESULTS.parent / "fp8_lm_limits/h200-1-local-sequence.json"), "--fit", "achieved_tflops"])
     (marked,) = [line for line in capsys.readouterr().out.splitlines() if line.endswith("unsteady: not fitted to")]
     assert marked.startswith("fp8-lm-o2 @ one node, 8192 tokens")
 
 
 def test_the_check_predicts_each_run_from_the_others(capsys):
     path = RESULTS / "h200-2-nvlink-compiled.json"
-    main(["--check", str(path), "--fit", "machine", "--held-out"])
+    main([str(path), "--fit", "machine", "--held-out"])
     *_, said = capsys.readouterr().out.splitlines()
     points = load_points(path)
     errors = [check([p], machine_of([o for o in points if o is not p], EMULATED_H200))[0].error for p in points]
@@ -277,3 +273,77 @@ def test_models_have_the_parameters_of_the_benchmark():
         total += 2 * size.vocabulary * size.hidden + norms
         assert MODELS[name] == Model(total, size.hidden, size.layers, size.vocabulary)
     assert {"1.3b", "small", "tiny"} <= set(MODELS) & set(SIZES)
+
+
+def test_memory_of_measured_peaks():
+    """Of all runs that train all weights of one model."""
+    points = [p for p in load_points(RESULTS.parent) if p.peak_bytes and not p.job.lora and p.run in METHODS]
+    points = [p for p in points if not p.phase]
+    assert len(points) > 70 and {"fsdp2", "fsdp2-compiled", "hsdp", "fp8-lm"} <= {p.run for p in points}
+    for point in points:
+        modelled = memory_per_gpu(METHODS[point.run], point.job).peak
+        assert modelled == pytest.approx(point.peak_bytes, rel=0.15), (point.source, point.label)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: calibrate(PEERS, H200, ["speed"]), "hardware has no 'speed'"),
+        (lambda: calibrate(PEERS, H200, []), "1 to 3 fields"),
+        (lambda: calibrate(PEERS, H200, list(vars(H200))[:4]), "1 to 3 fields"),
+        (lambda: calibrate(PEERS[:1], H200, ["intra_gbs", "memory_gbs"]), "at least as many measured points"),
+        (lambda: calibrate(PEERS, replace(H200, net_latency_us=0), ["net_latency_us"]), "starts at 0"),
+        (lambda: check([replace(PEERS[0], run="magic")], H200), "there is no method 'magic'"),
+        (lambda: load_points("no/such/folder"), "there is no file or folder"),
+    ],
+)
+def test_impossible_inputs(make, message):
+    with pytest.raises(PlanError, match=message):
+        make()
+
+
+def test_command_line_checks_and_fits(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"gbit": 25, "rows": [ROW | {"run": "magic"}, ROW | {"run": "stock", "step_ms": 1883}]}))
+    main([str(path), "--fit", "link_efficiency"])
+    out = capsys.readouterr().out
+    assert "no model for: magic" in out
+    assert "fitted link_efficiency = " in out
+    assert out.count("%") == 1 + 1  # a line a point, and the largest error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.json"], "there is no file or folder nowhere.json"),
+        (["--fit", "overlap", "--held-out"], "--held-out needs --fit machine"),
+    ],
+)
+def test_command_line_errors(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "no step times measured on GPUs"),
+        ({"rows": []}, "no step times measured on GPUs"),
+        ({"gbit": 25, "rows": [ROW | {"run": "magic"}]}, "no step times measured on GPUs, only of ['magic']"),
+        ({"gbit": 25, "rows": [ROW | {"step_ms": "fast"}]}, "result.json: not as benchmarks/two_nodes.py writes it"),
+        ({"gbit": 25, "rows": [ROW | {"step_ms": float("nan")}]}, "step_s must be above 0 and finite, got nan"),
+        ({"gbit": 25, "rows": [ROW | {"tokens": "many"}]}, "result.json: not as benchmarks/two_nodes.py writes it"),
+        ({"gbit": {}, "rows": [ROW]}, "result.json: not as benchmarks/two_nodes.py writes it"),
+        ({"rows": 5}, "result.json: not as benchmarks/two_nodes.py writes it"),
+        ({"rates": [5]}, "result.json: not as benchmarks/two_nodes.py writes it"),
+        ({"hardware": [], "rows": [ROW]}, "result.json: not as benchmarks/two_nodes.py writes it"),
+    ],
+)
+def test_results_that_are_none(tmp_path, result, message, capsys):
+    if result is not None:
+        (tmp_path / "result.json").write_text(json.dumps(result))
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path)])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and said.startswith("plan_fit: ") and message in said

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.plan_fit.fit import check, machine_of
+from benchmarks.plan_fit.points import load_points
+from benchmarks.plan_fit.rlhf import RLHF_METHODS, TOKEN_HOST, iteration, main, with_a_value_head
 from zeropp_fp8.plan import (
     EMULATED_H200,
     H200,
@@ -15,13 +18,8 @@ from zeropp_fp8.plan import (
     Lora,
     Model,
     PlanError,
-    check,
-    iteration,
-    load_points,
-    machine_of,
 )
-from zeropp_fp8.plan.__main__ import main
-from zeropp_fp8.plan.rlhf import RLHF_METHODS, TOKEN_HOST, with_a_value_head
+from zeropp_fp8.plan import __main__ as plan
 from zeropp_fp8.plan.traffic import flat_ring
 
 ROOT = Path(__file__).parent.parent.parent
@@ -134,14 +132,14 @@ BASE = ["--params", "7e9", "--nodes", "8", "--gbit", "100", "--tokens", "4096", 
 
 
 def test_command_line(capsys):
-    main([*BASE, "--rlhf", "--response", "256"])
+    main([*BASE, "--response", "256"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("7 B parameters in each of four models")
+    assert lines[0].startswith("7 B parameters (31 layers, ")
     assert lines[1].split()[:4] == ["method", "iteration", "speed-up", "generation"]
     methods = [line.split()[0] for line in lines[3:-1]]
     assert methods[0] == "stock" and set(methods) <= set(RLHF_METHODS)
     assert lines[-1].startswith("recommended: ") and "generation" in lines[-1]
-    main([*BASE, "--rlhf", "--lora-rank", "16", "--methods", "stock,qlora", "--json"])
+    main([*BASE, "--lora-rank", "16", "--methods", "stock,qlora", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert [one["method"] for one in found["methods"]] == ["stock", "qlora"]
     for one in found["methods"]:
@@ -152,14 +150,11 @@ def test_command_line(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--response", "16"], "--response needs --rlhf"),
-        (["--rlhf", "--secondary-gb", "auto", "--gpu-gb", "80"], "does not go with --rlhf"),
-        (["--rlhf", "--check"], "--picture and --rlhf need a job"),
-        (["--picture", "x.png", "--check"], "--picture and --rlhf need a job"),
-        (["--rlhf", "--response", "512"], "leave nothing of a sequence of 512"),
-        (["--rlhf", "--response", "-1"], "--response: -1: give a whole number from 1"),
-        (["--rlhf", "--micro-batches", "2"], "planned over one micro-batch, got 2"),
-        (["--rlhf", "--methods", "fsdp2"], "RLHF is not modelled with it"),
+        (["--secondary-gb", "auto", "--gpu-gb", "80"], "does not go with four models"),
+        (["--response", "512"], "leave nothing of a sequence of 512"),
+        (["--response", "-1"], "--response: -1: give a whole number from 1"),
+        (["--micro-batches", "2"], "planned over one micro-batch, got 2"),
+        (["--methods", "fsdp2"], "RLHF is not modelled with it"),
         (["--nodes", "1", "--picture", "x.png"], "there is one node; give --nodes"),
     ],
 )
@@ -175,11 +170,11 @@ def test_what_cannot_be(options, message, capsys, monkeypatch, tmp_path):
 # -- the picture
 
 
-@pytest.mark.parametrize("rlhf", [[], ["--rlhf"]])
+@pytest.mark.parametrize("main", [plan.main, main])
 @pytest.mark.parametrize("ending, begins", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_a_picture_is_drawn(ending, begins, rlhf, tmp_path, capsys):
+def test_a_picture_is_drawn(ending, begins, main, tmp_path, capsys):
     file = tmp_path / f"rates.{ending}"
-    main([*BASE, *rlhf, "--methods", "stock,zeropp", "--picture", str(file)])
+    main([*BASE, "--methods", "stock,zeropp", "--picture", str(file)])
     assert file.read_bytes().startswith(begins)
     assert f"drawn in {file}" in capsys.readouterr().out
 
@@ -194,7 +189,7 @@ def test_a_picture_shows_the_estimates(monkeypatch, tmp_path):
         return loglog(self, x, y, label=label)
 
     monkeypatch.setattr(Axes, "loglog", kept)
-    main([*BASE, "--rlhf", "--methods", "stock,zeropp", "--picture", str(tmp_path / "rates.png")])
+    main([*BASE, "--methods", "stock,zeropp", "--picture", str(tmp_path / "rates.png")])
     job = Job(MODEL, Cluster(8, 8, 100), 4096, 512)
     for name, drawn in lines.items():
         for rate in list(drawn)[::20]:

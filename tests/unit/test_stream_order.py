@@ -9,8 +9,9 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from zeropp_fp8.comm import lanes
 from zeropp_fp8.comm.ledger import WireLedger
-from zeropp_fp8.zero.gather import gatherer as gatherer_module
-from zeropp_fp8.zero.gather.fits import Fits
+from zeropp_fp8.zero.gather import hops as hops_module
+from zeropp_fp8.zero.gather import units as units_module
+from zeropp_fp8.zero.gather.difference import Fits
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.units import Arrived, Unit
 
@@ -63,17 +64,16 @@ class PlayedLane:
 class PlayedUnit(Unit):
     """Writes down what it is asked to do, as differences or as a whole."""
 
-    held_bytes = gathered_bytes = brought_bytes = 16
+    held_bytes = gathered_bytes = brought_bytes = 16  # the unit is its own delta
 
     def __init__(self, index, streams, route, brings_differences):
         param = SimpleNamespace(ds_id=index, ds_numel=1, ds_status=ZeroParamStatus.NOT_AVAILABLE, requires_grad=True)
-        super().__init__([param], SimpleNamespace(route=route))
-        self.index, self.streams, self.differs = index, streams, brings_differences
+        nothing = dict.fromkeys(("check_usable", "check_untouched", "note"), lambda params: None)
+        super().__init__([param], SimpleNamespace(route=route, **nothing))
+        self.index, self.streams, self.delta, self.is_due = index, streams, self, brings_differences
         self.keeps_secondary, self.secondary = True, torch.empty(16, dtype=torch.uint8)
 
-    brings_differences = property(lambda self: self.differs)
-
-    def bytes_of(self, param):
+    def bytes_in(self, wire_format, param):
         return 1.0
 
     def lay_out(self):
@@ -83,10 +83,10 @@ class PlayedUnit(Unit):
         self.streams.do("encode", self.index)
         return [self.streams.start("hop", self.index)]
 
-    def send_differences(self, held, brought):
+    def send(self, held, brought):
         return self.first_hops(held)
 
-    def add_differences(self, brought, held):
+    def add(self, brought, held):
         self.streams.do("add", self.index)
 
     def last_hop(self, held, gathered):
@@ -103,18 +103,19 @@ def played(request, monkeypatch):
 
     def make(brings_differences):
         streams = Streams()
-        monkeypatch.setattr(gatherer_module, "Lane", lambda device: PlayedLane(streams))
+        monkeypatch.setattr(hops_module, "Lane", lambda device: PlayedLane(streams))
         here = torch.device("cpu")
-        monkeypatch.setattr(gatherer_module, "BufferRing", lambda device, count: lanes.BufferRing(here, count))
-        for module in (lanes, gatherer_module):
+        monkeypatch.setattr(hops_module, "BufferRing", lambda device, count: lanes.BufferRing(here, count))
+        for module in (lanes, hops_module):
             monkeypatch.setattr(module, "mark", lambda device: streams.over[streams.current])
+        for module in (lanes, hops_module, units_module):
             monkeypatch.setattr(module, "after", streams.after)
         session = SimpleNamespace(ledger=WireLedger(2, request.param))
         route = SimpleNamespace(session=session, device=torch.device("cuda"), world_size=2 * request.param)
         route.last, route.fits = SimpleNamespace(size=request.param), Fits()
         gatherer = Gatherer(route, [])
         units = [PlayedUnit(index, streams, route, brings_differences) for index in range(UNITS)]
-        gatherer.units = units
+        gatherer.ownership.units = units
         gatherer._padded_numel = dict.fromkeys(range(UNITS), 1)
         return streams, gatherer, units
 
@@ -124,12 +125,12 @@ def played(request, monkeypatch):
 def forward(gatherer, units):
     """As the coordinator does: all first hops, then unit by unit, with some fetched ahead."""
     for unit in units:
-        gatherer.start_first_hops(unit)
+        gatherer.hops.start_first(unit)
     for index, unit in enumerate(units):
-        gatherer.start(unit)
+        gatherer.hops.start(unit)
         gatherer.finish(unit)
         for later in units[index + 1 : index + 1 + AHEAD]:
-            gatherer.start(later, ahead=True)
+            gatherer.hops.start(later, ahead=True)
 
 
 @pytest.mark.parametrize("differences", [False, True], ids=["all of them", "differences"])
@@ -159,9 +160,9 @@ def test_what_is_held_is_used_when_it_is_there(played, differences):
     """Also where nobody has waited for the gather that brought it."""
     streams, gatherer, units = played(differences)
     for unit in units:
-        gatherer.start_first_hops(unit)
+        gatherer.hops.start_first(unit)
     for unit in units:
-        gatherer.cancel(unit)
+        gatherer.hops.cancel(unit)
     first = "last hop" if gatherer.route.last.size > 1 else "decode"
     for index, unit in enumerate(units):
         gatherer.finish(unit)

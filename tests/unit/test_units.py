@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zeropp_fp8.zero.gather.buffers import Places, Regions
-from zeropp_fp8.zero.gather.gatherer import outsized_units
+from zeropp_fp8.zero.gather.hops import outsized_units
 from zeropp_fp8.zero.gather.sliced import Sliced, SlicedUnit
 from zeropp_fp8.zero.gather.units import build_units
 from zeropp_fp8.zero.reduce.order import reduction_units

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeropp_fp8.comm.error_feedback import Residuals
-from zeropp_fp8.formats import BlockScaledFormat, SharedScaleFormat, UnquantizedFormat, WireFormat
-from zeropp_fp8.formats.shared_scale import OF_GRADIENTS, OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
+from zeropp_fp8.formats import WireFormat
+from zeropp_fp8.formats.scale_table import OF_GRADIENTS, OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
 
 
 class SliceOrder:
@@ -59,14 +59,6 @@ def _kernels() -> ModuleType:
     from zeropp_fp8 import kernels
 
     return kernels
-
-
-def format_key(wire_format: WireFormat) -> Hashable:
-    """Equal for formats that make the same bytes."""
-    if isinstance(wire_format, BlockScaledFormat):
-        options = (wire_format.block_size, wire_format.hadamard, wire_format.scale.name)
-        return (wire_format.name, *options)
-    return type(wire_format), wire_format.dtype
 
 
 @dataclass
@@ -116,7 +108,7 @@ class PayloadLayout:
         for index, (mine, partner, dtype) in enumerate(zip(formats, partners, dtypes)):
             if self.slice_numels[index] == 0 or index in left_out:
                 continue  # nothing to move, or nothing to do
-            by_key[(format_key(mine), format_key(partner), dtype)].append(index)
+            by_key[(mine.key, partner.key, dtype)].append(index)
         self._groups = [self._make_group(members, partners, use_kernels) for members in by_key.values()]
         self._tables: dict[Hashable, object] = {}
         self._residual_tables: dict[Hashable, object] = {}
@@ -134,13 +126,13 @@ class PayloadLayout:
 
     def _make_group(self, members: list[int], partners: Sequence[WireFormat], use_kernels: bool) -> _Group:
         group = _Group(members, self.formats[members[0]])
-        if isinstance(group.wire_format, SharedScaleFormat):
+        if group.wire_format.scales == "caller":
             group.index = torch.tensor(members, device=self.device)
         if use_kernels:
             mine, partner = group.wire_format, partners[members[0]]
             numels, offsets = [self.slice_numels[i] for i in members], [self.offsets[i] for i in members]
             if _kernels().supports(mine) and _kernels().supports(partner):
-                like = partner if isinstance(partner, BlockScaledFormat) else None
+                like = partner if partner.scales == "payload" else None
                 group.segments = _kernels().SegmentTable(mine, numels, offsets, self.device, like=like)
                 group.decoded_segments = group.segments
             elif _kernels().decodes(mine):
@@ -179,13 +171,13 @@ class PayloadLayout:
         for index, group in enumerate(self._groups):
             members = [tensors[i] for i in group.members]
             scales = None
-            if isinstance(group.wire_format, SharedScaleFormat):
+            if group.wire_format.scales == "caller":
                 if shared is None:
                     continue
                 scales = shared.of(group.members, group.index)
-            if residuals is not None and not isinstance(group.wire_format, UnquantizedFormat):
+            if residuals is not None and not group.wire_format.is_exact:
                 self._encode_with_residuals(index, members, order, payload, residuals)
-            elif held is not None and not isinstance(group.wire_format, UnquantizedFormat):
+            elif held is not None and not group.wire_format.is_exact:
                 self._encode_differences(index, members, order, payload, held)
             elif group.segments is not None:
                 table = self._table(index, "source", members, group.segments)
@@ -253,7 +245,7 @@ class PayloadLayout:
 
     def _residual_table(self, index: int, residuals: Residuals) -> object:
         """Where a group's residuals lie in their rows."""
-        key = (index, format_key(residuals.wire_format), *residuals.offsets)
+        key = (index, residuals.wire_format.key, *residuals.offsets)
         if key not in self._residual_tables:
             members = self._groups[index].members
             numels, offsets = [self.slice_numels[i] for i in members], [residuals.offsets[i] for i in members]
@@ -275,7 +267,7 @@ class PayloadLayout:
         wants them as they are.
         """
         for index, group in enumerate(self._groups):
-            if isinstance(group.wire_format, SharedScaleFormat):
+            if group.wire_format.scales == "caller":
                 continue
             members = [tensors[i] for i in group.members]
             if group.decoded_segments is not None:
@@ -306,7 +298,7 @@ class PayloadLayout:
                 continue
             for i, of_tensor in zip(group.members, of_group.unbind(1)):
                 part, numel = self._part(payload, i), self.slice_numels[i]
-                if isinstance(group.wire_format, UnquantizedFormat):
+                if group.wire_format.is_exact:
                     held.of(i).copy_(part)
                     continue
                 for row in map(slice, range(len(part)), range(1, len(part) + 1)):  # in fp32 there is one at a time
@@ -342,7 +334,7 @@ class PayloadLayout:
         With a shared scale it is the sum of the codes, because their mean would lose bits.
         """
         for group, next_group in zip(self._groups, then._groups):
-            is_shared = isinstance(group.wire_format, SharedScaleFormat)
+            is_shared = group.wire_format.scales == "caller"
             mine, theirs = group.segments, next_group.segments
             if mine is not None and theirs is not None and _kernels().can_chain(mine, theirs):
                 _kernels().reduce_to_payload(received, mine, theirs, payload, shared if is_shared else None)
@@ -372,7 +364,7 @@ class PayloadLayout:
         for index, group in enumerate(self._groups):
             members = [tensors[i] for i in group.members]
             scales = None
-            if isinstance(group.wire_format, SharedScaleFormat):
+            if group.wire_format.scales == "caller":
                 scales = shared.of(group.members, group.index)
                 if accumulate and any(tensor.dtype == torch.uint8 for tensor in members):
                     raise ValueError("codes with a shared scale cannot be added to codes; accumulate in 16 or 32 bits")

@@ -31,7 +31,8 @@ from zeropp_fp8.comm.ledger import WireLedger
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.comm.topology import Level, Topology
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
-from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.formats.scale_table import SharedScales
+from zeropp_fp8.formats.shapes import is_vector
 
 
 def slice_numel(numel: int, world_size: int) -> int:
@@ -324,7 +325,7 @@ class ReducePlan:
         if reduction.error_feedback is None:
             return None
         second = self.second
-        numels = [0 if isinstance(f, UnquantizedFormat) else n for f, n in zip(second.formats, second.slice_numels)]
+        numels = [0 if f.is_exact else n for f, n in zip(second.formats, second.slice_numels)]
         return reduction.error_feedback.of(reduction.keys, numels, self.column_rows, self.device)
 
 
@@ -373,7 +374,7 @@ def formats_of_hops(
 ) -> tuple[list[WireFormat], list[WireFormat]]:
     """The formats of tensors within and between nodes: those given for matrices, their own dtype for the others."""
     exact = [UnquantizedFormat(dtype) for dtype in dtypes]
-    quantized = [len(shape) >= 2 for shape in shapes]
+    quantized = [not is_vector(shape) for shape in shapes]
     intra = [intra_format if q and intra_format else e for q, e in zip(quantized, exact)]
     inter = [inter_format if q and inter_format else e for q, e in zip(quantized, exact)]
     return intra, inter

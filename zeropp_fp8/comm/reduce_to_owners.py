@@ -20,7 +20,7 @@ from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.comm.reduce_scatter import ReducePlan, formats_of_hops
 from zeropp_fp8.comm.topology import Topology
 from zeropp_fp8.formats import WireFormat
-from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.formats.scale_table import SharedScales
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Linear layers in FP8 and MX, and quantizing trained models after the fact. Knows no communication and no DeepSpeed.
+"""Linear layers in FP8 and MX. Knows no communication and no DeepSpeed.
 
 report = convert_linear_layers(model, {"format": "fp8", "scaling": "current"})   # in place, before ZeRO-3
 
@@ -11,21 +11,14 @@ convert.py              finding the layers of a model
 rms_norm.py, swiglu.py  modules whose result is cast as it is made; fused_module.py: what both share
 differentiable_once.py  backward passes that cannot be differentiated
 fused_operators.py      the same for graphs; handed_on.py: how operands reach the layers there
-direct_cast.py, error_diffusion.py   inference and post-training quantization
 """
 
 from zeropp_fp8.compute.convert import ConversionReport, convert_linear_layers, restore_linear_layers
-from zeropp_fp8.compute.direct_cast import CastReport, direct_cast, restore
-from zeropp_fp8.compute.error_diffusion import error_diffusion
 from zeropp_fp8.compute.linear import LowPrecisionLinear
 
 __all__ = [
-    "CastReport",
     "ConversionReport",
     "LowPrecisionLinear",
     "convert_linear_layers",
-    "direct_cast",
-    "error_diffusion",
-    "restore",
     "restore_linear_layers",
 ]

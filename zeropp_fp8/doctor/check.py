@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zeropp_fp8.config import (
@@ -27,9 +27,9 @@ from zeropp_fp8.config import (
 from zeropp_fp8.config.resolve import is_asked
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.unused import unused_fields
-from zeropp_fp8.outputs import Parser, json_at, number, whole
-
-GIGA, GIB = 1e9, 2**30
+from zeropp_fp8.outputs import Parser, json_at, labelled, number, whole
+from zeropp_fp8.plan import METHODS, PRESETS, Cluster, Job, PlanError, StepEstimate, estimate, method_of
+from zeropp_fp8.plan import __main__ as plan
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Checked:
         fields: of the section, those that differ from what an empty one means, by their dotted names.
         auto: keys that Hugging Face's libraries fill in.
         stock: in words, whether DeepSpeed without the plugin would run it.
-        cost: in words, what a step moves and a rank holds.
+        job, cost: what is planned, and estimates of a step of stock and of this configuration.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -49,7 +49,8 @@ class Checked:
     fields: dict[str, Any] = field(default_factory=dict)
     auto: list[str] = field(default_factory=list)
     stock: str = ""
-    cost: list[str] = field(default_factory=list)
+    job: Job | None = None
+    cost: list[StepEstimate] = field(default_factory=list)
 
 
 def check(ds_config: Any, ranks: int | None = None, ranks_per_node: int | None = None) -> Checked:
@@ -118,7 +119,7 @@ def differing(config: PluginConfig) -> Iterator[tuple[str, Any]]:
 
 def _of_engine(config: PluginConfig, ranks: int | None, ranks_per_node: int | None) -> list[str]:
     """What an engine refuses when it is made on so many ranks."""
-    from zeropp_fp8.plugin.engine import check_owners
+    from zeropp_fp8.plugin.zeropp_engine import check_owners
 
     places = []
     if ranks is not None:
@@ -146,8 +147,6 @@ def _stock(given: Mapping[str, Any]) -> str:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    from zeropp_fp8.plan import __main__ as plan
-
     parser = Parser("check", __doc__)
     parser.add_argument("ds_config", help="a file of JSON, as for DeepSpeed, the Trainer or Accelerate")
     parser.add_argument(
@@ -169,61 +168,50 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def cost_of(config: PluginConfig, ds_config: Mapping[str, Any], arguments: argparse.Namespace) -> list[str]:
-    """What the plan says of a step with this configuration, beside stock.
+def cost_of(config: PluginConfig, ds_config: Mapping[str, Any], arguments: argparse.Namespace) -> tuple[Job, list]:
+    """The job that is planned, and the plan's estimates of a step of stock and of this configuration.
 
     Raises:
         PlanError: a job that cannot be, or that the plan does not model.
     """
-    from zeropp_fp8.plan import METHODS, PRESETS, Cluster, estimate, method_of
-    from zeropp_fp8.plan import __main__ as plan
-
     configured = config.topology.ranks_per_node
     each = (
         (arguments.ranks_per_node or arguments.ranks or plan.RANKS_PER_NODE) if configured == "detect" else configured
     )
     nodes = plan.NODES if arguments.ranks is None else arguments.ranks // each
-    zero = ds_config["zero_optimization"]
-    kept = min(zero.get(f"stage3_max_{name}", 1e9) for name in ("live_parameters", "reuse_distance"))
     if arguments.kept is None:
-        arguments.kept = kept
+        zero = ds_config["zero_optimization"]
+        arguments.kept = min(zero.get(f"stage3_max_{name}", 1e9) for name in ("live_parameters", "reuse_distance"))
     if arguments.micro_batches is None:
         arguments.micro_batches = ds_config.get("gradient_accumulation_steps")
     job = plan.job_of(arguments, Cluster(nodes, each, arguments.gbit))
     hardware, memory = plan.hardware_of(arguments, PRESETS[arguments.gpu]), config.secondary.memory_gb
-    own = replace(job, copies=memory * GIGA) if isinstance(memory, float) else job
-    lines = [f"of {nodes} node(s) of {each} rank(s): give --ranks for yours"] if arguments.ranks is None else []
-    for name, method, its_job in (("stock", METHODS["stock"], job), ("with it", method_of(config), own)):
-        one = estimate(method, its_job, hardware)
-        lines.append(
-            f"{name}: {one.inter_bytes / GIGA:.4g} GB a node and {one.intra_bytes / GIGA:.4g} GB a GPU in its node a "
-            f"step, {one.memory.peak / GIB:.4g} GiB at most, {1e3 * one.step_s:.1f} ms (modelled)"
-        )
-    return lines
+    own = replace(job, copies=memory * plan.GIGA) if isinstance(memory, float) else job
+    return job, [estimate(METHODS["stock"], job, hardware), estimate(method_of(config), own, hardware)]
 
 
 def report(path: str, found: Checked) -> str:
     """What is printed."""
-    lines = [path]
+    lines = []
     if found.config is not None:
         source = f" (from {found.config.recipe_variable})" if found.config.recipe_variable else ""
-        lines.append(f"  recipe      {found.config.recipe or 'none (lossless plus the ZeRO++ keys)'}{source}")
+        lines.append(("  recipe", f"{found.config.recipe or 'none (lossless plus the ZeRO++ keys)'}{source}"))
         parts: dict[str, list[str]] = {}
         for name, value in found.fields.items():
             part, _, key = name.rpartition(".")
             parts.setdefault(part or key, []).append(f"{key} {value}" if part else str(value))
-        lines += [f"  {part:<11} {', '.join(values)}" for part, values in parts.items()]
+        lines += [(f"  {part}", ", ".join(values)) for part, values in parts.items()]
     if found.auto:
-        lines.append(f'  "auto"      filled in by the Trainer or Accelerate: {", ".join(found.auto)}')
+        lines.append(('  "auto"', f"filled in by the Trainer or Accelerate: {', '.join(found.auto)}"))
     if found.stock:
-        lines.append(f"  stock       DeepSpeed {found.stock}")
-    return "\n".join([*lines, *(f"  {line}" for line in found.cost), *problem_lines(found.problems)])
+        lines.append(("  stock", f"DeepSpeed {found.stock}"))
+    cost = [plan.steps_table(found.cost, found.job)] if found.cost else []
+    return "\n".join([path, *labelled(lines), *cost, *problem_lines(found.problems)])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what is found; exit status 1 where the job would not start."""
     from zeropp_fp8.doctor.accelerator import cpu_where_there_is_no_gpu
-    from zeropp_fp8.plan import PlanError
     from zeropp_fp8.plugin.auto import as_if_filled
 
     arguments = parse(argv)
@@ -231,12 +219,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = check(arguments.ds_config, arguments.ranks, arguments.ranks_per_node)
     if arguments.costs and found.config is not None and not exit_status(found.problems):
         try:
-            found.cost = cost_of(found.config, as_if_filled(load_ds_config(arguments.ds_config)), arguments)
+            found.job, found.cost = cost_of(found.config, as_if_filled(load_ds_config(arguments.ds_config)), arguments)
         except PlanError as error:
             print(f"check: {error}", file=sys.stderr)
             raise SystemExit(2) from None
+        if arguments.ranks is None:
+            nodes = f"{found.job.cluster.nodes} node(s) of {found.job.cluster.ranks_per_node} rank(s)"
+            found.problems.append(Problem(f"the step is that of {nodes}", "give --ranks for yours", serious=False))
     with json_at(arguments.json) as known:
-        known |= {"problems": [asdict(each) for each in found.problems], "auto": found.auto, "stock": found.stock}
-        known |= {"config": found.config and found.config.model_dump(), "cost": found.cost}
+        known |= vars(found) | {"config": found.config and found.config.model_dump()}
         print(report(arguments.ds_config, found))
     raise SystemExit(exit_status(found.problems))

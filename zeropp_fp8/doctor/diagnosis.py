@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from statistics import median
 from typing import Any
@@ -24,7 +24,7 @@ from zeropp_fp8.doctor.compared import differences, missing_problems, nodes_of, 
 from zeropp_fp8.doctor.facts import facts_of
 from zeropp_fp8.doctor.problems import Problem, exit_status, problem_lines
 from zeropp_fp8.doctor.ranks import GRACE_S, Ranks, Unanswered, joined, place_in_job
-from zeropp_fp8.outputs import STDOUT, Parser, file_to_write, json_at, number, said, whole
+from zeropp_fp8.outputs import STDOUT, Parser, file_to_write, json_at, labelled, number, said, whole
 from zeropp_fp8.plan import PRESETS, Cluster, Hardware, Job, PlanError
 from zeropp_fp8.plan import __main__ as plan
 from zeropp_fp8.plan.hardware import preset_of
@@ -34,6 +34,7 @@ UNEVEN = 0.7  # of the median: a group this slow is named
 # Of an all-gather's rate: an all-to-all this slow is named. By NCCL's default it reached about 15 of 25 Gbit/s, and a
 # step of `zeropp-2bit` took 275 ms, with 16 sockets a channel 221 (benchmarks/results/two_nodes/h100-2-25gbit*).
 SLOW_EXCHANGE = 0.8
+LEVELS = ("within", "between")
 START_S = 30  # for what is not waiting: imports, and the report
 
 
@@ -110,8 +111,8 @@ def _diagnosed(ranks: Ranks, local_rank: int, arguments: argparse.Namespace) -> 
         if per_node:
             _hear_links(found, ranks, arguments)
         _plan(found, arguments)
-        with json_at(arguments.json) as known:
-            known |= as_json(found)
+        with json_at(arguments.json) as written:
+            written |= known(found)
             print("\n".join(report(found)), flush=True)
         ranks.decide("status", exit_status(found.problems))
     status = ranks.decided("status", 2 * ranks.limit_s + arguments.seconds + START_S)
@@ -178,7 +179,7 @@ def _hear_links(found: Diagnosis, ranks: Ranks, arguments: argparse.Namespace) -
         remedy = "NCCL_DEBUG=INFO says more; is the network open between all hosts, on NCCL_SOCKET_IFNAME?"
         found.problems.append(Problem(f"{ranks_text(of)} cannot measure links: {error}", remedy))
     found.problems += missing_problems(said, ranks.world_size, "links")
-    for level in ("within", "between"):
+    for level in LEVELS:
         rates = {rank: one[level]["all_gather_gbs"] for rank, one in found.links.items() if level in one}
         middle = median(rates.values()) if rates else 0
         slow = [rank for rank, rate in rates.items() if rate < UNEVEN * middle]
@@ -257,40 +258,42 @@ def _plan(found: Diagnosis, arguments: argparse.Namespace) -> None:
 
 def report(found: Diagnosis) -> list[str]:
     """What rank 0 prints."""
-    lines = []
-    first = found.facts.get(0)
+    lines, first = [], found.facts.get(0)
+    on_gpus = any(one["rates"] for one in found.facts.values())
     if first is not None:
-        versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-        device = first["device"]
-        lines.append(f"versions      {versions}")
-        lines.append(f"plugin        {first['switched_on']}")
+        device, variables = first["device"], first["variables"]
         capability = ".".join(map(str, device.get("capability", ())))
-        lines.append(
-            f"device        {device.get('name', 'not known')}"
-            + (f", compute capability {capability}" if capability else "")
-        )
-        for scaling, how in device.get("gemms", {}).items():
-            lines.append(f"  {scaling:<12}{how}")
-        lines.append(f"kernels       {device.get('kernels', 'not known')}")
-        lines.append(f"  bytes       {_tested(found)}")
-        if first["variables"]:
-            lines.append(f"variables     {', '.join(f'{name}={value}' for name, value in first['variables'].items())}")
+        lines += [
+            ("versions", ", ".join(f"{name} {version}" for name, version in first["versions"].items())),
+            ("plugin", first["switched_on"]),
+            (
+                "device",
+                device.get("name", "not known") + (f", compute capability {capability}" if capability else ""),
+            ),
+            *((f"  {scaling}", how) for scaling, how in device.get("gemms", {}).items()),
+            ("kernels", device.get("kernels", "not known")),
+            ("  bytes", _tested(found)),
+            *([("variables", ", ".join(f"{name}={value}" for name, value in variables.items()))] if variables else []),
+        ]
     if found.nodes[0]:
         hosts = list(dict.fromkeys(one["place"]["host"].split()[0] for one in found.facts.values()))
         shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-        over = f" over {'NCCL' if any(one['rates'] for one in found.facts.values()) else 'gloo'}" if found.links else ""
-        where = f"from {found.nodes_from}: {shown}"
-        lines.append(f"nodes         {found.nodes[0]} x {found.nodes[1]} rank(s){over}, {where}")
-    for level in ("within", "between"):
+        over = f" over {'NCCL' if on_gpus else 'gloo'}" if found.links else ""
+        said = f"{found.nodes[0]} x {found.nodes[1]} rank(s){over}, from {found.nodes_from}: {shown}"
+        lines.append(("nodes", said))
+    for level in LEVELS:
         rates = slowest(found, level)
         if rates is not None:
-            lines.append(
-                f"links         {level} nodes a rank sends {rates['all_gather_gbs']:.3g} GB/s (all-gather), "
+            said = (
+                f"{level} nodes a rank sends {rates['all_gather_gbs']:.3g} GB/s (all-gather), "
                 f"{rates['all_to_all_gbs']:.3g} GB/s (all-to-all); {rates['latency_us']:.0f} us for 4 KiB"
             )
+            lines.append(("links", said))
+    text = labelled(lines)
     if found.advice is not None:
-        lines += ["", *_plan_lines(found), ""]
-    return [*lines, *problem_lines(found.problems)]
+        note = [] if on_gpus else ["computing as on an H200, because no GPU is here"]
+        text += ["", plan.steps_table(found.advice.estimates, found.job), found.advice.text, *note, ""]
+    return [*text, *problem_lines(found.problems)]
 
 
 def _tested(found: Diagnosis) -> str:
@@ -301,30 +304,20 @@ def _tested(found: Diagnosis) -> str:
     return f"{'DIFFER from' if differ else 'equal'} those of the torch code ({ranks_text(tested)})"
 
 
-def _plan_lines(found: Diagnosis) -> list[str]:
-    no_gpu = all(one["rates"] is None for one in found.facts.values())
-    note = ["computing as on an H200, because no GPU is here"] if no_gpu else []
-    return [plan.table(found.advice.estimates, found.job), found.advice.text, *note]
-
-
-def as_json(found: Diagnosis) -> dict[str, Any]:
+def known(found: Diagnosis) -> dict[str, Any]:
     """The same for tools; `job` and `hardware` are what the recipes are estimated of."""
     advice = found.advice
-    recipes = [
-        {**asdict(one), "step_s": one.step_s, "peak_bytes": one.memory.peak}
-        for one in (advice.estimates if advice else ())
-    ]
     return {
         "status": exit_status(found.problems),
-        "problems": [asdict(each) for each in found.problems],
+        "problems": found.problems,
         "ranks": found.facts,
         "nodes": found.nodes[0],
         "ranks_per_node": found.nodes[1],
         "nodes_from": found.nodes_from,
-        "links": {level: slowest(found, level) for level in ("within", "between")},
-        "job": found.job and asdict(found.job),
-        "hardware": found.hardware and asdict(found.hardware),
-        "recipes": recipes,
+        "links": {level: slowest(found, level) for level in LEVELS},
+        "job": found.job,
+        "hardware": found.hardware,
+        "recipes": advice.estimates if advice else [],
         "recommended": advice and advice.recipe,
         "advice": advice and advice.text,
     }

@@ -15,15 +15,15 @@ formats, which share a power of two (`e8m0.py`). `mx.py` also rounds whole tenso
     rounded = mx_format.round_trip(tensor, axis=0)
 
 For differences of weights, what was lost of which is in the next one, `half_steps.py` has elements of 2 and 3 bits.
-For weights that stay as they are, `nf4.py` holds 4-bit normal-float elements, `double_quantized.py` formats whose
-scales are quantized themselves, and `tensor_scaled.py` FP8 as linear layers multiply it. A weight of which each rank
-stores a part is encoded part by part:
+`nvfp4.py` has 4-bit floats with two scales. For weights that stay as they are, `nf4.py` holds 4-bit normal-float
+elements, `double_quantized.py` formats whose scales are quantized themselves, and `tensor_scaled.py` FP8 as linear
+layers multiply it. A weight of which each rank stores a part is encoded part by part:
 
     fmt = make_format("nf4", block_size=64, double_quantize=True)
     fmt.encode_part(weight, first, numel, out)                # both multiples of fmt.granule; scales as of the whole
 
 `shared_scale.py` holds FP8 codes whose scale travels by itself, `amax_history.py` where such scales come from,
-`scale_table.py` what reductions take of them.
+`scale_table.py` what reductions take of them. `shapes.py` says which weights are matrices.
 """
 
 from zeropp_fp8.formats.base import WireFormat

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +21,57 @@ def align_up(num_bytes: int) -> int:
     return -(-num_bytes // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
 
 
+@dataclass(frozen=True)
+class KernelSpec:
+    """What kernels must know of the payloads of a format.
+
+    Attributes:
+        element: the kind of code, by name.
+        bits: of a code.
+        block_size: elements that share a scale; None: all of a row.
+        hadamard: whether groups of 32 are rotated.
+        largest: the largest code.
+        scale: how blocks are scaled, by name; "shared": by the caller's scale of a tensor; "none": not at all.
+    """
+
+    element: str
+    bits: int
+    block_size: int | None = None
+    hadamard: bool = False
+    largest: float = 0.0
+    scale: str = "none"
+
+
 class WireFormat(ABC):
     """A reversible (for quantized formats: lossy) map between a tensor and a flat uint8 payload.
 
     Subclasses implement the row form, in which each row of a matrix becomes a payload of its own. Rows are how a
     bucket is cut: one row a destination rank, so that a slice can be sent and decoded without its neighbours.
+
+    Attributes:
+        scales: where the scales of codes are: "payload", with the "caller", or "none", of numbers that are no codes.
     """
 
     name: str
+    scales: Literal["payload", "caller", "none"] = "payload"
+
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """Arguments of `make_format`, `name` among them, that give a format which makes the same bytes."""
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for formats that make the same bytes."""
+        return self.scales, *self.options().items()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether numbers travel as they are."""
+        return self.scales == "none"
+
+    def kernel_spec(self) -> KernelSpec | None:
+        """Of a format that kernels may know; None: torch code alone does."""
+        return None
 
     @property
     @abstractmethod

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats.base import WireFormat, align_up, check_encodable
+from zeropp_fp8.formats.base import KernelSpec, WireFormat, align_up, check_encodable
 from zeropp_fp8.formats.chunks import Scratch, pieces
 from zeropp_fp8.formats.hadamard import HADAMARD_GROUP, rotate_, rotate_back_
 from zeropp_fp8.formats.scales import Bf16Scale, BlockScale
@@ -82,6 +82,14 @@ class BlockScaledFormat(WireFormat):
     def __repr__(self) -> str:
         extras = ", hadamard" if self.hadamard else ""
         return f"{self.name} (block {self.block_size or 'whole tensor'}{extras})"
+
+    def options(self) -> dict[str, Any]:
+        return {"name": self.name, "block_size": self.block_size, "hadamard": self.hadamard}
+
+    def kernel_spec(self) -> KernelSpec:
+        return KernelSpec(
+            self.name, self.element.bits, self.block_size, self.hadamard, self.element.largest, self.scale.name
+        )
 
     @property
     def bits_per_element(self) -> float:

@@ -28,6 +28,7 @@ decodes to NaN, and offset and group scales are those of the finite blocks.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -127,6 +128,9 @@ class DoubleQuantizedFormat(BlockScaledFormat):
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, double-quantized scales)"
+
+    def options(self) -> dict[str, Any]:
+        return {"name": self.name, "block_size": self.block_size, "double_quantize": True}
 
     @property
     def bits_per_element(self) -> float:

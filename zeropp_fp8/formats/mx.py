@@ -25,11 +25,13 @@ for storage and transport, and `round_trip` is how computing with them is imitat
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats.base import check_encodable
+from zeropp_fp8.formats.base import KernelSpec, check_encodable
 from zeropp_fp8.formats.block_scaled import BlockScaledFormat
 from zeropp_fp8.formats.e8m0 import SCALE_MODES, E8M0Scale
 from zeropp_fp8.formats.mini_float import FixedPointElement, MiniFloatElement
@@ -80,6 +82,12 @@ class MXFormat(BlockScaledFormat):
 
     def __repr__(self) -> str:
         return f"{self.name} ({self.scale_mode})"
+
+    def options(self) -> dict[str, Any]:
+        return {"name": self.name, "scale_mode": self.scale_mode}
+
+    def kernel_spec(self) -> KernelSpec:
+        return replace(super().kernel_spec(), scale=self.scale_mode)
 
     def code_count(self, numel: int) -> int:
         """Whole blocks, filled up with zeros."""

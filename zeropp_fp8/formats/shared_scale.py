@@ -11,19 +11,14 @@ been cut off) and how many numbers became zero. 1 / m = amax / largest of the te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats.base import WireFormat, align_up, check_encodable
+from zeropp_fp8.formats.base import KernelSpec, WireFormat, align_up, check_encodable
 from zeropp_fp8.formats.chunks import Scratch
 from zeropp_fp8.formats.float8 import e4m3, e5m2
-
-if TYPE_CHECKING:
-    from zeropp_fp8.formats.scale_table import ScaleTable
 
 NAN_CODE = 0x7F  # in both formats
 LARGEST_CODE = {"fp8_e4m3": 0x7E, "fp8_e5m2": 0x7B}
@@ -35,6 +30,8 @@ SMALLEST_SCALE = 2.0**-100
 class SharedScaleFormat(WireFormat):
     """One byte an element, of "fp8_e4m3" or "fp8_e5m2"; scales are the caller's business."""
 
+    scales = "caller"
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.element = _ELEMENTS[name]()
@@ -42,6 +39,12 @@ class SharedScaleFormat(WireFormat):
 
     def __repr__(self) -> str:
         return f"{self.name} (a shared scale a tensor)"
+
+    def options(self) -> dict[str, Any]:
+        return {"name": self.name}  # `make_format` makes none: without a caller's scale its codes say nothing
+
+    def kernel_spec(self) -> KernelSpec:
+        return KernelSpec(self.name, 8, largest=self.element.largest, scale="shared")
 
     @property
     def bits_per_element(self) -> float:
@@ -101,65 +104,3 @@ class SharedScaleFormat(WireFormat):
         for payload in payloads:
             total += self.decode_rows(payload, numel, torch.float32)
         return total
-
-
-OF_GRADIENTS, OF_PARTIAL_SUMS, OF_RESULTS = range(3)  # rows of `counts`
-
-
-@dataclass
-class SharedScales:
-    """Of the tensors of one reduction, in its order; all on the tensors' device.
-
-    Attributes:
-        encode: fp32 [tensors], the same on every rank: code = FP8(gradient * encode).
-        decode: fp32 [tensors]: mean gradient over ranks = sum of the ranks' codes * decode.
-        amax: fp32 [tensors], becomes the larger of itself and the largest finite magnitude that this rank encodes.
-        counts: int64 [3, 2], of FP8 numbers that are written: a row for those of gradients, of partial sums (between
-            the hops) and of results; how many lie at the format's largest magnitude, and how many became zero though
-            the number was not. Stages are kept apart because a result is written once, and its ranks' gradients W
-            times: together, a per cent of cut off sums would go unnoticed among 1,000 ranks.
-        table, places: the ScaleTable that they are of, and where; None of scales by themselves.
-    """
-
-    encode: Tensor
-    decode: Tensor
-    amax: Tensor
-    counts: Tensor
-    table: ScaleTable | None = None
-    places: tuple[int, ...] = ()
-
-    def of_sums_in_node(self, nodes: int, rows: int) -> SharedScales:
-        """For `rows` times the tensors: the mean over the ranks of a node = sum of their codes * decode."""
-        decode = (self.decode * nodes).repeat(rows)
-        return SharedScales(decode, decode, decode, self.counts)  # nothing is encoded with them
-
-    def to_spread(self, nodes: int, headroom: float) -> SharedScales:
-        """To encode means over nodes' ranks that are up to `headroom` times as large as a gradient.
-
-        They are partial sums to the counts, and no gradients to the amax.
-        """
-        encode = 1.0 / (self.decode * (nodes * headroom))
-        return SharedScales(encode, encode, torch.zeros_like(self.amax), self.counts[OF_PARTIAL_SUMS:])
-
-    def of_spread(self, headroom: float) -> SharedScales:
-        """To decode the sum over nodes of what `to_spread` has encoded."""
-        return SharedScales(self.encode, self.decode * headroom, self.amax, self.counts)
-
-    def of(self, members: Sequence[int], index: Tensor) -> SharedScales:
-        """Those of some of the tensors. Of neighbours, and of a table, they stay in place; others are copies, whose
-        amax `recorded` takes over.
-
-        `index`: int64, the members on the tensors' device.
-        """
-        if self.table is not None:
-            return self.table.at(tuple([self.places[i] for i in members]))
-        first = members[0] if members else 0
-        end = first + len(members)
-        if tuple(members) == tuple(range(first, end)):
-            return SharedScales(self.encode[first:end], self.decode[first:end], self.amax[first:end], self.counts)
-        return SharedScales(self.encode[index], self.decode[index], torch.zeros_like(self.amax[index]), self.counts)
-
-    def recorded(self, scales: SharedScales, index: Tensor) -> None:
-        """What `of` has given for `index` has recorded amax."""
-        if self.table is None and scales.amax.untyped_storage().data_ptr() != self.amax.untyped_storage().data_ptr():
-            self.amax.scatter_reduce_(0, index, scales.amax, "amax")

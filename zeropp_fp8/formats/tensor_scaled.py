@@ -15,6 +15,8 @@ NaN and Inf become the NaN code and do not count in the scale.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,9 @@ class TensorScaledFormat(WireFormat):
 
     def __repr__(self) -> str:
         return f"{self.name} (a scale a tensor)"
+
+    def options(self) -> dict[str, Any]:
+        return {"name": self.name, "scales": "tensor"}
 
     @property
     def bits_per_element(self) -> float:

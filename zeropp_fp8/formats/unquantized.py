@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeropp_fp8.formats.base import WireFormat, align_up, check_encodable
+from zeropp_fp8.formats.base import KernelSpec, WireFormat, align_up, check_encodable
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class UnquantizedFormat(WireFormat):
     """Numbers as they are, in one 16- or 32-bit dtype. NaN, Inf and every bit survive when the dtypes agree."""
+
+    scales = "none"
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, name: str = "none") -> None:
         self.dtype = dtype
@@ -18,6 +24,12 @@ class UnquantizedFormat(WireFormat):
 
     def __repr__(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    def options(self) -> dict[str, Any]:
+        return {"name": "none", "dtype": self.dtype}
+
+    def kernel_spec(self) -> KernelSpec:
+        return KernelSpec(_NAMES[self.dtype], 8 * self.dtype.itemsize)
 
     @property
     def bits_per_element(self) -> float:

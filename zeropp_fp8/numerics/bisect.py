@@ -21,7 +21,7 @@ from typing import Any
 
 from zeropp_fp8.config import SKIPPED_IN
 from zeropp_fp8.numerics.reference import Experiment, Run, check_the_same, distance, experiment_of, parser_of
-from zeropp_fp8.outputs import json_at
+from zeropp_fp8.outputs import json_at, table
 
 MOST = 0.6  # of what a piece carries: with a fault in each half, either takes half of it away
 
@@ -109,9 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _show(title: str, whole: float, without: dict[str, float]) -> None:
-    print(f"{title:<24}{'distance':>12}\n{'nothing':<24}{whole:>12.4g}")
-    for piece, left in sorted(without.items(), key=lambda each: each[1]):
-        print(f"{piece:<24}{left:>12.4g}")
+    rows = [("nothing", whole), *sorted(without.items(), key=lambda each: each[1])]
+    print("\n".join(table([(title, "distance"), *((piece, f"{left:.4g}") for piece, left in rows)], words=(title,))))
 
 
 def say(bisection: Bisection, found: dict[str, Any]) -> None:

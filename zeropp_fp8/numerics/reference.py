@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from zeropp_fp8.config import TRIAL_VARIABLE, Trial
-from zeropp_fp8.numerics.picture import Sheet, height_of
-from zeropp_fp8.outputs import Parser, json_at, picture_to_draw, said, whole
+from zeropp_fp8.numerics.picture import height_of, layer_map
+from zeropp_fp8.outputs import Parser, drawn, json_at, picture_to_draw, said, table, whole
 
 SAME = 1e-9  # relative, of sums in fp64 in another order
 
@@ -134,43 +134,41 @@ def check_the_same(run: Run, reference: Run, name: str) -> None:
             )
 
 
-def table(run: Run, reference: Run) -> str:
+def step_table(run: Run, reference: Run) -> str:
     """Step by step."""
-    lines = [f"{'step':>6}{'loss':>12}{'lossless':>12}{'difference':>12}{'grad norm':>12}{'lossless':>12}"]
+    rows = [("step", "loss", "lossless", "difference", "grad norm", "lossless")]
     for a, b in zip(run.steps, reference.steps):
-        loss = f"{a['loss']:>12.6f}{b['loss']:>12.6f}{a['loss'] - b['loss']:>12.2e}"
-        lines.append(f"{a['step']:>6}{loss}{a['grad_norm']:>12.5g}{b['grad_norm']:>12.5g}")
-    return "\n".join(lines)
+        losses = (f"{a['loss']:.6f}", f"{b['loss']:.6f}", f"{a['loss'] - b['loss']:.2e}")
+        rows.append((str(a["step"]), *losses, f"{a['grad_norm']:.5g}", f"{b['grad_norm']:.5g}"))
+    return "\n".join(table(rows))
 
 
 def layer_table(layers: dict[str, list[float]], worst: int = 5) -> str:
     """The layers whose gradients differ most in the first step that has some, and on average."""
     found = {name: [value for value in values if math.isfinite(value)] for name, values in layers.items()}
     found = {name: values for name, values in found.items() if values}
-    lines = [f"{'gradients differ':<20}{'first step':>12}{'all steps':>12}"]
+    rows = [("gradients differ", "first step", "all steps")]
     for name in sorted(found, key=lambda name: -found[name][0])[:worst]:
-        lines.append(f"{100 * found[name][0]:>30.2g} %{100 * statistics.fmean(found[name]):>10.2g} %  {name}")
-    return "\n".join(lines)
+        rows.append((name, *(f"{100 * value:.2g} %" for value in (found[name][0], statistics.fmean(found[name])))))
+    return "\n".join(table(rows, words=rows[0][:1]))
 
 
 def draw(runs: dict[str, Run], reference: Run, path: str) -> None:
     """Losses, differences in loss, and differences in gradients, layer by layer, of the first of `runs`."""
     layers, steps = by_layer(next(iter(runs.values())), reference), [step["step"] for step in reference.steps]
-    sheet = Sheet([2.5, 2.5, *([height_of(layers)] if layers else [])])
-    for name, run in {**runs, "lossless": reference}.items():
-        losses = [step["loss"] for step in run.steps]
-        sheet.axes[0].plot(steps, losses, label=name)
-        if run is not reference:
-            differences = [loss - step["loss"] for loss, step in zip(losses, reference.steps)]
-            sheet.axes[1].plot(steps, differences, label=f"{name}, less lossless")
-    for axis, title in zip(sheet.axes, ("loss, by step", "difference in loss, by step")):
-        axis.set_title(title, fontsize=9)
-        axis.legend(fontsize=7)
-    if layers:
-        percent = {name: [100 * value for value in values] for name, values in layers.items()}
-        title = "difference in gradients, % of lossless's norm, by step"
-        sheet.layer_map(sheet.axes[2], percent, steps, title, "viridis")
-    sheet.save(path)
+    with drawn(path, [2.5, 2.5, *([height_of(layers)] if layers else [])]) as axes:
+        for name, run in {**runs, "lossless": reference}.items():
+            losses = [step["loss"] for step in run.steps]
+            axes[0].plot(steps, losses, label=name)
+            if run is not reference:
+                differences = [loss - step["loss"] for loss, step in zip(losses, reference.steps)]
+                axes[1].plot(steps, differences, label=f"{name}, less lossless")
+        for axis, title in zip(axes, ("loss, by step", "difference in loss, by step")):
+            axis.set_title(title, fontsize=9)
+            axis.legend(fontsize=7)
+        if layers:
+            percent = {name: [100 * value for value in values] for name, values in layers.items()}
+            layer_map(axes[2], percent, steps, "difference in gradients, % of lossless's norm, by step", "viridis")
 
 
 def parser_of(command: str, text: str, steps: int) -> Parser:
@@ -215,7 +213,7 @@ def compare(experiment: Experiment, repeat: bool, picture: str | None, found: di
     reference = experiment.run("in high precision", high=["all"])
     if repeat:
         runs["lossless again"] = experiment.run("in high precision, again", high=["all"])
-    print(table(runs["as it is"], reference))
+    print(step_table(runs["as it is"], reference))
     for name, run in runs.items():
         loss, norm = (distance(run, reference, what) for what in ("loss", "grad_norm"))
         found[name] = {"loss": loss, "grad_norm": norm, "steps": [_named(step) for step in run.steps]}

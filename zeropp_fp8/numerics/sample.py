@@ -37,13 +37,13 @@ from zeropp_fp8.compute.products import GATHERED_OPERAND
 from zeropp_fp8.compute.scaling import DelayedScaling, Scaling
 from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.numerics.measure import SUMS, meaning, measure
-from zeropp_fp8.zero.observer import Observer
+from zeropp_fp8.zero.part import StagePart
 from zeropp_fp8.zero.session import told_by_all
 
 WITHIN, WHOLE = "gradients_within_nodes", "gradients"
 
 
-class Sampler(Observer):
+class Sampler(StagePart):
     """Samples every `numerics.every` steps of an engine that trains, each thing at its first use in the step.
 
     Making one is collective.
@@ -136,7 +136,7 @@ class Sampler(Observer):
         self.sums[row], self.amax[row] = measure(exact, decoded)
         self._host_seconds += time.perf_counter() - start
 
-    def gradients_are_there(self) -> None:
+    def gradients_ready(self) -> None:
         """All gradients of the step are reduced: compare them."""
         if not self.sampling:
             return
@@ -147,7 +147,7 @@ class Sampler(Observer):
                 own = self.stage.get_local_fp32_grad_for_param(param).view(-1)[: exact.numel()]
                 self._note(WHOLE, id(param), exact, own)
 
-    def step_ended(self) -> None:
+    def step_ended(self, overflow: bool, scale_change: float) -> None:
         """After every step of the optimizer; a sampled one is written down. Collective then."""
         step = self.session.engine().global_steps + 1  # DeepSpeed counts it when it returns
         if self.sampling:
@@ -158,7 +158,7 @@ class Sampler(Observer):
             del self.means, self.sums, self.amax
         self._begin_if_due(step + 1)
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_extra_state(self, state: dict) -> None:
         """Steps go on from those of the checkpoint, whose next one may be due."""
         self._ended, self._ended_at = self._now(), self.session.engine().global_steps
         if not self.sampling:
@@ -265,7 +265,7 @@ class Sampler(Observer):
                 json.dumps({"engine": self.number, "step": step, "cost": cost, "rows": rows}) + "\n"
             )
             said = progress(step, rows, cost) + (f"; not written: {problem}" if problem else "")
-            if self.stage.gatherer.elsewhere():
+            if self.stage.gatherer.ownership.elsewhere():
                 said += "; not of weights that a later engine over this model has: call its destroy() to sample them"
             print(said, flush=True)
 

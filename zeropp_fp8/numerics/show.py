@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeropp_fp8.numerics.picture import Sheet, height_of
-from zeropp_fp8.outputs import Parser, json_at, picture_to_draw, said, whole
+from zeropp_fp8.numerics.picture import height_of, layer_map
+from zeropp_fp8.outputs import Parser, drawn, json_at, picture_to_draw, said, table, whole
 
 DRAWN = {
     "snr_db": "signal-to-noise in dB",
@@ -52,17 +53,17 @@ def latest(samples: Sequence[dict]) -> list[dict]:
     return sorted(rows.values(), key=lambda row: (row["kind"], math.inf if row["snr_db"] is None else row["snr_db"]))
 
 
-def table(samples: Sequence[dict], worst: int) -> str:
+def worst_layers(samples: Sequence[dict], worst: int) -> str:
     """The layers of each kind that lose most, and what sampling cost."""
-    lines = [f"{'kind':<24}{'dB':>7}{'amax':>10}{'to zero':>10}{'cut off':>10}{'not finite':>12}{'step':>8}  layer"]
-    shown: dict[str, int] = {}
+    rows = [("kind", "dB", "amax", "to zero", "cut off", "not finite", "step", "layer")]
+    shown: Counter[str] = Counter()
     for row in latest(samples):
-        shown[row["kind"]] = shown.get(row["kind"], 0) + 1
+        shown[row["kind"]] += 1
         if shown[row["kind"]] <= worst:
             snr_db = "exact" if row["snr_db"] is None else f"{row['snr_db']:.1f}"
-            to_zero, cut_off, not_finite = (f"{100 * row[s]:.2g}%" for s in ("underflow", "overflow", "non_finite"))
-            shares = f"{to_zero:>10}{cut_off:>10}{not_finite:>12}"
-            lines.append(f"{row['kind']:<24}{snr_db:>7}{row['amax']:>10.3g}{shares}{row['step']:>8}  {row['layer']}")
+            shares = (f"{100 * row[name]:.2g}%" for name in ("underflow", "overflow", "non_finite"))
+            rows.append((row["kind"], snr_db, f"{row['amax']:.3g}", *shares, str(row["step"]), row["layer"]))
+    lines = table(rows, words=("kind", "layer"))
     lines += [f"{kind}: {count - worst} more" for kind, count in shown.items() if count > worst]
     costs = [sample["cost"]["share"] for sample in samples if sample["cost"]]
     if costs:
@@ -79,12 +80,10 @@ def draw(samples: Sequence[dict], path: str, what: str = "snr_db") -> None:
             values[place] = math.nan if row[what] is None else row[what]
     if not kinds:
         raise ValueError("there is nothing to draw: nothing was rounded")
-    sheet, steps = Sheet([height_of(layers) for layers in kinds.values()]), [sample["step"] for sample in samples]
-    for axis, (kind, layers) in zip(sheet.axes, kinds.items()):
-        sheet.layer_map(
-            axis, layers, steps, f"{kind}: {DRAWN[what]}, by step", "RdYlGn" if what == "snr_db" else "viridis"
-        )
-    sheet.save(path)
+    steps, colors = [sample["step"] for sample in samples], "RdYlGn" if what == "snr_db" else "viridis"
+    with drawn(path, [height_of(layers) for layers in kinds.values()]) as axes:
+        for axis, (kind, layers) in zip(axes, kinds.items()):
+            layer_map(axis, layers, steps, f"{kind}: {DRAWN[what]}, by step", colors)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -105,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with json_at(arguments.json) as found:
             samples = read(arguments.file, arguments.engine)
             found["rows"] = latest(samples)
-            print(table(samples, arguments.worst))
+            print(worst_layers(samples, arguments.worst))
             if arguments.picture:
                 draw(samples, arguments.picture, arguments.of)
     except (OSError, ValueError) as error:

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp_fp8.config import GEMMS, SKIPPED_IN, Trial, pieces_of
-from zeropp_fp8.zero.observer import Observer
+from zeropp_fp8.formats.shapes import is_vector
+from zeropp_fp8.zero.gather.adopted import unit_of
+from zeropp_fp8.zero.part import StagePart
 from zeropp_fp8.zero.session import Session
 
 _PERIOD = 8191  # of the weights in a sum over elements, so that their order counts
@@ -41,7 +43,9 @@ class Sketches:
 
     def __init__(self, engine) -> None:
         self.session, self.stage = engine.zeropp_fp8_session, engine.optimizer
-        self.params = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad and len(p.ds_shape) > 1]
+        self.params = [
+            (n, p) for n, p in engine.module.named_parameters() if p.requires_grad and not is_vector(p.ds_shape)
+        ]
         self.names = [name.removesuffix(".weight") for name, _ in self.params]
 
     def of_gradients(self) -> Tensor:
@@ -73,7 +77,7 @@ def layers_of(engine) -> dict[str, list[str]]:
     session, found = engine.zeropp_fp8_session, {piece: [] for piece in SKIPPED_IN}
     found["compute"] = [*session.conversion.converted] if session.conversion else []
     for name, param in engine.module.named_parameters():
-        unit, layer = engine.optimizer.gatherer.unit_of(param), name.removesuffix(".weight")
+        unit, layer = unit_of(param), name.removesuffix(".weight")
         if unit.kind.sends_what_rests:
             found["frozen"].append(layer)
         elif not unit.is_exact(param):
@@ -84,7 +88,7 @@ def layers_of(engine) -> dict[str, list[str]]:
     return found
 
 
-class Recorder(Observer):
+class Recorder(StagePart):
     """Writes a line of JSON for the engine and for each of its steps, on rank 0; that of the trial ends the process.
 
     engine: {"engine", "pieces": what is in low precision, "layers": {piece: those that can be left out of it},
@@ -123,7 +127,7 @@ class Recorder(Observer):
         self.sums[0] += loss.detach().double().sum()
         self.sums[1] += 1
 
-    def gradients_are_there(self) -> None:
+    def gradients_ready(self) -> None:
         """Weights are still those that the losses are of."""
         self.sketch = self.sketches.of_gradients()
         if self.steps:
@@ -134,12 +138,12 @@ class Recorder(Observer):
                     own = param.ds_tensor.data.view(-1)[: self.session.own_numel(param)]
                     self.sums[3] += torch.linalg.vector_norm(own, dtype=torch.float64).square().to(self.sums.device)
 
-    def step_ended(self) -> None:
+    def step_ended(self, overflow: bool, scale_change: float) -> None:
         self.steps += 1
         for sums in (self.sums, self.sketch) if self.sketches.names else (self.sums,):
             dist.all_reduce(sums, group=self.session.topology.group)
         loss, losses, data, state = self.sums.tolist()
-        norm = math.nan if self.stage.overflow else float(self.stage._global_grad_norm)
+        norm = math.nan if overflow else float(self.stage._global_grad_norm)
         values = {"loss": loss / losses if losses else math.nan, "grad_norm": norm, "data": data}
         values["sketches"] = [[float(f"{one:.7g}") for one in sums] for sums in self.sketch.tolist()]
         self._write({"step": self.steps, **values, **({"state": state} if self.steps == 1 else {})})

@@ -18,7 +18,7 @@ from torch import Tensor
 from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.config import SECTION
 from zeropp_fp8.zero.fall_back import fall_back, what_falls_back
-from zeropp_fp8.zero.observer import Observer
+from zeropp_fp8.zero.part import StagePart
 
 WINDOW, LEAST = 32, 8  # losses that a jump is measured by: at most, and at least
 SMALLEST_SPREAD = 0.01  # of the mean loss: a run whose losses hardly differ would see jumps everywhere
@@ -32,7 +32,7 @@ def jumps(loss: float, earlier: deque[float], spike: float) -> bool:
     return loss > mean + spike * max(statistics.pstdev(earlier), SMALLEST_SPREAD * abs(mean))
 
 
-class Watch(Observer):
+class Watch(StagePart):
     """Does what `numerics.watch` says where a loss jumps or is not finite, or gradients are not (without fp16's scale).
 
     Raises:
@@ -51,19 +51,19 @@ class Watch(Observer):
         if self.config.watch == "fall_back" and self.session.topology.rank == 0:
             print(f"zeropp_fp8: where a loss jumps, {what_falls_back(self.session)}", flush=True)
 
-    def state_dict(self) -> dict:
+    def extra_state(self) -> dict:
         """The losses that the next one is compared with."""
-        return {"earlier": [*self.earlier]}
+        return {"observers": {"Watch": {"earlier": [*self.earlier]}}}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_extra_state(self, state: dict) -> None:
         """A run that resumes goes on comparing; from a checkpoint without losses it begins anew."""
-        self.earlier = deque(state.get("earlier", ()), maxlen=WINDOW)
+        self.earlier = deque(state.get("observers", {}).get("Watch", {}).get("earlier", ()), maxlen=WINDOW)
 
     def loss_is(self, loss: Tensor) -> None:
         self.sums[0] += loss.detach().double().sum()
         self.sums[1] += 1
 
-    def gradients_are_there(self) -> None:
+    def gradients_ready(self) -> None:
         with self.session.ledger.counting("other"):
             all_reduce(self.sums, dist.ReduceOp.SUM, self.session.topology.group, self.session.ledger)
         total, count = self.sums.tolist()
@@ -83,8 +83,8 @@ class Watch(Observer):
             self.earlier.append(loss)
         self._stop_if_asked()
 
-    def step_ended(self) -> None:
-        if self.stage.overflow and not self.scales_loss and self.problem is None:
+    def step_ended(self, overflow: bool, scale_change: float) -> None:
+        if overflow and not self.scales_loss and self.problem is None:
             self.problem = "gradients are not finite"
             self._stop_if_asked()
         goes_on, self.goes_on = self.goes_on, self.problem is not None

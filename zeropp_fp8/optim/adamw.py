@@ -25,7 +25,7 @@ from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.optim.gradients import FP8Gradients
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer
-from zeropp_fp8.optim.state_formats import STORAGES, Storage
+from zeropp_fp8.optim.state_formats import storage_of_dtype
 
 _GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -166,18 +166,6 @@ def square_root(x: Tensor) -> Tensor:
     """
     x = x.clamp(2.0**-100, torch.finfo(torch.float32).max)
     return x.sqrt() if x.device.type == "cuda" else x.double().sqrt().float()
-
-
-def storage_of_dtype(dtype: torch.dtype) -> Storage:
-    """The format without a scale whose codes have this dtype.
-
-    Raises:
-        ValueError: there is none: 16-bit floats need a scale.
-    """
-    for storage in STORAGES.values():
-        if storage.dtype == dtype and not storage.scaled:
-            return storage
-    raise ValueError(f"weights can be their own master weights in fp32 and bf16, not in {dtype}")
 
 
 def _check(segments, master, exp_avg, exp_avg_sq, grads, weights_out) -> None:

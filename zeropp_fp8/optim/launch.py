@@ -19,11 +19,10 @@ from zeropp_fp8.kernels.optimizer.adamw import (
 )
 from zeropp_fp8.kernels.optimizer.adamw import TILE as KERNEL_TILE
 from zeropp_fp8.kernels.wire.launch_tables import interpreted, native_float8
-from zeropp_fp8.optim.adamw import storage_of_dtype
 from zeropp_fp8.optim.gradients import FP8Gradients
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer
-from zeropp_fp8.optim.state_formats import TILE
+from zeropp_fp8.optim.state_formats import TILE, storage_of_dtype
 
 assert TILE == KERNEL_TILE
 # Sets of tensors whose places a layout remembers. Gradients that are allocated anew every step mostly come to lie where

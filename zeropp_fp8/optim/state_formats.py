@@ -134,6 +134,18 @@ def storage_of(name: str, what: str = "format") -> Storage:
     return STORAGES[name]
 
 
+def storage_of_dtype(dtype: torch.dtype) -> Storage:
+    """The format without a scale whose codes have this dtype.
+
+    Raises:
+        ValueError: there is none: 16-bit floats need a scale.
+    """
+    for storage in STORAGES.values():
+        if storage.dtype == dtype and not storage.scaled:
+            return storage
+    raise ValueError(f"weights can be their own master weights in fp32 and bf16, not in {dtype}")
+
+
 def check_scales(scales: str, block_size: int) -> None:
     """Refuse scales other than per tensor or per block, and blocks that a tile of 1024 is no multiple of."""
     if scales not in SCALE_CHOICES:

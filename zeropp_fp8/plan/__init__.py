@@ -11,20 +11,14 @@ host. `step_time.py` has the formulas. Everything here is plain arithmetic: no t
     methods.py    the methods that are compared: which collective carries what, in which format
     step_time.py  from bytes to seconds
     memory.py     bytes held by a GPU
-    rlhf.py       an iteration of PPO: four models
     recommend.py  which recipe to take
     picture.py    step time against what a node sends
-    measured.py   measured points: peers, and the JSON of benchmarks that time training steps
-    calibrate.py  model against measurement, and fitting the rates no data sheet gives
 """
 
-from zeropp_fp8.plan.calibrate import Residual, calibrate, check, fitted, held_out, machine_of
-from zeropp_fp8.plan.hardware import EMULATED_H200, H100, H200, PRESETS, V100, Hardware, measured_on
+from zeropp_fp8.plan.hardware import EMULATED_H200, H100, H200, PRESETS, V100, Hardware
 from zeropp_fp8.plan.job import Cluster, Job, Lora, Model, PlanError
-from zeropp_fp8.plan.measured import PEERS, MeasuredPoint, load_points
 from zeropp_fp8.plan.memory import MemoryEstimate, memory_per_gpu
 from zeropp_fp8.plan.methods import LORA_METHODS, METHODS, TABLE_METHODS, Method, method_named, method_of
-from zeropp_fp8.plan.rlhf import IterationEstimate, iteration
 from zeropp_fp8.plan.step_time import StepEstimate, estimate
 
 __all__ = [
@@ -33,31 +27,19 @@ __all__ = [
     "H200",
     "LORA_METHODS",
     "METHODS",
-    "PEERS",
     "PRESETS",
     "TABLE_METHODS",
     "V100",
     "Cluster",
     "Hardware",
-    "IterationEstimate",
     "Job",
     "Lora",
-    "MeasuredPoint",
     "MemoryEstimate",
     "Method",
     "Model",
     "PlanError",
-    "Residual",
     "StepEstimate",
-    "calibrate",
-    "check",
     "estimate",
-    "fitted",
-    "held_out",
-    "iteration",
-    "load_points",
-    "machine_of",
-    "measured_on",
     "memory_per_gpu",
     "method_named",
     "method_of",

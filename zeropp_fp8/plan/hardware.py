@@ -26,7 +26,7 @@ class Hardware:
             two moments, writes three and the 16-bit weight, 30 in all.
         matrix_tflops, fp8_tflops: a product alone, in 16 bits and in FP8; the same where the GPU has no FP8.
 
-    Measured, or fitted with `calibrate`:
+    Measured, or fitted by benchmarks/plan_fit:
         achieved_tflops: TFLOP/s of a GPU in forward and backward passes, 16 bits.
         link_efficiency: share of a link's rate that the payload gets.
         host_per_block_ms: Python and kernel launches for one block, forward and backward, in eager mode.
@@ -84,7 +84,7 @@ class Hardware:
     fp8_optimizer_bytes: float = 57
     # 1.0 to 1.5, on one GPU up to 2.0, in what files were fitted to.
     fsdp_host: float = 1.0
-    # 0.43 and 0.78 ms of the peers in measured.py.
+    # 0.43 and 0.78 ms of the peers in benchmarks/plan_fit/points.py.
     tensor_host: float = 0.109
     gather_host: float = 0.198
     codec_efficiency: float = 0.8
@@ -103,8 +103,8 @@ class Hardware:
 
 # 4 H200 of one host: NCCL over NVLink within a pair and the copy bandwidth were measured. host_per_block_ms and
 # achieved_tflops are fitted to FSDP2 in one node, then tensor_host, gather_host and link_efficiency to
-# the other peers in measured.py (`calibrate`). codec_efficiency is what benchmarks/kernels.py measured there, 0.6 to
-# 0.9 by kernel. link_efficiency of a network that is not this one is an assumption.
+# the other peers in benchmarks/plan_fit/points.py. codec_efficiency is what benchmarks/kernels.py measured there, 0.6
+# to 0.9 by kernel. link_efficiency of a network that is not this one is an assumption.
 EMULATED_H200 = Hardware(intra_gbs=200, memory_gbs=4300, achieved_tflops=362, link_efficiency=0.995)
 H200 = replace(EMULATED_H200, link_efficiency=0.9)
 # Data sheet: memory 3,350 GB/s, of which a copy reaches as much as the H200's of 4,800; products and NVLink are the
@@ -118,8 +118,3 @@ PRESETS = {"h200": H200, "h100": H100, "emulated-h200": EMULATED_H200, "v100": V
 def preset_of(gpu: str) -> str | None:
     """The name of a GPU's preset, by the GPU's name; None: there is none."""
     return next((name for name in PRESETS if name in gpu.lower()), None)
-
-
-def measured_on(gpu: str) -> Hardware:
-    """The preset of a GPU by its name, an H200's where there is none, with a network that is this host's."""
-    return replace(PRESETS[preset_of(gpu) or "h200"], link_efficiency=EMULATED_H200.link_efficiency)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 BYTES_16BIT = 2
 GBIT = 1e9 / 8  # bytes/s
@@ -13,25 +15,16 @@ class PlanError(ValueError):
     """A job, a machine or a measurement that cannot be. The message names the value and what it must be."""
 
 
-def require_positive(**values: float) -> None:
-    """Raise PlanError for the first value that is not above 0, or infinite."""
+def _require(words: str, holds: Callable[[float], bool], **values: float) -> None:
+    """Raise PlanError for the first value of which it does not hold."""
     for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise PlanError(f"{name} must be above 0 and finite, got {value!r}")
+        if not holds(value):
+            raise PlanError(f"{name} must be {words}, got {value!r}")
 
 
-def require_at_least_zero(**values: float) -> None:
-    """Raise PlanError for the first value that is below 0, or infinite."""
-    for name, value in values.items():
-        if not 0 <= value < math.inf:
-            raise PlanError(f"{name} must be 0 or more and finite, got {value!r}")
-
-
-def require_whole(**values: float) -> None:
-    """Raise PlanError for the first value that is not a whole number of at least 1."""
-    for name, value in values.items():
-        if not value >= 1 or value % 1:
-            raise PlanError(f"{name} must be a whole number, at least 1, got {value!r}")
+require_positive = partial(_require, "above 0 and finite", lambda value: 0 < value < math.inf)
+require_at_least_zero = partial(_require, "0 or more and finite", lambda value: 0 <= value < math.inf)
+require_whole = partial(_require, "a whole number, at least 1", lambda value: value >= 1 and not value % 1)
 
 
 @dataclass(frozen=True)

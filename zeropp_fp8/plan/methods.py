@@ -337,27 +337,21 @@ _PEERS = [
 _OWN = [
     *(_own(recipe, recipe) for recipe in RECIPES),
     _own("zeropp-diff-int8", "zeropp-diff", weights={"format": "int8"}),
-    *(
-        _own(f"{name}-world", name, gradients={"accumulate_in": "world"})
-        for name in ("zeropp", "zeropp-4bit", "zeropp-pcie")
-    ),
+    *(_own(f"{n}-world", n, gradients={"accumulate_in": "world"}) for n in ("zeropp", "zeropp-4bit", "zeropp-pcie")),
     _own("fp8-compute", "lossless", compute={"format": "fp8"}),
 ]
 # Frozen weights as codes; "-dq": with double quantization, as `qlora`, which is NF4; "-rank": every rank has them all.
-_FROZEN = {
-    **{f"{name}{dq}": (name, bool(dq)) for name in ("int8", "int4") for dq in ("", "-dq")},
-    "nf4": ("nf4", False),
-    "qlora": ("nf4", True),
-}
+_FROZEN = dict.fromkeys(("int8", "int8-dq"), "int8") | dict.fromkeys(("int4", "int4-dq"), "int4")
+_FROZEN |= dict.fromkeys(("nf4", "qlora"), "nf4")
 _STORES = [
     _own(
-        f"{name}{suffix}",
+        f"{name}{'-rank' * (scope == 'rank')}",
         "zeropp",
-        frozen={"format": stored, "block_size": 64, "double_quantize": double},
+        frozen={"format": stored, "block_size": 64, "double_quantize": name == "qlora" or name.endswith("-dq")},
         secondary={"scope": scope},
     )
-    for suffix, scope in (("", "node"), ("-rank", "rank"))
-    for name, (stored, double) in _FROZEN.items()
+    for scope in ("node", "rank")
+    for name, stored in _FROZEN.items()
 ]
 METHODS: dict[str, Method] = {method.name: method for method in (*_PEERS, *_OWN, *_STORES)}
 METHODS |= {

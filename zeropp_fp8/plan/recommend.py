@@ -18,8 +18,7 @@ from zeropp_fp8.plan.hardware import Hardware
 from zeropp_fp8.plan.job import Job, PlanError
 from zeropp_fp8.plan.memory import memory_for_copies
 from zeropp_fp8.plan.methods import METHODS, Method
-from zeropp_fp8.plan.rlhf import IterationEstimate
-from zeropp_fp8.plan.step_time import WIRE_INTER, WIRE_INTRA, StepEstimate, estimate
+from zeropp_fp8.plan.step_time import WIRE_INTER, WIRE_INTRA, Estimate, estimate
 
 EXACT = ("stock", "lossless")  # bit for bit the same
 # Held-out loss above the reference, in percent: the largest mean of a group of three runs or more, and where there is
@@ -44,7 +43,6 @@ FULL = (*EXACT, *(name for name in LOSS if METHODS[name].stored_bytes is None an
 LORA = (*EXACT, *(name for name in LOSS if not METHODS[name].cast_bytes and name != PCIE))
 SAME = 0.15  # faster by less says nothing: most of the measured steps of docs/planning.md are modelled within it
 GIB = 2**30
-Estimate = StepEstimate | IterationEstimate
 Estimator = Callable[[Method, Job, Hardware], Estimate]
 
 
@@ -106,29 +104,29 @@ def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, esti
     Where nothing fits it is the one with the smallest peak of memory.
     """
     found = estimates_of_recipes(job, hardware, gpu_bytes, estimator)
-    fits = [one for one in found if gpu_bytes is None or one.memory.peak <= gpu_bytes]
+    fits = [one for one in found if gpu_bytes is None or one.peak_bytes <= gpu_bytes]
     if not fits:
-        chosen = min(found, key=lambda one: one.memory.peak)
+        chosen = min(found, key=lambda one: one.peak_bytes)
         text = (
-            f"nothing fits into {gpu_bytes / GIB:.3g} GiB a GPU: {chosen.method} needs {chosen.memory.peak / GIB:.3g}, "
+            f"nothing fits into {gpu_bytes / GIB:.3g} GiB a GPU: {chosen.method} needs {chosen.peak_bytes / GIB:.3g}, "
             "the least of all; take more ranks, fewer tokens or --checkpointing"
         )
         return Advice(chosen.method, text, found, fits=False)
     chosen = _worth_it([one for one in fits if LOSS.get(one.method, 0.0) <= TARGET] or fits)[-1]
     offered = _worth_it(fits[fits.index(chosen) + 1 :], chosen.step_s)
     stock = found[0]
-    a_unit = "an iteration" if isinstance(chosen, IterationEstimate) else "a step"
     text = "recommended: stock DeepSpeed"
     if chosen is not stock:
         gain = f"{stock.step_s / chosen.step_s:.2f} x stock" + ("" if stock in fits else ", which does not fit")
-        text = f"recommended: {chosen.method}, {1e3 * chosen.step_s:.1f} ms {a_unit} ({gain}; bound by {chosen.bound})"
+        took = f"{1e3 * chosen.step_s:.1f} ms {chosen.unit}"
+        text = f"recommended: {chosen.method}, {took} ({gain}; bound by {chosen.bound})"
     if chosen.method in EXACT:
         if job.cluster.world_size == 1:
             text += "; nothing to gain by sending less: one rank sends nothing"
         elif chosen.bound in (WIRE_INTER, WIRE_INTRA):
             text += f"; no recipe that fits and learns the same is faster by {SAME:.0%}"
         else:
-            text += f"; nothing to gain by sending less: {chosen.bound} bounds {a_unit}"
+            text += f"; nothing to gain by sending less: {chosen.bound} bounds {chosen.unit}"
     if chosen.memory.secondary:
         bits = "" if job.lora else f" in {8 * METHODS[chosen.method].secondary_bytes:.3g} bits a parameter"
         text += f"; copies of the weights{bits} take {chosen.memory.secondary / GIB:.2f} GiB a GPU"

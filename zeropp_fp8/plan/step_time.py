@@ -45,8 +45,24 @@ class PassTime:
     bound: str
 
 
+class Estimate:
+    """What estimates of a step, and of other units of work, have in common: they have `method`, `memory`, `bound`, and
+    `inter_bytes`, sent by a node to other nodes."""
+
+    unit = "a step"
+    DERIVED = ("step_s", "peak_bytes", "held_bytes")
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.memory.peak
+
+    @property
+    def held_bytes(self) -> float:
+        return self.memory.held
+
+
 @dataclass(frozen=True)
-class StepEstimate:
+class StepEstimate(Estimate):
     """One optimizer step of one method.
 
     Attributes:

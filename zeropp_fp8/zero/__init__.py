@@ -9,7 +9,9 @@ offload.py          subclass of DeepSpeedZeRoOffload: the hooks around modules (
 stage3.py           subclass of DeepSpeedZeroOptimizer_Stage3
 stage3_reduction.py the part of it that reduces gradients
 stage3_base.py      what the parts of a stage ask of each other
-own_entry.py        what a checkpoint holds of it beside weights and states
+part.py             a feature of training as a stage knows it
+parts.py            the parts that wrap what is made below: compute scaling, held weights
+extra_state.py      what a checkpoint holds of the parts, beside weights and states
 compose.py          the stage of an engine, composed of the parts that its configuration asks for
 fused_update.py     torch's fused Adam where the user left the choice to torch
 report.py           the table printed at start

@@ -6,9 +6,10 @@ bring nothing back.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zeropp_fp8.config import SECTION
+from zeropp_fp8.zero.part import StagePart
 from zeropp_fp8.zero.session import Session, told_by_all
 
 if TYPE_CHECKING:
@@ -57,14 +58,12 @@ def fall_back(stage: Stage3Base) -> str:
     session.weight_format = session.difference_format = session.intra_format = session.inter_format = None
     problem = None
     try:
-        stage.formats_changed()
+        for part in list(session.parts):
+            part.formats_changed()
     except RuntimeError as error:  # out of memory
         problem = f"rank {session.topology.rank}: {error}"
     for told in filter(None, told_by_all(problem, session.topology.group)):
         raise RuntimeError(f"falling back to high precision has failed on {told}")
-    if session.conversion is not None:
-        session.conversion.restore()  # plain layers again, which torch.compile traces anew
-        session.conversion = None
     if session.activations is not None:
         session.activations.rests = True
     persistent = stage.persistent_parameters
@@ -73,6 +72,24 @@ def fall_back(stage: Stage3Base) -> str:
     with session.ledger.counting("other"):
         gatherer.gather_now(persistent)
     return said
+
+
+class FellBack(StagePart):
+    """A run that resumes goes on in high precision if the run that saved did, where its section allows it."""
+
+    def __init__(self, stage: Stage3Base) -> None:
+        self.stage, self._saved = stage, False
+
+    def extra_state(self) -> dict[str, Any]:
+        return {"fell back": True} if self.stage.session.fell_back else {}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        self._saved = "fell back" in state
+
+    def weights_loaded(self) -> None:
+        saved, self._saved = self._saved, False
+        if saved:
+            fall_back_as_saved(self.stage)
 
 
 def fall_back_as_saved(stage: Stage3Base) -> None:

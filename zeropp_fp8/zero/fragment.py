@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats import DoubleQuantizedFormat, MXFormat, TensorScaledFormat, WireFormat, make_format
+from zeropp_fp8.formats import WireFormat, make_format
 
 EXPORT_COMMAND = "python -m zeropp_fp8.export CHECKPOINT NEW_FOLDER"
 _stands_in: ContextVar[bool] = ContextVar("zeropp_fp8_stands_in", default=False)
@@ -23,16 +23,6 @@ _stands_in: ContextVar[bool] = ContextVar("zeropp_fp8_stands_in", default=False)
 
 class RawCodesError(RuntimeError):
     """Something would have taken codes for numbers."""
-
-
-def format_fields(wire_format: WireFormat) -> dict[str, Any]:
-    """The arguments of `make_format` that make a stored weight's format again."""
-    if isinstance(wire_format, MXFormat):
-        return {"name": wire_format.name, "scale_mode": wire_format.scale_mode}
-    if isinstance(wire_format, TensorScaledFormat):
-        return {"name": wire_format.name, "scales": "tensor"}
-    doubled = isinstance(wire_format, DoubleQuantizedFormat)
-    return {"name": wire_format.name, "block_size": wire_format.block_size, "double_quantize": doubled}
 
 
 @contextmanager

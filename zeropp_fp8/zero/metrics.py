@@ -25,7 +25,7 @@ class StepMetrics:
 
     def __init__(self, engine) -> None:
         self._session = engine.zeropp_fp8_session
-        self._optimizer, self._meter = engine.optimizer, self._session.ledger.meter()
+        self._meter = self._session.ledger.meter()
         self._shares_told = False
 
     def __call__(self) -> dict[str, float]:
@@ -45,9 +45,8 @@ class StepMetrics:
         if shares is not None and not self._shares_told:
             self._shares_told = True
             found |= {"step_share_between_nodes": shares.between, "step_share_within_nodes": shares.within}
-        scales = getattr(self._optimizer, "scales", None)  # none once it has fallen back
-        if scales is not None:
-            found |= {f"gradient_{name}": value for name, value in scales.report().items()}
+        for part in self._session.parts:
+            found |= {f"gradient_{name}": value for name, value in part.report().items()}
         return found | self._session.numerics
 
 

@@ -16,15 +16,16 @@ from torch.utils.hooks import RemovableHandle
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.compiled import compile_blocks, leave_untraced
 from zeropp_fp8.zero.gather.adopted import is_stored
-from zeropp_fp8.zero.gather.adoption import Adoption
 from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.kinds import Kind
+from zeropp_fp8.zero.gather.ownership import check_attachable
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.secondary import keep_secondary_shards
 from zeropp_fp8.zero.gather.sliced import Sliced
 from zeropp_fp8.zero.gather.units import build_units
+from zeropp_fp8.zero.parts import ComputeScaling
 from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.turns import Turn, has_turn
@@ -191,28 +192,30 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self.session = session
         self._trains = trains
         self.destroyed = False
+        self._earlier: list[ZeroppOffload] = []  # engines over (part of) this model, made before this one
+        self._later: list[ZeroppOffload] = []
         self._on_model = ExitStack()  # takes everything off again, as far as this constructor gets
         session.on_model.callback(self.destroy)
-        Adoption.check_adoptable(module.parameters())  # before anything is put on modules that another engine runs
+        check_attachable(module.parameters())  # before anything is put on modules that another engine runs
         granularity = session.config.gather_granularity
         self.blocks = find_blocks(module) if granularity == "block" else []
         self._evaluating = False
         self._by_name: list[ZeROOrderedDict] = []
         self.generating = False  # inside zeropp_fp8.generation (generation/context.py)
-        self._earlier: list[ZeroppOffload] = []  # engines over (part of) this model, made before this one
-        self._later: list[ZeroppOffload] = []
         self.announced: str | None = None  # where weights stayed in the last one
         self.before_backward: Callable[[bool], None] | None = None  # told of each module whose backward begins
         self.after_backward_of: Callable[[nn.Module], None] | None = None  # told of each module whose backward is over
         # Of the call whose hooks run now: DeepSpeed's hooks hand tensors over one by one, with nothing in between.
         self.inputs, self.outputs = _CallTensors(), _CallTensors()
         super().__init__(module, *args, **kwargs)
+        if session.conversion is not None:
+            session.parts.append(ComputeScaling(session))
         route = Route(session)
         kinds = kinds_of(route)
         units = build_units(module, self.blocks, granularity, kinds)
         self.gatherer = Gatherer(route, kinds)
-        self._on_model.callback(self.gatherer.give_back)
-        self.gatherer.adopt(units)
+        self._on_model.callback(self.gatherer.detach)
+        self.gatherer.attach(units)
         self.param_coordinator = UnitCoordinator(
             self.gatherer,
             prefetch_numel=self._prefetch_bucket_sz,
@@ -268,8 +271,18 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self._turn.end()
         for engine in self._earlier:
             engine._later.remove(self)
-        for engine in self._later:
-            engine._earlier.remove(self)
+
+    def check_is_last(self) -> None:
+        """Engines over one model end in the opposite order of that in which they were made.
+
+        Raises:
+            RuntimeError: there is a later one; on all ranks, and nothing has changed.
+        """
+        if self._later:
+            raise RuntimeError(
+                f"destroy(): {len(self._later)} engine(s) made later over this model, or part of it, are still there, "
+                "and have it now; call their destroy() first, that of the last one before the others"
+            )
 
     def _convert_to_zero_parameters(self, ds_config, module, mpu) -> None:
         """Afterwards, what is frozen goes into the store, if there is one; and the model is this engine's."""
@@ -352,7 +365,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         """
         try:
             for unit in self.gatherer.units:
-                unit.check_usable(unit.params)
+                unit.kind.check_usable(unit.params)
         except RuntimeError:
             _gathers_what_is_read(self.module, False)  # DeepSpeedEngine.forward has set it: names would gather
             raise
@@ -400,5 +413,6 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def destroy(self) -> None:
         """Take the hooks off, and give the parameters DeepSpeed's own gathers back. The second time it does nothing."""
+        self.check_is_last()
         self.destroyed = True
         self._on_model.close()

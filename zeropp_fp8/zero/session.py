@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -30,11 +29,10 @@ from zeropp_fp8.config import (
 )
 from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import SharedScaleFormat, WireFormat, make_format
+from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.optim import StateFormats
-from zeropp_fp8.zero.observer import Observer
+from zeropp_fp8.zero.part import StagePart
 from zeropp_fp8.zero.placement import Slices
-
-_numbers = itertools.count()
 
 
 class Session:
@@ -54,8 +52,7 @@ class Session:
     ) -> None:
         world_size = dist.get_world_size(group)
         self.place = place_of(dist.get_rank(), config)
-        places, numbers = zip(*told_by_all((self.place, next(_numbers)), group))
-        self.number = numbers[0]  # the same on all ranks
+        places = told_by_all(self.place, group)
         ranks_per_node, self.ranks_per_node_source = _ranks_per_node(config, places, model_parallel_group)
         self.ranks_here = sum(place.host == self.place.host for place in places)
         self.config = config
@@ -69,10 +66,9 @@ class Session:
         self.shares = None  # what a step's time goes to (StepShares of bound.py), once it is measured
         self.on_model = ExitStack()  # takes off the model what this engine has put on it
         self.failed = False  # its constructor has, here if not on all ranks
-        self.collected = False  # the engine is being collected: nothing collective can be done
         self.activations: ActivationExchange | None = None  # of sequence parallelism, where it is in FP8
         self.fell_back = False  # from the formats of the section, to high precision
-        self.observers: list[Observer] = []
+        self.parts: list[StagePart] = []  # features of training, in the order in which a stage asks them
         self.numerics: dict[str, float] = {}  # what the last sample has found, by name
         self.topology: Topology = make_topology(group, ranks_per_node)
         sharing = secondary_ranks(config, ranks_per_node)
@@ -111,7 +107,7 @@ class Session:
 
     def sends_exactly(self, what: str, param: Parameter) -> bool:
         """Whether the "weights" or "gradients" of a parameter travel in 16 or 32 bits whatever the formats."""
-        return len(param.ds_shape) < 2 or id(param) in self.exact[what]
+        return is_vector(param.ds_shape) or id(param) in self.exact[what]
 
     def own_numel(self, param: Parameter) -> int:
         """Elements that this rank has of a ZeRO-3 parameter, without padding."""

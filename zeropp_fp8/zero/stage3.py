@@ -10,18 +10,17 @@ from __future__ import annotations
 import weakref
 
 import torch
-import torch.distributed as dist
 from deepspeed import comm as ds_comm
 from deepspeed.utils import logger
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.zero.fall_back import fall_back_as_saved
+from zeropp_fp8.zero.extra_state import ENTRY, extra_state, load_extra_state
+from zeropp_fp8.zero.fall_back import FellBack
 from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.offload import ZeroppOffload
-from zeropp_fp8.zero.own_entry import ENTRY, load_own_entry, own_entry
+from zeropp_fp8.zero.parts import HeldWeights
 from zeropp_fp8.zero.report import print_progress_line
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage3_base import Replaced
@@ -40,13 +39,16 @@ class ZeroppStage3(ReducingStage3):
         if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
             print("zeropp_fp8: the optimizer leaves the choice to torch: its fused update is used", flush=True)
         super().__init__(module, init_optimizer, param_names, *args, session=session, **kwargs)
-        self.gatherer.given_back = self._bring_shards_home
+        self._held = HeldWeights(session, self.gatherer, self.param_names)
+        session.parts += [FellBack(self), self._held]
+        self.gatherer.ownership.given_back = self._bring_shards_home
 
     def destroy(self) -> None:
         """Give the model back, and the memory of all that is not DeepSpeed's: an engine may be kept after its end."""
         if self.parameter_offload.destroyed:
             return
         super().destroy()
+        self.session.parts.clear()
         self._linked.end()
         for param in self.module.parameters():
             if type(param.__dict__.get("_z3_optimizer")) in _ENDED:  # else another engine has the model
@@ -85,7 +87,7 @@ class ZeroppStage3(ReducingStage3):
             super()._post_step(timer_names)
 
     def checkpoint_event_prologue(self) -> None:
-        self.gatherer.check_placement()
+        self.gatherer.ownership.check_placement()
         super().checkpoint_event_prologue()
 
     def checkpoint_event_epilogue(self) -> None:
@@ -99,67 +101,34 @@ class ZeroppStage3(ReducingStage3):
 
     def set_local_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
         super().set_local_hp_param(value, param, optim_state_key)
-        self.wrote_alone |= optim_state_key is None
+        self._held.wrote_alone |= optim_state_key is None
 
     def set_full_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
         super().set_full_hp_param(value, param, optim_state_key)
         if optim_state_key is None:  # a master weight, which the next step writes to the shards
-            for unit in self.gatherer.units_with(param):
-                unit.expect_large_step()
-
-    def _somebody_wrote_alone(self) -> bool:
-        """Whether a rank has, of which the others cannot know: then differences to copies are not small. Collective."""
-        if self.session.difference_format is None:
-            return False
-        wrote = torch.tensor([self.wrote_alone], dtype=torch.uint8, device=self.session.device)
-        self.wrote_alone = False
-        all_reduce(wrote, dist.ReduceOp.MAX, self.session.topology.group, self.session.ledger)
-        return bool(wrote.item())
+            self.gatherer.expect_large_step([param])
 
     # -- the step --------------------------------------------------------------------------------------------------
 
     def step(self, closure=None) -> None:
-        self.gatherer.check_placement()
+        self.gatherer.ownership.check_placement()
         loss_scale = self.loss_scale
         self.end_backward()
         self._finish_resting()
         self._drop_gradients_of_frozen()
-        for observer in self.session.observers:
-            observer.gradients_are_there()
-        with self.session.ledger.counting("other"):
-            if self._somebody_wrote_alone():  # the host waits for the device next in any case
-                for unit in self.gatherer.units:
-                    unit.expect_large_step()
+        for part in list(self.session.parts):
+            part.gradients_ready()
         super().step(closure)
         self._forget_gradients()
-        residuals = self.reducer.error_feedback
-        if residuals and (self.overflow or self.loss_scale != loss_scale):
-            residuals.reset()
-        if self.scales is not None:
-            with self.session.ledger.counting("other"):
-                self.scales.end_step(bool(self.overflow), float(self.loss_scale / loss_scale))
         if self.overflow and self.session.config.quantizes and ds_comm.get_rank() == 0:
             # DeepSpeed's loss scaler says so too with fp16, but not at the level that its logger shows.
             logger.warning("zeropp_fp8: a gradient is not finite on some rank: the step is skipped on all")
-        if self.session.conversion is not None:
-            self._end_compute_step(self.loss_scale / loss_scale)
-        for observer in self.session.observers:
-            observer.step_ended()
+        for part in list(self.session.parts):
+            part.step_ended(bool(self.overflow), float(self.loss_scale / loss_scale))
         self.session.ledger.end_step()
         if self._watch is not None:
             self._watch.end_step()
-        print_progress_line(self.session, self.scales)
-
-    def _end_compute_step(self, loss_scale_change: float) -> None:
-        """Take over the amax that the step has shown, in one collective."""
-        session = self.session
-
-        def largest_of_all(amax: Tensor) -> None:
-            all_reduce(amax, dist.ReduceOp.MAX, session.topology.group, session.ledger)
-
-        with session.ledger.counting("other"):
-            several = largest_of_all if session.topology.world_size > 1 else None
-            session.conversion.scaling.end_step(several, session.device, bool(self.overflow), float(loss_scale_change))
+        print_progress_line(self.session)
 
     def get_grad_norm_direct(self, gradients, params, norm_type=2):
         """The global 2-norm in one multi-tensor pass and one all-reduce; DeepSpeed takes one pass a parameter.
@@ -195,28 +164,24 @@ class ZeroppStage3(ReducingStage3):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _rigid_state_dict(self) -> dict:
-        entry = own_entry(self)
+        entry = extra_state(self.session)
         return super()._rigid_state_dict() | ({ENTRY: entry} if entry else {})
 
     def _rigid_load_state_dict(self, state_dict: dict, load_optimizer_states: bool = True) -> None:
         super()._rigid_load_state_dict(state_dict, load_optimizer_states)
         if self.session.config.quantizes and self.session.state_formats is None:
             use_fused_update(self.optimizer, self.fp32_partitioned_groups_flat)
-        self._held_before, self._fell_back_before = load_own_entry(self, state_dict.get(ENTRY))
+        load_extra_state(self.session, state_dict.get(ENTRY))
 
     def _restore_from_bit16_weights(self) -> None:
         super()._restore_from_bit16_weights()
         self.gatherer.weights_changed()  # master weights in low precision have rounded them
 
     def load_state_dict(self, *args, **kwargs) -> None:
-        self._held_before, self._fell_back_before, self.wrote_alone = {}, False, False
         with self.session.ledger.counting(OUTSIDE):
             super().load_state_dict(*args, **kwargs)
-            if self._somebody_wrote_alone():  # the weights are master weights now, and what was held is far from them
-                self._held_before = {}
         if kwargs.get("checkpoint_folder"):  # a universal checkpoint holds weights and optimizer state only
-            self._held_before, self._fell_back_before = load_own_entry(self, None)
+            load_extra_state(self.session, None)
         self.gatherer.weights_changed()
-        if self._fell_back_before:
-            fall_back_as_saved(self)
-        self.gatherer.hold_again(self._held_before, self.param_names)
+        for part in list(self.session.parts):
+            part.weights_loaded()

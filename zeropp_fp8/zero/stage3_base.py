@@ -22,13 +22,10 @@ class Stage3Base(DeepSpeedZeroOptimizer_Stage3):
     """What parts of a stage ask of each other, answered as DeepSpeed has it.
 
     Attributes:
-        scales, store, states: scales of gradients that ranks share, reduced gradients and optimizer states in low
-            precision; None where there are none.
-        wrote_alone: since the last step somebody has written to this rank's part of master weights.
+        store, states: reduced gradients and optimizer states in low precision; None where there are none.
     """
 
-    scales = store = states = None
-    wrote_alone = False
+    store = states = None
 
     def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
         self.session = session
@@ -36,9 +33,6 @@ class Stage3Base(DeepSpeedZeroOptimizer_Stage3):
 
     def _order_is_known(self, params: list[Parameter]) -> None:
         """In which quantized gradients of `params` are reduced."""
-
-    def formats_changed(self) -> None:
-        """Gradients travel, and rest, in the session's formats, which are others from now on. Between steps."""
 
     def _gradient_results(
         self, params: list[Parameter], again: bool, twice: bool, headroom: float
@@ -70,13 +64,6 @@ class Stage3Base(DeepSpeedZeroOptimizer_Stage3):
 
         DeepSpeed's own lists hold zeros.
         """
-
-    def _own_states(self) -> dict:
-        """What of gradients and states is not in DeepSpeed's part of a checkpoint."""
-        return {}
-
-    def _load_own_states(self, extra: dict) -> None:
-        """Take over what `_own_states` gave."""
 
 
 class Freed:

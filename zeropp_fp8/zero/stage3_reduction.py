@@ -20,6 +20,7 @@ from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 from zeropp_fp8.zero.reduce.node_sums import numel_of_sums
 from zeropp_fp8.zero.reduce.order import FixedOrder, is_still_to_come, reduction_units, runs_to_its_leaves
 from zeropp_fp8.zero.reduce.reducer import GradientReducer
+from zeropp_fp8.zero.reduce.residuals import Residuals
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage3_base import Freed, Replaced, Stage3Base
 
@@ -61,6 +62,10 @@ class ReducingStage3(Stage3Base):
         session.sums_numel = numel_of_sums(session, module.parameters(), dtype)
         super().__init__(module, init_optimizer, param_names, *args, session=session, **kwargs)
         session.residual_bytes = self.reducer.residual_bytes(module.parameters())
+        self.reducer.trained_numel = sum(p.ds_numel for p in module.parameters() if p.requires_grad)
+        session.parts.append(self.reducer)
+        if self.reducer.error_feedback is not None:
+            session.parts.append(Residuals(session, self.reducer.error_feedback, self.reducer.trained_numel))
         session.bytes_to_come = session.residual_bytes + session.sums_numel * dtype.itemsize
 
     @property
@@ -103,7 +108,8 @@ class ReducingStage3(Stage3Base):
                 params = [param for unit in self._order.units for param in unit]
                 if self.session.config.gradients.scales == "tensor":
                     names = [self.param_names[p] for p in params]
-                    self.scales = self.reducer.scales = GradientScales(self.session, params, names)
+                    self.reducer.scales = GradientScales(self.session, params, names)
+                    self.session.parts.append(self.reducer.scales)
                 self._order_is_known(params)
             self._users = Counter(id(p) for module in self.module.modules() for p in module.parameters(recurse=False))
             self._used_by_only: dict[tuple[int, bool], list[Parameter]] = {}
@@ -200,11 +206,6 @@ class ReducingStage3(Stage3Base):
         for param in params:
             # Encoding was the last use, on this stream: the memory may be used again at once.
             param.grad = None
-
-    def formats_changed(self) -> None:
-        self.reducer.formats_changed()
-        self.scales = None
-        super().formats_changed()
 
     def _finish_unit(self, params: Sequence[Parameter], names: list[str], grads: list[Tensor] | None) -> None:
         """Let the mean of a unit's gradients, those that rest in the node too, arrive in the gradient partitions."""
@@ -333,7 +334,7 @@ class ReducingStage3(Stage3Base):
         return self._running is not None or self.parameter_offload.gatherer.module_depth > 0
 
     def _begin_backward(self) -> None:
-        self.parameter_offload.gatherer.check_placement()
+        self.parameter_offload.gatherer.ownership.check_placement()
         self._running = _Backward(self._backward_has_run)
         if self._are_stale:
             self._zero_stale()
@@ -462,30 +463,6 @@ class ReducingStage3(Stage3Base):
         with timed_by_deepspeed(self.session.ledger, buffer.is_cuda):
             return getattr(super(), AVG_SCATTER_CONTIGUOUS_GRADS)(buffer, *communication_data_type)
 
-    def get_fp32_grad_for_param(self, param: Parameter) -> Tensor | None:
-        self._finish_resting()
-        return super().get_fp32_grad_for_param(param)
-
-    def set_fp32_grad_for_param(self, value: Tensor, param: Parameter) -> None:
-        self._finish_resting()
-        super().set_fp32_grad_for_param(value, param)
-
-    def update_fp32_grad_for_param_vectorized(self, update_func, param_list) -> None:
-        self._finish_resting()
-        super().update_fp32_grad_for_param_vectorized(update_func, param_list)
-
-    def get_local_fp32_grad_for_param(self, param: Parameter) -> Tensor | None:
-        self._refuse_resting()
-        return super().get_local_fp32_grad_for_param(param)
-
-    def set_local_grad_for_param(self, value: Tensor, param: Parameter) -> None:
-        self._refuse_resting()
-        super().set_local_grad_for_param(value, param)
-
-    def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
-        self._refuse_resting()
-        return super().get_fp32_grad_partitions()
-
     def _refuse_resting(self) -> None:
         """One rank alone cannot end a reduction.
 
@@ -502,6 +479,23 @@ class ReducingStage3(Stage3Base):
 
 setattr(ReducingStage3, AVG_SCATTER_GRADS, ReducingStage3._avg_scatter_grads)
 setattr(ReducingStage3, AVG_SCATTER_CONTIGUOUS_GRADS, ReducingStage3._avg_scatter_contiguous_grads)
+
+
+def _preceded(name: str, before: Callable[[ReducingStage3], None]) -> Callable:
+    """DeepSpeed's method of this name, with something done before."""
+
+    def method(self, *args, **kwargs):
+        before(self)
+        return getattr(super(ReducingStage3, self), name)(*args, **kwargs)
+
+    return method
+
+
+# Of full gradients, which all ranks look at together, and of this rank's part.
+for _name in ("get_fp32_grad_for_param", "set_fp32_grad_for_param", "update_fp32_grad_for_param_vectorized"):
+    setattr(ReducingStage3, _name, _preceded(_name, ReducingStage3._finish_resting))
+for _name in ("get_local_fp32_grad_for_param", "set_local_grad_for_param", "get_fp32_grad_partitions"):
+    setattr(ReducingStage3, _name, _preceded(_name, ReducingStage3._refuse_resting))
 
 
 class _Backward:

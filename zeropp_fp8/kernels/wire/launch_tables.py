@@ -19,12 +19,9 @@ from torch import Tensor
 
 from zeropp_fp8.formats import (
     HALF_STEP_NAMES,
-    BlockScaledFormat,
-    MXFormat,
-    SharedScaleFormat,
-    UnquantizedFormat,
     WireFormat,
 )
+from zeropp_fp8.formats.base import KernelSpec
 from zeropp_fp8.formats.dynamic_map import dynamic_levels
 from zeropp_fp8.formats.e8m0 import SCALE_MODES
 from zeropp_fp8.formats.nf4 import NF4_LEVELS
@@ -43,7 +40,6 @@ SIX_BIT_SUM_TILE = 1024
 LARGEST_BLOCK = 16384
 _UNQUANTIZED_WIDTH = 1024
 SEGMENT_COLUMNS = 5
-ELEMENT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def interpreted() -> bool:
@@ -67,9 +63,8 @@ def supports(wire_format: WireFormat) -> bool:
 
     They do not with scales per tensor, blocks above 16,384 elements, NF4 and double-quantized scales.
     """
-    if isinstance(wire_format, BlockScaledFormat):
-        return _has_usual_blocks(wire_format) and wire_format.scale.name not in DECODED_ONLY
-    return isinstance(wire_format, (UnquantizedFormat, SharedScaleFormat))
+    spec = wire_format.kernel_spec()
+    return spec is not None and _has_usual_blocks(spec) and spec.scale not in DECODED_ONLY
 
 
 def decodes(wire_format: WireFormat) -> bool:
@@ -77,13 +72,12 @@ def decodes(wire_format: WireFormat) -> bool:
 
     Codes with a shared scale are operands as they come, or sums (reduce.py).
     """
-    if isinstance(wire_format, BlockScaledFormat):
-        return _has_usual_blocks(wire_format)
-    return isinstance(wire_format, UnquantizedFormat)
+    spec = wire_format.kernel_spec()
+    return spec is not None and _has_usual_blocks(spec) and spec.scale != "shared"
 
 
-def _has_usual_blocks(wire_format: BlockScaledFormat) -> bool:
-    return wire_format.block_size is not None and wire_format.block_size <= LARGEST_BLOCK
+def _has_usual_blocks(spec: KernelSpec) -> bool:
+    return spec.scale in ("none", "shared") or (spec.block_size is not None and spec.block_size <= LARGEST_BLOCK)
 
 
 @functools.cache
@@ -111,28 +105,24 @@ class KernelFormat:
     @classmethod
     def of(cls, wire_format: WireFormat, like: KernelFormat | None = None) -> KernelFormat:
         """The constants of a supported format; an unquantized one takes over the tiles of `like`."""
-        if isinstance(wire_format, BlockScaledFormat):
-            block_size = wire_format.block_size
-            width = max(triton.next_power_of_2(block_size), 32 if wire_format.hadamard else 2)
-            sum_tile = SIX_BIT_SUM_TILE if wire_format.element.bits == 6 else SUM_TILE
-            return cls(
-                element=wire_format.name,
-                block_size=block_size,
-                width=width,
-                tile_blocks=max(1, TILE // width),
-                sum_blocks=max(1, sum_tile // width),
-                hadamard=wire_format.hadamard,
-                largest=wire_format.element.largest,
-                scale=wire_format.scale_mode if isinstance(wire_format, MXFormat) else wire_format.scale.name,
-            )
-        width = _UNQUANTIZED_WIDTH
-        if isinstance(wire_format, SharedScaleFormat):
-            largest = wire_format.element.largest
-            return cls(wire_format.name, width, width, TILE // width, 1, False, largest, "shared")
-        name = next(name for name, dtype in ELEMENT_DTYPES.items() if dtype == wire_format.dtype)
-        if like is not None and like.width == like.block_size:
-            width = like.width
-        return cls(name, width, width, max(1, TILE // width), max(1, SUM_TILE // width), False, 0.0, "none")
+        spec = wire_format.kernel_spec()
+        block_size = width = _UNQUANTIZED_WIDTH
+        if wire_format.scales == "payload":
+            block_size = spec.block_size
+            width = max(triton.next_power_of_2(block_size), 32 if spec.hadamard else 2)
+        elif wire_format.is_exact and like is not None and like.width == like.block_size:
+            block_size = width = like.width
+        sum_tile = SIX_BIT_SUM_TILE if spec.bits == 6 else SUM_TILE
+        return cls(
+            element=spec.element,
+            block_size=block_size,
+            width=width,
+            tile_blocks=max(1, TILE // width),
+            sum_blocks=max(1, sum_tile // width),
+            hadamard=spec.hadamard,
+            largest=spec.largest,
+            scale=spec.scale,
+        )
 
     def on(self, device: torch.device) -> KernelFormat:
         """The same for kernels on a device; one object for equal ones, which a launch then need not compare."""
@@ -209,7 +199,7 @@ class SegmentTable:
         self.format = KernelFormat.of(wire_format, None if like is None else KernelFormat.of(like)).on(device)
         segments = []
         for numel, offset in zip(slice_numels, offsets):
-            if isinstance(wire_format, BlockScaledFormat):
+            if wire_format.scales == "payload":
                 num_blocks = wire_format.blocks(numel)[0]
                 code_bytes = wire_format.code_bytes(numel)
             else:

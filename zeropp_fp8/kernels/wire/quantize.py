@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeropp_fp8.formats.shared_scale import OF_GRADIENTS, SharedScales
+from zeropp_fp8.formats.scale_table import OF_GRADIENTS, SharedScales
 from zeropp_fp8.kernels.elements import (
     EXPONENT_OF_INF,
     block_scales,

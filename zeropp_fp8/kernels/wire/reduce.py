@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zeropp_fp8.formats.shared_scale import OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
+from zeropp_fp8.formats.scale_table import OF_PARTIAL_SUMS, OF_RESULTS, SharedScales
 from zeropp_fp8.kernels.elements import numbers_of, rotate
 from zeropp_fp8.kernels.launching import Kernel, Plan
 from zeropp_fp8.kernels.wire.dequantize import inside, load_codes, load_quantized, load_unquantized, write_tile

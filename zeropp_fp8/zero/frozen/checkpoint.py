@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.formats.recut import cut_again
-from zeropp_fp8.zero.fragment import EXPORT_COMMAND, QuantizedFragment, format_fields, has_codes
+from zeropp_fp8.zero.fragment import EXPORT_COMMAND, QuantizedFragment, has_codes
 from zeropp_fp8.zero.frozen.saved_ranks import FRAGMENTS, Fragment, SavedParameter, SavedRanks, read_states, slice_of
 from zeropp_fp8.zero.frozen.store import StoredWeight, note_version, stored_weight, value_dtype
 from zeropp_fp8.zero.gather.adopted import STATE
@@ -46,7 +46,7 @@ def fragment_of(name: str, param: Parameter) -> QuantizedFragment:
     return QuantizedFragment(
         name=name,
         payload=payload_to_save(param).to("cpu", copy=True),  # a view would be saved with all that lies around it
-        format_fields=format_fields(stored.wire_format),
+        format_fields=stored.wire_format.options(),
         part_numel=stored.part_numel,
         full_shape=tuple(param.ds_shape),
         value_dtype=stored.dtype,

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import TensorScaledFormat
+from zeropp_fp8.formats.shapes import is_matrix
 from zeropp_fp8.zero.frozen.store import stored_weight
 from zeropp_fp8.zero.session import Session
 
@@ -104,6 +105,6 @@ def _is_convertible(param: Parameter, in_high: bool) -> bool:
     from zeropp_fp8.kernels.linear.quantized_weight import can_multiply
 
     stored = stored_weight(param)
-    if stored is None or len(param.ds_shape) != 2:
+    if stored is None or not is_matrix(param.ds_shape):
         return False
     return isinstance(stored.wire_format, TensorScaledFormat) or (not in_high and can_multiply(stored.wire_format))

@@ -23,94 +23,16 @@ from zeropp_fp8.zero.frozen.store import (
     partition_stored,
     stored_weight,
 )
-from zeropp_fp8.zero.gather.adopted import STATE
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.sliced import SlicedUnit, gather_rows
-from zeropp_fp8.zero.gather.units import Unit
-
-
-class Stored(Kind):
-    """Parameters that rest as codes.
-
-    Attributes:
-        operands: those whose codes go to an FP8 product directly.
-    """
-
-    sends_what_rests = True
-
-    def __init__(self, route: Route) -> None:
-        super().__init__(route)
-        self.operands = FrozenOperands(route.session)  # empty until parameters are adopted
-
-    def takes(self, param: Parameter) -> bool:
-        return stored_weight(param) is not None
-
-    def unit(self, params: list[Parameter], persistent: bool = False) -> StoredUnit:
-        return StoredUnit(params, self, persistent)
-
-    def adopt(self, params: Sequence[Parameter]) -> None:
-        self.operands.adopt(params)
-
-    def changed(self, params: Sequence[Parameter] | None) -> None:
-        self.operands.changed(params)
-
-    def formats_changed(self) -> None:
-        self.operands.clear()
-
-    def fragment(self, name: str, param: Parameter, stock: Callable[[], Tensor]) -> QuantizedFragment:
-        return fragment_of(name, param)
-
-    def gather_exactly(self, params: Sequence[Parameter]) -> None:
-        for param in params:
-            check_untouched(param)
-        rows = gather_rows(self.route, [param.ds_tensor.data.to(self.route.device) for param in params])
-        for param, payloads in zip(params, rows):
-            decode_rows_into(param, payloads)
-
-    def take_back(
-        self, params: Sequence[Parameter], has_been_updated: bool, free_data: bool, written: list[Parameter]
-    ) -> None:
-        for param in params:
-            param.__dict__.pop(GATHERED_OPERAND, None)
-            getattr(param, STATE).lossy = False
-        written += partition_stored(params, has_been_updated, free_data)
-
-    def report_rows(self, units: Sequence[Unit]) -> list[tuple]:
-        """What rests, and travels, as codes."""
-        by_format: dict[str, list[Parameter]] = defaultdict(list)
-        for param in (param for unit in units for param in unit.params):
-            by_format[repr(stored_weight(param).wire_format)].append(param)
-        rows = []
-        for name, members in by_format.items():
-            numel = sum(p.ds_numel for p in members)
-            at_rest = sum(p.ds_tensor.numel() for p in members) * self.route.world_size / numel
-            remarks = [f"{len(members)} tensors, as they rest: {at_rest:.3f} bytes a parameter on all ranks together"]
-            operands = sum(self.operands.rests_as_operand(p) for p in members)
-            if operands:
-                remarks.append(f"{operands} are GEMM operands as they rest")
-            if operands < len(members) and not self._has_kernel(stored_weight(members[0]).wire_format):
-                remarks.append("no kernel for blocks this long: torch code, slower")
-            rows.append(("frozen store", name, numel, "; ".join(remarks)))
-        if not rows:
-            rows.append(
-                ("frozen store", "empty", 0, "no linear weight is frozen, or all are named in frozen.skip_modules")
-            )
-        return rows
-
-    def _has_kernel(self, wire_format: WireFormat) -> bool:
-        """Whether a format is decoded as fast as can be here: on a GPU, by a kernel."""
-        if self.route.device.type != "cuda":
-            return True
-        from zeropp_fp8 import kernels
-
-        return kernels.decodes(wire_format)
 
 
 class StoredUnit(SlicedUnit):
     """A unit of stored parameters. Their codes rest in one buffer, `payload`."""
 
     kind: Stored
+    rows_held = 0  # codes never change by a little
 
     def format_of(self, param: Parameter) -> WireFormat:
         return stored_weight(param).wire_format
@@ -153,10 +75,37 @@ class StoredUnit(SlicedUnit):
         """The FP8 operand of a parameter, from all ranks' payloads [ranks, row bytes]."""
         param, layout, operands = self.packed[index], self.layout, self.kind.operands
         if not operands.rests_as_operand(param):
-            return operands.operand(param, self._weight_in(index, payloads))
+            return operands.operand(param, self.weight_in(index, payloads))
         rows = payloads[:, layout.offsets[index] : layout.offsets[index] + layout.sizes[index]]
         order = None if self.route.in_rank_order else self.route.rows_in_rank_order
         return operands.operand_at_rest(param, rows, layout.slice_numels[index], order)
+
+
+class Stored(Kind):
+    """Parameters that rest as codes.
+
+    Attributes:
+        operands: those whose codes go to an FP8 product directly.
+    """
+
+    unit_class = StoredUnit
+    sends_what_rests = True
+
+    def __init__(self, route: Route) -> None:
+        super().__init__(route)
+        self.operands = FrozenOperands(route.session)  # empty until parameters are adopted
+
+    def takes(self, param: Parameter) -> bool:
+        return stored_weight(param) is not None
+
+    def adopt(self, params: Sequence[Parameter]) -> None:
+        self.operands.adopt(params)
+
+    def changed(self, params: Sequence[Parameter] | None) -> None:
+        self.operands.changed(params)
+
+    def formats_changed(self) -> None:
+        self.operands.clear()
 
     def check_usable(self, params: Iterable[Parameter]) -> None:
         for param in params:
@@ -170,3 +119,50 @@ class StoredUnit(SlicedUnit):
     def note(self, params: Iterable[Parameter]) -> None:
         for param in params:
             note_version(param)
+
+    def fragment(self, name: str, param: Parameter, stock: Callable[[], Tensor]) -> QuantizedFragment:
+        return fragment_of(name, param)
+
+    def gather_exactly(self, params: Sequence[Parameter]) -> None:
+        for param in params:
+            check_untouched(param)
+        rows = gather_rows(self.route, [param.ds_tensor.data.to(self.route.device) for param in params])
+        for param, payloads in zip(params, rows):
+            decode_rows_into(param, payloads)
+
+    def take_back(
+        self, params: Sequence[Parameter], has_been_updated: bool, free_data: bool, written: list[Parameter]
+    ) -> None:
+        for param in params:
+            param.__dict__.pop(GATHERED_OPERAND, None)
+        written += partition_stored(params, has_been_updated, free_data)
+
+    def report_rows(self, params: Sequence[Parameter]) -> list[tuple]:
+        """What rests, and travels, as codes."""
+        by_format: dict[str, list[Parameter]] = defaultdict(list)
+        for param in params:
+            by_format[repr(stored_weight(param).wire_format)].append(param)
+        rows = []
+        for name, members in by_format.items():
+            numel = sum(p.ds_numel for p in members)
+            at_rest = sum(p.ds_tensor.numel() for p in members) * self.route.world_size / numel
+            remarks = [f"{len(members)} tensors, as they rest: {at_rest:.3f} bytes a parameter on all ranks together"]
+            operands = sum(self.operands.rests_as_operand(p) for p in members)
+            if operands:
+                remarks.append(f"{operands} are GEMM operands as they rest")
+            if operands < len(members) and not self._has_kernel(stored_weight(members[0]).wire_format):
+                remarks.append("no kernel for blocks this long: torch code, slower")
+            rows.append(("frozen store", name, numel, "; ".join(remarks)))
+        if not rows:
+            rows.append(
+                ("frozen store", "empty", 0, "no linear weight is frozen, or all are named in frozen.skip_modules")
+            )
+        return rows
+
+    def _has_kernel(self, wire_format: WireFormat) -> bool:
+        """Whether a format is decoded as fast as can be here: on a GPU, by a kernel."""
+        if self.route.device.type != "cuda":
+            return True
+        from zeropp_fp8 import kernels
+
+        return kernels.decodes(wire_format)

@@ -5,15 +5,16 @@ route.py         the hops, and in which order what they bring lies
 units.py         parameters that travel together: what a unit answers, and cutting a model into units
 kinds.py         what is done with parameters of one kind at once: exact gathers, writing back
 sliced.py        the ordinary kind: slices of numbers, encoded for the wire
+waiting.py       what is said where parameters never come
 buffers.py       where things lie in a unit's buffers
 difference.py    how weights have changed, between nodes, and what that is added to
-fits.py          whether these were small enough
-differing.py     units of which only that crosses
+delta.py         what a unit's copies have to do with that
 gemm_weights.py  weights whose gathered bytes are the operand of a GEMM
 secondary.py     which units keep what the first hops brought
-adoption.py      which parameters an engine has, and who gets them when another one takes them or it ends
-gatherer.py      starts, finishes, cancels and forgets gathers; never asks a unit's kind
+ownership.py     which parameters an engine has, and who has them before and after it
+hops.py          gathers under way: lanes and buffers
+gatherer.py      values of parameters: brings, drops and writes them back; never asks a unit's kind
 trace.py         in which order a step fetches units
 coordinator.py   when they are fetched, fetched ahead and released: what DeepSpeed's hooks ask
-adopted.py       what an engine keeps on a parameter, and lists that hold parameters of several engines
+adopted.py       what is kept on a parameter, and lists that hold parameters of several engines
 """

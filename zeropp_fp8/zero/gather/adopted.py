@@ -1,4 +1,4 @@
-"""What an engine keeps on a ZeRO-3 parameter that it has adopted, and lists that hold parameters of several engines.
+"""The plugin's state of a ZeRO-3 parameter, and lists that hold parameters of several engines.
 
 `GatheredParameters` hands all of its parameters to the closures of the first. They may belong to several engines (a
 policy and the reference model that follows it, a model and its moving average), to DeepSpeed's own engines, or to none
@@ -7,29 +7,45 @@ yet. Each knows its own wire format, owners and copies only, so every list is cu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch.nn import Parameter
 
-if TYPE_CHECKING:
-    from zeropp_fp8.zero.gather.gatherer import Gatherer
-    from zeropp_fp8.zero.gather.units import Unit
+from zeropp_fp8.zero.gather.kinds import Kind
+from zeropp_fp8.zero.gather.units import Unit
+from zeropp_fp8.zero.session import Session
 
 STATE = "zeropp_fp8_wire"
 STORED = "zeropp_fp8_stored"  # on a parameter that rests as codes: frozen/store.py
+
+
+class Owner(Protocol):
+    """The gatherer of the engine that has a parameter, as others see it."""
+
+    session: Session
+
+    def gather_exactly(self, params: Sequence[Parameter]) -> None:
+        """Gather every bit, complete on the current stream. Collective."""
+
+    def partition(self, params: Sequence[Parameter], has_been_updated: bool = False, free_data: bool = True) -> None:
+        """Drop values; `has_been_updated`: take over what was written to them first. Collective then."""
+
+    def suspend(self, params: Sequence[Parameter]) -> None:
+        """Give parameters to an engine that was made later. Collective."""
+
+    def resume(self, states: Mapping[Parameter, ParameterWire]) -> None:
+        """Have parameters again, as they were in this engine: the later one has ended. Collective."""
 
 
 @dataclass
 class ParameterWire:
     """The plugin's state of one parameter."""
 
-    stock_all_gather: Callable
-    stock_all_gather_coalesced: Callable
-    stock_partition: Callable
+    stock: dict[str, Callable]  # DeepSpeed's closures, by their names
     unit: Unit
-    owner: Gatherer
+    owner: Owner
     before: ParameterWire | None = None  # of the engine that had it, and has it again when this one is destroyed
     lossy: bool = False  # param.data came through a quantized format
 
@@ -39,12 +55,47 @@ def is_stored(param: Parameter) -> bool:
     return STORED in param.__dict__
 
 
-def by_engine(params: Iterable[Parameter]) -> list[tuple[Gatherer | None, list[Parameter]]]:
-    """(gatherer of the engine that has adopted them, parameters), in the order of their first; None: of no engine here.
+# -- looking up ------------------------------------------------------------------------------------------------------
+
+
+def unit_of(param: Parameter) -> Unit:
+    """The unit of a parameter, in the engine that has it."""
+    return getattr(param, STATE).unit
+
+
+def units_of(params: Iterable[Parameter]) -> tuple[Unit, ...]:
+    """The units that hold `params`, each once."""
+    units = (getattr(p, STATE).unit for p in params)
+    return tuple({id(unit): unit for unit in units}.values())
+
+
+def units_with(param: Parameter) -> list[Unit]:
+    """The units of a parameter in all engines over it, the last one's first."""
+    state: ParameterWire | None = getattr(param, STATE)
+    found = []
+    while state is not None:
+        found.append(state.unit)
+        state = state.before
+    return found
+
+
+def by_kind(params: Iterable[Parameter]) -> list[tuple[Kind, list[Parameter]]]:
+    """(kind, parameters), in the order of their first; kinds that send what rests come last.
+
+    Those may refuse what was written to a parameter, when the others are done.
+    """
+    parts: dict[Kind, list[Parameter]] = {}
+    for param in params:
+        parts.setdefault(unit_of(param).kind, []).append(param)
+    return sorted(parts.items(), key=lambda part: part[0].sends_what_rests)
+
+
+def by_engine(params: Iterable[Parameter]) -> list[tuple[Owner | None, list[Parameter]]]:
+    """(gatherer of the engine that has them, parameters), in the order of their first; None: of no engine here.
 
     Ranks that pass the same list take the parts in the same order.
     """
-    parts: dict[int, tuple[Gatherer | None, list[Parameter]]] = {}
+    parts: dict[int, tuple[Owner | None, list[Parameter]]] = {}
     for param in params:
         state: ParameterWire | None = getattr(param, STATE, None)
         gatherer = None if state is None else state.owner

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.zero.gather.adopted import units_of
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.trace import FetchTrace
 from zeropp_fp8.zero.gather.units import Unit
@@ -118,7 +119,7 @@ class UnitCoordinator:
         """Fill the secondary shards, unit by unit in the order in which this forward will need them."""
         for unit in self._trace.first_order():
             if unit.keeps_secondary and unit.missing:
-                self.gatherer.start_first_hops(unit)
+                self.gatherer.hops.start_first(unit)
 
     # -- fetch and release -----------------------------------------------------------------------------------------
 
@@ -136,12 +137,13 @@ class UnitCoordinator:
         if held is None or held[0] != len(external):
             own = module.parameters(recurse=z3_leaf_module(module))
             params = list({id(p): p for p in (*own, *external.values())}.values())
-            if not all(map(self.gatherer.has, params)):
+            if not all(map(self.gatherer.ownership.has, params)):
                 raise RuntimeError(
                     f"zeropp_fp8: a {type(module).__name__} uses parameters that another engine has: call that "
-                    "engine's destroy() if it is over the same model, or make one engine over both models"
+                    "engine's destroy() if it is over the same model, make a new engine over the model if making that "
+                    "one has failed, or make one engine over both models"
                 )
-            held = self._of_module[id(module)] = (len(external), params, self.gatherer.units_of(params))
+            held = self._of_module[id(module)] = (len(external), params, units_of(params))
         return held[1], held[2]
 
     def fetch_sub_module(self, current_submodule: nn.Module, forward: bool) -> None:
@@ -163,14 +165,13 @@ class UnitCoordinator:
                 param.ds_active_sub_modules.add(current_submodule.ds_id)
             for unit in units:
                 unit.active_modules.add(current_submodule.ds_id)
-                if unit.is_billed:
-                    gatherer.pay(unit)
+                unit.pay()
             if fetched:
                 if self._trace.position == 0:
                     self._start_all_first_hops()
                 self._trace.fetched(fetched, gatherer.session.ledger.kind)
             for unit in needed:
-                gatherer.start(unit)
+                gatherer.hops.start(unit)
             if fetched and gatherer.device.type == "cpu":  # finish() blocks: what comes next must be on its way before
                 self._prefetch(needed)
             for unit in needed:
@@ -181,7 +182,7 @@ class UnitCoordinator:
     def _fetched(self, params: Sequence[Parameter], units: Sequence[Unit]) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
         """Of the units of a module: (those whose fetch all ranks see, those that it misses parameters of)."""
         missing = [p for p in params if p.ds_status != ZeroParamStatus.AVAILABLE]
-        needed = units if len(missing) == len(params) else self.gatherer.units_of(missing) if missing else ()
+        needed = units if len(missing) == len(params) else units_of(missing) if missing else ()
         fetched = [u for u in units if not u.persistent and (u in needed or not u.looked_at)]
         return tuple(fetched), needed
 
@@ -191,7 +192,7 @@ class UnitCoordinator:
             return
         gatherer = self.gatherer
         start = max(self._prefetched_until, self._trace.position)
-        ahead = gatherer.in_flight_numel - sum([unit.numel for unit in needed_now if unit.in_flight])
+        ahead = gatherer.hops.in_flight_numel - sum([unit.numel for unit in needed_now if unit.in_flight])
         for position, unit, kind in self._trace.coming(start):
             self._prefetched_until = position
             if unit.in_flight:
@@ -208,7 +209,7 @@ class UnitCoordinator:
                 # follows the order of a training step, and counts as what it is.
                 ledger = gatherer.session.ledger
                 with ledger.counting(ledger.kind if ledger.kind == OUTSIDE else kind):
-                    gatherer.start(unit, ahead=True)
+                    gatherer.hops.start(unit, ahead=True)
                 ahead += unit.numel
 
     def _stays(self, unit: Unit) -> bool:
@@ -280,8 +281,9 @@ class UnitCoordinator:
             self._in_backward.clear()
             for unit in self.gatherer.units:
                 if unit.in_flight:
-                    self.gatherer.cancel(unit)
-                unit.forget_users()
+                    self.gatherer.hops.cancel(unit)
+                unit.leave()
+                unit.looked_at.clear()
                 self.gatherer.release(unit)
             _check_released(self.gatherer.units)
 

@@ -24,9 +24,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from zeropp_fp8.comm.lanes import mark
 from zeropp_fp8.comm.payload import Held, PayloadLayout, SliceOrder
 from zeropp_fp8.formats import WireFormat
-from zeropp_fp8.zero.gather.fits import Fits
 
 # A difference this large, in 4 bits at 18.6 dB, leaves weights 30.6 dB, as FP8 does; INT8 has 43.
 _LARGEST_SHARE = 0.25
@@ -58,6 +58,41 @@ def _layouts(
     """Of rows with differences, and of what is held."""
     both = contents.formats, contents.held_formats
     return tuple(PayloadLayout(contents.numels, mine, dtypes, device, partner) for mine, partner in (both, both[::-1]))
+
+
+class Fits:
+    """Differences whose `fits` the device has found since the last copy to the host.
+
+    A copy a unit would lie in a queue to the host until the unit has crossed between nodes, and whatever else a forward
+    asks the device may have to wait behind it.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[Difference] = []
+        self._copied: torch.Event | None = None
+
+    def note(self, difference: Difference) -> None:
+        """Its `fits` is on the device, written by what the current stream has been given."""
+        self._found.append(difference)
+
+    def bring_to_host(self) -> None:
+        """Start copying all that has been noted, on the stream that wrote it."""
+        found = [difference for difference in self._found if difference.fits is not None]
+        self._found = []
+        if not found:
+            return
+        fits = torch.stack([difference.fits for difference in found])
+        on_host = torch.empty(fits.shape, dtype=torch.bool, pin_memory=fits.is_cuda, device="cpu")
+        on_host.copy_(fits, non_blocking=True)
+        self._copied = mark(fits.device)
+        for difference, one in zip(found, on_host.unbind()):
+            difference.fits = one
+
+    def wait(self) -> None:
+        """The host waits for that copy: in the step after, when it has long been there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
 
 
 class Difference:

@@ -18,7 +18,7 @@ them; a 16-bit weight would have been written (2 bytes) and quantized again (3 b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.operand import BLOCK, Float8Operand, Granularity
 from zeropp_fp8.compute.products import LinearPrecision
 from zeropp_fp8.compute.scaling import SCALE_STRIDE
+from zeropp_fp8.zero.gather.waiting import named
 from zeropp_fp8.zero.session import Session
 
 _GRANULARITY: dict[str, Granularity] = {"delayed": "tensor", "current": "tensor", "per_channel": "row", "block": "tile"}
@@ -105,8 +106,11 @@ class GemmWeights:
     # -- scales ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def refresh_scales(self) -> None:
-        """Find the scales of all weights, if any was written. Collective: one all-reduce of a number a scale."""
+    def refresh_scales(self, names: Sequence[str]) -> None:
+        """Find the scales of all weights, if any was written. Collective: one all-reduce of a number a scale.
+
+        `names`: parameters that are waited for.
+        """
         if not self.stale:
             return
         device = self.session.device
@@ -125,7 +129,10 @@ class GemmWeights:
                 self._add_amax(weight, amax[weight.scales].view(weight.scale_shape))
         # A backend's maximum may drop NaN. With an infinite scale every code is 0 and decodes to 0 * Inf = NaN.
         amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        all_reduce(amax, dist.ReduceOp.MAX, self.session.topology.group, self.session.ledger)
+        try:
+            all_reduce(amax, dist.ReduceOp.MAX, self.session.topology.group, self.session.ledger)
+        except RuntimeError as error:
+            raise named(error, names) from error
         self._take(casts.scale_of_amax(amax, DTYPE))
         self.stale = False
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,12 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8.compute.products import GATHERED_OPERAND
-from zeropp_fp8.zero.gather.adopted import STATE
 from zeropp_fp8.zero.gather.route import Route
-from zeropp_fp8.zero.gather.units import Unit
-
-if TYPE_CHECKING:
-    from zeropp_fp8.zero.gather.adoption import Adoption
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
 
@@ -30,10 +24,12 @@ class Kind(ABC):
     """How parameters of one kind rest.
 
     Attributes:
+        unit_class: of its units (units.py).
         sends_what_rests: shards are the payload. Otherwise they are numbers, which are encoded for the wire.
         leaves_together: giving parameters back is collective.
     """
 
+    unit_class: type
     sends_what_rests = leaves_together = False
 
     def __init__(self, route: Route) -> None:
@@ -43,14 +39,10 @@ class Kind(ABC):
     def takes(self, param: Parameter) -> bool:
         """Whether a parameter is of this kind."""
 
-    @abstractmethod
-    def unit(self, params: list[Parameter], persistent: bool = False) -> Unit:
-        """A unit of such parameters."""
+    def prepare(self, units: Sequence[Sequence[Parameter]]) -> None:
+        """The parameters of these units are about to be placed."""
 
-    def prepare(self, units: Sequence[Unit]) -> None:
-        """These are about to be placed."""
-
-    def place(self, unit: Unit) -> None:
+    def place(self, params: Sequence[Parameter]) -> None:
         """Bring parameters from DeepSpeed's slices to where they rest, all or none. Collective, before adoption."""
 
     def adopt(self, params: Sequence[Parameter]) -> None:
@@ -65,13 +57,13 @@ class Kind(ABC):
         """No weight is the operand of a product any more."""
         self.route.gemm_weights.clear()
 
-    def leave(self, gatherer: Adoption, unit: Unit) -> None:
+    def leave(self, params: Sequence[Parameter], gather_exactly: Callable[[Sequence[Parameter]], None]) -> None:
         """Give parameters DeepSpeed's slices again, all or none: the engine ends, or another one takes them over.
 
-        Collective, if the kind `leaves_together`.
+        Collective, if the kind `leaves_together`; `gather_exactly` is the engine's.
         """
 
-    def report_rows(self, units: Sequence[Unit]) -> list[tuple]:
+    def report_rows(self, params: Sequence[Parameter]) -> list[tuple]:
         """Lines of the start table: (what, format, parameters, remark)."""
         return []
 
@@ -93,6 +85,17 @@ class Kind(ABC):
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
         """Every bit of parameters that are not there, complete on the current stream. Collective."""
 
+    # -- parameters that somebody else may have written to -----------------------------------------------------------
+
+    def check_usable(self, params: Iterable[Parameter]) -> None:
+        """Raise RuntimeError where a parameter may not be computed with."""
+
+    def check_untouched(self, params: Iterable[Parameter]) -> None:
+        """Raise RuntimeError where a parameter was written, which would be lost."""
+
+    def note(self, params: Iterable[Parameter]) -> None:
+        """The values of parameters were put there, or dropped, by the plugin."""
+
     # -- writing back -----------------------------------------------------------------------------------------------
 
     def take_back(
@@ -113,7 +116,6 @@ class Kind(ABC):
                 free_param(param)  # refuses, by an exception, while a module uses the parameter
             param.ds_status = ZeroParamStatus.NOT_AVAILABLE
             param.__dict__.pop(GATHERED_OPERAND, None)
-            getattr(param, STATE).lossy = False
 
     def _written(self, params: Sequence[Parameter]) -> list[Parameter]:
         """Those gathered parameters of which some rank holds other bits than its shard. Collective, one message."""
@@ -132,14 +134,3 @@ class Kind(ABC):
             return torch.ones((), dtype=torch.uint8, device=self.route.device)
         bits = _BITS[own.dtype.itemsize]
         return (own.view(bits) != shard.view(bits)).any().to(self.route.device, torch.uint8)
-
-
-def by_kind(params: Iterable[Parameter]) -> list[tuple[Kind, list[Parameter]]]:
-    """(kind, parameters) of adopted parameters, in the order of their first; kinds that send what rests come last.
-
-    Those may refuse what was written to a parameter, when the others are done.
-    """
-    parts: dict[Kind, list[Parameter]] = {}
-    for param in params:
-        parts.setdefault(getattr(param, STATE).unit.kind, []).append(param)
-    return sorted(parts.items(), key=lambda part: part[0].sends_what_rests)

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from zeropp_fp8.comm.all_gather import ranks_held
 from zeropp_fp8.comm.payload import SliceOrder
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
-from zeropp_fp8.zero.gather.fits import Fits
+from zeropp_fp8.zero.gather.difference import Fits
 from zeropp_fp8.zero.gather.gemm_weights import GemmWeights
 from zeropp_fp8.zero.session import Session
 

@@ -24,10 +24,15 @@ GB = 1e9
 MARGIN = 0.25
 
 
+def is_frozen(unit: Unit) -> bool:
+    """Whether nothing of a unit is trained, so that copies survive optimizer steps."""
+    return not any(p.requires_grad for p in unit.params)
+
+
 def units_that_fit(units: Sequence[Unit], sizes: Sequence[int], limit: float) -> list[Unit]:
     """Those that keep their secondary shards, of `sizes` bytes, in `limit` bytes."""
     kept, left = [], limit
-    for unit, size in sorted(zip(units, sizes), key=lambda pair: not pair[0].is_frozen):
+    for unit, size in sorted(zip(units, sizes), key=lambda pair: not is_frozen(pair[0])):
         if size <= left and not unit.persistent:
             kept.append(unit)
             left -= size

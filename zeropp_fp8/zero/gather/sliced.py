@@ -19,39 +19,13 @@ from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.zero.gather.buffers import Places, Regions
 from zeropp_fp8.zero.gather.difference import Contents
-from zeropp_fp8.zero.gather.differing import DifferingUnit
 from zeropp_fp8.zero.gather.gemm_weights import DTYPE as OPERAND_DTYPE
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
-from zeropp_fp8.zero.gather.units import Arrived
+from zeropp_fp8.zero.gather.units import Arrived, Unit
 
 if TYPE_CHECKING:
     from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
-
-
-class Sliced(Kind):
-    """Parameters in DeepSpeed's slices."""
-
-    def takes(self, param: Parameter) -> bool:
-        return True
-
-    def unit(self, params: list[Parameter], persistent: bool = False) -> SlicedUnit:
-        return SlicedUnit(params, self, persistent)
-
-    def adopt(self, params: Sequence[Parameter]) -> None:
-        super().adopt(params)
-        for param in params:
-            # DeepSpeed leaves in the padding what the memory held. NaN there is a difference that is always too large.
-            param.ds_tensor.data.view(-1)[self.route.session.own_numel(param) :].zero_()
-
-    def gather_exactly(self, params: Sequence[Parameter]) -> None:
-        shards = [param.ds_tensor.data.to(self.route.device) for param in params]
-        formats = [UnquantizedFormat(shard.dtype) for shard in shards]
-        rows = gather_rows(self.route, [f.encode(shard) for f, shard in zip(formats, shards)])
-        for param, wire_format, payloads in zip(params, formats, rows):
-            flat = wire_format.decode_rows(payloads, param.ds_tensor.ds_numel, param.ds_tensor.dtype).view(-1)
-            param.data = flat[: param.ds_numel].view(param.ds_shape)
-            param.ds_status = ZeroParamStatus.AVAILABLE
 
 
 def gather_rows(route: Route, payloads: Sequence[Tensor]) -> list[Tensor]:
@@ -64,7 +38,7 @@ def gather_rows(route: Route, payloads: Sequence[Tensor]) -> list[Tensor]:
     return [part.contiguous() for part in rows.split([payload.numel() for payload in payloads], dim=1)]
 
 
-class SlicedUnit(DifferingUnit):
+class SlicedUnit(Unit):
     """A unit in which every rank sends as many bytes: a payload with most parameters, and operands' codes beside it.
 
     Attributes:
@@ -74,7 +48,6 @@ class SlicedUnit(DifferingUnit):
 
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
         super().__init__(params, kind, persistent)
-        self.layout: PayloadLayout | None = None
         self.packed: list[Parameter] = []
         self.operands: list[Parameter] = []
         self._made_for: list[tuple[torch.dtype, int]] = []
@@ -101,8 +74,8 @@ class SlicedUnit(DifferingUnit):
         self._encoded_numels = self._unpadded_numels()
         self._exact = [self.is_exact(p) for p in self.packed]
         self.payload = None  # it was made for the old one
-        contents = Contents(numels, formats, [self.format_of_difference(p) for p in self.packed])
-        self.let_differ(contents, contents)
+        contents = Contents(numels, formats, [self.delta.format_of(p) for p in self.packed])
+        self.delta.lay_out(contents, contents)
 
     def _not_decoded(self) -> list[int]:
         """Indices of `packed` whose codes go to an operand directly."""
@@ -129,8 +102,7 @@ class SlicedUnit(DifferingUnit):
     def first_hops(self, held: Tensor) -> list[dist.Work]:
         regions, own_row = self._regions.all_of(held, self.route.reached), self.route.own_row
         self._encode([rows[own_row : own_row + 1] for rows in regions])
-        if self.difference is not None and self.keeps_secondary:
-            self.difference.begin()
+        self.delta.begin()
         return self._exchange(regions)
 
     def _exchange(self, regions: list[Tensor]) -> list[dist.Work]:
@@ -147,10 +119,13 @@ class SlicedUnit(DifferingUnit):
             works = start_regions(results, mine, level, route.session.ledger)
         return works
 
-    def send_differences(self, held: Tensor, brought: Tensor) -> list[dist.Work]:
-        own, rows = self.route.own_row, brought.view(self.route.reached, -1)
-        self.difference.encode(self._shards(), self.own_held_row(held), rows[own : own + 1])
-        return self._exchange([rows])
+    # -- differences (delta.py) --------------------------------------------------------------------------------------
+
+    def own_row_of_differences(self, brought: Tensor) -> Tensor:
+        return brought.view(self.route.reached, -1)[self.route.own_row : self.route.own_row + 1]
+
+    def bring_differences(self, brought: Tensor) -> list[dist.Work]:
+        return self._exchange([brought.view(self.route.reached, -1)])
 
     @property
     def rows_held(self) -> int:
@@ -165,7 +140,7 @@ class SlicedUnit(DifferingUnit):
     def bring_own_row(self, held: Tensor) -> list[dist.Work]:
         return self._exchange([self.held_rows(held)])
 
-    def _shards(self) -> list[Tensor]:
+    def shards(self) -> list[Tensor]:
         """This rank's slices of what is packed, flat, without padding."""
         device = self.route.device
         slices = zip(self.packed, self._encoded_numels)
@@ -178,14 +153,14 @@ class SlicedUnit(DifferingUnit):
         """
         route = self.route
         if self.operands:
-            self.refresh_scales()
+            route.gemm_weights.refresh_scales(self.names)
         for param, out in zip(self.operands, own[1:]):
             route.gemm_weights.encode(param, out.view(-1))
         row = own[0]
         if self.payload is not None:
             row.copy_(self.payload, non_blocking=True)
             return
-        self.layout.encode(self._shards(), route.one_row, row)
+        self.layout.encode(self.shards(), route.one_row, row)
         # A secondary shard holds it anyway, and on a GPU it is made again as fast as it is read.
         if not self.keeps_secondary and route.device.type == "cpu":
             self.payload = row.clone() if route.session.weight_format is not None else None
@@ -197,11 +172,12 @@ class SlicedUnit(DifferingUnit):
         return start_regions(results, sent, route.last, route.session.ledger)
 
     def decode(self, gathered: Tensor) -> Arrived:
-        values = self._values_in(self.codes_in(gathered))
+        values = self.values_in(self.codes_in(gathered))
         values = [one for one in zip(self.packed, values, self._exact) if one[1] is not None]
         return Arrived(values, self._operands_in(gathered), bool(self.operands) and self.route.in_rank_order)
 
-    def _values_in(self, codes: Tensor) -> list[Tensor | None]:
+    def values_in(self, codes: Tensor) -> list[Tensor | None]:
+        """Of what is packed, out of `codes_in`; None of what is not decoded."""
         values = self._places.empty(self.route.device)
         self.layout.decode(codes, self.route.rank_order, values, self._places)
         return values
@@ -218,30 +194,17 @@ class SlicedUnit(DifferingUnit):
     # -- codes -------------------------------------------------------------------------------------------------------
 
     def params_in_codes(self) -> list[Parameter]:
-        """None with GEMM operands."""
+        """All that is rounded; none of a unit with GEMM operands."""
         self.lay_out()
         if self.shards_are_values or self.operands or self._not_decoded():
             return []
         return [param for param in self.packed if not isinstance(self.format_of(param), UnquantizedFormat)]
 
     def codes_in(self, gathered: Tensor) -> Tensor:
+        """uint8 [ranks, row bytes]: the payloads of all ranks."""
         return self._regions.of(gathered, 0, self.route.world_size)
 
-    def decode_codes(self, codes: Tensor) -> dict[int, Tensor]:
-        return {id(param): value for param, value in zip(self.packed, self._values_in(codes))}
-
-    def quantized_weight(self, param: Parameter, codes: Tensor) -> QuantizedWeight | None:
-        from zeropp_fp8.kernels.linear.quantized_weight import can_multiply
-
-        index = next(i for i, packed in enumerate(self.packed) if packed is param)
-        wire_format, slice_numel = self.layout.formats[index], self.layout.slice_numels[index]
-        if not can_multiply(wire_format) or slice_numel % wire_format.block_size:
-            return None
-        if param.ds_shape[1] % wire_format.block_size:  # a block of codes would reach into the next row
-            return None
-        return self._weight_in(index, codes)
-
-    def _weight_in(self, index: int, codes: Tensor) -> QuantizedWeight:
+    def weight_in(self, index: int, codes: Tensor) -> QuantizedWeight:
         """Packed parameter `index` as it lies in all ranks' payloads [ranks, row bytes]."""
         from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
 
@@ -255,3 +218,27 @@ class SlicedUnit(DifferingUnit):
             self.dtype_of(param),
             row_of_slice=None if self.route.in_rank_order else self.route.row_of_slice,
         )
+
+
+class Sliced(Kind):
+    """Parameters in DeepSpeed's slices."""
+
+    unit_class = SlicedUnit
+
+    def takes(self, param: Parameter) -> bool:
+        return True
+
+    def adopt(self, params: Sequence[Parameter]) -> None:
+        super().adopt(params)
+        for param in params:
+            # DeepSpeed leaves in the padding what the memory held. NaN there is a difference that is always too large.
+            param.ds_tensor.data.view(-1)[self.route.session.own_numel(param) :].zero_()
+
+    def gather_exactly(self, params: Sequence[Parameter]) -> None:
+        shards = [param.ds_tensor.data.to(self.route.device) for param in params]
+        formats = [UnquantizedFormat(shard.dtype) for shard in shards]
+        rows = gather_rows(self.route, [f.encode(shard) for f, shard in zip(formats, shards)])
+        for param, wire_format, payloads in zip(params, formats, rows):
+            flat = wire_format.decode_rows(payloads, param.ds_tensor.ds_numel, param.ds_tensor.dtype).view(-1)
+            param.data = flat[: param.ds_numel].view(param.ds_shape)
+            param.ds_status = ZeroParamStatus.AVAILABLE

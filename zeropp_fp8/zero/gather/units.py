@@ -3,8 +3,9 @@
 Stock ZeRO-3 pays Python for every parameter and every module; a 1.33B Llama then takes three times as long on NVLink as
 the same model under FSDP2. A unit pays it once for a whole transformer block.
 
-A unit knows how its parameters travel; who gathers it (gatherer.py) never asks. How it rests on the ranks is its kind:
-slices of numbers (sliced.py), codes (frozen/unit.py), whole tensors on owners (owners/unit.py).
+A unit knows how its parameters travel; who gathers it (gatherer.py, hops.py) never asks. How it rests on the ranks is
+its kind: slices of numbers (sliced.py), codes (frozen/unit.py), whole tensors on owners (owners/unit.py). Whether all
+of it travels, or only how it has changed, is the business of its delta (delta.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,23 +23,24 @@ from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zeropp_fp8.comm.lanes import BufferRing
+from zeropp_fp8.comm.lanes import BufferRing, after, used_last
 from zeropp_fp8.comm.ledger import Bill
 from zeropp_fp8.compute.operand import Float8Operand
-from zeropp_fp8.formats import UnquantizedFormat, WireFormat
-
-if TYPE_CHECKING:
-    from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight  # needs Triton, which is loaded on first use
-    from zeropp_fp8.zero.gather.kinds import Kind
+from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
+from zeropp_fp8.zero.gather.delta import Delta
+from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
+from zeropp_fp8.zero.gather.kinds import Kind
+from zeropp_fp8.zero.gather.waiting import named
 
 _writes = itertools.count()
 
 
 @dataclass(eq=False)
-class Flight:
+class PendingGather:
     """Buffers and work of one gather under way.
 
     Attributes:
+        unit: of which it is.
         held, first_work: what the first hops bring, flat uint8; the hops.
         brought: differences that these hops bring, flat uint8, until they are added to `held`.
         filled: the device event after which `held` is there, where it is not the hops that fill it.
@@ -48,6 +50,7 @@ class Flight:
         bill: what it has sent outside of steps, the secondary shard apart.
     """
 
+    unit: Unit
     held: Tensor | None = None
     first_work: list[dist.Work] = field(default_factory=list)
     brought: Tensor | None = None
@@ -57,6 +60,35 @@ class Flight:
     asked_for: bool = False
     taken: list[tuple[BufferRing | None, Tensor]] = field(default_factory=list)
     bill: Bill = field(default_factory=Bill)
+
+    def wait_for_first_hops(self) -> None:
+        """The current stream (on a CPU: the host) waits for what fills `held`, and for no more.
+
+        The network's lane is far ahead: a forward starts the first hops of all units at once. Were the lane waited for,
+        the first unit would wait for the last one.
+        """
+        after(self.filled)
+        self.unit.wait_for(self.first_work)
+
+    def wait(self) -> None:
+        """The current stream (on a CPU: the host) waits until all has arrived."""
+        if self.last_work:
+            self.unit.wait_for(self.last_work)
+        else:
+            self.wait_for_first_hops()
+
+    def give_back(self, lent: bool) -> None:
+        """The current stream has been given the last use of what it has brought.
+
+        `lent`: operands lie in it; it goes back when the unit is released.
+        """
+        for ring, buffer in self.taken:
+            if ring is None:
+                used_last(buffer)  # operands in it keep it until the release, as tensors do
+            elif lent and buffer is self.gathered:
+                self.unit.lent.append((ring, buffer))
+            else:
+                ring.give_back(buffer)
 
 
 class Arrived(NamedTuple):
@@ -82,11 +114,12 @@ class Unit(ABC):
         persistent: kept gathered between steps.
         route: the hops.
         numel: elements of all its parameters.
-        flight: its gather under way.
+        pending: its gather under way.
         keeps_secondary: what the first hops bring stays, until the weights change (secondary.py decides).
         secondary, secondary_is_current: the secondary shard, flat uint8, and whether it is of the weights as they are.
-        aside: what was held, as `held_state` says it, when another engine took the parameters over; until it is again.
+        delta: how it is brought up to date by differences; `rows_held`: see HoldsRows.
         copy_bill, bill: what the secondary shard has cost outside of steps, and what the values have (comm/ledger.py).
+        layout: where everything lies; None until it is asked for, and again when formats have changed.
         payload: this rank's encoded shards, where they are kept, until the weights change.
         lent: buffers in which operands of live parameters lie.
         live: the engine has brought the values that modules use, and not dropped them yet.
@@ -98,16 +131,19 @@ class Unit(ABC):
         writes: which of all writes to weights in this process its last one was; another one after each.
     """
 
+    rows_held = 0
+
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
         self.params, self.kind, self.persistent = params, kind, persistent
         self.route = kind.route
         self.numel = sum(p.ds_numel for p in params)
-        self.flight: Flight | None = None
+        self.pending: PendingGather | None = None
         self.keeps_secondary = False
         self.secondary: Tensor | None = None
         self.secondary_is_current = False
-        self.aside: dict = {}
+        self.delta = Delta(self)
         self.copy_bill, self.bill = Bill(), Bill()
+        self.layout = None
         self.payload: Tensor | None = None
         self.lent: list[tuple[BufferRing, Tensor]] = []
         self.live = False
@@ -119,33 +155,24 @@ class Unit(ABC):
     @property
     def in_flight(self) -> bool:
         """Whether its values are on their way."""
-        return self.flight is not None and self.flight.asked_for
+        return self.pending is not None and self.pending.asked_for
 
     @property
     def missing(self) -> list[Parameter]:
         """Parameters that do not hold their values, whoever brings these."""
         return [param for param in self.params if param.ds_status != ZeroParamStatus.AVAILABLE]
 
-    @property
-    def is_billed(self) -> bool:
-        """Whether it has sent something outside of steps that none has used."""
-        return bool(self.bill or self.copy_bill)
+    def pay(self) -> None:
+        """It is used: what it has sent outside of steps counts for the step, if it is one that uses it."""
+        for bill in (self.copy_bill, self.bill):
+            if bill:
+                self.route.session.ledger.pay(bill)
 
     def leave(self) -> None:
         """Let no module be using the parameters."""
         self.active_modules.clear()
         for param in self.params:
             param.ds_active_sub_modules.clear()
-
-    def forget_users(self) -> None:
-        """Nobody uses the parameters, or looks at them, any more."""
-        self.leave()
-        self.looked_at.clear()
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether nothing of it is trained, so that copies survive optimizer steps."""
-        return not any(p.requires_grad for p in self.params)
 
     # -- what its parameters are on the wire ------------------------------------------------------------------------
 
@@ -159,7 +186,7 @@ class Unit(ABC):
 
     def is_exact(self, param: Parameter) -> bool:
         """Whether what arrives is all there is of a parameter."""
-        return isinstance(self.format_of(param), UnquantizedFormat)
+        return isinstance(self.format_of(param), UnquantizedFormat) and not self.delta.is_of(param)
 
     def travels_as_operand(self, param: Parameter) -> bool:
         """Whether the gathered bytes of a parameter are a GEMM operand."""
@@ -168,12 +195,19 @@ class Unit(ABC):
         return param in route.gemm_weights and format_agrees and not self.persistent
 
     @abstractmethod
+    def bytes_in(self, wire_format: WireFormat, param: Parameter) -> float:
+        """Bytes that a rank sends of a parameter in a format, on average."""
+
     def bytes_of(self, param: Parameter) -> float:
         """Bytes that a rank sends of a parameter, on average."""
+        codes = SharedScaleFormat(WIRE_FORMAT)
+        return self.bytes_in(codes if self.travels_as_operand(param) else self.format_of(param), param)
 
     def first_bytes_of(self, param: Parameter) -> float:
         """The same on the hops up to the secondary shard, in a step that is not the first."""
-        return self.bytes_of(param)
+        if not self.keeps_secondary or not self.delta.is_of(param):
+            return self.bytes_of(param)
+        return self.bytes_in(self.delta.format_of(param), param)
 
     # -- a gather, in the order of these -----------------------------------------------------------------------------
 
@@ -185,9 +219,6 @@ class Unit(ABC):
     @abstractmethod
     def lay_out(self) -> None:
         """Know where everything lies; made again when parameters were cast."""
-
-    def forget_layout(self) -> None:
-        """Formats have changed: everything lies elsewhere from the next gather on."""
 
     def prepare(self) -> bool:
         """What is to be done on the stream of the weights before a gather; whether shards were written."""
@@ -219,104 +250,32 @@ class Unit(ABC):
     def decode(self, gathered: Tensor) -> Arrived:
         """Values and operands, out of what the last hop brought."""
 
-    def wait_for(self, works: Iterable[dist.Work]) -> None:
-        """The current stream (on a CPU: the host) waits for hops.
+    def params_in_codes(self) -> list[Parameter]:
+        """Parameters whose values all come out of codes that can be kept (generation/codes.py)."""
+        return []
 
-        Raises:
-            RuntimeError: the backend's own, which names the parameters besides.
-        """
+    def wait_for(self, works: Iterable[dist.Work]) -> None:
+        """The current stream (on a CPU: the host) waits for hops."""
         try:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self._named(error) from error
-
-    def refresh_scales(self) -> None:
-        """Find the scales of weights that travel as operands, if they are not known; raises what `wait_for` does."""
-        try:
-            self.route.gemm_weights.refresh_scales()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise self._named(error) from error
-
-    def _named(self, error: RuntimeError) -> RuntimeError:
-        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
-        return type(error)(
-            f"{error}\nzeropp_fp8: this rank was waiting for parameters, {self.names[0]}{more}. If no other rank has "
-            "failed, some do not run the module that uses these: run it on all ranks, or, to run it on some only, "
-            "gather all of its parameters on all ranks before, with deepspeed.zero.GatheredParameters"
-        )
+            raise named(error, self.names) from error
 
     def changed(self, by_step: bool = False) -> None:
         """The weights were written, `by_step` of the optimizer: what was derived from them is stale."""
         self.secondary_is_current = False
         self.copy_bill.clear()
         self.payload = None
+        self.delta.changed(by_step)
         self.writes = next(_writes)
 
-    def put_aside(self) -> None:
-        """Another engine takes the parameters over: drop what can be made again as it was, and no more of it."""
+    def forget_held(self) -> None:
+        """Another engine takes the parameters over: drop what a gather brings anew."""
         self.secondary, self.secondary_is_current = None, False
         self.copy_bill.clear()
         self.payload = None
-
-    # -- differences to what is held (differing.py); a unit that has none brings all of itself -----------------------
-
-    @property
-    def brings_differences(self) -> bool:
-        """Whether the first hops are about to bring differences to what is held; else all of it (`first_hops`).
-
-        The same on all ranks that exchange them.
-        """
-        return False
-
-    def held_state(self) -> dict:
-        """What training depends on of what is held, while no gather is under way: empty, or `hold_again` needs it."""
-        return {}
-
-    def continue_from(self, state: dict) -> None:
-        """Weights have been loaded; `state` is what `held_state` was then."""
-
-    def hold_again(self, state: dict, held: Tensor) -> list[dist.Work]:
-        """Fill `held` with what was held when `state` was taken. Collective among the ranks of the first hops."""
-        raise NotImplementedError(f"{type(self).__name__} holds nothing")
-
-    def can_hold(self, state: dict) -> bool:
-        """Whether a state is of a unit like this one. The same on all ranks."""
-        return False
-
-    def expect_large_step(self) -> None:
-        """The next step will change it by more than a step does. To be called on all ranks."""
-
-    # -- parameters that somebody else may have written to -----------------------------------------------------------
-
-    def check_usable(self, params: Iterable[Parameter]) -> None:
-        """Raise RuntimeError where a parameter may not be computed with."""
-
-    def check_untouched(self, params: Iterable[Parameter]) -> None:
-        """Raise RuntimeError where a parameter was written, which would be lost."""
-
-    def note(self, params: Iterable[Parameter]) -> None:
-        """The values of parameters were put there, or dropped, by the plugin."""
-
-    # -- codes, for who keeps them and multiplies with them (generation/) ---------------------------------------------
-
-    def params_in_codes(self) -> list[Parameter]:
-        """Parameters whose values all come out of codes that can be kept."""
-        return []
-
-    def codes_in(self, gathered: Tensor) -> Tensor:
-        """uint8 [ranks, row bytes]: the payloads of all ranks."""
-        raise NotImplementedError(f"{type(self).__name__} has no codes")
-
-    def decode_codes(self, codes: Tensor) -> dict[int, Tensor]:
-        """The values of its parameters, by id(parameter), out of `codes_in`."""
-        raise NotImplementedError(f"{type(self).__name__} has no codes")
-
-    def quantized_weight(self, param: Parameter, codes: Tensor) -> QuantizedWeight | None:
-        """What `quantized_linear` multiplies with, of a parameter in `codes`; None where it cannot."""
-        raise NotImplementedError(f"{type(self).__name__} has no codes")
+        self.delta.forget()
 
 
 def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str, kinds: Sequence[Kind]) -> list[Unit]:
@@ -340,18 +299,21 @@ def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str,
     def kind_of(param: Parameter) -> Kind:
         return next(kind for kind in kinds if kind.takes(param))
 
+    def unit(members: list[Parameter], kind: Kind, persistent: bool = False) -> Unit:
+        return kind.unit_class(members, kind, persistent)
+
     units: list[Unit] = []
 
     def add(params: list[Parameter], persistent: bool = False) -> None:
         if granularity == "parameter" and not persistent:
-            units.extend(kind_of(param).unit([param]) for param in params)
+            units.extend(unit([param], kind_of(param)) for param in params)
             return
         for kind in kinds:
             mine = [param for param in params if kind_of(param) is kind]
             for trained in (False, True):
                 members = [param for param in mine if param.requires_grad is trained]
                 if members:
-                    units.append(kind.unit(members, persistent))
+                    units.append(unit(members, kind, persistent))
 
     whole = {id(block) for block in blocks}
 
@@ -366,6 +328,6 @@ def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str,
     add(untaken(p for p in model.parameters() if p.ds_persist), persistent=True)
     visit(model)
     names = {id(param): name for name, param in model.named_parameters()}
-    for unit in units:
-        unit.names = [names[id(param)] for param in unit.params]
+    for each in units:
+        each.names = [names[id(param)] for param in each.params]
     return units

@@ -82,7 +82,7 @@ def _check_idle(offload: ZeroppOffload) -> None:
     """Nothing of a pass is under way, no other generation, and no other engine has the weights."""
     if offload.generating:
         raise RuntimeError("generation: the engine is inside zeropp_fp8.generation already")
-    if offload.gatherer.elsewhere():
+    if offload.gatherer.ownership.elsewhere():
         raise RuntimeError(
             "generation: a later engine has the weights of this model; pass that one, or call its destroy() first"
         )

@@ -18,6 +18,7 @@ from zeropp_fp8.compute.products import READ_AS_NUMBERS
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.units import Unit
 from zeropp_fp8.zero.generation.adapters import Adapter, with_adapters
+from zeropp_fp8.zero.generation.codes import holds_codes, quantized_weight, take_codes, values_of
 from zeropp_fp8.zero.generation.layers import multipliable_weights
 
 _DECODED_UNITS = 2  # a block may consist of two units with codes: stored weights, and others that travel quantized
@@ -32,15 +33,15 @@ class _Resident:
 
     def gather(self) -> None:
         """Keep what is to be kept. Collective."""
-        for param in self.gatherer.adopted.values():
+        for param in self.gatherer.ownership.params.values():
             if READ_AS_NUMBERS not in param.__dict__:  # those that travel as operands of FP8 products come as numbers
                 setattr(param, READ_AS_NUMBERS, True)
                 self._marked.append(param)
         waiting = [unit for unit in self.gatherer.units if unit.missing]
         for unit, coming in zip(waiting, [*waiting[1:], None]):
-            self.gatherer.start(unit)
+            self.gatherer.hops.start(unit)
             if coming is not None and self.gatherer.device.type == "cuda":
-                self.gatherer.start(coming, ahead=True)  # its bytes are on their way while this one is decoded
+                self.gatherer.hops.start(coming, ahead=True)  # its bytes are on their way while this one is decoded
             self._keep(unit)
 
     def _keep(self, unit: Unit) -> None:
@@ -56,9 +57,9 @@ class _Resident:
             param.__dict__.pop(READ_AS_NUMBERS, None)
         self._marked.clear()
         for unit in self.gatherer.units:
-            unit.note(unit.params)  # an adapter may have been merged into the values: they are dropped with it
+            unit.kind.note(unit.params)  # an adapter may have been merged into the values: they are dropped with it
             if unit.in_flight:
-                self.gatherer.cancel(unit)
+                self.gatherer.hops.cancel(unit)
             if not unit.persistent:
                 self.gatherer.release(unit)
 
@@ -110,8 +111,8 @@ class ResidentCodes(_Resident):
         for unit in self.gatherer.units:
             if not unit.missing or unit.shards_are_values:
                 continue
-            if id(unit) in with_codes and not self.gatherer.holds_codes(unit):
-                total += sum(self.gatherer.bytes_of(p) for p in unit.params) * self.gatherer.route.world_size
+            if id(unit) in with_codes and not holds_codes(unit):
+                total += sum(unit.bytes_of(p) for p in unit.params) * self.gatherer.route.world_size
             params = (p for p in unit.params if id(p) not in self._unit_of)
             total += sum(p.ds_numel * unit.dtype_of(p).itemsize for p in params)
         decoded = [sum(p.ds_numel * unit.dtype_of(p).itemsize for p in unit.params) for unit in with_codes.values()]
@@ -121,8 +122,8 @@ class ResidentCodes(_Resident):
         if not any(id(param) in self._unit_of for param in unit.params):
             self.gatherer.finish(unit)
             return
-        codes = self._codes_of[id(unit)] = self.gatherer.take_codes(unit)
-        values = unit.decode_codes(codes)
+        codes = self._codes_of[id(unit)] = take_codes(self.gatherer, unit)
+        values = values_of(unit, codes)
         for param in unit.params:
             if id(param) not in self._unit_of:
                 # A copy: the values of a unit lie in one buffer, most of which is to be dropped.
@@ -147,7 +148,7 @@ class ResidentCodes(_Resident):
             lambda input: torch.ops.aten.linear.default(input, self._values_of(unit)[id(param)], bias), adapters
         )
         on_gpu = self.gatherer.device.type == "cuda"
-        weight = unit.quantized_weight(param, self._codes_of[id(unit)]) if on_gpu else None
+        weight = quantized_weight(unit, param, self._codes_of[id(unit)]) if on_gpu else None
         if weight is None:
             return decoded
         from zeropp_fp8.kernels.linear.quantized_linear import FEW_ROWS, Lora, QuantizedLinear
@@ -168,5 +169,5 @@ class ResidentCodes(_Resident):
         if values is None:
             while len(self._decoded) >= _DECODED_UNITS:
                 self._decoded.popitem(last=False)
-            values = self._decoded[id(unit)] = unit.decode_codes(self._codes_of[id(unit)])
+            values = self._decoded[id(unit)] = values_of(unit, self._codes_of[id(unit)])
         return values

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zeropp_fp8.formats.shapes import is_matrix
 from zeropp_fp8.zero.export.weights import Part, Weight, buffers, groups, tensors
 from zeropp_fp8.zero.frozen.store import stored_weight
+from zeropp_fp8.zero.gather.adopted import unit_of
 from zeropp_fp8.zero.gather.blocks import find_blocks
-from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.handover.float8 import Float8Weights
 
 NAME = "WeightSource"
@@ -58,11 +59,10 @@ class Contents:
         module: nn.Module,
         model: nn.Module,
         kinds: tuple[str, ...],
-        gatherer: Gatherer,
         float8: Float8Weights | None,
     ) -> None:
         self._module, self._model, self._kinds = module, model, kinds
-        self._gatherer, self._float8 = gatherer, float8
+        self._float8 = float8
         self._blocks = find_blocks(model)  # PEFT's wrapper has the same
 
     def but(self, known: Mapping[str, tuple]) -> Iterator[Group]:
@@ -80,7 +80,7 @@ class Contents:
             if isinstance(getattr(type(module), "active_adapters", None), property)  # of transformers' it is a method
         ]
         has_buffers = any(True for module in modules for _ in buffers(module))
-        written = [(id(param), self._gatherer.unit_of(param).writes) for param in params]
+        written = [(id(param), unit_of(param).writes) for param in params]
         return (*written, *adapters, *([object()] if has_buffers else []))
 
     # -- the model ---------------------------------------------------------------------------------------------------
@@ -115,9 +115,9 @@ class Contents:
 
     def _goes_as_operand(self, part: Part, param: Parameter) -> bool:
         """Whether a weight goes as the codes that training multiplies, if it multiplies codes."""
-        if self._float8 is None or part.is_adapter or part.module not in self._float8 or len(param.ds_shape) != 2:
+        if self._float8 is None or part.is_adapter or part.module not in self._float8 or not is_matrix(param.ds_shape):
             return False
-        return stored_weight(param) is not None or self._gatherer.unit_of(param).travels_as_operand(param)
+        return stored_weight(param) is not None or unit_of(param).travels_as_operand(param)
 
     # -- the active adapter ------------------------------------------------------------------------------------------
 

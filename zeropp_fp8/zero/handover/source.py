@@ -23,7 +23,7 @@ from zeropp_fp8.compute.products import GATHERED_OPERAND
 from zeropp_fp8.zero.export.lockstep import Lockstep, everyones
 from zeropp_fp8.zero.export.weights import Weight, base_model, gathered, groups
 from zeropp_fp8.zero.frozen.store import value_dtype
-from zeropp_fp8.zero.gather.adopted import STATE
+from zeropp_fp8.zero.gather.adopted import STATE, units_of
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.handover.contents import NAME, Contents, Group
 from zeropp_fp8.zero.handover.float8 import Float8Weights
@@ -91,7 +91,7 @@ class WeightSource:
         kinds = (weights,)
         if weights == "auto":
             kinds = ("base", "adapters") if takes_adapters and model is not engine.module else ("merged",)
-        self._contents = Contents(engine.module, model, kinds, self._gatherer, self._float8)
+        self._contents = Contents(engine.module, model, kinds, self._float8)
         self._handed_over: dict[str, tuple] = {}  # by piece: what it was made of, and when that had been written
         self.sender: object = None  # to the engine that has what was handed over
 
@@ -149,7 +149,7 @@ class WeightSource:
         return self._iterate(wanted=False)
 
     def _iterate(self, wanted: bool) -> Iterator[tuple[str, Tensor]]:
-        if any(unit.active_modules for unit in self._gatherer.units_of(self._gatherer.adopted.values())):
+        if any(unit.active_modules for unit in units_of(self._gatherer.ownership.params.values())):
             raise RuntimeError(f"{NAME}: a pass of the engine is under way, or has ended with an error")
         lockstep = Lockstep("the hand-over of weights", here=wanted)
         due, at_end = deque(self._due()), dict(self._handed_over)
@@ -184,7 +184,7 @@ class WeightSource:
     def _as_computed(self, params: list[Parameter]) -> Iterator[None]:
         """With parameters as training computes with them. Collective."""
         gatherer = self._gatherer
-        idle = [unit for unit in gatherer.units_of(params) if unit.missing]
+        idle = [unit for unit in units_of(params) if unit.missing]
         with gatherer.session.ledger.counting(OUTSIDE):
             gatherer.gather_now(params)
         try:
@@ -208,6 +208,6 @@ class WeightSource:
 
     def _due(self) -> list[Group]:
         """What the next iteration hands out."""
-        if not self._gatherer.adopted:
+        if not self._gatherer.ownership.params:
             raise RuntimeError(f"{NAME}: its engine was destroyed; make a source of the engine that has the model now")
         return list(self._contents.but(self._handed_over if self._only_changed else {}))

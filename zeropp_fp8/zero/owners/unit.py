@@ -8,7 +8,7 @@ what arrives: no copy sorts it, on any topology.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +23,9 @@ from zeropp_fp8.comm.owned import OwnedGather, start_owned_gather
 from zeropp_fp8.comm.payload import PayloadLayout
 from zeropp_fp8.comm.reduce_scatter import slice_of_rank
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
-from zeropp_fp8.formats.shared_scale import SharedScales
-from zeropp_fp8.zero.gather.adoption import Adoption
+from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.zero.gather.buffers import Places
 from zeropp_fp8.zero.gather.difference import Contents
-from zeropp_fp8.zero.gather.differing import DifferingUnit
 from zeropp_fp8.zero.gather.gemm_weights import DTYPE as OPERAND_DTYPE
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
 from zeropp_fp8.zero.gather.kinds import Kind
@@ -69,9 +67,135 @@ class OwnedLayout:
     scale_places: Tensor | None
 
 
+class OwnedUnit(Unit):
+    """A unit of parameters that have owners. Its payload is kept as for slices."""
+
+    kind: Owned
+    rows_held = 1
+
+    def __init__(self, params: list[Parameter], kind: Owned, persistent: bool = False) -> None:
+        super().__init__(params, kind, persistent)
+        self._sent: OwnedLayout | None = None  # of differences
+        self._made_for: list[tuple[torch.dtype, int]] = []
+
+    def bytes_in(self, wire_format: WireFormat, param: Parameter) -> float:
+        sizes = (wire_format.payload_bytes(part.numel) for part in self.route.session.placement.parts(param))
+        return sum(sizes) / self.route.world_size
+
+    def lay_out(self) -> None:
+        made_for = [(p.ds_tensor.dtype, p.ds_tensor.ds_numel) for p in self.params]
+        if self.layout is not None and self._made_for == made_for:
+            return
+        self._made_for = made_for
+        operands = [p for p in self.params if self.travels_as_operand(p)]
+        formats = [self.format_of(p) for p in self.params]
+        self.layout = self.kind.layout_of(self.params, formats, operands)
+        self._packed = [p for i, p in enumerate(self.params) if i not in self.layout.operand_places]
+        self._places = Places(self._packed, [self.dtype_of(p) for p in self._packed])
+        self._exact = [self.is_exact(p) for p in self._packed]
+        self.payload = None  # it was made for the old one
+        differing = [self.delta.format_of(p) for p in self.params]
+
+        def contents(pieces: Sequence[_Piece]) -> Contents:
+            in_order = [piece.index for piece in pieces]
+            numels = [piece.numel for piece in pieces]
+            return Contents(numels, [formats[i] for i in in_order], [differing[i] for i in in_order])
+
+        held_pieces = self.kind.pieces_of(self.params, self.kind.held_ranks)
+        self.delta.lay_out(contents(self.layout.own_pieces), contents(held_pieces))
+        if self.delta.difference is not None:
+            self._sent = self.kind.layout_of(self.params, differing)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self.kind.sizes_after(self.layout, len(self.route.before) - 1))
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(self.kind.sizes_after(self.layout, len(self.route.before)))
+
+    def first_hops(self, held: Tensor) -> list[OwnedGather]:
+        have = self._own_payload(None if self.kind.hops_before else held)
+        self.delta.begin()
+        return self._start_hops_before(self.layout, held, have)
+
+    def _start_hops_before(self, layout: OwnedLayout, result: Tensor, have: Tensor) -> list[OwnedGather]:
+        """Start the hops up to the secondary shard, from this rank's payload to `result`."""
+        works = []
+        for hop in self.kind.hops_before:
+            self.wait_for(works)
+            into = result
+            if hop != self.kind.hops_before[-1]:
+                num_bytes = sum(self.kind.sizes_after(layout, hop))
+                into = torch.empty(num_bytes, dtype=torch.uint8, device=self.route.device)
+            works = [self.kind.start_hop(layout, hop, into, have)]
+            have = into
+        return works
+
+    def _own_payload(self, into: Tensor | None) -> Tensor:
+        """Encode what this rank owns, flat; without a secondary shard the bytes are kept, as for slices."""
+        route, layout, weights = self.route, self.layout, self.route.gemm_weights
+        if layout.operand_places:
+            weights.refresh_scales(self.names)
+        if self.payload is not None:
+            return self.payload if into is None else into.copy_(self.payload)
+        row = into
+        if row is None:
+            row = torch.empty(layout.own.row_bytes, dtype=torch.uint8, device=route.device)
+        shards = self.shards()
+        one_scale = layout.operand_places and weights.granularity == "tensor"
+        scales = self.kind.operand_scales(layout) if one_scale else None
+        layout.own.encode(shards, route.one_row, row.view(1, -1), scales)
+        if layout.operand_places and scales is None:
+            for i, (piece, shard) in enumerate(zip(layout.own_pieces, shards)):
+                if piece.index in layout.operand_places:
+                    out = row[layout.own.offsets[i] :][: piece.numel]
+                    weights.encode_range(self.params[piece.index], piece.start, shard, out)
+        if not self.keeps_secondary and route.device.type == "cpu":
+            # Its scales may be found anew, so a payload with operands' codes is made again.
+            self.payload = None if layout.operand_places else row.clone()
+        return row
+
+    def last_hop(self, held: Tensor, gathered: Tensor) -> list[dist.Work]:
+        return [self.kind.start_hop(self.layout, len(self.route.before), gathered, held)]
+
+    def decode(self, gathered: Tensor) -> Arrived:
+        values = dict(zip(self._packed, self._places.empty(self.route.device)))
+        self.kind.decode_row(self.layout, gathered, self.params, values)
+        operands, in_place, all_codes = [], False, gathered.view(OPERAND_DTYPE)
+        for index, places in self.layout.operand_places.items():
+            codes, start, param = all_codes, places[0][0], self.params[index]
+            if len(places) > 1:
+                codes, start = torch.cat([gathered[o : o + numel] for o, numel in places]).view(OPERAND_DTYPE), 0
+            in_place = in_place or codes is all_codes
+            operands.append((param, self.route.gemm_weights.operand(param, codes, start)))
+        return Arrived(list(zip(values, values.values(), self._exact)), operands, in_place)
+
+    # -- differences (delta.py) --------------------------------------------------------------------------------------
+
+    def shards(self) -> list[Tensor]:
+        return self.kind.shard_views(self.params, self.layout.own_pieces)
+
+    def own_row_of_differences(self, brought: Tensor) -> Tensor:
+        return self.kind.own_row(self._sent, brought)
+
+    def bring_differences(self, brought: Tensor) -> list[OwnedGather]:
+        return self._start_hops_before(self._sent, brought, self.own_row_of_differences(brought).view(-1))
+
+    def held_rows(self, held: Tensor) -> Tensor:
+        return held.unsqueeze(0)
+
+    def own_held_row(self, held: Tensor) -> Tensor:
+        return self.kind.own_row(self.layout, held)
+
+    def bring_own_row(self, held: Tensor) -> list[OwnedGather]:
+        return self._start_hops_before(self.layout, held, self.own_held_row(held).view(-1))
+
+
 class Owned(Kind):
     """Parameters that owners have, whole or cut by rows."""
 
+    unit_class = OwnedUnit
     leaves_together = True
 
     def __init__(self, route: Route) -> None:
@@ -92,10 +216,7 @@ class Owned(Kind):
     def takes(self, param: Parameter) -> bool:
         return True
 
-    def unit(self, params: list[Parameter], persistent: bool = False) -> OwnedUnit:
-        return OwnedUnit(params, self, persistent)
-
-    def report_rows(self, units: Sequence[Unit]) -> list[tuple]:
+    def report_rows(self, params: Sequence[Parameter]) -> list[tuple]:
         return [("partition", "whole tensors", 0, str(self.route.session.placement.balance))]
 
     def to_slice(self, param: Parameter, own: Tensor) -> Tensor:
@@ -106,34 +227,34 @@ class Owned(Kind):
 
     # -- giving parameters to owners, and taking them back -----------------------------------------------------------
 
-    def prepare(self, units: Sequence[Unit]) -> None:
+    def prepare(self, units: Sequence[Sequence[Parameter]]) -> None:
         """Plan who owns what, if it is not planned."""
         session = self.route.session
         if not isinstance(session.placement, Owners):
-            session.placement = _plan_owners(session, units)
+            session.placement = _plan_owners(self.route, units)
 
     @torch.no_grad()
-    def place(self, unit: Unit) -> None:
+    def place(self, params: Sequence[Parameter]) -> None:
         placement = self.route.session.placement
         try:
-            unit.params[0].all_gather(unit.params)
-            parts = [placement.own_part(p, p.data).to(p.ds_tensor.dtype, copy=True) for p in unit.params]
+            params[0].all_gather(params)
+            parts = [placement.own_part(p, p.data).to(p.ds_tensor.dtype, copy=True) for p in params]
         finally:
-            unit.params[0].partition(unit.params)
-        for param, own in zip(unit.params, parts):
+            params[0].partition(params)
+        for param, own in zip(params, parts):
             _replace_shard(param, own, padding=0)
 
     @torch.no_grad()
-    def leave(self, gatherer: Adoption, unit: Unit) -> None:
+    def leave(self, params: Sequence[Parameter], gather_exactly: Callable[[Sequence[Parameter]], None]) -> None:
         rank, world = self.route.session.topology.rank, self.route.session.topology.world_size
         slices = []
-        for param in unit.params:
+        for param in params:
             try:
-                gatherer.gather_exactly([param])
+                gather_exactly([param])
                 slices.append(slice_of_rank(param.data.reshape(-1), rank, world))
             finally:
                 param.partition([param])
-        for param, own in zip(unit.params, slices):
+        for param, own in zip(params, slices):
             _replace_shard(param, own, padding=own.numel() * world - param.ds_numel)
 
     # -- layouts -----------------------------------------------------------------------------------------------------
@@ -241,143 +362,18 @@ class Owned(Kind):
             param.ds_status = ZeroParamStatus.AVAILABLE
 
 
-class OwnedUnit(DifferingUnit):
-    """A unit of parameters that have owners. Its payload is kept as for slices."""
-
-    kind: Owned
-
-    def __init__(self, params: list[Parameter], kind: Owned, persistent: bool = False) -> None:
-        super().__init__(params, kind, persistent)
-        self.layout: OwnedLayout | None = None
-        self._sent: OwnedLayout | None = None  # of differences
-        self._made_for: list[tuple[torch.dtype, int]] = []
-
-    def bytes_in(self, wire_format: WireFormat, param: Parameter) -> float:
-        sizes = (wire_format.payload_bytes(part.numel) for part in self.route.session.placement.parts(param))
-        return sum(sizes) / self.route.world_size
-
-    def lay_out(self) -> None:
-        made_for = [(p.ds_tensor.dtype, p.ds_tensor.ds_numel) for p in self.params]
-        if self.layout is not None and self._made_for == made_for:
-            return
-        self._made_for = made_for
-        operands = [p for p in self.params if self.travels_as_operand(p)]
-        formats = [self.format_of(p) for p in self.params]
-        self.layout = self.kind.layout_of(self.params, formats, operands)
-        self._packed = [p for i, p in enumerate(self.params) if i not in self.layout.operand_places]
-        self._places = Places(self._packed, [self.dtype_of(p) for p in self._packed])
-        self._exact = [self.is_exact(p) for p in self._packed]
-        self.payload = None  # it was made for the old one
-        differing = [self.format_of_difference(p) for p in self.params]
-
-        def contents(pieces: Sequence[_Piece]) -> Contents:
-            in_order = [piece.index for piece in pieces]
-            numels = [piece.numel for piece in pieces]
-            return Contents(numels, [formats[i] for i in in_order], [differing[i] for i in in_order])
-
-        held_pieces = self.kind.pieces_of(self.params, self.kind.held_ranks)
-        self.let_differ(contents(self.layout.own_pieces), contents(held_pieces))
-        if self.difference is not None:
-            self._sent = self.kind.layout_of(self.params, differing)
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(self.kind.sizes_after(self.layout, len(self.route.before) - 1))
-
-    @property
-    def gathered_bytes(self) -> int:
-        return sum(self.kind.sizes_after(self.layout, len(self.route.before)))
-
-    def first_hops(self, held: Tensor) -> list[OwnedGather]:
-        have = self._own_payload(None if self.kind.hops_before else held)
-        if self.difference is not None and self.keeps_secondary:
-            self.difference.begin()
-        return self._start_hops_before(self.layout, held, have)
-
-    def _start_hops_before(self, layout: OwnedLayout, result: Tensor, have: Tensor) -> list[OwnedGather]:
-        """Start the hops up to the secondary shard, from this rank's payload to `result`."""
-        works = []
-        for hop in self.kind.hops_before:
-            self.wait_for(works)
-            into = result
-            if hop != self.kind.hops_before[-1]:
-                num_bytes = sum(self.kind.sizes_after(layout, hop))
-                into = torch.empty(num_bytes, dtype=torch.uint8, device=self.route.device)
-            works = [self.kind.start_hop(layout, hop, into, have)]
-            have = into
-        return works
-
-    def _own_payload(self, into: Tensor | None) -> Tensor:
-        """Encode what this rank owns, flat; without a secondary shard the bytes are kept, as for slices."""
-        route, layout, weights = self.route, self.layout, self.route.gemm_weights
-        if layout.operand_places:
-            self.refresh_scales()
-        if self.payload is not None:
-            return self.payload if into is None else into.copy_(self.payload)
-        row = into
-        if row is None:
-            row = torch.empty(layout.own.row_bytes, dtype=torch.uint8, device=route.device)
-        shards = self.kind.shard_views(self.params, layout.own_pieces)
-        one_scale = layout.operand_places and weights.granularity == "tensor"
-        scales = self.kind.operand_scales(layout) if one_scale else None
-        layout.own.encode(shards, route.one_row, row.view(1, -1), scales)
-        if layout.operand_places and scales is None:
-            for i, (piece, shard) in enumerate(zip(layout.own_pieces, shards)):
-                if piece.index in layout.operand_places:
-                    out = row[layout.own.offsets[i] :][: piece.numel]
-                    weights.encode_range(self.params[piece.index], piece.start, shard, out)
-        if not self.keeps_secondary and route.device.type == "cpu":
-            # Its scales may be found anew, so a payload with operands' codes is made again.
-            self.payload = None if layout.operand_places else row.clone()
-        return row
-
-    def last_hop(self, held: Tensor, gathered: Tensor) -> list[dist.Work]:
-        return [self.kind.start_hop(self.layout, len(self.route.before), gathered, held)]
-
-    def decode(self, gathered: Tensor) -> Arrived:
-        values = dict(zip(self._packed, self._places.empty(self.route.device)))
-        self.kind.decode_row(self.layout, gathered, self.params, values)
-        operands, in_place, all_codes = [], False, gathered.view(OPERAND_DTYPE)
-        for index, places in self.layout.operand_places.items():
-            codes, start, param = all_codes, places[0][0], self.params[index]
-            if len(places) > 1:
-                codes, start = torch.cat([gathered[o : o + numel] for o, numel in places]).view(OPERAND_DTYPE), 0
-            in_place = in_place or codes is all_codes
-            operands.append((param, self.route.gemm_weights.operand(param, codes, start)))
-        return Arrived(list(zip(values, values.values(), self._exact)), operands, in_place)
-
-    # -- differences to what is held ---------------------------------------------------------------------------------
-
-    def send_differences(self, held: Tensor, brought: Tensor) -> list[OwnedGather]:
-        own, shards = self.kind.own_row(self._sent, brought), self.kind.shard_views(self.params, self.layout.own_pieces)
-        self.difference.encode(shards, self.own_held_row(held), own)
-        return self._start_hops_before(self._sent, brought, own.view(-1))
-
-    @property
-    def rows_held(self) -> int:
-        return 1
-
-    def held_rows(self, held: Tensor) -> Tensor:
-        return held.unsqueeze(0)
-
-    def own_held_row(self, held: Tensor) -> Tensor:
-        return self.kind.own_row(self.layout, held)
-
-    def bring_own_row(self, held: Tensor) -> list[OwnedGather]:
-        return self._start_hops_before(self.layout, held, self.own_held_row(held).view(-1))
-
-
-def _plan_owners(session, units: Sequence[Unit]) -> Owners:
+def _plan_owners(route: Route, units: Sequence[Sequence[Parameter]]) -> Owners:
     """Who owns what, with all model states and the bytes of each exchange counted."""
+    session = route.session
     config, topology = session.config, session.topology
     gradient_bytes = 1.0 if config.gradients.store_format != "none" else 4.0
     return Owners.plan(
-        [unit.params for unit in units],
+        units,
         topology.rank,
         topology.world_size,
         topology.ranks_per_node,
         state_bytes=gradient_bytes + (session.state_formats.bytes_per_parameter() if session.state_formats else 12.0),
-        wire_bytes=[[unit.format_of(p).bits_per_element / 8 for p in unit.params] for unit in units],
+        wire_bytes=[[route.format_of(p).bits_per_element / 8 for p in params] for params in units],
         split=config.partition_split,
     )
 

@@ -26,9 +26,10 @@ from torch.nn import Parameter
 
 from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.formats import SharedScaleFormat
-from zeropp_fp8.formats.amax_history import AmaxHistory
-from zeropp_fp8.formats.scale_table import ScaleTable
-from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.formats.amax_history import STEPS, AmaxHistory
+from zeropp_fp8.formats.scale_table import ScaleTable, SharedScales
+from zeropp_fp8.formats.shapes import is_vector
+from zeropp_fp8.zero.part import Row, StagePart
 from zeropp_fp8.zero.session import Session
 
 TOLERATED_SHARE = 1e-5  # 0.001 %
@@ -39,7 +40,7 @@ SMALLEST_MU = 2.0**-24
 LARGEST_MU = 2.0**24
 
 
-class GradientScales:
+class GradientScales(StagePart):
     """The scales of one engine's gradients.
 
     Args:
@@ -47,6 +48,8 @@ class GradientScales:
             exactly; they have a place, so that the scales of parameters that are reduced together are neighbours.
         names: of `params`, for checkpoints: another gather unit or other groups give another order.
     """
+
+    if_lost = "gradient scales start afresh"
 
     def __init__(self, session: Session, params: Sequence[Parameter], names: Sequence[str]) -> None:
         self.session = session
@@ -65,7 +68,7 @@ class GradientScales:
         copies = (session.topology.world_size, session.topology.nodes, 1)
         self._copies = torch.tensor(copies, dtype=torch.float64, device="cpu").view(3, 1).to(device)
         self._shares = torch.zeros(2, dtype=torch.float64, device=device)  # of the last step: saturated, vanished
-        self._quantized = frozenset(index for index, p in enumerate(params) if len(p.ds_shape) >= 2)
+        self._quantized = frozenset(index for index, p in enumerate(params) if not is_vector(p.ds_shape))
         self._without_history = set(self._quantized)
         self._places: dict[tuple[int, ...], Tensor] = {}
 
@@ -145,6 +148,16 @@ class GradientScales:
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
+    def step_ended(self, overflow: bool, scale_change: float) -> None:
+        with self.session.ledger.counting("other"):
+            self.end_step(overflow, scale_change)
+
+    def formats_changed(self) -> None:
+        self.session.parts.remove(self)
+
+    def rows(self) -> list[Row]:
+        return [("gradient scales", "one a tensor, shared", 0, f"from {STEPS} steps; mu adapts; added in fp32")]
+
     @torch.no_grad()
     def end_step(self, overflow: bool, loss_scale_change: float = 1.0) -> None:
         """Take over what the step has shown, in two small collectives; mu moves. Nothing waits for the device.
@@ -190,6 +203,12 @@ class GradientScales:
         return {"mu": self.mu.item(), "saturated": saturated, "vanished": vanished}
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def extra_state(self) -> dict:
+        return {"gradient_scales": self.state_dict()}
+
+    def load_extra_state(self, state: dict) -> None:
+        self.load_state_dict(state.get("gradient_scales"))
 
     def state_dict(self) -> dict:
         """What the next step's scales depend on; the same on every rank, whatever their number."""

@@ -18,6 +18,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
+from zeropp_fp8.formats.shapes import is_vector
+
 
 def reduction_units(
     parameters: Sequence[Parameter],
@@ -38,7 +40,7 @@ def reduction_units(
     vectors: list[Parameter] = []
     for param in parameters:
         index = block_of.get(id(param))
-        if joined_numel and index is not None and len(param.ds_shape) < 2:
+        if joined_numel and index is not None and is_vector(param.ds_shape):
             vectors.append(param)
         else:
             units.setdefault(param if index is None else index, []).append(param)

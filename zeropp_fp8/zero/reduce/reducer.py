@@ -13,13 +13,15 @@ from torch.nn import Parameter
 from zeropp_fp8.comm import ErrorFeedback
 from zeropp_fp8.comm.lanes import Lane
 from zeropp_fp8.comm.reduce_scatter import ReducePlan, Reduction, Rings, slice_numel
-from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.formats import WireFormat
+from zeropp_fp8.formats.scale_table import SharedScales
+from zeropp_fp8.zero.part import Row, StagePart, without_kernel
 from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 from zeropp_fp8.zero.reduce.node_sums import NodeSums
 from zeropp_fp8.zero.session import Session
 
 
-class GradientReducer:
+class GradientReducer(StagePart):
     """Quantized mean of gradients over the data-parallel group, one message a unit and hop.
 
     Args:
@@ -37,6 +39,7 @@ class GradientReducer:
         self._under_way: deque[Iterator[None]] = deque()
         self._sums: dict[tuple, NodeSums] = {}  # by ds_id of a unit's parameters, in the order of reduction
         self.scales: GradientScales | None = None  # where ranks share scales: set once the order of reduction is known
+        self.trained_numel = 0  # of all parameters that are trained, for the start table
 
     def _plan_of(self, params: Sequence[Parameter], grads: Sequence[Tensor]) -> ReducePlan:
         key = tuple([(p.ds_id, g.dtype) for p, g in zip(params, grads)])
@@ -148,11 +151,35 @@ class GradientReducer:
             sums.backward_passes = 0
 
     def formats_changed(self) -> None:
-        """Gradients travel in the session's formats, which are others from now on. Between steps."""
+        """In the session's, which are others from now on."""
         self._plans.clear()
         self._sums.clear()
         self.scales = None
         self.error_feedback = None  # what rounding has dropped is little beside what made somebody change formats
+
+    def rows(self) -> list[Row]:
+        """A hop each, and what rests between them."""
+        session, topology = self.session, self.session.topology
+        rows = [
+            self._row_of_hop("within nodes", session.intra_format, topology.ranks_per_node),
+            self._row_of_hop("between nodes", session.inter_format, topology.nodes),
+        ]
+        if session.sums_numel:
+            remark = "of several micro-batches, on a rank of the node; they cross between nodes once a step"
+            rows.append(("gradient sums", "16 or 32 bits", session.sums_numel, remark))
+        return rows
+
+    def _row_of_hop(self, hop: str, chosen: WireFormat | None, ranks: int) -> Row:
+        session = self.session
+        if ranks == 1:
+            return (f"gradients {hop}", "-", 0, "one rank on this level: no such hop")
+        if not session.config.quantizes_gradients:
+            return (f"gradients {hop}", "none", self.trained_numel, "DeepSpeed's own flat reduce-scatter")
+        named = len(session.exact["gradients"])
+        skipped = f"{named} named in gradients.skip_modules exact" if session.config.gradients.skip_modules else ""
+        remarks = ("tensors of fewer than 2 dimensions exact", skipped, without_kernel(session.device, chosen))
+        name = repr(chosen) if chosen else "none"
+        return (f"gradients {hop}", name, self.trained_numel, "; ".join(filter(None, remarks)))
 
     def _count_stock(self, params: Sequence[Parameter]) -> None:
         ledger, world, key = self.session.ledger, self.session.topology.world_size, _key(params)

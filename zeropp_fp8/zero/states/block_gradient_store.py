@@ -51,18 +51,16 @@ class BlockGradientStore(GradientStore):
     """
 
     def __init__(self, element: str, block_size: int, groups: Sequence[StateGroup], dtype: torch.dtype) -> None:
+        self.element = element
         self._lay_out(groups, dtype)
-        self._buffers = {id(g): StateBuffer(g.segments, element, "block", block_size) for g in groups if g.matrices}
+        self._codes = {id(g): StateBuffer(g.segments, element, "block", block_size) for g in groups if g.matrices}
         self._on_the_way: dict[int, _Arriving] = {}  # by ds_id
-
-    def _drop_codes(self) -> None:
-        self._buffers.clear()
 
     def view(self, param: Parameter) -> Tensor:
         group, segment = self._place[param.ds_id]
         if not self._in_codes(group):
             return self._view(self._sums, param)
-        return group.segments.view(self._buffers[id(group)].codes, segment)
+        return group.segments.view(self._codes[id(group)].codes, segment)
 
     def destinations(
         self, params: Sequence[Parameter], last_micro_batch: bool, again: bool, headroom: float = 1.0
@@ -89,7 +87,7 @@ class BlockGradientStore(GradientStore):
         come = {id(a): a for a in (self._on_the_way.pop(p.ds_id, None) for p in params) if a is not None}
         for arriving in come.values():
             values = arriving.values
-            self._buffers[id(arriving.group)].encode_several_(list(arriving.views), values)
+            self._codes[id(arriving.group)].encode_several_(list(arriving.views), values)
             if values.is_cuda:  # its memory belongs to the stream of backward, which may use it again at once
                 values.record_stream(torch.cuda.current_stream(values.device))
 
@@ -98,24 +96,24 @@ class BlockGradientStore(GradientStore):
         group, segment = self._place[param.ds_id]
         if not self._in_codes(group) or param.ds_id in self._summed:
             return self._view(self._sums, param).to(torch.float32, copy=True)
-        return self._buffers[id(group)].decode(segment)
+        return self._codes[id(group)].decode(segment)
 
     @torch.no_grad()
     def close(self) -> None:
         for group in self.groups:
             summed = [k for k, p in enumerate(group.params) if p.ds_id in self._summed] if self._in_codes(group) else []
             if summed:
-                self._buffers[id(group)].encode_several_(summed, self._sums[id(group)], in_place=True)
+                self._codes[id(group)].encode_several_(summed, self._sums[id(group)], in_place=True)
         self._summed.clear()
 
     def of(self, group: StateGroup) -> FP8Gradients | list[Tensor]:
         if self._in_codes(group):
-            return FP8Gradients.of(self._buffers[id(group)])
+            return FP8Gradients.of(self._codes[id(group)])
         return [group.segments.view(self._sums[id(group)], k) for k in range(len(group.params))]
 
     def _codes_squared(self, group: StateGroup, members: list[int]) -> Tensor:
-        return self._buffers[id(group)].square_sum(members)
+        return self._codes[id(group)].square_sum(members)
 
     def num_bytes(self) -> int:
         sums = sum(buffer.numel() * buffer.element_size() for buffer in self._sums.values())
-        return sums + sum(buffer.num_bytes() for buffer in self._buffers.values())
+        return sums + sum(buffer.num_bytes() for buffer in self._codes.values())

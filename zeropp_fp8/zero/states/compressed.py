@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from zeropp_fp8.config import SECTION, ConfigError, OptimizerConfig, PluginConfig, adam_refusals
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.optim import FP8Gradients, Hyper, StateBuffer, StateFormats, adamw_step, make_state_buffers
+from zeropp_fp8.zero.part import Row, StagePart
 from zeropp_fp8.zero.states.groups import StateGroup
 
 KEYS = {None: "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # DeepSpeed's name -> ours
@@ -66,14 +67,19 @@ def decouples_weight_decay(optimizer: torch.optim.Optimizer, group: dict) -> boo
     return bool(group.get("decoupled_weight_decay", False))
 
 
-class CompressedStates:
+class CompressedStates(StagePart):
     """States of one engine.
 
     Args:
         groups: the layout.
         formats: of the three quantities.
         seed: of stochastic rounding: numbers that no other rank has.
+
+    Attributes:
+        loads_states: whether the last load was of states, not of weights only.
     """
+
+    loads_states = True
 
     def __init__(self, groups: Sequence[StateGroup], formats: StateFormats, seed: tuple[int, ...]) -> None:
         self.groups = list(groups)
@@ -179,6 +185,12 @@ class CompressedStates:
         buffer.encode_(segment, values.to(device=buffer.codes.device, dtype=torch.float32))
         if key is None:
             self._unrounded.discard(param.ds_id)
+
+    def rows(self) -> list[Row]:
+        formats = self.formats
+        names = f"{formats.master}, {formats.exp_avg}, {formats.exp_avg_sq}"
+        remark = f"master weights, first and second moments; a scale a {formats.scales}, {formats.rounding} rounding"
+        return [("optimizer states", names, 0, remark)]
 
     def num_bytes(self) -> int:
         """Bytes of codes and scales, padding included."""

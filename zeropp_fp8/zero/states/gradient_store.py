@@ -8,21 +8,22 @@ the sum is larger than what the shared scale is made for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8.formats import SharedScaleFormat
-from zeropp_fp8.formats.shared_scale import SharedScales
+from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.optim import FP8Gradients
 from zeropp_fp8.optim.state_formats import TILE
+from zeropp_fp8.zero.part import Row, StagePart
 from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 from zeropp_fp8.zero.states.groups import StateGroup
 
 
-class GradientStore:
+class GradientStore(StagePart):
     """This rank's parts of the mean gradients.
 
     Args:
@@ -35,16 +36,17 @@ class GradientStore:
     def __init__(
         self, wire_format: SharedScaleFormat, scales: GradientScales, groups: Sequence[StateGroup], dtype: torch.dtype
     ) -> None:
-        self.format = wire_format
+        self.format, self.element = wire_format, wire_format.name
         self.scales = scales
         self._lay_out(groups, dtype)
-        self._codes = {id(g): self._zeros(g, torch.uint8) for g in self.groups if g.matrices}  # [padded_numel]
+        self._codes: dict = {id(g): self._zeros(g, torch.uint8) for g in self.groups if g.matrices}  # [padded_numel]
         self._tables: dict[tuple, tuple] = {}  # by group and members: indices, and what the kernel needs
 
     def _lay_out(self, groups: Sequence[StateGroup], dtype: torch.dtype) -> None:
         self.groups = list(groups)
         self.dtype = dtype
         self._keeps_numbers = False
+        self._shown: dict[int, Tensor] = {}
         self._place = {p.ds_id: (g, k) for g in self.groups for k, p in enumerate(g.params)}
         # By id(group): `dtype` [padded_numel]; of matrices made when needed.
         self._sums = {id(g): self._zeros(g, dtype) for g in self.groups if not g.matrices}
@@ -54,16 +56,22 @@ class GradientStore:
         self._headroom: dict[int, float] = {}  # by ds_id: how many times the shared scale's a code stands for
         self._headrooms: dict[tuple[float, ...], Tensor] = {}  # fp32, those of a group's parameters
 
-    def keep_numbers(self) -> None:
-        """Hold gradients of matrices in 16 or 32 bits too, from now on. Between steps."""
+    def show_in(self, partitions: dict[int, Tensor], params: Iterable[Parameter]) -> None:
+        """Let DeepSpeed's partitions, by ds_id, be those of the store: it makes lists of them in every backward."""
+        self._shown = partitions
+        partitions.update((p.ds_id, self.view(p)) for p in params)
+
+    def rows(self) -> list[Row]:
+        return [("gradients at rest", self.element, 0, "vectors, and sums over micro-batches, in 16 or 32 bits")]
+
+    def formats_changed(self) -> None:
+        """Hold gradients of matrices in 16 or 32 bits too, from now on."""
         self._keeps_numbers = True
         self._sums = {id(g): self._zeros(g, self.dtype) for g in self.groups}
         self._summed.clear()
         self._multipliers.clear()
-        self._drop_codes()
-
-    def _drop_codes(self) -> None:
         self._codes.clear()
+        self.show_in(self._shown, [p for group in self.groups for p in group.params])
 
     def _in_codes(self, group: StateGroup) -> bool:
         """Whether a group's gradients become codes."""

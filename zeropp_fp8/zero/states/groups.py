@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import Parameter
 
+from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.optim import Segments
 
 
@@ -38,7 +39,7 @@ def make_state_groups(
     groups, ids = [], 0
     for index, params in enumerate(sub_groups):
         for matrices in (True, False):
-            members = [p for p in params if (len(p.ds_shape) >= 2) == matrices]
+            members = [p for p in params if is_vector(p.ds_shape) is not matrices]
             if members:
                 numels = [own_numel(p) for p in members]
                 segments = Segments(numels, device, ids=range(ids, ids + len(members)))

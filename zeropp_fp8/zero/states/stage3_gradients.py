@@ -6,7 +6,7 @@ Everything that looks into them (clipping, overflow checks, safe_get_full_grad) 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from deepspeed import comm as ds_comm
@@ -37,21 +37,13 @@ class StoredGradientsStage3(AtRestStage3):
 
     def _order_is_known(self, params: list[Parameter]) -> None:
         gradients, dtype = self.session.config.gradients, self.gradient_accumulation_dtype
-        if self.scales is not None:
-            self.store = GradientStore(self.session.inter_format, self.scales, self.state_groups, dtype)
+        if self.reducer.scales is not None:
+            self.store = GradientStore(self.session.inter_format, self.reducer.scales, self.state_groups, dtype)
         else:
             element, block_size = gradients.store_format, gradients.block_size
             self.store = BlockGradientStore(element, block_size, self.state_groups, dtype)
-        self._show_partitions(params)
-
-    def _show_partitions(self, params: Iterable[Parameter]) -> None:
-        """DeepSpeed makes lists of these at the end of every backward; what reads them is replaced below."""
-        getattr(self, GRAD_PARTITIONS).update((p.ds_id, self.store.view(p)) for p in params)
-
-    def formats_changed(self) -> None:
-        super().formats_changed()
-        self.store.keep_numbers()
-        self._show_partitions(p for group in self.state_groups for p in group.params)
+        self.session.parts.append(self.store)
+        self.store.show_in(getattr(self, GRAD_PARTITIONS), params)  # what reads them is replaced below
 
     def destroy(self) -> None:
         super().destroy()

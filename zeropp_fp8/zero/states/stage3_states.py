@@ -33,7 +33,6 @@ class CompressedStatesStage3(AtRestStage3):
                 '"zero_optimization.offload_optimizer" keeps fp32 states on the CPU, where FP8AdamW keeps them in low '
                 "precision on the device; remove one of the two"
             )
-        self._loads_states = True  # whether the last load was of states, not of weights only
         super().__init__(*args, **kwargs)
 
     # -- construction ------------------------------------------------------------------------------------------------
@@ -48,6 +47,7 @@ class CompressedStatesStage3(AtRestStage3):
         session = self.session
         seed = (session.config.seed, session.topology.rank)
         self.states = CompressedStates(self.state_groups, session.state_formats, seed)
+        session.parts.append(self.states)
         for group in self.optimizer.param_groups:
             group["params"] = []
 
@@ -92,7 +92,7 @@ class CompressedStatesStage3(AtRestStage3):
 
     def _get_fp32_opt_state_partition(self, param: Parameter, release_swap_buffers: bool, optim_state_key=None):
         if optim_state_key is None:  # until a step has rounded them, master weights are the model's weights
-            self.gatherer.check_placement()
+            self.gatherer.ownership.check_placement()
         own = self.states.read(param, optim_state_key)
         return self._padded(param, own), self.grad_position[self.get_param_id(param)][0]
 
@@ -146,7 +146,7 @@ class CompressedStatesStage3(AtRestStage3):
                 own = slice(offset, offset + self.session.own_numel(param))
                 take = self.states.write if int(state.get("step", 0)) else self.states.take_values
                 take(param, flat.detach()[own])
-                for key in ("exp_avg", "exp_avg_sq") if self._loads_states else ():
+                for key in ("exp_avg", "exp_avg_sq") if self.states.loads_states else ():
                     if key in state:  # a checkpoint saved before the first step of stock's optimizer has none
                         self.states.write(param, state[key][own], key)
                 offset += param.partition_numel()
@@ -173,17 +173,17 @@ class CompressedStatesStage3(AtRestStage3):
             self.optimizer = given
 
     def _rigid_load_state_dict(self, state_dict: dict, load_optimizer_states: bool = True) -> None:
-        self._loads_states = load_optimizer_states
+        self.states.loads_states = load_optimizer_states
         with self._plain_optimizer(), self._expanded(write_back=True):
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir) -> None:
-        self._loads_states = True
+        self.states.loads_states = True
         with self._expanded(write_back=True):
             super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
 
     def load_module_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir, load_from_fp32_weights) -> None:
-        self._loads_states = False
+        self.states.loads_states = False
         with self._expanded(write_back=True) if load_from_fp32_weights else nullcontext():
             super().load_module_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir, load_from_fp32_weights)
 

@@ -1,0 +1,20 @@
+"""Which shape a weight has. What follows from it is decided elsewhere; that there are these three, here only.
+
+* a matrix [out, in] of a linear layer or an embedding: quantized, and an operand of a GEMM;
+* a stack of matrices, of packed experts or a convolution: quantized as well;
+* a vector, of a norm or a bias: in high precision everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def is_vector(shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape is neither a matrix nor a stack of them."""
+    return len(shape) < 2
+
+
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Whether it is one matrix."""
+    return len(shape) == 2

@@ -1,0 +1,307 @@
+"""The engine of a ds_config that asks for the plugin: DeepSpeed's, which builds the plugin's ZeRO-3."""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from zeropp_fp8.config import IN_TREE_KEYS, SECTION, TRIAL_VARIABLE, ConfigError, without_in_tree_keys
+
+FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkpoint
+ALONE = "_zeropp_fp8_alone"  # on a model whose engine has ended: hooks that let it run
+_stock_init = DeepSpeedEngine.__init__  # which the plugin replaces while it is installed
+
+
+class ZeroppEngine(DeepSpeedEngine):
+    """DeepSpeedEngine that builds the plugin's ZeRO-3."""
+
+    zeropp_fp8_session = None
+    _zeropp_fp8_conversion = None
+    _zeropp_fp8_activations = None
+    _zeropp_fp8_loading = ()  # (folder, tag) while a checkpoint is loaded
+    _zeropp_fp8_destroyed = False
+    _zeropp_fp8_metrics = None
+
+    def _zeropp_fp8_init(self, plugin_config, args, model, *positional, config, config_class, **kwargs):
+        # nn.Module.__setattr__ is not usable before Module.__init__ for modules only; a plain object is fine.
+        object.__setattr__(self, "_zeropp_fp8_config", plugin_config)
+        config = without_in_tree_keys(config)
+        for key, off in IN_TREE_KEYS.items():
+            setattr(config_class.zero_config, key, off)
+        if plugin_config.computes_in_low_precision:
+            # Before ZeRO-3 puts its hooks on modules, which would keep calling the class that they saw.
+            object.__setattr__(self, "_zeropp_fp8_conversion", _converted(model, plugin_config.compute))
+        try:
+            _stock_init(self, args, model, *positional, config=config, config_class=config_class, **kwargs)
+            self._zeropp_fp8_observe()
+        except BaseException as error:
+            self._zeropp_fp8_failed(error)
+            raise
+
+    def _zeropp_fp8_failed(self, error):
+        session = self.zeropp_fp8_session
+        if session is not None:
+            # Nothing is left to do when it is collected, by when another engine may have the model.
+            self._zeropp_fp8_destroyed = True
+            session.failed = not isinstance(error, ConfigError)  # which all ranks raise
+        self._zeropp_fp8_let_go()
+
+    def _zeropp_fp8_observe(self):
+        observed = self._zeropp_fp8_config.observed or TRIAL_VARIABLE in os.environ
+        if observed and hasattr(self.optimizer, "parameter_offload"):  # not an engine that only evaluates
+            from zeropp_fp8.numerics import observe
+
+            observe(self)
+
+    def _configure_zero_optimizer(self, optimizer):
+        from zeropp_fp8.zero.session import Session
+        from zeropp_fp8.zero.ulysses import exchange_in_fp8
+
+        check_owners(self._zeropp_fp8_config)
+        group = _partition_group(self.module, self.mpu)
+        session = Session(self._zeropp_fp8_config, group, self._zeropp_fp8_conversion, _model_parallel(self.mpu))
+        session.engine = weakref.ref(self)
+        session.leave_exact(self.module)
+        object.__setattr__(self, "zeropp_fp8_session", session)
+        object.__setattr__(self, "_zeropp_fp8_activations", exchange_in_fp8(self.module, session))
+        if self._zeropp_fp8_activations is not None:
+            session.on_model.callback(self._zeropp_fp8_activations.remove)
+        with _zero_classes_of(session):
+            stage = super()._configure_zero_optimizer(optimizer)
+        getattr(stage, "parameter_offload", stage).all_is_there()
+        return stage
+
+    def _forward_prologue(self, inputs, kwargs):
+        self._zeropp_fp8_offload.gather_what_is_read(True)
+        with self._zeropp_fp8_not_walked():
+            return super()._forward_prologue(inputs, kwargs)
+
+    def _forward_epilogue(self):
+        self._zeropp_fp8_offload.gather_what_is_read(False)
+        with self._zeropp_fp8_not_walked():
+            return super()._forward_epilogue()
+
+    def forward(self, *inputs, **kwargs):
+        try:
+            return super().forward(*inputs, **kwargs)
+        except BaseException:
+            self._zeropp_fp8_offload.leave_forward()
+            raise
+
+    def backward(self, loss, *args, **kwargs):
+        for part in self.zeropp_fp8_session.parts:
+            part.loss_is(loss)
+        return super().backward(loss, *args, **kwargs)
+
+    def step(self, *args, **kwargs):
+        super().step(*args, **kwargs)
+        if self.monitor.enabled and self.global_rank == 0:
+            if self._zeropp_fp8_metrics is None:
+                from zeropp_fp8.zero.metrics import StepMetrics
+
+                object.__setattr__(self, "_zeropp_fp8_metrics", StepMetrics(self))
+            found = self._zeropp_fp8_metrics().items()  # none where this was not the end of a step
+            events = [(f"Train/Samples/zeropp_fp8/{name}", value, self.global_samples) for name, value in found]
+            self.monitor.write_events(events)
+
+    @contextmanager
+    def _zeropp_fp8_not_walked(self):
+        """Without DeepSpeed's own walk over all modules, which this is asked before."""
+        self.__dict__["zero_optimization_partition_weights"] = lambda: False
+        try:
+            yield
+        finally:
+            del self.__dict__["zero_optimization_partition_weights"]
+
+    def destroy(self):
+        if self._zeropp_fp8_destroyed:
+            # DeepSpeed calls it again when the engine is collected. A later engine may have the model by then
+            # (Trainer.train() called twice), and its layers and hooks are not this one's to take off.
+            return
+        if self.zeropp_fp8_session is None:
+            super().destroy()
+            return
+        self._zeropp_fp8_offload.check_is_last()
+        object.__setattr__(self, "_zeropp_fp8_destroyed", True)
+        try:
+            super().destroy()
+        finally:
+            self._zeropp_fp8_let_go()
+        from zeropp_fp8.zero.offload import run_alone
+
+        handles = run_alone(self.module)
+        if handles:
+            setattr(self.module, ALONE, handles)
+
+    def _zeropp_fp8_let_go(self):
+        """Take off the model what this engine has put on it, whether or not its constructor has come to its end."""
+        for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+            if name in vars(self):
+                vars(self)[name].remove()
+        try:
+            if self.zeropp_fp8_session is not None:
+                self.zeropp_fp8_session.on_model.close()
+        finally:
+            if self._zeropp_fp8_conversion is not None:
+                self._zeropp_fp8_conversion.restore()
+
+    def __del__(self):
+        if self.zeropp_fp8_session is not None:
+            # Engines are collected at moments of each rank's own, and all ranks must agree on who gathers what: the
+            # model keeps what is on it.
+            object.__setattr__(self, "_zeropp_fp8_destroyed", True)
+        super().__del__()
+
+    @property
+    def _zeropp_fp8_offload(self):
+        return getattr(self.optimizer, "parameter_offload", self.optimizer)
+
+    @property
+    def _zeropp_fp8_gatherer(self):
+        return self._zeropp_fp8_offload.gatherer
+
+    def _get_param_fragment_func(self, param):
+        stock = functools.partial(super()._get_param_fragment_func, param)
+        from zeropp_fp8.zero.gather.adopted import unit_of
+
+        return unit_of(param).kind.fragment(self.param_names[param], param, stock)
+
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
+        options = {"client_state": client_state or {}, "exclude_frozen_parameters": exclude_frozen_parameters}
+        stock = functools.partial(super().save_checkpoint, **options)
+        from zeropp_fp8.zero.checkpoint.commit import save_in_two_phases
+
+        return save_in_two_phases(self, stock, save_dir, tag, save_latest)
+
+    def _save_checkpoint(self, *args, **kwargs):
+        with self._zeropp_fp8_keeping_error():
+            super()._save_checkpoint(*args, **kwargs)
+
+    def _save_zero_checkpoint(self, *args, **kwargs):
+        with self._zeropp_fp8_keeping_error():
+            super()._save_zero_checkpoint(*args, **kwargs)
+
+    def _zeropp_fp8_keeping_error(self):
+        """While a checkpoint is saved in two phases; otherwise errors go their way."""
+        return getattr(self.checkpoint_engine, "keeping_error", nullcontext)()
+
+    def _load_checkpoint(self, load_dir, tag, *args, **kwargs):
+        stock = functools.partial(super()._load_checkpoint, load_dir, tag, *args, **kwargs)
+        from zeropp_fp8.zero.checkpoint.check import check_files, check_ranks
+        from zeropp_fp8.zero.fragment import fragments_stand_in
+
+        if not self.load_universal_checkpoint():
+            if self._zeropp_fp8_config.checkpoint.verify:
+                check_files(load_dir, tag)
+            with_states = kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False)
+            check_ranks(self.zeropp_fp8_session, self._get_ckpt_name(load_dir, tag), with_states)
+        self._zeropp_fp8_loading = (load_dir, tag)
+        try:
+            with fragments_stand_in():
+                if not self.load_universal_checkpoint():
+                    return stock()
+                from zeropp_fp8.zero.frozen.checkpoint import FrozenLoad  # the checkpoint may hold codes
+
+                return FrozenLoad(self, load_dir, tag).load_universal(stock)
+        finally:
+            self._zeropp_fp8_loading = ()
+            # Weights are written straight into the shards: nothing derived from the old ones may survive.
+            self._zeropp_fp8_gatherer.weights_changed()
+
+    def load_module_state_dict(self, checkpoint, *args, **kwargs):
+        stock, frozen = super().load_module_state_dict, checkpoint.get(FROZEN_PARAM_FRAGMENTS)
+        if frozen is None:
+            return stock(checkpoint, *args, **kwargs)
+        from zeropp_fp8.zero.fragment import has_codes
+        from zeropp_fp8.zero.gather.adopted import unit_of
+
+        gatherer = self._zeropp_fp8_gatherer
+        if has_codes(frozen) or any(unit.kind.sends_what_rests for unit in gatherer.units):
+            from zeropp_fp8.zero.frozen.checkpoint import FrozenLoad
+
+            return FrozenLoad(self, *self._zeropp_fp8_loading).load_module(stock, checkpoint, *args, **kwargs)
+        params = {self.param_names[p]: p for p in self.module.parameters() if self.param_names.get(p) in frozen}
+        own = {n: unit_of(p).kind.from_slice(p, frozen[n]) for n, p in params.items()}
+        return stock({**checkpoint, FROZEN_PARAM_FRAGMENTS: own}, *args, **kwargs)
+
+
+# Scripts and libraries print and compare the name.
+ZeroppEngine.__name__ = ZeroppEngine.__qualname__ = DeepSpeedEngine.__name__
+
+
+def check_owners(config) -> None:
+    """Owners of whole tensors need a DeepSpeed that asks where in a parameter a rank's part begins."""
+    import deepspeed
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    if config.partition == "whole_tensor" and not hasattr(DeepSpeedZeroOptimizer_Stage3, "_get_param_partition_rank"):
+        raise ConfigError(
+            f'"{SECTION}.partition": "whole_tensor" needs DeepSpeed 0.19.3 or later, this is {deepspeed.__version__}; '
+            'update it, or set partition to "slice"'
+        )
+
+
+def _converted(model, compute):
+    """Let the model's linear layers compute in low precision; refuse a model in which there is none that can."""
+    from zeropp_fp8.compute import convert_linear_layers
+
+    try:
+        report = convert_linear_layers(model, compute)
+    except ValueError as error:
+        raise ConfigError(
+            f'"{SECTION}.compute.format": {error}; if another engine over the same model did it, call destroy() on '
+            "that engine before the next one is made"
+        ) from None
+    if not report.converted:
+        raise ConfigError(
+            f'"{SECTION}.compute.format": no linear layer of the model can compute in it ({report}); set it to "none", '
+            'or change "compute.skip_modules", "compute.min_features" or "compute.scaling"'
+        )
+    return report
+
+
+def _partition_group(module, mpu):
+    """The process group that the model's parameters are, or are about to be, partitioned over."""
+    import torch.distributed as dist
+
+    found = {id(p.ds_process_group): p.ds_process_group for p in module.parameters() if hasattr(p, "ds_process_group")}
+    if len(found) > 1:
+        raise ConfigError(
+            f'"{SECTION}": the model\'s parameters are partitioned over {len(found)} different process groups (expert '
+            "parallelism); the plugin needs one: remove the section or the expert parallelism"
+        )
+    if found:
+        return next(iter(found.values()))
+    if mpu is not None and hasattr(mpu, "get_data_parallel_group"):
+        return mpu.get_data_parallel_group()
+    return dist.group.WORLD
+
+
+def _model_parallel(mpu):
+    """The process group of the ranks that hold one copy of the model together; None where each rank does."""
+    return mpu.get_model_parallel_group() if hasattr(mpu, "get_model_parallel_group") else None
+
+
+@contextmanager
+def _zero_classes_of(session) -> Iterator[None]:
+    """While DeepSpeed builds its ZeRO-3 objects, the names it looks up give the plugin's classes for `session`."""
+    # SuperOffload's class must exist before the swap, or it would inherit from the plugin's.
+    import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
+    from deepspeed.runtime import engine as engine_module
+    from deepspeed.runtime.zero import stage3 as stage3_module
+
+    from zeropp_fp8.zero.compose import make_stage3
+    from zeropp_fp8.zero.offload import ZeroppOffload
+
+    stock = stage3_module.DeepSpeedZeroOptimizer_Stage3, engine_module.DeepSpeedZeRoOffload
+    stage3_module.DeepSpeedZeroOptimizer_Stage3 = functools.partial(make_stage3, session=session)
+    engine_module.DeepSpeedZeRoOffload = functools.partial(ZeroppOffload, session=session)
+    try:
+        yield
+    finally:
+        stage3_module.DeepSpeedZeroOptimizer_Stage3, engine_module.DeepSpeedZeRoOffload = stock

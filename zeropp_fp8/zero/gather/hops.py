@@ -1,0 +1,208 @@
+"""Gathers under way: what is sent next of each unit, on which lane, into which buffer.
+
+On a GPU the hops run on lanes (streams) of their own: encoding and the hop between nodes on one, the hop within nodes
+on another, so that consecutive units use both kinds of link at the same time. Where nodes exchange differences
+(delta.py), a third lane adds what has come to what is held. The lanes are far ahead of what is computed, so whoever
+uses what one unit has brought waits for that unit, never for a lane.
+
+What arrives lies in rings of buffers, which grow to the largest unit that they have seen. Units much larger than the
+others get buffers out of the compute stream's memory, for one gather each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark
+from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.formats.shapes import is_vector
+from zeropp_fp8.zero.gather.adopted import unit_of
+from zeropp_fp8.zero.gather.route import Route
+from zeropp_fp8.zero.gather.units import PendingGather, Unit
+
+# Units whose differences are on their way at a time: one is sent, one is added, one waits.
+_MOST_COMING = 3
+
+
+def outsized_units(units: Sequence[Unit], bytes_of: Callable[[Parameter], float]) -> set[Unit]:
+    """Units of one matrix that send more than twice the bytes of the third largest unit.
+
+    That is an embedding or a head: 0.54 GB of INT8 codes each at 8 B parameters, where a block has 0.11 GB of NF4
+    codes. A model has two of them, so the third largest is a block; the median unit need not be, because adapters and
+    norms are units of their own, more of them than blocks. Blocks, even if there are but two, are what rings are for:
+    they are fetched while others compute. Up to twice the size, an embedding is worth its memory too.
+    """
+    sizes = {unit: sum(bytes_of(p) for p in unit.params) for unit in units}
+    usual = sorted((size for unit, size in sizes.items() if not unit.persistent), reverse=True)[:3]
+    single = [unit for unit in units if sum(not is_vector(p.ds_shape) for p in unit.params) == 1]
+    return {unit for unit in single if usual and sizes[unit] > 2 * usual[-1]}
+
+
+class Hops:
+    """The lanes and buffers of one engine's gathers.
+
+    Attributes:
+        in_flight_numel: elements of units whose values are on their way.
+        outsized: units whose buffers do not come from the rings.
+    """
+
+    def __init__(self, route: Route) -> None:
+        self.route, self.device, self._ledger = route, route.device, route.session.ledger
+        self.in_flight_numel = 0
+        self.outsized: Collection[Unit] = set()
+        self._network = Lane(self.device)
+        self._node = Lane(self.device)
+        self._adding = Lane(self.device)
+        # Without a secondary shard the first hops' results are as short-lived as the last hop's.
+        self.held_ring = BufferRing(self.device, 3)
+        self.gathered_ring = BufferRing(self.device, 2)
+        self._brought_ring = BufferRing(self.device, _MOST_COMING)
+        self._coming: deque[Unit] = deque()  # whose differences are not yet added
+        self._weights_ready = None  # device event: the last write to the weights
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        """These are what is gathered from now on."""
+        self.outsized = outsized_units(units, lambda param: unit_of(param).bytes_of(param))
+
+    def written(self) -> None:
+        """The current stream has been given the last write to weights."""
+        self._weights_ready = mark(self.device)
+
+    def free(self) -> None:
+        """Give buffers to the allocator."""
+        for ring in (self.held_ring, self.gathered_ring, self._brought_ring):
+            ring.clear()
+
+    def settle(self) -> None:
+        """Let what is held be complete, for the current stream."""
+        for unit in list(self._coming):
+            self._add_differences(unit)
+        for lane in (self._network, self._adding):
+            lane.before_current()
+
+    # -- the way of a unit -------------------------------------------------------------------------------------------
+
+    def start_first(self, unit: Unit) -> None:
+        """Encode this rank's shards and start the hops up to the secondary shard, unless its result is there."""
+        if unit.pending is not None or unit.secondary_is_current or unit.shards_are_values:
+            return
+        unit.lay_out()
+        if unit.prepare():
+            self.written()
+        pending, at_rest = PendingGather(unit), unit.at_rest()
+        pending.held = self._held_buffer(pending) if at_rest is None else at_rest
+        with self._network, self._ledger.billed(unit.copy_bill if unit.keeps_secondary else pending.bill):
+            after(self._weights_ready)
+            differs = unit.delta.is_due
+            if differs:
+                pending.brought = self._brought_ring.take(unit.delta.brought_bytes)
+                pending.first_work = unit.delta.send(pending.held, pending.brought)
+            elif at_rest is None:
+                pending.first_work = unit.first_hops(pending.held)
+            if not pending.first_work:
+                pending.filled = mark(self.device)
+        unit.pending = pending
+        if unit.keeps_secondary:
+            unit.secondary, unit.secondary_is_current = pending.held, True
+        if differs:
+            self._coming.append(unit)
+            while len(self._coming) >= _MOST_COMING:
+                self._add_differences(self._coming[0])
+
+    def _add_differences(self, unit: Unit) -> None:
+        """Add what the first hops of a unit bring to what is held, when it is there; on a CPU the host waits for it."""
+        pending = unit.pending
+        self._coming.remove(unit)
+        with self._adding:
+            unit.wait_for(pending.first_work)
+            unit.delta.add(pending.brought, pending.held)
+            self._brought_ring.give_back(pending.brought)
+            pending.filled = mark(self.device)
+            if not self._coming:  # the last of this forward, whose backward and step the copy has time for
+                self.route.fits.bring_to_host()
+        pending.first_work, pending.brought = [], None
+
+    def _held_buffer(self, pending: PendingGather) -> Tensor:
+        """For the first hops' result: the secondary shard's, or one for this gather."""
+        unit = pending.unit
+        if not unit.keeps_secondary:
+            return self._take(pending, self._network, self.held_ring, unit.held_bytes)
+        if unit.secondary is not None and unit.secondary.numel() == unit.held_bytes:
+            return unit.secondary
+        with self._network:
+            return torch.empty(unit.held_bytes, dtype=torch.uint8, device=self.device)
+
+    def _take(self, pending: PendingGather, lane: Lane, ring: BufferRing, num_bytes: int) -> Tensor:
+        """A buffer for one gather, which `lane` fills. To be called on the stream that decodes."""
+        if pending.unit in self.outsized:
+            buffer = buffer_for(lane, num_bytes, self.device)
+            pending.taken.append((None, buffer))
+            return buffer
+        with lane:
+            buffer = ring.take(num_bytes)
+        pending.taken.append((ring, buffer))
+        return buffer
+
+    def start(self, unit: Unit, ahead: bool = False) -> None:
+        """Start gathering a unit's parameters for computing; no-op when that is under way.
+
+        `ahead`: the values are not needed yet. On a CPU the last hop is then left to whoever needs them unless it can
+        start at once, because waiting for the first hops would block.
+        """
+        if unit.shards_are_values or (unit.pending is not None and unit.pending.gathered is not None):
+            return
+        self.start_first(unit)
+        if unit.pending is None:
+            unit.pending = PendingGather(unit, unit.secondary)
+        if not unit.pending.asked_for:
+            unit.pending.asked_for = True
+            self.in_flight_numel += unit.numel
+        if not (ahead and unit.pending.first_work and self.device.type == "cpu"):
+            self._start_last(unit.pending)
+
+    def _start_last(self, pending: PendingGather) -> None:
+        unit = pending.unit
+        if pending.brought is not None:
+            self._add_differences(unit)
+        if self.route.last.size == 1:
+            pending.gathered = pending.held
+            return
+        pending.gathered = self._take(pending, self._node, self.gathered_ring, unit.gathered_bytes)
+        with self._node, self._ledger.billed(pending.bill):
+            pending.wait_for_first_hops()
+            pending.last_work = unit.last_hop(pending.held, pending.gathered)
+
+    def end(self, unit: Unit, lent: bool = False) -> None:
+        """The current stream has been given the last use of what a gather has brought; `lent`: operands lie in it."""
+        pending, unit.pending = unit.pending, None
+        if pending.asked_for:
+            self.in_flight_numel -= unit.numel
+        pending.give_back(lent)
+
+    def cancel(self, unit: Unit) -> None:
+        """End a gather that nothing will use: its buffers go back."""
+        pending = unit.pending
+        if pending is None:
+            return
+        if pending.brought is not None:
+            self._add_differences(unit)
+        if pending.gathered is None:
+            with self._node:  # where the next use of what is held may begin
+                pending.wait_for_first_hops()
+        pending.wait()
+        self.end(unit)
+
+    def hold_again(self, unit: Unit, state: dict) -> None:
+        """Fill a unit's secondary shard with what was held when `state` was taken. Collective."""
+        unit.secondary = self._held_buffer(PendingGather(unit))
+        with self._ledger.counting(OUTSIDE), self._network:
+            after(self._weights_ready)
+            unit.wait_for(unit.delta.hold_again(state, unit.secondary))
+            self._node.after_current()
+        self._network.before_current()
+        unit.secondary_is_current = state["current"]

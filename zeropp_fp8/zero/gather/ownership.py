@@ -1,0 +1,211 @@
+"""Which parameters an engine has, and who has them before and after it.
+
+DeepSpeed puts `all_gather`, `all_gather_coalesced` and `partition` on each ZeRO-3 parameter as closures, which are
+replaced while an engine of the plugin has it. Engines over one model are a stack: the last one has the parameters, ends
+first, and gives them back to the one before. Attaching, suspending and detaching are the same on all ranks.
+
+An engine that has its parameters again gathers all weights anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from torch.nn import Parameter
+
+from zeropp_fp8.compute.products import READ_AS_NUMBERS
+from zeropp_fp8.config import SECTION, ConfigError
+from zeropp_fp8.zero.gather.adopted import STATE, Owner, ParameterWire, by_engine, units_of
+from zeropp_fp8.zero.gather.kinds import Kind
+from zeropp_fp8.zero.gather.units import Unit
+
+_CLOSURES = ("all_gather", "all_gather_coalesced", "partition")
+
+
+class Gathers(Owner, Protocol):
+    """What an ownership asks of its gatherer."""
+
+    def closures_of(self, param: Parameter) -> dict[str, Callable]:
+        """What takes the place of DeepSpeed's closures on a parameter, by their names."""
+
+    def drop(self, units: Iterable[Unit]) -> None:
+        """Let no gather of units be under way, also for the current stream, and nothing of them be there."""
+
+    def written(self, params: Iterable[Parameter]) -> None:
+        """The current stream has been given the last write to parameters, or brought them here."""
+
+
+def check_attachable(params: Iterable[Parameter]) -> None:
+    """An engine over these parameters is about to be made.
+
+    Raises:
+        ConfigError: of what another one gathers together some would be left there.
+    """
+    for engine, mine in by_engine(params):
+        taken = {id(p) for p in mine}
+        units = () if engine is None else units_of(mine)
+        if any(id(p) not in taken for unit in units for p in unit.params):
+            raise ConfigError(
+                "another engine has this model and more: what is gathered together cannot be divided between them; "
+                "call its destroy() first, or give both the same model"
+            )
+
+
+def _state_before(param: Parameter) -> ParameterWire | None:
+    """Of the last engine over a parameter that could be made."""
+    state: ParameterWire | None = getattr(param, STATE, None)
+    while state is not None and state.owner.session.failed:
+        state = state.before
+    return state
+
+
+class Ownership:
+    """The parameters of one engine.
+
+    Attributes:
+        params: these, by ds_id; `all_units`: what they are gathered in; `kinds`: what these are.
+        units: those that no later engine has.
+        given_back: told that a later engine has ended.
+    """
+
+    def __init__(self, gatherer: Gathers, kinds: Sequence[Kind]) -> None:
+        self._gatherer, self.kinds, self._session = gatherer, kinds, gatherer.session
+        self.params: dict[int, Parameter] = {}
+        self._before: dict[Parameter, ParameterWire] = {}  # what they were in the engine before
+        self.units: list[Unit] = []
+        self.all_units: list[Unit] = []
+        self.given_back: Callable[[], None] | None = None
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        """Take the ZeRO-3 parameters of `units`, from another engine over the same model too. Collective."""
+        params = [param for unit in units for param in unit.params]
+        self.params = {param.ds_id: param for param in params}
+        self._before = {param: state for param in params if (state := _state_before(param)) is not None}
+        for previous, theirs in by_engine(params):
+            if previous is not None:
+                previous.suspend(theirs)
+        self.all_units = list(units)
+        states = {}
+        for unit in units:
+            for param in unit.params:
+                stock = {name: getattr(param, name) for name in _CLOSURES}
+                states[param] = ParameterWire(stock, unit, self._gatherer, self._before.get(param))
+        self.take(states)
+
+    def take(self, states: Mapping[Parameter, ParameterWire]) -> None:
+        """Put the gatherer's closures on parameters that are DeepSpeed's, and their shards where they rest here."""
+        units = list({id(state.unit): state.unit for state in states.values()}.values())
+        for kind in self.kinds:
+            kind.prepare([unit.params for unit in units if unit.kind is kind])
+        for unit in units:
+            unit.kind.place(unit.params)
+            for param in unit.params:
+                setattr(param, STATE, states[param])
+                for name, closure in self._gatherer.closures_of(param).items():
+                    setattr(param, name, closure)
+        for kind in self.kinds:
+            kind.adopt([param for unit in units if unit.kind is kind for param in unit.params])
+        self._find_own_units()
+        self._gatherer.written(states)
+
+    def resume(self, states: Mapping[Parameter, ParameterWire]) -> None:
+        """Have parameters again. Collective."""
+        self.take(states)
+        if self.given_back is not None:
+            self.given_back()
+
+    def _find_own_units(self) -> None:
+        own = [unit for unit in self.all_units if all(map(self.has, unit.params))]
+        # The same list again, where it is: by it the coordinator knows that what it has learned of their order holds.
+        self.units = self.all_units if len(own) == len(self.all_units) else own
+
+    def suspend(self, params: Sequence[Parameter]) -> None:
+        """Another engine over the same model takes parameters over. Collective, before it attaches them.
+
+        From then on its hooks bring them, for this engine's calls of the model too, and only it holds copies of them,
+        until it is destroyed.
+        """
+        left = units_of(params)
+        for unit in left:
+            unit.leave()
+            unit.looked_at.clear()
+        self._gatherer.drop(left)
+        for unit in left:
+            unit.forget_held()
+        try:
+            self._let_go(params)
+        finally:
+            self._find_own_units()
+
+    def detach(self) -> None:
+        """Give parameters to the engine that had them before, or DeepSpeed."""
+        # What no engine has was about to be attached, when something failed.
+        mine = [param for param in self.params.values() if self.has(param) or not hasattr(param, STATE)]
+        before: dict[int, tuple[Owner, dict[Parameter, ParameterWire]]] = {}
+        for param, state in ((param, self._before.get(param)) for param in mine):
+            if state is not None:
+                before.setdefault(id(state.owner), (state.owner, {}))[1][param] = state
+        kinds = {*self.kinds, *(state.unit.kind for _, states in before.values() for state in states.values())}
+        if self._session.failed and any(kind.leaves_together for kind in kinds):
+            return  # on this rank; others may wait somewhere else, and the error shall go its way
+        self._gatherer.drop(self.all_units)
+        for unit in self.all_units:
+            unit.changed()
+            unit.secondary = None
+        self._let_go(filter(self.has, mine))
+        self.params.clear()
+        self._before.clear()
+        self.units = self.all_units = []
+        self.given_back = None  # earlier states may be remembered for as long as later ones
+        for engine, states in before.values():
+            engine.resume(states)
+
+    def _let_go(self, params: Iterable[Parameter]) -> None:
+        """Give parameters DeepSpeed's slices and closures again."""
+        for unit in units_of(params):
+            unit.kind.leave(unit.params, self._gatherer.gather_exactly)
+            for param in unit.params:
+                state: ParameterWire = getattr(param, STATE)
+                param.__dict__.pop(READ_AS_NUMBERS, None)
+                for name, closure in state.stock.items():
+                    setattr(param, name, closure)
+                delattr(param, STATE)
+
+    # -- beside a later engine -------------------------------------------------------------------------------------
+
+    def has(self, param: Parameter) -> bool:
+        """Whether a parameter is this engine's to gather."""
+        state: ParameterWire | None = getattr(param, STATE, None)
+        return state is not None and state.owner is self._gatherer
+
+    def elsewhere(self) -> list[tuple[Owner | None, list[Parameter]]]:
+        """Parameters that later engines over the model have, by engine."""
+        if len(self.units) == len(self.all_units):
+            return []
+        return [(engine, params) for engine, params in by_engine(self.params.values()) if engine is not self._gatherer]
+
+    def check_placement(self) -> None:
+        """Gradients, new weights or a checkpoint are about to go to, or come from, where this engine has parameters.
+
+        Raises:
+            RuntimeError: a later engine over the model has them elsewhere. On all ranks.
+        """
+        for engine, params in self.elsewhere():
+            theirs = None if engine is None else engine.session
+            if not all(self._session.places_like(theirs, param) for param in params):
+                raise RuntimeError(
+                    "a later engine over this model keeps its weights on other ranks, so this one cannot train, show "
+                    "master weights, save or load: call the later one's destroy() first, or give both the same "
+                    f"{SECTION}.partition"
+                )
+
+    def earlier_units(self, units: Iterable[Unit]) -> set[Unit]:
+        """Units of engines that had their parameters before, and have them again when this one ends."""
+        found: set[Unit] = set()
+        if self._before:
+            for state in (self._before.get(param) for unit in units for param in unit.params):
+                while state is not None:
+                    found.add(state.unit)
+                    state = state.before
+        return found

@@ -1,0 +1,42 @@
+"""Error feedback (comm/error_feedback.py) as a part of a stage: when residuals start afresh, where they are saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeropp_fp8.comm import ErrorFeedback
+from zeropp_fp8.zero.part import Row, StagePart
+from zeropp_fp8.zero.session import Session
+
+_GIGA = 1e9
+
+
+class Residuals(StagePart):
+    """Of the hop between nodes; they are in units of the scaled gradient, and of this topology's hops."""
+
+    of_topology = True
+    if_lost = "error feedback starts afresh"
+
+    def __init__(self, session: Session, feedback: ErrorFeedback, numel: int) -> None:
+        self.session, self.feedback, self.numel = session, feedback, numel  # of parameters that are trained
+
+    def step_ended(self, overflow: bool, scale_change: float) -> None:
+        if overflow or scale_change != 1.0:
+            self.feedback.reset()
+
+    def extra_state(self) -> dict[str, Any]:
+        return {"error_feedback": self.feedback.state_dict()}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        self.feedback.reset()
+        self.feedback.load_state_dict(state.get("error_feedback", {}))
+
+    def formats_changed(self) -> None:
+        self.session.parts.remove(self)
+
+    def rows(self) -> list[Row]:
+        session = self.session
+        if not session.residual_bytes:
+            return []
+        remark = f"what the hop between nodes drops: {session.residual_bytes / _GIGA:.3g} GB a rank, from step 1 on"
+        return [("error feedback", f"int8 (block {session.config.gradients.block_size})", self.numel, remark)]
