@@ -57,7 +57,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(TEST_ARGS)
 endif
 
-# One process's tests, without the ten files that take two thirds of their time; and with ranks, one file or two for
+# One process's tests, without the files that take two thirds of their time; and with ranks, one file or two for
 # each thing they are about: collectives, every two parts together, units, bytes, checkpoints, refusals.
 NOT_QUICK := casts children kernels linear optim_kernel options rlhf_quality upstream_workers
 RLHF_RANKS := rlhf rlhf_demo rlhf_dpo rlhf_grpo rlhf_runs

@@ -8,7 +8,10 @@ from thinning import thinned
 
 RECIPES = ("zeropp", "zeropp-4bit", "mxfp8", "fp8-lm-o1", "fp8-lm")
 WORLDS = ((4, 2), (3, 1), (6, 2), (6, 3))
-FORMATS = (("none", "none"), ("int8", "int8"), ("int8", "int4"), ("fp8_e4m3", "none"), ("mxfp8_e4m3", "mxfp4"))
+FORMATS = (
+    *(("none", "none"), ("int8", "int8"), ("int8", "int4")),
+    *(("fp8_e4m3", "none"), ("mxfp8_e4m3", "mxfp4"), ("nvfp4", "nvfp4")),
+)
 
 
 CASES = [

@@ -19,6 +19,7 @@ from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.resolve import resolve
 from zeropp_fp8.config.rules import adam_refusals, checked_compute
 from zeropp_fp8.config.sections import (
+    FIXED_BLOCKS,
     FROZEN_FORMATS,
     GEMMS,
     MX_FORMATS,
@@ -36,6 +37,7 @@ from zeropp_fp8.config.trial import SKIPPED_IN, TRIAL_VARIABLE, Trial, pieces_of
 from zeropp_fp8.config.words import ConfigError
 
 __all__ = [
+    "FIXED_BLOCKS",
     "FROZEN_FORMATS",
     "GEMMS",
     "IN_TREE_KEYS",

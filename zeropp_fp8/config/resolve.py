@@ -18,7 +18,7 @@ from zeropp_fp8.config.ds_config import (
 )
 from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.rules import FIELDS, HOST, broken, in_tree_rules
-from zeropp_fp8.config.sections import MX_BLOCK_SIZE, MX_FORMATS, SECTION, InTreeKeys, PluginConfig
+from zeropp_fp8.config.sections import FIXED_BLOCKS, SECTION, InTreeKeys, PluginConfig
 from zeropp_fp8.config.trial import trial_from_environment
 from zeropp_fp8.config.words import ConfigError, Keys, at, nearest, once, parse, shown
 
@@ -127,8 +127,8 @@ def _completed(config: PluginConfig) -> PluginConfig:
         ("frozen", {config.frozen.format}),
     ):
         section = getattr(config, name)
-        if formats and formats <= set(MX_FORMATS):
-            fixed = {"block_size": MX_BLOCK_SIZE, "hadamard": False}
+        if formats and formats <= FIXED_BLOCKS.keys():
+            fixed = {"block_size": max(FIXED_BLOCKS[name] for name in formats), "hadamard": False}
             update = {
                 k: v for k, v in fixed.items() if k in type(section).model_fields and k not in section.model_fields_set
             }

@@ -16,11 +16,11 @@ from pydantic import BaseModel
 from zeropp_fp8.config.compute import completed_compute, operand_formats, patterns_of_gemms
 from zeropp_fp8.config.ds_config import IN_TREE_KEYS
 from zeropp_fp8.config.sections import (
+    FIXED_BLOCKS,
     FP8_FORMATS,
     GEMMS,
     HADAMARD_GROUP,
     HALF_STEP_FORMATS,
-    MX_BLOCK_SIZE,
     MX_FORMATS,
     SECTION,
     STATE_BLOCKS,
@@ -156,32 +156,35 @@ COMPUTE: Rules = {
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def _of_blocks(part: str, rotates: bool, mx_format: Callable[[Any], str | None]) -> Rules:
+def _of_blocks(part: str, rotates: bool, fixed: Callable[[Any], str | None]) -> Rules:
+    """`fixed`: a format of the part whose specification fixes its blocks."""
     key = f'"{{S}}.{part}'
     rotation = {
         f'{key}.block_size": {{c.{part}.block_size}} must be a multiple of {HADAMARD_GROUP} with "hadamard": true; '
         "use {it}": lambda c: getattr(c, part).hadamard and _multiple(getattr(c, part).block_size, HADAMARD_GROUP),
-        f'{key}.hadamard": MX blocks are not rotated; set it to false, or use int4 or int8': lambda c: (
-            mx_format(c) and getattr(c, part).hadamard
+        f'{key}.hadamard": blocks of MX and NVFP4 are not rotated; set it to false, or use int4 or int8': lambda c: (
+            fixed(c) and getattr(c, part).hadamard
         ),
     }
     return {
         **(rotation if rotates else {}),
-        f'{key}.block_size": {{c.{part}.block_size}} does not go with {{it}}, whose blocks are {MX_BLOCK_SIZE} '
-        "elements; remove it": lambda c: mx_format(c) if getattr(c, part).block_size != MX_BLOCK_SIZE else None,
+        f'{key}.block_size": {{c.{part}.block_size}} does not go with {{it}}, whose blocks have a size of '
+        "their own; remove it": lambda c: (
+            name if (name := fixed(c)) and getattr(c, part).block_size != FIXED_BLOCKS[name] else None
+        ),
     }
 
 
-def _mx_of_gradients(c: Any) -> str | None:
-    """An MX format of gradients, where block size and rotation are not the other hop's."""
-    hops = [hop for hop in (c.gradients.intra_format, c.gradients.inter_format) if hop != "none"]
-    return _first(hops) if set(hops) <= set(MX_FORMATS) else None
+def _fixed_of_gradients(c: Any) -> str | None:
+    """Of gradients that with the largest blocks, where block size and rotation are not the other hop's."""
+    hops = {c.gradients.intra_format, c.gradients.inter_format} - {"none"}
+    return max(hops, key=FIXED_BLOCKS.get) if hops and hops <= FIXED_BLOCKS.keys() else None
 
 
 BLOCKS: Rules = {
-    **_of_blocks("weights", True, lambda c: _first({c.weights.format} & set(MX_FORMATS))),
-    **_of_blocks("gradients", True, _mx_of_gradients),
-    **_of_blocks("frozen", False, lambda c: _first({c.frozen.format} & set(MX_FORMATS))),
+    **_of_blocks("weights", True, lambda c: _first({c.weights.format} & FIXED_BLOCKS.keys())),
+    **_of_blocks("gradients", True, _fixed_of_gradients),
+    **_of_blocks("frozen", False, lambda c: _first({c.frozen.format} & FIXED_BLOCKS.keys())),
 }
 
 
@@ -284,7 +287,7 @@ PARTS: Rules = {
     },
     '"{S}.frozen.double_quantize": true does not go with "format": "{it}" (there are no scales, or they have 8 '
     "bits already); set it to false, or use int4, int8, nf4 or fp8_e4m3": lambda c: (
-        c.frozen.double_quantize and _first({c.frozen.format} & {"none", *MX_FORMATS})
+        c.frozen.double_quantize and _first({c.frozen.format} & {"none", *FIXED_BLOCKS})
     ),
     '"{S}.frozen.scales": "tensor" does not go with "format": "{c.frozen.format}"; set it to "fp8_e4m3", or scales '
     'to "block"': lambda c: c.frozen.scales == "tensor" and c.frozen.format != "fp8_e4m3",

@@ -13,10 +13,11 @@ SECTION = "zeropp_fp8"
 
 
 MX_FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8")
-MX_BLOCK_SIZE = 32  # fixed by the OCP Microscaling specification
+# Blocks as the formats' specifications fix them, with a scale of one byte each and no rotation.
+FIXED_BLOCKS = {**dict.fromkeys(MX_FORMATS, 32), "nvfp4": 16}
 FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2")
-WIRE_FORMATS = ("none", "int8", "int4", *FP8_FORMATS, *MX_FORMATS)
-FROZEN_FORMATS = ("none", "int4", "int8", "nf4", "fp8_e4m3", *MX_FORMATS)
+WIRE_FORMATS = ("none", "int8", "int4", *FP8_FORMATS, *FIXED_BLOCKS)
+FROZEN_FORMATS = ("none", "int4", "int8", "nf4", "fp8_e4m3", *FIXED_BLOCKS)
 ELSEWHERE = Remarks(
     {
         "nf4": "it is a format of frozen weights",
@@ -48,7 +49,7 @@ AtRest = Annotated[Literal[FROZEN_FORMATS], ELSEWHERE]
 Gemm = Literal[GEMMS]
 OfState = Literal[STATE_FORMATS]
 
-_SHARE_A_SCALE = "elements that share a scale; 32 with MX"
+_SHARE_A_SCALE = "elements that share a scale; 32 with MX, 16 with NVFP4"
 _ROTATE = "rotate groups of 32 elements first (Hadamard), so that 4-bit codes survive outliers"
 _NAMED = "name patterns of modules, or parameters,"
 

@@ -13,7 +13,7 @@ import difflib
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from zeropp_fp8.config import MX_FORMATS, RECIPES, PluginConfig
+from zeropp_fp8.config import FIXED_BLOCKS, MX_FORMATS, RECIPES, PluginConfig
 from zeropp_fp8.plan.job import BYTES_16BIT, Cluster, Job, PlanError
 from zeropp_fp8.plan.traffic import Traffic, flat_ring, hybrid_reduction, two_levels, within_node
 
@@ -246,13 +246,13 @@ _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 def element_bytes(name: str, block_size: int, double_quantize: bool = False) -> float:
-    """Bytes an element in a format, with a scale a block: of 2 bytes, of NF4 4, of MX 1 for 32 elements. Scales in 8
+    """Bytes an element in a format, with a scale a block: of 2 bytes, of NF4 4, of MX and NVFP4 1. Scales in 8
     bits with an fp32 scale for 256 of them are `double_quantize` (arXiv 2305.14314, section 3). "none": 16 bits."""
     if name == "none":
         return BYTES_16BIT
     bits = int(next(letter for letter in name.removeprefix("mx") if letter.isdigit()))
-    if name in MX_FORMATS:
-        return bits / 8 + 1 / 32
+    if name in FIXED_BLOCKS:
+        return bits / 8 + 1 / FIXED_BLOCKS[name]
     scale = 1 + 4 / 256 if double_quantize else 4 if name == "nf4" else 2
     return bits / 8 + scale / block_size
 

@@ -1,7 +1,7 @@
 """The plugin's entry in DeepSpeed's optimizer checkpoint: the extra state of all parts of a stage.
 
-Residuals, amax histories, gradient scales, what nodes hold of each other's weights: what training depends on beside
-weights and states. Stock DeepSpeed passes over the entry.
+Residuals, amax histories, gradient scales, what nodes hold of each other's weights: what training depends
+on beside weights and states. Stock DeepSpeed passes over the entry.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from zeropp_fp8.comm import ActivationExchange, Topology, WireLedger, make_topology
 from zeropp_fp8.compute import ConversionReport
 from zeropp_fp8.config import (
-    MX_FORMATS,
+    FIXED_BLOCKS,
     ConfigError,
     DifferenceConfig,
     GradientsConfig,
@@ -147,6 +147,6 @@ def _quantized(
     """The wire format `name` with the options of its section; None for "none"."""
     if name == "none":
         return None
-    if name in MX_FORMATS:
+    if name in FIXED_BLOCKS:
         return make_format(name)
     return make_format(name, block_size=section.block_size, hadamard=hadamard)

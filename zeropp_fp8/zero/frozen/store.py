@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.reduce_scatter import slice_of_rank
-from zeropp_fp8.config import MX_FORMATS, SECTION, FrozenConfig
+from zeropp_fp8.config import FIXED_BLOCKS, SECTION, FrozenConfig
 from zeropp_fp8.formats import WireFormat, make_format
 from zeropp_fp8.zero.gather.adopted import STORED
 
@@ -89,7 +89,7 @@ def store_format(frozen: FrozenConfig) -> WireFormat | None:
     """The format of a "frozen" section; None for "none"."""
     if frozen.format == "none":
         return None
-    if frozen.format in MX_FORMATS:
+    if frozen.format in FIXED_BLOCKS:
         return make_format(frozen.format)
     if frozen.scales == "tensor":
         return make_format(frozen.format, scales="tensor")
