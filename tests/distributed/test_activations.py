@@ -38,7 +38,7 @@ def test_exchange_and_gradient_against_the_exact_ones(dtype, block_size, name):
             assert signal_to_noise_db(exact, got) >= decibels
             assert not torch.equal(exact, got)
             for mine, theirs in zip(got, exact):
-                bound = error_bound(theirs, wire_format, block_size or TOKEN[name], False, "nearest", DTYPES[dtype])
+                bound = error_bound(theirs, wire_format, block_size or TOKEN[name], False, DTYPES[dtype])
                 assert ((mine.double() - theirs.double()).view(-1).abs() <= bound).all()
 
 

@@ -169,7 +169,7 @@ def slice_bound(contributions, per_node, shape, dtype, plan):
     def rounding(values, options):
         if is_sent_exactly(shape, options):
             return UNIT_ROUNDOFF[torch_dtype] * values.abs() + 2.0**-25 * (torch_dtype == torch.float16)
-        return error_bound(values, options["name"], BLOCK, False, "nearest", torch.float32)
+        return error_bound(values, options["name"], BLOCK, False, torch.float32)
 
     if per_node > 1 and not is_sent_exactly(shape, within):
         error = torch.stack([torch.stack([rounding(x, within) for x in node]).mean(dim=0) for node in by_node])
