@@ -150,13 +150,15 @@ class JsonLines:
 
 
 def shut_down(*engines) -> None:
-    """End the engines and torch.distributed, in this order, with no collective under way on any rank.
+    """End the engines, the last one first, and torch.distributed, with no collective under way on any rank.
+
+    Engines over one model end in this order; the plugin refuses another one.
 
     The engines' parameters refer to process groups, so the threads of gloo (CPU) do not end with
     destroy_process_group(). A thread lets go of a tensor after the collective is done, and needs Python for it; where
     Python is ending just then, the process aborts: "terminate called without an active exception".
     """
-    for engine in engines:
+    for engine in reversed(engines):
         engine.destroy()
     dist.barrier()  # no rank leaves while another one waits for what it sends
     dist.destroy_process_group()

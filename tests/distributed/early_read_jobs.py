@@ -104,7 +104,7 @@ def train(kind, the_section, steps=2, accumulation=2, leaf=False, unequal=False,
         losses.append(loss.item())
     sent = zeropp_fp8.wire_report(engine)["per_step"]["gradients"] if the_section else None
     weights = full_weights(engine.module)
-    for each in (engine, *later):
+    for each in (*later[::-1], engine):
         each.destroy()
     return {"losses": losses, "weights": weights, "sent": sent}
 
