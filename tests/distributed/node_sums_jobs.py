@@ -61,6 +61,13 @@ def runs(cases):
     return [train(**case) for case in cases]
 
 
+def _format(name):
+    """In blocks of 32, where the format leaves a choice."""
+    if name == "none":
+        return None
+    return make_format(name) if name == "nvfp4" else make_format(name, block_size=32)
+
+
 # -- the two hops apart ------------------------------------------------------------------------------------------------
 
 
@@ -71,7 +78,7 @@ def hops_apart(format_names, dtype, passes, residuals, seed):
     """
     topology = make_topology(ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     device = torch.device("cpu")
-    formats = [None if name == "none" else make_format(name, block_size=32) for name in format_names]
+    formats = [_format(name) for name in format_names]
     shapes = [(33, 17), (5,), (1, 3), (64, 8)]
     plan = ReduceScatterPlan(shapes, [dtype] * len(shapes), topology, *formats, device)
     here = Lane.here()
@@ -112,7 +119,7 @@ def makes_nothing_anew(format_names):
     """Sum and spread twice; the second time `torch.tensor`, whose result a GPU waits for, raises."""
     topology = make_topology(ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     device, shapes = torch.device("cpu"), [(33, 17), (5,)]
-    formats = [None if name == "none" else make_format(name, block_size=32) for name in format_names]
+    formats = [_format(name) for name in format_names]
     plan = ReduceScatterPlan(shapes, [torch.float32] * 2, topology, *formats, device)
     here = Lane.here()
     reduction = Reduction(Rings.on(device), here, here)

@@ -88,7 +88,7 @@ class ReducingStage3(Stage3Base):
         exist when no input of the block needs one (a frozen embedding under LoRA). The unit order below keeps blocks
         together without it, and gives the same buckets as stock's leaf modules.
         """
-        self.session.on_model.callback(self._remove_gradient_hooks)
+        self.session.on_model.callback(self.take_no_more)
         trainable = [param for group in self.fp16_groups for param in group]
         self._names = {param.ds_id: self.param_names.get(param, str(param.ds_id)) for param in trainable}
         self.parameter_offload.before_backward = self._module_reached
@@ -123,9 +123,11 @@ class ReducingStage3(Stage3Base):
         else:
             super().create_reduce_and_remove_grad_hooks()
 
-    def _remove_gradient_hooks(self) -> None:
+    def take_no_more(self) -> None:
+        """Leave gradients to other engines over the model: this one has ended, or was collected."""
         for hook in (*self._grad_acc_hooks, *self._leaf_module_hooks):
             hook.remove()
+        self.parameter_offload.before_backward = self.parameter_offload.after_backward_of = None
 
     def _gradient_is_there(self, param: Parameter, tensor: Tensor) -> None:
         """Stand for DeepSpeed's hook, which takes 30 calls in Python a parameter to find where a backward ends."""
