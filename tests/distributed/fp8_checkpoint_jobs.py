@@ -9,6 +9,8 @@ from models import KEPT, batches, ds_config, full_fp32_weights, full_weights, ll
 from parity_jobs import switch
 from zero_jobs import shared_folder
 
+import zeropp_fp8
+
 OPTIONS = {
     "master_format": "bf16",
     "exp_avg_sq_format": "fp8_e4m3",
@@ -76,6 +78,8 @@ def checkpoints_of_states(case, node_size=2):
     if back.optimizer.states is not None:
         result["steps"] = set(back.optimizer.states.steps.values())
     result["back losses"] = step(back, tokens[0])
+    engine.destroy()
+    assert zeropp_fp8.wire_report(engine)["gradient_scaling"] == report, "an engine that has ended still tells"
     return result
 
 

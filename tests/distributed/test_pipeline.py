@@ -167,7 +167,7 @@ def test_the_table_says_where_a_gpu_has_no_kernel():
     import torch
 
     from zeropp_fp8.formats import make_format
-    from zeropp_fp8.zero.part import without_kernel
+    from zeropp_fp8.zero.stage_part import without_kernel
 
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert "torch code" in without_kernel(gpu, make_format("int8", block_size=32768))

@@ -22,7 +22,7 @@ LINES = {
     "numerics": 1180,
     "optim": 1220,
     "plan": 1780,
-    "plugin": 1610,
+    "plugin": 1600,
     "zero": 3000,
     "zero/checkpoint": 400,
     "zero/export": 440,

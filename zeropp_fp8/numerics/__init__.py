@@ -9,7 +9,7 @@ trial.py       what each step of an experiment gave
 reference.py   python -m zeropp_fp8 reference: a job's launch line, as it is and in `lossless`, and the difference
 bisect.py      python -m zeropp_fp8 bisect: the same with pieces, GEMMs and layers in high precision
 
-They are parts of a stage (zero/part.py): told of each loss, when gradients are ready, and when a step has ended.
+They are parts of a stage (zero/stage_part.py): told of each loss, when gradients are ready, and when a step has ended.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ from zeropp_fp8.compute.products import GATHERED_OPERAND
 from zeropp_fp8.compute.scaling import DelayedScaling, Scaling
 from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.numerics.measure import SUMS, meaning, measure
-from zeropp_fp8.zero.part import StagePart
 from zeropp_fp8.zero.session import told_by_all
+from zeropp_fp8.zero.stage_part import StagePart
 
 WITHIN, WHOLE = "gradients_within_nodes", "gradients"
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from zeropp_fp8.config import GEMMS, SKIPPED_IN, Trial, pieces_of
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.zero.gather.adopted import unit_of
-from zeropp_fp8.zero.part import StagePart
 from zeropp_fp8.zero.session import Session
+from zeropp_fp8.zero.stage_part import StagePart
 
 _PERIOD = 8191  # of the weights in a sum over elements, so that their order counts
 

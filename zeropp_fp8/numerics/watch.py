@@ -18,7 +18,7 @@ from torch import Tensor
 from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.config import SECTION
 from zeropp_fp8.zero.fall_back import fall_back, what_falls_back
-from zeropp_fp8.zero.part import StagePart
+from zeropp_fp8.zero.stage_part import StagePart
 
 WINDOW, LEAST = 32, 8  # losses that a jump is measured by: at most, and at least
 SMALLEST_SPREAD = 0.01  # of the mean loss: a run whose losses hardly differ would see jumps everywhere

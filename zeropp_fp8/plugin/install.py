@@ -25,11 +25,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from zeropp_fp8.config import (
-    IN_TREE_KEYS,
-    load_ds_config,
-    without_in_tree_keys,
-)
+from zeropp_fp8.config import IN_TREE_KEYS, load_ds_config, without_in_tree_keys
 from zeropp_fp8.plugin.engine import choosing_init
 from zeropp_fp8.plugin.relied_on import verify
 from zeropp_fp8.plugin.stock import checked

@@ -155,9 +155,8 @@ class ZeroppEngine(DeepSpeedEngine):
             # Engines are collected at moments of each rank's own, and all ranks must agree on who gathers what: the
             # model keeps what is on it.
             object.__setattr__(self, "_zeropp_fp8_destroyed", True)
-            take_no_more = getattr(getattr(self, "optimizer", None), "take_no_more", None)
-            if take_no_more is not None:  # else it trains nothing, or its constructor has failed
-                take_no_more()
+            if hasattr(getattr(self, "optimizer", None), "take_no_more"):  # it trains, and could be made
+                self.optimizer.take_no_more()
         super().__del__()
 
     @property

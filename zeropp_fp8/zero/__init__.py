@@ -9,8 +9,9 @@ offload.py          subclass of DeepSpeedZeRoOffload: the hooks around modules (
 stage3.py           subclass of DeepSpeedZeroOptimizer_Stage3
 stage3_reduction.py the part of it that reduces gradients
 stage3_base.py      what the parts of a stage ask of each other
-part.py             a feature of training as a stage knows it
-parts.py            the parts that wrap what is made below: compute scaling, held weights
+stage_part.py       a feature of training as a stage knows it
+compute_scaling.py  what linear layers compute in, as such a part
+held_weights.py     what nodes hold of weights for differences, as such a part
 extra_state.py      what a checkpoint holds of the parts, beside weights and states
 compose.py          the stage of an engine, composed of the parts that its configuration asks for
 fused_update.py     torch's fused Adam where the user left the choice to torch

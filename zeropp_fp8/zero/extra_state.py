@@ -19,9 +19,7 @@ _WORLD = "world"
 
 def extra_state(session: Session) -> dict[str, Any]:
     """The entry; empty where training depends on nothing more."""
-    entry: dict[str, Any] = {}
-    for part in session.parts:
-        entry |= part.extra_state()
+    entry = {key: value for part in session.parts for key, value in part.extra_state().items()}
     return entry | {_WORLD: _world(session)} if entry else entry
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zeropp_fp8.config import SECTION
-from zeropp_fp8.zero.part import StagePart
 from zeropp_fp8.zero.session import Session, told_by_all
+from zeropp_fp8.zero.stage_part import StagePart
 
 if TYPE_CHECKING:
     from zeropp_fp8.zero.stage3_base import Stage3Base
@@ -88,24 +88,17 @@ class FellBack(StagePart):
 
     def weights_loaded(self) -> None:
         saved, self._saved = self._saved, False
-        if saved:
-            fall_back_as_saved(self.stage)
-
-
-def fall_back_as_saved(stage: Stage3Base) -> None:
-    """A checkpoint of a run that had fallen back is loaded: go on so, where the section allows it; rank 0 says which.
-
-    On every rank, when weights are loaded.
-    """
-    session, watch = stage.session, stage.session.config.numerics.watch
-    if watch != "fall_back":
-        says = (
-            "the run that saved the checkpoint had fallen back to high precision; this one has the formats of its "
-            f'section, as its "{SECTION}.numerics.watch" is "{watch}" ("fall_back" goes on in high precision)'
-        )
-    elif session.fell_back:
-        says = "as the run that saved the checkpoint, this one has fallen back to high precision"
-    else:
-        says = f"as in the run that saved the checkpoint, {fall_back(stage)}"
-    if session.topology.rank == 0:
-        print(f"zeropp_fp8: {says}", flush=True)
+        session, watch = self.stage.session, self.stage.session.config.numerics.watch
+        if not saved:
+            return
+        if watch != "fall_back":
+            says = (
+                "the run that saved the checkpoint had fallen back to high precision; this one has the formats of its "
+                f'section, as its "{SECTION}.numerics.watch" is "{watch}" ("fall_back" goes on in high precision)'
+            )
+        elif session.fell_back:
+            says = "as the run that saved the checkpoint, this one has fallen back to high precision"
+        else:
+            says = f"as in the run that saved the checkpoint, {fall_back(self.stage)}"
+        if session.topology.rank == 0:
+            print(f"zeropp_fp8: {says}", flush=True)

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.compiled import compile_blocks, leave_untraced
+from zeropp_fp8.zero.compute_scaling import ComputeScaling
 from zeropp_fp8.zero.gather.adopted import is_stored
 from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
@@ -25,7 +26,6 @@ from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.secondary import keep_secondary_shards
 from zeropp_fp8.zero.gather.sliced import Sliced
 from zeropp_fp8.zero.gather.units import build_units
-from zeropp_fp8.zero.parts import ComputeScaling
 from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.turns import Turn, has_turn

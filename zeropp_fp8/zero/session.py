@@ -31,8 +31,8 @@ from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import SharedScaleFormat, WireFormat, make_format
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.optim import StateFormats
-from zeropp_fp8.zero.part import StagePart
 from zeropp_fp8.zero.placement import Slices
+from zeropp_fp8.zero.stage_part import StagePart
 
 
 class Session:

@@ -19,12 +19,13 @@ from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.extra_state import ENTRY, extra_state, load_extra_state
 from zeropp_fp8.zero.fall_back import FellBack
 from zeropp_fp8.zero.fused_update import use_fused_update
+from zeropp_fp8.zero.held_weights import HeldWeights
 from zeropp_fp8.zero.offload import ZeroppOffload
-from zeropp_fp8.zero.parts import HeldWeights
 from zeropp_fp8.zero.report import print_progress_line
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage3_base import Replaced
 from zeropp_fp8.zero.stage3_reduction import ReducingStage3
+from zeropp_fp8.zero.stage_part import StagePart
 from zeropp_fp8.zero.turns import Turn
 
 _ENDED = (type(None), weakref.ProxyType)  # what a parameter refers to that no engine trains
@@ -48,7 +49,8 @@ class ZeroppStage3(ReducingStage3):
         if self.parameter_offload.destroyed:
             return
         super().destroy()
-        self.session.parts.clear()
+        # What became of gradients may still be asked for (wire_report); the others hold memory.
+        self.session.parts[:] = [part for part in self.session.parts if type(part).report is not StagePart.report]
         self._linked.end()
         for param in self.module.parameters():
             if type(param.__dict__.get("_z3_optimizer")) in _ENDED:  # else another engine has the model

@@ -29,8 +29,8 @@ from zeropp_fp8.formats import SharedScaleFormat
 from zeropp_fp8.formats.amax_history import STEPS, AmaxHistory
 from zeropp_fp8.formats.scale_table import ScaleTable, SharedScales
 from zeropp_fp8.formats.shapes import is_vector
-from zeropp_fp8.zero.part import Row, StagePart
 from zeropp_fp8.zero.session import Session
+from zeropp_fp8.zero.stage_part import Row, StagePart
 
 TOLERATED_SHARE = 1e-5  # 0.001 %
 GROWTH = 2.0 ** (1 / 1000)

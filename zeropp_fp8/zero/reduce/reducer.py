@@ -15,10 +15,10 @@ from zeropp_fp8.comm.lanes import Lane
 from zeropp_fp8.comm.reduce_scatter import ReducePlan, Reduction, Rings, slice_numel
 from zeropp_fp8.formats import WireFormat
 from zeropp_fp8.formats.scale_table import SharedScales
-from zeropp_fp8.zero.part import Row, StagePart, without_kernel
 from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 from zeropp_fp8.zero.reduce.node_sums import NodeSums
 from zeropp_fp8.zero.session import Session
+from zeropp_fp8.zero.stage_part import Row, StagePart, without_kernel
 
 
 class GradientReducer(StagePart):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from zeropp_fp8.comm import ErrorFeedback
-from zeropp_fp8.zero.part import Row, StagePart
 from zeropp_fp8.zero.session import Session
+from zeropp_fp8.zero.stage_part import Row, StagePart
 
 _GIGA = 1e9
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from zeropp_fp8.config import SECTION, ConfigError, OptimizerConfig, PluginConfig, adam_refusals
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.optim import FP8Gradients, Hyper, StateBuffer, StateFormats, adamw_step, make_state_buffers
-from zeropp_fp8.zero.part import Row, StagePart
+from zeropp_fp8.zero.stage_part import Row, StagePart
 from zeropp_fp8.zero.states.groups import StateGroup
 
 KEYS = {None: "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # DeepSpeed's name -> ours

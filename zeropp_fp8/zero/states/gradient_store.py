@@ -18,8 +18,8 @@ from zeropp_fp8.formats import SharedScaleFormat
 from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.optim import FP8Gradients
 from zeropp_fp8.optim.state_formats import TILE
-from zeropp_fp8.zero.part import Row, StagePart
 from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
+from zeropp_fp8.zero.stage_part import Row, StagePart
 from zeropp_fp8.zero.states.groups import StateGroup
 
 

@@ -1,26 +1,19 @@
-"""Parts of a stage that wrap what is made below it: delayed scaling, what nodes hold of weights."""
+"""What linear layers compute in, as a part of a stage."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from zeropp_fp8.comm.issue import all_reduce
-from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.compute.gemm import execution
 from zeropp_fp8.config import patterns_of_gemms
-from zeropp_fp8.zero.part import Row, StagePart, shown
 from zeropp_fp8.zero.session import Session
-
-if TYPE_CHECKING:
-    from zeropp_fp8.zero.gather.gatherer import Gatherer
+from zeropp_fp8.zero.stage_part import Row, StagePart, shown
 
 
 class ComputeScaling(StagePart):
@@ -77,49 +70,3 @@ class ComputeScaling(StagePart):
         for reason, names in names_of.items():
             rows.append(("linear layers", "high precision", 0, f"{shown(names)}: {reason}"))
         return rows
-
-
-class HeldWeights(StagePart):
-    """What nodes hold of each other's weights, to which differences are added.
-
-    Attributes:
-        wrote_alone: since the last step somebody has written to this rank's part of master weights.
-    """
-
-    of_topology = True
-
-    def __init__(self, session: Session, gatherer: Gatherer, names: Mapping[Parameter, str]) -> None:
-        self.session, self.gatherer, self.names = session, gatherer, names
-        self.wrote_alone = False
-        self._differs = session.difference_format is not None
-        self._saved: dict = {}
-
-    def gradients_ready(self) -> None:
-        if self.session.difference_format is None:
-            return
-        with self.session.ledger.counting("other"):
-            if self._somebody_wrote_alone():  # the host waits for the device next in any case
-                for unit in self.gatherer.units:
-                    unit.delta.large_step = True
-
-    def _somebody_wrote_alone(self) -> bool:
-        """Whether a rank has, of which the others cannot know: then differences to copies are not small. Collective."""
-        wrote = torch.tensor([self.wrote_alone], dtype=torch.uint8, device=self.session.device)
-        self.wrote_alone = False
-        all_reduce(wrote, dist.ReduceOp.MAX, self.session.topology.group, self.session.ledger)
-        return bool(wrote.item())
-
-    def extra_state(self) -> dict[str, Any]:
-        held = self.gatherer.held_states(self.names)
-        return {"held weights": held, "wrote alone": self.wrote_alone} if held else {}
-
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        self._saved, self.wrote_alone = state.get("held weights", {}), state.get("wrote alone", False)
-
-    def weights_loaded(self) -> None:
-        held, self._saved = self._saved, {}
-        if self._differs:
-            with self.session.ledger.counting(OUTSIDE):
-                if self._somebody_wrote_alone():  # the weights are master weights now, far from what was held
-                    held = {}
-        self.gatherer.hold_again(held, self.names)
