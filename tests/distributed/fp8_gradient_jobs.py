@@ -40,6 +40,7 @@ class Reduction:
         self.scales = GradientScales(self.session, self.params, self.names)
         self.reducer = GradientReducer(self.session)
         self.reducer.scales = self.scales
+        self.unit = self.reducer.unit_of(self.params, self.names)
 
     def draw(self, seed, std=1.0):
         """Gradients of all ranks: [rank][parameter]."""
@@ -51,7 +52,7 @@ class Reduction:
 
     def reduce(self, grads, dtype=torch.float32):
         """Full mean gradients, fp32, and the step's end is not reached yet."""
-        mine = self.reducer.reduce(self.params, [g.clone() for g in grads[self.rank]], self.names, dtype)
+        mine = self.reducer.reduce(self.unit, [g.clone() for g in grads[self.rank]], dtype)
         return self.whole(mine)
 
     def whole(self, parts):
@@ -148,11 +149,11 @@ def accumulated_reductions(dtype_name):
     groups = make_state_groups([job.params], own, job.session.device)
     store = GradientStore(job.session.inter_format, job.scales, groups, dtype)
     micro = [job.draw(7), job.draw(8, std=3.0)]
-    apart = [job.reducer.reduce(job.params, [g.clone() for g in grads[job.rank]], job.names, dtype) for grads in micro]
+    apart = [job.reducer.reduce(job.unit, [g.clone() for g in grads[job.rank]], dtype) for grads in micro]
     for index, grads in enumerate(micro):
         last = index == 1
         results = store.destinations(job.params, last, again=index > 0)
-        job.reducer.start(job.params, [g.clone() for g in grads[job.rank]], job.names, results, accumulate=index > 0)
+        job.reducer.start(job.unit, [g.clone() for g in grads[job.rank]], results, accumulate=index > 0)
         job.reducer.drain()
     for p, first, second in zip(job.params, *apart):
         assert torch.equal(store.read(p), (first + second).float()), "the sum of separate reductions"
@@ -189,10 +190,10 @@ def one_micro_batch_is_codes(world_expected):
     groups = make_state_groups([job.params], job.session.own_numel, job.session.device)
     store = GradientStore(job.session.inter_format, job.scales, groups, torch.float32)
     grads = job.draw(5)
-    numbers = job.reducer.reduce(job.params, [g.clone() for g in grads[job.rank]], job.names, torch.float32)
+    numbers = job.reducer.reduce(job.unit, [g.clone() for g in grads[job.rank]], torch.float32)
     results = store.destinations(job.params, True, again=False)
     assert [r.dtype for r in results] == [torch.uint8, torch.float32, torch.uint8]
-    job.reducer.start(job.params, [g.clone() for g in grads[job.rank]], job.names, results, accumulate=False)
+    job.reducer.start(job.unit, [g.clone() for g in grads[job.rank]], results, accumulate=False)
     job.reducer.drain()
     decode = job.scales.decode_of(job.params)
     for i, p in enumerate(job.params):
@@ -205,7 +206,9 @@ def one_micro_batch_is_codes(world_expected):
     # A second gradient in the same backward adds to the first.
     results = store.destinations(job.params[2:3], True, again=True)
     before = store.read(job.params[2])
-    job.reducer.start([job.params[2]], [grads[job.rank][2].clone()], ["p2"], results, accumulate=True)
+    job.reducer.start(
+        job.reducer.unit_of([job.params[2]], ["p2"]), [grads[job.rank][2].clone()], results, accumulate=True
+    )
     job.reducer.drain()
     assert torch.allclose(store.read(job.params[2]), before + numbers[2], rtol=1e-6, atol=1e-9)
     if job.world == 1:  # an exact oracle: code of the gradient, then of itself
@@ -277,7 +280,7 @@ def mu_follows_its_schedule(stored):
             if stored:
                 store = GradientStore(one.session.inter_format, one.scales, groups, torch.float32)
                 results = store.destinations(one.params, True, again=False)
-                one.reducer.start(one.params, [g.clone() for g in grads[one.rank]], one.names, results, False)
+                one.reducer.start(one.unit, [g.clone() for g in grads[one.rank]], results, False)
                 one.reducer.drain()
             else:
                 one.reduce(grads)
@@ -318,7 +321,7 @@ def what_a_fixed_mu_loses():
                     job.scales.table.update(*job.scales._multipliers(largest))
                 store = GradientStore(job.session.inter_format, job.scales, groups, torch.float32)
                 places = store.destinations(job.params, True, again=False)
-                job.reducer.start(job.params, grads[job.rank], job.names, places, False)
+                job.reducer.start(job.unit, grads[job.rank], places, False)
                 job.reducer.drain()
                 means = job.whole([store.read(p) for p in job.params])
                 job.scales.end_step(overflow=False)

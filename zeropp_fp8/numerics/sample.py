@@ -37,6 +37,7 @@ from zeropp_fp8.compute.products import GATHERED_OPERAND
 from zeropp_fp8.compute.scaling import DelayedScaling, Scaling
 from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.numerics.measure import SUMS, meaning, measure
+from zeropp_fp8.zero.reduce.reduction_unit import ReductionUnit
 from zeropp_fp8.zero.session import told_by_all
 from zeropp_fp8.zero.stage_part import StagePart
 
@@ -178,7 +179,8 @@ class Sampler(StagePart):
                 shard = param.ds_tensor.data.view(-1)[: own.numel()].to(own.device)
                 self._note("weights", id(param), shard, own)
 
-    def _reduce(self, reduce: Callable, params: Sequence[Parameter], grads: Sequence[Tensor], *others, **options):
+    def _reduce(self, reduce: Callable, unit: ReductionUnit, grads: Sequence[Tensor], *others, **options):
+        params = unit.params
         chosen = [i for i, param in enumerate(params) if param in self.reduced]
         if chosen and self._rounds_gradients:
             session, topology = self.session, self.session.topology
@@ -188,7 +190,7 @@ class Sampler(StagePart):
             hops = topology.nodes > 1 and topology.ranks_per_node > 1 and session.intra_format is not None
             if hops and session.config.gradients.scales == "block":
                 self._add(WITHIN, some, grads_hp, session.intra_format)
-        return reduce(params, grads, *others, **options)
+        return reduce(unit, grads, *others, **options)
 
     @torch.no_grad()
     def _add(self, kind: str, params: list[Parameter], grads_hp: list[Tensor], intra_format) -> None:

@@ -20,6 +20,7 @@ from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 from zeropp_fp8.zero.reduce.node_sums import numel_of_sums
 from zeropp_fp8.zero.reduce.order import FixedOrder, is_still_to_come, reduction_units, runs_to_its_leaves
 from zeropp_fp8.zero.reduce.reducer import GradientReducer
+from zeropp_fp8.zero.reduce.reduction_unit import ReductionUnit
 from zeropp_fp8.zero.reduce.residuals import Residuals
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage3_base import Freed, Replaced, Stage3Base
@@ -199,32 +200,35 @@ class ReducingStage3(Stage3Base):
                     f"the gradient of {self.param_names.get(param, param.ds_id)} has {param.grad.numel()} elements, "
                     f"its parameter {param.ds_numel}"
                 )
-        grads = [param.grad.contiguous() for param in params]
-        names = [self._names[p.ds_id] for p in params]
+        grads, unit = [param.grad.contiguous() for param in params], self._unit_of(params)
         if self.session.sums_numel and not self._at_boundary():
-            self.reducer.sum_in_node(params, grads, names, self.gradient_accumulation_dtype)
+            self.reducer.sum_in_node(unit, grads, self.gradient_accumulation_dtype)
         else:
-            self._finish_unit(params, names, grads)
+            self._finish_unit(unit, grads)
         for param in params:
             # Encoding was the last use, on this stream: the memory may be used again at once.
             param.grad = None
 
-    def _finish_unit(self, params: Sequence[Parameter], names: list[str], grads: list[Tensor] | None) -> None:
+    def _unit_of(self, params: list[Parameter]) -> ReductionUnit:
+        return self.reducer.unit_of(params, [self._names[p.ds_id] for p in params])
+
+    def _finish_unit(self, unit: ReductionUnit, grads: list[Tensor] | None) -> None:
         """Let the mean of a unit's gradients, those that rest in the node too, arrive in the gradient partitions."""
+        params = unit.params
         # A parameter whose gradient comes twice in one backward adds to what it has reduced before, as later backwards.
         written = self._written.get(params[0].ds_id)
         again, twice = written is not None, written == self._backwards
         self._written.update(dict.fromkeys([p.ds_id for p in params], self._backwards))
         if self.offload_optimizer:
-            slices = self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
+            slices = self.reducer.reduce(unit, grads, self.gradient_accumulation_dtype)
             self._partition_grads(params, slices, again)
             return
-        headroom = self.reducer.headroom(params, more=int(grads is not None))
-        results, arrived = self._gradient_results(params, again, twice, headroom or 1.0)
+        headroom = unit.headroom(more=int(grads is not None))
+        results, arrived = self._gradient_results(params, again, twice, headroom)
         if grads is None:
-            self.reducer.spread(params, names, results, again, arrived)
+            self.reducer.spread(unit, results, again, arrived)
         else:
-            self.reducer.start(params, grads, names, results, again, arrived)
+            self.reducer.start(unit, grads, results, again, arrived)
 
     def partition_grads(self, params_to_release: list[Parameter], grad_partitions: list[Tensor]) -> list[Tensor]:
         """Write what DeepSpeed has reduced by itself, or add it to what this step has written.
@@ -258,8 +262,8 @@ class ReducingStage3(Stage3Base):
         if not self._sums_rest():
             return
         self.reducer.drain()
-        for params in self.reducer.resting:
-            self._finish_unit(params, [self._names[p.ds_id] for p in params], None)
+        for unit in self.reducer.resting:
+            self._finish_unit(unit, None)
         self.reducer.drain()
         self._wait_for_copies_to_host()
 
@@ -455,9 +459,8 @@ class ReducingStage3(Stage3Base):
             stock = getattr(super(), AVG_SCATTER_GRADS)
             with timed_by_deepspeed(session.ledger, session.device.type == "cuda"):
                 return stock(params) if communication_data_type is None else stock(params, communication_data_type)
-        names = [self._names[p.ds_id] for p in params]
         grads = [p.grad.view(p.ds_shape) for p in params]
-        return self.reducer.reduce(params, grads, names, self.gradient_accumulation_dtype)
+        return self.reducer.reduce(self._unit_of(params), grads, self.gradient_accumulation_dtype)
 
     def _avg_scatter_contiguous_grads(self, buffer: Tensor, *communication_data_type: torch.dtype) -> list[Tensor]:
         """The same by an all-reduce of the whole bucket: `"reduce_scatter": false`, nothing is quantized then."""

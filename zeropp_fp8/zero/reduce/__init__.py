@@ -2,6 +2,7 @@
 
 order.py            the one order in which gradients are reduced on every rank
 reducer.py          quantize a unit of gradients, send it in two hops, hand over this rank's part
-node_sums.py        sums of several micro-batches that rest inside the node
+reduction_unit.py   parameters that are reduced in one message, and their sums that rest inside the node
+node_sums.py        whether sums of several micro-batches rest inside the node
 gradient_scales.py  FP8-LM: scales that all ranks share, and mu
 """

@@ -12,11 +12,11 @@ from torch.nn import Parameter
 
 from zeropp_fp8.comm import ErrorFeedback
 from zeropp_fp8.comm.lanes import Lane
-from zeropp_fp8.comm.reduce_scatter import ReducePlan, Reduction, Rings, slice_numel
+from zeropp_fp8.comm.reduce_scatter import Reduction, Rings, slice_numel
 from zeropp_fp8.formats import WireFormat
 from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
-from zeropp_fp8.zero.reduce.node_sums import NodeSums
+from zeropp_fp8.zero.reduce.reduction_unit import ReductionUnit
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage_part import Row, StagePart, without_kernel
 
@@ -32,32 +32,19 @@ class GradientReducer(StagePart):
         self.session = session
         gradients = session.config.gradients
         self.error_feedback = ErrorFeedback(gradients.block_size) if gradients.error_feedback else None
-        self._plans: dict[tuple, ReducePlan] = {}
-        self._stock_numel: dict[tuple, int] = {}  # elements that stock would reduce, by ds_id of a unit's parameters
+        self._units: dict[tuple[int, ...], ReductionUnit] = {}  # by ds_id of their parameters, as they come first
         self._rings = Rings.on(session.device)
         self._first, self._last = Lane(session.device), Lane(session.device, last_stream)
         self._under_way: deque[Iterator[None]] = deque()
-        self._sums: dict[tuple, NodeSums] = {}  # by ds_id of a unit's parameters, in the order of reduction
         self.scales: GradientScales | None = None  # where ranks share scales: set once the order of reduction is known
         self.trained_numel = 0  # of all parameters that are trained, for the start table
 
-    def _plan_of(self, params: Sequence[Parameter], grads: Sequence[Tensor]) -> ReducePlan:
-        key = tuple([(p.ds_id, g.dtype) for p, g in zip(params, grads)])
-        plan = self._plans.get(key)
-        if plan is None:
-            session = self.session
-            # What travels in full is reduced as a vector is.
-            shapes = [(p.ds_numel,) if session.sends_exactly("gradients", p) else p.ds_shape for p in params]
-            args = (
-                shapes,
-                [g.dtype for g in grads],
-                session.topology,
-                session.intra_format,
-                session.inter_format,
-                session.device,
-            )
-            plan = self._plans[key] = session.placement.reduce_plan(params, *args)
-        return plan
+    def unit_of(self, params: Sequence[Parameter], names: Sequence[str]) -> ReductionUnit:
+        """The unit of these ZeRO-3 parameters, in the same order on every rank; `names` are the keys of residuals."""
+        key = tuple([p.ds_id for p in params])
+        if key not in self._units:
+            self._units[key] = ReductionUnit(self.session, params, names)
+        return self._units[key]
 
     def residual_bytes(self, params: Iterable[Parameter]) -> int:
         """What residuals of parameters that are trained take once all have been reduced."""
@@ -69,91 +56,69 @@ class GradientReducer(StagePart):
 
     def start(
         self,
-        params: Sequence[Parameter],
+        unit: ReductionUnit,
         grads: Sequence[Tensor],
-        names: Sequence[str],
         results: Sequence[Tensor],
         accumulate: bool,
         arrived: Callable[[], None] | None = None,
     ) -> None:
         """Start writing (or adding) this rank's slices of the mean gradients to `results`; `drain` ends it.
 
+        What rests of the unit in the node is in the mean.
+
         Args:
-            params: ZeRO-3 parameters, in the same order on every rank.
-            grads: their full gradients (fp32, bf16 or fp16), not needed any more afterwards.
-            names: stable names, the keys of error feedback.
+            grads: full gradients (fp32, bf16 or fp16), not needed any more afterwards.
             results: for each parameter this rank's elements, fp32, bf16 or fp16; uint8 gets FP8 codes.
             arrived: called once they are written, where they are (on a GPU: on that stream).
         """
-        self._count_stock(params)
-        if self.rests(params):
-            sums = self._sums[_key(params)]
-            steps = itertools.chain(self._add_to(sums, grads, names), self._spread(sums, names, results, accumulate))
+        self._count_stock(unit)
+        if unit.backward_passes:
+            steps = itertools.chain(self._add_to(unit, grads), self._spread(unit, results, accumulate))
         else:
-            reduction = self._reduction(names, self._scales_of(params, grads))
-            steps = self._plan_of(params, grads).run(grads, results, reduction, accumulate)
+            reduction = self._reduction(unit, self._scales_of(unit, grads))
+            steps = unit.planned(grads).run(grads, results, reduction, accumulate)
         self._begin(steps, arrived)
 
-    def sum_in_node(
-        self, params: Sequence[Parameter], grads: Sequence[Tensor], names: Sequence[str], dtype: torch.dtype
-    ) -> None:
+    def sum_in_node(self, unit: ReductionUnit, grads: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Start adding gradients to what rests in the node, in `dtype`; the next `start` or `spread` sends the sums."""
-        key = _key(params)
-        if key not in self._sums:
-            plan = self._plan_of(params, grads)
-            self._sums[key] = NodeSums(params, plan, plan.new_sums(dtype))
-        self._count_stock(params)
-        self._begin(self._add_to(self._sums[key], grads, names))
+        plan = unit.planned(grads)
+        unit.sums = unit.sums or plan.new_sums(dtype)
+        self._count_stock(unit)
+        self._begin(self._add_to(unit, grads))
 
-    def _add_to(self, sums: NodeSums, grads: Sequence[Tensor], names: Sequence[str]) -> Iterator[None]:
-        reduction = self._reduction(names, self._scales_of(sums.params, grads, to_the_end=False))
-        sums.backward_passes += 1
-        return sums.plan.sum_in_node(grads, sums.tensors, reduction, accumulate=sums.backward_passes > 1)
+    def _add_to(self, unit: ReductionUnit, grads: Sequence[Tensor]) -> Iterator[None]:
+        reduction = self._reduction(unit, self._scales_of(unit, grads, to_the_end=False))
+        unit.backward_passes += 1
+        return unit.plan.sum_in_node(grads, unit.sums, reduction, accumulate=unit.backward_passes > 1)
 
-    def _spread(
-        self, sums: NodeSums, names: Sequence[str], results: Sequence[Tensor], accumulate: bool
-    ) -> Iterator[None]:
-        shared = self.scales.of_sums(sums.params) if self.scales is not None else None
-        headroom, sums.backward_passes = sums.headroom(), 0
-        return sums.plan.spread(sums.tensors, results, self._reduction(names, shared), accumulate, headroom)
+    def _spread(self, unit: ReductionUnit, results: Sequence[Tensor], accumulate: bool) -> Iterator[None]:
+        shared = self.scales.of_sums(unit.params) if self.scales is not None else None
+        headroom, unit.backward_passes = unit.headroom(), 0
+        return unit.plan.spread(unit.sums, results, self._reduction(unit, shared), accumulate, headroom)
 
     @property
-    def resting(self) -> list[Sequence[Parameter]]:
-        """The units whose gradients, or some of them, rest in the node."""
-        return [sums.params for sums in self._sums.values() if sums.backward_passes]
-
-    def rests(self, params: Sequence[Parameter]) -> bool:
-        """Whether gradients of a unit rest in the node."""
-        return self.headroom(params) > 0
-
-    def headroom(self, params: Sequence[Parameter], more: int = 0) -> float:
-        """How many times larger than a gradient the codes may be that `start` (of one `more`) or `spread` will write.
-
-        0: nothing rests in the node.
-        """
-        sums = self._sums.get(_key(params))
-        return sums.headroom(more) if sums is not None and sums.backward_passes else 0.0
+    def resting(self) -> list[ReductionUnit]:
+        """Those of which something rests in the node."""
+        return [unit for unit in self._units.values() if unit.backward_passes]
 
     def spread(
         self,
-        params: Sequence[Parameter],
-        names: Sequence[str],
+        unit: ReductionUnit,
         results: Sequence[Tensor],
         accumulate: bool,
         arrived: Callable[[], None] | None = None,
     ) -> None:
-        """`start` for a unit of `resting`, of whose gradients no more come."""
-        self._begin(self._spread(self._sums[_key(params)], names, results, accumulate), arrived)
+        """`start` for one of `resting`, of whose gradients no more come."""
+        self._begin(self._spread(unit, results, accumulate), arrived)
 
     def forget_sums(self) -> None:
         """Drop what rests in the node; `drain` must have been called."""
-        for sums in self._sums.values():
-            sums.backward_passes = 0
+        for unit in self._units.values():
+            unit.backward_passes = 0
 
     def formats_changed(self) -> None:
         """In the session's, which are others from now on."""
-        self._plans.clear()
-        self._sums.clear()
+        self._units.clear()
         self.scales = None
         self.error_feedback = None  # what rounding has dropped is little beside what made somebody change formats
 
@@ -181,22 +146,17 @@ class GradientReducer(StagePart):
         name = repr(chosen) if chosen else "none"
         return (f"gradients {hop}", name, self.trained_numel, "; ".join(filter(None, remarks)))
 
-    def _count_stock(self, params: Sequence[Parameter]) -> None:
-        ledger, world, key = self.session.ledger, self.session.topology.world_size, _key(params)
-        if key not in self._stock_numel:
-            self._stock_numel[key] = sum(slice_numel(p.ds_numel, world) for p in params) * world
-        with ledger.counting("gradients"):
-            ledger.stock_would_send(self._stock_numel[key])
+    def _count_stock(self, unit: ReductionUnit) -> None:
+        with self.session.ledger.counting("gradients"):
+            self.session.ledger.stock_would_send(unit.stock_numel)
 
-    def _scales_of(
-        self, params: Sequence[Parameter], grads: Sequence[Tensor], to_the_end: bool = True
-    ) -> SharedScales | None:
+    def _scales_of(self, unit: ReductionUnit, grads: Sequence[Tensor], to_the_end: bool = True) -> SharedScales | None:
         if self.scales is None:
             return None
         with self.session.ledger.counting("gradients"):
-            return self.scales.of(params, grads, to_the_end)
+            return self.scales.of(unit.params, grads, to_the_end)
 
-    def _reduction(self, names: Sequence[str], shared: SharedScales | None) -> Reduction:
+    def _reduction(self, unit: ReductionUnit, shared: SharedScales | None) -> Reduction:
         session = self.session
         return Reduction(
             self._rings,
@@ -204,7 +164,7 @@ class GradientReducer(StagePart):
             self._last,
             session.ledger,
             self.error_feedback,
-            names,
+            unit.names,
             shared,
         )
 
@@ -242,29 +202,21 @@ class GradientReducer(StagePart):
         self._first.before_current()
         self._last.before_current()
 
-    def reduce(
-        self,
-        params: Sequence[Parameter],
-        grads: Sequence[Tensor] | None,
-        names: Sequence[str],
-        dtype: torch.dtype,
-    ) -> list[Tensor]:
+    def reduce(self, unit: ReductionUnit, grads: Sequence[Tensor] | None, dtype: torch.dtype) -> list[Tensor]:
         """For each parameter this rank's slice of the mean gradient, without padding, in `dtype`; complete.
 
-        `grads`: None of a unit of `resting`, for what rests of it alone.
+        `grads`: None of one of `resting`, for what rests of it alone.
         """
         device = self.session.device
-        results = [torch.empty(self.session.own_numel(p), dtype=dtype, device=device) for p in params]
+        results = [torch.empty(self.session.own_numel(p), dtype=dtype, device=device) for p in unit.params]
         if grads is None:
-            self.spread(params, names, results, accumulate=False)
+            self.spread(unit, results, accumulate=False)
+        elif self.scales is None:
+            self.start(unit, [grad.contiguous() for grad in grads], results, accumulate=False)
         else:
             # Scales that ranks share lie in the order of reduction, and what is asked for here may not.
-            for run in [range(len(params))] if self.scales is None else self.scales.runs(params):
-                some = [[values[i] for i in run] for values in (params, grads, names, results)]
-                self.start(some[0], [g.contiguous() for g in some[1]], some[2], some[3], accumulate=False)
+            for run in self.scales.runs(unit.params):
+                part = self.unit_of([unit.params[i] for i in run], [unit.names[i] for i in run])
+                self.start(part, [grads[i].contiguous() for i in run], [results[i] for i in run], accumulate=False)
         self.drain()
         return results
-
-
-def _key(params: Sequence[Parameter]) -> tuple:
-    return tuple([p.ds_id for p in params])

@@ -1,0 +1,65 @@
+"""Parameters whose gradients are reduced in one message per hop, and what of them rests inside the node.
+
+With k micro-batches a step, N nodes of L ranks and M gradients, a node would otherwise send (N - 1) / N of k M: every
+backward pass reduces to the end (qgZ, arXiv 2306.10209, section 3.3). Here each runs the first hop, and its result,
+M / L on a rank, is added to what rests there in 16 or 32 bits; the last one, or the step, runs the second hop. A
+gradient is then quantized for the network once instead of k times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.comm.reduce_scatter import ReducePlan, slice_numel
+from zeropp_fp8.zero.session import Session
+
+
+@dataclass(eq=False)
+class ReductionUnit:
+    """One of an engine's.
+
+    Attributes:
+        params: in the same order on every rank.
+        names: stable names of them, the keys of error feedback.
+        plan: of its reduction; made with the first gradients, for their `dtypes`.
+        sums: of `ReducePlan.new_sums`: 1 / ranks-per-node of the gradients.
+        backward_passes: how many are in the sums; 0: nothing rests in the node.
+    """
+
+    session: Session
+    params: Sequence[Parameter]
+    names: Sequence[str]
+    plan: ReducePlan | None = None
+    dtypes: tuple[torch.dtype, ...] = ()
+    sums: list[Tensor] = field(default_factory=list)
+    backward_passes: int = 0
+    stock_numel: int = field(init=False)  # elements that stock would reduce
+
+    def __post_init__(self) -> None:
+        world = self.session.topology.world_size
+        self.stock_numel = sum(slice_numel(p.ds_numel, world) for p in self.params) * world
+
+    def planned(self, grads: Sequence[Tensor]) -> ReducePlan:
+        """The plan for gradients of these dtypes; while sums rest, that which they were made by."""
+        dtypes = tuple([grad.dtype for grad in grads])
+        if self.dtypes != dtypes and not self.backward_passes:
+            session, self.dtypes, self.sums = self.session, dtypes, []
+            # What travels in full is reduced as a vector is.
+            shapes = [(p.ds_numel,) if session.sends_exactly("gradients", p) else p.ds_shape for p in self.params]
+            formats = session.intra_format, session.inter_format
+            self.plan = session.placement.reduce_plan(
+                self.params, shapes, dtypes, session.topology, *formats, session.device
+            )
+        return self.plan
+
+    def headroom(self, more: int = 0) -> float:
+        """How many times larger than a gradient what rests (with so many more) may be: a power of two rounds nothing.
+
+        1 where nothing rests.
+        """
+        return float(1 << max(0, self.backward_passes + more - 1).bit_length())
