@@ -40,7 +40,8 @@ class Reduction:
         self.scales = GradientScales(self.session, self.params, self.names)
         self.reducer = GradientReducer(self.session)
         self.reducer.scales = self.scales
-        self.unit = self.reducer.unit_of(self.params, self.names)
+        self.reducer.names = {param.ds_id: name for param, name in zip(self.params, self.names)}
+        self.unit = self.reducer.unit_of(self.params)
 
     def draw(self, seed, std=1.0):
         """Gradients of all ranks: [rank][parameter]."""
@@ -206,9 +207,7 @@ def one_micro_batch_is_codes(world_expected):
     # A second gradient in the same backward adds to the first.
     results = store.destinations(job.params[2:3], True, again=True)
     before = store.read(job.params[2])
-    job.reducer.start(
-        job.reducer.unit_of([job.params[2]], ["p2"]), [grads[job.rank][2].clone()], results, accumulate=True
-    )
+    job.reducer.start(job.reducer.unit_of([job.params[2]]), [grads[job.rank][2].clone()], results, accumulate=True)
     job.reducer.drain()
     assert torch.allclose(store.read(job.params[2]), before + numbers[2], rtol=1e-6, atol=1e-9)
     if job.world == 1:  # an exact oracle: code of the gradient, then of itself

@@ -180,12 +180,10 @@ class Sampler(StagePart):
                 self._note("weights", id(param), shard, own)
 
     def _reduce(self, reduce: Callable, unit: ReductionUnit, grads: Sequence[Tensor], *others, **options):
-        params = unit.params
-        chosen = [i for i, param in enumerate(params) if param in self.reduced]
+        chosen = [(p, grad) for p, grad in zip(unit.params, grads) if p in self.reduced]
         if chosen and self._rounds_gradients:
             session, topology = self.session, self.session.topology
-            some = [params[i] for i in chosen]
-            grads_hp = [grads[i].view(params[i].ds_shape).float() for i in chosen]
+            some, grads_hp = [p for p, _ in chosen], [grad.view(p.ds_shape).float() for p, grad in chosen]
             self._add(WHOLE, some, grads_hp, None)
             hops = topology.nodes > 1 and topology.ranks_per_node > 1 and session.intra_format is not None
             if hops and session.config.gradients.scales == "block":

@@ -91,7 +91,7 @@ class ReducingStage3(Stage3Base):
         """
         self.session.on_model.callback(self.take_no_more)
         trainable = [param for group in self.fp16_groups for param in group]
-        self._names = {param.ds_id: self.param_names.get(param, str(param.ds_id)) for param in trainable}
+        self.reducer.names = {param.ds_id: self.param_names.get(param, str(param.ds_id)) for param in trainable}
         self.parameter_offload.before_backward = self._module_reached
         if self._uses_fixed_order():
             quantized = self.session.config.quantizes_gradients
@@ -189,18 +189,16 @@ class ReducingStage3(Stage3Base):
     @torch.no_grad()
     def _reduce_unit(self, params: list[Parameter]) -> None:
         """Quantize the gradients of a unit, send them, and let the result arrive in the gradient partitions."""
-        for param in params:
+        unit = self.reducer.unit_of(params)
+        for param, name in zip(params, unit.names):
             if param.grad is None:
                 raise RuntimeError(
-                    f"the gradient of {self.param_names.get(param, param.ds_id)} is gone: another engine over the same "
-                    "model has taken it; call destroy() on that engine before the next one is made"
+                    f"the gradient of {name} is gone: another engine over the same model has taken it; call destroy() "
+                    "on that engine before the next one is made"
                 )
-            if param.grad.numel() != param.ds_numel:
-                raise RuntimeError(
-                    f"the gradient of {self.param_names.get(param, param.ds_id)} has {param.grad.numel()} elements, "
-                    f"its parameter {param.ds_numel}"
-                )
-        grads, unit = [param.grad.contiguous() for param in params], self._unit_of(params)
+            if (numel := param.grad.numel()) != param.ds_numel:
+                raise RuntimeError(f"the gradient of {name} has {numel} elements, its parameter {param.ds_numel}")
+        grads = [param.grad.contiguous() for param in params]
         if self.session.sums_numel and not self._at_boundary():
             self.reducer.sum_in_node(unit, grads, self.gradient_accumulation_dtype)
         else:
@@ -208,9 +206,6 @@ class ReducingStage3(Stage3Base):
         for param in params:
             # Encoding was the last use, on this stream: the memory may be used again at once.
             param.grad = None
-
-    def _unit_of(self, params: list[Parameter]) -> ReductionUnit:
-        return self.reducer.unit_of(params, [self._names[p.ds_id] for p in params])
 
     def _finish_unit(self, unit: ReductionUnit, grads: list[Tensor] | None) -> None:
         """Let the mean of a unit's gradients, those that rest in the node too, arrive in the gradient partitions."""
@@ -460,7 +455,7 @@ class ReducingStage3(Stage3Base):
             with timed_by_deepspeed(session.ledger, session.device.type == "cuda"):
                 return stock(params) if communication_data_type is None else stock(params, communication_data_type)
         grads = [p.grad.view(p.ds_shape) for p in params]
-        return self.reducer.reduce(self._unit_of(params), grads, self.gradient_accumulation_dtype)
+        return self.reducer.reduce(self.reducer.unit_of(params), grads, self.gradient_accumulation_dtype)
 
     def _avg_scatter_contiguous_grads(self, buffer: Tensor, *communication_data_type: torch.dtype) -> list[Tensor]:
         """The same by an all-reduce of the whole bucket: `"reduce_scatter": false`, nothing is quantized then."""

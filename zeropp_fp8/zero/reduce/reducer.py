@@ -26,12 +26,16 @@ class GradientReducer(StagePart):
 
     Args:
         last_stream: on a GPU, the stream on which results are written.
+
+    Attributes:
+        names: of parameters by ds_id, the keys of residuals: set before the first is reduced.
     """
 
     def __init__(self, session: Session, last_stream: torch.cuda.Stream | None = None) -> None:
         self.session = session
         gradients = session.config.gradients
         self.error_feedback = ErrorFeedback(gradients.block_size) if gradients.error_feedback else None
+        self.names: dict[int, str] = {}
         self._units: dict[tuple[int, ...], ReductionUnit] = {}  # by ds_id of their parameters, as they come first
         self._rings = Rings.on(session.device)
         self._first, self._last = Lane(session.device), Lane(session.device, last_stream)
@@ -39,11 +43,11 @@ class GradientReducer(StagePart):
         self.scales: GradientScales | None = None  # where ranks share scales: set once the order of reduction is known
         self.trained_numel = 0  # of all parameters that are trained, for the start table
 
-    def unit_of(self, params: Sequence[Parameter], names: Sequence[str]) -> ReductionUnit:
-        """The unit of these ZeRO-3 parameters, in the same order on every rank; `names` are the keys of residuals."""
+    def unit_of(self, params: Sequence[Parameter]) -> ReductionUnit:
+        """The unit of these ZeRO-3 parameters, in the same order on every rank."""
         key = tuple([p.ds_id for p in params])
         if key not in self._units:
-            self._units[key] = ReductionUnit(self.session, params, names)
+            self._units[key] = ReductionUnit(self.session, params, [self.names[ds_id] for ds_id in key])
         return self._units[key]
 
     def residual_bytes(self, params: Iterable[Parameter]) -> int:
@@ -216,7 +220,7 @@ class GradientReducer(StagePart):
         else:
             # Scales that ranks share lie in the order of reduction, and what is asked for here may not.
             for run in self.scales.runs(unit.params):
-                part = self.unit_of([unit.params[i] for i in run], [unit.names[i] for i in run])
+                part = self.unit_of([unit.params[i] for i in run])
                 self.start(part, [grads[i].contiguous() for i in run], [results[i] for i in run], accumulate=False)
         self.drain()
         return results
