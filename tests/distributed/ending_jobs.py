@@ -213,9 +213,7 @@ class Sequence:
 
     def one(self) -> None:
         working = [number for number in self.engines if number in self.trains]
-        actions = [self.make] * (len(self.engines) < self.MOST) + [self.collect]
-        if not (self.engines and self.kind == "whole tensors"):  # which would not get them back
-            actions.append(self.fail)
+        actions = [self.make] * (len(self.engines) < self.MOST) + [self.fail, self.collect]
         if self.engines:
             actions += [self.evaluate, self.destroy, self.destroy]
         if len(working) == 1:

@@ -27,9 +27,6 @@ OWN_STATES = {
 }
 # What becomes of another engine over the model: where it fails, or whether it is evaluated before it is destroyed.
 ENDS = ("hooks are on", "half taken over", "the timers", "destroyed", "evaluated")
-# And with owners, which a failure half way does not get back.
-OF_OWNERS = ("differences to whole tensors", "fp8-lm")
-OWNERS_ENDS = ("hooks are on", "destroyed", "evaluated")
 # Of which ends come in turn, from one of them on; None: there is no other engine. With both, each end is met before a
 # forward and before a step, and by an engine that trains and one that does not.
 TURNS = (None, 0, 2)
@@ -49,8 +46,7 @@ def without_a_trace(name, first):
     torch.manual_seed(dist.get_rank())
     engine, losses = make_engine(llama(), config), []
     *tokens, last = batches(7, dist.get_rank())
-    met = OWNERS_ENDS if name in OF_OWNERS else ENDS
-    ends = itertools.repeat(None) if first is None else itertools.cycle(met[first:] + met[:first])
+    ends = itertools.repeat(None) if first is None else itertools.cycle(ENDS[first:] + ENDS[:first])
 
     def another(trains):
         drawn, end = torch.get_rng_state(), next(ends)

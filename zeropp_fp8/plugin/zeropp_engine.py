@@ -39,17 +39,12 @@ class ZeroppEngine(DeepSpeedEngine):
         try:
             _stock_init(self, args, model, *positional, config=config, config_class=config_class, **kwargs)
             self._zeropp_fp8_observe()
-        except BaseException as error:
-            self._zeropp_fp8_failed(error)
-            raise
-
-    def _zeropp_fp8_failed(self, error):
-        session = self.zeropp_fp8_session
-        if session is not None:
+            self._zeropp_fp8_gatherer.ownership.made()
+        except BaseException:
             # Nothing is left to do when it is collected, by when another engine may have the model.
-            self._zeropp_fp8_destroyed = True
-            session.failed = not isinstance(error, ConfigError)  # which all ranks raise
-        self._zeropp_fp8_let_go()
+            self._zeropp_fp8_destroyed = self.zeropp_fp8_session is not None
+            self._zeropp_fp8_let_go()
+            raise
 
     def _zeropp_fp8_observe(self):
         observed = self._zeropp_fp8_config.observed or TRIAL_VARIABLE in os.environ
@@ -143,12 +138,10 @@ class ZeroppEngine(DeepSpeedEngine):
         for name in ("module_forward_pre_hook", "module_forward_post_hook"):
             if name in vars(self):
                 vars(self)[name].remove()
-        try:
-            if self.zeropp_fp8_session is not None:
-                self.zeropp_fp8_session.on_model.close()
-        finally:
-            if self._zeropp_fp8_conversion is not None:
-                self._zeropp_fp8_conversion.restore()
+        if self.zeropp_fp8_session is not None:
+            self.zeropp_fp8_session.on_model.close()
+        elif self._zeropp_fp8_conversion is not None:
+            self._zeropp_fp8_conversion.restore()
 
     def __del__(self):
         if self.zeropp_fp8_session is not None:

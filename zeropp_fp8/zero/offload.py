@@ -281,7 +281,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         if self._later:
             raise RuntimeError(
                 f"destroy(): {len(self._later)} engine(s) made later over this model, or part of it, are still there, "
-                "and have it now; call their destroy() first, that of the last one before the others"
+                "and have it now, also if the script has dropped them; call their destroy() first, that of the last "
+                "one before the others"
             )
 
     def _convert_to_zero_parameters(self, ds_config, module, mpu) -> None:

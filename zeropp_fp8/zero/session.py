@@ -65,7 +65,8 @@ class Session:
         self.sums_numel = 0  # gradients of several backward passes that add up on this rank inside the node; 0: world
         self.shares = None  # what a step's time goes to (StepShares of bound.py), once it is measured
         self.on_model = ExitStack()  # takes off the model what this engine has put on it
-        self.failed = False  # its constructor has, here if not on all ranks
+        if conversion is not None:
+            self.on_model.callback(conversion.restore)
         self.activations: ActivationExchange | None = None  # of sequence parallelism, where it is in FP8
         self.fell_back = False  # from the formats of the section, to high precision
         self.parts: list[StagePart] = []  # features of training, in the order in which a stage asks them

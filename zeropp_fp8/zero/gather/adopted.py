@@ -35,8 +35,8 @@ class Owner(Protocol):
     def suspend(self, params: Sequence[Parameter]) -> None:
         """Give parameters to an engine that was made later. Collective."""
 
-    def resume(self, states: Mapping[Parameter, ParameterWire]) -> None:
-        """Have parameters again, as they were in this engine: the later one has ended. Collective."""
+    def resume(self, states: Mapping[Parameter, ParameterWire], placed: bool) -> None:
+        """Have parameters again, as they were in this engine: the later one has ended. Collective, unless `placed`."""
 
 
 @dataclass

@@ -60,12 +60,14 @@ class Delta:
     Attributes:
         difference: how it travels to them; None where it always travels as a whole.
         large_step: somebody has written weights or master weights, and the next step makes the former the latter.
+        aside: `state` of when the unit stopped holding anything, which its next gather brings back; else empty.
     """
 
     def __init__(self, unit: HoldsRows) -> None:
         self._unit = unit
         self.difference: Difference | None = None
         self.large_step = False
+        self.aside: dict = {}
 
     def is_of(self, param: Parameter) -> bool:
         """Whether a secondary shard of a parameter is made of differences. Small ones that stay gathered have none."""
@@ -120,9 +122,11 @@ class Delta:
             self.forget()
         if by_step:
             self.large_step = False
+            self.aside = self.aside and {**self.aside, "current": False}
 
     def forget(self) -> None:
-        """What is held is no base of a difference."""
+        """What is held, or was put aside, is no base of a difference."""
+        self.aside = {}
         if self.difference is not None:
             self.difference.forget()
 
@@ -130,20 +134,30 @@ class Delta:
 
     def state(self) -> dict:
         """What training depends on of what is held, while no gather is under way: empty, or `hold_again` needs it."""
+        state = self._held()
+        # The weights as they are: the next full gather brings the same.
+        return {} if state and state["current"] and not state["steps"] else state
+
+    def _held(self) -> dict:
         unit, difference = self._unit, self.difference
-        if difference is None or not difference.begun or unit.secondary is None:
-            return {}
         if self.large_step:
             return {}  # weights that are loaded are the masters, far from what is held
-        state = difference.state()
-        if unit.secondary_is_current and not state["steps"]:
-            return {}  # the weights as they are: the next full gather brings the same
+        if self.aside or difference is None or not difference.begun or unit.secondary is None:
+            return self.aside
         own = unit.own_held_row(unit.secondary).view(-1).cpu()
-        return {"row": own, "holds": self._holds(), "current": unit.secondary_is_current, **state}
+        return {"row": own, "holds": self._holds(), "current": unit.secondary_is_current, **difference.state()}
 
-    def can_hold(self, state: dict) -> bool:
-        """Whether a state is of a unit like this one. The same on all ranks."""
-        return self.difference is not None and state.get("holds") == self._holds()
+    def put_aside(self) -> None:
+        """Keep of what is held this rank's row only."""
+        self.aside = self._held()
+        if self.difference is not None:
+            self.difference.forget()
+
+    def take_aside(self) -> dict:
+        """What was put aside, if it is of a unit like this one. The same on all ranks."""
+        state, self.aside = self.aside, {}
+        fits = self.difference is not None and self._unit.keeps_secondary and state["holds"] == self._holds()
+        return state if fits else {}
 
     def _holds(self) -> str:
         """What rows are of: formats, and what lies on which rank. Rows of others may have as many bytes.

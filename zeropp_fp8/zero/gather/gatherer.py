@@ -118,9 +118,9 @@ class Gatherer:
         """Give parameters to an engine that was made later. Collective."""
         self.ownership.suspend(params)
 
-    def resume(self, states: Mapping[Parameter, ParameterWire]) -> None:
-        """Have parameters again, as they were in this engine: the later one has ended. Collective."""
-        self.ownership.resume(states)
+    def resume(self, states: Mapping[Parameter, ParameterWire], placed: bool) -> None:
+        """Have parameters again, as they were in this engine: the later one has ended. Collective, unless `placed`."""
+        self.ownership.resume(states, placed)
 
     def closures_of(self, param: Parameter) -> dict[str, Callable]:
         """What takes the place of DeepSpeed's closures on a parameter, by their names."""
@@ -157,13 +157,13 @@ class Gatherer:
         return {tuple(names.get(p, "") for p in unit.params): state for unit, state in states if state}
 
     def hold_again(self, states: Mapping[tuple[str, ...], dict], names: Mapping[Parameter, str]) -> None:
-        """Let units hold what they held when `held_states` was called. Collective; weights are there already."""
+        """Let units hold what they held when `held_states` was called, from their next gather on.
+
+        On every rank; weights are there already.
+        """
         for unit in self.units:
-            state = states.get(tuple(names.get(p, "") for p in unit.params), {})
             unit.delta.large_step = False
-            unit.lay_out()
-            if unit.keeps_secondary and unit.delta.can_hold(state):
-                self.hops.hold_again(unit, state)
+            unit.delta.aside = states.get(tuple(names.get(p, "") for p in unit.params), {})
 
     # -- values ------------------------------------------------------------------------------------------------------
 

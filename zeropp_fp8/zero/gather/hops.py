@@ -92,6 +92,8 @@ class Hops:
         if unit.pending is not None or unit.secondary_is_current or unit.shards_are_values:
             return
         unit.lay_out()
+        if unit.delta.aside and self._hold_again(unit):
+            return
         if unit.prepare():
             self.written()
         pending, at_rest = PendingGather(unit), unit.at_rest()
@@ -197,8 +199,11 @@ class Hops:
         pending.wait()
         self.end(unit)
 
-    def hold_again(self, unit: Unit, state: dict) -> None:
-        """Fill a unit's secondary shard with what was held when `state` was taken. Collective."""
+    def _hold_again(self, unit: Unit) -> bool:
+        """Fill a unit's secondary shard with what was put aside, and tell whether it is current. Collective."""
+        state = unit.delta.take_aside()
+        if not state:
+            return False
         unit.secondary = self._held_buffer(PendingGather(unit))
         with self._ledger.counting(OUTSIDE), self._network:
             after(self._weights_ready)
@@ -206,3 +211,4 @@ class Hops:
             self._node.after_current()
         self._network.before_current()
         unit.secondary_is_current = state["current"]
+        return unit.secondary_is_current

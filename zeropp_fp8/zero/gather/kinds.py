@@ -26,11 +26,10 @@ class Kind(ABC):
     Attributes:
         unit_class: of its units (units.py).
         sends_what_rests: shards are the payload. Otherwise they are numbers, which are encoded for the wire.
-        leaves_together: giving parameters back is collective.
     """
 
     unit_class: type
-    sends_what_rests = leaves_together = False
+    sends_what_rests = False
 
     def __init__(self, route: Route) -> None:
         self.route = route
@@ -60,7 +59,7 @@ class Kind(ABC):
     def leave(self, params: Sequence[Parameter], gather_exactly: Callable[[Sequence[Parameter]], None]) -> None:
         """Give parameters DeepSpeed's slices again, all or none: the engine ends, or another one takes them over.
 
-        Collective, if the kind `leaves_together`; `gather_exactly` is the engine's.
+        Collective; `gather_exactly` is the engine's.
         """
 
     def report_rows(self, params: Sequence[Parameter]) -> list[tuple]:

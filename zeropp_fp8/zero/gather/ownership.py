@@ -4,7 +4,7 @@ DeepSpeed puts `all_gather`, `all_gather_coalesced` and `partition` on each ZeRO
 replaced while an engine of the plugin has it. Engines over one model are a stack: the last one has the parameters, ends
 first, and gives them back to the one before. Attaching, suspending and detaching are the same on all ranks.
 
-An engine that has its parameters again gathers all weights anew.
+An engine that could not be made gives them back as they were, without asking other ranks: they may be somewhere else.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.zero.gather.adopted import STATE, Owner, ParameterWire, by_engine, units_of
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.units import Unit
+from zeropp_fp8.zero.sharded_param import Shard
 
 _CLOSURES = ("all_gather", "all_gather_coalesced", "partition")
 
@@ -52,14 +53,6 @@ def check_attachable(params: Iterable[Parameter]) -> None:
             )
 
 
-def _state_before(param: Parameter) -> ParameterWire | None:
-    """Of the last engine over a parameter that could be made."""
-    state: ParameterWire | None = getattr(param, STATE, None)
-    while state is not None and state.owner.session.failed:
-        state = state.before
-    return state
-
-
 class Ownership:
     """The parameters of one engine.
 
@@ -73,6 +66,7 @@ class Ownership:
         self._gatherer, self.kinds, self._session = gatherer, kinds, gatherer.session
         self.params: dict[int, Parameter] = {}
         self._before: dict[Parameter, ParameterWire] = {}  # what they were in the engine before
+        self._rested: dict[Parameter, Shard] = {}  # how, until this engine is made
         self.units: list[Unit] = []
         self.all_units: list[Unit] = []
         self.given_back: Callable[[], None] | None = None
@@ -81,7 +75,8 @@ class Ownership:
         """Take the ZeRO-3 parameters of `units`, from another engine over the same model too. Collective."""
         params = [param for unit in units for param in unit.params]
         self.params = {param.ds_id: param for param in params}
-        self._before = {param: state for param in params if (state := _state_before(param)) is not None}
+        self._before = {param: getattr(param, STATE) for param in params if hasattr(param, STATE)}
+        self._rested = {param: Shard.of(param) for param in params}
         for previous, theirs in by_engine(params):
             if previous is not None:
                 previous.suspend(theirs)
@@ -93,13 +88,17 @@ class Ownership:
                 states[param] = ParameterWire(stock, unit, self._gatherer, self._before.get(param))
         self.take(states)
 
-    def take(self, states: Mapping[Parameter, ParameterWire]) -> None:
-        """Put the gatherer's closures on parameters that are DeepSpeed's, and their shards where they rest here."""
+    def take(self, states: Mapping[Parameter, ParameterWire], placed: bool = False) -> None:
+        """Put the gatherer's closures on parameters that are DeepSpeed's, and their shards where they rest here.
+
+        `placed`: they are there.
+        """
         units = list({id(state.unit): state.unit for state in states.values()}.values())
         for kind in self.kinds:
             kind.prepare([unit.params for unit in units if unit.kind is kind])
         for unit in units:
-            unit.kind.place(unit.params)
+            if not placed:
+                unit.kind.place(unit.params)
             for param in unit.params:
                 setattr(param, STATE, states[param])
                 for name, closure in self._gatherer.closures_of(param).items():
@@ -109,9 +108,13 @@ class Ownership:
         self._find_own_units()
         self._gatherer.written(states)
 
-    def resume(self, states: Mapping[Parameter, ParameterWire]) -> None:
-        """Have parameters again. Collective."""
-        self.take(states)
+    def made(self) -> None:
+        """The engine could be made, so nothing will be again as it was before."""
+        self._rested.clear()
+
+    def resume(self, states: Mapping[Parameter, ParameterWire], placed: bool) -> None:
+        """Have parameters again. Collective, unless their shards are `placed`."""
+        self.take(states, placed)
         if self.given_back is not None:
             self.given_back()
 
@@ -132,39 +135,40 @@ class Ownership:
             unit.looked_at.clear()
         self._gatherer.drop(left)
         for unit in left:
-            unit.forget_held()
+            unit.put_aside()
         try:
             self._let_go(params)
         finally:
             self._find_own_units()
 
     def detach(self) -> None:
-        """Give parameters to the engine that had them before, or DeepSpeed."""
+        """Give parameters to the engine that had them before, or DeepSpeed. Collective, if this one was made."""
         # What no engine has was about to be attached, when something failed.
         mine = [param for param in self.params.values() if self.has(param) or not hasattr(param, STATE)]
+        failed = bool(self._rested)
         before: dict[int, tuple[Owner, dict[Parameter, ParameterWire]]] = {}
         for param, state in ((param, self._before.get(param)) for param in mine):
             if state is not None:
                 before.setdefault(id(state.owner), (state.owner, {}))[1][param] = state
-        kinds = {*self.kinds, *(state.unit.kind for _, states in before.values() for state in states.values())}
-        if self._session.failed and any(kind.leaves_together for kind in kinds):
-            return  # on this rank; others may wait somewhere else, and the error shall go its way
         self._gatherer.drop(self.all_units)
         for unit in self.all_units:
             unit.changed()
             unit.secondary = None
-        self._let_go(filter(self.has, mine))
-        self.params.clear()
-        self._before.clear()
+        self._let_go(filter(self.has, mine), together=not failed)
+        for param in mine if failed else ():
+            self._rested[param].restore(param)
+        for remembered in (self.params, self._before, self._rested):
+            remembered.clear()
         self.units = self.all_units = []
         self.given_back = None  # earlier states may be remembered for as long as later ones
         for engine, states in before.values():
-            engine.resume(states)
+            engine.resume(states, placed=failed)
 
-    def _let_go(self, params: Iterable[Parameter]) -> None:
-        """Give parameters DeepSpeed's slices and closures again."""
+    def _let_go(self, params: Iterable[Parameter], together: bool = True) -> None:
+        """Give parameters DeepSpeed's closures again, and `together` with other ranks its slices."""
         for unit in units_of(params):
-            unit.kind.leave(unit.params, self._gatherer.gather_exactly)
+            if together:
+                unit.kind.leave(unit.params, self._gatherer.gather_exactly)
             for param in unit.params:
                 state: ParameterWire = getattr(param, STATE)
                 param.__dict__.pop(READ_AS_NUMBERS, None)

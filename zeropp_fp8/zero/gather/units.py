@@ -270,12 +270,12 @@ class Unit(ABC):
         self.delta.changed(by_step)
         self.writes = next(_writes)
 
-    def forget_held(self) -> None:
+    def put_aside(self) -> None:
         """Another engine takes the parameters over: drop what a gather brings anew."""
+        self.delta.put_aside()
         self.secondary, self.secondary_is_current = None, False
         self.copy_bill.clear()
         self.payload = None
-        self.delta.forget()
 
 
 def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str, kinds: Sequence[Kind]) -> list[Unit]:

@@ -196,7 +196,6 @@ class Owned(Kind):
     """Parameters that owners have, whole or cut by rows."""
 
     unit_class = OwnedUnit
-    leaves_together = True
 
     def __init__(self, route: Route) -> None:
         super().__init__(route)
