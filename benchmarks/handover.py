@@ -136,12 +136,14 @@ def transfer_of(source, limit: int):
 
 def there_at_once(engine, source: Iterable) -> int:
     """The most bytes of gathered weights, over one more hand-over; a byte an element where there are but codes."""
-    from zeropp_fp8.compute.products import GATHERED_OPERAND
+    from zeropp_fp8 import sharded
 
     most, params = 0, list(engine.module.parameters())
     for _ in source:
-        there = [p for p in params if p.ds_status.name == "AVAILABLE"]
-        most = max(most, sum(p.ds_numel * (1 if hasattr(p, GATHERED_OPERAND) else p.element_size()) for p in there))
+        there = [p for p in params if sharded.is_full(p)]
+        most = max(
+            most, sum(p.ds_numel * (1 if sharded.known(p).operand is not None else p.element_size()) for p in there)
+        )
     return most
 
 

@@ -7,8 +7,8 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import WireLedger
-from zeropp_fp8.zero.gather.adopted import STATE
 from zeropp_fp8.zero.gather.sliced import Sliced, SlicedUnit
 
 _ids = itertools.count()
@@ -39,5 +39,5 @@ def fake_unit(numel):
     param.ds_status, param.ds_id = ZeroParamStatus.NOT_AVAILABLE, next(_ids)
     param.ds_summary = lambda: {"numel": numel}
     unit = SlicedUnit([param], SLICED)
-    setattr(param, STATE, SimpleNamespace(unit=unit))
+    sharded.remember(param, wire=SimpleNamespace(unit=unit))
     return unit

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import zeropp_fp8
+from zeropp_fp8 import sharded
 
 HIDDEN = 64
 
@@ -148,7 +149,7 @@ def left_gathered(engine):
     return [
         name
         for name, p in engine.module.named_parameters()
-        if p.ds_active_sub_modules or p.data.numel() or getattr(p, "zeropp_fp8_operand", None) is not None
+        if p.ds_active_sub_modules or p.data.numel() or sharded.known(p).operand is not None
     ]
 
 

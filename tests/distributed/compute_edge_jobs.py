@@ -11,8 +11,8 @@ from models import Mlp, batches, ds_config, full_weights, llama, make_engine, se
 from parity_jobs import allow_fp16_on_cpu, switch
 from torch import nn
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.compute.linear import LowPrecisionLinear
-from zeropp_fp8.compute.products import GATHERED_OPERAND, READ_AS_NUMBERS
 
 KEPT = {"stage3_max_reuse_distance": 10**9, "stage3_max_live_parameters": 10**9, "stage3_prefetch_bucket_size": 10**9}
 
@@ -87,9 +87,9 @@ def weights_read_as_numbers(granularity, kept=False):
         fields = {"gather_granularity": granularity}
         engine = make_engine(Blocks(ReadingBlock), config_of(weights=weights, fields=fields, zero_optimization=zero))
         losses[weights] = steps_on(engine)
-        read = sorted(name for name, p in engine.module.named_parameters() if hasattr(p, READ_AS_NUMBERS))
+        read = sorted(name for name, p in engine.module.named_parameters() if sharded.known(p).as_numbers)
         engine.destroy()
-    return losses, read, sum(hasattr(p, READ_AS_NUMBERS) for p in engine.module.parameters())
+    return losses, read, sum(sharded.known(p).as_numbers for p in engine.module.parameters())
 
 
 def dora(inference_first=False):
@@ -147,7 +147,7 @@ def partial_write(scope, scaling):
     tokens = next(batches(1, dist.get_rank()))
     train(engine, 2)
     before = evaluate(engine, tokens)
-    live = sum(GATHERED_OPERAND in p.__dict__ for p in engine.module.parameters())
+    live = sum(sharded.known(p).operand is not None for p in engine.module.parameters())
     written = [layer.self_attn.o_proj.weight for layer in engine.module.model.layers]
     with deepspeed.zero.GatheredParameters(written, modifier_rank=1):
         if dist.get_rank() == 1:
@@ -393,7 +393,7 @@ def saved(folder):
     engine = make_engine(small_llama(), config_of(fp8("delayed"), zero_optimization=zero))
     train(engine, 2)
     evaluate(engine, next(batches(1, dist.get_rank())))
-    live = sum(GATHERED_OPERAND in p.__dict__ for p in engine.module.parameters())
+    live = sum(sharded.known(p).operand is not None for p in engine.module.parameters())
     engine.save_16bit_model(folder, "model.bin")
     engine.save_checkpoint(folder, tag="saved")
     weights = full_weights(engine.module)

@@ -10,7 +10,7 @@ from ranks import printed
 from zero_jobs import shared_folder
 
 import zeropp_fp8
-from zeropp_fp8.compute.products import GATHERED_OPERAND
+from zeropp_fp8 import sharded
 from zeropp_fp8.formats import UnquantizedFormat
 
 
@@ -80,7 +80,7 @@ def operands_are_the_payload(compute, node_size, fields=None):
     loss = engine(input_ids=tokens, labels=tokens).loss
     in_next_forward = reductions()
     engine.backward(loss)
-    assert not any(GATHERED_OPERAND in p.__dict__ for p in engine.module.parameters()), "released"
+    assert not any(sharded.known(p).operand for p in engine.module.parameters()), "released"
     assert not any(unit.lent for unit in gatherer.units)
     return forward, len(gatherer.route.gemm_weights), after_step, in_next_forward, printed()
 

@@ -18,8 +18,8 @@ from models import batches, ds_config, llama, make_engine
 from parity_jobs import switch
 from recipes import section_of
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.compute.products import LinearPrecision
-from zeropp_fp8.zero.gather.adopted import STATE
 
 # What DeepSpeed leaves on modules for good, of an engine that was destroyed too.
 FOR_GOOD = {
@@ -36,7 +36,7 @@ FOR_GOOD = {
 }
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 ON_PARAMETERS = (
-    STATE,
+    sharded.SLOT,
     "_z3_optimizer",
     "ds_z3_leaf_module",
     "ds_persist",
@@ -119,7 +119,7 @@ def on_model(model):
                 value = param.__dict__[key]
                 # Closures are made anew when parameters are given back.
                 said = value if isinstance(value, bool) else getattr(value, "__qualname__", id(value))
-                found[name, key] = id(value.owner) if key == STATE else said
+                found[name, key] = id(getattr(value.wire, "owner", None)) if key == sharded.SLOT else said
         found[name, "gradient hooks"] = [id(hook) for hook in (param._post_accumulate_grad_hooks or {}).values()]
         found[name, "requires_grad"] = param.requires_grad
     found["stack"] = [id(module) for module in parameter_offload.FWD_MODULE_STACK]

@@ -16,7 +16,7 @@ from parity_jobs import switch
 from pipeline_jobs import with_limits
 from ranks import printed
 
-from zeropp_fp8.compute.products import GATHERED_OPERAND
+from zeropp_fp8 import sharded
 from zeropp_fp8.zero.gather import hops as hops_module
 from zeropp_fp8.zero.gather.adopted import units_of
 
@@ -184,7 +184,7 @@ def operands_in_a_buffer(scaling):
             return buffer
 
         def look(module, args, storages=storages, inside=inside):
-            codes = module.weight.__dict__[GATHERED_OPERAND].codes
+            codes = sharded.known(module.weight).operand.codes
             inside.append(codes.untyped_storage().data_ptr() in storages)
 
         layer = engine.module.model.layers[1].mlp.up_proj

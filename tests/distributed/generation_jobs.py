@@ -13,7 +13,7 @@ from models import build, ds_config, full_weights, llama, make_engine, section, 
 from parity_jobs import switch
 
 import zeropp_fp8
-from zeropp_fp8.compute.products import GATHERED_OPERAND
+from zeropp_fp8 import sharded
 
 NEW_TOKENS = 6
 
@@ -76,7 +76,7 @@ def seen_weights(engine):
     def reading(prefix):
         def hook(module, *_):
             for name, param in module.named_parameters(recurse=getattr(module, "_z3_leaf", False)):
-                operand = param.__dict__.get(GATHERED_OPERAND)
+                operand = sharded.known(param).operand
                 value = param if operand is None else operand.dequantize(param.dtype)
                 seen[f"{prefix}{name}"] = value.detach().float().clone()
 

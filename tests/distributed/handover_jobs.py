@@ -21,7 +21,7 @@ from ranks import printed
 from recipes import WAYS
 
 import zeropp_fp8
-from zeropp_fp8.compute.products import GATHERED_OPERAND
+from zeropp_fp8 import sharded
 from zeropp_fp8.handover import Transfer, TransferGroup, TransferInit, WeightSource
 
 NF4 = frozen("nf4", block_size=16, double_quantize=True)
@@ -264,7 +264,7 @@ def float8_weights(ways):
 
         def keep(name, operands=operands):
             def hook(module, *_):
-                operand = dict.__getitem__(module._parameters, "weight").__dict__.get(GATHERED_OPERAND)
+                operand = sharded.known(dict.__getitem__(module._parameters, "weight")).operand
                 if operand is not None:
                     operands[name] = operand.codes.clone(), operand.scale.clone()
 

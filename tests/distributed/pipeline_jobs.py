@@ -11,6 +11,7 @@ from models import batches, ds_config, full_weights, llama, make_engine, seconda
 from torch import nn
 
 import zeropp_fp8
+from zeropp_fp8 import sharded
 from zeropp_fp8.zero.gather.adopted import unit_of
 
 LIMITS = {
@@ -325,7 +326,7 @@ def two_engines_one_module(limits):
     weights = copy.deepcopy(full_weights(model))
     first.destroy()
     log["after"] = owners(model)
-    log["state"] = sum(hasattr(p, "zeropp_fp8_wire") for p in model.parameters())
+    log["state"] = sum(hasattr(p, sharded.SLOT) for p in model.parameters())
     log["kept"] = all(torch.equal(w, weights[name]) for name, w in full_weights(model).items())
     log["bytes held"] = (
         secondary_bytes(gatherer) + gatherer.hops.gathered_ring.num_bytes() + gatherer.hops.held_ring.num_bytes()

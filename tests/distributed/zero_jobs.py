@@ -12,6 +12,7 @@ from parity_jobs import allow_fp16_on_cpu, switch
 from ranks import printed
 
 import zeropp_fp8
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import SENT
 from zeropp_fp8.zero.gather.adopted import unit_of
 
@@ -125,7 +126,7 @@ def persistent_parameters_stay_exact():
         llama(), ds_config(section("zeropp"), zero_optimization={"stage3_param_persistence_threshold": 10**6})
     )
     train(engine, 2)
-    lossy = [p for p in engine.module.parameters() if p.zeropp_fp8_wire.lossy]
+    lossy = [p for p in engine.module.parameters() if sharded.known(p).wire.lossy]
     shards = {name: p.ds_tensor.clone() for name, p in engine.module.named_parameters()}
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
         shown = {name: p.detach().clone() for name, p in engine.module.named_parameters()}

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import OUTSIDE, WireLedger
-from zeropp_fp8.zero.gather.adopted import STATE
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
 from zeropp_fp8.zero.gather.trace import FetchTrace
 from zeropp_fp8.zero.gather.units import PendingGather
@@ -658,7 +658,7 @@ def test_what_runs_on_gathered_units_asks_for_nothing_and_is_not_learned(data):
 def test_a_unit_that_is_gathered_in_part_is_fetched():
     pipeline = Pipeline([4, 4])
     second = fake_unit(4).params[0]
-    getattr(second, STATE).unit = pipeline.units[0]
+    sharded.known(second).wire.unit = pipeline.units[0]
     pipeline.units[0].params.append(second)
     pipeline.modules[0].register_parameter("second", second)
     gathered(pipeline, 0)

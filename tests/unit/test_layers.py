@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ PACKAGE = Path(zeropp_fp8.__file__).parent
 # `config` may be imported by all and imports none of them; `plan` reads nothing else; `outputs` is for every command.
 _READ_BY_ALL = {"config"}
 _BASE = _READ_BY_ALL | {"kernels", "formats"}
-_MIDDLE = _BASE | {"comm", "compute", "optim"}
+_MIDDLE = _BASE | {"comm", "compute", "optim", "sharded"}
 MAY_IMPORT = {
     "": {"plugin", "config", "zero"},  # zeropp_fp8/__init__.py
     "export": _MIDDLE | {"zero"},
@@ -29,7 +30,8 @@ MAY_IMPORT = {
     "plugin": _MIDDLE | {"zero", "numerics"},
     "zero": _MIDDLE,
     "comm": _BASE,
-    "compute": _BASE,
+    "compute": _BASE | {"sharded"},
+    "sharded": set(),
     "optim": _BASE,
     "kernels": _READ_BY_ALL | {"formats"},
     "formats": _READ_BY_ALL,
@@ -90,6 +92,10 @@ ROOMS = {
     "export": {"frozen", "holders"},
     "handover": {"export", "gather", "frozen", "holders"},
 }
+# What is not about DeepSpeed: neither its modules nor what it puts on parameters, but through sharded.py.
+OF_NO_BACKEND = ("comm", "compute", "formats", "kernels", "optim", "zero/frozen", "zero/gather", "zero/owners")
+ON_PARAMETERS = r"\bds_(tensor|numel|shape|id|status|persist|process_group|active_sub_modules|summary)\b"
+ADAPTERS = {"zero/owners/stage3.py"}  # parts of a subclass of DeepSpeed's stage
 OPTIONAL = ("states", "owners", "frozen", "generation", "export", "handover", "checkpoint")
 
 
@@ -333,3 +339,17 @@ def test_new_tensors_say_what_they_are():
                 needs = {"dtype", "device"} if call.func.attr in floating else {"device"}
                 unsaid += [f"{path.relative_to(PACKAGE)}:{call.lineno}: {name}" for name in needs - said]
     assert not unsaid
+
+
+def test_what_is_not_about_deepspeed_knows_none():
+    """Another backend then is an addition to sharded.py, not a change of every folder."""
+    looked_at = 0
+    for path in sorted(p for folder in OF_NO_BACKEND for p in (PACKAGE / folder).rglob("*.py")):
+        if str(path.relative_to(PACKAGE)) in ADAPTERS:
+            continue
+        source, looked_at = path.read_text(), looked_at + 1
+        modules = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        names = {getattr(node, "module", None) or node.names[0].name for node in modules}
+        assert not any(name.split(".")[0] == "deepspeed" for name in names), path
+        assert not re.findall(ON_PARAMETERS, source), path
+    assert looked_at > 100

@@ -22,9 +22,9 @@ from numerics import signal_to_noise_db
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.compute import casts, convert_linear_layers
 from zeropp_fp8.compute import scaling as scaling_module
-from zeropp_fp8.compute.products import GATHERED_OPERAND
 
 # -- what is quantized, and how often --------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ def gather_as_operand(layer, reference):
     )
     operand = cast(reference.weight.detach(), E4M3)[0]
     layer.weight.ds_status = types.SimpleNamespace(name="AVAILABLE")
-    setattr(layer.weight, GATHERED_OPERAND, operand)
+    sharded.remember(layer.weight, operand=operand)
     layer.weight.data = torch.full((1,), math.nan).expand(layer.weight.shape)
     return operand
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.compute.fused_module import restore_fused
 from zeropp_fp8.compute.linear import LowPrecisionLinear, _LowPrecisionModule
 from zeropp_fp8.compute.operand import ALIGNMENT, BLOCK
@@ -80,7 +81,7 @@ def _conv1d_classes() -> tuple[type, type]:
 
 def _full_shape(weight: Tensor) -> tuple[int, ...]:
     """The shape of a Parameter, also of one that ZeRO-3 has partitioned."""
-    return tuple(getattr(weight, "ds_shape", weight.shape))
+    return tuple(sharded.shape(weight))
 
 
 def _reason_to_skip(name: str, module: nn.Module, compute: ComputeConfig, owners: Counter) -> str | None:

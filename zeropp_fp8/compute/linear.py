@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.compute import operators
 from zeropp_fp8.compute.differentiable_once import differentiable_once
 from zeropp_fp8.compute.operand import Float8Operand
@@ -31,7 +32,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
             saved_x, ctx.rebuild_x = _saved(x if needs_x_t and precision.high.grad_weight else x_t_q)
             # All through autograd, so that activation checkpointing can drop it. But a ZeRO-3 Parameter as it is:
             # non-reentrant checkpointing hands backward a detached tensor instead, without codes and status.
-            ctx.parameter = weight if hasattr(weight, "ds_status") else None
+            ctx.parameter = weight if sharded.is_sharded(weight) else None
             ctx.save_for_backward(weight if ctx.parameter is None else None, weight_scale, *saved_x)
         return y.view(*x.shape[:-1], y.shape[-1])
 

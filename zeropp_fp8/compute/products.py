@@ -22,15 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.compute.gemm import matmul_nt
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.compute.scaling import Operand, Scaling
-
-# The attribute of a Parameter that holds its codes as they were gathered; its own values are NaN meanwhile, ...
-GATHERED_OPERAND = "zeropp_fp8_operand"
-# ... unless this one says that somebody else than the layer reads them (DoRA's norm of the weight, a product that a
-# model forms by itself): they are then decoded whenever the codes are there, for backward needs them too.
-READ_AS_NUMBERS = "zeropp_fp8_read_as_numbers"
 
 
 class HighPrecision(NamedTuple):
@@ -106,7 +101,7 @@ class LinearPrecision:
         if self.high.output if forward else self.high.grad_input:
             values = self.weight_values(weight).detach()
             return values if plain else values.t()
-        gathered: Float8Operand | None = getattr(weight, GATHERED_OPERAND, None)
+        gathered: Float8Operand | None = sharded.known(weight).operand
         if gathered is not None:
             if plain:
                 return gathered
@@ -118,7 +113,7 @@ class LinearPrecision:
 
     def weight_values(self, weight: Tensor) -> Tensor:
         """The weight in its own dtype, as it is stored; a gradient reaches the weight."""
-        gathered: Float8Operand | None = getattr(weight, GATHERED_OPERAND, None)
+        gathered: Float8Operand | None = sharded.known(weight).operand
         return weight if gathered is None else _Decoded.apply(weight, gathered)
 
 
@@ -139,9 +134,9 @@ class _Decoded(torch.autograd.Function):
 @torch.no_grad()
 def decode_for_readers(weight: Tensor) -> None:
     """Let a Parameter that is there as codes hold their values too, now and whenever it is gathered again."""
-    gathered: Float8Operand | None = getattr(weight, GATHERED_OPERAND, None)
-    if gathered is not None and not getattr(weight, READ_AS_NUMBERS, False):
-        setattr(weight, READ_AS_NUMBERS, True)
+    gathered: Float8Operand | None = sharded.known(weight).operand
+    if gathered is not None and not sharded.known(weight).as_numbers:
+        sharded.remember(weight, as_numbers=True)
         weight.data = gathered.dequantize(weight.dtype)
 
 
@@ -149,8 +144,7 @@ class _Gathered:
     """Context in which a ZeRO-3 parameter's values are there."""
 
     def __init__(self, weight: Tensor) -> None:
-        status = getattr(weight, "ds_status", None)
-        self._weight = weight if status is not None and status.name == "NOT_AVAILABLE" else None
+        self._weight = weight if sharded.is_dropped(weight) else None
 
     def __enter__(self) -> None:
         if self._weight is not None:

@@ -28,12 +28,12 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.comm.lanes import Lane
 from zeropp_fp8.comm.reduce_scatter import Reduction, Rings
 from zeropp_fp8.compute.casts import gradients_of_swiglu
 from zeropp_fp8.compute.operand import Float8Operand
-from zeropp_fp8.compute.products import GATHERED_OPERAND
 from zeropp_fp8.compute.scaling import DelayedScaling, Scaling
 from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.numerics.measure import SUMS, meaning, measure
@@ -169,21 +169,21 @@ class Sampler(StagePart):
 
     def _finish(self, finish: Callable, unit) -> None:
         wanted = unit in self.units and not unit.kind.sends_what_rests and not unit.shards_are_values
-        missing = [p for p in unit.params if p.ds_status.name != "AVAILABLE"] if wanted else ()
+        missing = [p for p in unit.params if not sharded.is_full(p)] if wanted else ()
         finish(unit)
         for param in missing:
             if ("weights", id(param)) in self.rows and not unit.is_exact(param):
-                operand = param.__dict__.get(GATHERED_OPERAND)
+                operand = sharded.known(param).operand
                 values = param.data if operand is None else operand.dequantize()
                 own = self.session.placement.own_part(param, values)
-                shard = param.ds_tensor.data.view(-1)[: own.numel()].to(own.device)
+                shard = sharded.shard(param).view(-1)[: own.numel()].to(own.device)
                 self._note("weights", id(param), shard, own)
 
     def _reduce(self, reduce: Callable, unit: ReductionUnit, grads: Sequence[Tensor], *others, **options):
         chosen = [(p, grad) for p, grad in zip(unit.params, grads) if p in self.reduced]
         if chosen and self._rounds_gradients:
             session, topology = self.session, self.session.topology
-            some, grads_hp = [p for p, _ in chosen], [grad.view(p.ds_shape).float() for p, grad in chosen]
+            some, grads_hp = [p for p, _ in chosen], [grad.view(sharded.shape(p)).float() for p, grad in chosen]
             self._add(WHOLE, some, grads_hp, None)
             hops = topology.nodes > 1 and topology.ranks_per_node > 1 and session.intra_format is not None
             if hops and session.config.gradients.scales == "block":
@@ -194,7 +194,7 @@ class Sampler(StagePart):
     def _add(self, kind: str, params: list[Parameter], grads_hp: list[Tensor], intra_format) -> None:
         """Add this rank's parts of the mean over ranks, exact but for `intra_format`. Collective."""
         start, session, device = time.perf_counter(), self.session, self.session.device
-        args = ([p.ds_shape for p in params], [torch.float32] * len(params), session.topology, intra_format, None)
+        args = ([sharded.shape(p) for p in params], [torch.float32] * len(params), session.topology, intra_format, None)
         plan = session.placement.reduce_plan(params, *args, device)
         parts = [torch.zeros(session.own_numel(p), dtype=torch.float32, device=device) for p in params]
         here = Lane.here()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.config import GEMMS, SKIPPED_IN, Trial, pieces_of
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.zero.gather.adopted import unit_of
@@ -44,7 +45,7 @@ class Sketches:
     def __init__(self, engine) -> None:
         self.session, self.stage = engine.zeropp_fp8_session, engine.optimizer
         self.params = [
-            (n, p) for n, p in engine.module.named_parameters() if p.requires_grad and not is_vector(p.ds_shape)
+            (n, p) for n, p in engine.module.named_parameters() if p.requires_grad and not is_vector(sharded.shape(p))
         ]
         self.names = [name.removesuffix(".weight") for name, _ in self.params]
 
@@ -58,7 +59,7 @@ class Sketches:
                 continue
             generator = torch.Generator(session.device).manual_seed(index)
             options = {"dtype": torch.uint8, "device": session.device, "generator": generator}
-            drawn = session.placement.own_part(param, torch.randint(2 * self.SUMS, (param.ds_numel,), **options))
+            drawn = session.placement.own_part(param, torch.randint(2 * self.SUMS, (sharded.numel(param),), **options))
             grad = self.stage.get_local_fp32_grad_for_param(param).view(-1)[: drawn.numel()].double()
             grad /= float(self.stage.loss_scale)
             sums[index].index_add_(0, drawn.long() % self.SUMS, torch.where(drawn < self.SUMS, grad, -grad))
@@ -135,7 +136,7 @@ class Recorder(StagePart):
         for unit in self.stage.gatherer.units:
             for param in unit.params:
                 if param.requires_grad:
-                    own = param.ds_tensor.data.view(-1)[: self.session.own_numel(param)]
+                    own = sharded.shard(param).view(-1)[: self.session.own_numel(param)]
                     self.sums[3] += torch.linalg.vector_norm(own, dtype=torch.float64).square().to(self.sums.device)
 
     def step_ended(self, overflow: bool, scale_change: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.config import RECIPE_VARIABLE, SECTION, ConfigError, asks_for_plugin, load_ds_config, resolve
 from zeropp_fp8.plugin.stock import checked
 from zeropp_fp8.plugin.trl import generate_with_the_plugin, hand_over_with_the_plugin
@@ -75,12 +76,12 @@ def _refuse_other_engine(cls, config) -> None:
 def _refuse_left_over(model) -> None:
     """Refuse a model that an engine of the plugin still holds: DeepSpeed alone would not know what it meets."""
     from zeropp_fp8.compute.products import LinearPrecision
-    from zeropp_fp8.zero.gather.adopted import STATE, is_stored
+    from zeropp_fp8.zero.gather.adopted import is_stored
 
     layer = next(
         (n for n, m in model.named_modules() if isinstance(getattr(m, "precision", None), LinearPrecision)), None
     )
-    param = next((n for n, p in model.named_parameters() if hasattr(p, STATE)), None)
+    param = next((n for n, p in model.named_parameters() if sharded.known(p).wire is not None), None)
     stored = next((n for n, p in model.named_parameters() if is_stored(p)), None)
     if stored is not None and param is None:
         raise ConfigError(

@@ -17,9 +17,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.compute.linear import _LowPrecisionModule
 from zeropp_fp8.compute.swiglu import _SwiGLU
-from zeropp_fp8.zero.gather.adopted import STATE
 
 _PUT_BACK = "_zeropp_fp8_put_back"
 
@@ -72,7 +72,7 @@ def ending_stop(stock_stop: Callable) -> Callable:
 
 
 def _is_plugins(model: nn.Module) -> bool:
-    return any(hasattr(p, STATE) for p in model.parameters()) or any(
+    return any(sharded.known(p).wire is not None for p in model.parameters()) or any(
         isinstance(module, _LowPrecisionModule) for module in model.modules()
     )
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 
 from deepspeed.utils import logger
 
-from zeropp_fp8.zero.gather.adopted import STATE
+from zeropp_fp8 import sharded
 
 _MODULE, _NAME, _CALLER = "trl.models.utils", "_unwrap_model_for_generation", "unwrap_model_for_generation"
 _TAKES = ["model", "accelerator", "gather_deepspeed3_params"]
@@ -61,7 +61,7 @@ def _handing_over(stock: Callable) -> Callable:
 
     @functools.wraps(stock)
     def _iter_named_params(self):
-        states = (getattr(param, STATE, None) for param in self.model.parameters())
+        states = (sharded.known(param).wire for param in self.model.parameters())
         session = next((state.owner.session for state in states if state is not None), None)
         if session is None or session.config.trl_generation == "stock":
             return stock(self)

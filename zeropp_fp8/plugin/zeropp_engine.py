@@ -8,8 +8,10 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+from deepspeed import comm as ds_comm
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.config import IN_TREE_KEYS, SECTION, TRIAL_VARIABLE, ConfigError, without_in_tree_keys
 
 FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkpoint
@@ -61,6 +63,7 @@ class ZeroppEngine(DeepSpeedEngine):
         group = _partition_group(self.module, self.mpu)
         session = Session(self._zeropp_fp8_config, group, self._zeropp_fp8_conversion, _model_parallel(self.mpu))
         session.engine = weakref.ref(self)
+        session.ledger.comms_logger = ds_comm.comms_logger
         session.leave_exact(self.module)
         object.__setattr__(self, "zeropp_fp8_session", session)
         object.__setattr__(self, "_zeropp_fp8_activations", exchange_in_fp8(self.module, session))
@@ -264,7 +267,7 @@ def _partition_group(module, mpu):
     """The process group that the model's parameters are, or are about to be, partitioned over."""
     import torch.distributed as dist
 
-    found = {id(p.ds_process_group): p.ds_process_group for p in module.parameters() if hasattr(p, "ds_process_group")}
+    found = {id(sharded.group(p)): sharded.group(p) for p in module.parameters() if sharded.is_sharded(p)}
     if len(found) > 1:
         raise ConfigError(
             f'"{SECTION}": the model\'s parameters are partitioned over {len(found)} different process groups (expert '

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.compute.gemm import execution
 from zeropp_fp8.config import patterns_of_gemms
@@ -52,7 +53,7 @@ class ComputeScaling(StagePart):
         formats = ", ".join(f"{role} {name}" for role, name in self.scaling.formats.items())
         # Old-style weight_norm keeps a plain tensor there.
         weights = [module.weight for module in conversion.converted.values()]
-        numel = sum(math.prod(getattr(weight, "ds_shape", weight.shape)) for weight in weights)
+        numel = sum(math.prod(sharded.shape(weight)) for weight in weights)
         rows = [
             ("linear layers", f"{compute.scaling} scaling", numel, f"{len(conversion.converted)} layers; {formats}"),
             ("", "", 0, execution(device, compute.scaling)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from zeropp_fp8.zero.gather.adopted import STATE
+from zeropp_fp8 import sharded
 
 
 def module_of(holder, caller: str) -> nn.Module:
@@ -44,5 +44,9 @@ def engine_of(holder, caller: str):
 
 def _engines(held: nn.Module) -> list:
     own = getattr(held, "zeropp_fp8_session", None)  # of an engine, which may have ended
-    sessions = [own] if own else [getattr(p, STATE).owner.session for p in held.parameters() if hasattr(p, STATE)]
+    sessions = (
+        [own]
+        if own
+        else [sharded.known(p).wire.owner.session for p in held.parameters() if sharded.known(p).wire is not None]
+    )
     return [engine for engine in (session.engine() for session in sessions) if engine is not None]

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
+
+from zeropp_fp8 import sharded
 
 
 class _Linear(torch.autograd.Function):
@@ -26,7 +27,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad_output: Tensor):
         input, weight, bias = ctx.saved_tensors
         # Where this module's values were dropped before its backward (nobody fetched it), they are gathered here.
-        dropped = getattr(weight, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
+        dropped = sharded.is_dropped(weight)
         if dropped:
             weight.all_gather([weight])  # without its unit, which nobody would release
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROOrderedDict
-from deepspeed.utils import z3_leaf_module
 from torch import nn
 from torch.utils.checkpoint import _recomputation_hook
 from torch.utils.hooks import RemovableHandle
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.compiled import compile_blocks, leave_untraced
 from zeropp_fp8.zero.compute_scaling import ComputeScaling
@@ -264,7 +264,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         for param in model.parameters():
             self._turn.keep(param, "ds_persist", "ds_z3_leaf_module")
         for block in self.blocks:
-            if not z3_leaf_module(block):
+            if not sharded.is_leaf(block):
                 self._turn.put(block, "_z3_leaf", True)  # DeepSpeed then fetches and releases the block as one unit
 
     def _end_turn(self) -> None:
@@ -300,7 +300,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         chosen = super().mark_persistent_parameters(param_threshold, model_threshold)
         for param in chosen:
             param.ds_persist = not is_stored(param)
-        return [param for param in chosen if param.ds_persist]
+        return [param for param in chosen if sharded.stays(param)]
 
     def get_param_coordinator(self, *args, **kwargs) -> UnitCoordinator:
         """DeepSpeed's hooks ask for the coordinator each time."""

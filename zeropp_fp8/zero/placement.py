@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_scatter import ReducePlan, ReduceScatterPlan, slice_numel
 
 Range = tuple[int, int]  # (first element, number of elements) in the flat tensor
@@ -19,13 +20,13 @@ class Slices:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._own_numel: dict[int, int] = {}  # by ds_id
+        self._own_numel: dict[int, int] = {}  # by sharded.key
 
     def slice_of(self, param: Parameter) -> Range:
         """This rank's slice, without the padding of the last ones."""
-        size = slice_numel(param.ds_numel, self.world_size)
+        size = slice_numel(sharded.numel(param), self.world_size)
         start = self.rank * size
-        return start, min(size, max(0, param.ds_numel - start))
+        return start, min(size, max(0, sharded.numel(param) - start))
 
     def ranges(self, param: Parameter) -> list[Range]:
         """What this rank has of a parameter, in ascending order; its shard holds one after the other."""
@@ -34,13 +35,13 @@ class Slices:
 
     def of_all_ranks(self, param: Parameter) -> object:
         """What lies on which rank, the same on all of them; equal for two placements that agree about a parameter."""
-        return slice_numel(param.ds_numel, self.world_size)
+        return slice_numel(sharded.numel(param), self.world_size)
 
     def own_numel(self, param: Parameter) -> int:
         """Elements that this rank has of a parameter, without padding."""
-        known = self._own_numel.get(param.ds_id)
+        known = self._own_numel.get(sharded.key(param))
         if known is None:
-            known = self._own_numel[param.ds_id] = sum(numel for _, numel in self.ranges(param))
+            known = self._own_numel[sharded.key(param)] = sum(numel for _, numel in self.ranges(param))
         return known
 
     def reduce_plan(self, params: Sequence[Parameter], *args) -> ReducePlan:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.config import PluginConfig
 from zeropp_fp8.config.compute import matches
@@ -51,7 +52,7 @@ def _weight_rows(session: Session, gatherer: Gatherer) -> list[Row]:
         reasons = (_why(session, unit, param, wire_format), without_kernel(session.device, wire_format))
         by_format[repr(wire_format), "; ".join(filter(None, reasons))].append(param)
     return [
-        ("weights", name, sum(p.ds_numel for p in members), f"{len(members)} tensors; {reason}".rstrip("; "))
+        ("weights", name, sum(sharded.numel(p) for p in members), f"{len(members)} tensors; {reason}".rstrip("; "))
         for (name, reason), members in by_format.items()
     ]
 
@@ -65,7 +66,7 @@ def _why(session: Session, unit: Unit, param: Parameter, wire_format: WireFormat
         return "in each node, where differences are added to them"
     if not wire_format.is_exact:
         return "" if param.requires_grad else "frozen; 16 or 32 bits at rest"
-    if is_vector(param.ds_shape) and (weights.format != "none" or session.difference_format):
+    if is_vector(sharded.shape(param)) and (weights.format != "none" or session.difference_format):
         return "fewer than 2 dimensions: norms and biases stay in high precision"
     return "named in weights.skip_modules" if id(param) in session.exact["weights"] else "weights.format is none"
 
@@ -127,7 +128,9 @@ def _difference_rows(session: Session, gatherer: Gatherer) -> list[Row]:
         f"added to copies of {held:.3g} GB a rank",
         without_kernel(session.device, chosen),
     )
-    return [("weight differences", repr(chosen), sum(p.ds_numel for p in params), "; ".join(filter(None, remarks)))]
+    return [
+        ("weight differences", repr(chosen), sum(sharded.numel(p) for p in params), "; ".join(filter(None, remarks)))
+    ]
 
 
 def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str, float]]:
@@ -149,7 +152,7 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
             weights["forward"][level.link] += 0 if kept and is_kept else sent * (differs if kept else 1)
             weights["backward"][level.link] += 0 if kept or unit.persistent else sent
         if param.requires_grad and session.config.quantizes_gradients:
-            size = slice_numel(param.ds_numel, world)
+            size = slice_numel(sharded.numel(param), world)
             exact = UnquantizedFormat(param.dtype)
             in_full = session.sends_exactly("gradients", param)
             intra = exact if in_full else session.intra_format or exact
@@ -157,7 +160,7 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
             gradients["intra"] += intra.payload_bytes(size) * topology.nodes * (topology.ranks_per_node - 1)
             gradients["inter"] += inter.payload_bytes(size) * (topology.nodes - 1)
         elif param.requires_grad:
-            for link, share in session.ledger.ring_bytes(param.ds_numel * param.element_size()).items():
+            for link, share in session.ledger.ring_bytes(sharded.numel(param) * param.element_size()).items():
                 gradients[link] += share
     return {"weights forward": weights["forward"], "weights backward": weights["backward"], "gradients": gradients}
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import torch
 import torch.distributed as dist
-from deepspeed import comm as ds_comm
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm import ActivationExchange, Topology, WireLedger, make_topology
 from zeropp_fp8.compute import ConversionReport
 from zeropp_fp8.config import (
@@ -77,7 +75,6 @@ class Session:
         self.secondary_ranks = None if sharing == world_size else sharing
         self.gather_levels = self.topology.gather_levels(self.secondary_ranks)
         self.ledger = WireLedger(self.topology.nodes, ranks_per_node)
-        self.ledger.comms_logger = ds_comm.comms_logger
         self.progress = self.ledger.meter()
         # By id, whose "weights" and "gradients" travel in full whatever the formats; the model keeps them.
         self.exact: dict[str, frozenset[int]] = {"weights": frozenset(), "gradients": frozenset()}
@@ -97,7 +94,7 @@ class Session:
         self.inter_format = _quantized(gradients, gradients.inter_format, gradients.hadamard)
         if gradients.scales == "tensor":
             self.intra_format = self.inter_format = SharedScaleFormat(gradients.intra_format)
-        self.device = torch.device(get_accelerator().current_device_name())
+        self.device = sharded.device()
 
     def leave_exact(self, model: nn.Module) -> None:
         """Let what `skip_modules` of weights and gradients names in a model travel in full."""
@@ -108,7 +105,7 @@ class Session:
 
     def sends_exactly(self, what: str, param: Parameter) -> bool:
         """Whether the "weights" or "gradients" of a parameter travel in 16 or 32 bits whatever the formats."""
-        return is_vector(param.ds_shape) or id(param) in self.exact[what]
+        return is_vector(sharded.shape(param)) or id(param) in self.exact[what]
 
     def own_numel(self, param: Parameter) -> int:
         """Elements that this rank has of a ZeRO-3 parameter, without padding."""

@@ -8,6 +8,8 @@ from models import full_weights
 from parity_jobs import switch
 from rlhf_jobs import arguments_of, config_of
 
+from zeropp_fp8 import sharded
+
 
 class Grpo:
     """The models and one rollout of GRPO: four prompts, two answers each."""
@@ -115,7 +117,7 @@ def rewarded(folder, recipe, reward_model, fields, **given):
         "rollout": {name: getattr(run.rollout, name) for name in ("input_ids", "attention_mask")},
         "scores": in_parts(lambda part: scores_of(reward, part), run.rollout, 2),
         "weights": {name.removeprefix("model."): w for name, w in full_weights(reward.engine.module).items()},
-        "stored": sum(hasattr(p, "zeropp_fp8_stored") for p in params.values()),
+        "stored": sum(sharded.known(p).stored is not None for p in params.values()),
         "trained": [name for name, param in params.items() if param.requires_grad],
         "adapters": sum("lora_" in name for name in params),
     }

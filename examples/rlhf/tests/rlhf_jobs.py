@@ -15,6 +15,8 @@ from models import ds_config, full_weights, section
 from parity_jobs import switch
 from ranks import attempt, printed
 
+from zeropp_fp8 import sharded
+
 RLHF = Path(__file__).resolve().parents[1]
 KEPT_GATHERED = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}
 
@@ -133,7 +135,7 @@ def first_iterations(folder, recipe, **given):
         "clip fractions": [float(each["clip_fraction"]) for each in figures],
         "kl afterwards": later.tolist(),
         "engines": len({id(role.engine) for role in (run.actor, run.reference, run.critic)}),
-        "stored": sum(hasattr(p, "zeropp_fp8_stored") for p in run.reference.engine.module.parameters()),
+        "stored": sum(sharded.known(p).stored is not None for p in run.reference.engine.module.parameters()),
     }
 
 
@@ -177,7 +179,7 @@ def scores_at_second_last(run):
 
 
 def stored_codes(model):
-    return {n: p.ds_tensor.detach().clone() for n, p in model.named_parameters() if hasattr(p, "zeropp_fp8_stored")}
+    return {n: p.ds_tensor.detach().clone() for n, p in model.named_parameters() if sharded.known(p).stored is not None}
 
 
 def averages(folder, recipe, decay, dtype="fp32", overrides=None, **given):

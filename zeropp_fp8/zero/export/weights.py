@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.zero.frozen.checkpoint import payload_to_save
 from zeropp_fp8.zero.frozen.store import stored_weight
 
@@ -118,7 +118,7 @@ def groups(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> list[list[Part
 @contextlib.contextmanager
 def gathered(params: Sequence[Parameter]) -> Iterator[dict[int, Tensor]]:
     """Every bit of parameters, by id; of stored ones from before an adapter was merged. Collective."""
-    with GatheredParameters(list(params), modifier_rank=None):
+    with sharded.gathered(list(params)):
         yield {id(param): _without_adapter(param) for param in params}
 
 
@@ -128,10 +128,10 @@ def _without_adapter(param: Parameter) -> Tensor:
     if stored is None or stored.before_merge is None:
         return param.data
     own = payload_to_save(param).to(param.device)
-    rows = own.new_empty(dist.get_world_size(param.ds_process_group) * own.numel())
-    dist.all_gather_into_tensor(rows, own, group=param.ds_process_group)
+    rows = own.new_empty(dist.get_world_size(sharded.group(param)) * own.numel())
+    dist.all_gather_into_tensor(rows, own, group=sharded.group(param))
     values = stored.wire_format.decode_rows(rows.view(-1, own.numel()), stored.part_numel, stored.dtype).view(-1)
-    return values[: param.ds_numel].view(param.ds_shape)
+    return values[: sharded.numel(param)].view(sharded.shape(param))
 
 
 def tensors(part: Part, values: dict[int, Tensor]) -> Iterator[Weight]:

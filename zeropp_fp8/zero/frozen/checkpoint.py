@@ -20,24 +20,22 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.formats.recut import cut_again
 from zeropp_fp8.zero.fragment import EXPORT_COMMAND, QuantizedFragment, has_codes
 from zeropp_fp8.zero.frozen.saved_ranks import FRAGMENTS, Fragment, SavedParameter, SavedRanks, read_states, slice_of
 from zeropp_fp8.zero.frozen.store import StoredWeight, note_version, stored_weight, value_dtype
-from zeropp_fp8.zero.gather.adopted import STATE
 
 
 def payload_to_save(param: Parameter) -> Tensor:
     """This rank's codes of a stored parameter, from before an adapter was merged into it."""
     before_merge = stored_weight(param).before_merge
-    return param.ds_tensor.data if before_merge is None else before_merge
+    return sharded.shard(param) if before_merge is None else before_merge
 
 
 def fragment_of(name: str, param: Parameter) -> QuantizedFragment:
@@ -48,10 +46,10 @@ def fragment_of(name: str, param: Parameter) -> QuantizedFragment:
         payload=payload_to_save(param).to("cpu", copy=True),  # a view would be saved with all that lies around it
         format_fields=stored.wire_format.options(),
         part_numel=stored.part_numel,
-        full_shape=tuple(param.ds_shape),
+        full_shape=tuple(sharded.shape(param)),
         value_dtype=stored.dtype,
-        rank=dist.get_rank(param.ds_process_group),
-        ranks=dist.get_world_size(param.ds_process_group),
+        rank=dist.get_rank(sharded.group(param)),
+        ranks=dist.get_world_size(sharded.group(param)),
     )
 
 
@@ -95,8 +93,8 @@ class FrozenLoad:
         if fetch_z3_params:  # `module` holds full weights
             # DeepSpeed would gather stored weights too, all at once, to write decoded numbers to them.
             module = {name: self._nothing_if_stored(name, value) for name, value in module.items()}
-            missing = [p for p in self._params.values() if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-            gathered = GatheredParameters([p for p in missing if stored_weight(p) is None], modifier_rank=0)
+            missing = [p for p in self._params.values() if not sharded.is_full(p)]
+            gathered = sharded.gathered([p for p in missing if stored_weight(p) is None], modifier_rank=0)
         with gathered:
             rest = {**states, "module": module, FRAGMENTS: None}
             stock(rest, strict=strict, custom_load_fn=custom_load_fn, **options)
@@ -138,10 +136,10 @@ class FrozenLoad:
             stored, fragment = stored_weight(param), fragments.get(name)
             if isinstance(fragment, QuantizedFragment):
                 _check_codes(fragment, param, stored)
-            elif fragment is not None and fragment.numel() != slice_numel(param.ds_numel, ranks):
+            elif fragment is not None and fragment.numel() != slice_numel(sharded.numel(param), ranks):
                 raise RuntimeError(
                     f"{name}: the checkpoint has slices of {fragment.numel()} elements on {ranks} ranks, this model's "
-                    f"tensor has {param.ds_numel} elements"
+                    f"tensor has {sharded.numel(param)} elements"
                 )
             elif fragment is None and not param.requires_grad:
                 raise RuntimeError(
@@ -188,7 +186,7 @@ class FrozenLoad:
         stored, as_many = stored_weight(param), len(saved) == self._ranks
         if stored is None:
             own = saved[self._rank] if as_many else self._slice(param, saved)
-            return getattr(param, STATE).unit.kind.from_slice(param, own)
+            return sharded.known(param).wire.unit.kind.from_slice(param, own)
         if not isinstance(example, QuantizedFragment):
             return self._encoded(param, stored, saved)
         if as_many:
@@ -197,26 +195,25 @@ class FrozenLoad:
         return cut_again(stored.wire_format, saved, example.part_numel, first, stored.part_numel)
 
     def _slice(self, param: Parameter, saved: SavedParameter) -> Tensor:
-        return slice_of(
-            saved.__getitem__, slice_numel(param.ds_numel, len(saved)), param.ds_numel, self._rank, self._ranks
-        )
+        numel = sharded.numel(param)
+        return slice_of(saved.__getitem__, slice_numel(numel, len(saved)), numel, self._rank, self._ranks)
 
     def _encoded(self, param: Parameter, stored: StoredWeight, saved: SavedParameter) -> Tensor:
         """This rank's payload of a weight that was saved in slices of numbers. Collective."""
         own = saved[self._rank] if len(saved) == self._ranks else self._slice(param, saved)
         own = own.to(self._device, stored.dtype)
         full = own.new_empty(self._ranks * own.numel())
-        dist.all_gather_into_tensor(full, own, group=param.ds_process_group)
-        payload = torch.empty(param.ds_tensor.numel(), dtype=torch.uint8, device=self._device)
+        dist.all_gather_into_tensor(full, own, group=sharded.group(param))
+        payload = torch.empty(sharded.shard(param).numel(), dtype=torch.uint8, device=self._device)
         first = self._rank * stored.part_numel
-        stored.wire_format.encode_part(full[: param.ds_numel], first, stored.part_numel, payload)
+        stored.wire_format.encode_part(full[: sharded.numel(param)], first, stored.part_numel, payload)
         return payload
 
     @torch.no_grad()
     def _write(self, parts: dict[str, Tensor]) -> None:
         for name, part in parts.items():
             param = self._params[name]
-            param.ds_tensor.data.copy_(part)
+            sharded.shard(param).copy_(part)
             stored = stored_weight(param)
             if stored is not None:
                 stored.before_merge, stored.holds_merged = None, False
@@ -224,10 +221,10 @@ class FrozenLoad:
 
 
 def _check_codes(fragment: QuantizedFragment, param: Parameter, stored: StoredWeight | None) -> None:
-    if fragment.full_shape != tuple(param.ds_shape):
+    if fragment.full_shape != tuple(sharded.shape(param)):
         raise RuntimeError(
-            f"{fragment.name} has the shape {fragment.full_shape} in the checkpoint and {tuple(param.ds_shape)} in "
-            "this model"
+            f"{fragment.name} has the shape {fragment.full_shape} in the checkpoint and {tuple(sharded.shape(param))} "
+            "in this model"
         )
     if stored is not None and repr(stored.wire_format) == repr(fragment.wire_format):
         return

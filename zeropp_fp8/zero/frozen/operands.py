@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import TensorScaledFormat
@@ -37,7 +38,7 @@ class FrozenOperands:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        # By ds_id, once they are known: fp32 [1] each, (the multiplier of decoding, that of encoding if needed).
+        # By sharded.key, once they are known: fp32 [1] each, (the multiplier of decoding, that of encoding if needed).
         self._scales: dict[int, tuple[Tensor, Tensor | None] | None] = {}
 
     def adopt(self, params: Iterable[Parameter]) -> None:
@@ -49,10 +50,12 @@ class FrozenOperands:
         if compute.scaling not in _ONE_SCALE:
             return
         in_high = {id(module.weight): module.precision.high.takes_weight for module in conversion.converted.values()}
-        self._scales |= {p.ds_id: None for p in params if id(p) in in_high and _is_convertible(p, in_high[id(p)])}
+        self._scales |= {
+            sharded.key(p): None for p in params if id(p) in in_high and _is_convertible(p, in_high[id(p)])
+        }
 
     def __contains__(self, param: Parameter) -> bool:
-        return param.ds_id in self._scales
+        return sharded.key(param) in self._scales
 
     def __len__(self) -> int:
         return len(self._scales)
@@ -63,7 +66,7 @@ class FrozenOperands:
 
     def changed(self, params: Iterable[Parameter] | None) -> None:
         """Weights (None: all) were written: their scales are to be found again."""
-        ids = list(self._scales) if params is None else [p.ds_id for p in params if p in self]
+        ids = list(self._scales) if params is None else [sharded.key(p) for p in params if p in self]
         self._scales.update(dict.fromkeys(ids))
 
     def rests_as_operand(self, param: Parameter) -> bool:
@@ -79,11 +82,11 @@ class FrozenOperands:
             rows: the payloads of its slices, uint8 [slices, bytes].
             order: int64 [slices], which row holds slice s; None: row s.
         """
-        wire_format, shape = stored_weight(param).wire_format, tuple(param.ds_shape)
-        if self._scales[param.ds_id] is None:
-            self._scales[param.ds_id] = wire_format.scales(rows[:1]).view(1), None
-        scale, _ = self._scales[param.ds_id]
-        codes = wire_format.codes(rows, slice_numel, order).view(-1)[: param.ds_numel]
+        wire_format, shape = stored_weight(param).wire_format, tuple(sharded.shape(param))
+        if self._scales[sharded.key(param)] is None:
+            self._scales[sharded.key(param)] = wire_format.scales(rows[:1]).view(1), None
+        scale, _ = self._scales[sharded.key(param)]
+        codes = wire_format.codes(rows, slice_numel, order).view(-1)[: sharded.numel(param)]
         return Float8Operand(codes.view(shape), scale, shape, "tensor")
 
     def operand(self, param: Parameter, weight: QuantizedWeight) -> Float8Operand:
@@ -91,10 +94,10 @@ class FrozenOperands:
         from zeropp_fp8.kernels.linear.quantized_to_fp8 import quantized_to_fp8
         from zeropp_fp8.kernels.linear.quantized_weight import largest_magnitude
 
-        scales = self._scales[param.ds_id]
+        scales = self._scales[sharded.key(param)]
         if scales is None:
             scale = casts.scale_of_amax(largest_magnitude(weight).view(1), DTYPE)
-            scales = self._scales[param.ds_id] = scale, torch.ones_like(scale) / scale
+            scales = self._scales[sharded.key(param)] = scale, torch.ones_like(scale) / scale
         scale, multiplier = scales
         codes = quantized_to_fp8(weight, multiplier)
         return Float8Operand(codes.view(DTYPE), scale, tuple(weight.shape), "tensor")
@@ -105,6 +108,6 @@ def _is_convertible(param: Parameter, in_high: bool) -> bool:
     from zeropp_fp8.kernels.linear.quantized_weight import can_multiply
 
     stored = stored_weight(param)
-    if stored is None or not is_matrix(param.ds_shape):
+    if stored is None or not is_matrix(sharded.shape(param)):
         return False
     return isinstance(stored.wire_format, TensorScaledFormat) or (not in_high and can_multiply(stored.wire_format))

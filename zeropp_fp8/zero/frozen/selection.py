@@ -13,15 +13,13 @@ import json
 import weakref
 from collections.abc import Iterator
 
-from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import nn
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.config import SECTION, ConfigError, FrozenConfig
 from zeropp_fp8.config.compute import matches
 from zeropp_fp8.zero.frozen.store import name_stored, note_version, store, store_format, stored_weight, unstore
-from zeropp_fp8.zero.gather.adopted import STATE
 
 # Where PEFT keeps the layer that it wraps: with adapters around it, or beside a copy that is trained (modules_to_save).
 # Only that belongs to the base model; what PEFT adds keeps its precision, frozen or not.
@@ -39,12 +37,8 @@ def _weights_of(module: nn.Module, frozen: FrozenConfig) -> list[Parameter]:
     """The parameters of a module itself that may be stored."""
     if isinstance(frozen.modules, list):  # named by hand: whatever its class, as with the experts of a mixture
         found = module.parameters(recurse=False)
-        return [] if isinstance(module, nn.Embedding) else [p for p in found if len(_shape(p)) >= 2]
+        return [] if isinstance(module, nn.Embedding) else [p for p in found if len(sharded.shape(p)) >= 2]
     return [module.weight] if isinstance(module, _linear_classes()) and isinstance(module.weight, Parameter) else []
-
-
-def _shape(param: Parameter) -> tuple[int, ...]:
-    return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def is_chosen(name: str, frozen: FrozenConfig) -> bool:
@@ -75,7 +69,7 @@ def _embedded(root: nn.Module) -> set[int]:
 @contextlib.contextmanager
 def _plain_tensors() -> Iterator[None]:
     """Inside zero.Init: new tensors have the dtype that they are asked for, not the model's."""
-    context = partition_parameters.top_level_context
+    context = sharded.under_construction()
     if context is None or not context.tensor_overrides:
         yield
         return
@@ -140,7 +134,7 @@ class StreamingStore:
 
     def _store(self, param: Parameter) -> None:
         trained = self._frozen.modules == "frozen" and param.requires_grad
-        if is_zero_param(param) and stored_weight(param) is None and not trained:
+        if sharded.is_sharded(param) and stored_weight(param) is None and not trained:
             store(param, self._format)
 
 
@@ -191,7 +185,7 @@ def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool) -> None:
                 )
         to_store = [p for p in chosen if stored_weight(p) is None and not (p.requires_grad and trains)]
         for param in to_store:
-            if hasattr(param, STATE):
+            if sharded.known(param).wire is not None:
                 raise ConfigError(
                     f'"{SECTION}.frozen.format": another engine over this model has {names[param]} as numbers, which '
                     'would become codes; call its destroy() first, or set "frozen.format" to "none"'

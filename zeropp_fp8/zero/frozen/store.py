@@ -1,6 +1,6 @@
 """Frozen weights that rest as codes: quantized once, kept in ZeRO-3 shards, moved as they are, never stored in 16 bits.
 
-A stored parameter's `ds_tensor` is the payload (formats/) of this rank's part of the weight, uint8. Parts are equal and
+A stored parameter's shard is the payload (formats/) of this rank's part of the weight, uint8. Parts are equal and
 cut at multiples of the format's granule, and codes and scales are those of the whole tensor: they do not depend on how
 many ranks there are, so a checkpoint resumes bit for bit on another number of ranks. What any code sees as the
 parameter's values are its codes decoded; writing to it under `GatheredParameters(modifier_rank=...)` encodes what was
@@ -20,15 +20,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_scatter import slice_of_rank
 from zeropp_fp8.config import FIXED_BLOCKS, SECTION, FrozenConfig
 from zeropp_fp8.formats import WireFormat, make_format
-from zeropp_fp8.zero.gather.adopted import STORED
 
 
 @dataclass(eq=False)
@@ -76,13 +74,13 @@ class StoredWeight:
 
 def stored_weight(param: Parameter) -> StoredWeight | None:
     """What is known of a stored parameter; None of others."""
-    return param.__dict__.get(STORED)
+    return sharded.known(param).stored
 
 
 def value_dtype(param: Parameter) -> torch.dtype:
     """The dtype of a ZeRO-3 parameter's values, where its shard may hold codes."""
     stored = stored_weight(param)
-    return param.ds_tensor.dtype if stored is None else stored.dtype
+    return sharded.shard(param).dtype if stored is None else stored.dtype
 
 
 def store_format(frozen: FrozenConfig) -> WireFormat | None:
@@ -103,12 +101,12 @@ def part_numel_of(numel: int, ranks: int, granule: int) -> int:
 
 def ranks_of(param: Parameter) -> int:
     """How many ranks a ZeRO-3 parameter is cut over."""
-    return dist.get_world_size(param.ds_process_group)
+    return dist.get_world_size(sharded.group(param))
 
 
 def rank_in(param: Parameter) -> int:
     """This rank's number among them."""
-    return dist.get_rank(param.ds_process_group)
+    return dist.get_rank(sharded.group(param))
 
 
 # -- to codes and back -----------------------------------------------------------------------------------------------
@@ -118,14 +116,14 @@ def rank_in(param: Parameter) -> int:
 def store(param: Parameter, wire_format: WireFormat) -> None:
     """Replace a ZeRO-3 parameter's 16- or 32-bit shard by codes. Collective: the weight is gathered for it."""
     param.all_gather()
-    part_numel = part_numel_of(param.ds_numel, ranks_of(param), wire_format.granule)
-    stored = StoredWeight(wire_format, param.ds_tensor.dtype, part_numel)
-    shard = param.ds_tensor
+    part_numel = part_numel_of(sharded.numel(param), ranks_of(param), wire_format.granule)
+    stored = StoredWeight(wire_format, sharded.shard(param).dtype, part_numel)
+    shard = sharded.shard(param)
     payload = torch.empty(wire_format.payload_bytes(part_numel), dtype=torch.uint8, device=shard.device)
     _encode_own_part(param, stored, payload)
-    setattr(param, STORED, stored)
-    param.ds_persist = False  # DeepSpeed would keep small ones gathered, in 16 bits
-    _replace_shard(param, payload.pin_memory() if shard.is_pinned() else payload, part_numel)
+    sharded.remember(param, stored=stored)
+    sharded.leave_between_steps(param)  # DeepSpeed would keep small ones gathered, in 16 bits
+    sharded.replace_shard(param, payload.pin_memory() if shard.is_pinned() else payload, part_numel)
     _drop_values(param)
 
 
@@ -133,9 +131,9 @@ def store(param: Parameter, wire_format: WireFormat) -> None:
 def unstore(param: Parameter) -> None:
     """Give a stored parameter a shard of its own dtype again, with the decoded values. Collective."""
     gather_stored([param])
-    own = slice_of_rank(param.data.reshape(-1), rank_in(param), ranks_of(param)).to(param.ds_tensor.device)
-    delattr(param, STORED)
-    _replace_shard(param, own, own.numel())
+    own = slice_of_rank(param.data.reshape(-1), rank_in(param), ranks_of(param)).to(sharded.shard(param).device)
+    sharded.remember(param, stored=None)
+    sharded.replace_shard(param, own)
     _drop_values(param)
 
 
@@ -148,17 +146,9 @@ def _encode_own_part(param: Parameter, stored: StoredWeight, out: Tensor) -> Non
         out.copy_(payload)
 
 
-def _replace_shard(param: Parameter, shard: Tensor, numel: int) -> None:
-    """Let `shard` be a parameter's ds_tensor, with DeepSpeed's notes of the one before; `numel` counts elements."""
-    before = param.ds_tensor
-    shard.requires_grad = False
-    shard.ds_numel, shard.status, shard.final_location = numel, before.status, before.final_location
-    param.ds_tensor = shard
-
-
 def _drop_values(param: Parameter) -> None:
-    free_param(param)
-    param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    sharded.free(param)
+    sharded.set_dropped(param)
     note_version(param)
 
 
@@ -170,15 +160,15 @@ def gather_stored(params: Sequence[Parameter]) -> None:
     """Decode stored parameters into their full shapes, complete on the current stream. Collective, one message."""
     for param in params:
         check_untouched(param)
-    for members in _by_group(param for param in params if param.ds_status != ZeroParamStatus.AVAILABLE):
+    for members in _by_group(param for param in params if not sharded.is_full(param)):
         device = members[0].device
-        own = torch.cat([param.ds_tensor.to(device) for param in members])
+        own = torch.cat([sharded.shard(param).to(device) for param in members])
         gathered = own.new_empty(ranks_of(members[0]) * own.numel())
-        dist.all_gather_into_tensor(gathered, own, group=members[0].ds_process_group)
+        dist.all_gather_into_tensor(gathered, own, group=sharded.group(members[0]))
         rows = gathered.view(-1, own.numel())
         offset = 0
         for param in members:
-            size = param.ds_tensor.numel()
+            size = sharded.shard(param).numel()
             decode_rows_into(param, rows[:, offset : offset + size])
             offset += size
 
@@ -187,7 +177,7 @@ def _by_group(params: Iterable[Parameter]) -> Iterable[list[Parameter]]:
     """Parameters by the process group that they are partitioned over."""
     by_group: dict[int, list[Parameter]] = defaultdict(list)
     for param in params:
-        by_group[id(param.ds_process_group)].append(param)
+        by_group[id(sharded.group(param))].append(param)
     return by_group.values()
 
 
@@ -195,8 +185,7 @@ def decode_rows_into(param: Parameter, rows: Tensor) -> None:
     """Make a stored parameter available: `rows` is uint8 [ranks, payload bytes], in the order of the ranks."""
     stored = stored_weight(param)
     flat = stored.wire_format.decode_rows(rows, stored.part_numel, stored.dtype).view(-1)
-    param.data = flat[: param.ds_numel].view(param.ds_shape)
-    param.ds_status = ZeroParamStatus.AVAILABLE
+    sharded.set_full(param, flat[: sharded.numel(param)].view(sharded.shape(param)))
     note_version(param)
 
 
@@ -216,7 +205,7 @@ def partition_stored(
         RuntimeError: a parameter was written in place, and `has_been_updated` is not set; or an adapter counts as
             merged on some ranks only. The values are dropped and the codes stay as they were.
     """
-    available = [param for param in params if param.ds_status == ZeroParamStatus.AVAILABLE]
+    available = [param for param in params if sharded.is_full(param)]
     try:
         if has_been_updated:
             return [param for members in _by_group(available) for param in _take_over(members)]
@@ -225,9 +214,9 @@ def partition_stored(
         return []
     finally:
         for param in params:
-            if free_data and param.ds_status == ZeroParamStatus.AVAILABLE:
-                free_param(param)
-            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            if free_data and sharded.is_full(param):
+                sharded.free(param)
+            sharded.set_dropped(param)
             note_version(param)
 
 
@@ -239,7 +228,7 @@ def _take_over(params: Sequence[Parameter]) -> list[Parameter]:
     """
     flags = [(not _decodes_to_own_part(p), stored_weight(p).is_merged, not stored_weight(p).is_merged) for p in params]
     on_any_rank = torch.tensor(flags, dtype=torch.int32, device=params[0].device)
-    dist.all_reduce(on_any_rank, op=dist.ReduceOp.MAX, group=params[0].ds_process_group)
+    dist.all_reduce(on_any_rank, op=dist.ReduceOp.MAX, group=sharded.group(params[0]))
     found = on_any_rank.tolist()
     for param, (_, merged, unmerged) in zip(params, found):
         if merged and unmerged:
@@ -249,7 +238,7 @@ def _take_over(params: Sequence[Parameter]) -> list[Parameter]:
             )
     written = []
     for param, (changed, merged, _) in zip(params, found):
-        stored, shard = stored_weight(param), param.ds_tensor
+        stored, shard = stored_weight(param), sharded.shard(param)
         held, stored.holds_merged = stored.holds_merged, bool(merged)
         if stored.before_merge is not None and stored.is_unmerged:
             shard.data.copy_(stored.before_merge)
@@ -271,7 +260,7 @@ def _decodes_to_own_part(param: Parameter) -> bool:
     stored = stored_weight(param)
     first = rank_in(param) * stored.part_numel
     now = param.data.reshape(-1)[first : first + stored.part_numel]
-    row = param.ds_tensor.data.to(param.data.device).view(1, -1)
+    row = sharded.shard(param).to(param.data.device).view(1, -1)
     decoded = stored.wire_format.decode_rows(row, stored.part_numel, stored.dtype).view(-1)[: now.numel()]
     return now.dtype == decoded.dtype and torch.equal(now, decoded)
 
@@ -281,9 +270,9 @@ def _decodes_to_own_part(param: Parameter) -> bool:
 
 def note_version(param: Parameter) -> None:
     """Remember how often a stored parameter has been written by now."""
-    stored_weight_ = param.__dict__.get(STORED)
-    if stored_weight_ is not None:
-        stored_weight_.version = param._version
+    stored = stored_weight(param)
+    if stored is not None:
+        stored.version = param._version
 
 
 def check_untouched(param: Parameter) -> None:
@@ -293,9 +282,8 @@ def check_untouched(param: Parameter) -> None:
     is checked: it may initialize what is partitioned by then, that is, empty tensors, as with stock.
     """
     stored = stored_weight(param)
-    if param._version != stored.version and partition_parameters.top_level_context is None:
-        param.data = param.data.new_empty(0)
-        param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    if param._version != stored.version and sharded.under_construction() is None:
+        sharded.set_dropped(param, param.data.new_empty(0))
         stored.version = param._version
         raise RuntimeError(
             f"{_name_of(param)} rests as {stored.wire_format!r} codes and was written in place, which would be lost: "
@@ -329,11 +317,11 @@ def check_usable(param: Parameter) -> None:
 
 
 def _name_of(param: Parameter) -> str:
-    return getattr(param, "zeropp_fp8_name", f"the parameter of shape {tuple(param.ds_shape)}")
+    return sharded.known(param).name or f"the parameter of shape {tuple(sharded.shape(param))}"
 
 
 def name_stored(named_params: Iterable[tuple[str, Parameter]]) -> None:
     """Let errors name stored parameters."""
     for name, param in named_params:
         if stored_weight(param) is not None:
-            param.zeropp_fp8_name = name
+            sharded.remember(param, name=name)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.compute.operand import Float8Operand
-from zeropp_fp8.compute.products import GATHERED_OPERAND
 from zeropp_fp8.formats import WireFormat
 from zeropp_fp8.zero.fragment import QuantizedFragment
 from zeropp_fp8.zero.frozen.checkpoint import fragment_of
@@ -57,11 +57,11 @@ class StoredUnit(SlicedUnit):
         """Let the codes rest in one buffer."""
         if self.payload is not None:
             return False
-        shards = [param.ds_tensor.data for param in self.packed]
+        shards = [sharded.shard(param) for param in self.packed]
         payload = torch.cat(shards)
         self.payload = payload.pin_memory() if shards[0].is_pinned() else payload
         for param, part in zip(self.packed, self.payload.split(self.layout.sizes)):
-            param.ds_tensor.data = part
+            sharded.move_shard(param, part)
         return True
 
     def at_rest(self) -> Tensor | None:
@@ -126,7 +126,7 @@ class Stored(Kind):
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
         for param in params:
             check_untouched(param)
-        rows = gather_rows(self.route, [param.ds_tensor.data.to(self.route.device) for param in params])
+        rows = gather_rows(self.route, [sharded.shard(param).to(self.route.device) for param in params])
         for param, payloads in zip(params, rows):
             decode_rows_into(param, payloads)
 
@@ -134,7 +134,7 @@ class Stored(Kind):
         self, params: Sequence[Parameter], has_been_updated: bool, free_data: bool, written: list[Parameter]
     ) -> None:
         for param in params:
-            param.__dict__.pop(GATHERED_OPERAND, None)
+            sharded.remember(param, operand=None)
         written += partition_stored(params, has_been_updated, free_data)
 
     def report_rows(self, params: Sequence[Parameter]) -> list[tuple]:
@@ -144,8 +144,8 @@ class Stored(Kind):
             by_format[repr(stored_weight(param).wire_format)].append(param)
         rows = []
         for name, members in by_format.items():
-            numel = sum(p.ds_numel for p in members)
-            at_rest = sum(p.ds_tensor.numel() for p in members) * self.route.world_size / numel
+            numel = sum(sharded.numel(p) for p in members)
+            at_rest = sum(sharded.shard(p).numel() for p in members) * self.route.world_size / numel
             remarks = [f"{len(members)} tensors, as they rest: {at_rest:.3f} bytes a parameter on all ranks together"]
             operands = sum(self.operands.rests_as_operand(p) for p in members)
             if operands:

@@ -13,12 +13,10 @@ from typing import Protocol
 
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.units import Unit
 from zeropp_fp8.zero.session import Session
-
-STATE = "zeropp_fp8_wire"
-STORED = "zeropp_fp8_stored"  # on a parameter that rests as codes: frozen/store.py
 
 
 class Owner(Protocol):
@@ -52,7 +50,7 @@ class ParameterWire:
 
 def is_stored(param: Parameter) -> bool:
     """Whether a parameter rests as codes, in whosever engine."""
-    return STORED in param.__dict__
+    return sharded.known(param).stored is not None
 
 
 # -- looking up ------------------------------------------------------------------------------------------------------
@@ -60,18 +58,18 @@ def is_stored(param: Parameter) -> bool:
 
 def unit_of(param: Parameter) -> Unit:
     """The unit of a parameter, in the engine that has it."""
-    return getattr(param, STATE).unit
+    return sharded.known(param).wire.unit
 
 
 def units_of(params: Iterable[Parameter]) -> tuple[Unit, ...]:
     """The units that hold `params`, each once."""
-    units = (getattr(p, STATE).unit for p in params)
+    units = (sharded.known(p).wire.unit for p in params)
     return tuple({id(unit): unit for unit in units}.values())
 
 
 def units_with(param: Parameter) -> list[Unit]:
     """The units of a parameter in all engines over it, the last one's first."""
-    state: ParameterWire | None = getattr(param, STATE)
+    state: ParameterWire | None = sharded.known(param).wire
     found = []
     while state is not None:
         found.append(state.unit)
@@ -97,7 +95,7 @@ def by_engine(params: Iterable[Parameter]) -> list[tuple[Owner | None, list[Para
     """
     parts: dict[int, tuple[Owner | None, list[Parameter]]] = {}
     for param in params:
-        state: ParameterWire | None = getattr(param, STATE, None)
+        state: ParameterWire | None = sharded.known(param).wire
         gatherer = None if state is None else state.owner
         parts.setdefault(id(gatherer), (gatherer, []))[1].append(param)
     return list(parts.values())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.formats.base import align_up
 
 _PARAMETER_ALIGNMENT = 16  # bytes; kernels then read and write 16 at once
@@ -58,9 +59,9 @@ class Places:
                 continue
             start = self._numels.get(dtype, 0)
             step = _PARAMETER_ALIGNMENT // dtype.itemsize
-            self._numels[dtype] = start + -(-param.ds_numel // step) * step
-            strides = torch.empty(param.ds_shape, device="meta").stride()
-            self._places.append((dtype, param.ds_shape, strides, start))
+            self._numels[dtype] = start + -(-sharded.numel(param) // step) * step
+            strides = torch.empty(sharded.shape(param), device="meta").stride()
+            self._places.append((dtype, sharded.shape(param), strides, start))
 
     def empty(self, device: torch.device) -> list[Tensor | None]:
         """An uninitialized tensor in its shape for each parameter; None for those without a place."""

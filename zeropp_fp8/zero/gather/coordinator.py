@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import z3_leaf_module
 from torch import nn
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.gather.adopted import units_of
 from zeropp_fp8.zero.gather.gatherer import Gatherer
@@ -135,7 +134,7 @@ class UnitCoordinator:
         external = module._external_params
         held = self._of_module.get(id(module))
         if held is None or held[0] != len(external):
-            own = module.parameters(recurse=z3_leaf_module(module))
+            own = module.parameters(recurse=sharded.is_leaf(module))
             params = list({id(p): p for p in (*own, *external.values())}.values())
             if not all(map(self.gatherer.ownership.has, params)):
                 raise RuntimeError(
@@ -162,9 +161,9 @@ class UnitCoordinator:
                 self._in_backward.setdefault(current_submodule, 0)
             fetched, needed = self._fetched(params, units)
             for param in params:
-                param.ds_active_sub_modules.add(current_submodule.ds_id)
+                sharded.users(param).add(sharded.key(current_submodule))
             for unit in units:
-                unit.active_modules.add(current_submodule.ds_id)
+                unit.active_modules.add(sharded.key(current_submodule))
                 unit.pay()
             if fetched:
                 if self._trace.position == 0:
@@ -181,7 +180,7 @@ class UnitCoordinator:
 
     def _fetched(self, params: Sequence[Parameter], units: Sequence[Unit]) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
         """Of the units of a module: (those whose fetch all ranks see, those that it misses parameters of)."""
-        missing = [p for p in params if p.ds_status != ZeroParamStatus.AVAILABLE]
+        missing = [p for p in params if not sharded.is_full(p)]
         needed = units if len(missing) == len(params) else units_of(missing) if missing else ()
         fetched = [u for u in units if not u.persistent and (u in needed or not u.looked_at)]
         return tuple(fetched), needed
@@ -246,9 +245,9 @@ class UnitCoordinator:
     def _leave(self, module: nn.Module) -> None:
         params, units = self._members(module)
         for param in params:
-            param.ds_active_sub_modules.discard(module.ds_id)
+            sharded.users(param).discard(sharded.key(module))
         for unit in units:
-            unit.active_modules.discard(module.ds_id)
+            unit.active_modules.discard(sharded.key(module))
 
     def leave_all(self) -> None:
         """No module uses its parameters any more; they may stay until something releases them."""
@@ -291,5 +290,5 @@ class UnitCoordinator:
 def _check_released(units: Iterable[Unit]) -> None:
     for unit in units:
         for param in unit.params:
-            if param.data.numel() and param.ds_numel:
-                raise RuntimeError(f"expected to be released: {param.ds_summary()}")
+            if param.data.numel() and sharded.numel(param):
+                raise RuntimeError(f"expected to be released: {sharded.describe(param)}")

@@ -22,15 +22,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.reduce_scatter import slice_numel
-from zeropp_fp8.compute.products import GATHERED_OPERAND, READ_AS_NUMBERS
 from zeropp_fp8.zero.gather.adopted import (
-    STATE,
     ParameterWire,
     by_engine,
     by_kind,
@@ -91,7 +89,7 @@ class Gatherer:
         self.hops = Hops(route)
         self.live_numel = 0
         self.resident = False
-        self._padded_numel: dict[int, int] = {}  # by ds_id: elements that stock would gather
+        self._padded_numel: dict[int, int] = {}  # by sharded.key: elements that stock would gather
         self._nothing = Fillers(lambda dtype: torch.empty(0, dtype=dtype, device=self.device))
         self._not_a_number = Fillers(lambda dtype: torch.full((1,), torch.nan, dtype=dtype, device=self.device))
 
@@ -106,7 +104,7 @@ class Gatherer:
         """Gather the parameters of units from now on. Collective."""
         self.ownership.attach(units)
         world, params = self.route.world_size, self.ownership.params
-        self._padded_numel = {ds_id: slice_numel(param.ds_numel, world) * world for ds_id, param in params.items()}
+        self._padded_numel = {key: slice_numel(sharded.numel(param), world) * world for key, param in params.items()}
         self.hops.attach(units)
 
     def detach(self) -> None:
@@ -182,22 +180,22 @@ class Gatherer:
         pending = unit.pending
         ledger.pay(pending.bill)
         with ledger.billed(pending.bill):
-            ledger.stock_would_send(sum([self._padded_numel[p.ds_id] for p in missing]))
+            ledger.stock_would_send(sum([self._padded_numel[sharded.key(p)] for p in missing]))
         unit.bill.update(pending.bill)
         pending.wait()
         values, operands, lent = unit.decode(pending.gathered)
         for param, value, exact in values:
-            if param.ds_status != ZeroParamStatus.AVAILABLE:
+            if not sharded.is_full(param):
                 _let_hold(param, value, lossy=not exact)
         for param, operand in operands:
-            if param.ds_status != ZeroParamStatus.AVAILABLE:
-                setattr(param, GATHERED_OPERAND, operand)
+            if not sharded.is_full(param):
+                sharded.known(param).operand = operand
                 dtype = unit.dtype_of(param)
-                if getattr(param, READ_AS_NUMBERS, False):
+                if sharded.known(param).as_numbers:
                     value = operand.dequantize(dtype)
                 else:
                     # Whoever reads the values in a way that compute/linear.py does not notice shall see it.
-                    value = self._not_a_number[dtype].expand(param.ds_shape)
+                    value = self._not_a_number[dtype].expand(sharded.shape(param))
                 _let_hold(param, value, lossy=True)
         self.hops.end(unit, lent)
         self._are_there(unit, missing)
@@ -221,28 +219,23 @@ class Gatherer:
         GatheredParameters makes a copy all the same: what is written there without `modifier_rank` is to be dropped.
         """
         for param in missing:
-            _let_hold(param, param.ds_tensor.data[: param.ds_numel].view(param.ds_shape), lossy=True)
+            _let_hold(param, sharded.shard(param)[: sharded.numel(param)].view(sharded.shape(param)), lossy=True)
         self._are_there(unit, missing)
 
     def release(self, unit: Unit) -> None:
         """Drop the values of a unit's parameters, but for those that modules use or somebody looks at."""
         there = [
-            p
-            for p in unit.params
-            if p.ds_status == ZeroParamStatus.AVAILABLE and not (p.ds_active_sub_modules or p.ds_id in unit.looked_at)
+            p for p in unit.params if sharded.is_full(p) and not (sharded.users(p) or sharded.key(p) in unit.looked_at)
         ]
         unit.kind.check_untouched(there)
         for param in there:
             # The values were made and used on the compute stream only, so no stream has to be told.
-            param.data = self._nothing[unit.dtype_of(param)]
-            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
-            state = param.__dict__
-            state[STATE].lossy = False
-            if GATHERED_OPERAND in state:
-                del state[GATHERED_OPERAND]
+            sharded.set_dropped(param, self._nothing[unit.dtype_of(param)])
+            remembered = sharded.known(param)
+            remembered.wire.lossy, remembered.operand = False, None
         unit.kind.note(there)
         self._is_not_live(unit)
-        if unit.lent and not any(GATHERED_OPERAND in p.__dict__ for p in unit.params):
+        if unit.lent and not any(sharded.known(p).operand is not None for p in unit.params):
             for ring, buffer in unit.lent:
                 ring.give_back(buffer)
             unit.lent = []
@@ -266,15 +259,15 @@ class Gatherer:
 
         `safe_mode` and `quantize` are DeepSpeed's; the session decides the format.
         """
-        missing = [p for p in params if p.ds_status != ZeroParamStatus.AVAILABLE]
-        units = units_of(sorted(missing, key=lambda p: p.ds_id))
+        missing = [p for p in params if not sharded.is_full(p)]
+        units = units_of(sorted(missing, key=lambda p: sharded.key(p)))
         for unit in units:
             self.hops.start(unit)
         return UnitsHandle(self, units)
 
     def gather_now(self, params: Sequence[Parameter]) -> None:
         """Gather for computing, complete on the current stream; parameters that are available stay as they are."""
-        for engine, missing in by_engine(p for p in params if p.ds_status != ZeroParamStatus.AVAILABLE):
+        for engine, missing in by_engine(p for p in params if not sharded.is_full(p)):
             engine.all_gather_coalesced(missing).wait()
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
@@ -283,11 +276,11 @@ class Gatherer:
         A parameter that is there in quantized form is gathered again.
         """
         self._check_not_resident()
-        self.partition([p for p in params if getattr(p, STATE).lossy and not p.ds_active_sub_modules])
-        for kind, missing in by_kind(p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE):
+        self.partition([p for p in params if sharded.known(p).wire.lossy and not sharded.users(p)])
+        for kind, missing in by_kind(p for p in params if not sharded.is_full(p)):
             kind.gather_exactly(missing)
         for param in params:
-            unit_of(param).looked_at.add(param.ds_id)
+            unit_of(param).looked_at.add(sharded.key(param))
 
     @torch.no_grad()
     def partition(self, params: Sequence[Parameter], has_been_updated: bool = False, free_data: bool = True) -> None:
@@ -302,7 +295,7 @@ class Gatherer:
             # GatheredParameters(modifier_rank=...) broadcasts each parameter before it partitions it again.
             with self.session.ledger.counting(OUTSIDE):
                 for param in params:
-                    self.session.ledger.sent_around_ring(param.ds_numel * param.element_size())
+                    self.session.ledger.sent_around_ring(sharded.numel(param) * param.element_size())
         written: list[Parameter] = []
         try:
             for kind, mine in by_kind(params):
@@ -311,9 +304,9 @@ class Gatherer:
             for unit in units_of(params):
                 self._is_not_live(unit)
             for param in params:
-                unit_of(param).looked_at.discard(param.ds_id)
-                if param.ds_status != ZeroParamStatus.AVAILABLE:
-                    getattr(param, STATE).lossy = False
+                unit_of(param).looked_at.discard(sharded.key(param))
+                if not sharded.is_full(param):
+                    sharded.known(param).wire.lossy = False
             if written:  # after the write: the gather lane waits for what the current stream was given
                 self.weights_changed(written)
                 self.expect_large_step(written)  # which brings back what master weights say
@@ -371,6 +364,5 @@ class Gatherer:
 
 def _let_hold(param: Parameter, value: Tensor, lossy: bool) -> None:
     """Let a parameter have a value; `lossy`: not every bit of what rests."""
-    param.data = value
-    param.ds_status = ZeroParamStatus.AVAILABLE
-    param.__dict__[STATE].lossy = lossy
+    sharded.set_full(param, value)
+    sharded.known(param).wire.lossy = lossy

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.operand import BLOCK, Float8Operand, Granularity
@@ -59,7 +60,7 @@ class GemmWeights:
         self.session = session
         self._weights: dict[int, _Weight] = {}
         # Both made once a step, and not in each of the gathers:
-        self._scales: dict[int, Tensor] = {}  # of each weight, by its ds_id: fp32, views of one table
+        self._scales: dict[int, Tensor] = {}  # of each weight, by its sharded.key: fp32, views of one table
         self._multipliers: Tensor | None = None  # fp32, 1 for what is no operand, and 1 / that table
         self.stale = True
         self.granularity: Granularity = "tensor"
@@ -82,15 +83,15 @@ class GemmWeights:
     def _add(self, param: Parameter, precision: LinearPrecision) -> None:
         if precision.weight_is_transposed and self.granularity == "row":
             return  # [in, out]: a row is not what y = x W^T wants a scale for
-        rows, columns = param.ds_shape
+        rows, columns = sharded.shape(param)
         shape = {"tensor": (1,), "row": (rows, 1), "tile": (-(-rows // BLOCK), -(-columns // BLOCK))}[self.granularity]
         start = max((w.scales.stop for w in self._weights.values()), default=0)
         start += -start % SCALE_STRIDE
         count = shape[0] * shape[-1] if len(shape) == 2 else 1
-        self._weights[param.ds_id] = _Weight(param, slice(start, start + count), shape)
+        self._weights[sharded.key(param)] = _Weight(param, slice(start, start + count), shape)
 
     def __contains__(self, param: Parameter) -> bool:
-        return param.ds_id in self._weights
+        return sharded.key(param) in self._weights
 
     def __len__(self) -> int:
         return len(self._weights)
@@ -118,7 +119,7 @@ class GemmWeights:
         amax = torch.zeros(count, dtype=torch.float32, device=device)
         if self.granularity == "tensor":
             params = [weight.param for weight in self._weights.values()]
-            if any(param.ds_tensor.device != device for param in params):
+            if any(sharded.shard(param).device != device for param in params):
                 # Offloaded: one after the other, or all shards would be on the device at once.
                 norms = [torch._foreach_norm([self._own_or_zero(param)], torch.inf)[0] for param in params]
             else:
@@ -148,7 +149,7 @@ class GemmWeights:
     def _own(self, param: Parameter) -> Tensor:
         """This rank's elements of a weight, flat, without the padding of the last slices (which nobody writes)."""
         own = self.session.placement.own_numel(param)
-        return param.ds_tensor.data.view(-1)[:own].to(self.session.device, non_blocking=True)
+        return sharded.shard(param).view(-1)[:own].to(self.session.device, non_blocking=True)
 
     def _own_or_zero(self, param: Parameter) -> Tensor:
         own = self._own(param)
@@ -167,7 +168,7 @@ class GemmWeights:
 
         What is not in the range in the first and last row is zero.
         """
-        columns = param.ds_shape[1]
+        columns = sharded.shape(param)[1]
         lead = start % columns
         rows = F.pad(values, (lead, -(lead + values.numel()) % columns)).view(-1, columns)
         return rows, start // columns, lead
@@ -190,7 +191,7 @@ class GemmWeights:
 
     def slice_bytes(self, param: Parameter) -> int:
         """Bytes of a rank's slice on the wire: one an element, so that slices of all ranks make one matrix."""
-        return param.ds_tensor.ds_numel
+        return sharded.shard_numel(param)
 
     @torch.no_grad()
     def encode(self, param: Parameter, out: Tensor) -> None:
@@ -203,7 +204,7 @@ class GemmWeights:
 
     def encode_range(self, param: Parameter, start: int, values: Tensor, out: Tensor) -> None:
         """Write the codes of flat `values`, the elements of a weight from `start` on, to uint8 `out` [values]."""
-        scale = self._scales[param.ds_id]
+        scale = self._scales[sharded.key(param)]
         if self.granularity == "tensor":
             codes = casts.codes_of(values.view(1, -1), scale, DTYPE).view(-1)
         else:
@@ -217,7 +218,7 @@ class GemmWeights:
 
     def places(self, params: Iterable[Parameter]) -> Tensor:
         """int64 [params]: the argument of `multipliers` for them; 0 for what is no operand."""
-        starts = [self._weights[p.ds_id].scales.start + 1 if p in self else 0 for p in params]
+        starts = [self._weights[sharded.key(p)].scales.start + 1 if p in self else 0 for p in params]
         return torch.tensor(starts, dtype=torch.int64, device=self.session.device)
 
     def multipliers(self, places: Tensor) -> Tensor:
@@ -226,7 +227,7 @@ class GemmWeights:
 
     def operand(self, param: Parameter, codes: Tensor, start: int = 0) -> Float8Operand:
         """The operand of a weight: its codes lie in flat FP8 `codes` from `start` on, in rank order, and stay there."""
-        shape = tuple(param.ds_shape)
+        shape = tuple(sharded.shape(param))
         # One operation instead of three for each of some 340 operands a step of 24 blocks.
         matrix = codes.as_strided(shape, (shape[1], 1), codes.storage_offset() + start)
-        return Float8Operand(matrix, self._scales[param.ds_id], shape, self.granularity)
+        return Float8Operand(matrix, self._scales[sharded.key(param)], shape, self.granularity)

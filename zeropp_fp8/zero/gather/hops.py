@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.lanes import BufferRing, Lane, after, buffer_for, mark
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.formats.shapes import is_vector
@@ -39,7 +40,7 @@ def outsized_units(units: Sequence[Unit], bytes_of: Callable[[Parameter], float]
     """
     sizes = {unit: sum(bytes_of(p) for p in unit.params) for unit in units}
     usual = sorted((size for unit, size in sizes.items() if not unit.persistent), reverse=True)[:3]
-    single = [unit for unit in units if sum(not is_vector(p.ds_shape) for p in unit.params) == 1]
+    single = [unit for unit in units if sum(not is_vector(sharded.shape(p)) for p in unit.params) == 1]
     return {unit for unit in single if usual and sizes[unit] > 2 * usual[-1]}
 
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.compute.products import GATHERED_OPERAND
+from zeropp_fp8 import sharded
 from zeropp_fp8.zero.gather.route import Route
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
@@ -109,16 +108,16 @@ class Kind(ABC):
         written += changed
         for param in changed:
             own = self.route.session.placement.own_part(param, param.data)
-            param.ds_tensor.data.view(-1)[: own.numel()].copy_(own)
+            sharded.shard(param).view(-1)[: own.numel()].copy_(own)
         for param in params:
-            if free_data and param.ds_status == ZeroParamStatus.AVAILABLE:
-                free_param(param)  # refuses, by an exception, while a module uses the parameter
-            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
-            param.__dict__.pop(GATHERED_OPERAND, None)
+            if free_data and sharded.is_full(param):
+                sharded.free(param)  # refuses, by an exception, while a module uses the parameter
+            sharded.set_dropped(param)
+            sharded.remember(param, operand=None)
 
     def _written(self, params: Sequence[Parameter]) -> list[Parameter]:
         """Those gathered parameters of which some rank holds other bits than its shard. Collective, one message."""
-        gathered = [p for p in params if p.ds_status == ZeroParamStatus.AVAILABLE]
+        gathered = [p for p in params if sharded.is_full(p)]
         if not gathered:
             return []
         differs = torch.stack([self._own_part_differs(param) for param in gathered])
@@ -128,7 +127,7 @@ class Kind(ABC):
     def _own_part_differs(self, param: Parameter) -> Tensor:
         """uint8 []: whether this rank's part of a gathered parameter has other bits than its shard."""
         own = self.route.session.placement.own_part(param, param.data)
-        shard = param.ds_tensor.data.view(-1)[: own.numel()].to(own.device)
+        shard = sharded.shard(param).view(-1)[: own.numel()].to(own.device)
         if own.dtype != shard.dtype:
             return torch.ones((), dtype=torch.uint8, device=self.route.device)
         bits = _BITS[own.dtype.itemsize]

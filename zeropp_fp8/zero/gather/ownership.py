@@ -14,12 +14,11 @@ from typing import Protocol
 
 from torch.nn import Parameter
 
-from zeropp_fp8.compute.products import READ_AS_NUMBERS
+from zeropp_fp8 import sharded
 from zeropp_fp8.config import SECTION, ConfigError
-from zeropp_fp8.zero.gather.adopted import STATE, Owner, ParameterWire, by_engine, units_of
+from zeropp_fp8.zero.gather.adopted import Owner, ParameterWire, by_engine, units_of
 from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.units import Unit
-from zeropp_fp8.zero.sharded_param import Shard
 
 _CLOSURES = ("all_gather", "all_gather_coalesced", "partition")
 
@@ -57,7 +56,7 @@ class Ownership:
     """The parameters of one engine.
 
     Attributes:
-        params: these, by ds_id; `all_units`: what they are gathered in; `kinds`: what these are.
+        params: these, by sharded.key; `all_units`: what they are gathered in; `kinds`: what these are.
         units: those that no later engine has.
         given_back: told that a later engine has ended.
     """
@@ -66,7 +65,7 @@ class Ownership:
         self._gatherer, self.kinds, self._session = gatherer, kinds, gatherer.session
         self.params: dict[int, Parameter] = {}
         self._before: dict[Parameter, ParameterWire] = {}  # what they were in the engine before
-        self._rested: dict[Parameter, Shard] = {}  # how, until this engine is made
+        self._rested: dict[Parameter, sharded.Shard] = {}  # how, until this engine is made
         self.units: list[Unit] = []
         self.all_units: list[Unit] = []
         self.given_back: Callable[[], None] | None = None
@@ -74,9 +73,9 @@ class Ownership:
     def attach(self, units: Sequence[Unit]) -> None:
         """Take the ZeRO-3 parameters of `units`, from another engine over the same model too. Collective."""
         params = [param for unit in units for param in unit.params]
-        self.params = {param.ds_id: param for param in params}
-        self._before = {param: getattr(param, STATE) for param in params if hasattr(param, STATE)}
-        self._rested = {param: Shard.of(param) for param in params}
+        self.params = {sharded.key(param): param for param in params}
+        self._before = {param: state for param in params if (state := sharded.known(param).wire) is not None}
+        self._rested = {param: sharded.Shard.of(param) for param in params}
         for previous, theirs in by_engine(params):
             if previous is not None:
                 previous.suspend(theirs)
@@ -100,7 +99,7 @@ class Ownership:
             if not placed:
                 unit.kind.place(unit.params)
             for param in unit.params:
-                setattr(param, STATE, states[param])
+                sharded.remember(param, wire=states[param])
                 for name, closure in self._gatherer.closures_of(param).items():
                     setattr(param, name, closure)
         for kind in self.kinds:
@@ -144,7 +143,7 @@ class Ownership:
     def detach(self) -> None:
         """Give parameters to the engine that had them before, or DeepSpeed. Collective, if this one was made."""
         # What no engine has was about to be attached, when something failed.
-        mine = [param for param in self.params.values() if self.has(param) or not hasattr(param, STATE)]
+        mine = [param for param in self.params.values() if self.has(param) or sharded.known(param).wire is None]
         failed = bool(self._rested)
         before: dict[int, tuple[Owner, dict[Parameter, ParameterWire]]] = {}
         for param, state in ((param, self._before.get(param)) for param in mine):
@@ -156,7 +155,7 @@ class Ownership:
             unit.secondary = None
         self._let_go(filter(self.has, mine), together=not failed)
         for param in mine if failed else ():
-            self._rested[param].restore(param)
+            self._rested[param].put(param)
         for remembered in (self.params, self._before, self._rested):
             remembered.clear()
         self.units = self.all_units = []
@@ -170,17 +169,16 @@ class Ownership:
             if together:
                 unit.kind.leave(unit.params, self._gatherer.gather_exactly)
             for param in unit.params:
-                state: ParameterWire = getattr(param, STATE)
-                param.__dict__.pop(READ_AS_NUMBERS, None)
+                state: ParameterWire = sharded.known(param).wire
                 for name, closure in state.stock.items():
                     setattr(param, name, closure)
-                delattr(param, STATE)
+                sharded.remember(param, wire=None, as_numbers=False)
 
     # -- beside a later engine -------------------------------------------------------------------------------------
 
     def has(self, param: Parameter) -> bool:
         """Whether a parameter is this engine's to gather."""
-        state: ParameterWire | None = getattr(param, STATE, None)
+        state: ParameterWire | None = sharded.known(param).wire
         return state is not None and state.owner is self._gatherer
 
     def elsewhere(self) -> list[tuple[Owner | None, list[Parameter]]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.all_gather import ranks_held
 from zeropp_fp8.comm.payload import SliceOrder
 from zeropp_fp8.formats import UnquantizedFormat, WireFormat
@@ -54,4 +54,4 @@ class Route:
         """What the numbers of a shard travel in: matrices as configured, vectors and what is skipped in full."""
         if self.session.weight_format is not None and not self.session.sends_exactly("weights", param):
             return self.session.weight_format
-        return UnquantizedFormat(get_allgather_dtype(param, param.ds_tensor))
+        return UnquantizedFormat(sharded.wire_dtype(param))

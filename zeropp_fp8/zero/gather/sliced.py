@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.all_gather import gather_through, rows_by_rank, start_regions
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.payload import PayloadLayout
@@ -53,18 +53,18 @@ class SlicedUnit(Unit):
         self._made_for: list[tuple[torch.dtype, int]] = []
 
     def bytes_in(self, wire_format: WireFormat, param: Parameter) -> int:
-        return wire_format.payload_bytes(param.ds_tensor.ds_numel)
+        return wire_format.payload_bytes(sharded.shard_numel(param))
 
     # -- layout ------------------------------------------------------------------------------------------------------
 
     def lay_out(self) -> None:
-        made_for = [(p.ds_tensor.dtype, p.ds_tensor.ds_numel) for p in self.params]
+        made_for = [(sharded.shard(p).dtype, sharded.shard_numel(p)) for p in self.params]
         if self.layout is not None and self._made_for == made_for:
             return
         route, self._made_for = self.route, made_for
         self.operands = [p for p in self.params if self.travels_as_operand(p)]
         self.packed = [p for p in self.params if not self.travels_as_operand(p)]
-        numels, dtypes = [p.ds_tensor.ds_numel for p in self.packed], [self.dtype_of(p) for p in self.packed]
+        numels, dtypes = [sharded.shard_numel(p) for p in self.packed], [self.dtype_of(p) for p in self.packed]
         left_out = self._not_decoded()
         formats: list[WireFormat] = [self.format_of(p) for p in self.packed]
         self.layout = PayloadLayout(numels, formats, dtypes, route.device, left_out=left_out)
@@ -87,7 +87,7 @@ class SlicedUnit(Unit):
         DeepSpeed never writes what lies beyond the end of a parameter in the last shards, and it would enter the scale
         of a block. (Of a shard that is all padding every block is dropped.)
         """
-        return [self.route.session.own_numel(p) or p.ds_tensor.ds_numel for p in self.packed]
+        return [self.route.session.own_numel(p) or sharded.shard_numel(p) for p in self.packed]
 
     @property
     def held_bytes(self) -> int:
@@ -144,7 +144,7 @@ class SlicedUnit(Unit):
         """This rank's slices of what is packed, flat, without padding."""
         device = self.route.device
         slices = zip(self.packed, self._encoded_numels)
-        return [p.ds_tensor.data.view(-1)[:numel].to(device, non_blocking=True) for p, numel in slices]
+        return [sharded.shard(p).view(-1)[:numel].to(device, non_blocking=True) for p, numel in slices]
 
     def _encode(self, own: list[Tensor]) -> None:
         """Encode into uint8 [1, size] of each region; without a secondary shard the bytes are kept for the next gather.
@@ -214,7 +214,7 @@ class SlicedUnit(Unit):
             layout.offsets[index],
             layout.formats[index],
             layout.slice_numels[index],
-            tuple(param.ds_shape),
+            tuple(sharded.shape(param)),
             self.dtype_of(param),
             row_of_slice=None if self.route.in_rank_order else self.route.row_of_slice,
         )
@@ -232,13 +232,12 @@ class Sliced(Kind):
         super().adopt(params)
         for param in params:
             # DeepSpeed leaves in the padding what the memory held. NaN there is a difference that is always too large.
-            param.ds_tensor.data.view(-1)[self.route.session.own_numel(param) :].zero_()
+            sharded.shard(param).view(-1)[self.route.session.own_numel(param) :].zero_()
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
-        shards = [param.ds_tensor.data.to(self.route.device) for param in params]
+        shards = [sharded.shard(param).to(self.route.device) for param in params]
         formats = [UnquantizedFormat(shard.dtype) for shard in shards]
         rows = gather_rows(self.route, [f.encode(shard) for f, shard in zip(formats, shards)])
         for param, wire_format, payloads in zip(params, formats, rows):
-            flat = wire_format.decode_rows(payloads, param.ds_tensor.ds_numel, param.ds_tensor.dtype).view(-1)
-            param.data = flat[: param.ds_numel].view(param.ds_shape)
-            param.ds_status = ZeroParamStatus.AVAILABLE
+            flat = wire_format.decode_rows(payloads, sharded.shard_numel(param), sharded.shard(param).dtype).view(-1)
+            sharded.set_full(param, flat[: sharded.numel(param)].view(sharded.shape(param)))

@@ -18,11 +18,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.lanes import BufferRing, after, used_last
 from zeropp_fp8.comm.ledger import Bill
 from zeropp_fp8.compute.operand import Float8Operand
@@ -123,7 +122,7 @@ class Unit(ABC):
         payload: this rank's encoded shards, where they are kept, until the weights change.
         lent: buffers in which operands of live parameters lie.
         live: the engine has brought the values that modules use, and not dropped them yet.
-        looked_at: ds_id of parameters that GatheredParameters (or another caller of `gather_exactly`) has gathered and
+        looked_at: key of parameters that GatheredParameters (or another caller of `gather_exactly`) has gathered and
             not dropped yet. The engine does not drop them either, and modules that use no others need no gather: a
             rank may run these alone.
         names: those of the parameters in the model.
@@ -136,7 +135,7 @@ class Unit(ABC):
     def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
         self.params, self.kind, self.persistent = params, kind, persistent
         self.route = kind.route
-        self.numel = sum(p.ds_numel for p in params)
+        self.numel = sum(sharded.numel(p) for p in params)
         self.pending: PendingGather | None = None
         self.keeps_secondary = False
         self.secondary: Tensor | None = None
@@ -160,7 +159,7 @@ class Unit(ABC):
     @property
     def missing(self) -> list[Parameter]:
         """Parameters that do not hold their values, whoever brings these."""
-        return [param for param in self.params if param.ds_status != ZeroParamStatus.AVAILABLE]
+        return [param for param in self.params if not sharded.is_full(param)]
 
     def pay(self) -> None:
         """It is used: what it has sent outside of steps counts for the step, if it is one that uses it."""
@@ -172,7 +171,7 @@ class Unit(ABC):
         """Let no module be using the parameters."""
         self.active_modules.clear()
         for param in self.params:
-            param.ds_active_sub_modules.clear()
+            sharded.users(param).clear()
 
     # -- what its parameters are on the wire ------------------------------------------------------------------------
 
@@ -182,7 +181,7 @@ class Unit(ABC):
 
     def dtype_of(self, param: Parameter) -> torch.dtype:
         """The dtype of a parameter's values."""
-        return param.ds_tensor.dtype
+        return sharded.shard(param).dtype
 
     def is_exact(self, param: Parameter) -> bool:
         """Whether what arrives is all there is of a parameter."""
@@ -214,7 +213,7 @@ class Unit(ABC):
     @property
     def shards_are_values(self) -> bool:
         """Whether there is nothing to gather: one rank, nothing rounded, nothing offloaded."""
-        return self.route.world_size == 1 and not any(p.ds_tensor.device != self.route.device for p in self.params)
+        return self.route.world_size == 1 and not any(sharded.shard(p).device != self.route.device for p in self.params)
 
     @abstractmethod
     def lay_out(self) -> None:
@@ -291,8 +290,8 @@ def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str,
     def untaken(params: Iterable[Parameter]) -> list[Parameter]:
         mine = []
         for param in params:
-            if param.ds_id not in taken:
-                taken.add(param.ds_id)
+            if sharded.key(param) not in taken:
+                taken.add(sharded.key(param))
                 mine.append(param)
         return mine
 
@@ -318,14 +317,14 @@ def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str,
     whole = {id(block) for block in blocks}
 
     def visit(module: nn.Module) -> None:
-        if id(module) in whole or z3_leaf_module(module):
+        if id(module) in whole or sharded.is_leaf(module):
             add(untaken(module.parameters()))
             return
         add(untaken(module.parameters(recurse=False)))
         for child in module.children():
             visit(child)
 
-    add(untaken(p for p in model.parameters() if p.ds_persist), persistent=True)
+    add(untaken(p for p in model.parameters() if sharded.stays(p)), persistent=True)
     visit(model)
     names = {id(param): name for name, param in model.named_parameters()}
     for each in units:

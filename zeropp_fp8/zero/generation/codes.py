@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.sliced import SlicedUnit
 
@@ -47,6 +48,6 @@ def quantized_weight(unit: SlicedUnit, param: Parameter, codes: Tensor) -> Quant
     wire_format, slice_numel = unit.layout.formats[index], unit.layout.slice_numels[index]
     if not can_multiply(wire_format) or slice_numel % wire_format.block_size:
         return None
-    if param.ds_shape[1] % wire_format.block_size:  # a block of codes would reach into the next row
+    if sharded.shape(param)[1] % wire_format.block_size:  # a block of codes would reach into the next row
         return None
     return unit.weight_in(index, codes)

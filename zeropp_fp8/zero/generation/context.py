@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.zero.gather.adopted import STATE
 from zeropp_fp8.zero.generation.adapters import direct_forward
 from zeropp_fp8.zero.generation.layers import linear_layers, lora_layers
 from zeropp_fp8.zero.generation.replayed import STATIC, check_replayable, replayed
@@ -267,7 +267,7 @@ def _let_own_values(param: Parameter, kept: list[tuple[Parameter, Tensor]]) -> N
 
     Biases do, and what somebody looks at.
     """
-    is_shard = param.data.data_ptr() == param.ds_tensor.data.data_ptr()
-    if is_shard or param.ds_persist or getattr(param, STATE).unit.looked_at:
+    is_shard = param.data.data_ptr() == sharded.shard(param).data_ptr()
+    if is_shard or sharded.stays(param) or sharded.known(param).wire.unit.looked_at:
         kept.append((param, param.data))
         param.data = param.data.clone()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zeropp_fp8.compute.products import READ_AS_NUMBERS
+from zeropp_fp8 import sharded
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.units import Unit
 from zeropp_fp8.zero.generation.adapters import Adapter, with_adapters
@@ -34,8 +34,8 @@ class _Resident:
     def gather(self) -> None:
         """Keep what is to be kept. Collective."""
         for param in self.gatherer.ownership.params.values():
-            if READ_AS_NUMBERS not in param.__dict__:  # those that travel as operands of FP8 products come as numbers
-                setattr(param, READ_AS_NUMBERS, True)
+            if not sharded.known(param).as_numbers:  # those that travel as operands of FP8 products come as numbers
+                sharded.remember(param, as_numbers=True)
                 self._marked.append(param)
         waiting = [unit for unit in self.gatherer.units if unit.missing]
         for unit, coming in zip(waiting, [*waiting[1:], None]):
@@ -54,7 +54,7 @@ class _Resident:
     def release(self) -> None:
         """Drop what was kept. No communication."""
         for param in self._marked:
-            param.__dict__.pop(READ_AS_NUMBERS, None)
+            sharded.remember(param, as_numbers=False)
         self._marked.clear()
         for unit in self.gatherer.units:
             unit.kind.note(unit.params)  # an adapter may have been merged into the values: they are dropped with it
@@ -83,7 +83,7 @@ class ResidentValues(_Resident):
         for unit in self.gatherer.units:
             comes = unit.missing and not unit.shards_are_values
             params = unit.params if comes else (p for p in unit.params if id(p) in self._written)
-            needed += sum(p.ds_numel * unit.dtype_of(p).itemsize for p in params)
+            needed += sum(sharded.numel(p) * unit.dtype_of(p).itemsize for p in params)
         return needed
 
 
@@ -114,8 +114,10 @@ class ResidentCodes(_Resident):
             if id(unit) in with_codes and not holds_codes(unit):
                 total += sum(unit.bytes_of(p) for p in unit.params) * self.gatherer.route.world_size
             params = (p for p in unit.params if id(p) not in self._unit_of)
-            total += sum(p.ds_numel * unit.dtype_of(p).itemsize for p in params)
-        decoded = [sum(p.ds_numel * unit.dtype_of(p).itemsize for p in unit.params) for unit in with_codes.values()]
+            total += sum(sharded.numel(p) * unit.dtype_of(p).itemsize for p in params)
+        decoded = [
+            sum(sharded.numel(p) * unit.dtype_of(p).itemsize for p in unit.params) for unit in with_codes.values()
+        ]
         return int(total) + sum(sorted(decoded)[-_DECODED_UNITS:])
 
     def _keep(self, unit: Unit) -> None:

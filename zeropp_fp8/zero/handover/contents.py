@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.formats.shapes import is_matrix
 from zeropp_fp8.zero.export.weights import Part, Weight, buffers, groups, tensors
 from zeropp_fp8.zero.frozen.store import stored_weight
@@ -115,7 +116,12 @@ class Contents:
 
     def _goes_as_operand(self, part: Part, param: Parameter) -> bool:
         """Whether a weight goes as the codes that training multiplies, if it multiplies codes."""
-        if self._float8 is None or part.is_adapter or part.module not in self._float8 or not is_matrix(param.ds_shape):
+        if (
+            self._float8 is None
+            or part.is_adapter
+            or part.module not in self._float8
+            or not is_matrix(sharded.shape(param))
+        ):
             return False
         return stored_weight(param) is not None or unit_of(param).travels_as_operand(param)
 
@@ -145,7 +151,7 @@ class Contents:
         from peft import get_peft_model_state_dict
 
         params = dict(self._module.named_parameters())
-        stand_ins = {name: torch.empty(p.ds_shape, device="meta") for name, p in params.items()}
+        stand_ins = {name: torch.empty(sharded.shape(p), device="meta") for name, p in params.items()}
         owners = {id(stand_ins[name]): param for name, param in params.items()}
         active_adapters = self._module.active_adapters  # `active_adapter` does not follow base_model.set_adapter
         if len(active_adapters) != 1:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.lanes import on_one_stream
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.compute.products import GATHERED_OPERAND
 from zeropp_fp8.zero.export.lockstep import Lockstep, everyones
 from zeropp_fp8.zero.export.weights import Weight, base_model, gathered, groups
 from zeropp_fp8.zero.frozen.store import value_dtype
-from zeropp_fp8.zero.gather.adopted import STATE, units_of
+from zeropp_fp8.zero.gather.adopted import units_of
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.handover.contents import NAME, Contents, Group
 from zeropp_fp8.zero.handover.float8 import Float8Weights
@@ -121,10 +121,10 @@ class WeightSource:
         """What the next iteration yields, in its order. No communication."""
         found = []
         for group in self._due():
-            values = {id(p): torch.empty(p.ds_shape, dtype=value_dtype(p), device="meta") for p in group.params}
+            values = {id(p): torch.empty(sharded.shape(p), dtype=value_dtype(p), device="meta") for p in group.params}
             named = [self._encoded(weight) for weight in group.read(values)]
             for name, param in group.operands:
-                named.append(self._float8.encode(name, torch.empty(param.ds_shape, device="meta")))
+                named.append(self._float8.encode(name, torch.empty(sharded.shape(param), device="meta")))
             found += [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in itertools.chain.from_iterable(named)]
         return found
 
@@ -191,7 +191,7 @@ class WeightSource:
             yield
         finally:
             for unit in idle:
-                getattr(unit.params[0], STATE).owner.release(unit)  # a later engine may have the model
+                sharded.known(unit.params[0]).wire.owner.release(unit)  # a later engine may have the model
 
     def _encoded(self, weight: Weight) -> list[tuple[str, Tensor]]:
         if self._float8 is not None and weight.module in self._float8 and weight.tensor.dim() == 2:
@@ -199,7 +199,7 @@ class WeightSource:
         return [(weight.name, weight.rounded())]
 
     def _codes(self, name: str, param: Parameter) -> list[tuple[str, Tensor]]:
-        operand = param.__dict__.get(GATHERED_OPERAND)
+        operand = sharded.known(param).operand
         if operand is None:  # one rank, to which nothing travels, or stored in another format
             return self._float8.encode(name, param.data)
         return self._float8.of_operand(name, operand)

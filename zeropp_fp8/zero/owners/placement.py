@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_to_owners import OwnedPart, OwnerReducePlan
 from zeropp_fp8.zero.owners.plan import Balance, TensorStates, balance_of, plan_parts
 from zeropp_fp8.zero.placement import Range, Slices
@@ -27,7 +28,7 @@ class Owners(Slices):
 
     def __init__(self, rank: int, world_size: int, parts: dict[int, list[OwnedRange]], balance: Balance) -> None:
         super().__init__(rank, world_size)
-        self._parts = parts  # by ds_id, in ascending order of elements
+        self._parts = parts  # by sharded.key, in ascending order of elements
         self.balance = balance
 
     @classmethod
@@ -52,9 +53,9 @@ class Owners(Slices):
         params = [p for unit in units for p in unit]
         tensors = [
             TensorStates(
-                name=str(p.ds_id),
-                shape=tuple(p.ds_shape),
-                bytes_per_element=p.ds_tensor.element_size() + (state_bytes if p.requires_grad else 0.0),
+                name=str(sharded.key(p)),
+                shape=tuple(sharded.shape(p)),
+                bytes_per_element=sharded.shard(p).element_size() + (state_bytes if p.requires_grad else 0.0),
                 block=index if len(unit) > 1 else None,
                 wire_bytes_per_element=wire,
             )
@@ -62,15 +63,15 @@ class Owners(Slices):
             for p, wire in zip(unit, wires)
         ]
         planned = plan_parts(tensors, world_size, ranks_per_node, split)
-        parts: dict[int, list[OwnedRange]] = {p.ds_id: [] for p in params}
+        parts: dict[int, list[OwnedRange]] = {sharded.key(p): [] for p in params}
         for part in planned:
             first, end = part.element_range(tensors[part.tensor])
-            parts[params[part.tensor].ds_id].append(OwnedRange(part.owner, first, end - first))
+            parts[sharded.key(params[part.tensor])].append(OwnedRange(part.owner, first, end - first))
         return cls(rank, world_size, parts, balance_of(tensors, planned, world_size, ranks_per_node))
 
     def parts(self, param: Parameter) -> list[OwnedRange]:
         """All ranks' parts of a parameter, in ascending order of elements."""
-        return self._parts[param.ds_id]
+        return self._parts[sharded.key(param)]
 
     def of_all_ranks(self, param: Parameter) -> list[OwnedRange]:
         return self.parts(param)

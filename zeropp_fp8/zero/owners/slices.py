@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_scatter import slice_of_rank
 from zeropp_fp8.zero.session import Session
 
@@ -37,5 +38,5 @@ def part_of_slices(session: Session, param: Parameter, one_slice: Tensor) -> Ten
     mine = one_slice.to(session.device).contiguous()
     slices = [torch.empty_like(mine) for _ in range(session.topology.world_size)]
     dist.all_gather(slices, mine, group=session.topology.group)
-    full = torch.cat(slices)[: param.ds_numel]
+    full = torch.cat(slices)[: sharded.numel(param)]
     return session.placement.own_part(param, full).to(one_slice.device)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.all_gather import ranks_held
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.comm.owned import OwnedGather, start_owned_gather
@@ -83,7 +83,7 @@ class OwnedUnit(Unit):
         return sum(sizes) / self.route.world_size
 
     def lay_out(self) -> None:
-        made_for = [(p.ds_tensor.dtype, p.ds_tensor.ds_numel) for p in self.params]
+        made_for = [(sharded.shard(p).dtype, sharded.shard_numel(p)) for p in self.params]
         if self.layout is not None and self._made_for == made_for:
             return
         self._made_for = made_for
@@ -237,11 +237,11 @@ class Owned(Kind):
         placement = self.route.session.placement
         try:
             params[0].all_gather(params)
-            parts = [placement.own_part(p, p.data).to(p.ds_tensor.dtype, copy=True) for p in params]
+            parts = [placement.own_part(p, p.data).to(sharded.shard(p).dtype, copy=True) for p in params]
         finally:
             params[0].partition(params)
         for param, own in zip(params, parts):
-            _replace_shard(param, own, padding=0)
+            sharded.Shard.made_of(own, padding=0).put(param)
 
     @torch.no_grad()
     def leave(self, params: Sequence[Parameter], gather_exactly: Callable[[Sequence[Parameter]], None]) -> None:
@@ -254,7 +254,7 @@ class Owned(Kind):
             finally:
                 param.partition([param])
         for param, own in zip(params, slices):
-            _replace_shard(param, own, padding=own.numel() * world - param.ds_numel)
+            sharded.Shard.made_of(own, padding=own.numel() * world - sharded.numel(param)).put(param)
 
     # -- layouts -----------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class Owned(Kind):
 
         def layout(pieces: Sequence[_Piece]) -> PayloadLayout:
             chosen = [codes if params[piece.index] in operands else formats[piece.index] for piece in pieces]
-            dtypes = [params[piece.index].ds_tensor.dtype for piece in pieces]
+            dtypes = [sharded.shard(params[piece.index]).dtype for piece in pieces]
             return PayloadLayout([p.numel for p in pieces], chosen, dtypes, route.device)
 
         full_pieces = self.pieces_of(params, route.rank_order.slices)
@@ -301,7 +301,7 @@ class Owned(Kind):
         for piece in pieces:
             start = taken.get(piece.index, 0)
             taken[piece.index] = start + piece.numel
-            views.append(params[piece.index].ds_tensor.data.view(-1)[start : start + piece.numel])
+            views.append(sharded.shard(params[piece.index]).view(-1)[start : start + piece.numel])
         return views
 
     def decode_row(
@@ -345,7 +345,7 @@ class Owned(Kind):
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
         device = self.route.device
-        layout = self.layout_of(params, [UnquantizedFormat(p.ds_tensor.dtype) for p in params])
+        layout = self.layout_of(params, [UnquantizedFormat(sharded.shard(p).dtype) for p in params])
         row = torch.empty(layout.own.row_bytes, dtype=torch.uint8, device=device)
         layout.own.encode(self.shard_views(params, layout.own_pieces), self.route.one_row, row.view(1, -1))
         with self.route.session.ledger.counting(OUTSIDE):
@@ -354,11 +354,10 @@ class Owned(Kind):
                     result = torch.empty(sum(self.sizes_after(layout, hop)), dtype=torch.uint8, device=device)
                     self.start_hop(layout, hop, result, row).wait()
                     row = result
-        values = {p: torch.empty(p.ds_shape, dtype=p.ds_tensor.dtype, device=device) for p in params}
+        values = {p: torch.empty(sharded.shape(p), dtype=sharded.shard(p).dtype, device=device) for p in params}
         self.decode_row(layout, row, params, values)
         for param, value in values.items():
-            param.data = value
-            param.ds_status = ZeroParamStatus.AVAILABLE
+            sharded.set_full(param, value)
 
 
 def _plan_owners(route: Route, units: Sequence[Sequence[Parameter]]) -> Owners:
@@ -375,10 +374,3 @@ def _plan_owners(route: Route, units: Sequence[Sequence[Parameter]]) -> Owners:
         wire_bytes=[[route.format_of(p).bits_per_element / 8 for p in params] for params in units],
         split=config.partition_split,
     )
-
-
-def _replace_shard(param: Parameter, own: Tensor, padding: int) -> None:
-    """Let a parameter's shard be `own`, with DeepSpeed's notes about its size."""
-    param.ds_tensor.data = own
-    param.ds_tensor.ds_numel = own.numel()
-    param.padding_size = lambda: padding
