@@ -61,7 +61,7 @@ def remember(param: Tensor, **values) -> None:
 
 def is_sharded(param: Tensor) -> bool:
     """Whether each rank keeps a part of it."""
-    return hasattr(param, "ds_id")
+    return hasattr(param, "ds_status")
 
 
 def key(param: Parameter) -> int:
@@ -71,7 +71,7 @@ def key(param: Parameter) -> int:
 
 def shape(param: Tensor) -> torch.Size:
     """Of the full tensor, also of one that is not sharded."""
-    return getattr(param, "ds_shape", param.shape)
+    return param.ds_shape if hasattr(param, "ds_shape") else param.shape
 
 
 def numel(param: Parameter) -> int:

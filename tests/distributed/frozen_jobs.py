@@ -62,7 +62,7 @@ def round_linear_weights(model, fields, dtype=torch.float32):
 
 
 def stored_kinds(engine):
-    return [kind for kind in engine.optimizer.gatherer.ownership.kinds if isinstance(kind, Stored)]
+    return [kind for kind in engine.optimizer.gatherer.ownership.storages if isinstance(kind, Stored)]
 
 
 def run(fields=None, dtype="fp32", zero_init=False, steps=4, round_as=None, plugin=True, lora=with_lora, **overrides):

@@ -220,7 +220,7 @@ def _next_step(engine, plain):
             gradients.append((exact, reduced[name].view_as(exact)))
             weights.append((updated(states[name], exact), after[name]))
     units = engine.optimizer.gatherer.units
-    frozen = {unit.format_of(param).name for unit in units if unit.kind.sends_what_rests for param in unit.params}
+    frozen = {unit.format_of(param).name for unit in units if unit.storage.sends_what_rests for param in unit.params}
     return {
         "arrived otherwise": sorted(name for name, same in arrived.items() if not same),
         "seen": len(arrived),

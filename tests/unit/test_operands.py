@@ -2,10 +2,10 @@
 
 import copy
 import math
-import types
 
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from linear_cases import (
     E4M3,
     FEW_CASES,
@@ -210,7 +210,7 @@ def gather_as_operand(layer, reference):
         layer.precision.scaling.compute.scaling, casts.cast_per_tensor
     )
     operand = cast(reference.weight.detach(), E4M3)[0]
-    layer.weight.ds_status = types.SimpleNamespace(name="AVAILABLE")
+    layer.weight.ds_status = ZeroParamStatus.AVAILABLE
     sharded.remember(layer.weight, operand=operand)
     layer.weight.data = torch.full((1,), math.nan).expand(layer.weight.shape)
     return operand
@@ -264,17 +264,15 @@ class _Partitioned:
 
     def __init__(self, weight):
         self.weight, self.values, self.calls = weight, weight.data, []
-        self.status = types.SimpleNamespace(name="AVAILABLE")
+        weight.ds_status = ZeroParamStatus.AVAILABLE
 
     def release(self):
         self.calls.append("partition")
-        self.weight.data = torch.empty(0)
-        self.status.name = "NOT_AVAILABLE"
+        sharded.set_dropped(self.weight, torch.empty(0))
 
     def gather(self):
         self.calls.append("gather")
-        self.weight.data = self.values
-        self.status.name = "AVAILABLE"
+        sharded.set_full(self.weight, self.values)
 
 
 @pytest.mark.parametrize("compute_format, scaling", FEW_CASES + [NO_GRADIENTS])
@@ -285,9 +283,10 @@ def test_released_weight_is_gathered_for_backward(compute_format, scaling):
     expected = run(layer, x, grad)
     scales.forget_input()
     zero = _Partitioned(layer.weight)
-    layer.weight.ds_status, layer.weight.all_gather, layer.weight.partition = zero.status, zero.gather, zero.release
+    layer.weight.all_gather, layer.weight.partition = zero.gather, zero.release
     for wanted in (True, False):
-        layer.weight.data, zero.status.name, zero.calls = zero.values, "AVAILABLE", []
+        sharded.set_full(layer.weight, zero.values)
+        zero.calls = []
         layer.zero_grad()
         x = x.detach().requires_grad_(wanted)
         y = layer(x)

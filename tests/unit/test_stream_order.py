@@ -71,6 +71,7 @@ class PlayedUnit(Unit):
         nothing = dict.fromkeys(("check_usable", "check_untouched", "note"), lambda params: None)
         super().__init__([param], SimpleNamespace(route=route, **nothing))
         self.index, self.streams, self.delta, self.is_due = index, streams, self, brings_differences
+        self.aside = {}
         self.keeps_secondary, self.secondary = True, torch.empty(16, dtype=torch.uint8)
 
     def bytes_in(self, wire_format, param):

@@ -103,9 +103,9 @@ def test_parameters_of_two_kinds_never_share_a_unit():
         ["norm.weight", "norm.bias"],
         ["head.bias"],
     ]
-    assert [unit.kind is narrow for unit in units] == [True, False, True, False, True, True, False, True, True]
+    assert [unit.storage is narrow for unit in units] == [True, False, True, False, True, True, False, True, True]
     each = build_units(net, [], "parameter", [narrow, SLICED])
-    assert all((unit.kind is narrow) == (unit.params[0].dim() < 2) for unit in each)
+    assert all((unit.storage is narrow) == (unit.params[0].dim() < 2) for unit in each)
 
 
 def test_persistent_parameters_are_one_unit():

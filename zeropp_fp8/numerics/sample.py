@@ -96,7 +96,7 @@ class Sampler(StagePart):
     def _is_rounded(self, unit) -> bool:
         """Whether there is something to compare of a unit: its weights, gradients or operands."""
         session = self.session
-        arrives = not (unit.kind.sends_what_rests or unit.shards_are_values)
+        arrives = not (unit.storage.sends_what_rests or unit.shards_are_values)
         return any(
             (session.conversion is not None and id(param) in self.layer_of)
             or (arrives and not unit.is_exact(param))
@@ -168,7 +168,7 @@ class Sampler(StagePart):
     # -- what it looks at --------------------------------------------------------------------------------------------
 
     def _finish(self, finish: Callable, unit) -> None:
-        wanted = unit in self.units and not unit.kind.sends_what_rests and not unit.shards_are_values
+        wanted = unit in self.units and not unit.storage.sends_what_rests and not unit.shards_are_values
         missing = [p for p in unit.params if not sharded.is_full(p)] if wanted else ()
         finish(unit)
         for param in missing:

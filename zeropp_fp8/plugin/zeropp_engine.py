@@ -167,7 +167,7 @@ class ZeroppEngine(DeepSpeedEngine):
         stock = functools.partial(super()._get_param_fragment_func, param)
         from zeropp_fp8.zero.gather.adopted import unit_of
 
-        return unit_of(param).kind.fragment(self.param_names[param], param, stock)
+        return unit_of(param).storage.fragment(self.param_names[param], param, stock)
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
         options = {"client_state": client_state or {}, "exclude_frozen_parameters": exclude_frozen_parameters}
@@ -219,12 +219,12 @@ class ZeroppEngine(DeepSpeedEngine):
         from zeropp_fp8.zero.gather.adopted import unit_of
 
         gatherer = self._zeropp_fp8_gatherer
-        if has_codes(frozen) or any(unit.kind.sends_what_rests for unit in gatherer.units):
+        if has_codes(frozen) or any(unit.storage.sends_what_rests for unit in gatherer.units):
             from zeropp_fp8.zero.frozen.checkpoint import FrozenLoad
 
             return FrozenLoad(self, *self._zeropp_fp8_loading).load_module(stock, checkpoint, *args, **kwargs)
         params = {self.param_names[p]: p for p in self.module.parameters() if self.param_names.get(p) in frozen}
-        own = {n: unit_of(p).kind.from_slice(p, frozen[n]) for n, p in params.items()}
+        own = {n: unit_of(p).storage.from_slice(p, frozen[n]) for n, p in params.items()}
         return stock({**checkpoint, FROZEN_PARAM_FRAGMENTS: own}, *args, **kwargs)
 
 

@@ -20,11 +20,11 @@ from zeropp_fp8.zero.gather.adopted import is_stored
 from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
 from zeropp_fp8.zero.gather.gatherer import Gatherer
-from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.ownership import check_attachable
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.secondary import keep_secondary_shards
 from zeropp_fp8.zero.gather.sliced import Sliced
+from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import build_units
 from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
@@ -57,7 +57,7 @@ class _CallTensors:
 def _before_backward_of(offload: ZeroppOffload, module: nn.Module) -> type[torch.autograd.Function]:
     """An identity on a module's outputs whose backward calls a hook before the module's own.
 
-    DeepSpeed's function of this kind has a `setup_context`, for which autograd inspects a signature at each call.
+    DeepSpeed's function of this storage has a `setup_context`, for which autograd inspects a signature at each call.
     """
 
     class PreBackwardFunctionForModule(torch.autograd.Function):
@@ -169,20 +169,20 @@ def run_alone(model: nn.Module) -> list[RemovableHandle]:
     return [model.register_forward_pre_hook(_begin_alone), after]
 
 
-def kinds_of(route: Route) -> list[Kind]:
-    """The kinds of units that a configuration needs, imported only then; a parameter is of the first that takes it."""
-    config, kinds = route.session.config, []
+def storages_of(route: Route) -> list[Storage]:
+    """The storages that a configuration needs, imported only then; a parameter is in the first that takes it."""
+    config, storages = route.session.config, []
     if config.frozen.format != "none":
         from zeropp_fp8.zero.frozen.unit import Stored
 
-        kinds.append(Stored(route))
+        storages.append(Stored(route))
     if config.partition == "whole_tensor":
         from zeropp_fp8.zero.owners.unit import Owned
 
-        kinds.append(Owned(route))
+        storages.append(Owned(route))
     else:
-        kinds.append(Sliced(route))
-    return kinds
+        storages.append(Sliced(route))
+    return storages
 
 
 class ZeroppOffload(DeepSpeedZeRoOffload):
@@ -211,9 +211,9 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         if session.conversion is not None:
             session.parts.append(ComputeScaling(session))
         route = Route(session)
-        kinds = kinds_of(route)
-        units = build_units(module, self.blocks, granularity, kinds)
-        self.gatherer = Gatherer(route, kinds)
+        storages = storages_of(route)
+        units = build_units(module, self.blocks, granularity, storages)
+        self.gatherer = Gatherer(route, storages)
         self._on_model.callback(self.gatherer.detach)
         self.gatherer.attach(units)
         self.param_coordinator = UnitCoordinator(
@@ -366,7 +366,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         """
         try:
             for unit in self.gatherer.units:
-                unit.kind.check_usable(unit.params)
+                unit.storage.check_usable(unit.params)
         except RuntimeError:
             _gathers_what_is_read(self.module, False)  # DeepSpeedEngine.forward has set it: names would gather
             raise

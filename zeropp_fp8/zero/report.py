@@ -29,8 +29,8 @@ MEGA, GIGA = 1e6, 1e9
 def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> list[Row]:
     """All lines of the table."""
     rows = [*_weight_rows(session, gatherer), *_difference_rows(session, gatherer)]
-    for kind in gatherer.ownership.kinds:
-        rows += kind.report_rows([p for unit in gatherer.units if unit.kind is kind for p in unit.params])
+    for storage in gatherer.ownership.storages:
+        rows += storage.report_rows([p for unit in gatherer.units if unit.storage is storage for p in unit.params])
     for part in session.parts:
         rows += part.rows()
     return [*rows, *_gather_rows(session, gatherer, blocks), *_idle_pattern_rows(session.config, model)]
@@ -42,7 +42,7 @@ def _weight_rows(session: Session, gatherer: Gatherer) -> list[Row]:
     for param in gatherer.ownership.params.values():
         unit = unit_of(param)
         wire_format = unit.format_of(param)
-        if unit.kind.sends_what_rests:
+        if unit.storage.sends_what_rests:
             continue
         if unit.travels_as_operand(param):
             sorted_first = "" if gatherer.route.in_rank_order else " after one copy that sorts slices"

@@ -3,7 +3,7 @@
 store.py        a stored parameter: to codes and back, gathering, writing, errors
 selection.py    which weights are stored, while a model is made and when an engine is
 init.py         deepspeed.zero.Init that stores, and gathers each parameter through its engine
-unit.py         a kind of unit (gather/): what rests is what travels
+unit.py         a storage (gather/): what rests is what travels
 operands.py     FP8 operands straight from codes
 checkpoint.py   saving and loading codes
 saved_ranks.py  reading what other ranks have saved

@@ -186,7 +186,7 @@ class FrozenLoad:
         stored, as_many = stored_weight(param), len(saved) == self._ranks
         if stored is None:
             own = saved[self._rank] if as_many else self._slice(param, saved)
-            return sharded.known(param).wire.unit.kind.from_slice(param, own)
+            return sharded.known(param).wire.unit.storage.from_slice(param, own)
         if not isinstance(example, QuantizedFragment):
             return self._encoded(param, stored, saved)
         if as_many:

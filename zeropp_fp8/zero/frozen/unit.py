@@ -23,15 +23,15 @@ from zeropp_fp8.zero.frozen.store import (
     partition_stored,
     stored_weight,
 )
-from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.sliced import SlicedUnit, gather_rows
+from zeropp_fp8.zero.gather.storage import Storage
 
 
 class StoredUnit(SlicedUnit):
     """A unit of stored parameters. Their codes rest in one buffer, `payload`."""
 
-    kind: Stored
+    storage: Stored
     rows_held = 0  # codes never change by a little
 
     def format_of(self, param: Parameter) -> WireFormat:
@@ -48,7 +48,7 @@ class StoredUnit(SlicedUnit):
         return False
 
     def _not_decoded(self) -> list[int]:
-        return [index for index, param in enumerate(self.packed) if param in self.kind.operands]
+        return [index for index, param in enumerate(self.packed) if param in self.storage.operands]
 
     def _unpadded_numels(self) -> list[int]:
         return []  # nothing is encoded
@@ -73,7 +73,7 @@ class StoredUnit(SlicedUnit):
 
     def _operand(self, index: int, payloads: Tensor) -> Float8Operand:
         """The FP8 operand of a parameter, from all ranks' payloads [ranks, row bytes]."""
-        param, layout, operands = self.packed[index], self.layout, self.kind.operands
+        param, layout, operands = self.packed[index], self.layout, self.storage.operands
         if not operands.rests_as_operand(param):
             return operands.operand(param, self.weight_in(index, payloads))
         rows = payloads[:, layout.offsets[index] : layout.offsets[index] + layout.sizes[index]]
@@ -81,7 +81,7 @@ class StoredUnit(SlicedUnit):
         return operands.operand_at_rest(param, rows, layout.slice_numels[index], order)
 
 
-class Stored(Kind):
+class Stored(Storage):
     """Parameters that rest as codes.
 
     Attributes:

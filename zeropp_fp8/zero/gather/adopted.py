@@ -14,7 +14,7 @@ from typing import Protocol
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
-from zeropp_fp8.zero.gather.kinds import Kind
+from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import Unit
 from zeropp_fp8.zero.session import Session
 
@@ -77,14 +77,14 @@ def units_with(param: Parameter) -> list[Unit]:
     return found
 
 
-def by_kind(params: Iterable[Parameter]) -> list[tuple[Kind, list[Parameter]]]:
-    """(kind, parameters), in the order of their first; kinds that send what rests come last.
+def by_storage(params: Iterable[Parameter]) -> list[tuple[Storage, list[Parameter]]]:
+    """(storage, parameters), in the order of their first; storages that send what rests come last.
 
     Those may refuse what was written to a parameter, when the others are done.
     """
-    parts: dict[Kind, list[Parameter]] = {}
+    parts: dict[Storage, list[Parameter]] = {}
     for param in params:
-        parts.setdefault(unit_of(param).kind, []).append(param)
+        parts.setdefault(unit_of(param).storage, []).append(param)
     return sorted(parts.items(), key=lambda part: part[0].sends_what_rests)
 
 

@@ -31,7 +31,7 @@ from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.zero.gather.adopted import (
     ParameterWire,
     by_engine,
-    by_kind,
+    by_storage,
     gather_by_engine,
     partition_by_engine,
     unit_of,
@@ -39,10 +39,10 @@ from zeropp_fp8.zero.gather.adopted import (
     units_with,
 )
 from zeropp_fp8.zero.gather.hops import Hops
-from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.ownership import Ownership
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.secondary import keep_in_other_formats
+from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import Unit
 
 
@@ -82,9 +82,9 @@ class Gatherer:
         resident: weights stay, for generation: nobody else gathers or drops them.
     """
 
-    def __init__(self, route: Route, kinds: Sequence[Kind]) -> None:
+    def __init__(self, route: Route, storages: Sequence[Storage]) -> None:
         self.route, self.session, self.device = route, route.session, route.device
-        self.ownership = Ownership(self, kinds)
+        self.ownership = Ownership(self, storages)
         self.module_depth = 0
         self.hops = Hops(route)
         self.live_numel = 0
@@ -172,7 +172,7 @@ class Gatherer:
         missing = unit.missing
         if not missing:
             return
-        unit.kind.check_usable(missing)
+        unit.storage.check_usable(missing)
         if unit.shards_are_values:
             self._lend_shards(unit, missing)
             return
@@ -202,7 +202,7 @@ class Gatherer:
 
     def _are_there(self, unit: Unit, params: list[Parameter]) -> None:
         """Parameters of a unit have got their values."""
-        unit.kind.note(params)
+        unit.storage.note(params)
         if not unit.live:
             unit.live = True
             self.live_numel += unit.numel
@@ -227,13 +227,13 @@ class Gatherer:
         there = [
             p for p in unit.params if sharded.is_full(p) and not (sharded.users(p) or sharded.key(p) in unit.looked_at)
         ]
-        unit.kind.check_untouched(there)
+        unit.storage.check_untouched(there)
         for param in there:
             # The values were made and used on the compute stream only, so no stream has to be told.
             sharded.set_dropped(param, self._nothing[unit.dtype_of(param)])
             remembered = sharded.known(param)
             remembered.wire.lossy, remembered.operand = False, None
-        unit.kind.note(there)
+        unit.storage.note(there)
         self._is_not_live(unit)
         if unit.lent and not any(sharded.known(p).operand is not None for p in unit.params):
             for ring, buffer in unit.lent:
@@ -277,8 +277,8 @@ class Gatherer:
         """
         self._check_not_resident()
         self.partition([p for p in params if sharded.known(p).wire.lossy and not sharded.users(p)])
-        for kind, missing in by_kind(p for p in params if not sharded.is_full(p)):
-            kind.gather_exactly(missing)
+        for storage, missing in by_storage(p for p in params if not sharded.is_full(p)):
+            storage.gather_exactly(missing)
         for param in params:
             unit_of(param).looked_at.add(sharded.key(param))
 
@@ -298,8 +298,8 @@ class Gatherer:
                     self.session.ledger.sent_around_ring(sharded.numel(param) * param.element_size())
         written: list[Parameter] = []
         try:
-            for kind, mine in by_kind(params):
-                kind.take_back(mine, has_been_updated, free_data, written)
+            for storage, mine in by_storage(params):
+                storage.take_back(mine, has_been_updated, free_data, written)
         finally:
             for unit in units_of(params):
                 self._is_not_live(unit)
@@ -342,8 +342,8 @@ class Gatherer:
 
     def written(self, params: Iterable[Parameter] | None) -> None:
         """The current stream has been given the last write to parameters (None: all), or brought them here."""
-        for kind in self.ownership.kinds:
-            kind.changed(params)
+        for storage in self.ownership.storages:
+            storage.changed(params)
         self.hops.written()
 
     def expect_large_step(self, params: Iterable[Parameter]) -> None:
@@ -356,8 +356,8 @@ class Gatherer:
         for unit in self.ownership.all_units:
             self.hops.cancel(unit)
             unit.layout = None
-        for kind in self.ownership.kinds:
-            kind.formats_changed()
+        for storage in self.ownership.storages:
+            storage.formats_changed()
         self.weights_changed()
         keep_in_other_formats(self.units, self.session)
 

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from zeropp_fp8 import sharded
 from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.zero.gather.adopted import Owner, ParameterWire, by_engine, units_of
-from zeropp_fp8.zero.gather.kinds import Kind
+from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import Unit
 
 _CLOSURES = ("all_gather", "all_gather_coalesced", "partition")
@@ -56,13 +56,13 @@ class Ownership:
     """The parameters of one engine.
 
     Attributes:
-        params: these, by sharded.key; `all_units`: what they are gathered in; `kinds`: what these are.
+        params: these, by sharded.key; `all_units`: what they are gathered in; `storages`: what these are.
         units: those that no later engine has.
         given_back: told that a later engine has ended.
     """
 
-    def __init__(self, gatherer: Gathers, kinds: Sequence[Kind]) -> None:
-        self._gatherer, self.kinds, self._session = gatherer, kinds, gatherer.session
+    def __init__(self, gatherer: Gathers, storages: Sequence[Storage]) -> None:
+        self._gatherer, self.storages, self._session = gatherer, storages, gatherer.session
         self.params: dict[int, Parameter] = {}
         self._before: dict[Parameter, ParameterWire] = {}  # what they were in the engine before
         self._rested: dict[Parameter, sharded.Shard] = {}  # how, until this engine is made
@@ -93,17 +93,17 @@ class Ownership:
         `placed`: they are there.
         """
         units = list({id(state.unit): state.unit for state in states.values()}.values())
-        for kind in self.kinds:
-            kind.prepare([unit.params for unit in units if unit.kind is kind])
+        for storage in self.storages:
+            storage.prepare([unit.params for unit in units if unit.storage is storage])
         for unit in units:
             if not placed:
-                unit.kind.place(unit.params)
+                unit.storage.place(unit.params)
             for param in unit.params:
                 sharded.remember(param, wire=states[param])
                 for name, closure in self._gatherer.closures_of(param).items():
                     setattr(param, name, closure)
-        for kind in self.kinds:
-            kind.adopt([param for unit in units if unit.kind is kind for param in unit.params])
+        for storage in self.storages:
+            storage.adopt([param for unit in units if unit.storage is storage for param in unit.params])
         self._find_own_units()
         self._gatherer.written(states)
 
@@ -167,7 +167,7 @@ class Ownership:
         """Give parameters DeepSpeed's closures again, and `together` with other ranks its slices."""
         for unit in units_of(params):
             if together:
-                unit.kind.leave(unit.params, self._gatherer.gather_exactly)
+                unit.storage.leave(unit.params, self._gatherer.gather_exactly)
             for param in unit.params:
                 state: ParameterWire = sharded.known(param).wire
                 for name, closure in state.stock.items():

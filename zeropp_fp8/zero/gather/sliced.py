@@ -20,8 +20,8 @@ from zeropp_fp8.formats import UnquantizedFormat, WireFormat
 from zeropp_fp8.zero.gather.buffers import Places, Regions
 from zeropp_fp8.zero.gather.difference import Contents
 from zeropp_fp8.zero.gather.gemm_weights import DTYPE as OPERAND_DTYPE
-from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
+from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import Arrived, Unit
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class SlicedUnit(Unit):
         payload: uint8 [row bytes]: kept on a CPU where there is no secondary shard, so that it is made once a step.
     """
 
-    def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
-        super().__init__(params, kind, persistent)
+    def __init__(self, params: list[Parameter], storage: Storage, persistent: bool = False) -> None:
+        super().__init__(params, storage, persistent)
         self.packed: list[Parameter] = []
         self.operands: list[Parameter] = []
         self._made_for: list[tuple[torch.dtype, int]] = []
@@ -220,7 +220,7 @@ class SlicedUnit(Unit):
         )
 
 
-class Sliced(Kind):
+class Sliced(Storage):
     """Parameters in DeepSpeed's slices."""
 
     unit_class = SlicedUnit

@@ -4,8 +4,8 @@ Stock ZeRO-3 pays Python for every parameter and every module; a 1.33B Llama the
 the same model under FSDP2. A unit pays it once for a whole transformer block.
 
 A unit knows how its parameters travel; who gathers it (gatherer.py, hops.py) never asks. How it rests on the ranks is
-its kind: slices of numbers (sliced.py), codes (frozen/unit.py), whole tensors on owners (owners/unit.py). Whether all
-of it travels, or only how it has changed, is the business of its delta (delta.py).
+its storage: slices of numbers (sliced.py), codes (frozen/unit.py), whole tensors on owners (owners/unit.py). Its delta
+(delta.py) says whether all of it travels, or only how it has changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.formats import SharedScaleFormat, UnquantizedFormat, WireFormat
 from zeropp_fp8.zero.gather.delta import Delta
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
-from zeropp_fp8.zero.gather.kinds import Kind
+from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.waiting import named
 
 _writes = itertools.count()
@@ -132,9 +132,9 @@ class Unit(ABC):
 
     rows_held = 0
 
-    def __init__(self, params: list[Parameter], kind: Kind, persistent: bool = False) -> None:
-        self.params, self.kind, self.persistent = params, kind, persistent
-        self.route = kind.route
+    def __init__(self, params: list[Parameter], storage: Storage, persistent: bool = False) -> None:
+        self.params, self.storage, self.persistent = params, storage, persistent
+        self.route = storage.route
         self.numel = sum(sharded.numel(p) for p in params)
         self.pending: PendingGather | None = None
         self.keeps_secondary = False
@@ -277,13 +277,15 @@ class Unit(ABC):
         self.payload = None
 
 
-def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str, kinds: Sequence[Kind]) -> list[Unit]:
-    """Cut all ZeRO-3 parameters of `model` into units, each of the first of `kinds` that takes it.
+def build_units(
+    model: nn.Module, blocks: Sequence[nn.Module], granularity: str, storages: Sequence[Storage]
+) -> list[Unit]:
+    """Cut all ZeRO-3 parameters of `model` into units, each of the first of `storages` that takes it.
 
     Frozen parameters never share a unit with trained ones: copies of them stay valid when an optimizer steps. Neither
-    do parameters of two kinds. But for that, those that stay gathered between steps form one unit, and so do the others
-    of each block (and each z3 leaf module); what lies outside blocks is cut by module, and everything is at granularity
-    "module"; at "parameter" each is its own. A parameter that several modules share belongs to the first.
+    do parameters in two storages. But for that, those that stay gathered between steps form one unit, and so do the
+    others of each block (and each z3 leaf module); what lies outside blocks is cut by module, and so is everything at
+    granularity "module"; at "parameter" each is its own. A parameter that several modules share belongs to the first.
     """
     taken: set[int] = set()
 
@@ -295,24 +297,24 @@ def build_units(model: nn.Module, blocks: Sequence[nn.Module], granularity: str,
                 mine.append(param)
         return mine
 
-    def kind_of(param: Parameter) -> Kind:
-        return next(kind for kind in kinds if kind.takes(param))
+    def storage_of(param: Parameter) -> Storage:
+        return next(storage for storage in storages if storage.takes(param))
 
-    def unit(members: list[Parameter], kind: Kind, persistent: bool = False) -> Unit:
-        return kind.unit_class(members, kind, persistent)
+    def unit(members: list[Parameter], storage: Storage, persistent: bool = False) -> Unit:
+        return storage.unit_class(members, storage, persistent)
 
     units: list[Unit] = []
 
     def add(params: list[Parameter], persistent: bool = False) -> None:
         if granularity == "parameter" and not persistent:
-            units.extend(unit([param], kind_of(param)) for param in params)
+            units.extend(unit([param], storage_of(param)) for param in params)
             return
-        for kind in kinds:
-            mine = [param for param in params if kind_of(param) is kind]
+        for storage in storages:
+            mine = [param for param in params if storage_of(param) is storage]
             for trained in (False, True):
                 members = [param for param in mine if param.requires_grad is trained]
                 if members:
-                    units.append(unit(members, kind, persistent))
+                    units.append(unit(members, storage, persistent))
 
     whole = {id(block) for block in blocks}
 

@@ -57,7 +57,7 @@ class _Resident:
             sharded.remember(param, as_numbers=False)
         self._marked.clear()
         for unit in self.gatherer.units:
-            unit.kind.note(unit.params)  # an adapter may have been merged into the values: they are dropped with it
+            unit.storage.note(unit.params)  # an adapter may have been merged into the values: they are dropped with it
             if unit.in_flight:
                 self.gatherer.hops.cancel(unit)
             if not unit.persistent:

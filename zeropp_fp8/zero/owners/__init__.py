@@ -2,6 +2,6 @@
 
 plan.py       which rank owns what: planning only
 placement.py  which elements lie on which rank
-unit.py       a kind of unit (gather/): each rank sends what it owns
+unit.py       a storage (gather/): each rank sends what it owns
 stage3.py     the part of a stage that puts right what DeepSpeed's assumes about slices
 """

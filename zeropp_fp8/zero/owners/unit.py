@@ -28,8 +28,8 @@ from zeropp_fp8.zero.gather.buffers import Places
 from zeropp_fp8.zero.gather.difference import Contents
 from zeropp_fp8.zero.gather.gemm_weights import DTYPE as OPERAND_DTYPE
 from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
-from zeropp_fp8.zero.gather.kinds import Kind
 from zeropp_fp8.zero.gather.route import Route
+from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import Arrived, Unit
 from zeropp_fp8.zero.owners.placement import Owners
 from zeropp_fp8.zero.owners.slices import part_of_slices, slice_of_parts
@@ -70,11 +70,11 @@ class OwnedLayout:
 class OwnedUnit(Unit):
     """A unit of parameters that have owners. Its payload is kept as for slices."""
 
-    kind: Owned
+    storage: Owned
     rows_held = 1
 
-    def __init__(self, params: list[Parameter], kind: Owned, persistent: bool = False) -> None:
-        super().__init__(params, kind, persistent)
+    def __init__(self, params: list[Parameter], storage: Owned, persistent: bool = False) -> None:
+        super().__init__(params, storage, persistent)
         self._sent: OwnedLayout | None = None  # of differences
         self._made_for: list[tuple[torch.dtype, int]] = []
 
@@ -89,7 +89,7 @@ class OwnedUnit(Unit):
         self._made_for = made_for
         operands = [p for p in self.params if self.travels_as_operand(p)]
         formats = [self.format_of(p) for p in self.params]
-        self.layout = self.kind.layout_of(self.params, formats, operands)
+        self.layout = self.storage.layout_of(self.params, formats, operands)
         self._packed = [p for i, p in enumerate(self.params) if i not in self.layout.operand_places]
         self._places = Places(self._packed, [self.dtype_of(p) for p in self._packed])
         self._exact = [self.is_exact(p) for p in self._packed]
@@ -101,34 +101,34 @@ class OwnedUnit(Unit):
             numels = [piece.numel for piece in pieces]
             return Contents(numels, [formats[i] for i in in_order], [differing[i] for i in in_order])
 
-        held_pieces = self.kind.pieces_of(self.params, self.kind.held_ranks)
+        held_pieces = self.storage.pieces_of(self.params, self.storage.held_ranks)
         self.delta.lay_out(contents(self.layout.own_pieces), contents(held_pieces))
         if self.delta.difference is not None:
-            self._sent = self.kind.layout_of(self.params, differing)
+            self._sent = self.storage.layout_of(self.params, differing)
 
     @property
     def held_bytes(self) -> int:
-        return sum(self.kind.sizes_after(self.layout, len(self.route.before) - 1))
+        return sum(self.storage.sizes_after(self.layout, len(self.route.before) - 1))
 
     @property
     def gathered_bytes(self) -> int:
-        return sum(self.kind.sizes_after(self.layout, len(self.route.before)))
+        return sum(self.storage.sizes_after(self.layout, len(self.route.before)))
 
     def first_hops(self, held: Tensor) -> list[OwnedGather]:
-        have = self._own_payload(None if self.kind.hops_before else held)
+        have = self._own_payload(None if self.storage.hops_before else held)
         self.delta.begin()
         return self._start_hops_before(self.layout, held, have)
 
     def _start_hops_before(self, layout: OwnedLayout, result: Tensor, have: Tensor) -> list[OwnedGather]:
         """Start the hops up to the secondary shard, from this rank's payload to `result`."""
         works = []
-        for hop in self.kind.hops_before:
+        for hop in self.storage.hops_before:
             self.wait_for(works)
             into = result
-            if hop != self.kind.hops_before[-1]:
-                num_bytes = sum(self.kind.sizes_after(layout, hop))
+            if hop != self.storage.hops_before[-1]:
+                num_bytes = sum(self.storage.sizes_after(layout, hop))
                 into = torch.empty(num_bytes, dtype=torch.uint8, device=self.route.device)
-            works = [self.kind.start_hop(layout, hop, into, have)]
+            works = [self.storage.start_hop(layout, hop, into, have)]
             have = into
         return works
 
@@ -144,7 +144,7 @@ class OwnedUnit(Unit):
             row = torch.empty(layout.own.row_bytes, dtype=torch.uint8, device=route.device)
         shards = self.shards()
         one_scale = layout.operand_places and weights.granularity == "tensor"
-        scales = self.kind.operand_scales(layout) if one_scale else None
+        scales = self.storage.operand_scales(layout) if one_scale else None
         layout.own.encode(shards, route.one_row, row.view(1, -1), scales)
         if layout.operand_places and scales is None:
             for i, (piece, shard) in enumerate(zip(layout.own_pieces, shards)):
@@ -157,11 +157,11 @@ class OwnedUnit(Unit):
         return row
 
     def last_hop(self, held: Tensor, gathered: Tensor) -> list[dist.Work]:
-        return [self.kind.start_hop(self.layout, len(self.route.before), gathered, held)]
+        return [self.storage.start_hop(self.layout, len(self.route.before), gathered, held)]
 
     def decode(self, gathered: Tensor) -> Arrived:
         values = dict(zip(self._packed, self._places.empty(self.route.device)))
-        self.kind.decode_row(self.layout, gathered, self.params, values)
+        self.storage.decode_row(self.layout, gathered, self.params, values)
         operands, in_place, all_codes = [], False, gathered.view(OPERAND_DTYPE)
         for index, places in self.layout.operand_places.items():
             codes, start, param = all_codes, places[0][0], self.params[index]
@@ -174,10 +174,10 @@ class OwnedUnit(Unit):
     # -- differences (delta.py) --------------------------------------------------------------------------------------
 
     def shards(self) -> list[Tensor]:
-        return self.kind.shard_views(self.params, self.layout.own_pieces)
+        return self.storage.shard_views(self.params, self.layout.own_pieces)
 
     def own_row_of_differences(self, brought: Tensor) -> Tensor:
-        return self.kind.own_row(self._sent, brought)
+        return self.storage.own_row(self._sent, brought)
 
     def bring_differences(self, brought: Tensor) -> list[OwnedGather]:
         return self._start_hops_before(self._sent, brought, self.own_row_of_differences(brought).view(-1))
@@ -186,13 +186,13 @@ class OwnedUnit(Unit):
         return held.unsqueeze(0)
 
     def own_held_row(self, held: Tensor) -> Tensor:
-        return self.kind.own_row(self.layout, held)
+        return self.storage.own_row(self.layout, held)
 
     def bring_own_row(self, held: Tensor) -> list[OwnedGather]:
         return self._start_hops_before(self.layout, held, self.own_held_row(held).view(-1))
 
 
-class Owned(Kind):
+class Owned(Storage):
     """Parameters that owners have, whole or cut by rows."""
 
     unit_class = OwnedUnit

@@ -1,6 +1,6 @@
-"""A kind of unit: what its parameters are at rest on the ranks, and what is done with several of them at once.
+"""How parameters rest on the ranks, and what is done with several of them at once.
 
-What is here holds for shards of numbers, whoever has which of them. One object a kind and engine.
+What is here holds for shards of numbers, whoever has which of them. An engine has one object of each storage.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from zeropp_fp8.zero.gather.route import Route
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
 
 
-class Kind(ABC):
-    """How parameters of one kind rest.
+class Storage(ABC):
+    """One way of resting, of one engine.
 
     Attributes:
         unit_class: of its units (units.py).
@@ -35,7 +35,7 @@ class Kind(ABC):
 
     @abstractmethod
     def takes(self, param: Parameter) -> bool:
-        """Whether a parameter is of this kind."""
+        """Whether a parameter rests so."""
 
     def prepare(self, units: Sequence[Sequence[Parameter]]) -> None:
         """The parameters of these units are about to be placed."""
@@ -44,7 +44,7 @@ class Kind(ABC):
         """Bring parameters from DeepSpeed's slices to where they rest, all or none. Collective, before adoption."""
 
     def adopt(self, params: Sequence[Parameter]) -> None:
-        """Parameters of this kind belong to the engine from now on."""
+        """Parameters that rest so belong to the engine from now on."""
         self.route.gemm_weights.adopt(params)
 
     def changed(self, params: Sequence[Parameter] | None) -> None:

@@ -1,4 +1,4 @@
-"""A kind of unit of the tests' own: what the gatherer is to know of a unit is what this one says."""
+"""A storage of the tests' own: what the gatherer is to know of one is what this one says."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MaskedUnit(Unit):
         return param.ds_tensor.numel() * param.ds_tensor.element_size()
 
     def lay_out(self):
-        self.kind.calls.append("lay_out")
+        self.storage.calls.append("lay_out")
 
     @property
     def _row_bytes(self) -> int:
@@ -51,7 +51,7 @@ class MaskedUnit(Unit):
         return self.route.world_size * self._row_bytes
 
     def first_hops(self, held):
-        self.kind.calls.append("first_hops")
+        self.storage.calls.append("first_hops")
         row = torch.cat([p.ds_tensor.data.view(torch.uint8) for p in self.params]) ^ MASK
         levels = [level for level in self.route.before if level.size > 1]
         for level in levels:
@@ -65,7 +65,7 @@ class MaskedUnit(Unit):
         return []
 
     def last_hop(self, held, gathered):
-        self.kind.calls.append("last_hop")
+        self.storage.calls.append("last_hop")
         return [start_level(gathered, held, self.route.last, self.route.session.ledger)]
 
     def decode(self, gathered: Tensor) -> Arrived:
@@ -80,18 +80,18 @@ class MaskedUnit(Unit):
 
     def changed(self, by_step=False):
         super().changed(by_step)
-        self.kind.calls.append("changed")
+        self.storage.calls.append("changed")
 
 
 Masked.unit_class = MaskedUnit
 
 
-def trained(node_size, secondary, granularity, own_kind):
-    """(losses with an evaluation, weights, bytes sent, what was called) of training with or without the kind."""
+def trained(node_size, secondary, granularity, own):
+    """(losses with an evaluation, weights, bytes sent, what was called) of training with or without it."""
     switch(True)
     made = []
 
-    def kinds_of(route):
+    def storages_of(route):
         made.extend([Masked(route), Sliced(route)])
         return made
 
@@ -100,7 +100,7 @@ def trained(node_size, secondary, granularity, own_kind):
         section("lossless", ranks_per_node=node_size, gather_granularity=granularity, **fields),
         gradient_accumulation_steps=2,
     )
-    with mock.patch.object(offload, "kinds_of", kinds_of if own_kind else offload.kinds_of):
+    with mock.patch.object(offload, "storages_of", storages_of if own else offload.storages_of):
         engine = make_engine(llama(), config)
     losses = train(engine, 3, 2)
     with torch.no_grad():
