@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -261,21 +262,21 @@ def sub_groups():
 
 def peak_of_initialization():
     """Largest sum of parameter elements that this rank has ever held while an engine with owners was made."""
-    from zeropp_fp8.zero.owners import unit
+    from zeropp_fp8.sharded import Shard
 
     switch(True)
     config = ds_config(section("lossless", **fields("balance")))
     model = build(lambda: llama(hidden=128, layers=4), config, zero_init=True)
     total = sum(p.ds_numel for p in model.parameters())
     held = []
-    replace = unit._replace_shard
+    put = Shard.put
 
-    def watching(param, own, padding):
+    def watching(shard, param):
         held.append(sum(p.data.numel() + p.ds_tensor.numel() for p in model.parameters()))
-        replace(param, own, padding)
+        put(shard, param)
 
-    unit._replace_shard = watching
-    make_engine(model, config)
+    with mock.patch.object(Shard, "put", watching):
+        make_engine(model, config)
     return total, max(held)
 
 
