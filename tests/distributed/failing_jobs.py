@@ -162,10 +162,10 @@ def fails_to_be_made(model, config, where, trains):
     return False
 
 
-def beside_failures(kind, granularities):
+def beside_failures(kind, granularities, places):
     """{(granularities, trains, where): what a failed engine leaves, and losses beside it; of "alone": losses}.
 
-    Engines that train and others fail at every place, with one of the granularities each, in turn.
+    Engines that train and others fail at each of the places, with one of the granularities each, in turn.
     """
     switch(True)
     tokens, found = list(batches(6, dist.get_rank())), {}
@@ -176,7 +176,7 @@ def beside_failures(kind, granularities):
         engine.destroy()
         found[first, second, "alone"] = alone
     cases = [(trains, where) for trains in (True, False) for where in FAILURES if trains or where not in OF_TRAINING]
-    for (trains, where), (first, second) in zip(cases, itertools.cycle(granularities)):
+    for (trains, where), (first, second) in zip(cases[places], itertools.cycle(granularities)):
         its_config = config_of(kind, second, persistent=100, compute=COMPUTE if first == "module" else {})
         beside = beside_a_failure(config_of(kind, first), its_config, where, trains, tokens)
         found[first, second, trains, where] = beside
