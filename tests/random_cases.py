@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from models import ds_config, section
@@ -118,6 +120,18 @@ class Case:
         """Events that change nothing of what comes afterwards."""
         return ("look", "save", "hand", "evaluate")
 
+    @property
+    def traits(self) -> set[tuple]:
+        """What is drawn beside the recipe, without places."""
+        named = ("world", "ranks_per_node", "dtype", "optimizer", "groups", "tied", "zero_init", "reference")
+        traits = {(name, getattr(self, name)) for name in (*named, "ranks_differ")}
+        traits |= {(name, bool(getattr(self, name))) for name in ("clipping", "frozen", "skips")}
+        traits |= {(name, getattr(self, name) > 1) for name in ("accumulation", "forwards")}
+        for texts in (self.stages, self.spans, self.events):
+            traits |= {("texts", re.sub(r"\d+", "", text)) for text in texts}
+        traits |= {("zero", name) for name in self.zero}
+        return traits | {(name, str(value)) for name, value in self.fields.items()}
+
     def ds_config(self, plugin: bool) -> dict[str, Any]:
         given = dict(self.fields)
         if self.recipe in COMPUTES:
@@ -199,6 +213,26 @@ def tolerance(case: Case, rounded_loss: float = 0.0, rounded_gradient: float = 0
         gradient=TIMES_GRADIENT * rounded_gradient + LAYERS * backward + 2 * reduced,
         losses=10 * LAYERS * (weight_error(case) + backward),
     )
+
+
+def covering(cases: list[Case]) -> list[Case]:
+    """Few of the cases, in which no less meets.
+
+    With `lossless`, which is compared bit for bit, every two traits that meet in any of them; with other recipes each
+    trait and each recipe: how each recipe goes with each event has tests of its own.
+    """
+    meetings = [
+        {frozenset(two) for two in combinations(case.traits, 2)}
+        if case.is_lossless
+        else {*case.traits, ("recipe", case.recipe)}
+        for case in cases
+    ]
+    missing, chosen = set().union(*meetings), []
+    while missing:
+        best = max(range(len(cases)), key=lambda place: len(meetings[place] & missing) / cases[place].world)
+        chosen.append(cases[best])
+        missing -= meetings[best]
+    return chosen
 
 
 def parsed(text: str) -> Case:

@@ -14,6 +14,17 @@ import torch
 FULL = os.environ.get("ZEROPP_FP8_TEST_FULL") == "1" or torch.cuda.is_available()
 
 
+def latin_square(first: Iterable, second: Iterable, third: Iterable) -> list[tuple]:
+    """As many cases as the first two parameters have together, in which every two values of any two parameters meet.
+
+    The third must not be longer than the others.
+    """
+    first, second, third = list(first), list(second), list(third)
+    if len(third) > min(len(first), len(second)):
+        raise ValueError("give the shortest parameter last")
+    return [(a, b, third[(i + j) % len(third)]) for i, a in enumerate(first) for j, b in enumerate(second)]
+
+
 def thinned(*parameters: Iterable, full: bool = FULL) -> list[tuple]:
     """The product of parameters; thinned, as many of its cases as the first parameter has values.
 

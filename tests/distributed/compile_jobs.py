@@ -59,13 +59,13 @@ def _traced():
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-def train(recipe, way, backend="aot_eager", **options):
-    """Losses, weights, and what was traced after each step and after an evaluation."""
+def train(recipe, way, backend="aot_eager", evaluations=2, **options):
+    """Losses, weights, and what was traced after each step and after each evaluation."""
     with compiled_by(backend):
         engine = _engine(recipe, way, **options)
         _compile(engine, way, backend)
         losses, traced = [], []
-        for index, tokens in enumerate(batches(STEPS + 2, dist.get_rank())):
+        for index, tokens in enumerate(batches(STEPS + evaluations, dist.get_rank())):
             if index == STEPS:  # gradients are off from here on: graphs of their own
                 engine.eval()
             if index < STEPS:
@@ -88,19 +88,18 @@ def each_way(cases):
 
 
 def sampled(folder, cases):
-    """By case and way: `train` with samples of every second step, and without; and the samples, on rank 0."""
+    """By case and way: `train` with samples of every second step; and the samples, on rank 0."""
     found = {}
-    for case, (fields, ways) in cases.items():
-        for way in ways:
-            file = Path(folder, f"{case}, {way}.jsonl")
-            options = {"recipe": "zeropp", "way": way}
-            numerics = {"every": 2, "parts": 1, "file": str(file)}
-            plain = train(**options, fields=fields)
-            watched = train(**options, fields={**fields, "numerics": numerics})
+    for name, case in cases.items():
+        for way in case["ways"]:
+            file = Path(folder, f"{name}, {way}.jsonl")
+            fields = case.get("fields", {}) | {"numerics": {"every": 2, "parts": 1, "file": str(file)}}
+            backend = "aot_eager" if way == "blocks" else "eager"
+            watched = train(case["recipe"], way, backend, evaluations=0, fields=fields)
             samples = (
                 [json.loads(line)["rows"] for line in file.read_text().splitlines()] if not dist.get_rank() else []
             )
-            found[case, way] = plain, watched, samples
+            found[name, way] = watched, samples
     return found
 
 
@@ -137,7 +136,7 @@ def generated():
         for way in ways:
             with compiled_by("aot_eager"):
                 engine = _engine(recipe, way, lora)
-                _compile(engine, way, "aot_eager")
+                _compile(engine, way, "eager")
                 prompt = next(batches(1, 0, length=5))
                 ask = {"max_new_tokens": 3, "do_sample": False, "synced_gpus": True}
                 said = [engine.module.generate(input_ids=prompt, **ask)] if way != "engine.compile" else []

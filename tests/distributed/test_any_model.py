@@ -4,8 +4,9 @@
     ANY_MODEL=1234 python -m pytest tests/distributed/test_any_model.py -s            # the case of one seed
     ANY_MODEL='{"width": 3}' python -m pytest tests/distributed/test_any_model.py -s  # a case by its text
 
-ANY_MODEL_WITHOUT='early read,skip' leaves out what random_cases.FEATURES names so. A case that fails is made smaller
-as long as it fails in the same phase, and printed as such a command.
+Without ANY_MODEL, of 200 seeds as many as random_cases.covering needs; all of the 200 with ZEROPP_FP8_TEST_FULL=1.
+ANY_MODEL_WITHOUT='early read,skip' leaves out what random_cases.FEATURES names so. A case that fails is made smaller as
+long as it fails in the same phase, and printed as such a command.
 """
 
 import os
@@ -14,10 +15,11 @@ from collections import Counter, defaultdict
 
 import any_model_jobs as jobs
 import random_cases
-from random_cases import Case, draw, parsed, smaller
+from random_cases import Case, covering, draw, parsed, smaller
 from ranks import RankError, run_ranks
+from thinning import FULL
 
-FIRST_SEED, CASES = 0, 200
+ALL = "0:200"
 CHUNK = 50  # cases that share a start of ranks, which takes 0.5 s
 START_SECONDS, CASE_SECONDS = 90, 10  # after which a chunk counts as hanging; a case takes 0.4 s on an idle machine
 TRIES_TO_SHRINK = 40  # of each failure ...
@@ -26,13 +28,14 @@ SHRUNK = 3  # ... of the first few
 
 def chosen_cases() -> list[Case]:
     """Those that ANY_MODEL asks for, else the ones of every run of the tests."""
-    asked = os.environ.get("ANY_MODEL", f"{FIRST_SEED}:{CASES}")
+    asked = os.environ.get("ANY_MODEL", ALL)
     if asked.startswith("{"):
         return [parsed(asked)]
     without = set(filter(None, os.environ.get("ANY_MODEL_WITHOUT", "").split(",")))
     assert without <= random_cases.FEATURES, f"features are {sorted(random_cases.FEATURES)}"
     first, _, count = asked.partition(":")
-    return [draw(int(first) + i, random_cases.FEATURES - without) for i in range(int(count or 1))]
+    cases = [draw(int(first) + i, random_cases.FEATURES - without) for i in range(int(count or 1))]
+    return cases if FULL or "ANY_MODEL" in os.environ else covering(cases)
 
 
 def run(cases: list[Case], phases=("plugin", "stock")):

@@ -39,8 +39,9 @@ TWO_BITS = {"recipe": "zeropp-2bit"}
 )
 def test_held_weights_stay_near_the_weights_and_the_same_on_all_holders(case, at_least):
     """From the tenth step on at least as near as INT8 is, except where that is what they rest in."""
+    run = run_two if case.keys() & {"dtype", "lr", "weights", "accumulation"} else run_ranks
     case = {"steps": 30 if not case else 14, "at": [1, 2, 10, 14, 30], **case}
-    for found, _ in run_ranks(jobs.fidelity, **case):
+    for found, _ in run(jobs.fidelity, **case):
         assert all(same for _, _, same in found)
         late = found[2:]
         assert late and all(own >= at_least for own, _, _ in late)
@@ -85,7 +86,7 @@ def test_bytes_of_large_models(recipe, at_most):
 
 def test_bytes_do_not_depend_on_micro_batches_or_what_is_in_between():
     cases = [{"recipe": "zeropp-diff", "accumulation": k} for k in (1, 3)]
-    for one, three in run_ranks(jobs.many, job="sent", cases=cases):
+    for one, three in run_two(jobs.many, job="sent", cases=cases):
         for step, of_three in zip(one[0], three[0]):
             for kind in ("weights_forward", "gradients"):
                 assert step[kind]["inter"] == of_three[kind]["inter"] > 0
@@ -121,7 +122,7 @@ WRITTEN = {"as they are": {}, "INT8": IN_INT8, "whole tensors": OWNED, "frozen":
 def without_differences():
     """By writer: what a training sees that sends all weights as they are."""
     cases = [{"how": how, "recipe": "lossless", "secondary": {"scope": "node"}} for how in WRITERS]
-    return dict(zip(WRITERS, run_ranks(jobs.many, job="written", cases=cases)[0]))
+    return dict(zip(WRITERS, run_two(jobs.many, job="written", cases=cases)[0]))
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -129,7 +130,7 @@ def test_weights_written_from_outside(name, without_differences):
     """They cross as they are."""
     writers = WRITERS if name != "frozen" else ("gathered",)
     cases = [{"how": how, **WRITTEN[name]} for how in writers]
-    for of_rank in run_ranks(jobs.many, job="written", cases=cases):
+    for of_rank in run_two(jobs.many, job="written", cases=cases):
         for how, found in zip(writers, of_rank):
             assert all(same for _, same, _ in found), how
             near = [own for own, _, _ in found]
@@ -154,7 +155,7 @@ def payload_bytes(numel):
 def test_lora():
     """After the first step nothing crosses but how adapters have changed; frozen weights are there bit for bit."""
     cases = [{"recipe": "lossless", "secondary": {"scope": "node"}}, {}, OWNED]
-    for (plain, *_), *others in run_ranks(jobs.many, job="adapted", cases=cases):
+    for (plain, *_), *others in run_two(jobs.many, job="adapted", cases=cases):
         for losses, resumed, by_step, _, (own, frozen_exact, same) in others:
             assert losses == pytest.approx(plain, rel=1e-3) and resumed == losses[4:]
             assert own > INT8_DB and frozen_exact and same
@@ -213,7 +214,7 @@ def test_a_reference_that_follows_the_policy():
 
 
 def test_what_differences_go_with():
-    for found in run_ranks(jobs.ways):
+    for found in run_two(jobs.ways):
         plain, accumulated = found["plain"][0], found["2 micro-batches, lossless"][0]
         for name, (losses, own, same) in found.items():
             assert same and own > INT8_DB, name

@@ -4,7 +4,7 @@ import ending_jobs
 import failing_jobs
 import pytest
 import trace_jobs
-from ranks import run_ranks, run_two
+from ranks import run_two
 from surrounding_jobs import differences
 
 GRANULARITIES = [("block", "block"), ("block", "module"), ("module", "block")]
@@ -132,7 +132,7 @@ def test_an_engine_that_fails_on_one_rank(kind):
 @pytest.mark.parametrize("name", trace_jobs.OWN_STATES)
 def test_an_engine_that_does_not_train_leaves_no_trace(name):
     """What nodes hold of each other's weights, and what rounding has drawn, is what it was: each bit is."""
-    for found in run_ranks(
+    for found in run_two(
         differences, ways=[name], trained=trace_jobs.without_a_trace, kinds=trace_jobs.TURNS, timeout=400
     ):
         assert len(found) == len(trace_jobs.TURNS) - 1

@@ -133,7 +133,7 @@ def test_bisect_finds_the_gemm_and_the_layer(tmp_path):
 
 
 def test_an_experiment_records_what_a_loop_sees(tmp_path):
-    for recorded, by_hand, told, drawn in run_ranks(jobs.compared, folder=str(tmp_path)):
+    for recorded, by_hand, told, drawn in run_two(jobs.compared, folder=str(tmp_path)):
         for name, (losses, norms) in recorded.items():
             assert losses == pytest.approx(by_hand[name][0], rel=1e-12)
             assert norms == pytest.approx(by_hand[name][1], rel=1e-12)

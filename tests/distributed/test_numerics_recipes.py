@@ -4,7 +4,7 @@ import math
 
 import numerics_jobs as jobs
 import pytest
-from ranks import run_ranks
+from ranks import run_ranks, run_two
 
 FP8 = {"compute": {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head"]}}
 WIRE = ["gradients_between", "gradients_within", "weights"]
@@ -13,13 +13,6 @@ CASES = {
     "accumulation in the node": (
         {"recipe": "zeropp", "gradient_accumulation_steps": 2, "fields": {"gradients": {"accumulate_in": "node"}}},
         {"weights", "gradients", jobs.WITHIN},
-        WIRE,
-    ),
-    "zeropp-2bit": ({"recipe": "zeropp-2bit"}, {"weights", "gradients", jobs.WITHIN}, WIRE),
-    # Each rank is a node: there is no hop within.
-    "zeropp-pcie": (
-        {"recipe": "zeropp-pcie", "fields": {"topology": {"ranks_per_node": 1}}},
-        {"weights", "gradients"},
         WIRE,
     ),
     "fp8-lm, owners": (
@@ -40,36 +33,44 @@ CASES = {
             "weights",
         ],
     ),
+}
+# Each rank is a node: there is no hop within.
+CASES_OF_TWO = {
+    "zeropp-2bit": ({"recipe": "zeropp-2bit"}, {"weights", "gradients"}, WIRE),
+    "zeropp-pcie": ({"recipe": "zeropp-pcie"}, {"weights", "gradients"}, WIRE),
     "INT4 at rest, LoRA": (
         {"recipe": "qlora", "lora": True, "fields": {"frozen": {"format": "int4"}}},
-        {"weights", "gradients", jobs.WITHIN},
+        {"weights", "gradients"},
         ["frozen", *WIRE],
     ),
     "fp16, overflow": (
         {"recipe": "zeropp", "fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}},
-        {"weights", "gradients", jobs.WITHIN},
+        {"weights", "gradients"},
         WIRE,
     ),
 }
+CASES_OF_FOUR = list(CASES)
+CASES |= CASES_OF_TWO
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("recipes"))
-    return [
-        dict(zip(CASES, of_rank))
-        for of_rank in run_ranks(jobs.of_recipes, folder=folder, cases=[c for c, *_ in CASES.values()])
-    ]
+    """By case, of each rank."""
+    found = {}
+    for run, names in ((run_ranks, CASES_OF_FOUR), (run_two, list(CASES_OF_TWO))):
+        folder, cases = str(tmp_path_factory.mktemp("recipes")), [CASES[name][0] for name in names]
+        found |= dict(zip(names, zip(*run(jobs.of_recipes, folder=folder, cases=cases))))
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_samples_and_a_watch_change_no_bit(case, found):
-    assert all(of_rank[case][0] for of_rank in found)
+    assert all(same for same, *_ in found[case])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_kinds_of_samples(case, found):
-    samples = found[0][case][1]
+    samples = found[case][0][1]
     assert len(samples) == 3
     for rows in samples[1:]:  # weights travel in full once, where differences do afterwards
         assert {row["kind"] for row in rows} == CASES[case][1]
@@ -79,13 +80,13 @@ def test_kinds_of_samples(case, found):
 
 def test_gradients_beyond_fp16_are_counted(found):
     """The loss scale is lowered for them, and the watch lets that be."""
-    first = [row for row in found[0]["fp16, overflow"][1][0] if row["kind"] == "gradients"]
+    first = [row for row in found["fp16, overflow"][0][1][0] if row["kind"] == "gradients"]
     assert max(row["non_finite"] for row in first) > 0
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_pieces_and_layers_of_an_experiment(case, found):
-    _, _, (whole, without), layers = found[0][case]
+    _, _, (whole, without), layers = found[case][0]
     assert sorted(without) == sorted(CASES[case][2])
     assert math.isfinite(whole) and whole > 0 and all(map(math.isfinite, without.values()))
     assert layers and all(len(values) == 2 for values in layers.values())

@@ -1,13 +1,13 @@
 """Saved tensors that are kept elsewhere, anomaly detection, deterministic algorithms: training stays what it is."""
 
 import surrounding_jobs as jobs
-from ranks import run_ranks
+from ranks import run_two
 
 WAYS = [None, "zeropp", "zeropp-diff", "FP8 operands, node's copy", "fp8-lm", "fp8-lm-zeropp", "mxfp8"]
 
 
 def test_they_change_nothing():
-    for found in run_ranks(jobs.differences, ways=WAYS):
+    for found in run_two(jobs.differences, ways=WAYS):
         assert len(found) == len(WAYS) * 4
         for case, (losses, others, changed) in found.items():
             assert others == losses and not changed, (case, losses, others, changed[:5])
