@@ -12,9 +12,9 @@ import zeropp_fp8
 
 PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
-    "": 690,
+    "": 915,  # sharded.py, 226 lines, is the one that knows DeepSpeed's parameters
     "comm": 2160,
-    "compute": 2440,
+    "compute": 2430,
     "config": 1900,
     "doctor": 1380,
     "formats": 2530,
@@ -22,15 +22,15 @@ LINES = {
     "numerics": 1180,
     "optim": 1220,
     "plan": 1780,
-    "plugin": 1600,
-    "zero": 3000,
+    "plugin": 1595,
+    "zero": 3006,
     "zero/checkpoint": 400,
-    "zero/export": 440,
-    "zero/frozen": 1320,
-    "zero/gather": 2860,
-    "zero/generation": 830,
-    "zero/handover": 850,
-    "zero/owners": 1000,
+    "zero/export": 431,
+    "zero/frozen": 1296,
+    "zero/gather": 2861,
+    "zero/generation": 832,
+    "zero/handover": 851,
+    "zero/owners": 992,
     "zero/reduce": 800,
     "zero/states": 1020,
 }

@@ -19,6 +19,7 @@ microseconds for a block of 50M parameters, and its buffer never crosses streams
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -44,18 +45,6 @@ from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.secondary import keep_in_other_formats
 from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import Unit
-
-
-class Fillers(dict):
-    """A tensor of each dtype that is asked for."""
-
-    def __init__(self, make: Callable[[torch.dtype], Tensor]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, dtype: torch.dtype) -> Tensor:
-        self[dtype] = tensor = self._make(dtype)
-        return tensor
 
 
 class UnitsHandle:
@@ -90,8 +79,9 @@ class Gatherer:
         self.live_numel = 0
         self.resident = False
         self._padded_numel: dict[int, int] = {}  # by sharded.key: elements that stock would gather
-        self._nothing = Fillers(lambda dtype: torch.empty(0, dtype=dtype, device=self.device))
-        self._not_a_number = Fillers(lambda dtype: torch.full((1,), torch.nan, dtype=dtype, device=self.device))
+        device = route.device
+        self._nothing = functools.cache(lambda dtype: torch.empty(0, dtype=dtype, device=device))
+        self._not_a_number = functools.cache(lambda dtype: torch.full((1,), torch.nan, dtype=dtype, device=device))
 
     @property
     def units(self) -> list[Unit]:
@@ -195,7 +185,7 @@ class Gatherer:
                     value = operand.dequantize(dtype)
                 else:
                     # Whoever reads the values in a way that compute/linear.py does not notice shall see it.
-                    value = self._not_a_number[dtype].expand(sharded.shape(param))
+                    value = self._not_a_number(dtype).expand(sharded.shape(param))
                 _let_hold(param, value, lossy=True)
         self.hops.end(unit, lent)
         self._are_there(unit, missing)
@@ -230,7 +220,7 @@ class Gatherer:
         unit.storage.check_untouched(there)
         for param in there:
             # The values were made and used on the compute stream only, so no stream has to be told.
-            sharded.set_dropped(param, self._nothing[unit.dtype_of(param)])
+            sharded.set_dropped(param, self._nothing(unit.dtype_of(param)))
             remembered = sharded.known(param)
             remembered.wire.lossy, remembered.operand = False, None
         unit.storage.note(there)
