@@ -125,7 +125,7 @@ def fp32_through_compressed_states(kind, steps=6):
         if kind == "groups":
             config.pop("scheduler")
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        assert not plugin or engine.optimizer.states is not None
+        assert not plugin or engine.zeropp_fp8_session.state_formats is not None
         losses = [step(engine, t) for t in batches(steps, dist.get_rank())]
         return losses, full_fp32_weights(engine.module), float(engine.optimizer._global_grad_norm)
 
@@ -153,8 +153,8 @@ def training_beside_stock(steps=15):
         held = {}
         if recipe:
             optimizer = engine.optimizer
-            held["gradients"] = optimizer.store.num_bytes()
-            held["states"] = optimizer.states.num_bytes() if optimizer.states else None
+            held["gradients"] = optimizer.gradients.store.num_bytes()
+            held["states"] = optimizer.states.compressed.num_bytes() if recipe == "fp8-lm-o2" else None
             held["groups"] = [(g.matrices, g.segments.padded_numel, len(g.params)) for g in optimizer.state_groups]
             held["flat"] = sum(t.numel() for t in optimizer.fp32_partitioned_groups_flat)
             held["buffer"] = optimizer.grad_partitions_flat_buffer.numel()
@@ -176,9 +176,18 @@ def gradients_that_are_not_finite(dtype):
     log = []
 
     def snapshot():
-        buffers = [b for group in optimizer.states.groups for b in optimizer.states._buffers[id(group)].values()]
+        buffers = [
+            b
+            for group in optimizer.states.compressed.groups
+            for b in optimizer.states.compressed._buffers[id(group)].values()
+        ]
         raw = [(b.codes.clone(), None if b.scales is None else b.scales.clone()) for b in buffers]
-        return full_weights(engine.module), raw, dict(optimizer.states.steps), optimizer.reducer.scales.state_dict()
+        return (
+            full_weights(engine.module),
+            raw,
+            dict(optimizer.states.compressed.steps),
+            optimizer.reducer.scales.state_dict(),
+        )
 
     def equal(a, b):
         if torch.is_tensor(a):
@@ -241,7 +250,7 @@ def fp8_adamw_in_the_stage():
     # Where the section names no formats, FP8AdamW's own are used.
     config["zeropp_fp8"] = section("lossless", 1)
     engine = engine_of(0, exp_avg_format="bf16")
-    formats = engine.optimizer.states.formats
+    formats = engine.optimizer.states.compressed.formats
     runs["own formats"] = formats.master, formats.exp_avg, formats.exp_avg_sq, step(engine, tokens[0])
     return runs
 
@@ -417,5 +426,5 @@ def models_of_all_kinds(case):
         if plugin:
             weights, exact = rounded_masters(engine)
             moved = all(w.abs().sum() > 0 for n, w in weights.items() if "lora_B" in n)  # they start as zeros
-            found.append((exact and moved, len(weights), engine.optimizer.states.num_bytes()))
+            found.append((exact and moved, len(weights), engine.optimizer.states.compressed.num_bytes()))
     return found

@@ -23,20 +23,20 @@ LINES = {
     "optim": 1220,
     "plan": 1780,
     "plugin": 1600,
-    "zero": 3000,
+    "zero": 2730,
     "zero/checkpoint": 400,
     "zero/export": 440,
     "zero/frozen": 1320,
     "zero/gather": 2860,
     "zero/generation": 830,
     "zero/handover": 850,
-    "zero/owners": 1000,
-    "zero/reduce": 800,
-    "zero/states": 1020,
+    "zero/owners": 980,
+    "zero/reduce": 1420,
+    "zero/states": 950,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"Muon": 500, "experts": 900, "FSDP2": 1000}
-METHODS = {"ReducingStage3": 40}
+ALLOWED = {"Muon": 280, "experts": 900, "FSDP2": 1000}
+METHODS = {}
 FUNCTIONS = {
     "words_of_pairs_with_ptx": 68,
     "sums_of_spans": 77,

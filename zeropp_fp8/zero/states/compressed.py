@@ -74,12 +74,7 @@ class CompressedStates(StagePart):
         groups: the layout.
         formats: of the three quantities.
         seed: of stochastic rounding: numbers that no other rank has.
-
-    Attributes:
-        loads_states: whether the last load was of states, not of weights only.
     """
-
-    loads_states = True
 
     def __init__(self, groups: Sequence[StateGroup], formats: StateFormats, seed: tuple[int, ...]) -> None:
         self.groups = list(groups)

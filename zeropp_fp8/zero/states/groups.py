@@ -10,10 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.optim import Segments
+
+STAYS = (
+    "gradients and states in low precision; they take 6 bytes a parameter instead of 16. Leave the call out, or set "
+    "gradients.store_format to none and the optimizer's formats to fp32"
+)
 
 
 @dataclass(eq=False)
@@ -46,3 +52,8 @@ def make_state_groups(
                 ids += len(members)
                 groups.append(StateGroup(index, members, segments, matrices))
     return groups
+
+
+def as_partition(param: Parameter, own: Tensor) -> Tensor:
+    """A slice as DeepSpeed has it: zeros beyond the tensor's end."""
+    return nn.functional.pad(own, (0, param.partition_numel() - own.numel()))
