@@ -15,15 +15,15 @@ LINES = {
     "": 690,
     "comm": 2160,
     "compute": 2440,
-    "config": 1900,
+    "config": 1890,
     "doctor": 1380,
     "formats": 2530,
     "kernels": 5460,
     "numerics": 1180,
-    "optim": 1220,
+    "optim": 1305,
     "plan": 1780,
     "plugin": 1600,
-    "zero": 2730,
+    "zero": 2705,
     "zero/checkpoint": 400,
     "zero/export": 440,
     "zero/frozen": 1320,
@@ -31,11 +31,11 @@ LINES = {
     "zero/generation": 830,
     "zero/handover": 850,
     "zero/owners": 980,
-    "zero/reduce": 1420,
-    "zero/states": 950,
+    "zero/reduce": 1390,
+    "zero/states": 945,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"Muon": 280, "experts": 900, "FSDP2": 1000}
+ALLOWED = {"Muon": 265, "experts": 900, "FSDP2": 1000}
 METHODS = {}
 FUNCTIONS = {
     "words_of_pairs_with_ptx": 68,
@@ -43,8 +43,6 @@ FUNCTIONS = {
     "store_quantity": 64,
     "step_tile": 101,
     "adamw_kernel": 70,
-    "adamw_step": 67,
-    "kernel_step": 90,
     "store_frozen": 65,
 }
 MOST_METHODS, MOST_LINES = 25, 60

@@ -53,7 +53,6 @@ ROOMS = {
     "linear_function": set(),
     "compiled": set(),
     "turns": set(),
-    "fused_update": set(),
     "gather": {"session", "memory"},
     "compute_scaling": {"session", "stage_part"},
     "held_weights": {"session", "stage_part", "gather"},
@@ -64,7 +63,7 @@ ROOMS = {
     "extra_state": {"session"},
     "bound": {"session"},
     "fall_back": {"session", "stage_part"},
-    "as_deepspeed": {"fused_update"},
+    "as_deepspeed": set(),
     "looking": set(),
     # The last two only where they are asked for.
     "stage3": {

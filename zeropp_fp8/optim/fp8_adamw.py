@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from zeropp_fp8.formats.noise import Seed
-from zeropp_fp8.optim.adamw import Hyper, adamw_step
-from zeropp_fp8.optim.gradients import FP8Gradients
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer, make_state_buffers
-from zeropp_fp8.optim.state_formats import GRADIENT_NAMES, OPTIONS, STORAGES, StateFormats
+from zeropp_fp8.optim.state_formats import OPTIONS, STORAGES, StateFormats
+from zeropp_fp8.optim.update import UPDATES, Owned
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _QUANTITIES = ("master", "exp_avg", "exp_avg_sq")
@@ -58,7 +57,6 @@ class FP8AdamW(torch.optim.Optimizer):
         lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
         amsgrad: must be False: a fourth quantity is not kept.
         master_format, exp_avg_format, exp_avg_sq_format: "fp32", "bf16", "fp16" (with a scale), "fp8_e4m3", "fp8_e5m2".
-        grad_format: what gradients are rounded to before they are used, scaled by their own amax; "none": as they are.
         scales: one a "tensor" or a "block" of `block_size` elements. With "tensor" a step reads everything twice.
         block_size: a power of two from 16 to 1024.
         rounding: of the master weights, "nearest" or "stochastic".
@@ -81,7 +79,6 @@ class FP8AdamW(torch.optim.Optimizer):
         master_format: str = "fp16",
         exp_avg_format: str = "fp8_e4m3",
         exp_avg_sq_format: str = "fp16",
-        grad_format: str = "none",
         scales: str = "tensor",
         block_size: int = 128,
         rounding: str = "nearest",
@@ -101,7 +98,6 @@ class FP8AdamW(torch.optim.Optimizer):
                 "master_format": master_format,
                 "exp_avg_format": exp_avg_format,
                 "exp_avg_sq_format": exp_avg_sq_format,
-                "grad_format": grad_format,
                 "scales": scales,
                 "block_size": block_size,
                 "rounding": rounding,
@@ -220,22 +216,12 @@ class FP8AdamW(torch.optim.Optimizer):
                 launches.setdefault(key, [None] * len(bucket.params))[place] = p.grad.detach().contiguous()
         weights = [p.detach() for p in bucket.params]
         dense = [w if w.is_contiguous() else w.contiguous() for w in weights]
-        beta1, beta2 = group["betas"]
+        update, (master, *states) = UPDATES["FP8AdamW"], (bucket.buffers.get(name) for name in _QUANTITIES)
         for (step, _), grads in launches.items():
-            hyper = Hyper(
-                float(group["lr"]), float(beta1), float(beta2), group["eps"], float(group["weight_decay"]), step
-            )
-            adamw_step(
-                bucket.segments,
-                bucket.buffers.get("master"),
-                bucket.buffers["exp_avg"],
-                bucket.buffers["exp_avg_sq"],
-                _rounded_gradients(bucket.segments, grads, group),
-                dense,
-                hyper,
-                grad_scale=self._sign(bucket.segments.device) if group["maximize"] else None,
-                seed=Seed.of(group["seed"], step) if group["rounding"] == "stochastic" else None,
-            )
+            seed = Seed.of(group["seed"], step) if group["rounding"] == "stochastic" else None
+            sign = self._sign(bucket.segments.device) if group["maximize"] else None
+            owned = Owned(bucket.segments, master, states, grads, dense, sign, seed)
+            update.apply(owned, step, update.options(self, group))
         for p, w, d in zip(bucket.params, weights, dense):
             if d is not w and p.grad is not None:
                 w.copy_(d)
@@ -269,8 +255,6 @@ def _check_group(group: dict[str, Any]) -> None:
         if not fits:
             raise ValueError(f"{name} is out of range: {value}")
     StateFormats.of(group)
-    if group["grad_format"] not in GRADIENT_NAMES:
-        raise ValueError(f"grad_format must be one of {', '.join(GRADIENT_NAMES)}, got {group['grad_format']!r}")
     if not isinstance(group["seed"], int) or not 0 <= group["seed"] < 1 << 62:
         raise ValueError(f"seed must be an integer of at most 62 bits, got {group['seed']!r}")
     for p in group["params"]:
@@ -298,18 +282,3 @@ def _copy_saved(state: dict[str, Tensor], saved: dict[str, Any]) -> None:
                 f"the saved {name} is {value.dtype} {tuple(value.shape)}, needed: {view.dtype} {tuple(view.shape)}"
             )
         view.copy_(value)
-
-
-def _rounded_gradients(
-    segments: Segments, grads: list[Tensor | None], group: dict[str, Any]
-) -> list[Tensor | None] | FP8Gradients:
-    """Gradients as `grad_format` would store them."""
-    if group["grad_format"] == "none":
-        return grads
-    buffer = StateBuffer(segments, group["grad_format"], group["scales"], group["block_size"])
-    for segment, grad in enumerate(grads):
-        if grad is not None:
-            buffer.encode_(segment, grad.reshape(-1).to(torch.float32))
-    if buffer.storage.is_float8 and all(grad is not None for grad in grads):
-        return FP8Gradients.of(buffer)
-    return [None if grad is None else buffer.decode(segment) for segment, grad in enumerate(grads)]

@@ -13,7 +13,6 @@ stage_part.py       a feature of training as a stage knows it
 compute_scaling.py  what linear layers compute in, as such a part
 held_weights.py     what nodes hold of weights for differences, as such a part
 extra_state.py      what a checkpoint holds of the parts, beside weights and states
-fused_update.py     torch's fused Adam where the user left the choice to torch
 report.py           the table printed at start
 bound.py            what bounds a step, measured once
 fall_back.py        giving up low precision while a job runs, and when it resumes

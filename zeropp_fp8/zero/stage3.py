@@ -18,9 +18,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger
 
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.config import PluginConfig
-from zeropp_fp8.optim import FP8AdamW, StateFormats
-from zeropp_fp8.zero.as_deepspeed import FP32States, Partitions, Replaced, SliceLayout
+from zeropp_fp8.optim import FP8AdamW
+from zeropp_fp8.zero.as_deepspeed import FP32States, Partitions, SliceLayout, replaced
 from zeropp_fp8.zero.bound import StepWatch
 from zeropp_fp8.zero.extra_state import ENTRY, extra_state, load_extra_state
 from zeropp_fp8.zero.fall_back import FellBack
@@ -78,7 +77,6 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
         self.session, self.stock = session, super()
-        session.state_formats = _state_formats(session.config, init_optimizer)
         self.hooks, self.backwards, self.buckets, self.looking = (
             each(self) for each in (GradientHooks, Backwards, Buckets, Looking)
         )
@@ -88,13 +86,13 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
             # DeepSpeed would copy each gradient into a buffer, a gigabyte by default, which it then reads tensor by
             # tensor all the same; and what comes twice in one backward would be added to while it is copied.
             kwargs["contiguous_gradients"] = False
-        params = list(module.parameters())
-        self.reduction = Reduction(self, params, kwargs.get("gradient_accumulation_dtype", torch.float32))
-        self.gradients, self.layout = _gradients_of(self), _layout_of(self)
-        self.states = _states_of(self, init_optimizer, kwargs.get("offload_optimizer_config"))
+        dtype = kwargs.get("gradient_accumulation_dtype", torch.float32)
+        self.reduction = Reduction(self, module.parameters(), dtype)
+        offload = kwargs.get("offload_optimizer_config")
+        self.gradients, self.states, self.layout = _where_numbers_rest(self, init_optimizer, offload)
         self.watch = StepWatch(session) if session.config.report.diagnose else None
         super().__init__(module, init_optimizer, param_names, *args, **kwargs)
-        self.reduction.add_parts(params)
+        self.reduction.add_parts(list(module.parameters()))
         self.held = HeldWeights(session, self.gatherer, self.param_names)
         session.parts += [FellBack(self), self.held]
         self.gatherer.ownership.given_back = self._bring_shards_home
@@ -167,7 +165,7 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
     def _persistent_parameters_gathered(self):
         """DeepSpeed gathers persistent parameters through their exact all_gather; do it in the wire format instead."""
         self.gatherer.gather_now(self.persistent_parameters)  # which counts as sent in the step that uses them
-        return Replaced(self, "persistent_parameters", [])
+        return replaced(self, "persistent_parameters", [])
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -268,37 +266,26 @@ for _attribute, _names in ANSWERED.items():
         setattr(ZeroppStage3, _name, _answered(_attribute, _name, _there))
 
 
-# -- what a stage has, imported only where its configuration asks for it -----------------------------------------------
+def _where_numbers_rest(stage: ZeroppStage3, optimizer: torch.optim.Optimizer, offload) -> tuple:
+    """(gradients, states, layout) as the configuration asks for them; what is not stock's is imported only then.
 
+    Args:
+        offload: the "offload_optimizer" section of DeepSpeed's.
+    """
+    session, config = stage.session, stage.session.config
+    gradients, layout = Partitions(stage), SliceLayout(stage)
+    if config.gradients.store_format != "none":
+        from zeropp_fp8.zero.states.stored_gradients import StoredGradients
 
-def _gradients_of(stage: ZeroppStage3):
-    if stage.session.config.gradients.store_format == "none":
-        return Partitions(stage)
-    from zeropp_fp8.zero.states.stored_gradients import StoredGradients
+        gradients = StoredGradients(stage)
+    if config.partition == "whole_tensor":
+        from zeropp_fp8.zero.owners.layout import OwnerLayout
 
-    return StoredGradients(stage)
+        layout = OwnerLayout(stage)
+    if config.stores_states_in_low_precision or isinstance(optimizer, FP8AdamW):
+        from zeropp_fp8.zero.states.compressed import chosen_formats
+        from zeropp_fp8.zero.states.states_at_rest import StatesAtRest
 
-
-def _states_of(stage: ZeroppStage3, optimizer: torch.optim.Optimizer, offload):
-    if stage.session.state_formats is None:
-        return FP32States(stage, optimizer)
-    from zeropp_fp8.zero.states.states_at_rest import StatesAtRest
-
-    return StatesAtRest(stage, offload)
-
-
-def _layout_of(stage: ZeroppStage3):
-    if stage.session.config.partition != "whole_tensor":
-        return SliceLayout(stage)
-    from zeropp_fp8.zero.owners.layout import OwnerLayout
-
-    return OwnerLayout(stage)
-
-
-def _state_formats(config: PluginConfig, optimizer: torch.optim.Optimizer) -> StateFormats | None:
-    """What master weights and moments rest in; None: in fp32, DeepSpeed's."""
-    if not config.stores_states_in_low_precision and not isinstance(optimizer, FP8AdamW):
-        return None
-    from zeropp_fp8.zero.states.compressed import chosen_formats
-
-    return chosen_formats(config, optimizer)
+        session.state_formats = chosen_formats(config, optimizer)
+        return gradients, StatesAtRest(stage, optimizer, offload), layout
+    return gradients, FP32States(stage, optimizer), layout

@@ -7,6 +7,5 @@ reduction.py        what a stage has of all this: a unit's way, and what a step 
 buckets.py          DeepSpeed's buckets, where nothing is quantized
 reducer.py          quantize a unit of gradients, send it in two hops, hand over this rank's part
 reduction_unit.py   parameters that are reduced in one message, and their sums that rest inside the node
-node_sums.py        whether sums of several micro-batches rest inside the node
 gradient_scales.py  FP8-LM: scales that all ranks share, and mu
 """

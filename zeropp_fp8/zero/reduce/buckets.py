@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8.comm.issue import timed_by_deepspeed
-from zeropp_fp8.zero.as_deepspeed import Replaced
+from zeropp_fp8.zero.as_deepspeed import replaced
 
 # The double-underscore methods of DeepSpeed's class, by the names under which Python stores them.
 AVG_SCATTER_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
@@ -94,8 +92,8 @@ class Buckets:
 
         There is work of its own on it only where something has come into a bucket.
         """
-        no_wait = Replaced(self.stage, "reduce_and_partition_stream", _NoWait())
-        with nullcontext() if self.waiting else no_wait:
+        stream = self.stage.reduce_and_partition_stream if self.waiting else _NoWait()
+        with replaced(self.stage, "reduce_and_partition_stream", stream):
             self.stage.stock.independent_gradient_partition_epilogue()
 
     # -- reducing what fills one -------------------------------------------------------------------------------------

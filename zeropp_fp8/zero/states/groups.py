@@ -37,6 +37,11 @@ class StateGroup:
     segments: Segments
     matrices: bool
 
+    def shapes(self) -> list[tuple[int, ...]]:
+        """What this rank has of each: in its shape where that is all of it, else flat."""
+        whole = (n == param.ds_numel for param, n in zip(self.params, self.segments.numels))
+        return [tuple(p.ds_shape) if all_ else (n,) for p, n, all_ in zip(self.params, self.segments.numels, whole)]
+
 
 def make_state_groups(
     sub_groups: Sequence[Sequence[Parameter]], own_numel: Callable[[Parameter], int], device: torch.device

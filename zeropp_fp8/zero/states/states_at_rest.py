@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from zeropp_fp8.config import ConfigError
 from zeropp_fp8.optim import FP8AdamW
 from zeropp_fp8.zero.as_deepspeed import Freed
-from zeropp_fp8.zero.states.compressed import CompressedStates, decouples_weight_decay
+from zeropp_fp8.zero.states.compressed import CompressedStates, checked_update
 from zeropp_fp8.zero.states.groups import STAYS, as_partition
 
 
@@ -30,21 +30,24 @@ class StatesAtRest:
         offload: the "offload_optimizer" section of DeepSpeed's.
 
     Attributes:
+        update: the optimizer's.
         compressed: made with DeepSpeed's sub-groups.
 
     Raises:
-        ConfigError: optimizer states are offloaded.
+        ConfigError: optimizer states are offloaded, or the optimizer has no update for such states.
     """
 
     stays = STAYS
 
-    def __init__(self, stage, offload) -> None:
+    def __init__(self, stage, optimizer: torch.optim.Optimizer, offload) -> None:
         if offload is not None and offload.device != OffloadDeviceEnum.none:
             raise ConfigError(
                 '"zero_optimization.offload_optimizer" keeps fp32 states on the CPU, where FP8AdamW keeps them in low '
                 "precision on the device; remove one of the two"
             )
-        self.stage = stage
+        config = stage.session.config
+        whole = config.partition == "whole_tensor" and config.partition_split == "none"
+        self.stage, self.update = stage, checked_update(optimizer, whole)
         self.compressed: CompressedStates | Freed | None = None
 
     def _create_fp32_partitions(self) -> None:
@@ -56,7 +59,7 @@ class StatesAtRest:
             empty.requires_grad = True
             stage.fp32_partitioned_groups_flat.append(empty)
         seed = (session.config.seed, session.topology.rank)
-        self.compressed = CompressedStates(stage.state_groups, session.state_formats, seed)
+        self.compressed = CompressedStates(stage.state_groups, self.update, session.state_formats, seed)
         session.parts.append(self.compressed)
         for group in stage.optimizer.param_groups:
             group["params"] = []
@@ -81,17 +84,8 @@ class StatesAtRest:
     def _optimizer_step(self, sub_group_id: int) -> None:
         stage = self.stage
         group = stage.optimizer.param_groups[stage.sub_group_to_group_id[sub_group_id]]
-        beta1, beta2 = group["betas"]
-        hyper = {
-            "lr": float(group["lr"]),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
-            "decoupled": decouples_weight_decay(stage.optimizer, group),
-            "bias_correction": bool(group.get("bias_correction", True)),
-        }
-        self.compressed.update(sub_group_id, stage.gradients.of, hyper, self._grad_scale)
+        options = self.update.options(stage.optimizer, group)
+        self.compressed.update(sub_group_id, stage.gradients.of, options, self._grad_scale)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         """The fused step has written the weights."""
@@ -118,13 +112,16 @@ class StatesAtRest:
             counts_on_host = not isinstance(stage.optimizer, torch.optim.Adam)  # DeepSpeed's count in an int
             flats = []
             for i, sub_group in enumerate(stage.fp16_groups):
-                parts = {k: [as_partition(p, states.read(p, k)).cpu() for p in sub_group] for k in _STATE_KEYS}
+                parts = {
+                    k: [as_partition(p, states.read(p, k)).cpu() for p in sub_group]
+                    for k in (None, *self.update.states)
+                }
                 flat = torch.cat(parts[None])
                 flat.ds_id = empty[i].ds_id
                 flat.requires_grad = True
                 steps = states.steps[i]
                 count = steps if counts_on_host else torch.tensor(float(steps), dtype=torch.float32, device="cpu")
-                moments = {key: torch.cat(parts[key]) for key in ("exp_avg", "exp_avg_sq")}
+                moments = {key: torch.cat(parts[key]) for key in self.update.states}
                 stage.optimizer.state[flat] = {"step": count, **moments}
                 flats.append(flat)
             stage.fp32_partitioned_groups_flat = flats
@@ -150,7 +147,7 @@ class StatesAtRest:
                 own = slice(offset, offset + stage.session.own_numel(param))
                 take = states.write if int(state.get("step", 0)) else states.take_values
                 take(param, flat.detach()[own])
-                for key in ("exp_avg", "exp_avg_sq") if with_states else ():
+                for key in self.update.states if with_states else ():
                     if key in state:  # a checkpoint saved before the first step of stock's optimizer has none
                         states.write(param, state[key][own], key)
                 offset += param.partition_numel()
@@ -180,9 +177,6 @@ class StatesAtRest:
 
     def free(self) -> None:
         self.compressed = Freed()
-
-
-_STATE_KEYS = (None, "exp_avg", "exp_avg_sq")
 
 
 class _AnyStates(torch.optim.Optimizer):
