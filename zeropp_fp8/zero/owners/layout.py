@@ -22,7 +22,7 @@ OPTIMIZER_STATE_DICT = "optimizer_state_dict"
 
 
 class OwnerLayout:
-    """In the place of `SliceLayout`."""
+    """Takes the place of `SliceLayout`."""
 
     stays = '"partition": "whole_tensor"; leave the call out, or set partition to "slice"'
 

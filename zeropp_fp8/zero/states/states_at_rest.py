@@ -24,7 +24,7 @@ from zeropp_fp8.zero.states.groups import STAYS, as_partition
 
 
 class StatesAtRest:
-    """In the place of `FP32States`.
+    """Takes the place of `FP32States`.
 
     Args:
         offload: the "offload_optimizer" section of DeepSpeed's.

@@ -21,7 +21,7 @@ from zeropp_fp8.zero.states.groups import STAYS, StateGroup, as_partition
 
 
 class StoredGradients:
-    """In the place of `Partitions`.
+    """Takes the place of `Partitions`.
 
     Attributes:
         store: made when the order of reduction is known.
