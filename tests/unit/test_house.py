@@ -20,7 +20,7 @@ LINES = {
     "formats": 2530,
     "kernels": 5460,
     "numerics": 1180,
-    "optim": 1305,
+    "optim": 1020,
     "plan": 1780,
     "plugin": 1600,
     "zero": 2705,
@@ -32,10 +32,10 @@ LINES = {
     "zero/handover": 850,
     "zero/owners": 980,
     "zero/reduce": 1390,
-    "zero/states": 945,
+    "zero/states": 905,
 }
 # What the next features may add to the folders that they touch.
-ALLOWED = {"Muon": 265, "experts": 900, "FSDP2": 1000}
+ALLOWED = {"Muon": 500, "experts": 900, "FSDP2": 1000}
 METHODS = {}
 FUNCTIONS = {
     "words_of_pairs_with_ptx": 68,

@@ -1,6 +1,4 @@
-"""FP8 AdamW: a plain torch.optim.Optimizer that keeps 5 bytes of state a parameter, and the step it is made of.
-
-    optimizer = FP8AdamW(model.parameters(), lr=1e-3)     # master FP16 2 B, moments FP8 1 B, FP16 2 B
+"""An optimizer's step on states of 5 bytes a parameter: master FP16 2 B, moments FP8 1 B, FP16 2 B.
 
 state_formats.py  the choice of formats, and what they are
 segments.py       where tensors lie in a flat buffer
@@ -9,11 +7,9 @@ gradients.py      FP8 gradients laid out the same way
 update.py         what an optimizer's step is, on what one owner has: which optimizer has which
 adamw.py          AdamW's, on such buffers: the torch reference of kernels/optimizer/adamw.py
 launch.py         the same step in one launch of the kernel
-fp8_adamw.py      the same step as an optimizer of torch's
 """
 
 from zeropp_fp8.optim.adamw import Hyper, adamw_step
-from zeropp_fp8.optim.fp8_adamw import FP8AdamW
 from zeropp_fp8.optim.gradients import FP8Gradients
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer, make_state_buffers
@@ -23,7 +19,6 @@ from zeropp_fp8.optim.update import UPDATES, Owned, Update, update_of
 __all__ = [
     "STORAGE_NAMES",
     "UPDATES",
-    "FP8AdamW",
     "FP8Gradients",
     "Hyper",
     "Owned",

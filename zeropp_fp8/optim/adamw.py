@@ -153,9 +153,9 @@ def _decouples_weight_decay(optimizer: torch.optim.Optimizer, group: Mapping[str
     """Whether weight decay is AdamW's, not an L2 penalty."""
     if hasattr(optimizer, "adam_w_mode"):  # DeepSpeed's FusedAdam and DeepSpeedCPUAdam
         return bool(optimizer.adam_w_mode)
-    if {"AdamW", "FP8AdamW"} & {cls.__name__ for cls in type(optimizer).__mro__}:
+    if "AdamW" in {cls.__name__ for cls in type(optimizer).__mro__}:
         return True
     return bool(group.get("decoupled_weight_decay", False))
 
 
-UPDATES |= dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "FP8AdamW"), AdamWUpdate())
+UPDATES |= dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), AdamWUpdate())

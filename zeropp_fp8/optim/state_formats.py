@@ -177,7 +177,7 @@ class StateFormats:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> StateFormats:
-        """Those that options of FP8AdamW, or the fields of an "optimizer" section, name."""
+        """Those that the fields of an "optimizer" section name."""
         return cls(**{name.removesuffix("_format"): options[name] for name in OPTIONS if name in options})
 
     def __post_init__(self) -> None:

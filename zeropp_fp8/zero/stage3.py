@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger
 
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.optim import FP8AdamW
+from zeropp_fp8.optim import StateFormats
 from zeropp_fp8.zero.as_deepspeed import FP32States, Partitions, SliceLayout, replaced
 from zeropp_fp8.zero.bound import StepWatch
 from zeropp_fp8.zero.extra_state import ENTRY, extra_state, load_extra_state
@@ -282,10 +282,9 @@ def _where_numbers_rest(stage: ZeroppStage3, optimizer: torch.optim.Optimizer, o
         from zeropp_fp8.zero.owners.layout import OwnerLayout
 
         layout = OwnerLayout(stage)
-    if config.stores_states_in_low_precision or isinstance(optimizer, FP8AdamW):
-        from zeropp_fp8.zero.states.compressed import chosen_formats
+    if config.stores_states_in_low_precision:
         from zeropp_fp8.zero.states.states_at_rest import StatesAtRest
 
-        session.state_formats = chosen_formats(config, optimizer)
+        session.state_formats = StateFormats.of(vars(config.optimizer))
         return gradients, StatesAtRest(stage, optimizer, offload), layout
     return gradients, FP32States(stage, optimizer), layout

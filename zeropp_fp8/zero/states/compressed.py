@@ -14,28 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.config import SECTION, ConfigError, OptimizerConfig, PluginConfig
+from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.optim import UPDATES, Owned, StateBuffer, StateFormats, Update, make_state_buffers, update_of
 from zeropp_fp8.zero.stage_part import Row, StagePart
 from zeropp_fp8.zero.states.groups import StateGroup
-
-
-def chosen_formats(config: PluginConfig, optimizer: torch.optim.Optimizer) -> StateFormats:
-    """The formats of states inside ZeRO-3: the section's, else those of an FP8AdamW.
-
-    Raises:
-        ConfigError: an FP8AdamW has several choices of formats.
-    """
-    if config.stores_states_in_low_precision:
-        return StateFormats.of(vars(config.optimizer))
-    choices = [{name: group[name] for name in OptimizerConfig.model_fields} for group in optimizer.param_groups]
-    if any(choice != choices[0] for choice in choices):
-        raise ConfigError(
-            f'"{SECTION}.optimizer": the param groups of FP8AdamW differ in their formats, which inside ZeRO-3 are the '
-            "same for all; give them one choice, or name the formats in the section"
-        )
-    return StateFormats.of(choices[0])
 
 
 def checked_update(optimizer: torch.optim.Optimizer, whole: bool = False) -> Update:

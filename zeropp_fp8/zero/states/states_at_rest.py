@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8.config import ConfigError
-from zeropp_fp8.optim import FP8AdamW
 from zeropp_fp8.zero.as_deepspeed import Freed
 from zeropp_fp8.zero.states.compressed import CompressedStates, checked_update
 from zeropp_fp8.zero.states.groups import STAYS, as_partition
@@ -42,8 +41,8 @@ class StatesAtRest:
     def __init__(self, stage, optimizer: torch.optim.Optimizer, offload) -> None:
         if offload is not None and offload.device != OffloadDeviceEnum.none:
             raise ConfigError(
-                '"zero_optimization.offload_optimizer" keeps fp32 states on the CPU, where FP8AdamW keeps them in low '
-                "precision on the device; remove one of the two"
+                '"zero_optimization.offload_optimizer" keeps fp32 states on the CPU, where "zeropp_fp8.optimizer" '
+                "keeps them in low precision on the device; remove one of the two"
             )
         config = stage.session.config
         whole = config.partition == "whole_tensor" and config.partition_split == "none"
@@ -108,31 +107,29 @@ class StatesAtRest:
     def expanded(self, takes_back: bool, with_states: bool = True) -> Iterator[None]:
         stage, states = self.stage, self.compressed
         empty = stage.fp32_partitioned_groups_flat
-        with self._plain_optimizer(takes_back):
-            counts_on_host = not isinstance(stage.optimizer, torch.optim.Adam)  # DeepSpeed's count in an int
-            flats = []
-            for i, sub_group in enumerate(stage.fp16_groups):
-                parts = {
-                    k: [as_partition(p, states.read(p, k)).cpu() for p in sub_group]
-                    for k in (None, *self.update.states)
-                }
-                flat = torch.cat(parts[None])
-                flat.ds_id = empty[i].ds_id
-                flat.requires_grad = True
-                steps = states.steps[i]
-                count = steps if counts_on_host else torch.tensor(float(steps), dtype=torch.float32, device="cpu")
-                moments = {key: torch.cat(parts[key]) for key in self.update.states}
-                stage.optimizer.state[flat] = {"step": count, **moments}
-                flats.append(flat)
-            stage.fp32_partitioned_groups_flat = flats
-            try:
-                yield
-                if takes_back:
-                    self._take_back(with_states)
-            finally:
-                for flat in stage.fp32_partitioned_groups_flat:
-                    stage.optimizer.state.pop(flat, None)
-                stage.fp32_partitioned_groups_flat = empty
+        counts_on_host = not isinstance(stage.optimizer, torch.optim.Adam)  # DeepSpeed's count in an int
+        flats = []
+        for i, sub_group in enumerate(stage.fp16_groups):
+            parts = {
+                k: [as_partition(p, states.read(p, k)).cpu() for p in sub_group] for k in (None, *self.update.states)
+            }
+            flat = torch.cat(parts[None])
+            flat.ds_id = empty[i].ds_id
+            flat.requires_grad = True
+            steps = states.steps[i]
+            count = steps if counts_on_host else torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+            moments = {key: torch.cat(parts[key]) for key in self.update.states}
+            stage.optimizer.state[flat] = {"step": count, **moments}
+            flats.append(flat)
+        stage.fp32_partitioned_groups_flat = flats
+        try:
+            yield
+            if takes_back:
+                self._take_back(with_states)
+        finally:
+            for flat in stage.fp32_partitioned_groups_flat:
+                stage.optimizer.state.pop(flat, None)
+            stage.fp32_partitioned_groups_flat = empty
 
     @torch.no_grad()
     def _take_back(self, with_states: bool) -> None:
@@ -154,21 +151,6 @@ class StatesAtRest:
             states.steps[i] = int(state.get("step", 0))
         states.write_weights()
 
-    @contextmanager
-    def _plain_optimizer(self, loads: bool) -> Iterator[None]:
-        """While it lasts, FP8AdamW is represented by an optimizer that loads fp32 states as they are."""
-        given = self.stage.optimizer
-        if not (loads and isinstance(given, FP8AdamW)):
-            yield
-            return
-        self.stage.optimizer = _AnyStates([dict(group) for group in given.param_groups], {})
-        try:
-            yield
-            for group, loaded in zip(given.param_groups, self.stage.optimizer.param_groups):
-                group.update((name, value) for name, value in loaded.items() if name != "params")
-        finally:
-            self.stage.optimizer = given
-
     def loaded(self) -> None:
         """Nothing is to be done."""
 
@@ -177,7 +159,3 @@ class StatesAtRest:
 
     def free(self) -> None:
         self.compressed = Freed()
-
-
-class _AnyStates(torch.optim.Optimizer):
-    """Holds states and options."""
