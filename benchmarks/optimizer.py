@@ -21,7 +21,15 @@ from benchmarks.harness.measuring import milliseconds
 from benchmarks.harness.results import write_result
 from examples.options import new_file, whole
 from zeropp_fp8.formats.noise import Seed
-from zeropp_fp8.optim import FP8Gradients, Hyper, Segments, StateBuffer, StateFormats, adamw_step, make_state_buffers
+from zeropp_fp8.optim import (
+    Hyper,
+    Owned,
+    Segments,
+    StateBuffer,
+    StateFormats,
+    adamw_step,
+    make_state_buffers,
+)
 
 VOCABULARY = 32_000
 HYPER = Hyper(1e-3, weight_decay=0.1, step=100)
@@ -81,12 +89,12 @@ def make_step(
         else:
             held.encode_(segment, grad)
         del draw, grad
-    grads = listed if held is None else FP8Gradients.of(held)
+    grads = listed if held is None else held
     scale = torch.ones(1, device=device)
     seed = Seed(1, 2) if stochastic else None
 
     def work() -> None:
-        adamw_step(segments, *buffers, grads, weights, HYPER, grad_scale=scale, seed=seed, use_kernel=use_kernel)
+        adamw_step(Owned(segments, buffers[0], buffers[1:], grads, weights, scale, seed), HYPER, use_kernel)
 
     return work, buffers, weights
 

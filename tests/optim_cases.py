@@ -7,8 +7,9 @@ import math
 import numpy as np
 import torch
 
+from zeropp_fp8 import optim
 from zeropp_fp8.formats.noise import Seed
-from zeropp_fp8.optim import FP8Gradients, Hyper, Segments, StateBuffer, StateFormats, adamw_step, make_state_buffers
+from zeropp_fp8.optim import Hyper, Owned, Segments, StateBuffer, StateFormats, make_state_buffers
 
 CPU = torch.device("cpu")
 # (mantissa bits, exponent of the smallest normal number, largest number, bytes)
@@ -77,6 +78,13 @@ def adamw(p, m, v, g, hyper: Hyper, grad_scale: float = 1.0):
     return p - decay * p - hyper.lr * m_hat / (np.sqrt(v_hat) + hyper.eps), m, v
 
 
+def adamw_step(segments, master, *rest, grad_scale=None, seed=None, use_kernel=None) -> None:
+    """`optim.adamw_step` of (segments, master, exp_avg, exp_avg_sq, grads, weights, hyper)."""
+    *states, grads, weights, hyper = rest
+    owned = Owned(segments, master, states, grads, weights, grad_scale, seed)
+    optim.adamw_step(owned, hyper, use_kernel)
+
+
 def heavy_tailed(numel: int, generator: torch.Generator, device=CPU) -> torch.Tensor:
     """fp32 numbers over a dozen orders of magnitude."""
     draw = [torch.randn(numel, generator=generator) for _ in range(2)]
@@ -134,7 +142,7 @@ def run_steps(
             held = StateBuffer(segments, *grads)
             held.codes.fill_(0x7F)  # what the padding holds does not matter
             held.encode_all_(values)
-            given = FP8Gradients.of(held)
+            given = held
         else:
             given = [None if i in missing else placed(x, grads) for i, x in enumerate(values)]
         adamw_step(

@@ -27,7 +27,7 @@ from benchmarks.harness.hf_llama import llama_config
 from benchmarks.harness.lora import LORA_RANK, adamw
 from benchmarks.harness.measuring import random_tokens
 from benchmarks.harness.sizes import Size
-from zeropp_fp8.zero.stage3_base import GRAD_PARTITIONS
+from zeropp_fp8.zero.as_deepspeed import GRAD_PARTITIONS
 
 LR = 1e-5
 
@@ -193,7 +193,8 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def _state_bytes(optimizer: DeepSpeedZeroOptimizer_Stage3) -> int:
     """Of master weights, reduced gradients and moments, in the optimizer's own tensors or the plugin's stores."""
-    store, states = getattr(optimizer, "store", None), getattr(optimizer, "states", None)
+    names = (("gradients", "store"), ("states", "compressed"))
+    store, states = (getattr(getattr(optimizer, part, None), name, None) for part, name in names)
     kept = list(optimizer.fp32_partitioned_groups_flat)
     kept += [x for state in optimizer.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
     if store is None:

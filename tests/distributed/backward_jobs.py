@@ -327,7 +327,7 @@ class Odd:
     def failed_forward_of_the_module(self):
         """The same of the module alone: what has come unnoticed is reduced when the step begins."""
         counted = self.failed_forward_between(self.engine.module)
-        self.engine.optimizer.end_backward()
+        self.engine.optimizer.reduction.finish()
         return counted
 
     def gradient_of_an_output(self):

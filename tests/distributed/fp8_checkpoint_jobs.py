@@ -75,8 +75,8 @@ def checkpoints_of_states(case, node_size=2):
     mine, exact = rounded_masters(back)
     off = max(((mine[n] - theirs[n]).abs().max() / theirs[n].abs().max()).item() for n in theirs)
     result["back"] = exact, off
-    if back.optimizer.states is not None:
-        result["steps"] = set(back.optimizer.states.steps.values())
+    if back.zeropp_fp8_session.state_formats is not None:
+        result["steps"] = set(back.optimizer.states.compressed.steps.values())
     result["back losses"] = step(back, tokens[0])
     engine.destroy()
     assert zeropp_fp8.wire_report(engine)["gradient_scaling"] == report, "an engine that has ended still tells"
@@ -214,7 +214,7 @@ def stored_in_blocks(micro_batches=2):
                 engine.backward(engine(input_ids=t, labels=t).loss)
                 if index < gas - 1:
                     engine.step()
-        mine.optimizer.store.close()
+        mine.optimizer.gradients.store.close()
         squares = 0.0
         for p, q in zip(exact.module.parameters(), mine.module.parameters()):
             full, size = safe_get_full_grad(p).flatten(), p.partition_numel()
@@ -243,7 +243,7 @@ def stored_in_blocks(micro_batches=2):
     again = engine_of(True, 1, seed=3)
     again.load_checkpoint(folder, tag="blocks")
     result["resumed"] = [step(again, t) for t in tokens[6:8]]
-    result["bytes"] = engine.optimizer.store.num_bytes()
+    result["bytes"] = engine.optimizer.gradients.store.num_bytes()
     padded = {True: 0, False: 0}
     for group in engine.optimizer.state_groups:
         padded[group.matrices] += group.segments.padded_numel
@@ -284,7 +284,7 @@ def loading_weights_only():
                 for p in engine.module.parameters()
                 for key in ("exp_avg", "exp_avg_sq")
             )
-            steps = set(engine.optimizer.states.steps.values())
+            steps = set(engine.optimizer.states.compressed.steps.values())
             result[(name, how)] = close, moments, steps, rounded_masters(engine)[1], step(engine, tokens[2])
     return result
 
@@ -357,7 +357,7 @@ def load_universal(folder, masters, second):
             max((mine[n] - torch.from_numpy(w)).abs().max().item() / abs(w).max() for n, w in masters.items()),
             max((moments[n] - torch.from_numpy(w)).abs().max().item() / abs(w).max() for n, w in second.items()),
             exact,
-            set(engine.optimizer.states.steps.values()),
+            set(engine.optimizer.states.compressed.steps.values()),
             step(engine, next(batches(1, dist.get_rank()))),
         )
     return found

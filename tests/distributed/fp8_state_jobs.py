@@ -7,7 +7,6 @@ import torch.distributed as dist
 from models import KEPT, batches, build, ds_config, full_fp32_weights, full_weights, llama, make_engine, section
 from parity_jobs import allow_fp16_on_cpu, switch
 from ranks import printed
-from zero_jobs import shared_folder
 
 NO_COMPUTE = {"compute": {"format": "none"}}  # FP8 GEMMs apart, so that what is compared is gradients and states
 
@@ -31,42 +30,6 @@ def rounded_masters(engine):
     return masters, all(torch.equal(weights[n], masters[n].to(dtype).float()) for n in masters)
 
 
-def beside_fp8_adamw(dtype, steps=5):
-    """One rank: FP8AdamW given the same gradients arrives at the same weights, bit for bit."""
-    from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
-
-    from zeropp_fp8.optim import FP8AdamW
-
-    switch(True)
-    engine = make_engine(llama(), ds_config(section("fp8-lm-o2", 1, **NO_COMPUTE), dtype))
-    # In fp32, so that gradients are not rounded to the model's dtype; the master weights are FP16 on both sides.
-    alone = [torch.nn.Parameter(p.detach().clone()) for p in llama().parameters()]
-    lp = next(engine.module.parameters()).dtype
-    given = llama().to(lp).float().parameters()
-    at_start = all(torch.equal(mine, w) for mine, w in zip(given, full_weights(engine.module).values()))
-    with torch.no_grad():
-        for mine in alone:
-            mine.copy_(mine.to(lp))
-    optimizer = FP8AdamW(alone, lr=1e-3)
-    for tokens in batches(steps, 0):
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        for mine, p in zip(alone, engine.module.parameters()):
-            mine.grad = safe_get_full_grad(p)
-        engine.step()
-        optimizer.step()
-    weights = full_weights(engine.module)
-    equal = [torch.equal(mine.detach().to(lp).float(), w) for mine, w in zip(alone, weights.values())]
-    moments = [
-        torch.equal(
-            safe_get_full_optimizer_state(p, "exp_avg_sq").flatten(),
-            decoded(optimizer, mine, "exp_avg_sq"),
-        )
-        for mine, p in zip(alone, engine.module.parameters())
-    ]
-    return all(equal), all(moments), at_start, rounded_masters(engine)[1]
-
-
 def beside_a_reference(recipes):
     """{recipe: whether the first loss of an engine that trains is that of one without an optimizer, bit for bit}."""
     switch(True)
@@ -82,15 +45,6 @@ def beside_a_reference(recipes):
         for engine in engines:
             engine.destroy()
     return equal
-
-
-def decoded(optimizer, param, name):
-    """fp32 of one parameter's state of FP8AdamW."""
-    for bucket in optimizer._buckets:
-        for segment, p in enumerate(bucket.params):
-            if p is param:
-                return bucket.buffers[name].decode(segment)
-    raise KeyError(name)
 
 
 def fp32_through_compressed_states(kind, steps=6):
@@ -125,7 +79,7 @@ def fp32_through_compressed_states(kind, steps=6):
         if kind == "groups":
             config.pop("scheduler")
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        assert not plugin or engine.optimizer.states is not None
+        assert not plugin or engine.zeropp_fp8_session.state_formats is not None
         losses = [step(engine, t) for t in batches(steps, dist.get_rank())]
         return losses, full_fp32_weights(engine.module), float(engine.optimizer._global_grad_norm)
 
@@ -153,8 +107,8 @@ def training_beside_stock(steps=15):
         held = {}
         if recipe:
             optimizer = engine.optimizer
-            held["gradients"] = optimizer.store.num_bytes()
-            held["states"] = optimizer.states.num_bytes() if optimizer.states else None
+            held["gradients"] = optimizer.gradients.store.num_bytes()
+            held["states"] = optimizer.states.compressed.num_bytes() if recipe == "fp8-lm-o2" else None
             held["groups"] = [(g.matrices, g.segments.padded_numel, len(g.params)) for g in optimizer.state_groups]
             held["flat"] = sum(t.numel() for t in optimizer.fp32_partitioned_groups_flat)
             held["buffer"] = optimizer.grad_partitions_flat_buffer.numel()
@@ -176,9 +130,18 @@ def gradients_that_are_not_finite(dtype):
     log = []
 
     def snapshot():
-        buffers = [b for group in optimizer.states.groups for b in optimizer.states._buffers[id(group)].values()]
+        buffers = [
+            b
+            for group in optimizer.states.compressed.groups
+            for b in optimizer.states.compressed._buffers[id(group)].values()
+        ]
         raw = [(b.codes.clone(), None if b.scales is None else b.scales.clone()) for b in buffers]
-        return full_weights(engine.module), raw, dict(optimizer.states.steps), optimizer.reducer.scales.state_dict()
+        return (
+            full_weights(engine.module),
+            raw,
+            dict(optimizer.states.compressed.steps),
+            optimizer.reducer.scales.state_dict(),
+        )
 
     def equal(a, b):
         if torch.is_tensor(a):
@@ -209,41 +172,6 @@ def gradients_that_are_not_finite(dtype):
         log[-1]["factor"] = factor
     losses += [step(engine, t) for t in tokens[4:]]
     return log, losses, engine.skipped_steps, printed()
-
-
-def fp8_adamw_in_the_stage():
-    """FP8AdamW given to deepspeed.initialize: its options, a checkpoint, and one of stock's AdamW."""
-    import deepspeed
-
-    from zeropp_fp8.optim import FP8AdamW
-
-    folder = shared_folder()
-    tokens = list(batches(6, dist.get_rank()))
-    config = ds_config(section("fp8-lm-o2", 1, **NO_COMPUTE), "bf16")
-
-    def engine_of(seed, optimizer_class=FP8AdamW, **options):
-        model = llama(seed=seed)
-        optimizer = optimizer_class(model.parameters(), lr=1e-3, **options)
-        return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-
-    switch(True)
-    runs = {}
-    for name, optimizer_class in (("fp8", FP8AdamW), ("torch", torch.optim.AdamW)):
-        engine = engine_of(0, optimizer_class, weight_decay=0.1)
-        losses = [step(engine, t) for t in tokens[:3]]
-        engine.save_checkpoint(folder, tag=name)
-        runs[name] = losses + [step(engine, t) for t in tokens[3:]]
-    for name, optimizer_class in (("fp8", FP8AdamW), ("torch", FP8AdamW), ("fp8", torch.optim.AdamW)):
-        engine = engine_of(3, optimizer_class)
-        engine.load_checkpoint(folder, tag=name)
-        runs[(name, optimizer_class.__name__)] = [step(engine, t) for t in tokens[3:]]
-        assert engine.optimizer.param_groups[0]["weight_decay"] == 0.1
-    # Where the section names no formats, FP8AdamW's own are used.
-    config["zeropp_fp8"] = section("lossless", 1)
-    engine = engine_of(0, exp_avg_format="bf16")
-    formats = engine.optimizer.states.formats
-    runs["own formats"] = formats.master, formats.exp_avg, formats.exp_avg_sq, step(engine, tokens[0])
-    return runs
 
 
 def refusals():
@@ -417,5 +345,5 @@ def models_of_all_kinds(case):
         if plugin:
             weights, exact = rounded_masters(engine)
             moved = all(w.abs().sum() > 0 for n, w in weights.items() if "lora_B" in n)  # they start as zeros
-            found.append((exact and moved, len(weights), engine.optimizer.states.num_bytes()))
+            found.append((exact and moved, len(weights), engine.optimizer.states.compressed.num_bytes()))
     return found

@@ -93,3 +93,29 @@ def looks(way, looks, dtype="fp32"):
     folder = shared_folder()
     section = section_of("zeropp", frozen=STORED) if way == "stored" else section_of(way)
     return {look: _train(section, LOOKS.get(look, nothing), folder, dtype) for look in looks}
+
+
+def written_and_read(way):
+    """Names of weights, gradients and states of an odd size, padded on the last rank, that are not what was written."""
+    from deepspeed import utils
+
+    switch(True)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1, bias=False))
+    engine = make_engine(model, ds_config(section_of(way, compute={"format": "none"})))
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()  # from where on stock's optimizer has states
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    wrong = []
+    for name, param in model.named_parameters():
+        values = torch.arange(1.0, param.ds_numel + 1).view(param.ds_shape) / 4
+        utils.safe_set_full_fp32_param(param, values)
+        utils.safe_set_full_optimizer_state(param, 2 * values, "exp_avg")
+        utils.safe_set_full_grad(param, 3 * values)
+        utils.safe_update_full_grad_vectorized([param], lambda full, _, more=values: full + more)
+        found = {
+            "weight": (utils.safe_get_full_fp32_param(param), values),
+            "state": (utils.safe_get_full_optimizer_state(param, "exp_avg"), 2 * values),
+            "gradient": (utils.safe_get_full_grad(param), 4 * values),
+        }
+        wrong += [f"{what} of {name}" for what, (got, expected) in found.items() if not torch.equal(got, expected)]
+    return wrong

@@ -10,7 +10,7 @@ from models import batches, ds_config, llama, make_engine, section
 from parity_jobs import switch
 
 from zeropp_fp8.zero.frozen.store import stored_weight
-from zeropp_fp8.zero.owners.stage3 import OwnersStage3
+from zeropp_fp8.zero.owners.layout import OwnerLayout
 
 # What each part adds to a section. Whole tensors need gradients that the plugin reduces, differences a node's copy.
 PARTS = {
@@ -49,7 +49,7 @@ def what_is_on(engine):
         "FP8 compute": compute.startswith("fp8"),
         "MX compute": compute.startswith("mx"),
         "FP8 optimizer": session.state_formats is not None,
-        "whole tensors": isinstance(stage, OwnersStage3),
+        "whole tensors": isinstance(stage.layout, OwnerLayout),
         "frozen store": any(stored_weight(p) for p in engine.module.parameters()),
         "differences": session.difference_format is not None,
     }

@@ -131,16 +131,6 @@ def test_errors_of_scales():
 # -- states --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_fp8_adamw_with_the_same_gradients_arrives_at_the_same_weights(dtype):
-    """One rank, where a slice is a whole tensor: weights and moments bit for bit."""
-    ((weights, moments, at_start, masters),) = run_ranks(
-        states.beside_fp8_adamw, world=1, ranks_per_node=1, dtype=dtype
-    )
-    assert weights and moments
-    assert at_start and masters, "the model computes with the rounded master weights, from the first step on"
-
-
 def test_a_reference_of_the_same_weights_gives_the_same_loss():
     """DPO begins with a margin of 0 then. (With qlora a policy is its reference, with its adapters disabled.)"""
     recipes = [name for name, filled in RECIPES.items() if "frozen" not in filled]
@@ -269,15 +259,6 @@ def test_universal_checkpoint_at_another_world_size(tmp_path):
         off, moments_off, exact, steps, loss = found["weights only"]
         # From the model's bf16 weights, and without moments.
         assert off <= 2**-8 and moments_off == 1.0 and exact and steps == {0} and loss < 5.58
-
-
-def test_fp8_adamw_as_the_users_optimizer():
-    """The section's formats come first, then its own; checkpoints go both ways between it and torch's AdamW."""
-    for runs in run_ranks(states.fp8_adamw_in_the_stage, world=2, ranks_per_node=1):
-        assert runs["fp8"] == runs["torch"]
-        for key in (("fp8", "FP8AdamW"), ("torch", "FP8AdamW"), ("fp8", "AdamW")):
-            assert runs[key] == runs["fp8"][3:], key
-        assert runs["own formats"] == ("fp16", "bf16", "fp16", runs["fp8"][0])
 
 
 def test_optimizers_that_are_refused():

@@ -173,7 +173,7 @@ def without_memory():
         def formats_changed():
             raise torch.OutOfMemoryError("out of memory")
 
-        engine.optimizer.store.formats_changed = formats_changed
+        engine.optimizer.gradients.store.formats_changed = formats_changed
     try:
         for step, tokens in enumerate(batches(SOON, dist.get_rank()), start=1):
             _spiking_step(engine, tokens, step)

@@ -25,7 +25,7 @@ from zeropp_fp8.doctor.problems import exit_status
 from zeropp_fp8.plan import H200, METHODS, Cluster, Job, Model, estimate, method_of
 from zeropp_fp8.plan.hugging_face import model_of
 from zeropp_fp8.plugin.auto import FILLED, as_if_filled, auto_keys
-from zeropp_fp8.zero.states.compressed import check_is_adam
+from zeropp_fp8.zero.states.compressed import checked_update
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
 BATCH = {"train_micro_batch_size_per_gpu": 1}
@@ -96,7 +96,7 @@ def test_fields_are_those_that_differ():
         ({"section": {"secondary": {"scope": 3}}, "ranks": 4, "ranks_per_node": 2}, "3 does not divide the 2 ranks"),
         (
             {"section": {"recipe": "fp8-lm"}, "optimizer": {"type": "Lion", "params": {}}},
-            'states in low precision are those of Adam and AdamW, but "optimizer.type" is "Lion": use "AdamW"',
+            'are those of Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, but "optimizer.type" is "Lion": use "AdamW"',
         ),
         (
             {"section": {}, "zero": {"reduce_bucket_size": "much"}},
@@ -235,7 +235,7 @@ def test_options_of_adam_that_states_in_low_precision_do_not_support(option):
     (text,) = texts(checked({"recipe": "fp8-lm"}, optimizer={"type": "AdamW", "params": params}))
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **{option: True})
     with pytest.raises(ConfigError, match=option) as refused:
-        check_is_adam(optimizer)
+        checked_update(optimizer)
     assert text == str(refused.value)
     assert texts(checked({"recipe": "zeropp"}, optimizer={"type": "AdamW", "params": params})) == []
 

@@ -15,36 +15,34 @@ LINES = {
     "": 915,  # sharded.py, 226 lines, is the one that knows DeepSpeed's parameters
     "comm": 2160,
     "compute": 2430,
-    "config": 1900,
+    "config": 1890,
     "doctor": 1380,
     "formats": 2530,
     "kernels": 5460,
     "numerics": 1180,
-    "optim": 1220,
+    "optim": 1020,
     "plan": 1780,
     "plugin": 1595,
-    "zero": 3006,
+    "zero": 2710,
     "zero/checkpoint": 400,
     "zero/export": 431,
     "zero/frozen": 1296,
     "zero/gather": 2861,
     "zero/generation": 832,
     "zero/handover": 851,
-    "zero/owners": 992,
-    "zero/reduce": 800,
-    "zero/states": 1020,
+    "zero/owners": 980,
+    "zero/reduce": 1390,
+    "zero/states": 905,
 }
 # What the next features may add to the folders that they touch.
 ALLOWED = {"Muon": 500, "experts": 900, "FSDP2": 1000}
-METHODS = {"ReducingStage3": 40}
+METHODS = {}
 FUNCTIONS = {
     "words_of_pairs_with_ptx": 68,
     "sums_of_spans": 77,
     "store_quantity": 64,
     "step_tile": 101,
     "adamw_kernel": 70,
-    "adamw_step": 67,
-    "kernel_step": 90,
     "store_frozen": 65,
 }
 MOST_METHODS, MOST_LINES = 25, 60

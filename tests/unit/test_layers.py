@@ -55,36 +55,38 @@ ROOMS = {
     "linear_function": set(),
     "compiled": set(),
     "turns": set(),
-    "fused_update": set(),
     "gather": {"session", "memory"},
     "compute_scaling": {"session", "stage_part"},
     "held_weights": {"session", "stage_part", "gather"},
-    "reduce": {"session", "stage_part", "memory"},
+    "reduce": {"session", "stage_part", "memory", "as_deepspeed"},
     "report": {"session", "stage_part", "gather"},
     # The last two only where they are asked for.
     "offload": {"session", "gather", "report", "compiled", "turns", "frozen", "owners", "compute_scaling"},
-    "stage3_base": {"session"},
     "extra_state": {"session"},
     "bound": {"session"},
-    "fall_back": {"session", "stage_part", "stage3_base"},
-    "stage3_reduction": {"session", "stage3_base", "reduce", "bound"},
+    "fall_back": {"session", "stage_part"},
+    "as_deepspeed": set(),
+    "looking": set(),
+    # The last two only where they are asked for.
     "stage3": {
         "session",
-        "stage3_base",
-        "stage3_reduction",
+        "as_deepspeed",
+        "reduce",
+        "looking",
+        "bound",
         "offload",
         "turns",
         "report",
         "fall_back",
-        "fused_update",
         "extra_state",
         "held_weights",
         "stage_part",
+        "states",
+        "owners",
     },
-    "states": {"stage3_base", "stage_part", "reduce"},
-    "owners": {"stage3_base", "session", "placement", "gather"},
+    "states": {"as_deepspeed", "stage_part", "reduce"},
+    "owners": {"session", "placement", "gather"},
     "frozen": {"session", "gather", "fragment"},
-    "compose": {"session", "stage3", "states", "owners"},
     "checkpoint": {"session", "frozen"},
     "holders": {"gather"},
     "metrics": {"session", "report"},
@@ -297,7 +299,7 @@ def test_the_checks_see_what_they_are_for():
 
 
 def test_the_ordinary_way_imports_no_option():
-    names = ("offload", "stage3", "compose", "report")
+    names = ("offload", "stage3", "report")
     imports = ", ".join(f"zeropp_fp8.zero.{name}" for name in names)
     code = f"import sys, {imports}; print(*(m for m in sys.modules if m.startswith('zeropp_fp8.zero.')))"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}

@@ -54,38 +54,6 @@ print("done")
     assert run(script, interpret=True, processes=2).split() == ["done"] * 2
 
 
-def test_the_optimizer_with_the_kernel_in_the_interpreter():
-    """Parameters of several dtypes and shapes, some without a gradient at times: bit for bit as in torch."""
-    script = """
-import numpy as np
-np.seterr(all="ignore")
-import torch
-from zeropp_fp8.optim import FP8AdamW, adamw_step, fp8_adamw
-
-def train(use_kernel, **options):
-    fp8_adamw.adamw_step = lambda *args, **more: adamw_step(*args, **more, use_kernel=use_kernel)
-    generator = torch.Generator().manual_seed(0)
-    shapes = [((33, 7), torch.float32), ((1500,), torch.bfloat16), ((), torch.float32), ((0, 3), torch.float32),
-              ((40, 40), torch.bfloat16), ((5,), torch.float16)]
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape, dtype in shapes]
-    optimizer = FP8AdamW(params, lr=1e-2, weight_decay=0.1, **options)
-    for step in range(4):
-        for i, p in enumerate(params):
-            p.grad = None if (step + i) % 3 == 1 else torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
-    return params, [t for p in params for name, t in sorted(optimizer.state[p].items())]
-
-for options in mine(({}, {"scales": "block", "rounding": "stochastic"}, {"grad_format": "fp8_e4m3"},
-                     {"master_format": "fp32", "exp_avg_sq_format": "fp32"}, {"maximize": True, "scales": "block"})):
-    for one, two in zip(train(True, **options), train(False, **options)):
-        assert len(one) == len(two) >= 6
-        for a, b in zip(one, two):
-            assert torch.equal(a.detach(), b.detach()), options
-print("done")
-"""
-    assert run(script, interpret=True, processes=2).split() == ["done"] * 2
-
-
 def test_without_a_gpu_the_kernel_is_refused():
     script = """
 import pytest, torch

@@ -144,11 +144,10 @@ def test_layout():
 
 
 def test_bytes():
-    """6 bytes a parameter as in FP8-LM: master 2, gradient 1, first moment 1, second 2."""
-    assert StateFormats().bytes_per_parameter("fp8_e4m3") == 6
+    """As in FP8-LM, per parameter: master 2, first moment 1, second 2."""
     assert StateFormats().bytes_per_parameter() == 5
-    assert StateFormats("fp32", "fp32", "fp32").bytes_per_parameter("fp32") == 16
-    assert StateFormats(scales="block").bytes_per_parameter("fp8_e5m2") == 6 + 4 / 128
+    assert StateFormats("fp32", "fp32", "fp32").bytes_per_parameter() == 12
+    assert StateFormats(scales="block").bytes_per_parameter() == 5 + 3 / 128
     segments = Segments([1 << 20, 3 << 10], CPU)
     for formats in (StateFormats(), StateFormats(scales="block"), StateFormats("fp32", "bf16", "fp8_e5m2")):
         held = sum(buffer.num_bytes() for buffer in make_state_buffers(segments, formats))
@@ -170,8 +169,6 @@ def test_unknown_choices_are_refused():
             StateFormats(scales="block", block_size=size)
     with pytest.raises(ValueError, match="rounding must be one of"):
         StateFormats(rounding="up")
-    with pytest.raises(ValueError, match="grad_format must be one of"):
-        StateFormats().bytes_per_parameter("int8")
     with pytest.raises(ValueError, match="segment 0 takes 4 fp32 numbers"):
         StateBuffer(Segments([4], CPU), "fp16").encode_(0, torch.ones(1))
     with pytest.raises(ValueError, match="segment 0 takes 4 fp32 numbers"):
@@ -231,31 +228,24 @@ def test_fp8_gradients_decode_with_any_multiplier():
     values = torch.randn(segments.padded_numel).to(torch.float8_e5m2)
     multipliers = torch.tensor([0.3, 7.0])
     for codes in (values, values.view(torch.uint8)):
-        gradients = FP8Gradients(codes, "fp8_e5m2", multipliers=multipliers)
+        gradients = FP8Gradients(segments, codes, "fp8_e5m2", multipliers)
         for i in range(2):
             expected = segments.view(values, i).float() * multipliers[i]
-            assert torch.equal(gradients.decode(segments, i), expected)
+            assert torch.equal(gradients.decode(i), expected)
 
 
 def test_fp8_gradients_that_do_not_fit_are_refused():
     codes, ones = torch.zeros(1024, dtype=torch.uint8), torch.ones(1)
     segments = Segments([3], CPU)
-    with pytest.raises(ValueError, match="either multipliers"):
-        FP8Gradients(codes, "fp8_e4m3")
-    with pytest.raises(ValueError, match="either multipliers"):
-        FP8Gradients(codes, "fp8_e4m3", multipliers=ones, block_scales=codes[:8])
-    with pytest.raises(ValueError, match="fp8_e4m3 or fp8_e5m2"):
-        FP8Gradients(codes, "fp16", multipliers=ones)
-    with pytest.raises(ValueError, match="uint8 or float8"):
-        FP8Gradients(codes.float(), "fp8_e4m3", multipliers=ones)
     for wrong, message in (
-        (FP8Gradients(codes[:7], "fp8_e4m3", multipliers=ones), "gradient codes"),
-        (FP8Gradients(codes, "fp8_e4m3", multipliers=torch.ones(2)), "multipliers must be"),
-        (FP8Gradients(codes, "fp8_e4m3", multipliers=ones.double()), "multipliers must be"),
-        (FP8Gradients(codes, "fp8_e4m3", block_scales=codes[:7]), "block_scales must be"),
+        ((codes, "fp16", ones), "fp8_e4m3 or fp8_e5m2"),
+        ((codes.float(), "fp8_e4m3", ones), "uint8 or float8"),
+        ((codes[:7], "fp8_e4m3", ones), "gradient codes"),
+        ((codes, "fp8_e4m3", torch.ones(2)), "multipliers must be"),
+        ((codes, "fp8_e4m3", ones.double()), "multipliers must be"),
     ):
         with pytest.raises(ValueError, match=message):
-            wrong.check(segments)
+            FP8Gradients(segments, *wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

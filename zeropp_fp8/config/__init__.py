@@ -17,7 +17,7 @@ from zeropp_fp8.config.ds_config import (
 from zeropp_fp8.config.nodes import Place, check_topology, find_ranks_per_node, place_of, secondary_ranks
 from zeropp_fp8.config.recipes import RECIPES
 from zeropp_fp8.config.resolve import resolve
-from zeropp_fp8.config.rules import adam_refusals, checked_compute
+from zeropp_fp8.config.rules import checked_compute
 from zeropp_fp8.config.sections import (
     FIXED_BLOCKS,
     FROZEN_FORMATS,
@@ -58,7 +58,6 @@ __all__ = [
     "PluginConfig",
     "Trial",
     "WeightsConfig",
-    "adam_refusals",
     "asks_for_plugin",
     "check_topology",
     "checked_compute",

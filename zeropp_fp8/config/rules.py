@@ -95,16 +95,6 @@ def checked_compute(compute: ComputeConfig | Mapping[str, Any]) -> ComputeConfig
     return compute
 
 
-def adam_refusals(options: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each option of Adam's that has no place in 6 bytes a parameter."""
-    for option in ("amsgrad", "maximize"):
-        if options.get(option):
-            yield (
-                f'"{option}" of Adam does not go with states in low precision ("{SECTION}.optimizer"); leave it out, '
-                "or set the formats to fp32"
-            )
-
-
 def _first(found: Iterable[Any]) -> Any:
     return next(iter(found), None)
 

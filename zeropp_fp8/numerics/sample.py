@@ -180,7 +180,7 @@ class Sampler(StagePart):
                 self._note("weights", id(param), shard, own)
 
     def _reduce(self, reduce: Callable, unit: ReductionUnit, grads: Sequence[Tensor], *others, **options):
-        chosen = [(p, grad) for p, grad in zip(unit.params, grads) if p in self.reduced]
+        chosen = [(p, grad) for p, grad in zip(unit.params, grads or ()) if p in self.reduced]
         if chosen and self._rounds_gradients:
             session, topology = self.session, self.session.topology
             some, grads_hp = [p for p, _ in chosen], [grad.view(sharded.shape(p)).float() for p, grad in chosen]

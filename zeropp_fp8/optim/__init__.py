@@ -1,32 +1,32 @@
-"""FP8 AdamW: a plain torch.optim.Optimizer that keeps 6 bytes of state a parameter, and the step it is made of.
-
-    optimizer = FP8AdamW(model.parameters(), lr=1e-3)     # master FP16 2 B, gradient FP8 1 B, moments FP8 1 B, FP16 2 B
+"""An optimizer's step on states of 5 bytes a parameter: master FP16 2 B, moments FP8 1 B, FP16 2 B.
 
 state_formats.py  the choice of formats, and what they are
 segments.py       where tensors lie in a flat buffer
 state_buffer.py   one quantity of all of them in one format
 gradients.py      FP8 gradients laid out the same way
-adamw.py          one step on such buffers: the torch reference of kernels/optimizer/adamw.py
+update.py         what an optimizer's step is, on what one owner has: which optimizer has which
+adamw.py          AdamW's, on such buffers: the torch reference of kernels/optimizer/adamw.py
 launch.py         the same step in one launch of the kernel
-fp8_adamw.py      the optimizer
 """
 
 from zeropp_fp8.optim.adamw import Hyper, adamw_step
-from zeropp_fp8.optim.fp8_adamw import FP8AdamW
 from zeropp_fp8.optim.gradients import FP8Gradients
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer, make_state_buffers
-from zeropp_fp8.optim.state_formats import GRADIENT_NAMES, STORAGE_NAMES, StateFormats
+from zeropp_fp8.optim.state_formats import STORAGE_NAMES, StateFormats
+from zeropp_fp8.optim.update import UPDATES, Owned, Update, update_of
 
 __all__ = [
-    "GRADIENT_NAMES",
     "STORAGE_NAMES",
-    "FP8AdamW",
+    "UPDATES",
     "FP8Gradients",
     "Hyper",
+    "Owned",
     "Segments",
     "StateBuffer",
     "StateFormats",
+    "Update",
     "adamw_step",
     "make_state_buffers",
+    "update_of",
 ]

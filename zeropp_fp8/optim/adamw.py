@@ -6,7 +6,7 @@
     p = p (1 - lr weight_decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
 The update uses this step's moments as they are before they are rounded. Then m, v and p are rounded to their formats
-and stored, and the model's weights are written from the rounded p, so that a resumed run goes on from the same numbers.
+and stored, and the model's weights are written from the rounded p.
 
 Decoupled weight decay: AdamW (arXiv 1711.05101), as torch.optim.AdamW computes it. The torch code here runs on any
 device and is the reference that kernels/optimizer/adamw.py must match bit for bit.
@@ -15,19 +15,15 @@ device and is the reference that kernels/optimizer/adamw.py must match bit for b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats.noise import Seed
-from zeropp_fp8.optim.gradients import FP8Gradients
-from zeropp_fp8.optim.segments import Segments
-from zeropp_fp8.optim.state_buffer import StateBuffer
-from zeropp_fp8.optim.state_formats import storage_of_dtype
-
-_GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from zeropp_fp8.config import SECTION
+from zeropp_fp8.optim.update import UPDATES, Computed, Owned, Update
 
 
 @dataclass(frozen=True)
@@ -66,73 +62,32 @@ class Hyper:
         }
 
 
-def adamw_step(
-    segments: Segments,
-    master: StateBuffer | None,
-    exp_avg: StateBuffer,
-    exp_avg_sq: StateBuffer,
-    grads: Sequence[Tensor | None] | FP8Gradients,
-    weights_out: Sequence[Tensor] | None,
-    hyper: Hyper,
-    *,
-    grad_scale: Tensor | None = None,
-    seed: Seed | None = None,
-    use_kernel: bool | None = None,
-) -> None:
-    """Update master weights and moments in place, and write the rounded master weights.
+def adamw_step(owned: Owned, hyper: Hyper, use_kernel: bool | None = None) -> None:
+    """Update master weights and moments in place, and write the rounded master weights. The host waits for nothing.
 
-    The host waits for nothing. Gradients that hold NaN or Inf make NaN of what they touch (with scales, of the whole
-    tensor or block), never finite numbers: whether to skip such a step is the caller's decision.
+    Gradients that hold NaN or Inf make NaN of what they touch (with scales, of the whole tensor or block), never finite
+    numbers: whether to skip such a step is the caller's decision.
 
     Args:
-        segments: the layout of all buffers.
-        master: the master weights; None: `weights_out`, in fp32 or bf16, are the master weights themselves.
-        exp_avg, exp_avg_sq: the moments.
-        grads: one contiguous tensor a segment, all of one dtype (fp32, bf16 or fp16), at any alignment and of any
-            shape; None leaves its segment as it is. Or FP8 codes laid out by the segments.
-        weights_out: one contiguous tensor a segment, all of one dtype, which get the rounded master weights; or None.
-        hyper: the hyperparameters.
-        grad_scale: fp32 [1] on the device, multiplies every gradient.
-        seed: round the master weights stochastically with the noise of this seed; None: to nearest.
+        owned: its states are exp_avg and exp_avg_sq.
         use_kernel: None: the Triton kernel on CUDA devices, torch elsewhere; True also in Triton's interpreter.
-
-    Raises:
-        ValueError: what is given does not fit the segments.
     """
-    _check(segments, master, exp_avg, exp_avg_sq, grads, weights_out)
-    if segments.num_tiles == 0:
+    if owned.segments.num_tiles == 0:
         return
     constants = hyper.constants()
     if use_kernel is None:
-        use_kernel = segments.device.type == "cuda"
+        use_kernel = owned.segments.device.type == "cuda"
     if use_kernel:
         from zeropp_fp8.optim.launch import kernel_step
 
-        kernel_step(segments, master, exp_avg, exp_avg_sq, grads, weights_out, constants, grad_scale, seed)
+        kernel_step(owned, constants)
         return
-    for segment, numel in enumerate(segments.numels):
-        if isinstance(grads, FP8Gradients):
-            grad = grads.decode(segments, segment)
-        elif grads[segment] is None:
-            continue
-        else:
-            grad = grads[segment].detach().reshape(-1).to(torch.float32)
-        if numel == 0:
-            continue
-        weights = None if weights_out is None else weights_out[segment].detach()
-        old = weights.reshape(-1).to(torch.float32) if master is None else master.decode(segment)
-        moments = exp_avg.decode(segment), exp_avg_sq.decode(segment)
-        p, m, v = update(old, *moments, grad, grad_scale, constants)
-        exp_avg.encode_(segment, m)
-        exp_avg_sq.encode_(segment, v)
-        if master is None:
-            noise = None if seed is None else exp_avg.noise(segment, seed)
-            rounded = storage_of_dtype(weights.dtype).codes_of(p, noise)
-            weights.copy_(rounded.view_as(weights))
-        else:
-            master.encode_(segment, p, seed)
-            if weights is not None:
-                weights.copy_(master.decode(segment).view_as(weights))
+
+    def compute(weight: Tensor, grad: Tensor, moments: list[Tensor]) -> Computed:
+        weight, *moments = update(weight, *moments, grad, owned.grad_scale, constants)
+        return weight, moments
+
+    owned.change(compute)
 
 
 def update(
@@ -168,35 +123,39 @@ def square_root(x: Tensor) -> Tensor:
     return x.sqrt() if x.device.type == "cuda" else x.double().sqrt().float()
 
 
-def _check(segments, master, exp_avg, exp_avg_sq, grads, weights_out) -> None:
-    count = len(segments)
-    for name, buffer in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if buffer is not None and buffer.segments.numels != segments.numels:
-            raise ValueError(f"{name} is laid out by other segments")
-    if isinstance(grads, FP8Gradients):
-        grads.check(segments)
-    else:
-        _check_tensors("grads", [g for g in grads if g is not None])
-        if len(grads) != count:
-            raise ValueError(f"{count} segments need as many gradients, got {len(grads)}")
-        for grad, numel in zip(grads, segments.numels):
-            if grad is not None and grad.numel() != numel:
-                raise ValueError(f"a gradient has {grad.numel()} elements, its segment {numel}")
-    if weights_out is None:
-        if master is None:
-            raise ValueError("without master weights, weights_out must be given: they are the master weights then")
-        return
-    _check_tensors("weights_out", weights_out)
-    if [w.numel() for w in weights_out] != list(segments.numels):
-        raise ValueError("weights_out: one tensor of its size a segment")
-    if master is None and weights_out:
-        storage_of_dtype(weights_out[0].dtype)
+class AdamWUpdate(Update):
+    """Adam's and AdamW's, in one launch where there is a kernel."""
+
+    states = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+    def refusals(self, options: Mapping[str, Any]) -> Iterator[str]:
+        for option in ("amsgrad", "maximize"):
+            if options.get(option):
+                yield (
+                    f'"{option}" of Adam does not go with states in low precision ("{SECTION}.optimizer"); leave it '
+                    "out, or set the formats to fp32"
+                )
+
+    def options(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = map(float, group["betas"])
+        numbers = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
+        flags = {
+            "decoupled": _decouples_weight_decay(optimizer, group),
+            "bias_correction": bool(group.get("bias_correction", True)),
+        }
+        return {"beta1": beta1, "beta2": beta2, **numbers, **flags}
+
+    def apply(self, owned: Owned, step: int, options: Mapping[str, Any]) -> None:
+        adamw_step(owned, Hyper(step=step, **options))
 
 
-def _check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        if tensor.dtype != tensors[0].dtype or tensor.dtype not in _GRADIENT_DTYPES or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous and all fp32, all bf16 or all fp16, got {tensor.dtype} after "
-                f"{tensors[0].dtype}, contiguous: {tensor.is_contiguous()}"
-            )
+def _decouples_weight_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether weight decay is AdamW's, not an L2 penalty."""
+    if hasattr(optimizer, "adam_w_mode"):  # DeepSpeed's FusedAdam and DeepSpeedCPUAdam
+        return bool(optimizer.adam_w_mode)
+    if "AdamW" in {cls.__name__ for cls in type(optimizer).__mro__}:
+        return True
+    return bool(group.get("decoupled_weight_decay", False))
+
+
+UPDATES |= dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), AdamWUpdate())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.kernels.optimizer.adamw import (
     CONSTANTS,
     NUM_WARPS,
@@ -23,6 +23,7 @@ from zeropp_fp8.optim.gradients import FP8Gradients
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer
 from zeropp_fp8.optim.state_formats import TILE, storage_of_dtype
+from zeropp_fp8.optim.update import Owned
 
 assert TILE == KERNEL_TILE
 # Sets of tensors whose places a layout remembers. Gradients that are allocated anew every step mostly come to lie where
@@ -30,60 +31,100 @@ assert TILE == KERNEL_TILE
 _REMEMBERED = 8
 
 
-def kernel_step(
-    segments: Segments,
-    master: StateBuffer | None,
-    exp_avg: StateBuffer,
-    exp_avg_sq: StateBuffer,
-    grads: Sequence[Tensor | None] | FP8Gradients,
-    weights_out: Sequence[Tensor] | None,
-    constants: dict[str, float],
-    grad_scale: Tensor | None,
-    seed: Seed | None,
-) -> None:
+def kernel_step(owned: Owned, constants: dict[str, float]) -> None:
     """See `adamw_step`, which has checked the arguments; `constants` are those of `Hyper`.
 
     Raises:
         ValueError: the quantities have scales of different kinds, or there is neither a GPU nor Triton's interpreter.
     """
+    segments, master = owned.segments, owned.master
     if segments.device.type != "cuda" and not interpreted():
         raise ValueError(f"the kernel needs a CUDA device or TRITON_INTERPRET=1, the state is on {segments.device}")
-    buffers = [buffer for buffer in (master, exp_avg, exp_avg_sq) if buffer is not None]
-    kinds = {buffer.block_size if buffer.per_block else None for buffer in buffers}
-    if len(kinds) != 1:
-        raise ValueError(f"the kernel takes scales of one kind, got blocks of {sorted(map(str, kinds))}")
-    block_size = kinds.pop()
+    block_size = _block_size(owned)
     unused = segments.tile_segments  # a pointer that is not followed
 
     def given(tensor: Tensor | None) -> Tensor:
         return unused if tensor is None else tensor
 
-    grad_scales, grad_block, listed = None, 0, None
-    if isinstance(grads, FP8Gradients):
-        base, grad_scales = grads.codes.view(torch.uint8), grads.multipliers
-        if grad_scales is None:
-            grad_scales, grad_block = grads.block_scales, grads.block_size
-    else:
-        listed = [None if g is None else g.detach() for g in grads]
-        base = first_of(listed)
-        if base is None:
-            return
-    weights = None if weights_out is None else [w.detach() for w in weights_out]
-    first_weight, places = first_of(weights), _places(segments, listed, weights)
+    grads = _Gradients.of(owned.grads)
+    if grads is None:
+        return
+    weights = None if owned.weights is None else [w.detach() for w in owned.weights]
+    first_weight, places = first_of(weights), _places(segments, grads.listed, weights)
     # With a scale a segment, its first tile writes the new one while other tiles still read the old one.
-    per_tensor = block_size is None and any(buffer.scales is not None for buffer in buffers)
-    amax = no_magnitudes(len(segments), segments.device) if per_tensor else exp_avg.codes
+    per_tensor = block_size is None and any(buffer.scales is not None for buffer in _buffers(owned))
+    amax = no_magnitudes(len(segments), segments.device) if per_tensor else owned.states[0].codes
 
     def pointers(buffer: StateBuffer) -> list[Tensor]:
         before = buffer.scales.clone() if per_tensor and buffer.scales is not None else buffer.scales
         return [buffer.codes, given(before), given(buffer.scales)]
 
     quantities = [first_weight, unused, unused] if master is None else pointers(master)
-    quantities += [*pointers(exp_avg), *pointers(exp_avg_sq)]
+    quantities += [pointer for state in owned.states for pointer in pointers(state)]
+    form = _form(owned, grads, places, first_weight, block_size, l2=constants["l2"] != 0)
+    for step in ("first", "second") if per_tensor else ("only",):
+        adamw_kernel[(segments.num_tiles,)](
+            grads.base,
+            given(grads.scales),
+            given(first_weight),
+            *quantities,
+            segments.tile_segments,
+            segments.table,
+            places.entries,
+            amax,
+            given(owned.grad_scale),
+            *(constants[name] for name in CONSTANTS),
+            *((0, 0) if owned.seed is None else (owned.seed.low, owned.seed.high)),
+            PASS=step,
+            FORM=form,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+class _Gradients(NamedTuple):
+    """What a kernel is given of them: codes or the first tensor, scales and elements of a block, all tensors."""
+
+    base: Tensor
+    name: str
+    scales: Tensor | None = None
+    block: int = 0
+    listed: list[Tensor | None] | None = None
+
+    @classmethod
+    def of(cls, grads: Sequence[Tensor | None] | FP8Gradients | StateBuffer) -> _Gradients | None:
+        """None where there is no gradient at all."""
+        if isinstance(grads, FP8Gradients):
+            return cls(grads.codes.view(torch.uint8), grads.element, grads.multipliers)
+        if isinstance(grads, StateBuffer):
+            scales = grads.scales if grads.per_block else grads.factors()
+            return cls(grads.codes, grads.storage.name, scales, grads.block_size if grads.per_block else 0)
+        listed = [None if g is None else g.detach() for g in grads]
+        base = first_of(listed)
+        return None if base is None else cls(base, "tensors", listed=listed)
+
+
+def _buffers(owned: Owned) -> list[StateBuffer]:
+    return [buffer for buffer in (owned.master, *owned.states) if buffer is not None]
+
+
+def _block_size(owned: Owned) -> int | None:
+    """Elements that share a scale; None: a segment's."""
+    kinds = {buffer.block_size if buffer.per_block else None for buffer in _buffers(owned)}
+    if len(kinds) != 1:
+        raise ValueError(f"the kernel takes scales of one kind, got blocks of {sorted(map(str, kinds))}")
+    return kinds.pop()
+
+
+def _form(
+    owned: Owned, grads: _Gradients, places: Places, first_weight: Tensor | None, block_size: int | None, l2: bool
+) -> Form:
+    """What the kernel is compiled for."""
+    device, master, (exp_avg, exp_avg_sq) = owned.segments.device, owned.master, owned.states
     width = block_size or TILE
-    form = Form(
-        grad=grads.element if listed is None else "tensors",
-        grad_block=grad_block,
+    return Form(
+        grad=grads.name,
+        grad_block=grads.block,
         weights=first_weight is not None,
         master=(storage_of_dtype(first_weight.dtype) if master is None else master.storage).name,
         exp_avg=exp_avg.storage.name,
@@ -93,33 +134,15 @@ def kernel_step(
         aligned_grads=places.aligned_grads,
         aligned_weights=places.aligned_weights,
         per_block=block_size is not None,
-        grad_scale=grad_scale is not None,
-        l2=constants["l2"] != 0,
-        stochastic=seed is not None,
-        native_fp8=native_float8(segments.device),
-        fast=segments.device.type == "cuda" and torch.version.hip is None and not interpreted(),
+        grad_scale=owned.grad_scale is not None,
+        l2=l2,
+        stochastic=owned.seed is not None,
+        native_fp8=native_float8(device),
+        fast=device.type == "cuda" and torch.version.hip is None and not interpreted(),
         interpreted=interpreted(),
         rows=TILE // width,
         width=width,
     )
-    for step in ("first", "second") if per_tensor else ("only",):
-        adamw_kernel[(segments.num_tiles,)](
-            base,
-            given(grad_scales),
-            given(first_weight),
-            *quantities,
-            segments.tile_segments,
-            segments.table,
-            places.entries,
-            amax,
-            given(grad_scale),
-            *(constants[name] for name in CONSTANTS),
-            *((0, 0) if seed is None else (seed.low, seed.high)),
-            PASS=step,
-            FORM=form,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=False,
-        )
 
 
 def _places(segments: Segments, grads: list[Tensor | None] | None, weights: list[Tensor] | None) -> Places:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,8 +66,12 @@ class StateBuffer:
         if self.scales is None:
             return self.segments.view(self.codes, segment).to(torch.float32, copy=True)
         numbers = self.storage.numbers_of(self._rows(segment))
-        factors = _ANY_SCALE.decode(self.scales[self.units(segment)]).unsqueeze(-1)
+        factors = self.factors(self.units(segment)).unsqueeze(-1)
         return (numbers * factors).view(-1)[:numel]
+
+    def factors(self, units: slice = slice(None)) -> Tensor:
+        """fp32: what codes with these scales are multiplied with."""
+        return _ANY_SCALE.decode(self.scales[units])
 
     def encode_(self, segment: int, values: Tensor, seed: Seed | None = None) -> None:
         """Replace a segment's numbers by fp32 `values` [numel], rounded; stochastically where a seed is given."""
@@ -118,7 +122,7 @@ class StateBuffer:
             blocks = squares_of_tiles(self.codes, self.storage.name, self.block_size)
         else:
             blocks = self.storage.numbers_of(self.codes).view(-1, self.block_size).square_().sum(dim=1)
-        squares = blocks.double() * _ANY_SCALE.decode(self.scales).double().square()
+        squares = blocks.double() * self.factors().double().square()
         squares = squares.view(-1, TILE // self.block_size)
         if len(segments) < len(self.segments):
             squares = squares[self._tiles_of(tuple(segments), True)[:, 1]]
@@ -174,9 +178,9 @@ def _padded(values: Tensor, numel: int) -> Tensor:
     return out
 
 
-def make_state_buffers(segments: Segments, formats: StateFormats) -> tuple[StateBuffer, StateBuffer, StateBuffer]:
-    """(master, exp_avg, exp_avg_sq) in their formats, all zero."""
-    return tuple(
-        StateBuffer(segments, getattr(formats, name), formats.scales, formats.block_size)
-        for name in ("master", "exp_avg", "exp_avg_sq")
-    )
+def make_state_buffers(
+    segments: Segments, formats: StateFormats, states: Iterable[str] = ("exp_avg", "exp_avg_sq")
+) -> tuple[StateBuffer, ...]:
+    """(master, *states), all zero; `states`: the moments in whose formats they rest."""
+    names = (getattr(formats, name) for name in ("master", *states))
+    return tuple(StateBuffer(segments, name, formats.scales, formats.block_size) for name in names)

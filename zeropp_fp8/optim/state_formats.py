@@ -120,7 +120,6 @@ STORAGES = {
 STORAGE_NAMES = tuple(STORAGES)
 # The options of an optimizer that say what states are stored as, in the order of the fields of StateFormats.
 OPTIONS = ("master_format", "exp_avg_format", "exp_avg_sq_format", "scales", "block_size", "rounding")
-GRADIENT_NAMES = ("none", *STORAGE_NAMES)
 
 
 def storage_of(name: str, what: str = "format") -> Storage:
@@ -178,7 +177,7 @@ class StateFormats:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> StateFormats:
-        """Those that options of FP8AdamW, or the fields of an "optimizer" section, name."""
+        """Those that the fields of an "optimizer" section name."""
         return cls(**{name.removesuffix("_format"): options[name] for name in OPTIONS if name in options})
 
     def __post_init__(self) -> None:
@@ -188,15 +187,13 @@ class StateFormats:
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
 
-    def bytes_per_parameter(self, grad_format: str = "none") -> float:
-        """Bytes of master weight, moments and gradient (0 for "none": it is not stored) for each parameter.
+    def bytes_per_parameter(self) -> float:
+        """Bytes of master weight and moments for each parameter.
 
         Scales per block are counted, those per tensor and the padding of segments to tiles are not.
         """
-        if grad_format not in GRADIENT_NAMES:
-            raise ValueError(f"grad_format must be one of {', '.join(GRADIENT_NAMES)}, got {grad_format!r}")
         total = 0.0
-        for name in (self.master, self.exp_avg, self.exp_avg_sq, *(() if grad_format == "none" else (grad_format,))):
+        for name in (self.master, self.exp_avg, self.exp_avg_sq):
             total += STORAGES[name].num_bytes
             if STORAGES[name].scaled and self.scales == "block":
                 total += 1 / self.block_size

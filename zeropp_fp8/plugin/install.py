@@ -59,11 +59,9 @@ def enable() -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.profiling.flops_profiler import FlopsProfiler
     from deepspeed.runtime.zero import partition_parameters
-    from deepspeed.runtime.zero import utils as zero_utils
     from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups
 
-    from zeropp_fp8.optim import FP8AdamW
     from zeropp_fp8.plugin.flops import counting_start, ending_stop
     from zeropp_fp8.zero.frozen.init import gathering, partitioning, storing_exit, storing_post_init
     from zeropp_fp8.zero.linear_function import lean_linear
@@ -85,8 +83,6 @@ def enable() -> None:
     _replace(FlopsProfiler, "start_profile", counting_start(FlopsProfiler.start_profile))
     _replace(FlopsProfiler, "stop_profile", ending_stop(FlopsProfiler.stop_profile))
     _replace(groups, "_clone_world_group", _world_group_with_time_limit)
-    # DeepSpeed asks this list for permission.
-    _replace(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", [*zero_utils.ZERO_SUPPORTED_OPTIMIZERS, FP8AdamW])
     if get_accelerator().device_name() == "cpu":
         # init_distributed() would compile a shared-memory op with gcc (30 s) that nothing here uses.
         _replace(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)

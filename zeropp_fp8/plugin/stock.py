@@ -19,7 +19,6 @@ from pydantic import ValidationError
 
 from zeropp_fp8.config.ds_config import without_in_tree_keys
 from zeropp_fp8.config.resolve import is_asked, resolve
-from zeropp_fp8.config.rules import adam_refusals
 from zeropp_fp8.config.sections import SECTION, PluginConfig
 from zeropp_fp8.config.words import ConfigError, Keys, at, key_of, match, nearest, once, refusals, shown, without
 from zeropp_fp8.plugin.auto import as_if_filled
@@ -368,12 +367,16 @@ def _of_states(ds_config: Mapping[str, Any], config: PluginConfig) -> Iterator[s
     kind, params = _section_of(ds_config, "optimizer")
     if not kind or not config.stores_states_in_low_precision:
         return
-    if kind.lower() not in ("adam", "adamw"):
-        yield (
-            f'"{SECTION}.optimizer": states in low precision are those of Adam and AdamW, but "optimizer.type" is '
-            f'{shown(kind)}: use "AdamW" with "torch_adam": true, or set the formats to fp32'
-        )
-    yield from adam_refusals(params)
+    from zeropp_fp8.optim import UPDATES
+
+    update = {name.lower(): each for name, each in UPDATES.items()}.get(kind.lower())
+    if update is not None:
+        yield from update.refusals(params)
+        return
+    yield (
+        f'"{SECTION}.optimizer": states in low precision are those of {", ".join(UPDATES)}, but "optimizer.type" is '
+        f'{shown(kind)}: use "AdamW" with "torch_adam": true, or set the formats to fp32'
+    )
 
 
 def _of_optimizer(ds_config: Mapping[str, Any]) -> Iterator[str]:

@@ -151,8 +151,8 @@ class ZeroppEngine(DeepSpeedEngine):
             # Engines are collected at moments of each rank's own, and all ranks must agree on who gathers what: the
             # model keeps what is on it.
             object.__setattr__(self, "_zeropp_fp8_destroyed", True)
-            if hasattr(getattr(self, "optimizer", None), "take_no_more"):  # it trains, and could be made
-                self.optimizer.take_no_more()
+            if hasattr(getattr(self, "optimizer", None), "hooks"):  # it trains, and could be made
+                self.optimizer.hooks.take_no_more()
         super().__del__()
 
     @property
@@ -293,11 +293,11 @@ def _zero_classes_of(session) -> Iterator[None]:
     from deepspeed.runtime import engine as engine_module
     from deepspeed.runtime.zero import stage3 as stage3_module
 
-    from zeropp_fp8.zero.compose import make_stage3
     from zeropp_fp8.zero.offload import ZeroppOffload
+    from zeropp_fp8.zero.stage3 import ZeroppStage3
 
     stock = stage3_module.DeepSpeedZeroOptimizer_Stage3, engine_module.DeepSpeedZeRoOffload
-    stage3_module.DeepSpeedZeroOptimizer_Stage3 = functools.partial(make_stage3, session=session)
+    stage3_module.DeepSpeedZeroOptimizer_Stage3 = functools.partial(ZeroppStage3, session=session)
     engine_module.DeepSpeedZeRoOffload = functools.partial(ZeroppOffload, session=session)
     try:
         yield

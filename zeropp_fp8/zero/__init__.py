@@ -6,15 +6,13 @@ session.py          what one engine shares: configuration, topology, formats, le
 memory.py           how much memory a rank has, and can still have
 placement.py        which elements of a parameter lie on which rank
 offload.py          subclass of DeepSpeedZeRoOffload: the hooks around modules (all there is without an optimizer)
-stage3.py           subclass of DeepSpeedZeroOptimizer_Stage3
-stage3_reduction.py the part of it that reduces gradients
-stage3_base.py      what the parts of a stage ask of each other
+stage3.py           subclass of DeepSpeedZeroOptimizer_Stage3: which of its methods who answers
+as_deepspeed.py     gradients, states and the layout of shards as DeepSpeed has them
+looking.py          DeepSpeed's safe_get_* and safe_set_*
 stage_part.py       a feature of training as a stage knows it
 compute_scaling.py  what linear layers compute in, as such a part
 held_weights.py     what nodes hold of weights for differences, as such a part
 extra_state.py      what a checkpoint holds of the parts, beside weights and states
-compose.py          the stage of an engine, composed of the parts that its configuration asks for
-fused_update.py     torch's fused Adam where the user left the choice to torch
 report.py           the table printed at start
 bound.py            what bounds a step, measured once
 fall_back.py        giving up low precision while a job runs, and when it resumes

@@ -6,14 +6,13 @@ bring nothing back.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeropp_fp8.config import SECTION
 from zeropp_fp8.zero.session import Session, told_by_all
 from zeropp_fp8.zero.stage_part import StagePart
-
-if TYPE_CHECKING:
-    from zeropp_fp8.zero.stage3_base import Stage3Base
 
 
 def what_falls_back(session: Session) -> str:
@@ -41,7 +40,7 @@ def what_falls_back(session: Session) -> str:
     return f"{said}; {', '.join(kept)}: as before" if kept else said
 
 
-def fall_back(stage: Stage3Base) -> str:
+def fall_back(stage: DeepSpeedZeroOptimizer_Stage3) -> str:
     """Let weights and gradients travel, gradients rest, and linear layers compute, in high precision.
 
     Between steps, on every rank. Collective.
@@ -77,7 +76,7 @@ def fall_back(stage: Stage3Base) -> str:
 class FellBack(StagePart):
     """A run that resumes goes on in high precision if the run that saved did, where its section allows it."""
 
-    def __init__(self, stage: Stage3Base) -> None:
+    def __init__(self, stage: DeepSpeedZeroOptimizer_Stage3) -> None:
         self.stage, self._saved = stage, False
 
     def extra_state(self) -> dict[str, Any]:

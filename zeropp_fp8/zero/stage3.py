@@ -1,47 +1,100 @@
-"""Subclass of DeepSpeedZeroOptimizer_Stage3.
+"""DeepSpeedZeroOptimizer_Stage3 with quantized collectives: all of its methods that this project overrides.
 
-What it changes: gathers (through ZeroppOffload), the reduction of gradients (stage3_reduction.py), the drop of
-secondary shards when weights change, and an entry of its own in checkpoints where training depends on more than
-weights and optimizer state. Everything else, the optimizer and the checkpoint layout included, is DeepSpeed's.
+A method is in the class where the stage itself has something to do: gathers (through ZeroppOffload), the drop of
+secondary shards when weights change, extra state in checkpoints. The others are answered by what the stage has
+(ANSWERED): its way of reducing gradients, and where gradients, states and parts of parameters lie. What none of them
+answers is DeepSpeed's own.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
-from deepspeed import comm as ds_comm
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger
-from torch import Tensor
-from torch.nn import Parameter
 
 from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.optim import StateFormats
+from zeropp_fp8.zero.as_deepspeed import FP32States, Partitions, SliceLayout, replaced
+from zeropp_fp8.zero.bound import StepWatch
 from zeropp_fp8.zero.extra_state import ENTRY, extra_state, load_extra_state
 from zeropp_fp8.zero.fall_back import FellBack
-from zeropp_fp8.zero.fused_update import use_fused_update
 from zeropp_fp8.zero.held_weights import HeldWeights
+from zeropp_fp8.zero.looking import Looking
 from zeropp_fp8.zero.offload import ZeroppOffload
+from zeropp_fp8.zero.reduce.backwards import Backwards
+from zeropp_fp8.zero.reduce.buckets import AVG_SCATTER_CONTIGUOUS_GRADS, AVG_SCATTER_GRADS, Buckets
+from zeropp_fp8.zero.reduce.hooks import GradientHooks
+from zeropp_fp8.zero.reduce.reduction import Reduction
 from zeropp_fp8.zero.report import print_progress_line
 from zeropp_fp8.zero.session import Session
-from zeropp_fp8.zero.stage3_base import Replaced
-from zeropp_fp8.zero.stage3_reduction import ReducingStage3
 from zeropp_fp8.zero.stage_part import StagePart
 from zeropp_fp8.zero.turns import Turn
 
 _ENDED = (type(None), weakref.ProxyType)  # what a parameter refers to that no engine trains
+# DeepSpeed's methods, by the attribute of the stage that answers them.
+ANSWERED: dict[str, str] = {
+    "hooks": "create_reduce_and_remove_grad_hooks reduce_ready_partitions_and_remove_grads",
+    "backwards": """
+        enter_backward queue_post_backward_callback should_refresh_expected_hook_count backward_epilogue
+        clear_backward_seen_flag independent_gradient_partition_epilogue
+    """,
+    "reduction": "finalize_gradient_accumulation_boundary zero_grad",
+    "buckets": f"partition_grads {AVG_SCATTER_GRADS} {AVG_SCATTER_CONTIGUOUS_GRADS}",
+    "gradients": "_setup_for_real_optimizer get_grad_norm_direct _get_fp32_grad_state_partition",
+    "states": """
+        _create_fp32_partitions initialize_optimizer_states _prepare_fp32_grad_for_sub_group unscale_and_clip_grads
+        _optimizer_step _reassign_or_swap_out_partitioned_parameters _get_fp32_opt_state_partition
+    """,
+    "layout": """
+        _get_param_partition_rank _create_fp16_sub_groups _fp32_state_allgather load_hp_checkpoint_state
+    """,
+    "looking": """
+        get_fp32_grad_for_param set_fp32_grad_for_param update_fp32_grad_for_param_vectorized
+        get_local_fp32_grad_for_param set_local_grad_for_param get_fp32_grad_partitions
+        set_full_hp_param set_local_hp_param
+    """,
+}
 
 
-class ZeroppStage3(ReducingStage3):
-    """ZeRO stage 3 with quantized collectives."""
+class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
+    """ZeRO stage 3 with quantized collectives.
+
+    Attributes:
+        stock: DeepSpeed's own methods of this stage.
+        hooks, backwards, reduction, buckets: a gradient's way from autograd to the rank that keeps it (reduce/).
+        gradients: where reduced gradients rest until the step.
+        states: where master weights and moments rest, and their update.
+        layout: how what ranks have of parameters becomes DeepSpeed's slices in checkpoints.
+        looking: DeepSpeed's ways to look at all that, and to change it.
+    """
+
+    _coalesce_grad_reduction = False  # DeepSpeedEngine.coalesce_grad_reduction() sets it; DeepSpeed 0.18 has no such
 
     def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
-        config = session.config
-        keeps_optimizer = session.state_formats is None
-        if config.quantizes and keeps_optimizer and use_fused_update(init_optimizer) and session.topology.rank == 0:
-            print("zeropp_fp8: the optimizer leaves the choice to torch: its fused update is used", flush=True)
-        super().__init__(module, init_optimizer, param_names, *args, session=session, **kwargs)
-        self._held = HeldWeights(session, self.gatherer, self.param_names)
-        session.parts += [FellBack(self), self._held]
+        self.session, self.stock = session, super()
+        self.hooks, self.backwards, self.buckets, self.looking = (
+            each(self) for each in (GradientHooks, Backwards, Buckets, Looking)
+        )
+        if session.config.quantizes_gradients:
+            kwargs["reduce_scatter"] = True
+        if kwargs.get("reduce_scatter", True):
+            # DeepSpeed would copy each gradient into a buffer, a gigabyte by default, which it then reads tensor by
+            # tensor all the same; and what comes twice in one backward would be added to while it is copied.
+            kwargs["contiguous_gradients"] = False
+        dtype = kwargs.get("gradient_accumulation_dtype", torch.float32)
+        self.reduction = Reduction(self, module.parameters(), dtype)
+        offload = kwargs.get("offload_optimizer_config")
+        self.gradients, self.states, self.layout = _where_numbers_rest(self, init_optimizer, offload)
+        self.watch = StepWatch(session) if session.config.report.diagnose else None
+        super().__init__(module, init_optimizer, param_names, *args, **kwargs)
+        self.reduction.add_parts(list(module.parameters()))
+        self.held = HeldWeights(session, self.gatherer, self.param_names)
+        session.parts += [FellBack(self), self.held]
         self.gatherer.ownership.given_back = self._bring_shards_home
 
     def destroy(self) -> None:
@@ -49,6 +102,8 @@ class ZeroppStage3(ReducingStage3):
         if self.parameter_offload.destroyed:
             return
         super().destroy()
+        for each in (self.gradients, self.states, self.reduction):
+            each.free()
         # What became of gradients may still be asked for (wire_report); the others hold memory.
         self.session.parts[:] = [part for part in self.session.parts if type(part).report is not StagePart.report]
         self._linked.end()
@@ -81,6 +136,17 @@ class ZeroppStage3(ReducingStage3):
     def gatherer(self):
         return self.parameter_offload.gatherer
 
+    @property
+    def reducer(self):
+        return self.reduction.reducer
+
+    @functools.cached_property
+    def state_groups(self):
+        """Which parts share a flat buffer of gradients and states at rest; known once DeepSpeed has its sub-groups."""
+        from zeropp_fp8.zero.states.groups import make_state_groups
+
+        return make_state_groups(self.fp16_groups, self.session.own_numel, self.session.device)
+
     def _post_step(self, timer_names) -> None:
         """After the weights changed: drop what was derived from them, fetch the persistent parameters again."""
         # Of all that it holds: a parameter that was frozen since goes on moving, by momentum and weight decay.
@@ -99,84 +165,77 @@ class ZeroppStage3(ReducingStage3):
     def _persistent_parameters_gathered(self):
         """DeepSpeed gathers persistent parameters through their exact all_gather; do it in the wire format instead."""
         self.gatherer.gather_now(self.persistent_parameters)  # which counts as sent in the step that uses them
-        return Replaced(self, "persistent_parameters", [])
-
-    def set_local_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
-        super().set_local_hp_param(value, param, optim_state_key)
-        self._held.wrote_alone |= optim_state_key is None
-
-    def set_full_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
-        super().set_full_hp_param(value, param, optim_state_key)
-        if optim_state_key is None:  # a master weight, which the next step writes to the shards
-            self.gatherer.expect_large_step([param])
+        return replaced(self, "persistent_parameters", [])
 
     # -- the step --------------------------------------------------------------------------------------------------
 
     def step(self, closure=None) -> None:
         self.gatherer.ownership.check_placement()
         loss_scale = self.loss_scale
-        self.end_backward()
-        self._finish_resting()
-        self._drop_gradients_of_frozen()
+        self.reduction.finish()
         for part in list(self.session.parts):
             part.gradients_ready()
         super().step(closure)
-        self._forget_gradients()
-        if self.overflow and self.session.config.quantizes and ds_comm.get_rank() == 0:
+        self.reduction.forget_gradients()
+        if self.overflow and self.session.config.quantizes and self.session.topology.rank == 0:
             # DeepSpeed's loss scaler says so too with fp16, but not at the level that its logger shows.
             logger.warning("zeropp_fp8: a gradient is not finite on some rank: the step is skipped on all")
         for part in list(self.session.parts):
             part.step_ended(bool(self.overflow), float(self.loss_scale / loss_scale))
         self.session.ledger.end_step()
-        if self._watch is not None:
-            self._watch.end_step()
+        if self.watch is not None:
+            self.watch.end_step()
         print_progress_line(self.session)
-
-    def get_grad_norm_direct(self, gradients, params, norm_type=2):
-        """The global 2-norm in one multi-tensor pass and one all-reduce; DeepSpeed takes one pass a parameter.
-
-        In fp64 as there: squares of numbers above 1.8e19 are beyond fp32, those of 1e-23 vanish in it. Unquantized
-        gradients keep DeepSpeed's, whose bits `lossless` promises.
-        """
-        plain = float(norm_type) == 2.0 and self.model_parallel_group is None and gradients
-        if not (plain and self.session.config.quantizes_gradients):
-            return super().get_grad_norm_direct(gradients, params, norm_type)
-        own = [g for g in gradients if g.numel()]
-        total = torch.zeros((), dtype=torch.float64, device=self.session.device)
-        if own:  # a rank may own nothing
-            total = torch.stack(torch._foreach_norm(own, 2, dtype=torch.float64)).square().sum()
-        ds_comm.all_reduce(total, op=ds_comm.ReduceOp.SUM, group=self.session.topology.group)
-        norm = total.sqrt()
-        # DeepSpeed's mark for a norm that is not finite.
-        return torch.where(norm.isfinite(), norm, torch.full_like(norm, -1.0))
 
     def _get_norm_groups(self):
         with self.session.ledger.counting("other"):
             for _ in self.fp16_groups:
                 self.session.ledger.sent_around_ring(8, rounds=2)  # an all-reduce of one fp64 number
-        return super()._get_norm_groups()
+        return self.gradients.norms()
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         with self.session.ledger.counting("other"):
             self.session.ledger.sent_around_ring(1, rounds=2)  # an all-reduce of one byte
         if self.session.device.type == "cuda":  # DeepSpeed looks at gradients there
             self.reduce_and_partition_stream.wait_stream(torch.cuda.current_stream(self.session.device))
-        return super().has_overflow(partition_gradients)
+        return self.gradients.has_overflow(partition_gradients)
+
+    def offload_states(self, *args, **kwargs) -> None:
+        """DeepSpeed moves its own buffers, and maps them by equal slices.
+
+        Raises:
+            RuntimeError: numbers lie elsewhere, or otherwise.
+        """
+        for each in (self.states, self.gradients, self.layout):
+            if each.stays is not None:
+                raise RuntimeError(f"zeropp_fp8: offload_states does not know {each.stays}")
+        super().offload_states(*args, **kwargs)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _rigid_state_dict(self) -> dict:
+        with self.states.expanded(takes_back=False):
+            state_dict = self.layout.to_slices(super()._rigid_state_dict())
         entry = extra_state(self.session)
-        return super()._rigid_state_dict() | ({ENTRY: entry} if entry else {})
+        return state_dict | ({ENTRY: entry} if entry else {})
 
     def _rigid_load_state_dict(self, state_dict: dict, load_optimizer_states: bool = True) -> None:
-        super()._rigid_load_state_dict(state_dict, load_optimizer_states)
-        if self.session.config.quantizes and self.session.state_formats is None:
-            use_fused_update(self.optimizer, self.fp32_partitioned_groups_flat)
+        with self.states.expanded(takes_back=True, with_states=load_optimizer_states):
+            super()._rigid_load_state_dict(self.layout.to_parts(state_dict), load_optimizer_states)
+        self.states.loaded()
         load_extra_state(self.session, state_dict.get(ENTRY))
 
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir) -> None:
+        with self.states.expanded(takes_back=True):
+            super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
+
+    def load_module_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir, load_from_fp32_weights) -> None:
+        takes_back = self.states.expanded(takes_back=True, with_states=False)
+        with takes_back if load_from_fp32_weights else nullcontext():
+            super().load_module_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir, load_from_fp32_weights)
+
     def _restore_from_bit16_weights(self) -> None:
-        super()._restore_from_bit16_weights()
+        self.states.take_weights()
         self.gatherer.weights_changed()  # master weights in low precision have rounded them
 
     def load_state_dict(self, *args, **kwargs) -> None:
@@ -187,3 +246,45 @@ class ZeroppStage3(ReducingStage3):
         self.gatherer.weights_changed()
         for part in list(self.session.parts):
             part.weights_loaded()
+
+
+def _answered(attribute: str, name: str, there: str) -> Callable:
+    """DeepSpeed's method of this name, which an attribute of the stage answers, if it can, by its method `there`."""
+
+    def method(self, *args, **kwargs):
+        own = getattr(getattr(self, attribute), there, None)
+        return (own or getattr(self.stock, name))(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _attribute, _names in ANSWERED.items():
+    for _name in _names.split():
+        # Python stores double-underscore methods under the name of their class, too.
+        _there = _name.removeprefix("_DeepSpeedZeroOptimizer_Stage3__")
+        setattr(ZeroppStage3, _name, _answered(_attribute, _name, _there))
+
+
+def _where_numbers_rest(stage: ZeroppStage3, optimizer: torch.optim.Optimizer, offload) -> tuple:
+    """(gradients, states, layout) as the configuration asks for them; what is not stock's is imported only then.
+
+    Args:
+        offload: the "offload_optimizer" section of DeepSpeed's.
+    """
+    session, config = stage.session, stage.session.config
+    gradients, layout = Partitions(stage), SliceLayout(stage)
+    if config.gradients.store_format != "none":
+        from zeropp_fp8.zero.states.stored_gradients import StoredGradients
+
+        gradients = StoredGradients(stage)
+    if config.partition == "whole_tensor":
+        from zeropp_fp8.zero.owners.layout import OwnerLayout
+
+        layout = OwnerLayout(stage)
+    if config.stores_states_in_low_precision:
+        from zeropp_fp8.zero.states.states_at_rest import StatesAtRest
+
+        session.state_formats = StateFormats.of(vars(config.optimizer))
+        return gradients, StatesAtRest(stage, optimizer, offload), layout
+    return gradients, FP32States(stage, optimizer), layout

@@ -3,5 +3,6 @@
 plan.py       which rank owns what: planning only
 placement.py  which elements lie on which rank
 unit.py       a storage (gather/): each rank sends what it owns
-stage3.py     the part of a stage that puts right what DeepSpeed's assumes about slices
+slices.py     numbers from owners' parts to DeepSpeed's slices, and back
+layout.py     what a stage puts right of what DeepSpeed's assumes about slices
 """

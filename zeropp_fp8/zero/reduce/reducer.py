@@ -61,7 +61,7 @@ class GradientReducer(StagePart):
     def start(
         self,
         unit: ReductionUnit,
-        grads: Sequence[Tensor],
+        grads: Sequence[Tensor] | None,
         results: Sequence[Tensor],
         accumulate: bool,
         arrived: Callable[[], None] | None = None,
@@ -71,12 +71,15 @@ class GradientReducer(StagePart):
         What rests of the unit in the node is in the mean.
 
         Args:
-            grads: full gradients (fp32, bf16 or fp16), not needed any more afterwards.
+            grads: full gradients (fp32, bf16 or fp16), not needed any more afterwards; None: what rests alone.
             results: for each parameter this rank's elements, fp32, bf16 or fp16; uint8 gets FP8 codes.
             arrived: called once they are written, where they are (on a GPU: on that stream).
         """
-        self._count_stock(unit)
-        if unit.backward_passes:
+        if grads is not None:
+            self._count_stock(unit)
+        if grads is None:
+            steps = self._spread(unit, results, accumulate)
+        elif unit.backward_passes:
             steps = itertools.chain(self._add_to(unit, grads), self._spread(unit, results, accumulate))
         else:
             reduction = self._reduction(unit, self._scales_of(unit, grads))
@@ -84,7 +87,7 @@ class GradientReducer(StagePart):
         self._begin(steps, arrived)
 
     def sum_in_node(self, unit: ReductionUnit, grads: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """Start adding gradients to what rests in the node, in `dtype`; the next `start` or `spread` sends the sums."""
+        """Start adding gradients to what rests in the node, in `dtype`; the next `start` sends the sums."""
         plan = unit.planned(grads)
         unit.sums = unit.sums or plan.new_sums(dtype)
         self._count_stock(unit)
@@ -104,16 +107,6 @@ class GradientReducer(StagePart):
     def resting(self) -> list[ReductionUnit]:
         """Those of which something rests in the node."""
         return [unit for unit in self._units.values() if unit.backward_passes]
-
-    def spread(
-        self,
-        unit: ReductionUnit,
-        results: Sequence[Tensor],
-        accumulate: bool,
-        arrived: Callable[[], None] | None = None,
-    ) -> None:
-        """`start` for one of `resting`, of whose gradients no more come."""
-        self._begin(self._spread(unit, results, accumulate), arrived)
 
     def forget_sums(self) -> None:
         """Drop what rests in the node; `drain` must have been called."""
@@ -161,16 +154,8 @@ class GradientReducer(StagePart):
             return self.scales.of(unit.params, grads, to_the_end)
 
     def _reduction(self, unit: ReductionUnit, shared: SharedScales | None) -> Reduction:
-        session = self.session
-        return Reduction(
-            self._rings,
-            self._first,
-            self._last,
-            session.ledger,
-            self.error_feedback,
-            unit.names,
-            shared,
-        )
+        ledger, feedback = self.session.ledger, self.error_feedback
+        return Reduction(self._rings, self._first, self._last, ledger, feedback, unit.names, shared)
 
     def _begin(self, steps: Iterator[None], arrived: Callable[[], None] | None = None) -> None:
         """Let a reduction go as far as it does without waiting on the host."""
@@ -213,10 +198,8 @@ class GradientReducer(StagePart):
         """
         device = self.session.device
         results = [torch.empty(self.session.own_numel(p), dtype=dtype, device=device) for p in unit.params]
-        if grads is None:
-            self.spread(unit, results, accumulate=False)
-        elif self.scales is None:
-            self.start(unit, [grad.contiguous() for grad in grads], results, accumulate=False)
+        if grads is None or self.scales is None:
+            self.start(unit, grads and [grad.contiguous() for grad in grads], results, accumulate=False)
         else:
             # Scales that ranks share lie in the order of reduction, and what is asked for here may not.
             for run in self.scales.runs(unit.params):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.optim import FP8Gradients, StateBuffer
+from zeropp_fp8.optim import StateBuffer
 from zeropp_fp8.zero.states.gradient_store import GradientStore
 from zeropp_fp8.zero.states.groups import StateGroup
 
@@ -106,9 +106,9 @@ class BlockGradientStore(GradientStore):
                 self._codes[id(group)].encode_several_(summed, self._sums[id(group)], in_place=True)
         self._summed.clear()
 
-    def of(self, group: StateGroup) -> FP8Gradients | list[Tensor]:
+    def of(self, group: StateGroup) -> StateBuffer | list[Tensor]:
         if self._in_codes(group):
-            return FP8Gradients.of(self._codes[id(group)])
+            return self._codes[id(group)]
         return [group.segments.view(self._sums[id(group)], k) for k in range(len(group.params))]
 
     def _codes_squared(self, group: StateGroup, members: list[int]) -> Tensor:

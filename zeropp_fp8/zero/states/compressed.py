@@ -7,64 +7,44 @@ the rounded master weights. With a scale a tensor, "tensor" means this rank's pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zeropp_fp8.config import SECTION, ConfigError, OptimizerConfig, PluginConfig, adam_refusals
+from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.formats.noise import Seed
-from zeropp_fp8.optim import FP8Gradients, Hyper, StateBuffer, StateFormats, adamw_step, make_state_buffers
+from zeropp_fp8.optim import UPDATES, Owned, StateBuffer, StateFormats, Update, make_state_buffers, update_of
 from zeropp_fp8.zero.stage_part import Row, StagePart
 from zeropp_fp8.zero.states.groups import StateGroup
 
-KEYS = {None: "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # DeepSpeed's name -> ours
-_ADAMS = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "FP8AdamW"})  # classes with an update of Adam's
 
+def checked_update(optimizer: torch.optim.Optimizer, whole: bool = False) -> Update:
+    """The update of an optimizer whose states rest in low precision.
 
-def chosen_formats(config: PluginConfig, optimizer: torch.optim.Optimizer) -> StateFormats:
-    """The formats of states inside ZeRO-3: the section's, else those of an FP8AdamW.
-
-    Raises:
-        ConfigError: the optimizer's update is not Adam's, or an FP8AdamW has several choices of formats.
-    """
-    check_is_adam(optimizer)
-    if config.stores_states_in_low_precision:
-        return StateFormats.of(vars(config.optimizer))
-    choices = [{name: group[name] for name in OptimizerConfig.model_fields} for group in optimizer.param_groups]
-    if any(choice != choices[0] for choice in choices):
-        raise ConfigError(
-            f'"{SECTION}.optimizer": the param groups of FP8AdamW differ in their formats, which inside ZeRO-3 are the '
-            "same for all; give them one choice, or name the formats in the section"
-        )
-    return StateFormats.of(choices[0])
-
-
-def check_is_adam(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose update is not Adam's.
+    Args:
+        whole: each tensor has one owner.
 
     Raises:
-        ConfigError: it is another one, or has an option that does not go with them.
+        ConfigError: it has none, one that needs whole tensors which there are not, or options that do not go with it.
     """
-    updating = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))  # not what only inherits its update
-    if updating.__name__ not in _ADAMS:
+    update = update_of(optimizer)
+    if update is None:
         raise ConfigError(
-            f'"{SECTION}.optimizer": states in low precision are those of Adam and AdamW, but the optimizer is '
+            f'"{SECTION}.optimizer": states in low precision are those of {", ".join(UPDATES)}, but the optimizer is '
             f'{type(optimizer).__name__}; use torch.optim.AdamW (or "torch_adam": true), or set the formats to fp32'
         )
-    refused = list(dict.fromkeys(line for group in optimizer.param_groups for line in adam_refusals(group)))
+    if update.needs_whole and not whole:
+        raise ConfigError(
+            f'"{SECTION}.partition": the update of {type(optimizer).__name__} is one of whole tensors; set '
+            'partition to "whole_tensor" and partition_split to "none"'
+        )
+    refused = list(dict.fromkeys(line for group in optimizer.param_groups for line in update.refusals(group)))
     if refused:
         raise ConfigError(*refused)
-
-
-def decouples_weight_decay(optimizer: torch.optim.Optimizer, group: dict) -> bool:
-    """Whether weight decay is AdamW's, not an L2 penalty."""
-    if hasattr(optimizer, "adam_w_mode"):  # DeepSpeed's FusedAdam and DeepSpeedCPUAdam
-        return bool(optimizer.adam_w_mode)
-    if {"AdamW", "FP8AdamW"} & {cls.__name__ for cls in type(optimizer).__mro__}:
-        return True
-    return bool(group.get("decoupled_weight_decay", False))
+    return update
 
 
 class CompressedStates(StagePart):
@@ -72,23 +52,21 @@ class CompressedStates(StagePart):
 
     Args:
         groups: the layout.
-        formats: of the three quantities.
+        update: of the optimizer.
+        formats: of master weights and moments.
         seed: of stochastic rounding: numbers that no other rank has.
-
-    Attributes:
-        loads_states: whether the last load was of states, not of weights only.
     """
 
-    loads_states = True
-
-    def __init__(self, groups: Sequence[StateGroup], formats: StateFormats, seed: tuple[int, ...]) -> None:
+    def __init__(
+        self, groups: Sequence[StateGroup], update: Update, formats: StateFormats, seed: tuple[int, ...]
+    ) -> None:
         self.groups = list(groups)
-        self.formats = formats
+        self.rule, self.formats = update, formats
         self._seed = seed
         self._buffers: dict[int, dict[str, StateBuffer]] = {}
         for group in self.groups:
-            buffers = make_state_buffers(group.segments, formats)
-            self._buffers[id(group)] = dict(zip(("master", "exp_avg", "exp_avg_sq"), buffers))
+            buffers = make_state_buffers(group.segments, formats, update.states.values())
+            self._buffers[id(group)] = dict(zip(("master", *update.states), buffers))
         self._place = {p.ds_id: (g, k) for g in self.groups for k, p in enumerate(g.params)}
         self.steps = dict.fromkeys((group.sub_group for group in self.groups), 0)  # updates of each sub-group
         self._unrounded: set[int] = set()  # ds_ids of parameters whose master weight is but a rounding of the weight
@@ -132,44 +110,38 @@ class CompressedStates(StagePart):
         self,
         sub_group: int,
         grads_of,
-        hyper: dict,
+        options: Mapping[str, Any],
         grad_scale: Tensor,
     ) -> None:
         """One optimizer step of a sub-group, weights of the model included.
 
         Args:
             grads_of: gives a StateGroup's gradients: FP8Gradients, or a tensor a parameter.
-            hyper: keywords of `Hyper`, without the step.
+            options: of the update.
             grad_scale: fp32 [1] on the device, multiplies the gradients.
         """
         self.steps[sub_group] += 1
-        chosen = Hyper(step=self.steps[sub_group], **hyper)
+        step = self.steps[sub_group]
         for place, group in enumerate(self.groups):
             if group.sub_group != sub_group:
                 continue
             self._unrounded.difference_update(param.ds_id for param in group.params)
-            seed = Seed.of(*self._seed, place, chosen.step) if self.formats.rounding == "stochastic" else None
-            grads: FP8Gradients | list[Tensor] = grads_of(group)
-            adamw_step(
-                group.segments,
-                **self._buffers[id(group)],
-                grads=grads,
-                weights_out=self._weights(group),
-                hyper=chosen,
-                grad_scale=grad_scale,
-                seed=seed,
-            )
+            seed = Seed.of(*self._seed, place, step) if self.formats.rounding == "stochastic" else None
+            master, *states = self._buffers[id(group)].values()
+            weights, shapes = self._weights(group), group.shapes()
+            owned = Owned(group.segments, master, states, grads_of(group), weights, grad_scale, seed, shapes)
+            self.rule.apply(owned, step, options)
 
     # -- looking and changing ------------------------------------------------------------------------------------------
 
     def _buffer(self, param: Parameter, key: str | None) -> tuple[StateBuffer, int]:
-        if key not in KEYS:
-            raise KeyError(f"optimizer states are {', '.join(k for k in KEYS if k)}, got {key!r}")
+        if key is not None and key not in self.rule.states:
+            raise KeyError(f"optimizer states are {', '.join(self.rule.states)}, got {key!r}")
         group, segment = self._place[param.ds_id]
-        return self._buffers[id(group)][KEYS[key]], segment
+        return self._buffers[id(group)][key or "master"], segment
 
     def read(self, param: Parameter, key: str | None = None) -> Tensor:
-        """fp32 [this rank's elements]: the master weight (None), "exp_avg" or "exp_avg_sq"."""
+        """fp32 [this rank's elements]: the master weight (None), or a state of the update."""
         buffer, segment = self._buffer(param, key)
         if key is None and param.ds_id in self._unrounded:
             return self._weight(param).float()
@@ -188,8 +160,10 @@ class CompressedStates(StagePart):
 
     def rows(self) -> list[Row]:
         formats = self.formats
-        names = f"{formats.master}, {formats.exp_avg}, {formats.exp_avg_sq}"
-        remark = f"master weights, first and second moments; a scale a {formats.scales}, {formats.rounding} rounding"
+        names = ", ".join(getattr(formats, name) for name in ("master", *self.rule.states.values()))
+        remark = (
+            f"master weights, {', '.join(self.rule.states)}; a scale a {formats.scales}, {formats.rounding} rounding"
+        )
         return [("optimizer states", names, 0, remark)]
 
     def num_bytes(self) -> int:

@@ -212,7 +212,7 @@ class GradientStore(StagePart):
     def of(self, group: StateGroup) -> FP8Gradients | list[Tensor]:
         """A group's gradients as the optimizer takes them."""
         if self._in_codes(group):
-            return FP8Gradients(self._codes[id(group)], self.format.name, self._multipliers_of(group))
+            return FP8Gradients(group.segments, self._codes[id(group)], self.format.name, self._multipliers_of(group))
         return [group.segments.view(self._sums[id(group)], k) for k in range(len(group.params))]
 
     @torch.no_grad()

@@ -10,10 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.optim import Segments
+
+STAYS = (
+    "gradients and states in low precision; they take 6 bytes a parameter instead of 16. Leave the call out, or set "
+    "gradients.store_format to none and the optimizer's formats to fp32"
+)
 
 
 @dataclass(eq=False)
@@ -31,6 +37,11 @@ class StateGroup:
     segments: Segments
     matrices: bool
 
+    def shapes(self) -> list[tuple[int, ...]]:
+        """What this rank has of each: in its shape where that is all of it, else flat."""
+        whole = (n == param.ds_numel for param, n in zip(self.params, self.segments.numels))
+        return [tuple(p.ds_shape) if all_ else (n,) for p, n, all_ in zip(self.params, self.segments.numels, whole)]
+
 
 def make_state_groups(
     sub_groups: Sequence[Sequence[Parameter]], own_numel: Callable[[Parameter], int], device: torch.device
@@ -46,3 +57,8 @@ def make_state_groups(
                 ids += len(members)
                 groups.append(StateGroup(index, members, segments, matrices))
     return groups
+
+
+def as_partition(param: Parameter, own: Tensor) -> Tensor:
+    """A slice as DeepSpeed has it: zeros beyond the tensor's end."""
+    return nn.functional.pad(own, (0, param.partition_numel() - own.numel()))

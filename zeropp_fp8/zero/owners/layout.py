@@ -15,15 +15,19 @@ from torch.nn import Parameter
 
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.zero.owners.slices import gather_parts, part_of_slices, slice_of_parts
-from zeropp_fp8.zero.stage3_base import Stage3Base
 
 # The keys of DeepSpeed's checkpoints.
 FP32_FLAT_GROUPS = "fp32_flat_groups"
 OPTIMIZER_STATE_DICT = "optimizer_state_dict"
 
 
-class OwnersStage3(Stage3Base):
-    """The part of a stage whose parameters have owners."""
+class OwnerLayout:
+    """Takes the place of `SliceLayout`."""
+
+    stays = '"partition": "whole_tensor"; leave the call out, or set partition to "slice"'
+
+    def __init__(self, stage) -> None:
+        self.stage = stage
 
     def _get_param_partition_rank(self, param: Parameter) -> int:
         # What a rank has of a parameter begins where its shard begins; DeepSpeed would skip what lies beyond the end.
@@ -31,52 +35,35 @@ class OwnersStage3(Stage3Base):
 
     def _create_fp16_sub_groups(self, params_group: list[Parameter]) -> list[list[Parameter]]:
         """Cut by what the parameters have on average: every rank must cut at the same places."""
-        world = self.session.topology.world_size
+        world, limit = self.stage.session.topology.world_size, self.stage.sub_group_size
         sub_groups, numel = [[]], 0
         for param in params_group:
-            if self.sub_group_size is not None and numel >= self.sub_group_size:
+            if limit is not None and numel >= limit:
                 sub_groups.append([])
                 numel = 0
             sub_groups[-1].append(param)
             numel += slice_numel(param.ds_numel, world)
         return sub_groups
 
-    # -- full tensors from parts, and parts from full tensors --------------------------------------------------------
-
     def _fp32_state_allgather(self, param: Parameter, fp32_state_partition: Tensor) -> Tensor:
-        return gather_parts(self.session, param, fp32_state_partition.data).view(param.ds_shape)
-
-    def set_full_hp_param(self, value: Tensor, param: Parameter, optim_state_key=None) -> None:
-        if param.requires_grad:
-            own, _ = self._get_fp32_opt_state_partition(param, False, optim_state_key)
-            own.data.copy_(self.session.placement.own_part(param, value))
-
-    def set_fp32_grad_for_param(self, value: Tensor, param: Parameter) -> None:
-        if param.requires_grad:
-            own, _ = self._get_fp32_grad_state_partition(param, False)
-            own.data.copy_(self.session.placement.own_part(param, value))
-
-    def update_fp32_grad_for_param_vectorized(self, update_func, param_list) -> None:
-        for param in param_list:
-            if param.requires_grad:
-                self.set_fp32_grad_for_param(update_func(self.get_fp32_grad_for_param(param), param), param)
+        return gather_parts(self.stage.session, param, fp32_state_partition.data).view(param.ds_shape)
 
     # -- checkpoints: equal slices -----------------------------------------------------------------------------------
 
     def _flat_of(self, sub_group: int, flat: Tensor, convert, numel_of) -> Tensor:
         """A sub-group's flat tensor with every parameter's piece converted."""
         pieces, offset = [], 0
-        for param in self.fp16_groups[sub_group]:
-            pieces.append(convert(self.session, param, flat.detach()[offset : offset + numel_of(param)]))
+        for param in self.stage.fp16_groups[sub_group]:
+            pieces.append(convert(self.stage.session, param, flat.detach()[offset : offset + numel_of(param)]))
             offset += numel_of(param)
         return torch.cat(pieces)
 
     def _converted(self, state_dict: dict, to_slices: bool) -> dict:
         """A rigid state dict with all flat tensors as slices, or as owners' parts."""
-        world = self.session.topology.world_size
+        world = self.stage.session.topology.world_size
 
         def own_numel(param: Parameter) -> int:
-            return self.session.own_numel(param)
+            return self.stage.session.own_numel(param)
 
         def sliced_numel(param: Parameter) -> int:
             return slice_numel(param.ds_numel, world)
@@ -88,7 +75,7 @@ class OwnersStage3(Stage3Base):
         states: dict[Any, dict] = {}
         for key, values in optimizer_state["state"].items():
             sub_group = order[key]
-            numel = sum(numel_of(p) for p in self.fp16_groups[sub_group])
+            numel = sum(numel_of(p) for p in self.stage.fp16_groups[sub_group])
             states[key] = {
                 name: self._flat_of(sub_group, value, convert, numel_of)
                 # Counters of steps are scalars; everything that is as long as the weights is theirs.
@@ -105,28 +92,18 @@ class OwnersStage3(Stage3Base):
     def _sub_groups_of_states(self, optimizer_state: dict) -> dict[Any, int]:
         """Which sub-group each entry of an optimizer's state belongs to: group by group, as they were appended."""
         by_group: dict[int, list[int]] = {}
-        for sub_group in range(len(self.fp16_groups)):
-            by_group.setdefault(self.sub_group_to_group_id[sub_group], []).append(sub_group)
+        for sub_group in range(len(self.stage.fp16_groups)):
+            by_group.setdefault(self.stage.sub_group_to_group_id[sub_group], []).append(sub_group)
         order = [sub_group for group in sorted(by_group) for sub_group in by_group[group]]
         keys = [key for group in optimizer_state["param_groups"] for key in group["params"]]
         return dict(zip(keys, order, strict=True))
 
-    def _rigid_state_dict(self) -> dict:
-        return self._converted(super()._rigid_state_dict(), to_slices=True)
+    def to_slices(self, state_dict: dict) -> dict:
+        return self._converted(state_dict, to_slices=True)
 
-    def _rigid_load_state_dict(self, state_dict: dict, load_optimizer_states: bool = True) -> None:
-        super()._rigid_load_state_dict(self._converted(state_dict, to_slices=False), load_optimizer_states)
+    def to_parts(self, state_dict: dict) -> dict:
+        return self._converted(state_dict, to_slices=False)
 
     def load_hp_checkpoint_state(self, folder, key, param: Parameter) -> Tensor:
-        return part_of_slices(self.session, param, super().load_hp_checkpoint_state(folder, key, param))
-
-    def offload_states(self, *args, **kwargs) -> None:
-        """Not with owners: DeepSpeed maps its buffers by equal slices.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            'zeropp_fp8: offload_states does not know "partition": "whole_tensor"; leave the call out, or set '
-            'partition to "slice"'
-        )
+        one_slice = self.stage.stock.load_hp_checkpoint_state(folder, key, param)
+        return part_of_slices(self.stage.session, param, one_slice)

@@ -1,0 +1,23 @@
+"""Another optimizer is an addition: its update goes into the table, and gets whole matrices where owners have them."""
+
+import update_jobs as jobs
+from ranks import run_two
+
+
+def test_an_update_of_whole_matrices():
+    """Each step is the one written out in float64, from the numbers that the engine held: fp32 weights, fp16 states."""
+    for weight_error, velocity_error, not_whole, losses in run_two(jobs.beside_float64):
+        assert weight_error < 1e-4 and velocity_error < 2**-11
+        assert not_whole == set()
+        assert losses[-1] < losses[0]
+
+
+def test_its_states_are_saved_and_loaded():
+    for equal, states in run_two(jobs.resumed):
+        assert equal and states == {("step", "velocity")}
+
+
+def test_what_does_not_go_with_it():
+    for cut, option in run_two(jobs.refusals):
+        assert 'ConfigError: "zeropp_fp8.partition": the update of Normalized is one of whole tensors' in cut
+        assert option == 'ConfigError: "momentum" must be below 1'

@@ -1,0 +1,132 @@
+"""DeepSpeed's buckets: where gradients are not quantized, and where a script reduces them after several backwards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.comm.issue import timed_by_deepspeed
+from zeropp_fp8.zero.as_deepspeed import replaced
+
+# The double-underscore methods of DeepSpeed's class, by the names under which Python stores them.
+AVG_SCATTER_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+AVG_SCATTER_CONTIGUOUS_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
+
+
+class Buckets:
+    """Those of one stage.
+
+    Attributes:
+        waiting: ds_id of the parameters in them.
+        are_stale: gradients are those of the last step, whose places this step's need not all take.
+    """
+
+    def __init__(self, stage) -> None:
+        self.stage = stage
+        self.waiting: set[int] = set()
+        self.are_stale = False
+
+    def put(self, params: list[Parameter]) -> None:
+        """Stock's way, where gradients are not quantized.
+
+        Raises:
+            RuntimeError: a gradient comes twice in one backward, as with reentrant checkpointing, and the first has
+                been copied into DeepSpeed's buffer.
+        """
+        stage = self.stage
+        for param in params:
+            if param.ds_id not in self.waiting:
+                stage.stock.reduce_ready_partitions_and_remove_grads(param)
+                if not stage._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
+                    self.waiting.add(param.ds_id)
+            elif stage.contiguous_gradients:
+                raise RuntimeError(
+                    f"the gradient of {stage.param_names.get(param, param.ds_id)} comes twice in one backward, which "
+                    '"reduce_scatter": false cannot add up; leave that key out of zero_optimization, or checkpoint '
+                    "with use_reentrant=False"
+                )
+            elif param.grad.is_cuda:  # autograd has added to what waits
+                stage.reduce_and_partition_stream.wait_stream(torch.cuda.current_stream(param.grad.device))
+
+    def partition_grads(self, params_to_release: list[Parameter], grad_partitions: list[Tensor]) -> list[Tensor]:
+        """Write what DeepSpeed has reduced by itself, or add it to what this step has written.
+
+        DeepSpeed decides that for all parameters at once, by the number of forwards: of two backwards over one forward
+        the second would take the place of the first.
+        """
+        buffers, written = [], self.stage.reduction.written
+        for again in (False, True):
+            some = [(p, g) for p, g in zip(params_to_release, grad_partitions) if (p.ds_id in written) == again]
+            if some:
+                params, parts = map(list, zip(*some))
+                buffers += self.stage.gradients.take(params, parts, again)
+        ids = [p.ds_id for p in params_to_release]
+        self.waiting.difference_update(ids)
+        written.update(dict.fromkeys(ids, self.stage.backwards.ended))
+        return buffers
+
+    @torch.no_grad()
+    def zero_stale(self) -> None:
+        """Before the first gradient of a step: where none comes there are zeros, as in the fixed order.
+
+        Stock has the last step's there.
+        """
+        if not self.are_stale:
+            return
+        self.are_stale = False
+        self.stage.grad_partitions_flat_buffer.zero_()
+        for flat in self.stage.fp32_partitioned_groups_flat if self.stage.offload_optimizer else ():
+            if flat.grad is not None:
+                flat.grad.zero_()
+
+    def empty(self) -> None:
+        """Drop what waits."""
+        for bucket in self.stage.ipg_buckets.values():
+            bucket.params.clear()
+            bucket.elements = 0
+        self.waiting.clear()
+
+    def finish_quantized(self) -> None:
+        """DeepSpeed's end of a backward, whose host would wait for its stream.
+
+        There is work of its own on it only where something has come into a bucket.
+        """
+        stream = self.stage.reduce_and_partition_stream if self.waiting else _NoWait()
+        with replaced(self.stage, "reduce_and_partition_stream", stream):
+            self.stage.stock.independent_gradient_partition_epilogue()
+
+    # -- reducing what fills one -------------------------------------------------------------------------------------
+
+    def _count(self, numel: int, communication_data_type: torch.dtype | None, rounds: int) -> None:
+        """DeepSpeed reduces `numel` elements by itself; `rounds` 2 when it is an all-reduce."""
+        ledger = self.stage.session.ledger
+        with ledger.counting("gradients"):
+            dtype = communication_data_type or self.stage.communication_data_type
+            ledger.sent_around_ring(numel * dtype.itemsize, rounds)
+            ledger.stock_would_send(numel)
+
+    def avg_scatter_grads(self, params: list[Parameter], communication_data_type=None) -> list[Tensor]:
+        """Mean gradient of a bucket, this rank's slices; DeepSpeed's own reduce-scatter when nothing is quantized."""
+        stage, session = self.stage, self.stage.session
+        if not session.config.quantizes_gradients:
+            numel = sum(p.ds_tensor.ds_numel for p in params) * session.topology.world_size
+            self._count(numel, communication_data_type, rounds=1)
+            stock = getattr(stage.stock, AVG_SCATTER_GRADS)
+            with timed_by_deepspeed(session.ledger, session.device.type == "cuda"):
+                return stock(params) if communication_data_type is None else stock(params, communication_data_type)
+        grads = [p.grad.view(p.ds_shape) for p in params]
+        return stage.reducer.reduce(stage.reducer.unit_of(params), grads, stage.gradient_accumulation_dtype)
+
+    def avg_scatter_contiguous_grads(self, buffer: Tensor, *communication_data_type: torch.dtype) -> list[Tensor]:
+        """The same by an all-reduce of the whole bucket: `"reduce_scatter": false`, nothing is quantized then."""
+        self._count(buffer.numel(), next(iter(communication_data_type), None), rounds=2)
+        with timed_by_deepspeed(self.stage.session.ledger, buffer.is_cuda):
+            return getattr(self.stage.stock, AVG_SCATTER_CONTIGUOUS_GRADS)(buffer, *communication_data_type)
+
+
+class _NoWait:
+    """Stands for a stream whose work the current stream waits for already."""
+
+    def synchronize(self) -> None:
+        """DeepSpeed stops the host here at the end of every backward."""

@@ -1,0 +1,244 @@
+"""How a stage reduces gradients: qgZ unit by unit, sums that rest inside a node, and what a step begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeropp_fp8.config import SECTION
+from zeropp_fp8.zero.as_deepspeed import Freed
+from zeropp_fp8.zero.memory import device_bytes
+from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
+from zeropp_fp8.zero.reduce.reducer import GradientReducer
+from zeropp_fp8.zero.reduce.reduction_unit import ReductionUnit
+from zeropp_fp8.zero.reduce.residuals import Residuals
+from zeropp_fp8.zero.session import Session
+
+# Of a device's memory, that sums may take where the configuration leaves the choice: 8 billion parameters in fp32 on 8
+# GPUs of 80 GB a node take 5 %, and still leave the room that stock ZeRO-3 would have.
+_SHARE_OF_MEMORY = 0.1
+
+
+class Reduction:
+    """That of one stage.
+
+    Args:
+        params: of the model, ZeRO-3's or not yet.
+        dtype: of sums over micro-batches.
+
+    Attributes:
+        reducer: made with the hooks, when DeepSpeed has made its stream.
+        written: by ds_id, the last backward since the last step whose mean gradient is in this rank's part, or is on
+            its way.
+    """
+
+    def __init__(self, stage, params: Iterable[Parameter], dtype: torch.dtype) -> None:
+        self.stage, self.dtype = stage, dtype
+        self.reducer: GradientReducer | Freed | None = None
+        self.written: dict[int, int] = {}
+        stage.session.sums_numel = _numel_of_sums(stage.session, params, dtype)
+
+    def begin(self, names: dict[int, str]) -> None:
+        """DeepSpeed has its stream, and the parameters these names by ds_id."""
+        self.reducer = GradientReducer(self.stage.session, self.stage.reduce_and_partition_stream)
+        self.reducer.names = names
+
+    def order_is_known(self, params: list[Parameter]) -> None:
+        """In which quantized gradients of `params` are reduced."""
+        stage, session = self.stage, self.stage.session
+        if session.config.gradients.scales == "tensor":
+            self.reducer.scales = GradientScales(session, params, [stage.param_names[p] for p in params])
+            session.parts.append(self.reducer.scales)
+        stage.gradients.order_is_known(params)
+
+    def add_parts(self, params: list[Parameter]) -> None:
+        """The stage is made: say what the reduction of the model's parameters takes, and be parts of it."""
+        session, reducer = self.stage.session, self.reducer
+        session.residual_bytes = reducer.residual_bytes(params)
+        reducer.trained_numel = sum(p.ds_numel for p in params if p.requires_grad)
+        session.parts.append(reducer)
+        if reducer.error_feedback is not None:
+            session.parts.append(Residuals(session, reducer.error_feedback, reducer.trained_numel))
+        session.bytes_to_come = session.residual_bytes + session.sums_numel * self.dtype.itemsize
+
+    def free(self) -> None:
+        """The engine has ended."""
+        if self.reducer.error_feedback:
+            self.reducer = Freed()
+
+    # -- in backward -------------------------------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """It has reached the model."""
+        self.stage.buckets.zero_stale()
+        if self.stage.hooks.order is not None:
+            self.stage.hooks.order.begin()
+
+    @torch.no_grad()
+    def reduce_unit(self, params: list[Parameter]) -> None:
+        """Quantize the gradients of a unit, send them, and let the result arrive where gradients rest."""
+        unit = self.reducer.unit_of(params)
+        for param, name in zip(params, unit.names):
+            if param.grad is None:
+                raise RuntimeError(
+                    f"the gradient of {name} is gone: another engine over the same model has taken it; call destroy() "
+                    "on that engine before the next one is made"
+                )
+            if (numel := param.grad.numel()) != param.ds_numel:
+                raise RuntimeError(f"the gradient of {name} has {numel} elements, its parameter {param.ds_numel}")
+        grads = [param.grad.contiguous() for param in params]
+        if self.stage.session.sums_numel and not self.at_boundary():
+            self.reducer.sum_in_node(unit, grads, self.dtype)
+        else:
+            self._finish_unit(unit, grads)
+        for param in params:
+            # Encoding was the last use, on this stream: the memory may be used again at once.
+            param.grad = None
+
+    def _finish_unit(self, unit: ReductionUnit, grads: list[Tensor] | None) -> None:
+        """Let the mean of a unit's gradients, those that rest in the node too, arrive where gradients rest."""
+        params, now = unit.params, self.stage.backwards.ended
+        # A parameter whose gradient comes twice in one backward adds to what it has reduced before, as later backwards.
+        before = self.written.get(params[0].ds_id)
+        again = before is not None
+        self.written.update(dict.fromkeys([p.ds_id for p in params], now))
+        if self.stage.offload_optimizer:
+            self.stage.gradients.take(params, self.reducer.reduce(unit, grads, self.dtype), again)
+            return
+        if before == now:
+            self.reducer.drain()  # what a second gradient is added to must be there
+        headroom = unit.headroom(more=int(grads is not None))
+        results, arrived = self.stage.gradients.destinations(params, again, headroom)
+        self.reducer.start(unit, grads, results, again, arrived)
+
+    def at_boundary(self) -> bool:
+        """Whether the step follows this backward."""
+        boundary = self.stage.is_gradient_accumulation_boundary  # in DeepSpeed 0.18.0 no method yet
+        return bool(boundary() if callable(boundary) else boundary)
+
+    def finish_backward(self) -> None:
+        """Bring what a backward has left to where the step finds it."""
+        stage = self.stage
+        if stage.hooks.order is not None:
+            stage.hooks.order.finish()
+        quantizes = stage.session.config.quantizes_gradients
+        if quantizes:
+            if self.at_boundary():
+                self.finish_resting()  # what has come twice in an earlier backward
+            self.reducer.drain()  # the current stream now waits for all results, so that the host need not
+        if stage.watch is not None:
+            stage.watch.backward_is_issued()
+        if quantizes:
+            stage.buckets.finish_quantized()
+            self._wait_for_copies_to_host()
+        else:
+            stage.stock.independent_gradient_partition_epilogue()
+
+    def _wait_for_copies_to_host(self) -> None:
+        """Offloaded gradients are copied on the current stream; the host looks at them next."""
+        if self.stage.offload_optimizer and self.stage.session.device.type == "cuda":
+            torch.cuda.current_stream(self.stage.session.device).synchronize()
+
+    # -- what rests in the node --------------------------------------------------------------------------------------
+
+    @property
+    def _sums_rest(self) -> bool:
+        """Whether there may be something that rests in the node."""
+        return bool(self.stage.session.sums_numel) and not self.stage.parameter_offload.destroyed
+
+    @torch.no_grad()
+    def finish_resting(self) -> None:
+        """End the reduction of all that rests in the node. Collective."""
+        if not self._sums_rest:
+            return
+        self.reducer.drain()
+        for unit in self.reducer.resting:
+            self._finish_unit(unit, None)
+        self.reducer.drain()
+        self._wait_for_copies_to_host()
+
+    def refuse_resting(self) -> None:
+        """One rank alone cannot end a reduction.
+
+        Raises:
+            RuntimeError: something rests in the node.
+        """
+        if self._sums_rest and self.reducer.resting:
+            raise RuntimeError(
+                "gradients of earlier micro-batches rest inside the node until the step, and one rank alone cannot "
+                "finish them: look at them with safe_get_full_grad on all ranks, or set "
+                f'"{SECTION}.gradients.accumulate_in": "world"'
+            )
+
+    # -- between backwards -------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The step begins: reduce what has come unnoticed, such as after a forward that an exception has ended.
+
+        Raises:
+            RuntimeError: an exception has ended the last backward.
+        """
+        stage, order = self.stage, self.stage.hooks.order
+        stage.backwards.refuse_running()
+        if (order is not None and order.has_begun) or stage.buckets.waiting:
+            stage.independent_gradient_partition_epilogue()
+        self.finish_resting()
+        # What is frozen now has a gradient of zeros, whatever came before.
+        for param in (p for group in stage.fp16_groups for p in group if not p.requires_grad):
+            stage.gradients.drop(param)
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """The step begins, without having been announced to the last backward. (Not in DeepSpeed 0.18.)"""
+        self.stage.set_gradient_accumulation_boundary(True)
+        self.finish_resting()
+        self.stage.stock.finalize_gradient_accumulation_boundary()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.stage.backwards.one_runs:
+            self.stage.backwards.drop()
+        self.stage.stock.zero_grad(set_to_none)
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """The next gradients take the place of those that have come. (DeepSpeed's step says so before it uses them.)"""
+        self.written.clear()
+        self.stage.backwards.ended = 0
+        self.stage.buckets.are_stale = self.stage.hooks.order is None
+        if self._sums_rest:
+            self.reducer.forget_sums()
+
+    def drop_gradients(self) -> None:
+        """Of a backward that ends too early."""
+        stage = self.stage
+        if stage.hooks.order is not None:
+            stage.hooks.order.start_again()
+        self.reducer.drain()
+        stage.buckets.empty()
+        for param in (param for group in stage.fp16_groups for param in group):
+            param.grad = None
+
+
+def _numel_of_sums(session: Session, params: Iterable[Parameter], dtype: torch.dtype) -> int:
+    """How many elements this rank's sums will have; 0: gradients of each backward pass are reduced to the end.
+
+    Collective where memory decides.
+
+    Args:
+        params: of the model, ZeRO-3's or not yet.
+        dtype: of the sums.
+    """
+    gradients, topology = session.config.gradients, session.topology
+    if not session.config.quantizes_gradients or topology.nodes == 1 or gradients.accumulate_in == "world":
+        return 0
+    trainable = sum(getattr(p, "ds_numel", p.numel()) for p in params if p.requires_grad)
+    numel = -(-trainable // topology.ranks_per_node)
+    if gradients.accumulate_in == "node":
+        return numel
+    memory = device_bytes(session.device, session.ranks_here)
+    fits = torch.tensor([int(numel * dtype.itemsize <= _SHARE_OF_MEMORY * memory)], device=session.device)
+    dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=topology.group)
+    return numel if fits.item() else 0
