@@ -95,9 +95,11 @@ ROOMS = {
     "handover": {"export", "gather", "frozen", "holders"},
 }
 # What is not about DeepSpeed: neither its modules nor what it puts on parameters, but through sharded.py.
-OF_NO_BACKEND = ("comm", "compute", "formats", "kernels", "optim", "zero/frozen", "zero/gather", "zero/owners")
+OF_NO_BACKEND = ("comm", "compute", "formats", "kernels", "optim")
+OF_NO_BACKEND += tuple(f"zero/{name}" for name in ("frozen", "gather", "handover", "owners", "reduce", "states"))
 ON_PARAMETERS = r"\bds_(tensor|numel|shape|id|status|persist|process_group|active_sub_modules|summary)\b"
-ADAPTERS = {"zero/owners/stage3.py"}  # parts of a subclass of DeepSpeed's stage
+# What answers methods of DeepSpeed's stage.
+ADAPTERS = {"zero/states/states_at_rest.py", "zero/states/stored_gradients.py"}
 OPTIONAL = ("states", "owners", "frozen", "generation", "export", "handover", "checkpoint")
 
 

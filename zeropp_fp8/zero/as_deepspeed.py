@@ -16,6 +16,8 @@ from deepspeed import comm as ds_comm
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
+
 GRAD_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
@@ -31,7 +33,7 @@ class Partitions:
         """In which quantized gradients of `params` are reduced."""
 
     def _own(self, param: Parameter) -> Tensor:
-        return getattr(self.stage, GRAD_PARTITIONS)[param.ds_id].view(-1)[: self.stage.session.own_numel(param)]
+        return getattr(self.stage, GRAD_PARTITIONS)[sharded.key(param)].view(-1)[: self.stage.session.own_numel(param)]
 
     def destinations(
         self, params: list[Parameter], again: bool, headroom: float
@@ -56,7 +58,7 @@ class Partitions:
 
     def drop(self, param: Parameter) -> None:
         """Let a gradient be zeros."""
-        getattr(self.stage, GRAD_PARTITIONS)[param.ds_id].zero_()
+        getattr(self.stage, GRAD_PARTITIONS)[sharded.key(param)].zero_()
 
     def of(self, group) -> list[Tensor]:
         """The gradients of a StateGroup, as an update takes them."""

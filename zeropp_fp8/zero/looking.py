@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
+
 
 class Looking:
     """Answers them for a stage, by `write` of its gradients and states and DeepSpeed's own ways to look.
@@ -19,8 +21,8 @@ class Looking:
 
     def _own(self, param: Parameter, full: Tensor) -> Tensor:
         """This rank's elements of a flat or shaped full tensor."""
-        if full.numel() != param.ds_numel:
-            raise ValueError(f"the parameter has {param.ds_numel} elements, the value {full.numel()}")
+        if full.numel() != sharded.numel(param):
+            raise ValueError(f"the parameter has {sharded.numel(param)} elements, the value {full.numel()}")
         return self.stage.session.placement.own_part(param, full)
 
     def _own_of_local(self, param: Parameter, value: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_scatter import slice_numel
 from zeropp_fp8.zero.owners.slices import gather_parts, part_of_slices, slice_of_parts
 
@@ -42,11 +43,11 @@ class OwnerLayout:
                 sub_groups.append([])
                 numel = 0
             sub_groups[-1].append(param)
-            numel += slice_numel(param.ds_numel, world)
+            numel += slice_numel(sharded.numel(param), world)
         return sub_groups
 
     def _fp32_state_allgather(self, param: Parameter, fp32_state_partition: Tensor) -> Tensor:
-        return gather_parts(self.stage.session, param, fp32_state_partition.data).view(param.ds_shape)
+        return gather_parts(self.stage.session, param, fp32_state_partition.data).view(sharded.shape(param))
 
     # -- checkpoints: equal slices -----------------------------------------------------------------------------------
 
@@ -66,7 +67,7 @@ class OwnerLayout:
             return self.stage.session.own_numel(param)
 
         def sliced_numel(param: Parameter) -> int:
-            return slice_numel(param.ds_numel, world)
+            return slice_numel(sharded.numel(param), world)
 
         convert, numel_of = (slice_of_parts, own_numel) if to_slices else (part_of_slices, sliced_numel)
         flats = state_dict[FP32_FLAT_GROUPS]

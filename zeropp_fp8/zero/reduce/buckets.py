@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.issue import timed_by_deepspeed
 from zeropp_fp8.zero.as_deepspeed import replaced
 
@@ -18,7 +19,7 @@ class Buckets:
     """Those of one stage.
 
     Attributes:
-        waiting: ds_id of the parameters in them.
+        waiting: sharded.key of the parameters in them.
         are_stale: gradients are those of the last step, whose places this step's need not all take.
     """
 
@@ -36,15 +37,15 @@ class Buckets:
         """
         stage = self.stage
         for param in params:
-            if param.ds_id not in self.waiting:
+            if sharded.key(param) not in self.waiting:
                 stage.stock.reduce_ready_partitions_and_remove_grads(param)
                 if not stage._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
-                    self.waiting.add(param.ds_id)
+                    self.waiting.add(sharded.key(param))
             elif stage.contiguous_gradients:
                 raise RuntimeError(
-                    f"the gradient of {stage.param_names.get(param, param.ds_id)} comes twice in one backward, which "
-                    '"reduce_scatter": false cannot add up; leave that key out of zero_optimization, or checkpoint '
-                    "with use_reentrant=False"
+                    f"the gradient of {stage.param_names.get(param, sharded.key(param))} comes twice in one backward, "
+                    'which "reduce_scatter": false cannot add up; leave that key out of zero_optimization, or '
+                    "checkpoint with use_reentrant=False"
                 )
             elif param.grad.is_cuda:  # autograd has added to what waits
                 stage.reduce_and_partition_stream.wait_stream(torch.cuda.current_stream(param.grad.device))
@@ -57,11 +58,11 @@ class Buckets:
         """
         buffers, written = [], self.stage.reduction.written
         for again in (False, True):
-            some = [(p, g) for p, g in zip(params_to_release, grad_partitions) if (p.ds_id in written) == again]
+            some = [(p, g) for p, g in zip(params_to_release, grad_partitions) if (sharded.key(p) in written) == again]
             if some:
                 params, parts = map(list, zip(*some))
                 buffers += self.stage.gradients.take(params, parts, again)
-        ids = [p.ds_id for p in params_to_release]
+        ids = [sharded.key(p) for p in params_to_release]
         self.waiting.difference_update(ids)
         written.update(dict.fromkeys(ids, self.stage.backwards.ended))
         return buffers
@@ -110,12 +111,12 @@ class Buckets:
         """Mean gradient of a bucket, this rank's slices; DeepSpeed's own reduce-scatter when nothing is quantized."""
         stage, session = self.stage, self.stage.session
         if not session.config.quantizes_gradients:
-            numel = sum(p.ds_tensor.ds_numel for p in params) * session.topology.world_size
+            numel = sum(sharded.shard_numel(p) for p in params) * session.topology.world_size
             self._count(numel, communication_data_type, rounds=1)
             stock = getattr(stage.stock, AVG_SCATTER_GRADS)
             with timed_by_deepspeed(session.ledger, session.device.type == "cuda"):
                 return stock(params) if communication_data_type is None else stock(params, communication_data_type)
-        grads = [p.grad.view(p.ds_shape) for p in params]
+        grads = [p.grad.view(sharded.shape(p)) for p in params]
         return stage.reducer.reduce(stage.reducer.unit_of(params), grads, stage.gradient_accumulation_dtype)
 
     def avg_scatter_contiguous_grads(self, buffer: Tensor, *communication_data_type: torch.dtype) -> list[Tensor]:

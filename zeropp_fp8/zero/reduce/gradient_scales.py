@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.formats import SharedScaleFormat
 from zeropp_fp8.formats.amax_history import STEPS, AmaxHistory
@@ -55,7 +56,7 @@ class GradientScales(StagePart):
         self.session = session
         self.names = list(names)
         self._format: SharedScaleFormat = session.intra_format
-        self._index = {p.ds_id: index for index, p in enumerate(params)}
+        self._index = {sharded.key(p): index for index, p in enumerate(params)}
         device = session.device
         self.history = AmaxHistory(len(params), device)
         self.mu = torch.ones(1, dtype=torch.float32, device=device)
@@ -68,7 +69,7 @@ class GradientScales(StagePart):
         copies = (session.topology.world_size, session.topology.nodes, 1)
         self._copies = torch.tensor(copies, dtype=torch.float64, device="cpu").view(3, 1).to(device)
         self._shares = torch.zeros(2, dtype=torch.float64, device=device)  # of the last step: saturated, vanished
-        self._quantized = frozenset(index for index, p in enumerate(params) if not is_vector(p.ds_shape))
+        self._quantized = frozenset(index for index, p in enumerate(params) if not is_vector(sharded.shape(p)))
         self._without_history = set(self._quantized)
         self._places: dict[tuple[int, ...], Tensor] = {}
 
@@ -78,7 +79,7 @@ class GradientScales(StagePart):
         """Indices of `params` cut into runs whose scales are neighbours, each of which can be reduced at once."""
         found: list[list[int]] = []
         for i, param in enumerate(params):
-            follows = found and self._index[params[found[-1][-1]].ds_id] + 1 == self._index[param.ds_id]
+            follows = found and self._index[sharded.key(params[found[-1][-1]])] + 1 == self._index[sharded.key(param)]
             if follows:
                 found[-1].append(i)
             else:
@@ -111,14 +112,14 @@ class GradientScales(StagePart):
         return self._shared(self._places_of(params))
 
     def _places_of(self, params: Sequence[Parameter]) -> range:
-        first = self._index[params[0].ds_id]
+        first = self._index[sharded.key(params[0])]
         places = range(first, first + len(params))
-        if any(self._index[p.ds_id] != place for p, place in zip(params, places)):
+        if any(self._index[sharded.key(p)] != place for p, place in zip(params, places)):
             raise ValueError("gradients that are reduced together must be neighbours in the order of reduction")
         return places
 
     def _quantized_numel(self, params: Sequence[Parameter]) -> int:
-        return sum(p.ds_numel for p in params if self._index[p.ds_id] in self._quantized)
+        return sum(sharded.numel(p) for p in params if self._index[sharded.key(p)] in self._quantized)
 
     def _shared(self, places: range) -> SharedScales:
         return self.table.at(tuple(places))
@@ -141,7 +142,7 @@ class GradientScales(StagePart):
 
     def decode_of(self, params: Sequence[Parameter]) -> Tensor:
         """fp32 [params]: mean gradient = sum of codes * this, until `end_step`."""
-        places = tuple(self._index[p.ds_id] for p in params)
+        places = tuple(self._index[sharded.key(p)] for p in params)
         if places not in self._places:  # parameters of an optimizer's group; a copy to the device would wait
             self._places[places] = torch.tensor(places, device=self.session.device)
         return self.table.decode[self._places[places]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections import Counter
 
-from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.zero.reduce.order import FixedOrder, reduction_units
 
 _LEAF = "ds_z3_leaf_module"
@@ -35,7 +35,8 @@ class GradientHooks:
         stage = self.stage
         stage.session.on_model.callback(self.take_no_more)
         trainable = [param for group in stage.fp16_groups for param in group]
-        stage.reduction.begin({param.ds_id: stage.param_names.get(param, str(param.ds_id)) for param in trainable})
+        keys = {sharded.key(param): param for param in trainable}
+        stage.reduction.begin({key: stage.param_names.get(param, str(key)) for key, param in keys.items()})
         stage.parameter_offload.before_backward = stage.backwards.module_reached
         if not self._uses_fixed_order():
             stage.stock.create_reduce_and_remove_grad_hooks()
@@ -94,7 +95,7 @@ class GradientHooks:
         """Of a module whose backward is over: gradients of parameters that no other module has come no more."""
         if not self.stage.backwards.one_runs:  # torch.autograd.grad(), or a loss in tiles
             return
-        leaf = z3_leaf_module(module)  # another engine over the model may have it so
+        leaf = sharded.is_leaf(module)  # another engine over the model may have it so
         params = self._used_by_only.get((id(module), leaf))
         if params is None:
             params = [p for p in module.parameters(recurse=leaf) if self._users[id(p)] == 1]

@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.formats.shapes import is_vector
 
 
@@ -40,7 +41,7 @@ def reduction_units(
     vectors: list[Parameter] = []
     for param in parameters:
         index = block_of.get(id(param))
-        if joined_numel and index is not None and is_vector(param.ds_shape):
+        if joined_numel and index is not None and is_vector(sharded.shape(param)):
             vectors.append(param)
         else:
             units.setdefault(param if index is None else index, []).append(param)
@@ -51,7 +52,7 @@ def reduction_units(
     joined: list[list[Parameter]] = []
     open_numel = None  # elements of the last unit, when it may grow
     for key, unit in ordered:
-        numel = sum(p.ds_numel for p in unit)
+        numel = sum(sharded.numel(p) for p in unit)
         if isinstance(key, int):
             joined.append(unit)
             open_numel = None
@@ -166,6 +167,6 @@ def set_zero_gradient(param: Parameter) -> None:
     """Give a ZeRO-3 parameter, gathered or not, a gradient of zeros in its full shape."""
     data = param.data
     # torch checks a gradient's shape against data's; a zero-stride view has the shape without the memory.
-    param.data = torch.zeros(1, dtype=data.dtype, device=data.device).expand(param.ds_shape)
-    param.grad = torch.zeros(param.ds_shape, dtype=data.dtype, device=data.device)
+    param.data = torch.zeros(1, dtype=data.dtype, device=data.device).expand(sharded.shape(param))
+    param.grad = torch.zeros(sharded.shape(param), dtype=data.dtype, device=data.device)
     param.data = data

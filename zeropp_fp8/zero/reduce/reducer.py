@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm import ErrorFeedback
 from zeropp_fp8.comm.lanes import Lane
 from zeropp_fp8.comm.reduce_scatter import Reduction, Rings, slice_numel
@@ -28,7 +29,7 @@ class GradientReducer(StagePart):
         last_stream: on a GPU, the stream on which results are written.
 
     Attributes:
-        names: of parameters by ds_id, the keys of residuals: set before the first is reduced.
+        names: of parameters by sharded.key, the keys of residuals: set before the first is reduced.
     """
 
     def __init__(self, session: Session, last_stream: torch.cuda.Stream | None = None) -> None:
@@ -36,7 +37,7 @@ class GradientReducer(StagePart):
         gradients = session.config.gradients
         self.error_feedback = ErrorFeedback(gradients.block_size) if gradients.error_feedback else None
         self.names: dict[int, str] = {}
-        self._units: dict[tuple[int, ...], ReductionUnit] = {}  # by ds_id of their parameters, as they come first
+        self._units: dict[tuple[int, ...], ReductionUnit] = {}  # by sharded.key of their parameters, as they come first
         self._rings = Rings.on(session.device)
         self._first, self._last = Lane(session.device), Lane(session.device, last_stream)
         self._under_way: deque[Iterator[None]] = deque()
@@ -45,10 +46,10 @@ class GradientReducer(StagePart):
 
     def unit_of(self, params: Sequence[Parameter]) -> ReductionUnit:
         """The unit of these ZeRO-3 parameters, in the same order on every rank."""
-        key = tuple([p.ds_id for p in params])
-        if key not in self._units:
-            self._units[key] = ReductionUnit(self.session, params, [self.names[ds_id] for ds_id in key])
-        return self._units[key]
+        keys = tuple([sharded.key(p) for p in params])
+        if keys not in self._units:
+            self._units[keys] = ReductionUnit(self.session, params, [self.names[key] for key in keys])
+        return self._units[keys]
 
     def residual_bytes(self, params: Iterable[Parameter]) -> int:
         """What residuals of parameters that are trained take once all have been reduced."""
@@ -56,7 +57,7 @@ class GradientReducer(StagePart):
         if self.error_feedback is None or nodes == 1:
             return 0
         rounded = (p for p in params if p.requires_grad and not self.session.sends_exactly("gradients", p))
-        return sum(self.error_feedback.num_bytes(nodes, slice_numel(p.ds_numel, world)) for p in rounded)
+        return sum(self.error_feedback.num_bytes(nodes, slice_numel(sharded.numel(p), world)) for p in rounded)
 
     def start(
         self,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.config import SECTION
 from zeropp_fp8.zero.as_deepspeed import Freed
 from zeropp_fp8.zero.memory import device_bytes
@@ -32,8 +33,8 @@ class Reduction:
 
     Attributes:
         reducer: made with the hooks, when DeepSpeed has made its stream.
-        written: by ds_id, the last backward since the last step whose mean gradient is in this rank's part, or is on
-            its way.
+        written: by sharded.key, the last backward since the last step whose mean gradient is in this rank's part, or is
+            on its way.
     """
 
     def __init__(self, stage, params: Iterable[Parameter], dtype: torch.dtype) -> None:
@@ -43,7 +44,7 @@ class Reduction:
         stage.session.sums_numel = _numel_of_sums(stage.session, params, dtype)
 
     def begin(self, names: dict[int, str]) -> None:
-        """DeepSpeed has its stream, and the parameters these names by ds_id."""
+        """DeepSpeed has its stream, and the parameters these names by sharded.key."""
         self.reducer = GradientReducer(self.stage.session, self.stage.reduce_and_partition_stream)
         self.reducer.names = names
 
@@ -59,7 +60,7 @@ class Reduction:
         """The stage is made: say what the reduction of the model's parameters takes, and be parts of it."""
         session, reducer = self.stage.session, self.reducer
         session.residual_bytes = reducer.residual_bytes(params)
-        reducer.trained_numel = sum(p.ds_numel for p in params if p.requires_grad)
+        reducer.trained_numel = sum(sharded.numel(p) for p in params if p.requires_grad)
         session.parts.append(reducer)
         if reducer.error_feedback is not None:
             session.parts.append(Residuals(session, reducer.error_feedback, reducer.trained_numel))
@@ -88,8 +89,8 @@ class Reduction:
                     f"the gradient of {name} is gone: another engine over the same model has taken it; call destroy() "
                     "on that engine before the next one is made"
                 )
-            if (numel := param.grad.numel()) != param.ds_numel:
-                raise RuntimeError(f"the gradient of {name} has {numel} elements, its parameter {param.ds_numel}")
+            if (numel := param.grad.numel()) != sharded.numel(param):
+                raise RuntimeError(f"the gradient of {name} has {numel} elements, its parameter {sharded.numel(param)}")
         grads = [param.grad.contiguous() for param in params]
         if self.stage.session.sums_numel and not self.at_boundary():
             self.reducer.sum_in_node(unit, grads, self.dtype)
@@ -103,9 +104,9 @@ class Reduction:
         """Let the mean of a unit's gradients, those that rest in the node too, arrive where gradients rest."""
         params, now = unit.params, self.stage.backwards.ended
         # A parameter whose gradient comes twice in one backward adds to what it has reduced before, as later backwards.
-        before = self.written.get(params[0].ds_id)
+        before = self.written.get(sharded.key(params[0]))
         again = before is not None
-        self.written.update(dict.fromkeys([p.ds_id for p in params], now))
+        self.written.update(dict.fromkeys([sharded.key(p) for p in params], now))
         if self.stage.offload_optimizer:
             self.stage.gradients.take(params, self.reducer.reduce(unit, grads, self.dtype), again)
             return
@@ -234,7 +235,7 @@ def _numel_of_sums(session: Session, params: Iterable[Parameter], dtype: torch.d
     gradients, topology = session.config.gradients, session.topology
     if not session.config.quantizes_gradients or topology.nodes == 1 or gradients.accumulate_in == "world":
         return 0
-    trainable = sum(getattr(p, "ds_numel", p.numel()) for p in params if p.requires_grad)
+    trainable = sum(sharded.shape(p).numel() for p in params if p.requires_grad)
     numel = -(-trainable // topology.ranks_per_node)
     if gradients.accumulate_in == "node":
         return numel

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.comm.reduce_scatter import ReducePlan, slice_numel
 from zeropp_fp8.zero.session import Session
 
@@ -42,7 +43,7 @@ class ReductionUnit:
 
     def __post_init__(self) -> None:
         world = self.session.topology.world_size
-        self.stock_numel = sum(slice_numel(p.ds_numel, world) for p in self.params) * world
+        self.stock_numel = sum(slice_numel(sharded.numel(p), world) for p in self.params) * world
 
     def planned(self, grads: Sequence[Tensor]) -> ReducePlan:
         """The plan for gradients of these dtypes; while sums rest, that which they were made by."""
@@ -50,7 +51,8 @@ class ReductionUnit:
         if self.dtypes != dtypes and not self.backward_passes:
             session, self.dtypes, self.sums = self.session, dtypes, []
             # What travels in full is reduced as a vector is.
-            shapes = [(p.ds_numel,) if session.sends_exactly("gradients", p) else p.ds_shape for p in self.params]
+            exactly = [session.sends_exactly("gradients", p) for p in self.params]
+            shapes = [(sharded.numel(p),) if e else sharded.shape(p) for p, e in zip(self.params, exactly)]
             formats = session.intra_format, session.inter_format
             self.plan = session.placement.reduce_plan(
                 self.params, shapes, dtypes, session.topology, *formats, session.device

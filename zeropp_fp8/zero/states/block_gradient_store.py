@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.optim import StateBuffer
 from zeropp_fp8.zero.states.gradient_store import GradientStore
 from zeropp_fp8.zero.states.groups import StateGroup
@@ -54,10 +55,10 @@ class BlockGradientStore(GradientStore):
         self.element = element
         self._lay_out(groups, dtype)
         self._codes = {id(g): StateBuffer(g.segments, element, "block", block_size) for g in groups if g.matrices}
-        self._on_the_way: dict[int, _Arriving] = {}  # by ds_id
+        self._on_the_way: dict[int, _Arriving] = {}  # by sharded.key
 
     def view(self, param: Parameter) -> Tensor:
-        group, segment = self._place[param.ds_id]
+        group, segment = self._place[sharded.key(param)]
         if not self._in_codes(group):
             return self._view(self._sums, param)
         return group.segments.view(self._codes[id(group)].codes, segment)
@@ -68,23 +69,23 @@ class BlockGradientStore(GradientStore):
         if last_micro_batch and not again:
             for group, segments in self._by_group(params):
                 arriving = _Arriving.at(group, segments)
-                self._on_the_way.update((group.params[k].ds_id, arriving) for k in segments)
+                self._on_the_way.update((sharded.key(group.params[k]), arriving) for k in segments)
         return super().destinations(params, last_micro_batch, again, headroom)
 
     def _by_group(self, params: Iterable[Parameter]) -> list[tuple[StateGroup, list[int]]]:
         """The matrices among parameters: their groups, and in ascending order their segments there."""
         found: dict[int, tuple[StateGroup, list[int]]] = {}
-        for group, segment in (self._place[p.ds_id] for p in params):
+        for group, segment in (self._place[sharded.key(p)] for p in params):
             if self._in_codes(group):
                 found.setdefault(id(group), (group, []))[1].append(segment)
         return [(group, sorted(segments)) for group, segments in found.values()]
 
     def _new_codes(self, param: Parameter) -> Tensor:
-        return self._on_the_way[param.ds_id].views[self._place[param.ds_id][1]]
+        return self._on_the_way[sharded.key(param)].views[self._place[sharded.key(param)][1]]
 
     @torch.no_grad()
     def arrived(self, params: Sequence[Parameter]) -> None:
-        come = {id(a): a for a in (self._on_the_way.pop(p.ds_id, None) for p in params) if a is not None}
+        come = {id(a): a for a in (self._on_the_way.pop(sharded.key(p), None) for p in params) if a is not None}
         for arriving in come.values():
             values = arriving.values
             self._codes[id(arriving.group)].encode_several_(list(arriving.views), values)
@@ -93,15 +94,16 @@ class BlockGradientStore(GradientStore):
 
     @torch.no_grad()
     def read(self, param: Parameter) -> Tensor:
-        group, segment = self._place[param.ds_id]
-        if not self._in_codes(group) or param.ds_id in self._summed:
+        group, segment = self._place[sharded.key(param)]
+        if not self._in_codes(group) or sharded.key(param) in self._summed:
             return self._view(self._sums, param).to(torch.float32, copy=True)
         return self._codes[id(group)].decode(segment)
 
     @torch.no_grad()
     def close(self) -> None:
         for group in self.groups:
-            summed = [k for k, p in enumerate(group.params) if p.ds_id in self._summed] if self._in_codes(group) else []
+            members = enumerate(group.params) if self._in_codes(group) else ()
+            summed = [k for k, p in members if sharded.key(p) in self._summed]
             if summed:
                 self._codes[id(group)].encode_several_(summed, self._sums[id(group)], in_place=True)
         self._summed.clear()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.optim import UPDATES, Owned, StateBuffer, StateFormats, Update, make_state_buffers, update_of
@@ -67,7 +68,7 @@ class CompressedStates(StagePart):
         for group in self.groups:
             buffers = make_state_buffers(group.segments, formats, update.states.values())
             self._buffers[id(group)] = dict(zip(("master", *update.states), buffers))
-        self._place = {p.ds_id: (g, k) for g in self.groups for k, p in enumerate(g.params)}
+        self._place = {sharded.key(p): (g, k) for g in self.groups for k, p in enumerate(g.params)}
         self.steps = dict.fromkeys((group.sub_group for group in self.groups), 0)  # updates of each sub-group
         self._unrounded: set[int] = set()  # ds_ids of parameters whose master weight is but a rounding of the weight
         self.take_weights()
@@ -76,7 +77,7 @@ class CompressedStates(StagePart):
     def _weights(group: StateGroup) -> list[Tensor]:
         """This rank's part of each weight, without padding: what the model computes with."""
         parts = zip(group.params, group.segments.numels)
-        return [param.ds_tensor.data.view(-1)[:numel] for param, numel in parts]
+        return [sharded.shard(param).view(-1)[:numel] for param, numel in parts]
 
     @torch.no_grad()
     def take_weights(self) -> None:
@@ -94,7 +95,7 @@ class CompressedStates(StagePart):
         """These values become a weight of the model and, rounded, its master weight, as before the first step."""
         self.write(param, values)
         self._weight(param).copy_(values)
-        self._unrounded.add(param.ds_id)
+        self._unrounded.add(sharded.key(param))
 
     @torch.no_grad()
     def write_weights(self) -> None:
@@ -102,7 +103,7 @@ class CompressedStates(StagePart):
         for group in self.groups:
             masters = self._buffers[id(group)]["master"].decode_all()
             for param, weight, master in zip(group.params, self._weights(group), masters):
-                if param.ds_id not in self._unrounded:
+                if sharded.key(param) not in self._unrounded:
                     weight.copy_(master)
 
     @torch.no_grad()
@@ -125,7 +126,7 @@ class CompressedStates(StagePart):
         for place, group in enumerate(self.groups):
             if group.sub_group != sub_group:
                 continue
-            self._unrounded.difference_update(param.ds_id for param in group.params)
+            self._unrounded.difference_update(sharded.key(param) for param in group.params)
             seed = Seed.of(*self._seed, place, step) if self.formats.rounding == "stochastic" else None
             master, *states = self._buffers[id(group)].values()
             weights, shapes = self._weights(group), group.shapes()
@@ -137,18 +138,18 @@ class CompressedStates(StagePart):
     def _buffer(self, param: Parameter, key: str | None) -> tuple[StateBuffer, int]:
         if key is not None and key not in self.rule.states:
             raise KeyError(f"optimizer states are {', '.join(self.rule.states)}, got {key!r}")
-        group, segment = self._place[param.ds_id]
+        group, segment = self._place[sharded.key(param)]
         return self._buffers[id(group)][key or "master"], segment
 
     def read(self, param: Parameter, key: str | None = None) -> Tensor:
         """fp32 [this rank's elements]: the master weight (None), or a state of the update."""
         buffer, segment = self._buffer(param, key)
-        if key is None and param.ds_id in self._unrounded:
+        if key is None and sharded.key(param) in self._unrounded:
             return self._weight(param).float()
         return buffer.decode(segment)
 
     def _weight(self, param: Parameter) -> Tensor:
-        group, segment = self._place[param.ds_id]
+        group, segment = self._place[sharded.key(param)]
         return self._weights(group)[segment]
 
     def write(self, param: Parameter, values: Tensor, key: str | None = None) -> None:
@@ -156,7 +157,7 @@ class CompressedStates(StagePart):
         buffer, segment = self._buffer(param, key)
         buffer.encode_(segment, values.to(device=buffer.codes.device, dtype=torch.float32))
         if key is None:
-            self._unrounded.discard(param.ds_id)
+            self._unrounded.discard(sharded.key(param))
 
     def rows(self) -> list[Row]:
         formats = self.formats

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.formats import SharedScaleFormat
 from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.optim import FP8Gradients
@@ -47,19 +48,19 @@ class GradientStore(StagePart):
         self.dtype = dtype
         self._keeps_numbers = False
         self._shown: dict[int, Tensor] = {}
-        self._place = {p.ds_id: (g, k) for g in self.groups for k, p in enumerate(g.params)}
+        self._place = {sharded.key(p): (g, k) for g in self.groups for k, p in enumerate(g.params)}
         # By id(group): `dtype` [padded_numel]; of matrices made when needed.
         self._sums = {id(g): self._zeros(g, dtype) for g in self.groups if not g.matrices}
-        self._summed: set[int] = set()  # ds_id of matrices whose gradient is in a sum
+        self._summed: set[int] = set()  # sharded.key of matrices whose gradient is in a sum
         # By id(group): fp32 [params], gradient = code * this; from `close` until the next gradient comes.
         self._multipliers: dict[int, Tensor] = {}
-        self._headroom: dict[int, float] = {}  # by ds_id: how many times the shared scale's a code stands for
+        self._headroom: dict[int, float] = {}  # by sharded.key: how many times the shared scale's a code stands for
         self._headrooms: dict[tuple[float, ...], Tensor] = {}  # fp32, those of a group's parameters
 
     def show_in(self, partitions: dict[int, Tensor], params: Iterable[Parameter]) -> None:
-        """Let DeepSpeed's partitions, by ds_id, be those of the store: it makes lists of them in every backward."""
+        """Let DeepSpeed's partitions, by sharded.key, be the store's: it makes lists of them in every backward."""
         self._shown = partitions
-        partitions.update((p.ds_id, self.view(p)) for p in params)
+        partitions.update((sharded.key(p), self.view(p)) for p in params)
 
     def rows(self) -> list[Row]:
         return [("gradients at rest", self.element, 0, "vectors, and sums over micro-batches, in 16 or 32 bits")]
@@ -82,14 +83,14 @@ class GradientStore(StagePart):
         return torch.zeros(group.segments.padded_numel, dtype=dtype, device=group.segments.device)
 
     def _view(self, buffers: dict[int, Tensor], param: Parameter) -> Tensor:
-        group, segment = self._place[param.ds_id]
+        group, segment = self._place[sharded.key(param)]
         if id(group) not in buffers:
             buffers[id(group)] = self._zeros(group, self.dtype)
         return group.segments.view(buffers[id(group)], segment)
 
     def view(self, param: Parameter) -> Tensor:
         """Where the step will find this rank's part: FP8 codes (uint8) of a matrix, numbers of a vector."""
-        return self._view(self._codes if self._in_codes(self._place[param.ds_id][0]) else self._sums, param)
+        return self._view(self._codes if self._in_codes(self._place[sharded.key(param)][0]) else self._sums, param)
 
     def destinations(
         self, params: Sequence[Parameter], last_micro_batch: bool, again: bool, headroom: float = 1.0
@@ -106,18 +107,18 @@ class GradientStore(StagePart):
         return [self._destination(param, last_micro_batch, again, headroom) for param in params]
 
     def _destination(self, param: Parameter, last_micro_batch: bool, again: bool, headroom: float) -> Tensor:
-        if not self._in_codes(self._place[param.ds_id][0]):
+        if not self._in_codes(self._place[sharded.key(param)][0]):
             return self._view(self._sums, param)
         if not again:
             self._multipliers.clear()
-            self._summed.discard(param.ds_id)
+            self._summed.discard(sharded.key(param))
             if last_micro_batch:
-                self._headroom[param.ds_id] = headroom
+                self._headroom[sharded.key(param)] = headroom
                 return self._new_codes(param)
-            self._summed.add(param.ds_id)
-        elif param.ds_id not in self._summed:
+            self._summed.add(sharded.key(param))
+        elif sharded.key(param) not in self._summed:
             self._view(self._sums, param).copy_(self.read(param))
-            self._summed.add(param.ds_id)
+            self._summed.add(sharded.key(param))
         return self._view(self._sums, param)
 
     def _new_codes(self, param: Parameter) -> Tensor:
@@ -131,7 +132,7 @@ class GradientStore(StagePart):
         """fp32 [params] of a group of matrices: what their codes are multiplied with."""
         if id(group) in self._multipliers:
             return self._multipliers[id(group)]
-        headrooms = tuple(self._headroom.get(p.ds_id, 1.0) for p in group.params)
+        headrooms = tuple(self._headroom.get(sharded.key(p), 1.0) for p in group.params)
         if headrooms not in self._headrooms:
             self._headrooms[headrooms] = torch.tensor(headrooms, dtype=torch.float32, device=group.segments.device)
         return self.scales.decode_of(group.params) * self._headrooms[headrooms]
@@ -139,8 +140,8 @@ class GradientStore(StagePart):
     @torch.no_grad()
     def read(self, param: Parameter) -> Tensor:
         """fp32 [this rank's elements], a copy."""
-        group, segment = self._place[param.ds_id]
-        if not self._in_codes(group) or param.ds_id in self._summed:
+        group, segment = self._place[sharded.key(param)]
+        if not self._in_codes(group) or sharded.key(param) in self._summed:
             return self._view(self._sums, param).to(torch.float32, copy=True)
         codes = self._view(self._codes, param)
         numbers = self.format.decode_rows(codes.view(1, -1), codes.numel(), torch.float32).view(-1)
@@ -149,14 +150,14 @@ class GradientStore(StagePart):
     @torch.no_grad()
     def write(self, param: Parameter, values: Tensor) -> None:
         """Replace this rank's part, [its elements]."""
-        if self._in_codes(self._place[param.ds_id][0]):
-            self._summed.add(param.ds_id)
+        if self._in_codes(self._place[sharded.key(param)][0]):
+            self._summed.add(sharded.key(param))
         self._view(self._sums, param).copy_(values)
 
     @torch.no_grad()
     def drop_sum(self, param: Parameter) -> None:
         """Let what several micro-batches have added up for a parameter be zeros."""
-        if param.ds_id in self._summed or not self._in_codes(self._place[param.ds_id][0]):
+        if sharded.key(param) in self._summed or not self._in_codes(self._place[sharded.key(param)][0]):
             self._view(self._sums, param).zero_()
 
     @torch.no_grad()
@@ -168,7 +169,7 @@ class GradientStore(StagePart):
             # A copy in any case: the shared scales move on with the step.
             multipliers = self._multipliers[id(group)] = self._multipliers_of(group)
             numels = group.segments.numels
-            members = [k for k, p in enumerate(group.params) if p.ds_id in self._summed and numels[k]]
+            members = [k for k, p in enumerate(group.params) if sharded.key(p) in self._summed and numels[k]]
             if members:
                 self._encode(group, members, multipliers)
         self._summed.clear()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zeropp_fp8 import sharded
 from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.optim import Segments
 
@@ -39,8 +40,8 @@ class StateGroup:
 
     def shapes(self) -> list[tuple[int, ...]]:
         """What this rank has of each: in its shape where that is all of it, else flat."""
-        whole = (n == param.ds_numel for param, n in zip(self.params, self.segments.numels))
-        return [tuple(p.ds_shape) if all_ else (n,) for p, n, all_ in zip(self.params, self.segments.numels, whole)]
+        parts = zip(self.params, self.segments.numels)
+        return [tuple(sharded.shape(p)) if numel == sharded.numel(p) else (numel,) for p, numel in parts]
 
 
 def make_state_groups(
@@ -50,7 +51,7 @@ def make_state_groups(
     groups, ids = [], 0
     for index, params in enumerate(sub_groups):
         for matrices in (True, False):
-            members = [p for p in params if is_vector(p.ds_shape) is not matrices]
+            members = [p for p in params if is_vector(sharded.shape(p)) is not matrices]
             if members:
                 numels = [own_numel(p) for p in members]
                 segments = Segments(numels, device, ids=range(ids, ids + len(members)))
