@@ -22,10 +22,10 @@ from benchmarks.harness.engines import EngineRun
 from benchmarks.harness.jobs import Job
 from benchmarks.harness.measuring import random_tokens, timed_steps
 from benchmarks.harness.nodes import set_rate_everywhere
+from benchmarks.harness.peers import SECTIONS
 from benchmarks.harness.question import Question
 from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.tables import link_of
-from zeropp_fp8.config import RECIPES
 
 TARGET = 2.0  # percent that a step may become slower
 
@@ -37,7 +37,7 @@ def measure(run: str, args, device: torch.device) -> dict:
     size = SIZES[args.size]
     if args.gbit is not None:
         set_rate_everywhere(None)
-    trainer = EngineRun({"recipe": run}, size, device, micro_batch=args.micro_batch)
+    trainer = EngineRun(SECTIONS[run], size, device, micro_batch=args.micro_batch)
     if args.gbit:
         set_rate_everywhere(args.gbit)
     batches = random_tokens(size.vocabulary, args.micro_batch, args.sequence, device)
@@ -88,7 +88,7 @@ def show(result: dict) -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    parser = command(__doc__, "before_after", RECIPES, SIZES, "1.3b" if on_gpu else "tiny")
+    parser = command(__doc__, "before_after", SECTIONS, SIZES, "1.3b" if on_gpu else "tiny")
     parser.add_argument("--before", required=True, metavar="FOLDER", help="that holds the other version's zeropp_fp8")
     add_link(parser)
     add_batch(parser, sequence=1024 if on_gpu else 64)
@@ -99,7 +99,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.before = str(Path(args.before).resolve())
     args.version_before = Path(args.before).name
     cut_into_nodes(args, parser)
-    choose_runs(args, parser, RECIPES)
+    choose_runs(args, parser, SECTIONS)
     return args
 
 

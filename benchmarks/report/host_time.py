@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.report.blocks import Block, code_of, paragraph
+from benchmarks.report.blocks import Block, code_of, paragraph, table
 
 
 def two_gpus_say(large: dict, profile: dict) -> str:
@@ -65,7 +65,49 @@ def graphs_say(small: dict, large: dict, profile: dict) -> str:
     )
 
 
+KEPT = tuple(
+    f"kept/{of}-{version}-{n}"
+    for of, versions in {
+        "stack": ("as-it-is", "triton-launches", "no-fused-modules"),
+        "gen": ("as-it-is", "no-few-rows"),
+    }.items()
+    for version in versions
+    for n in (1, 2)
+)
+
+
+def kept(*results: dict) -> str:
+    """What a step, or a token, takes with a part of the package and without it; two rounds each."""
+    found = dict(zip(KEPT, results))
+
+    def ms(of: str, version: str, run: str) -> str:
+        rounds = []
+        for n in (1, 2):
+            result = found[f"kept/{of}-{version}-{n}"]
+            if of == "stack":
+                rounds += [row["step_ms"] for row in result["stack"] if row["mode"] == run]
+            else:
+                rounds += [row["token_ms"] for row in result["rows"] if row["run"] == run]
+        return ", ".join(f"{one:.1f}" for one in rounds)
+
+    lines = {
+        "launches without Triton's lookup (`kernels/launching.py`), eager step": ("stack", "triton-launches", "eager"),
+        "the same, layers compiled": ("stack", "triton-launches", "compile"),
+        "RMSNorm and SwiGLU that hand FP8 codes on (`compute/source.py`), eager step": (
+            "stack",
+            "no-fused-modules",
+            "eager",
+        ),
+        "RMSNorm and SwiGLU that hand codes on, layers compiled": ("stack", "no-fused-modules", "compile"),
+        "few rows times codes (`kernels/linear/quantized_linear.py`), a token": ("gen", "no-few-rows", "qlora-codes"),
+        "the same, a token as a CUDA graph": ("gen", "no-few-rows", "qlora-codes-graph"),
+    }
+    rows = [[what, ms(of, "as-it-is", run), ms(of, without, run)] for what, (of, without, run) in lines.items()]
+    return table(["ms", "with it", "without"], rows)
+
+
 BLOCKS = {
+    "kept": Block(kept, KEPT),
     "two_gpus_say": Block(two_gpus_say, ("two_nodes/h100-2-nvlink-4x2048", "step_profile/h100-2-nvlink-4x2048")),
     "calls_say": Block(calls_say, ("step_profile/h100-2-nvlink-4x2048", "step_profile/h100-2-nvlink")),
     "graphs_say": Block(
