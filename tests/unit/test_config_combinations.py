@@ -54,7 +54,7 @@ def test_format_that_is_there(field, name):
             {"gradients": {"block_size": 33, "hadamard": False}},
             ['"zeropp_fp8.gradients.block_size"', "33", "a multiple of 2"],
         ),
-        ({"frozen": {"format": "fp8_e5m2"}}, ['"zeropp_fp8.frozen.format"', "fp8_e5m2", "nf4, fp8_e4m3"]),
+        ({"frozen": {"format": "fp8_e5m2"}}, ['"zeropp_fp8.frozen.format"', "fp8_e5m2", "int4, fp8_e4m3, mxfp8_e4m3"]),
         ({"frozen": {"format": "int4", "block_size": 33}}, ['"zeropp_fp8.frozen.block_size"', "33", "a multiple of 2"]),
         (
             {"gradients": {"error_feedback": True}},

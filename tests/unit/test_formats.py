@@ -473,3 +473,12 @@ def test_payload_of_another_size_or_dtype(name):
 def test_unknown_option():
     with pytest.raises(TypeError, match="blocksize"):
         make_format("int8", blocksize=128)
+
+
+def test_what_each_format_is_for():
+    """The configuration's table and the registry name the same formats; MX blocks and NVFP4's are the formats' own."""
+    from zeropp_fp8.config.sections import FIXED_BLOCKS, USES
+
+    assert set(USES) == set(FORMAT_NAMES)
+    for name, block_size in FIXED_BLOCKS.items():
+        assert make_format(name).block_size == block_size

@@ -15,20 +15,24 @@ SECTION = "zeropp_fp8"
 MX_FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8")
 # Blocks as the formats' specifications fix them, with a scale of one byte each and no rotation.
 FIXED_BLOCKS = {**dict.fromkeys(MX_FORMATS, 32), "nvfp4": 16}
-FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2")
-WIRE_FORMATS = ("none", "int8", "int4", *FP8_FORMATS, *FIXED_BLOCKS)
-FROZEN_FORMATS = ("none", "int4", "int8", "nf4", "fp8_e4m3", *FIXED_BLOCKS)
-ELSEWHERE = Remarks(
-    {
-        "nf4": "it is a format of frozen weights",
-        "fp16": "it is a format of optimizer states",
-        "int3": "it is a format of weight differences, and of gradients between nodes",
-        "int2": "it is a format of weight differences, and of gradients between nodes",
-    }
+FP8_FORMATS, HALF_STEP_FORMATS = ("fp8_e4m3", "fp8_e5m2"), ("int3", "int2")
+_ON_THE_WIRE, _BETWEEN = "weights and gradients on the wire", "gradients between nodes"
+_DIFFERENCES, _FROZEN, _STATES = "weight differences", "frozen weights", "optimizer states"
+# What each format is for: with its file in formats/ and its line in the registry there, all that a new one needs.
+USES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("none", "int8", "int4"), (_ON_THE_WIRE, _BETWEEN, _DIFFERENCES, _FROZEN)),
+    "fp8_e4m3": (_ON_THE_WIRE, _BETWEEN, _FROZEN, _STATES),
+    "fp8_e5m2": (_ON_THE_WIRE, _BETWEEN, _STATES),
+    **dict.fromkeys(FIXED_BLOCKS, (_ON_THE_WIRE, _BETWEEN, _FROZEN)),
+    **dict.fromkeys(HALF_STEP_FORMATS, (_DIFFERENCES, _BETWEEN)),
+    "nf4": (_FROZEN,),
+    "fp16": (_STATES,),
+}
+WIRE_FORMATS, BETWEEN_NODES_FORMATS, DIFFERENCE_FORMATS, FROZEN_FORMATS = (
+    tuple(name for name, uses in USES.items() if use in uses) for use in (_ON_THE_WIRE, _BETWEEN, _DIFFERENCES, _FROZEN)
 )
-HALF_STEP_FORMATS = ("int3", "int2")
-BETWEEN_NODES_FORMATS = (*WIRE_FORMATS, *HALF_STEP_FORMATS)
-DIFFERENCE_FORMATS = ("none", "int8", "int4", *HALF_STEP_FORMATS)
+_ONLY = {name: ", and of ".join(uses) for name, uses in USES.items() if _ON_THE_WIRE not in uses}
+ELSEWHERE = Remarks({name: f"it is a format of {uses}" for name, uses in _ONLY.items()})
 STATE_FORMATS = ("fp32", "bf16", "fp16", *FP8_FORMATS)
 STATE_BLOCKS = tuple(16 << shift for shift in range(7))
 HADAMARD_GROUP = 32
