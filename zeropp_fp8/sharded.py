@@ -166,6 +166,11 @@ def wire_dtype(param: Parameter) -> torch.dtype:
     return get_allgather_dtype(param, param.ds_tensor)
 
 
+def rests_as_codes(param: Parameter) -> bool:
+    """Whether the part is codes of the frozen store, in whosever engine."""
+    return known(param).stored is not None
+
+
 def move_shard(param: Parameter, data: Tensor) -> None:
     """Let the part lie in `data`, which has its elements."""
     param.ds_tensor.data = data

@@ -76,13 +76,12 @@ def _refuse_other_engine(cls, config) -> None:
 def _refuse_left_over(model) -> None:
     """Refuse a model that an engine of the plugin still holds: DeepSpeed alone would not know what it meets."""
     from zeropp_fp8.compute.products import LinearPrecision
-    from zeropp_fp8.zero.gather.adopted import is_stored
 
     layer = next(
         (n for n, m in model.named_modules() if isinstance(getattr(m, "precision", None), LinearPrecision)), None
     )
     param = next((n for n, p in model.named_parameters() if sharded.known(p).wire is not None), None)
-    stored = next((n for n, p in model.named_parameters() if is_stored(p)), None)
+    stored = next((n for n, p in model.named_parameters() if sharded.rests_as_codes(p)), None)
     if stored is not None and param is None:
         raise ConfigError(
             f"{stored} rests as codes of the frozen store, which stock DeepSpeed would take for numbers; add the "

@@ -16,7 +16,6 @@ from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.compiled import compile_blocks, leave_untraced
 from zeropp_fp8.zero.compute_scaling import ComputeScaling
-from zeropp_fp8.zero.gather.adopted import is_stored
 from zeropp_fp8.zero.gather.blocks import find_blocks
 from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
 from zeropp_fp8.zero.gather.gatherer import Gatherer
@@ -289,7 +288,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         """Afterwards, what is frozen goes into the store, if there is one; and the model is this engine's."""
         super()._convert_to_zero_parameters(ds_config, module, mpu)
         frozen = self.session.config.frozen
-        if frozen.format != "none" or any(is_stored(param) for param in module.parameters()):
+        if frozen.format != "none" or any(sharded.rests_as_codes(param) for param in module.parameters()):
             from zeropp_fp8.zero.frozen.selection import store_frozen
 
             store_frozen(module, frozen, self._trains)
@@ -299,7 +298,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         """DeepSpeed's choice without stored parameters, which would be kept in 16 bits."""
         chosen = super().mark_persistent_parameters(param_threshold, model_threshold)
         for param in chosen:
-            param.ds_persist = not is_stored(param)
+            param.ds_persist = not sharded.rests_as_codes(param)
         return [param for param in chosen if sharded.stays(param)]
 
     def get_param_coordinator(self, *args, **kwargs) -> UnitCoordinator:

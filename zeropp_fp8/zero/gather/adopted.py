@@ -48,11 +48,6 @@ class ParameterWire:
     lossy: bool = False  # param.data came through a quantized format
 
 
-def is_stored(param: Parameter) -> bool:
-    """Whether a parameter rests as codes, in whosever engine."""
-    return sharded.known(param).stored is not None
-
-
 # -- looking up ------------------------------------------------------------------------------------------------------
 
 
