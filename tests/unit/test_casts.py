@@ -227,8 +227,6 @@ def test_what_is_refused():
         casts.rms_norm_cast(matrix, torch.ones(4).bfloat16(), *norm)
     with pytest.raises(ValueError, match="inverse_rms must be"):
         casts.rms_norm_cast(matrix, torch.ones(matrix.shape[1]), torch.ones(1), *norm[1:])
-    with pytest.raises(ValueError, match="grad is"):
-        casts.swiglu_backward_cast(torch.ones(4, 5), matrix, matrix, torch.float8_e4m3fn, (torch.ones(1),) * 2)
 
 
 def test_an_operand_knows_its_granularity():
@@ -252,29 +250,14 @@ def test_fused_casts_round_as_the_modules_do(dtype):
         (norm(gate).detach(), (casts.rms_norm_cast, gate, norm.weight, casts.inverse_rms(gate, 1e-5))),
     ):
         cast, *inputs = fused
-        operand, operand_t, values = cast(*inputs, torch.float8_e4m3fn, scale, record.zero_(), keep_values=True)
+        operand, operand_t, values = cast(*inputs, torch.float8_e4m3fn, scale, record.zero_())
         assert torch.equal(values, wanted)
         for one, expected in zip((operand, operand_t), casts.cast_per_tensor(wanted, torch.float8_e4m3fn, scale)):
             check_operand(one, expected)
         assert record.item() == wanted.float().abs().max().item()
-        assert cast(*inputs, torch.float8_e4m3fn, scale, plain=False)[::2] == (None, None)
+        assert cast(*inputs, torch.float8_e4m3fn, scale, plain=False)[0] is None
     reference = gate.double() / (1 + (-gate.double()).exp()) * up.double()
     assert signal_to_noise_db(reference, casts.swiglu_cast(gate, up, torch.float8_e4m3fn, scale)[0].dequantize()) > 28
-
-
-@pytest.mark.parametrize("known", [(True, True), (True, False), (False, False)], ids=str)
-def test_gradients_of_swiglu_round_as_autograd_does(known):
-    """Where a scale is not known beforehand it is that of the gradient itself."""
-    grad, gate, up = torch.randn(3, 33, 70, generator=torch.Generator().manual_seed(0)).bfloat16()
-    scales = [torch.full((1,), 0.02) if one else None for one in known]
-    records = torch.zeros(2)
-    found = casts.swiglu_backward_cast(grad, gate, up, torch.float8_e5m2, scales, records.split(1))
-    gate.requires_grad_(), up.requires_grad_()
-    (torch.nn.functional.silu(gate) * up).backward(grad)
-    for values, operands, scale, record in zip((gate.grad, up.grad), found, scales, records):
-        for one, expected in zip(operands, casts.cast_per_tensor(values, torch.float8_e5m2, scale)):
-            check_operand(one, expected)
-        assert record == values.float().abs().max()
 
 
 # -- the kernels ----------------------------------------------------------------------------------------------------
@@ -314,15 +297,12 @@ def test_fused_kernels_in_the_interpreter():
     pytest.importorskip("triton")
     script = """
 import torch
-from cast_cases import COPIES, MATRIX_DTYPES, check_fused, check_fused_with_statistics, check_swiglu_backward_cast
+from cast_cases import COPIES, MATRIX_DTYPES, check_fused, check_fused_with_statistics
 
 CPU = torch.device("cpu")
 for matrix_dtype in mine(MATRIX_DTYPES.values()):
     check_fused(131, 70, matrix_dtype, torch.float8_e4m3fn, CPU, exact=False)
     check_fused_with_statistics(131, 70, matrix_dtype, CPU)
-    check_swiglu_backward_cast(131, 70, matrix_dtype, torch.float8_e4m3fn, CPU)
-for transposed in mine((True, False)):
-    check_swiglu_backward_cast(5, 48, torch.bfloat16, torch.float8_e5m2, CPU, transposed)
 for plain, transposed in mine(COPIES):
     check_fused(5, 48, torch.bfloat16, torch.float8_e5m2, CPU, False, plain, transposed)
 for rows, columns in mine(((1, 3), (2, 5000))):  # the latter's rows are more than one piece
@@ -363,17 +343,14 @@ from zeropp_fp8.kernels.casts import cast_blocks
 from zeropp_fp8.kernels.casts import cast_rows
 from zeropp_fp8.kernels.casts import cast_tensor
 from zeropp_fp8.kernels.casts import fused_casts
-from zeropp_fp8.kernels.casts import swiglu
 from zeropp_fp8.kernels.casts.matrices import Form
 
 POINTERS = {
     **dict.fromkeys(("plain_ptr", "transposed_ptr"), "*u8"),
-    **dict.fromkeys(("gate_plain_ptr", "gate_transposed_ptr", "up_plain_ptr", "up_transposed_ptr"), "*u8"),
     **dict.fromkeys(("scale_ptr", "scale_t_ptr", "partials_ptr", "amax_ptr", "row_amax_ptr"), "*fp32"),
-    **dict.fromkeys(("gate_scale_ptr", "up_scale_ptr", "gate_amax_ptr", "up_amax_ptr"), "*fp32"),
     **dict.fromkeys(("column_amax_ptr", "inverse_rms_ptr"), "*fp32"),
 }
-BASE = {"INTERPRETED": False, "RECORD": True, "KEEP": False, "PARTIALS": 512}
+BASE = {"INTERPRETED": False, "RECORD": True, "PARTIALS": 512}
 
 def compile(kernel, launch, dtype="*bf16", aligned=True, ones=(), current=False, largest=448.0, plain=True,
             transposed=True, norm=False, tiles=False):
@@ -430,8 +407,6 @@ for tiles in (False, True):
 compile(cast_tensor.cast_tensor_kernel, cast_tensor.CAST, "*fp32")
 compile(fused_casts.fused_cast_kernel, fused_casts.SWIGLU)
 compile(fused_casts.fused_cast_kernel, fused_casts.RMS_NORM, norm=True)
-for transposed in (True, False):
-    compile(swiglu.swiglu_backward_cast_kernel, swiglu.CAST, transposed=transposed)
 print("done")
 """
     assert run(script, interpret=False, processes=2).count("done") == 2

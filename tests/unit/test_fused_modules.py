@@ -1,6 +1,7 @@
 """Norms and SwiGLU fused with the cast: which are, and that nothing changes where they are not on a GPU."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from triton_process import run
 
 from zeropp_fp8.compute import convert_linear_layers, restore_linear_layers
+from zeropp_fp8.compute.fused_module import takes_codes
 from zeropp_fp8.compute.rms_norm import _RMSNormModule
 from zeropp_fp8.compute.swiglu import _SwiGLUModule
 
@@ -153,6 +155,19 @@ def test_on_a_cpu_the_module_computes_as_it_was_written():
             results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
             report.scaling.end_step()
         assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_graphs_have_modules_as_written(monkeypatch):
+    """A tensor on a GPU, which is a stand-in here, is given codes by eager code alone, and once scales are known."""
+    model = nn.Sequential(Gated(nn.SiLU()))
+    scaling = convert_linear_layers(model, DELAYED).scaling
+    x = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"), numel=lambda: 1)
+    assert not takes_codes(model[0].down_proj, x, x.dtype)
+    model(torch.ones(5, 64)).sum().backward()
+    scaling.end_step()
+    assert takes_codes(model[0].down_proj, x, x.dtype)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not takes_codes(model[0].down_proj, x, x.dtype)
 
 
 def test_backward_in_the_interpreter():

@@ -12,27 +12,27 @@ import zeropp_fp8
 
 PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
-    "": 915,  # sharded.py, 226 lines, is the one that knows DeepSpeed's parameters
+    "": 919,  # sharded.py, 231 lines, is the one that knows DeepSpeed's parameters
     "comm": 2160,
-    "compute": 2430,
+    "compute": 2110,
     "config": 1891,
-    "doctor": 1380,
-    "formats": 2530,
-    "kernels": 5460,
-    "numerics": 1180,
-    "optim": 1020,
-    "plan": 1780,
-    "plugin": 1595,
-    "zero": 2710,
+    "doctor": 1372,
+    "formats": 2526,
+    "kernels": 5367,
+    "numerics": 1172,
+    "optim": 1015,
+    "plan": 1779,
+    "plugin": 1591,
+    "zero": 2712,
     "zero/checkpoint": 400,
     "zero/export": 431,
     "zero/frozen": 1296,
-    "zero/gather": 2861,
+    "zero/gather": 2856,
     "zero/generation": 832,
     "zero/handover": 851,
-    "zero/owners": 980,
-    "zero/reduce": 1390,
-    "zero/states": 905,
+    "zero/owners": 971,
+    "zero/reduce": 1397,
+    "zero/states": 907,
 }
 # What the next features may add to the folders that they touch.
 ALLOWED = {"Muon": 500, "experts": 900, "FSDP2": 1000}

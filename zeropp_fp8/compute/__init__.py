@@ -10,7 +10,6 @@ products.py, linear.py  the three GEMMs of a layer, and the layer; operators.py:
 convert.py              finding the layers of a model
 rms_norm.py, swiglu.py  modules whose result is cast as it is made; fused_module.py: what both share
 differentiable_once.py  backward passes that cannot be differentiated
-fused_operators.py      the same for graphs; handed_on.py: how operands reach the layers there
 """
 
 from zeropp_fp8.compute.convert import ConversionReport, convert_linear_layers, restore_linear_layers

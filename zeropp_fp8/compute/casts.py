@@ -19,7 +19,7 @@ Nothing waits for the device, so every cast can be captured in a CUDA graph.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MATRIX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NAN_CODE = 0x7F  # NaN in both formats; without it, CPU and GPU would write different ones of E5M2's
 Operands = tuple[Float8Operand | None, Float8Operand | None]
-OperandsAndValues = tuple[Float8Operand | None, Float8Operand | None, Tensor | None]
+OperandsAndValues = tuple[Float8Operand | None, Float8Operand | None, Tensor]
 
 
 def amax_of(matrix: Tensor, use_kernels: bool | None = None) -> Tensor:
@@ -156,7 +156,6 @@ def swiglu_cast(
     amax_out: Tensor | None = None,
     plain: bool = True,
     transposed: bool = True,
-    keep_values: bool = False,
     use_kernels: bool | None = None,
 ) -> OperandsAndValues:
     """silu(gate) * up, rounded to the inputs' dtype after each, then cast per tensor.
@@ -164,59 +163,15 @@ def swiglu_cast(
     Args:
         gate, up: bf16, fp16 or fp32 [R, C], of one dtype.
         scale: see `cast_per_tensor`; None: a cast after the result is made.
-        keep_values: also return the result before the cast.
         others: see `cast_per_tensor`.
 
     Returns:
-        (operand [R, C], operand [C, R], result [R, C] in the inputs' dtype), None for what is not wanted.
+        (operand [R, C], operand [C, R], result [R, C] in the inputs' dtype), None for a copy that is not wanted.
     """
     gate, up = _checked(gate, dtype), _checked(up, dtype)
     _check_alike("gate", gate, "up", up)
-    wanted = dtype, scale, amax_out, plain, transposed, keep_values, use_kernels
+    wanted = dtype, scale, amax_out, plain, transposed, use_kernels
     return _fused((gate, up, None), lambda: F.silu(gate) * up, *wanted)
-
-
-def swiglu_backward_cast(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    dtype: torch.dtype,
-    scales: Sequence[Tensor | None],
-    amax_outs: Sequence[Tensor | None] = (None, None),
-    transposed: bool = True,
-    use_kernels: bool | None = None,
-) -> tuple[Operands, Operands]:
-    """The gradients of gate and up of silu(gate) * up, rounded as autograd rounds them, then cast per tensor.
-
-    Args:
-        grad: of silu(gate) * up, bf16, fp16 or fp32 [R, C]; gate and up are like it.
-        scales, amax_outs: of the gradient of gate, and of that of up; see `cast_per_tensor`. Where one is None, both
-            gradients are cast after they are made.
-        transposed: whether to make that copy too.
-
-    Returns:
-        For gate and for up (operand [R, C], operand [C, R] or None).
-    """
-    grad, gate, up = (_checked(matrix, dtype) for matrix in (grad, gate, up))
-    _check_alike("gate", gate, "up", up)
-    _check_alike("gate", gate, "grad", grad)
-    if any(scale is None for scale in scales) or not _with_kernels(gate, use_kernels):
-        return tuple(
-            cast_per_tensor(values, dtype, scale, amax_out, True, transposed, use_kernels)
-            for values, scale, amax_out in zip(gradients_of_swiglu(grad, gate, up), scales, amax_outs)
-        )
-    from zeropp_fp8.kernels.casts.swiglu import swiglu_backward_cast as cast_with_kernel
-
-    for scale, amax_out in zip(scales, amax_outs):
-        _check_scalars(gate, scale=scale, amax_out=amax_out)
-    copies = tuple(_empty_codes(gate, dtype, ALIGNMENT, True, transposed) for _ in scales)
-    cast_with_kernel(grad, gate, up, copies, scales, amax_outs)
-    return tuple(_operands(gate, *copy[:1], scale, *copy[1:], scale, "tensor") for copy, scale in zip(copies, scales))
-
-
-def gradients_of_swiglu(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of gate, gradient of up) of silu(gate) * up, with autograd's own operations."""
-    return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
 def inverse_rms(matrix: Tensor, epsilon: float, use_kernels: bool | None = None) -> Tensor:
@@ -238,7 +193,6 @@ def rms_norm_cast(
     amax_out: Tensor | None = None,
     plain: bool = True,
     transposed: bool = True,
-    keep_values: bool = False,
     use_kernels: bool | None = None,
 ) -> OperandsAndValues:
     """weight * (matrix / root mean square of each row), then cast per tensor.
@@ -259,7 +213,7 @@ def rms_norm_cast(
         raise ValueError(f"inverse_rms must be fp32 [{matrix.shape[0]}], not {inverse_rms.dtype} {shape}")
     weight = weight.detach()
     inputs = matrix, weight.contiguous(), inverse_rms
-    wanted = dtype, scale, amax_out, plain, transposed, keep_values, use_kernels
+    wanted = dtype, scale, amax_out, plain, transposed, use_kernels
     return _fused(inputs, lambda: weight * (matrix.float() * inverse_rms.view(-1, 1)).to(matrix.dtype), *wanted)
 
 
@@ -271,7 +225,6 @@ def _fused(
     amax_out: Tensor | None,
     plain: bool,
     transposed: bool,
-    keep_values: bool,
     use_kernels: bool | None,
 ) -> OperandsAndValues:
     """A cast of what `values_of` gives, in one pass over `inputs` (see the kernel) where its scale is known."""
@@ -279,12 +232,12 @@ def _fused(
     if scale is None or not (_with_kernels(matrix, use_kernels) and (plain or transposed)):
         values = values_of()
         operands = cast_per_tensor(values, dtype, scale, amax_out, plain, transposed, use_kernels)
-        return *operands, values if keep_values else None
+        return *operands, values
     from zeropp_fp8.kernels.casts.fused_casts import fused_cast
 
     _check_scalars(matrix, scale=scale, amax_out=amax_out)
     codes, codes_t = _empty_codes(matrix, dtype, ALIGNMENT, plain, transposed)
-    values = torch.empty_like(matrix) if keep_values else None
+    values = torch.empty_like(matrix)
     fused_cast(*inputs, codes, codes_t, scale, amax_out, values)
     return *_operands(matrix, codes, scale, codes_t, scale, "tensor"), values
 

@@ -43,11 +43,11 @@ def scales_are_known(linear: nn.Module | None) -> bool:
 
 
 def takes_codes(linear: nn.Module, x: Tensor, other_dtype: torch.dtype) -> bool:
-    """Whether a layer takes codes that are made of `x` and something of another dtype: by kernels, or in a graph."""
+    """Whether a layer takes codes that are made of `x` and something of another dtype: by kernels."""
+    if torch.compiler.is_compiling():  # graphs hold the modules as they were written
+        return False
     if type(linear) is not LowPrecisionLinear or x.dtype != other_dtype or x.dtype.itemsize != 2 or x.numel() == 0:
         return False
     if linear.precision.high.output:
         return False
-    if torch.compiler.is_compiling():  # operators of a graph look for scales when they run
-        return "weight" in linear._parameters
     return x.device.type == "cuda" and linear.precision.scaling.knows_input(linear.precision.layer)

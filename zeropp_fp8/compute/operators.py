@@ -5,9 +5,6 @@
       product           y = x W^T
       linear_backward   grad_input = g W, grad_weight = g^T x
 
-Of x and of g `product` and `linear_backward` take nothing but operands where these were made before (handed_on.py): a
-graph then never writes x and g themselves, unless somebody else reads them. A product in high precision takes them.
-
 Blocks of one class share a graph, whose inputs are tensors. But a weight may be there as codes on its Parameter, and
 scales lie in tables that casts write to: a graph gets the number of the layer, as a tensor, by which its operators find
 both. What they return is a graph's own, which may use its memory again.
@@ -22,11 +19,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from zeropp_fp8.compute.handed_on import Parts, handed_on
 from zeropp_fp8.compute.operand import ALIGNMENT, BLOCK, Float8Operand
 from zeropp_fp8.compute.products import product, products_of_gradient
 from zeropp_fp8.compute.scaling import Operand
 
+# Codes and scale of the operand [R, C], and of the one [C, R]; one scale of all of it stands in the first place only.
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]
 library = torch.library.Library("zeropp_fp8", "DEF")
 _layers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -102,8 +100,8 @@ def _like_parts(shape: Sequence[int], like: Tensor, granularity: str, dtype: tor
     return codes, empty(*{"tensor": (1,), "row": (rows, 1), "rounded": (0,)}[granularity])
 
 
-def pair_of_parts(pair: tuple[Operand, Operand | None], like: Tensor) -> Parts:
-    """The tensors of the operands of a matrix `like`; a scale of all of it stands in the first place only."""
+def _parts_of_pair(pair: tuple[Operand | None, Operand | None], like: Tensor) -> Parts:
+    """The tensors of the operands of a matrix `like`."""
     plain, transposed = pair
     if isinstance(transposed, Float8Operand) and transposed.granularity == "tensor":
         codes = _parts(plain, like)[0]
@@ -111,18 +109,14 @@ def pair_of_parts(pair: tuple[Operand, Operand | None], like: Tensor) -> Parts:
     return *_parts(plain, like), *_parts(transposed, like)
 
 
-def like_pair_of_parts(x: Tensor, granularity: str, dtype: torch.dtype, transposed: bool, plain: bool = True) -> Parts:
-    """Tensors as `pair_of_parts` gives them of the operands of x [..., K]."""
+def _like_parts_of_pair(x: Tensor, granularity: str, dtype: torch.dtype, plain: bool, transposed: bool) -> Parts:
+    """Tensors as `_parts_of_pair` gives them of the operands of x [..., K]."""
     rows, summed = x.shape[:-1].numel(), x.shape[-1]
     codes, scale = _like_parts((rows, summed), x, granularity, dtype) if plain else _parts(None, x)
     if not transposed:
         return codes, scale, *_parts(None, x)
     codes_t, scale_t = _like_parts((summed, rows), x, granularity, dtype)
     return (codes, scale_t, codes_t, _empty(x, 0)) if granularity == "tensor" else (codes, scale, codes_t, scale_t)
-
-
-def _transposed_scale(parts: Parts, granularity: str) -> Tensor:
-    return parts[1] if granularity == "tensor" else parts[3]
 
 
 def _operand(codes: Tensor, scale: Tensor, shape: Sequence[int], granularity: str) -> Operand:
@@ -144,8 +138,8 @@ library.define(
     "ScalarType dtype, int features, bool returns_scale, bool training) -> (Tensor y, Tensor weight_scale)"
 )
 library.define(
-    "linear_backward(Tensor? grad, Tensor[] parts, SymInt rows, Tensor saved, Tensor saved_scale, Tensor weight_scale, "
-    "Tensor number, str granularity, ScalarType dtype, int features, SymInt[] weight_shape, ScalarType weight_dtype, "
+    "linear_backward(Tensor grad, Tensor saved, Tensor saved_scale, Tensor weight_scale, Tensor number, "
+    "str granularity, ScalarType dtype, int features, SymInt[] weight_shape, ScalarType weight_dtype, "
     "bool needs_input, bool needs_weight) -> (Tensor grad_input, Tensor grad_weight)"
 )
 
@@ -169,11 +163,9 @@ def _linear(
     saved, saved_scale = x if saves_input else None, None
     operand = x.detach().reshape(-1, x.shape[-1]), _empty(x, 0)  # what a product in high precision takes
     if plain or transposed:
-        parts = handed_on(x, transposed, training)
-        if parts is None:
-            parts = torch.ops.zeropp_fp8.cast_input(x.detach(), caster, granularity, dtype, plain, transposed, training)
+        parts = torch.ops.zeropp_fp8.cast_input(x.detach(), caster, granularity, dtype, plain, transposed, training)
         if transposed:
-            saved, saved_scale = parts[2], _transposed_scale(parts, granularity)
+            saved, saved_scale = parts[2], parts[1 if granularity == "tensor" else 3]
         operand = parts[:2] if plain else operand
     flags = (granularity, features, returns_scale, training)
     return _Linear.apply(x, weight, bias, number, *operand, saved, saved_scale, *flags)
@@ -218,10 +210,9 @@ class _Linear(torch.autograd.Function):
         grad = grad_y.reshape(-1, grad_y.shape[-1])
         grad_input = grad_weight = None
         if needs_input or needs_weight:
-            parts = handed_on(grad_y, transposed=needs_weight, training=True)
             grad_input, grad_weight = torch.ops.zeropp_fp8.linear_backward(
-                grad if parts is None else None, parts or (), grad.shape[0], *ctx.saved_tensors, ctx.granularity,
-                ctx.x_dtype, ctx.x_shape[-1], ctx.weight_shape, ctx.weight_dtype, needs_input, needs_weight,
+                grad, *ctx.saved_tensors, ctx.granularity, ctx.x_dtype, ctx.x_shape[-1], ctx.weight_shape,
+                ctx.weight_dtype, needs_input, needs_weight,
             )  # fmt: skip
         return (
             grad_input.view(ctx.x_shape) if needs_input else None,
@@ -242,12 +233,12 @@ def _cast_input(
     precision = layer_of(number).precision
     matrix = x.reshape(-1, x.shape[-1])
     pair = precision.scaling.quantize(precision.layer, "activations", matrix, plain, transposed, training=training)
-    return pair_of_parts(pair, x)
+    return _parts_of_pair(pair, x)
 
 
 @torch.library.register_fake("zeropp_fp8::cast_input", lib=library)
 def _(x: Tensor, number: Tensor, granularity: str, dtype: torch.dtype, plain: bool, transposed: bool, training: bool):
-    return like_pair_of_parts(x, granularity, dtype, transposed, plain)
+    return _like_parts_of_pair(x, granularity, dtype, plain, transposed)
 
 
 @torch.library.impl(library, "product", "CompositeExplicitAutograd")
@@ -277,9 +268,7 @@ def _(codes, scale, weight, bias, number, granularity, dtype, features, returns_
 
 @torch.library.impl(library, "linear_backward", "CompositeExplicitAutograd")
 def _linear_backward(
-    grad: Tensor | None,
-    parts: Sequence[Tensor],
-    rows: int,
+    grad: Tensor,
     saved: Tensor,
     saved_scale: Tensor,
     weight_scale: Tensor,
@@ -297,16 +286,10 @@ def _linear_backward(
     if needs_weight and layer.precision.high.grad_weight:
         x = saved.reshape(-1, features).t()
     elif needs_weight:
-        x = _operand(saved, saved_scale, (features, rows), granularity)
-    operands = None
-    if parts:
-        codes, scale, codes_t, _ = parts
-        scale_t, shape_t = _transposed_scale(parts, granularity), (codes.shape[1], rows)
-        grad_t = _operand(codes_t, scale_t, shape_t, granularity) if needs_weight else None
-        operands = _operand(codes, scale, codes.shape, granularity), grad_t
+        x = _operand(saved, saved_scale, (features, grad.shape[0]), granularity)
     grad_input, grad_weight = products_of_gradient(
         grad, x, layer.own_weight(), weight_scale if weight_scale.numel() else None, layer.precision, dtype,
-        needs_input, needs_weight, operands,
+        needs_input, needs_weight,
     )  # fmt: skip
     return (
         _empty(saved, 0, dtype=dtype) if grad_input is None else grad_input,
@@ -315,9 +298,9 @@ def _linear_backward(
 
 
 @torch.library.register_fake("zeropp_fp8::linear_backward", lib=library)
-def _(grad, parts, rows, saved, saved_scale, weight_scale, number, granularity, dtype, features, *others):
+def _(grad, saved, saved_scale, weight_scale, number, granularity, dtype, features, *others):
     weight_shape, weight_dtype, needs_input, needs_weight = others
     return (
-        _empty(saved, *((rows, features) if needs_input else (0,)), dtype=dtype),
+        _empty(saved, *((grad.shape[0], features) if needs_input else (0,)), dtype=dtype),
         _empty(saved, *(weight_shape if needs_weight else (0,)), dtype=weight_dtype),
     )

@@ -166,7 +166,7 @@ def product(
 
 
 def products_of_gradient(
-    grad: Tensor | None,
+    grad: Tensor,
     x: Operand | None,
     weight: Tensor,
     weight_scale: Tensor | None,
@@ -174,7 +174,6 @@ def products_of_gradient(
     dtype: torch.dtype,
     needs_input: bool,
     needs_weight: bool,
-    operands: tuple[Operand, Operand | None] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(grad_input [rows, in] of `dtype`, grad_weight like the weight) of grad [rows, out], None for what is not needed.
 
@@ -182,10 +181,9 @@ def products_of_gradient(
         x: what the weight's gradient takes of the input, [in, rows].
         weight: gathered for as long as it takes, if its values are not there.
         weight_scale: that of forward serves backward too: one pass less over the weight.
-        operands: those of the gradient, where they are made; `grad` is not looked at then.
     """
     grad_input = grad_weight = None
-    grad_q, grad_t_q = operands or precision.gradient_operands(grad, needs_input, needs_weight)
+    grad_q, grad_t_q = precision.gradient_operands(grad, needs_input, needs_weight)
     if needs_input:
         with _Gathered(weight):
             weight_t_q = precision.weight_operand(weight, forward=False, scale=weight_scale)

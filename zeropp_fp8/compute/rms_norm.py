@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from zeropp_fp8.compute import casts, fused_operators
+from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.differentiable_once import differentiable_once
 from zeropp_fp8.compute.fused_module import (
     FusedModule,
@@ -83,8 +83,6 @@ class _RMSNormModule(FusedModule):
             return super().forward(hidden_states)
         trains = hidden_states.requires_grad or self.weight.requires_grad or linear.weight_requires_grad
         training = torch.is_grad_enabled() and trains
-        if torch.compiler.is_compiling():
-            return fused_operators.rms_norm(hidden_states, self.weight, self.variance_epsilon, linear, training)
         return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon, linear, training)
 
 

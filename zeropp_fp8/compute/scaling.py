@@ -238,47 +238,27 @@ class DelayedScaling(Scaling):
         return _OPERANDS["activations"] + layer * _OF_A_LAYER in self._known
 
     def swiglu_input(
-        self, layer: int, gate: Tensor, up: Tensor, transposed: bool, training: bool, keep_values: bool = True
-    ) -> tuple[Tensor | None, tuple[Operand, Operand | None]]:
-        """(silu(gate) * up [R, C], if kept; its operands as the layer's input); gate and up are [R, C].
+        self, layer: int, gate: Tensor, up: Tensor, transposed: bool, training: bool
+    ) -> tuple[Tensor, tuple[Operand, Operand | None]]:
+        """(silu(gate) * up [R, C]; its operands as the layer's input); gate and up are [R, C].
 
         One pass where the input has a history.
         """
         scale, amax = self._entry(layer, "activations", gate.device, training)
         dtype = FP8_DTYPES[self.formats["activations"]]
-        *pair, values = casts.swiglu_cast(gate, up, dtype, scale, amax, transposed=transposed, keep_values=keep_values)
+        *pair, values = casts.swiglu_cast(gate, up, dtype, scale, amax, transposed=transposed)
         return values, tuple(pair)
 
-    def swiglu_gradients(
-        self, layers: tuple[int, int], grad: Tensor, gate: Tensor, up: Tensor, transposed: bool
-    ) -> tuple[tuple[Operand, Operand | None], ...]:
-        """Operands of the gradients of gate and of up, as the layers' gradients, of that of silu(gate) * up [R, C].
-
-        One pass where both have a history.
-        """
-        scales, amaxes = zip(*(self._entry(layer, "gradients", gate.device, True) for layer in layers))
-        dtype = FP8_DTYPES[self.formats["gradients"]]
-        return casts.swiglu_backward_cast(grad, gate, up, dtype, scales, amaxes, transposed=transposed)
-
     def rms_norm_input(
-        self,
-        layer: int,
-        x: Tensor,
-        weight: Tensor,
-        inverse_rms: Tensor,
-        transposed: bool,
-        training: bool,
-        keep_values: bool = True,
-    ) -> tuple[Tensor | None, tuple[Operand, Operand | None]]:
-        """(RMSNorm of x [R, C], if kept; its operands as the layer's input); weight is [C], inverse_rms fp32 [R].
+        self, layer: int, x: Tensor, weight: Tensor, inverse_rms: Tensor, transposed: bool, training: bool
+    ) -> tuple[Tensor, tuple[Operand, Operand | None]]:
+        """(RMSNorm of x [R, C]; its operands as the layer's input); weight is [C], inverse_rms fp32 [R].
 
         One pass over x where the input has a history.
         """
         scale, amax = self._entry(layer, "activations", x.device, training)
         dtype = FP8_DTYPES[self.formats["activations"]]
-        *pair, values = casts.rms_norm_cast(
-            x, weight, inverse_rms, dtype, scale, amax, transposed=transposed, keep_values=keep_values
-        )
+        *pair, values = casts.rms_norm_cast(x, weight, inverse_rms, dtype, scale, amax, transposed=transposed)
         return values, tuple(pair)
 
     @torch.no_grad()

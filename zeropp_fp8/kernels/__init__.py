@@ -16,7 +16,7 @@ casts/, for computing:
     cast_rows.py    FP8 with a scale a row
     cast_blocks.py  FP8 with a scale per 1 x 128 block or 128 x 128 tile
     fused_casts.py  SwiGLU and RMSNorm whose result goes to FP8 at once
-    swiglu.py       the gradients of SwiGLU's two inputs, as numbers or as FP8 codes
+    swiglu.py       the gradients of SwiGLU's two inputs
     round_trip.py   MX, rounded in the matrix' own dtype
     transpose.py    FP8 codes that are there already
     matrices.py     what the casts share

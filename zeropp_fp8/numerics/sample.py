@@ -32,7 +32,6 @@ from zeropp_fp8 import sharded
 from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.comm.lanes import Lane
 from zeropp_fp8.comm.reduce_scatter import Reduction, Rings
-from zeropp_fp8.compute.casts import gradients_of_swiglu
 from zeropp_fp8.compute.operand import Float8Operand
 from zeropp_fp8.compute.scaling import DelayedScaling, Scaling
 from zeropp_fp8.config import SECTION, ConfigError
@@ -125,7 +124,6 @@ class Sampler(StagePart):
         if isinstance(scaling, DelayedScaling):  # which casts some operands where they are made
             self._before(scaling, "rms_norm_input", self._fused_input)
             self._before(scaling, "swiglu_input", self._fused_input)
-            self._before(scaling, "swiglu_gradients", self._fused_gradients)
 
     def _before(self, owner: object, name: str, look: Callable) -> None:
         own = getattr(owner, name)
@@ -221,18 +219,12 @@ class Sampler(StagePart):
             self._see_operands(layer, role, matrix, pair)
         return pair
 
-    def _fused_input(self, made: Callable, layer, *args, keep_values=True):
+    def _fused_input(self, made: Callable, layer, *args):
         """Of a norm or a gated product, whose last argument is `training`."""
-        values, pair = made(layer, *args, keep_values=True)
+        values, pair = made(layer, *args)
         if args[-1]:
             self._see_operands(layer, "activations", values, pair)
-        return values if keep_values else None, pair
-
-    def _fused_gradients(self, made: Callable, layers, grad, gate, up, transposed):
-        pairs = made(layers, grad, gate, up, transposed)
-        for layer, exact, pair in zip(layers, gradients_of_swiglu(grad, gate, up), pairs):
-            self._see_operands(layer, "gradients", exact, pair)
-        return pairs
+        return values, pair
 
     # -- what it says ------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class ComputeScaling(StagePart):
             ("linear layers", f"{compute.scaling} scaling", numel, f"{len(conversion.converted)} layers; {formats}"),
             ("", "", 0, execution(device, compute.scaling)),
         ]
-        if compute.scaling == "delayed":
+        if compute.scaling == "delayed" and self.session.config.compile == "none":  # graphs have them as written
             where = "" if device.type == "cuda" else "; done on a GPU only, not here"
             remark = f"{len(conversion.fused)} norms and gated products hand codes to the layer after them{where}"
             rows.append(("fused with the cast", "", 0, remark))

@@ -1,4 +1,4 @@
-"""SwiGLU and RMSNorm whose result goes to FP8 at once, with a given scale: the 16-bit result need not reach memory.
+"""SwiGLU and RMSNorm whose result goes to FP8 at once, with a given scale; the result itself is written beside it.
 
     SwiGLU:   y = silu(gate) * up,                                 silu(g) = g / (1 + exp(-g))
     RMSNorm:  y = weight * (x / sqrt(mean of x^2 of a row + eps))
@@ -68,7 +68,6 @@ def fused_cast_kernel(
     plain_length,
     transposed_length,
     NORM: tl.constexpr,
-    KEEP: tl.constexpr,
     RECORD: tl.constexpr,
     INTERPRETED: tl.constexpr,
     FORM: tl.constexpr,
@@ -90,8 +89,7 @@ def fused_cast_kernel(
     if NORM:
         y = tl.where((row < rows)[:, None], y, 0.0)  # and not -0 beyond the end, where the weight is negative
     y = narrowed(y, dtype, INTERPRETED)
-    if KEEP:
-        store_tile(values_ptr, y, first_row, first_column, rows, columns)
+    store_tile(values_ptr, y, first_row, first_column, rows, columns)
     if RECORD:
         record_amax(amax_ptr, numbers_of(y))
     cast_tile(
@@ -122,7 +120,7 @@ def fused_cast(
     codes_t: Tensor | None,
     scale: Tensor,
     amax_out: Tensor | None,
-    values: Tensor | None,
+    values: Tensor,
 ) -> None:
     """Cast silu(first) * second, or the RMSNorm of the rows of `first`, with a given scale, in one pass.
 
@@ -134,17 +132,16 @@ def fused_cast(
         codes_t: float8 [C, R rounded up to a multiple of 16], or None.
         scale: fp32 [1].
         amax_out: fp32 [1], becomes the maximum of itself and the result's largest finite magnitude; or None.
-        values: like `first`, the result before the cast; or None.
+        values: like `first`, becomes the result before the cast.
     """
     launch_cast(
         fused_cast_kernel,
         SWIGLU if inverse_rms is None else RMS_NORM,
-        (first, second, *(first if tensor is None else tensor for tensor in (inverse_rms, values))),
+        (first, second, first if inverse_rms is None else inverse_rms, values),
         codes,
         codes_t,
         (scale, amax_out),
         NORM=inverse_rms is not None,
-        KEEP=values is not None,
         RECORD=amax_out is not None,
         INTERPRETED=interpreted(),
     )
