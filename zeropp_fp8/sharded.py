@@ -6,9 +6,10 @@ in one slot on it. Functions and not a class around a parameter: hooks and optim
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class Remembered:
 
     Attributes:
         wire: how the engine that has it gathers it (zero/gather/adopted.py).
+        lossy: its values came through a quantized format.
         stored: its codes, where it rests as codes (zero/frozen/store.py).
         operand: its codes as they were gathered, for a product (compute/operand.py); its values are NaN meanwhile.
         as_numbers: they are decoded all the same, because somebody else than the layer reads them (DoRA's norm of the
@@ -32,6 +34,7 @@ class Remembered:
     """
 
     wire: Any = None
+    lossy: bool = False
     stored: Any = None
     operand: Any = None
     as_numbers: bool = False
@@ -46,6 +49,9 @@ def known(param: Tensor) -> Remembered:
     return param.__dict__.get(SLOT, _NOTHING)
 
 
+attached: Callable[[Parameter], Remembered] = attrgetter(SLOT)  # the same of a parameter that an engine gathers
+
+
 def remember(param: Tensor, **values) -> None:
     """Set fields of what is remembered; a slot in which nothing is left goes."""
     remembered = param.__dict__.get(SLOT)
@@ -57,6 +63,12 @@ def remember(param: Tensor, **values) -> None:
 
 
 # -- the full tensor -------------------------------------------------------------------------------------------------
+# attrgetter: asked for each parameter of each gather, where a function of Python's takes three times as long.
+
+key: Callable[[Any], int] = attrgetter("ds_id")  # the number of a parameter, the same on every rank; or of a module
+numel: Callable[[Parameter], int] = attrgetter("ds_numel")  # elements of the full tensor
+users: Callable[[Parameter], set[int]] = attrgetter("ds_active_sub_modules")  # key of the modules that use its values
+stays: Callable[[Parameter], bool] = attrgetter("ds_persist")  # whether it is to be kept gathered between steps
 
 
 def is_sharded(param: Tensor) -> bool:
@@ -64,24 +76,24 @@ def is_sharded(param: Tensor) -> bool:
     return hasattr(param, "ds_status")
 
 
-def key(param: Parameter) -> int:
-    """Its number, the same on every rank; modules have one too."""
-    return param.ds_id
-
-
 def shape(param: Tensor) -> torch.Size:
     """Of the full tensor, also of one that is not sharded."""
     return param.ds_shape if hasattr(param, "ds_shape") else param.shape
 
 
-def numel(param: Parameter) -> int:
-    """Elements of the full tensor."""
-    return param.ds_numel
-
-
 def is_full(param: Parameter) -> bool:
     """Whether its values are there."""
     return param.ds_status._name_ == "AVAILABLE"
+
+
+def full(params: Iterable[Parameter]) -> list[Parameter]:
+    """Those whose values are there."""
+    return [param for param in params if param.ds_status._name_ == "AVAILABLE"]
+
+
+def missing(params: Iterable[Parameter]) -> list[Parameter]:
+    """Those that are not full."""
+    return [param for param in params if param.ds_status._name_ != "AVAILABLE"]
 
 
 def is_dropped(param: Tensor) -> bool:
@@ -90,10 +102,13 @@ def is_dropped(param: Tensor) -> bool:
     return status is not None and status._name_ == "NOT_AVAILABLE"
 
 
-def set_full(param: Parameter, values: Tensor) -> None:
-    """Let it have its values, in its full shape."""
+def set_full(param: Parameter, values: Tensor, lossy: bool = False) -> None:
+    """Let it have its values, in its full shape; `lossy`: not every bit of what rests."""
     param.data = values
     param.ds_status = type(param.ds_status).AVAILABLE
+    remembered = param.__dict__.get(SLOT)
+    if remembered is not None:
+        remembered.lossy = lossy
 
 
 def set_dropped(param: Parameter, nothing: Tensor | None = None) -> None:
@@ -101,6 +116,15 @@ def set_dropped(param: Parameter, nothing: Tensor | None = None) -> None:
     if nothing is not None:
         param.data = nothing
     param.ds_status = type(param.ds_status).NOT_AVAILABLE
+
+
+def drop(params: Iterable[Parameter], nothing: Iterable[Tensor]) -> None:
+    """Let parameters that an engine gathers have no operand, and no values: `nothing`, a tensor each."""
+    for param, empty in zip(params, nothing):
+        param.data = empty
+        param.ds_status = type(param.ds_status).NOT_AVAILABLE
+        remembered = param.__dict__[SLOT]
+        remembered.lossy, remembered.operand = False, None
 
 
 def free(param: Parameter) -> None:
@@ -112,16 +136,6 @@ def free(param: Parameter) -> None:
     from deepspeed.runtime.zero.partition_parameters import free_param
 
     free_param(param)
-
-
-def users(param: Parameter) -> set[int]:
-    """`key` of the modules that are using its values."""
-    return param.ds_active_sub_modules
-
-
-def stays(param: Parameter) -> bool:
-    """Whether it is to be kept gathered between steps."""
-    return param.ds_persist
 
 
 def leave_between_steps(param: Parameter) -> None:
@@ -143,20 +157,10 @@ def gathered(params: list[Parameter], modifier_rank: int | None = None) -> Abstr
 
 # -- this rank's part ------------------------------------------------------------------------------------------------
 
-
-def shard(param: Parameter) -> Tensor:
-    """This rank's part, flat, with padding."""
-    return param.ds_tensor.data
-
-
-def shard_numel(param: Parameter) -> int:
-    """Elements of the part, with padding; where it rests as codes, of what they stand for."""
-    return param.ds_tensor.ds_numel
-
-
-def group(param: Parameter) -> torch.distributed.ProcessGroup:
-    """The ranks that have the parts."""
-    return param.ds_process_group
+shard: Callable[[Parameter], Tensor] = attrgetter("ds_tensor.data")  # flat, with padding
+# Elements of the part, with padding; where it rests as codes, of what they stand for.
+shard_numel: Callable[[Parameter], int] = attrgetter("ds_tensor.ds_numel")
+group: Callable[[Parameter], Any] = attrgetter("ds_process_group")  # the ranks that have the parts
 
 
 def wire_dtype(param: Parameter) -> torch.dtype:

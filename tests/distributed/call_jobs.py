@@ -17,6 +17,7 @@ from parity_jobs import switch
 import zeropp_fp8
 
 _ZERO = Path(zeropp_fp8.__file__).parent / "zero"
+_SHARDED = _ZERO.with_name("sharded.py")
 _DEEPSPEED = Path(deepspeed.__file__).parent
 NOTHING_STAYS = {
     "stage3_param_persistence_threshold": 0,
@@ -27,7 +28,7 @@ NOTHING_STAYS = {
 }
 
 
-def _calls(layers: int, recipe: str, folders: Sequence[Path] = (_ZERO, _DEEPSPEED), **more) -> Counter:
+def _calls(layers: int, recipe: str, folders: Sequence[Path] = (_ZERO, _SHARDED, _DEEPSPEED), **more) -> Counter:
     """Functions of some folders (none: all) that one step calls, after some that have learned its order."""
     switch(True)
     engine = make_engine(llama(layers), ds_config(section(recipe, **more), "bf16", zero_optimization=NOTHING_STAYS))

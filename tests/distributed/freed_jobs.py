@@ -44,9 +44,11 @@ def parts_of(engine):
     if hasattr(engine, "zeropp_fp8_session"):  # not one of stock
         gatherer = offload.gatherer
         parts |= {"session": engine.zeropp_fp8_session, "gatherer": gatherer, "unit": gatherer.units[0]}
-        for name in ("_reducer", "_order", "store", "states"):
-            if getattr(engine.optimizer, name, None) is not None:
-                parts[name] = getattr(engine.optimizer, name)
+        for path in ("reduction.reducer", "hooks.order", "gradients.store", "states.compressed"):
+            owner, name = path.split(".")
+            part = getattr(getattr(engine.optimizer, owner, None), name, None)  # an engine that evaluates has none
+            if part is not None:
+                parts[name] = part
     return {name: weakref.ref(part) for name, part in parts.items()}
 
 

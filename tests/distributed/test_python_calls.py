@@ -33,7 +33,7 @@ def test_what_is_not_called_for_each_parameter(found):
     """A block of nine parameters: two calls and a gradient each, and what DeepSpeed does as it reads them."""
     for rank in found:
         _, each = rank["zeropp"]
-        assert each["gatherer._let_hold"] == 18 and each["order.is_ready"] == 9
+        assert each["sharded.set_full"] == 18 and each["order.is_ready"] == 9
         assert "base_optimizer.update_hook_state_and_maybe_run_epilogue" not in each
         assert "placement.ranges" not in each and "route.format_of" not in each
 

@@ -126,7 +126,7 @@ def persistent_parameters_stay_exact():
         llama(), ds_config(section("zeropp"), zero_optimization={"stage3_param_persistence_threshold": 10**6})
     )
     train(engine, 2)
-    lossy = [p for p in engine.module.parameters() if sharded.known(p).wire.lossy]
+    lossy = [p for p in engine.module.parameters() if sharded.known(p).lossy]
     shards = {name: p.ds_tensor.clone() for name, p in engine.module.named_parameters()}
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
         shown = {name: p.detach().clone() for name, p in engine.module.named_parameters()}

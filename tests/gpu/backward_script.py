@@ -1,5 +1,6 @@
 """The programs of tests/distributed/backward_jobs.py on GPUs, as a job of its own: writes what each gave as JSON."""
 
+import itertools
 import json
 import os
 import sys
@@ -20,7 +21,7 @@ def main(path: str) -> None:
     for ranks_per_node in (1, dist.get_world_size()):
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
         for name, kinds in (("exact", EXACT), ("rounded", ROUNDED)):
-            these = cases(kinds, range(3))
+            these = cases(itertools.product(kinds, range(3)))
             found[f"{name}, {ranks_per_node} a node"] = list(zip(map(str, these), run_programs(these)))
         found[f"odd, {ranks_per_node} a node"] = list(odd_ones("lossless").items())
         found[f"odd zeropp, {ranks_per_node} a node"] = list(odd_ones("zeropp").items())

@@ -167,7 +167,7 @@ class Sampler(StagePart):
 
     def _finish(self, finish: Callable, unit) -> None:
         wanted = unit in self.units and not unit.storage.sends_what_rests and not unit.shards_are_values
-        missing = [p for p in unit.params if not sharded.is_full(p)] if wanted else ()
+        missing = unit.missing if wanted else ()
         finish(unit)
         for param in missing:
             if ("weights", id(param)) in self.rows and not unit.is_exact(param):

@@ -32,9 +32,6 @@ class Partitions:
     def order_is_known(self, params: list[Parameter]) -> None:
         """In which quantized gradients of `params` are reduced."""
 
-    def _own(self, param: Parameter) -> Tensor:
-        return getattr(self.stage, GRAD_PARTITIONS)[sharded.key(param)].view(-1)[: self.stage.session.own_numel(param)]
-
     def destinations(
         self, params: list[Parameter], again: bool, headroom: float
     ) -> tuple[Sequence[Tensor], Callable[[], None] | None]:
@@ -44,7 +41,8 @@ class Partitions:
             again: they are added to what is there.
             headroom: how many times larger than with the shared scales alone the numbers of FP8 codes will be.
         """
-        return [self._own(param) for param in params], None
+        partitions, own_numel = getattr(self.stage, GRAD_PARTITIONS), self.stage.session.own_numel
+        return [partitions[sharded.key(param)].view(-1)[: own_numel(param)] for param in params], None
 
     def take(self, params: list[Parameter], parts: list[Tensor], again: bool) -> list[Tensor]:
         """Write these, or add them; where they are now. The parameters' gradients are not needed any more."""
@@ -62,7 +60,7 @@ class Partitions:
 
     def of(self, group) -> list[Tensor]:
         """The gradients of a StateGroup, as an update takes them."""
-        return [self._own(param) for param in group.params]
+        return self.destinations(group.params, again=False, headroom=1.0)[0]
 
     def flat(self, sub_group_id: int) -> Tensor:
         """All of a sub-group as one tensor, for an optimizer of torch's.

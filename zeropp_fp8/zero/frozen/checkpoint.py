@@ -93,7 +93,7 @@ class FrozenLoad:
         if fetch_z3_params:  # `module` holds full weights
             # DeepSpeed would gather stored weights too, all at once, to write decoded numbers to them.
             module = {name: self._nothing_if_stored(name, value) for name, value in module.items()}
-            missing = [p for p in self._params.values() if not sharded.is_full(p)]
+            missing = sharded.missing(self._params.values())
             gathered = sharded.gathered([p for p in missing if stored_weight(p) is None], modifier_rank=0)
         with gathered:
             rest = {**states, "module": module, FRAGMENTS: None}

@@ -160,7 +160,7 @@ def gather_stored(params: Sequence[Parameter]) -> None:
     """Decode stored parameters into their full shapes, complete on the current stream. Collective, one message."""
     for param in params:
         check_untouched(param)
-    for members in _by_group(param for param in params if not sharded.is_full(param)):
+    for members in _by_group(sharded.missing(params)):
         device = members[0].device
         own = torch.cat([sharded.shard(param).to(device) for param in members])
         gathered = own.new_empty(ranks_of(members[0]) * own.numel())
@@ -205,7 +205,7 @@ def partition_stored(
         RuntimeError: a parameter was written in place, and `has_been_updated` is not set; or an adapter counts as
             merged on some ranks only. The values are dropped and the codes stay as they were.
     """
-    available = [param for param in params if sharded.is_full(param)]
+    available = sharded.full(params)
     try:
         if has_been_updated:
             return [param for members in _by_group(available) for param in _take_over(members)]

@@ -45,7 +45,6 @@ class ParameterWire:
     unit: Unit
     owner: Owner
     before: ParameterWire | None = None  # of the engine that had it, and has it again when this one is destroyed
-    lossy: bool = False  # param.data came through a quantized format
 
 
 # -- looking up ------------------------------------------------------------------------------------------------------
@@ -53,12 +52,12 @@ class ParameterWire:
 
 def unit_of(param: Parameter) -> Unit:
     """The unit of a parameter, in the engine that has it."""
-    return sharded.known(param).wire.unit
+    return sharded.attached(param).wire.unit
 
 
 def units_of(params: Iterable[Parameter]) -> tuple[Unit, ...]:
     """The units that hold `params`, each once."""
-    units = (sharded.known(p).wire.unit for p in params)
+    units = (sharded.attached(p).wire.unit for p in params)
     return tuple({id(unit): unit for unit in units}.values())
 
 

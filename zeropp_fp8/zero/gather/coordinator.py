@@ -128,7 +128,7 @@ class UnitCoordinator:
         Raises:
             RuntimeError: not all are this engine's.
         """
-        if self._units is not self.gatherer.units:  # another engine has taken some over
+        if self._units is not self.gatherer.ownership.units:  # another engine has taken some over
             self._invalidate_trace()
             self._units = self.gatherer.units
         external = module._external_params
@@ -180,7 +180,7 @@ class UnitCoordinator:
 
     def _fetched(self, params: Sequence[Parameter], units: Sequence[Unit]) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
         """Of the units of a module: (those whose fetch all ranks see, those that it misses parameters of)."""
-        missing = [p for p in params if not sharded.is_full(p)]
+        missing = sharded.missing(params)
         needed = units if len(missing) == len(params) else units_of(missing) if missing else ()
         fetched = [u for u in units if not u.persistent and (u in needed or not u.looked_at)]
         return tuple(fetched), needed

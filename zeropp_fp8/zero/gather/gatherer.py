@@ -174,19 +174,20 @@ class Gatherer:
         unit.bill.update(pending.bill)
         pending.wait()
         values, operands, lent = unit.decode(pending.gathered)
+        wanted = set(map(id, missing))
         for param, value, exact in values:
-            if not sharded.is_full(param):
-                _let_hold(param, value, lossy=not exact)
+            if id(param) in wanted:
+                sharded.set_full(param, value, lossy=not exact)
         for param, operand in operands:
-            if not sharded.is_full(param):
-                sharded.known(param).operand = operand
+            if id(param) in wanted:
+                sharded.attached(param).operand = operand
                 dtype = unit.dtype_of(param)
-                if sharded.known(param).as_numbers:
+                if sharded.attached(param).as_numbers:
                     value = operand.dequantize(dtype)
                 else:
                     # Whoever reads the values in a way that compute/linear.py does not notice shall see it.
                     value = self._not_a_number(dtype).expand(sharded.shape(param))
-                _let_hold(param, value, lossy=True)
+                sharded.set_full(param, value, lossy=True)
         self.hops.end(unit, lent)
         self._are_there(unit, missing)
 
@@ -209,23 +210,20 @@ class Gatherer:
         GatheredParameters makes a copy all the same: what is written there without `modifier_rank` is to be dropped.
         """
         for param in missing:
-            _let_hold(param, sharded.shard(param)[: sharded.numel(param)].view(sharded.shape(param)), lossy=True)
+            value = sharded.shard(param)[: sharded.numel(param)].view(sharded.shape(param))
+            sharded.set_full(param, value, lossy=True)
         self._are_there(unit, missing)
 
     def release(self, unit: Unit) -> None:
         """Drop the values of a unit's parameters, but for those that modules use or somebody looks at."""
-        there = [
-            p for p in unit.params if sharded.is_full(p) and not (sharded.users(p) or sharded.key(p) in unit.looked_at)
-        ]
+        full, looked_at = sharded.full(unit.params), unit.looked_at
+        there = [p for p in full if not (sharded.users(p) or sharded.key(p) in looked_at)]
         unit.storage.check_untouched(there)
-        for param in there:
-            # The values were made and used on the compute stream only, so no stream has to be told.
-            sharded.set_dropped(param, self._nothing(unit.dtype_of(param)))
-            remembered = sharded.known(param)
-            remembered.wire.lossy, remembered.operand = False, None
+        # The values were made and used on the compute stream only, so no stream has to be told.
+        sharded.drop(there, [self._nothing(unit.dtype_of(param)) for param in there])
         unit.storage.note(there)
         self._is_not_live(unit)
-        if unit.lent and not any(sharded.known(p).operand is not None for p in unit.params):
+        if unit.lent and not any(sharded.attached(p).operand is not None for p in unit.params):
             for ring, buffer in unit.lent:
                 ring.give_back(buffer)
             unit.lent = []
@@ -239,7 +237,7 @@ class Gatherer:
 
     def let_hold(self, unit: Unit, param: Parameter, value: Tensor) -> None:
         """Make one parameter of a unit available with a value that was decoded elsewhere."""
-        _let_hold(param, value, lossy=not unit.is_exact(param))
+        sharded.set_full(param, value, lossy=not unit.is_exact(param))
         self._are_there(unit, [param])
 
     # -- gathers of parameters -----------------------------------------------------------------------------------
@@ -249,15 +247,15 @@ class Gatherer:
 
         `safe_mode` and `quantize` are DeepSpeed's; the session decides the format.
         """
-        missing = [p for p in params if not sharded.is_full(p)]
-        units = units_of(sorted(missing, key=lambda p: sharded.key(p)))
+        missing = sharded.missing(params)
+        units = units_of(sorted(missing, key=sharded.key))
         for unit in units:
             self.hops.start(unit)
         return UnitsHandle(self, units)
 
     def gather_now(self, params: Sequence[Parameter]) -> None:
         """Gather for computing, complete on the current stream; parameters that are available stay as they are."""
-        for engine, missing in by_engine(p for p in params if not sharded.is_full(p)):
+        for engine, missing in by_engine(sharded.missing(params)):
             engine.all_gather_coalesced(missing).wait()
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
@@ -266,8 +264,8 @@ class Gatherer:
         A parameter that is there in quantized form is gathered again.
         """
         self._check_not_resident()
-        self.partition([p for p in params if sharded.known(p).wire.lossy and not sharded.users(p)])
-        for storage, missing in by_storage(p for p in params if not sharded.is_full(p)):
+        self.partition([p for p in params if sharded.known(p).lossy and not sharded.users(p)])
+        for storage, missing in by_storage(sharded.missing(params)):
             storage.gather_exactly(missing)
         for param in params:
             unit_of(param).looked_at.add(sharded.key(param))
@@ -296,7 +294,7 @@ class Gatherer:
             for param in params:
                 unit_of(param).looked_at.discard(sharded.key(param))
                 if not sharded.is_full(param):
-                    sharded.known(param).wire.lossy = False
+                    sharded.attached(param).lossy = False
             if written:  # after the write: the gather lane waits for what the current stream was given
                 self.weights_changed(written)
                 self.expect_large_step(written)  # which brings back what master weights say
@@ -350,9 +348,3 @@ class Gatherer:
             storage.formats_changed()
         self.weights_changed()
         keep_in_other_formats(self.units, self.session)
-
-
-def _let_hold(param: Parameter, value: Tensor, lossy: bool) -> None:
-    """Let a parameter have a value; `lossy`: not every bit of what rests."""
-    sharded.set_full(param, value)
-    sharded.known(param).wire.lossy = lossy

@@ -117,7 +117,7 @@ class Storage(ABC):
 
     def _written(self, params: Sequence[Parameter]) -> list[Parameter]:
         """Those gathered parameters of which some rank holds other bits than its shard. Collective, one message."""
-        gathered = [p for p in params if sharded.is_full(p)]
+        gathered = sharded.full(params)
         if not gathered:
             return []
         differs = torch.stack([self._own_part_differs(param) for param in gathered])

@@ -159,7 +159,7 @@ class Unit(ABC):
     @property
     def missing(self) -> list[Parameter]:
         """Parameters that do not hold their values, whoever brings these."""
-        return [param for param in self.params if not sharded.is_full(param)]
+        return sharded.missing(self.params)
 
     def pay(self) -> None:
         """It is used: what it has sent outside of steps counts for the step, if it is one that uses it."""

@@ -73,8 +73,6 @@ class Buckets:
 
         Stock has the last step's there.
         """
-        if not self.are_stale:
-            return
         self.are_stale = False
         self.stage.grad_partitions_flat_buffer.zero_()
         for flat in self.stage.fp32_partitioned_groups_flat if self.stage.offload_optimizer else ():

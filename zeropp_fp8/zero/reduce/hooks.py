@@ -50,7 +50,7 @@ class GradientHooks:
         for param, leaf in leaf_of.items():
             setattr(param, _LEAF, leaf)
         for param, handle in zip((p for p in trainable if p.requires_grad), stage._grad_acc_hooks, strict=True):
-            handle.hooks_dict_ref()[handle.id] = functools.partial(self._gradient_is_there, param)
+            handle.hooks_dict_ref()[handle.id] = functools.partial(self.reduce_ready_partitions_and_remove_grads, param)
 
     def _uses_fixed_order(self) -> bool:
         """Always, except that `lossless` at module granularity promises stock's buckets, filled as gradients come."""
@@ -78,14 +78,12 @@ class GradientHooks:
             hook.remove()
         stage.parameter_offload.before_backward = stage.parameter_offload.after_backward_of = None
 
-    def _gradient_is_there(self, param: Parameter, tensor: Tensor) -> None:
-        """Stand for DeepSpeed's hook, which takes 30 calls in Python a parameter to find where a backward ends."""
-        self.reduce_ready_partitions_and_remove_grads(param)
-
-    def reduce_ready_partitions_and_remove_grads(self, param: Parameter) -> None:
+    def reduce_ready_partitions_and_remove_grads(self, param: Parameter, tensor: Tensor | None = None) -> None:
+        """Also for DeepSpeed's hook, which takes 30 calls in Python a parameter to find where a backward ends."""
         stage = self.stage
         stage.backwards.gradient_came()
-        stage.buckets.zero_stale()
+        if stage.buckets.are_stale:
+            stage.buckets.zero_stale()
         if stage._coalesce_grad_reduction or self.order is None:
             stage.buckets.put([param])
         elif getattr(param, "ds_grad_is_ready", True):  # not while a tiled computation goes on adding to it

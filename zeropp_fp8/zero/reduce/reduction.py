@@ -67,15 +67,16 @@ class Reduction:
         session.bytes_to_come = session.residual_bytes + session.sums_numel * self.dtype.itemsize
 
     def free(self) -> None:
-        """The engine has ended."""
-        if self.reducer.error_feedback:
-            self.reducer = Freed()
+        """The engine has ended: a reducer without buffers takes the place of the one that has them."""
+        stage, lost = self.stage, self.reducer.error_feedback
+        self.reducer = Freed() if lost else GradientReducer(stage.session, stage.reduce_and_partition_stream)
 
     # -- in backward -------------------------------------------------------------------------------------------------
 
     def backward_begins(self) -> None:
         """It has reached the model."""
-        self.stage.buckets.zero_stale()
+        if self.stage.buckets.are_stale:
+            self.stage.buckets.zero_stale()
         if self.stage.hooks.order is not None:
             self.stage.hooks.order.begin()
 
