@@ -117,7 +117,7 @@ class UnitCoordinator:
     def _start_all_first_hops(self) -> None:
         """Fill the secondary shards, unit by unit in the order in which this forward will need them."""
         for unit in self._trace.first_order():
-            if unit.keeps_secondary and unit.missing:
+            if unit.keeps_secondary and sharded.missing(unit.params):
                 self.gatherer.hops.start_first(unit)
 
     # -- fetch and release -----------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class UnitCoordinator:
             self._prefetched_until = position
             if unit.in_flight:
                 continue
-            if not unit.missing:
+            if not sharded.missing(unit.params):
                 if not self._stays(unit):
                     return  # it will be released and must then be fetched again: wait for that
             else:

@@ -159,7 +159,7 @@ class Gatherer:
         """Make the parameters of a unit available on the current stream; those that are stay as they are."""
         ledger = self.session.ledger
         unit.pay()
-        missing = unit.missing
+        missing = sharded.missing(unit.params)
         if not missing:
             return
         unit.storage.check_usable(missing)
