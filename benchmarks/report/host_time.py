@@ -66,10 +66,10 @@ def graphs_say(small: dict, large: dict, profile: dict) -> str:
 
 
 KEPT = tuple(
-    f"kept/{of}-{version}-{n}"
+    f"{of}/h100-1-local-{version}-{n}"
     for of, versions in {
-        "stack": ("as-it-is", "triton-launches", "no-fused-modules"),
-        "gen": ("as-it-is", "no-few-rows"),
+        "fp8_stack": ("as-it-is", "triton-launches", "no-fused-modules"),
+        "generation": ("as-it-is", "no-few-rows"),
     }.items()
     for version in versions
     for n in (1, 2)
@@ -83,24 +83,32 @@ def kept(*results: dict) -> str:
     def ms(of: str, version: str, run: str) -> str:
         rounds = []
         for n in (1, 2):
-            result = found[f"kept/{of}-{version}-{n}"]
-            if of == "stack":
+            result = found[f"{of}/h100-1-local-{version}-{n}"]
+            if of == "fp8_stack":
                 rounds += [row["step_ms"] for row in result["stack"] if row["mode"] == run]
             else:
                 rounds += [row["token_ms"] for row in result["rows"] if row["run"] == run]
         return ", ".join(f"{one:.1f}" for one in rounds)
 
     lines = {
-        "launches without Triton's lookup (`kernels/launching.py`), eager step": ("stack", "triton-launches", "eager"),
-        "the same, layers compiled": ("stack", "triton-launches", "compile"),
+        "launches without Triton's lookup (`kernels/launching.py`), eager step": (
+            "fp8_stack",
+            "triton-launches",
+            "eager",
+        ),
+        "the same, layers compiled": ("fp8_stack", "triton-launches", "compile"),
         "RMSNorm and SwiGLU that hand FP8 codes on (`compute/source.py`), eager step": (
-            "stack",
+            "fp8_stack",
             "no-fused-modules",
             "eager",
         ),
-        "RMSNorm and SwiGLU that hand codes on, layers compiled": ("stack", "no-fused-modules", "compile"),
-        "few rows times codes (`kernels/linear/quantized_linear.py`), a token": ("gen", "no-few-rows", "qlora-codes"),
-        "the same, a token as a CUDA graph": ("gen", "no-few-rows", "qlora-codes-graph"),
+        "RMSNorm and SwiGLU that hand codes on, layers compiled": ("fp8_stack", "no-fused-modules", "compile"),
+        "few rows times codes (`kernels/linear/quantized_linear.py`), a token": (
+            "generation",
+            "no-few-rows",
+            "qlora-codes",
+        ),
+        "the same, a token as a CUDA graph": ("generation", "no-few-rows", "qlora-codes-graph"),
     }
     rows = [[what, ms(of, "as-it-is", run), ms(of, without, run)] for what, (of, without, run) in lines.items()]
     return table(["ms", "with it", "without"], rows)
