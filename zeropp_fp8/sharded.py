@@ -160,7 +160,13 @@ def gathered(params: list[Parameter], modifier_rank: int | None = None) -> Abstr
 shard: Callable[[Parameter], Tensor] = attrgetter("ds_tensor.data")  # flat, with padding
 # Elements of the part, with padding; where it rests as codes, of what they stand for.
 shard_numel: Callable[[Parameter], int] = attrgetter("ds_tensor.ds_numel")
+shard_dtype: Callable[[Parameter], torch.dtype] = attrgetter("ds_tensor.dtype")
 group: Callable[[Parameter], Any] = attrgetter("ds_process_group")  # the ranks that have the parts
+
+
+def unpadded(param: Parameter, numel: int) -> Tensor:
+    """The first elements of the part: what is before its padding."""
+    return param.ds_tensor.data.narrow(0, 0, numel)
 
 
 def wire_dtype(param: Parameter) -> torch.dtype:

@@ -117,7 +117,7 @@ class WireLedger:
 
     def pay(self, bill: Bill) -> None:
         """What came outside of steps is used: if a step uses it, it counts as sent in the step, by stock too."""
-        if self.kind == OUTSIDE:
+        if self.kind == OUTSIDE or not bill:
             return
         for (table, key), num_bytes in bill.items():
             self.pending[table, self.kind, key] += num_bytes
@@ -126,13 +126,13 @@ class WireLedger:
 
     def _count(self, table: str, link: str, num_bytes: float, by_all: float | None = None) -> None:
         by_all = num_bytes * self.world_size if by_all is None else by_all
-        for key, added in ((link, num_bytes), (_OF_ALL[link], by_all)):
-            if self.kind != OUTSIDE:
-                self.pending[table, self.kind, key] += added
-                continue
-            self.outside[table, key] += added
-            if self.bill is not None:
-                self.bill[table, key] += added
+        if self.kind != OUTSIDE:
+            self.pending[table, self.kind, link] += num_bytes
+            self.pending[table, self.kind, _OF_ALL[link]] += by_all
+            return
+        for counts in (self.outside,) if self.bill is None else (self.outside, self.bill):
+            counts[table, link] += num_bytes
+            counts[table, _OF_ALL[link]] += by_all
 
     def sent(self, link: str, num_bytes: float, by_all: float | None = None) -> None:
         """This rank hands `num_bytes` for other ranks to the backend, over `link` ("inter" or "intra").

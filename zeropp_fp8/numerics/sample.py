@@ -174,7 +174,7 @@ class Sampler(StagePart):
                 operand = sharded.known(param).operand
                 values = param.data if operand is None else operand.dequantize()
                 own = self.session.placement.own_part(param, values)
-                shard = sharded.shard(param).view(-1)[: own.numel()].to(own.device)
+                shard = sharded.unpadded(param, own.numel()).to(own.device)
                 self._note("weights", id(param), shard, own)
 
     def _reduce(self, reduce: Callable, unit: ReductionUnit, grads: Sequence[Tensor], *others, **options):

@@ -136,7 +136,7 @@ class Recorder(StagePart):
         for unit in self.stage.gatherer.units:
             for param in unit.params:
                 if param.requires_grad:
-                    own = sharded.shard(param).view(-1)[: self.session.own_numel(param)]
+                    own = sharded.unpadded(param, self.session.own_numel(param))
                     self.sums[3] += torch.linalg.vector_norm(own, dtype=torch.float64).square().to(self.sums.device)
 
     def step_ended(self, overflow: bool, scale_change: float) -> None:

@@ -42,7 +42,7 @@ class Partitions:
             headroom: how many times larger than with the shared scales alone the numbers of FP8 codes will be.
         """
         partitions, own_numel = getattr(self.stage, GRAD_PARTITIONS), self.stage.session.own_numel
-        return [partitions[sharded.key(param)].view(-1)[: own_numel(param)] for param in params], None
+        return [partitions[sharded.key(param)].narrow(0, 0, own_numel(param)) for param in params], None
 
     def take(self, params: list[Parameter], parts: list[Tensor], again: bool) -> list[Tensor]:
         """Write these, or add them; where they are now. The parameters' gradients are not needed any more."""

@@ -80,7 +80,7 @@ def stored_weight(param: Parameter) -> StoredWeight | None:
 def value_dtype(param: Parameter) -> torch.dtype:
     """The dtype of a ZeRO-3 parameter's values, where its shard may hold codes."""
     stored = stored_weight(param)
-    return sharded.shard(param).dtype if stored is None else stored.dtype
+    return sharded.shard_dtype(param) if stored is None else stored.dtype
 
 
 def store_format(frozen: FrozenConfig) -> WireFormat | None:
@@ -117,7 +117,7 @@ def store(param: Parameter, wire_format: WireFormat) -> None:
     """Replace a ZeRO-3 parameter's 16- or 32-bit shard by codes. Collective: the weight is gathered for it."""
     param.all_gather()
     part_numel = part_numel_of(sharded.numel(param), ranks_of(param), wire_format.granule)
-    stored = StoredWeight(wire_format, sharded.shard(param).dtype, part_numel)
+    stored = StoredWeight(wire_format, sharded.shard_dtype(param), part_numel)
     shard = sharded.shard(param)
     payload = torch.empty(wire_format.payload_bytes(part_numel), dtype=torch.uint8, device=shard.device)
     _encode_own_part(param, stored, payload)

@@ -57,8 +57,15 @@ def unit_of(param: Parameter) -> Unit:
 
 def units_of(params: Iterable[Parameter]) -> tuple[Unit, ...]:
     """The units that hold `params`, each once."""
-    units = (sharded.attached(p).wire.unit for p in params)
-    return tuple({id(unit): unit for unit in units}.values())
+    return tuple(by_unit(params))
+
+
+def by_unit(params: Iterable[Parameter]) -> dict[Unit, list[Parameter]]:
+    """Parameters by the unit that holds them, in the order of their first."""
+    units: dict[Unit, list[Parameter]] = {}
+    for param in params:
+        units.setdefault(unit_of(param), []).append(param)
+    return units
 
 
 def units_with(param: Parameter) -> list[Unit]:

@@ -9,7 +9,7 @@ it for all units at once, in their order, and the network is busy from the first
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.zero.gather.adopted import units_of
+from zeropp_fp8.zero.gather.adopted import by_unit
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.trace import FetchTrace
 from zeropp_fp8.zero.gather.units import Unit
@@ -40,6 +40,20 @@ class _Called(NamedTuple):
     backward: int
 
 
+class _Members(NamedTuple):
+    """The parameters that a module uses itself.
+
+    Attributes:
+        external: how many of them belong to other modules.
+        params: all of them.
+        units: that hold them, each with those that it holds.
+    """
+
+    external: int
+    params: list[Parameter]
+    units: dict[Unit, list[Parameter]]
+
+
 class UnitCoordinator:
     """The interface that DeepSpeed's hooks call, over the units of a Gatherer.
 
@@ -59,7 +73,7 @@ class UnitCoordinator:
         self._first_called: nn.Module | None = None  # the submodule that began this pass
         self._calls: dict[nn.Module, int] = {}  # of submodules by themselves, in this pass
         self._in_backward: dict[nn.Module, int] = {}  # and how many calls of it are
-        self._of_module: dict[int, tuple[int, list[Parameter], tuple[Unit, ...]]] = {}
+        self._of_module: dict[int, _Members] = {}
         self._units = gatherer.units
         # Autograd may run the hooks of a module with several outputs in several threads.
         self._lock = threading.RLock()
@@ -122,8 +136,8 @@ class UnitCoordinator:
 
     # -- fetch and release -----------------------------------------------------------------------------------------
 
-    def _members(self, module: nn.Module) -> tuple[list[Parameter], tuple[Unit, ...]]:
-        """(parameters that `module` uses itself, their units); external parameters may be added while it runs.
+    def _members(self, module: nn.Module) -> _Members:
+        """What `module` uses itself; external parameters may be added while it runs.
 
         Raises:
             RuntimeError: not all are this engine's.
@@ -133,7 +147,7 @@ class UnitCoordinator:
             self._units = self.gatherer.units
         external = module._external_params
         held = self._of_module.get(id(module))
-        if held is None or held[0] != len(external):
+        if held is None or held.external != len(external):
             own = module.parameters(recurse=sharded.is_leaf(module))
             params = list({id(p): p for p in (*own, *external.values())}.values())
             if not all(map(self.gatherer.ownership.has, params)):
@@ -142,8 +156,8 @@ class UnitCoordinator:
                     "engine's destroy() if it is over the same model, make a new engine over the model if making that "
                     "one has failed, or make one engine over both models"
                 )
-            held = self._of_module[id(module)] = (len(external), params, units_of(params))
-        return held[1], held[2]
+            held = self._of_module[id(module)] = _Members(len(external), params, by_unit(params))
+        return held
 
     def fetch_sub_module(self, current_submodule: nn.Module, forward: bool) -> None:
         """Make the parameters of a module available, and start fetching what comes after it.
@@ -151,19 +165,19 @@ class UnitCoordinator:
         Not `forward`: they stay until the module's backward is over, or at the latest the whole backward.
         """
         with self._lock:
-            params, units = self._members(current_submodule)
+            _, params, units = self._members(current_submodule)
             if not params:
                 return
-            gatherer = self.gatherer
-            if self._called is not None and self._fetched(params, units)[0]:
+            gatherer, key = self.gatherer, sharded.key(current_submodule)
+            if self._called is not None and _fetched(units)[0]:
                 self._begin_pass()
             if not forward:
                 self._in_backward.setdefault(current_submodule, 0)
-            fetched, needed = self._fetched(params, units)
+            fetched, needed = _fetched(units)
             for param in params:
-                sharded.users(param).add(sharded.key(current_submodule))
+                sharded.users(param).add(key)
             for unit in units:
-                unit.active_modules.add(sharded.key(current_submodule))
+                unit.active_modules.add(key)
                 unit.pay()
             if fetched:
                 if self._trace.position == 0:
@@ -178,14 +192,7 @@ class UnitCoordinator:
             if fetched and gatherer.device.type != "cpu":
                 self._prefetch()
 
-    def _fetched(self, params: Sequence[Parameter], units: Sequence[Unit]) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-        """Of the units of a module: (those whose fetch all ranks see, those that it misses parameters of)."""
-        missing = sharded.missing(params)
-        needed = units if len(missing) == len(params) else units_of(missing) if missing else ()
-        fetched = [u for u in units if not u.persistent and (u in needed or not u.looked_at)]
-        return tuple(fetched), needed
-
-    def _prefetch(self, needed_now: tuple[Unit, ...] = ()) -> None:
+    def _prefetch(self, needed_now: Sequence[Unit] = ()) -> None:
         """Start gathering the next units of the known order, as far as the limits allow."""
         if self.prefetch_numel == 0:
             return
@@ -225,7 +232,7 @@ class UnitCoordinator:
             elif submodule in self._in_backward:
                 return
             self._leave(submodule)
-            for unit in self._members(submodule)[1]:
+            for unit in self._members(submodule).units:
                 if not unit.active_modules and not unit.persistent and not self._stays(unit):
                     self._release(unit)
 
@@ -243,11 +250,11 @@ class UnitCoordinator:
             return calls <= 0
 
     def _leave(self, module: nn.Module) -> None:
-        params, units = self._members(module)
+        (_, params, units), key = self._members(module), sharded.key(module)
         for param in params:
-            sharded.users(param).discard(sharded.key(module))
+            sharded.users(param).discard(key)
         for unit in units:
-            unit.active_modules.discard(sharded.key(module))
+            unit.active_modules.discard(key)
 
     def leave_all(self) -> None:
         """No module uses its parameters any more; they may stay until something releases them."""
@@ -270,7 +277,7 @@ class UnitCoordinator:
             while self._in_backward:
                 module, _ = self._in_backward.popitem()
                 self._leave(module)
-                for unit in self._members(module)[1]:
+                for unit in self._members(module).units:
                     if not unit.active_modules and not unit.persistent:
                         self._release(unit)
 
@@ -285,6 +292,12 @@ class UnitCoordinator:
                 unit.looked_at.clear()
                 self.gatherer.release(unit)
             _check_released(self.gatherer.units)
+
+
+def _fetched(units: Mapping[Unit, list[Parameter]]) -> tuple[tuple[Unit, ...], list[Unit]]:
+    """Of the units of a module: (those whose fetch all ranks see, those that it misses parameters of)."""
+    needed = [unit for unit, params in units.items() if sharded.missing(params)]
+    return tuple([u for u in units if not u.persistent and (u in needed or not u.looked_at)]), needed
 
 
 def _check_released(units: Iterable[Unit]) -> None:

@@ -171,15 +171,16 @@ class Gatherer:
         ledger.pay(pending.bill)
         with ledger.billed(pending.bill):
             ledger.stock_would_send(sum([self._padded_numel[sharded.key(p)] for p in missing]))
-        unit.bill.update(pending.bill)
+        if pending.bill:
+            unit.bill.update(pending.bill)
         pending.wait()
         values, operands, lent = unit.decode(pending.gathered)
-        wanted = set(map(id, missing))
+        wanted = None if len(missing) == len(unit.params) else set(map(sharded.key, missing))
         for param, value, exact in values:
-            if id(param) in wanted:
+            if wanted is None or sharded.key(param) in wanted:
                 sharded.set_full(param, value, lossy=not exact)
         for param, operand in operands:
-            if id(param) in wanted:
+            if wanted is None or sharded.key(param) in wanted:
                 sharded.attached(param).operand = operand
                 dtype = unit.dtype_of(param)
                 if sharded.attached(param).as_numbers:

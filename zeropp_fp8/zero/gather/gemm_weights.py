@@ -149,7 +149,7 @@ class GemmWeights:
     def _own(self, param: Parameter) -> Tensor:
         """This rank's elements of a weight, flat, without the padding of the last slices (which nobody writes)."""
         own = self.session.placement.own_numel(param)
-        return sharded.shard(param).view(-1)[:own].to(self.session.device, non_blocking=True)
+        return sharded.unpadded(param, own).to(self.session.device, non_blocking=True)
 
     def _own_or_zero(self, param: Parameter) -> Tensor:
         own = self._own(param)

@@ -58,7 +58,7 @@ class SlicedUnit(Unit):
     # -- layout ------------------------------------------------------------------------------------------------------
 
     def lay_out(self) -> None:
-        made_for = [(sharded.shard(p).dtype, sharded.shard_numel(p)) for p in self.params]
+        made_for = [(sharded.shard_dtype(p), sharded.shard_numel(p)) for p in self.params]
         if self.layout is not None and self._made_for == made_for:
             return
         route, self._made_for = self.route, made_for
@@ -144,7 +144,7 @@ class SlicedUnit(Unit):
         """This rank's slices of what is packed, flat, without padding."""
         device = self.route.device
         slices = zip(self.packed, self._encoded_numels)
-        return [sharded.shard(p).view(-1)[:numel].to(device, non_blocking=True) for p, numel in slices]
+        return [sharded.unpadded(p, numel).to(device, non_blocking=True) for p, numel in slices]
 
     def _encode(self, own: list[Tensor]) -> None:
         """Encode into uint8 [1, size] of each region; without a secondary shard the bytes are kept for the next gather.
@@ -239,5 +239,5 @@ class Sliced(Storage):
         formats = [UnquantizedFormat(shard.dtype) for shard in shards]
         rows = gather_rows(self.route, [f.encode(shard) for f, shard in zip(formats, shards)])
         for param, wire_format, payloads in zip(params, formats, rows):
-            flat = wire_format.decode_rows(payloads, sharded.shard_numel(param), sharded.shard(param).dtype).view(-1)
+            flat = wire_format.decode_rows(payloads, sharded.shard_numel(param), sharded.shard_dtype(param)).view(-1)
             sharded.set_full(param, flat[: sharded.numel(param)].view(sharded.shape(param)))

@@ -108,7 +108,7 @@ class Storage(ABC):
         written += changed
         for param in changed:
             own = self.route.session.placement.own_part(param, param.data)
-            sharded.shard(param).view(-1)[: own.numel()].copy_(own)
+            sharded.unpadded(param, own.numel()).copy_(own)
         for param in params:
             if free_data and sharded.is_full(param):
                 sharded.free(param)  # refuses, by an exception, while a module uses the parameter
@@ -127,7 +127,7 @@ class Storage(ABC):
     def _own_part_differs(self, param: Parameter) -> Tensor:
         """uint8 []: whether this rank's part of a gathered parameter has other bits than its shard."""
         own = self.route.session.placement.own_part(param, param.data)
-        shard = sharded.shard(param).view(-1)[: own.numel()].to(own.device)
+        shard = sharded.unpadded(param, own.numel()).to(own.device)
         if own.dtype != shard.dtype:
             return torch.ones((), dtype=torch.uint8, device=self.route.device)
         bits = _BITS[own.dtype.itemsize]

@@ -163,9 +163,9 @@ class Unit(ABC):
 
     def pay(self) -> None:
         """It is used: what it has sent outside of steps counts for the step, if it is one that uses it."""
-        for bill in (self.copy_bill, self.bill):
-            if bill:
-                self.route.session.ledger.pay(bill)
+        if self.copy_bill or self.bill:
+            self.route.session.ledger.pay(self.copy_bill)
+            self.route.session.ledger.pay(self.bill)
 
     def leave(self) -> None:
         """Let no module be using the parameters."""
@@ -181,7 +181,7 @@ class Unit(ABC):
 
     def dtype_of(self, param: Parameter) -> torch.dtype:
         """The dtype of a parameter's values."""
-        return sharded.shard(param).dtype
+        return sharded.shard_dtype(param)
 
     def is_exact(self, param: Parameter) -> bool:
         """Whether what arrives is all there is of a parameter."""

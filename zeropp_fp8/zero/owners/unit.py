@@ -83,7 +83,7 @@ class OwnedUnit(Unit):
         return sum(sizes) / self.route.world_size
 
     def lay_out(self) -> None:
-        made_for = [(sharded.shard(p).dtype, sharded.shard_numel(p)) for p in self.params]
+        made_for = [(sharded.shard_dtype(p), sharded.shard_numel(p)) for p in self.params]
         if self.layout is not None and self._made_for == made_for:
             return
         self._made_for = made_for
@@ -237,7 +237,7 @@ class Owned(Storage):
         placement = self.route.session.placement
         try:
             params[0].all_gather(params)
-            parts = [placement.own_part(p, p.data).to(sharded.shard(p).dtype, copy=True) for p in params]
+            parts = [placement.own_part(p, p.data).to(sharded.shard_dtype(p), copy=True) for p in params]
         finally:
             params[0].partition(params)
         for param, own in zip(params, parts):
@@ -267,7 +267,7 @@ class Owned(Storage):
 
         def layout(pieces: Sequence[_Piece]) -> PayloadLayout:
             chosen = [codes if params[piece.index] in operands else formats[piece.index] for piece in pieces]
-            dtypes = [sharded.shard(params[piece.index]).dtype for piece in pieces]
+            dtypes = [sharded.shard_dtype(params[piece.index]) for piece in pieces]
             return PayloadLayout([p.numel for p in pieces], chosen, dtypes, route.device)
 
         full_pieces = self.pieces_of(params, route.rank_order.slices)
@@ -345,7 +345,7 @@ class Owned(Storage):
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
         device = self.route.device
-        layout = self.layout_of(params, [UnquantizedFormat(sharded.shard(p).dtype) for p in params])
+        layout = self.layout_of(params, [UnquantizedFormat(sharded.shard_dtype(p)) for p in params])
         row = torch.empty(layout.own.row_bytes, dtype=torch.uint8, device=device)
         layout.own.encode(self.shard_views(params, layout.own_pieces), self.route.one_row, row.view(1, -1))
         with self.route.session.ledger.counting(OUTSIDE):
@@ -354,7 +354,7 @@ class Owned(Storage):
                     result = torch.empty(sum(self.sizes_after(layout, hop)), dtype=torch.uint8, device=device)
                     self.start_hop(layout, hop, result, row).wait()
                     row = result
-        values = {p: torch.empty(sharded.shape(p), dtype=sharded.shard(p).dtype, device=device) for p in params}
+        values = {p: torch.empty(sharded.shape(p), dtype=sharded.shard_dtype(p), device=device) for p in params}
         self.decode_row(layout, row, params, values)
         for param, value in values.items():
             sharded.set_full(param, value)

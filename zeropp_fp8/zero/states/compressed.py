@@ -77,7 +77,7 @@ class CompressedStates(StagePart):
     def _weights(group: StateGroup) -> list[Tensor]:
         """This rank's part of each weight, without padding: what the model computes with."""
         parts = zip(group.params, group.segments.numels)
-        return [sharded.shard(param).view(-1)[:numel] for param, numel in parts]
+        return [sharded.unpadded(param, numel) for param, numel in parts]
 
     @torch.no_grad()
     def take_weights(self) -> None:
