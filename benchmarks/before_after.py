@@ -4,23 +4,28 @@
     python -m benchmarks.before_after --before runs/7e85fbb --ranks 2 --out runs/before_after.json
     python -m benchmarks.before_after --before runs/7e85fbb --ranks 4 --gbit 25 --out runs/25gbit.json    (root)
 
-A step on NVLink waits for Python, whose speed varies from minute to minute: both versions take turns, --rounds of them,
-each turn in processes of its own, odd rounds backwards. The difference is that of the medians over all rounds; beside
-it stands how far each version's own rounds are apart.
+A step on NVLink waits for Python, whose speed varies by a fifth from minute to minute: medians of runs that followed
+each other on two H100 once said 20 % where there were 4. So both versions are there at once, each in processes of its
+own on the same GPUs, and step in turns. The difference is the median over the pairs of their steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import statistics
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.harness.command import add_batch, add_link, add_steps, choose_runs, command, cut_into_nodes
 from benchmarks.harness.engines import EngineRun
 from benchmarks.harness.jobs import Job
-from benchmarks.harness.measuring import random_tokens, timed_steps
+from benchmarks.harness.measuring import random_tokens, synchronize, timed_steps
 from benchmarks.harness.nodes import set_rate_everywhere
 from benchmarks.harness.peers import SECTIONS
 from benchmarks.harness.question import Question
@@ -28,10 +33,42 @@ from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.tables import link_of
 
 TARGET = 2.0  # percent that a step may become slower
+VERSIONS = ("before", "after")  # in the order of their turns
+
+
+class Turns:
+    """The steps of one run: this version's n-th begins when the other's before it has ended, on every rank.
+
+    Args:
+        path: of a file that all ranks of both versions see.
+        seconds: that a rank waits for the others.
+    """
+
+    def __init__(self, path: str, run: str, version: str, seconds: float) -> None:
+        self._store = dist.FileStore(path, -1)
+        self._store.set_timeout(datetime.timedelta(seconds=seconds))
+        self._run, self._version = run, version
+        self._other = next(other for other in VERSIONS if other != version)
+
+    def _ended(self, step: int) -> None:
+        self._store.set(f"{self._run}, {self._version}, {step}, {dist.get_rank()}", "")
+
+    def _wait(self, step: int) -> None:
+        self._store.wait([f"{self._run}, {self._other}, {step}, {rank}" for rank in range(dist.get_world_size())])
+
+    def of(self, batches: Iterable[Tensor], steps: int, device: torch.device) -> Iterator[Tensor]:
+        """The first batches, each when the turn comes; to be exhausted, which waits for the other's last step."""
+        self._ended(-1)
+        for step, batch in zip(range(steps), batches):
+            self._wait(step - (self._version == VERSIONS[0]))
+            yield batch
+            synchronize(device)
+            self._ended(step)
+        self._wait(steps - 1)
 
 
 def measure(run: str, args, device: torch.device) -> dict:
-    """The row of one recipe, version and round."""
+    """The row of one recipe and version."""
     import zeropp_fp8
 
     size = SIZES[args.size]
@@ -41,34 +78,36 @@ def measure(run: str, args, device: torch.device) -> dict:
     if args.gbit:
         set_rate_everywhere(args.gbit)
     batches = random_tokens(size.vocabulary, args.micro_batch, args.sequence, device)
-    row = {"run": run, "version": args.version, "round": args.round, "package": Path(zeropp_fp8.__file__).parts[-3]}
+    turns = Turns(args.turns, run, args.version, args.timeout)
+    batches = turns.of(batches, args.warmup + args.steps, device)
+    row = {"run": run, "version": args.version, "package": Path(zeropp_fp8.__file__).parts[-3]}
     row |= timed_steps(trainer, batches, args.warmup, args.steps, device)
+    next(batches, None)
     trainer.close()
     return row
 
 
-def turns(args) -> list[Job]:
-    """A job for each round and version, of all recipes."""
-    jobs = []
-    for n in range(args.rounds):
-        for version in ("before", "after")[:: -1 if n % 2 else 1]:
-            cwd = args.before if version == "before" else None
-            jobs.append(Job(f"{version}, round {n}", args.runs, {"round": n, "version": version}, cwd))
-    return jobs
+def both_versions(args) -> list[Job]:
+    """A job of all runs for each version."""
+    folders, turns = {"before": args.before, "after": None}, str(Path(tempfile.mkdtemp(), "turns"))
+    return [Job(v, args.runs, {"version": v, "turns": turns}, folders[v]) for v in VERSIONS]
 
 
 def compare(rows: list[dict]) -> list[dict]:
-    """A line a recipe: the median of each version's rounds, how far they are apart, and the difference."""
+    """A line per run: each version's median step, and the quartiles of the difference over pairs of steps."""
     lines = []
     for run in dict.fromkeys(row["run"] for row in rows):
-        line = {"run": run}
-        for version in ("before", "after"):
-            times = [row["step_ms"] for row in rows if (row["run"], row["version"]) == (run, version)]
-            line |= {f"{version}_ms": statistics.median(times), f"{version}_by_round": times}
-            line[f"{version}_spread_percent"] = 100 * (max(times) / min(times) - 1)
-        line["percent_slower"] = 100 * (line["after_ms"] / line["before_ms"] - 1)
-        line["met"] = line["percent_slower"] <= TARGET
-        lines.append(line)
+        of_run = {row["version"]: row for row in rows if row["run"] == run}
+        if set(of_run) != set(VERSIONS):
+            continue  # one of them has failed, which the result says
+        pairs = zip(*(of_run[version]["times_ms"] for version in VERSIONS), strict=True)
+        slower = [100 * (after / before - 1) for before, after in pairs]
+        first, median, third = statistics.quantiles(slower, n=4) if len(slower) > 1 else 3 * slower
+        lines.append(
+            {"run": run}
+            | {f"{version}_ms": of_run[version]["step_ms"] for version in VERSIONS}
+            | {"percent_slower": median, "quartiles_percent": [first, third], "met": median <= TARGET}
+        )
     return lines
 
 
@@ -77,13 +116,15 @@ def show(result: dict) -> None:
     settings = result["settings"]
     print(
         f"\nStep time of {result['commit']} beside {settings['version_before']}, Llama {settings['size']}, "
-        f"{settings['ranks']} rank(s) in {link_of(settings)}, {settings['rounds']} rounds; at most {TARGET:g} % slower"
+        f"{settings['ranks']} rank(s) in {link_of(settings)}, {settings['steps']} pairs of steps; "
+        f"at most {TARGET:g} % slower"
     )
-    print(f"{'':<14}{'before, ms':>12}{'rounds apart':>14}{'after, ms':>12}{'rounds apart':>14}{'slower':>9}")
+    print(f"{'':<18}{'before, ms':>12}{'after, ms':>12}{'slower':>9}{'half of the pairs':>22}")
     for line in result["comparison"]:
-        cells = (f"{line[f'{v}_ms']:>12.1f}{line[f'{v}_spread_percent']:>12.1f} %" for v in ("before", "after"))
+        times = "".join(f"{line[f'{version}_ms']:>12.1f}" for version in VERSIONS)
+        first, third = line["quartiles_percent"]
         met = "met" if line["met"] else "MISSED"
-        print(f"{line['run']:<14}{''.join(cells)}{line['percent_slower']:>+7.1f} %  {met}")
+        print(f"{line['run']:<18}{times}{line['percent_slower']:>+7.1f} %{first:>+12.1f} to {third:+.1f} %  {met}")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -92,12 +133,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--before", required=True, metavar="FOLDER", help="that holds the other version's zeropp_fp8")
     add_link(parser)
     add_batch(parser, sequence=1024 if on_gpu else 64)
-    add_steps(parser, steps=20 if on_gpu else 4, warmup=5 if on_gpu else 1, rounds=4 if on_gpu else 2)
+    add_steps(parser, steps=40 if on_gpu else 4, warmup=8 if on_gpu else 1)
     args = parser.parse_args(argv)
     if not Path(args.before, "zeropp_fp8", "__init__.py").exists():
         parser.error(f"--before {args.before}: there is no package zeropp_fp8 in it")
     args.before = str(Path(args.before).resolve())
     args.version_before = Path(args.before).name
+    args.side_by_side = len(VERSIONS)
     cut_into_nodes(args, parser)
     choose_runs(args, parser, SECTIONS)
     return args
@@ -106,21 +148,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 QUESTION = Question(
     name="before_after",
     parse=parse,
-    settings=(
-        "size",
-        "ranks",
-        "nodes",
-        "gbit",
-        "micro_batch",
-        "sequence",
-        "steps",
-        "warmup",
-        "rounds",
-        "version_before",
-    ),
-    jobs=turns,
+    settings=("size", "ranks", "nodes", "gbit", "micro_batch", "sequence", "steps", "warmup", "version_before"),
+    jobs=both_versions,
     work=measure,
-    line=lambda row: f"{row['run']}, {row['version']}, round {row['round']}: {row['step_ms']:.1f} ms a step",
+    line=lambda row: f"{row['run']}, {row['version']}: {row['step_ms']:.1f} ms a step",
     compared=lambda result: {"comparison": compare(result["rows"])},
     show=show,
 )

@@ -4,9 +4,12 @@ import argparse
 import ast
 import json
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from benchmarks import ARCHIVED, before_after, compat
 from benchmarks.harness import command, environment, question, results
@@ -119,20 +122,41 @@ def test_flops_of_a_token():
 
 
 def test_before_and_after(tmp_path, capsys):
-    """Both versions in turns, each from its own folder; medians over rounds."""
+    """Both versions at once, each from its own folder; the median over pairs of steps, whatever drifts between them."""
     with pytest.raises(SystemExit):
         before_after.parse(["--before", str(tmp_path)])
     assert "there is no package zeropp_fp8 in it" in capsys.readouterr().err
     (tmp_path / "zeropp_fp8").mkdir()
     (tmp_path / "zeropp_fp8/__init__.py").touch()
-    args = before_after.parse(["--before", str(tmp_path), "--rounds", "2", "--runs", "zeropp"])
-    jobs = [(job.arguments["version"], job.cwd) for job in before_after.turns(args)]
-    assert jobs == [("before", str(tmp_path)), ("after", None), ("after", None), ("before", str(tmp_path))]
-    times = {"before": (100.0, 104.0), "after": (103.0, 107.1)}
-    rows = [{"run": "zeropp", "version": v, "round": n, "step_ms": times[v][n]} for v in times for n in (0, 1)]
-    (line,) = before_after.compare(rows)
-    assert line["percent_slower"] == pytest.approx(100 * (105.05 / 102 - 1)) and not line["met"]
-    assert line["before_spread_percent"] == pytest.approx(4.0)
+    args = before_after.parse(["--before", str(tmp_path), "--runs", "zeropp"])
+    jobs = before_after.both_versions(args)
+    assert [(job.arguments["version"], job.cwd) for job in jobs] == [("before", str(tmp_path)), ("after", None)]
+    assert args.side_by_side == 2 and jobs[0].arguments["turns"] == jobs[1].arguments["turns"]
+    times = {"before": [100.0, 200.0, 300.0], "after": [103.0, 206.0, 303.0]}
+    rows = [{"run": "zeropp", "version": v, "step_ms": times[v][1], "times_ms": times[v]} for v in times]
+    (line,) = before_after.compare([*rows, {"run": "fp8-lm", "version": "after", "times_ms": [1.0]}])
+    assert line["percent_slower"] == pytest.approx(3.0) and not line["met"]
+    assert line["quartiles_percent"] == pytest.approx([1.0, 3.0])
+
+
+def test_steps_in_turns(tmp_path, monkeypatch):
+    """Two versions in threads: the second's n-th step begins after the first's n-th, and before its next one."""
+    order, barrier = [], threading.Barrier(2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+
+    def steps(version):
+        turns = before_after.Turns(str(tmp_path / "turns"), "zeropp", version, seconds=60)
+        barrier.wait()
+        for batch in turns.of(iter("abcdef"), 4, torch.device("cpu")):
+            order.append((version, batch))
+
+    threads = [threading.Thread(target=steps, args=(version,)) for version in ("after", "before")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert order == [(version, batch) for batch in "abcd" for version in ("before", "after")]
 
 
 def test_how_tests_of_other_versions_ended():
