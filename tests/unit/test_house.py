@@ -12,7 +12,7 @@ import zeropp_fp8
 
 PACKAGE = Path(zeropp_fp8.__file__).parent
 LINES = {
-    "": 923,  # sharded.py, 235 lines, is the one that knows DeepSpeed's parameters
+    "": 929,  # sharded.py, 241 lines, is the one that knows DeepSpeed's parameters
     "comm": 2160,
     "compute": 2110,
     "config": 1891,
@@ -27,7 +27,7 @@ LINES = {
     "zero/checkpoint": 400,
     "zero/export": 431,
     "zero/frozen": 1296,
-    "zero/gather": 2856,
+    "zero/gather": 2868,  # the units of a module are kept, which a step on GPUs asks 56 times
     "zero/generation": 832,
     "zero/handover": 851,
     "zero/owners": 971,
