@@ -48,14 +48,13 @@ def make_state_groups(
     sub_groups: Sequence[Sequence[Parameter]], own_numel: Callable[[Parameter], int], device: torch.device
 ) -> list[StateGroup]:
     """The state groups of all sub-groups, in their order, matrices first."""
-    groups, ids = [], 0
+    groups = []
     for index, params in enumerate(sub_groups):
         for matrices in (True, False):
             members = [p for p in params if is_vector(sharded.shape(p)) is not matrices]
             if members:
                 numels = [own_numel(p) for p in members]
-                segments = Segments(numels, device, ids=range(ids, ids + len(members)))
-                ids += len(members)
+                segments = Segments(numels, device)
                 groups.append(StateGroup(index, members, segments, matrices))
     return groups
 
