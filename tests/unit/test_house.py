@@ -15,36 +15,29 @@ LINES = {
     "": 923,  # sharded.py, 235 lines, is the one that knows DeepSpeed's parameters
     "comm": 2160,
     "compute": 2110,
-    "config": 1891,
-    "doctor": 1372,
-    "formats": 2526,
-    "kernels": 5367,
+    "config": 1885,
+    "doctor": 1370,
+    "formats": 2472,
+    "kernels": 5278,
     "numerics": 1172,
-    "optim": 1015,
+    "optim": 921,
     "plan": 1779,
     "plugin": 1591,
     "zero": 2712,
     "zero/checkpoint": 400,
     "zero/export": 431,
-    "zero/frozen": 1296,
+    "zero/frozen": 1302,
     "zero/gather": 2856,
     "zero/generation": 832,
     "zero/handover": 851,
     "zero/owners": 971,
     "zero/reduce": 1397,
-    "zero/states": 907,
+    "zero/states": 897,
 }
 # What the next features may add to the folders that they touch.
 ALLOWED = {"Muon": 500, "experts": 900, "FSDP2": 1000}
 METHODS = {}
-FUNCTIONS = {
-    "words_of_pairs_with_ptx": 68,
-    "sums_of_spans": 77,
-    "store_quantity": 64,
-    "step_tile": 101,
-    "adamw_kernel": 70,
-    "store_frozen": 65,
-}
+FUNCTIONS = {}
 MOST_METHODS, MOST_LINES = 25, 60
 
 

@@ -173,74 +173,80 @@ def halves_of(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def in_both_halves(scales, TIMES: tl.constexpr):
+    """int32 [TIMES * R, 1] of bf16 scales [R]: a scale in each half of a word."""
+    bits = scales.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return repeated(bits | (bits << 16), TIMES)
+
+
+@triton.jit
+def pairs_of_int4(words, scales, TIMES: tl.constexpr, CLAMP: tl.constexpr):
+    """The four pairs of words of int4 with bf16 scales."""
+    return tl.inline_asm_elementwise(
+        INT4_TIMES_BF16_CLAMPED if CLAMP else INT4_TIMES_BF16,
+        "=&r,=&r,=&r,=&r,r,r",
+        [words, in_both_halves(scales, TIMES)],
+        (tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def pairs_of_int8(words, scales, TIMES: tl.constexpr, CLAMP: tl.constexpr):
+    """The two pairs of words of int8, with bf16 or fp32 scales."""
+    if scales.dtype == tl.bfloat16:
+        assembly: tl.constexpr = INT8_TIMES_BF16_CLAMPED if CLAMP else INT8_TIMES_BF16
+        constraints: tl.constexpr = "=&r,=&r,r,r"
+        factors = in_both_halves(scales, TIMES)
+    else:
+        assembly: tl.constexpr = INT8_TIMES_FP32_CLAMPED if CLAMP else INT8_TIMES_FP32
+        constraints: tl.constexpr = "=&r,=&r,r,f"
+        factors = repeated(scales, TIMES)
+    outputs: tl.constexpr = (tl.int32, tl.int32)
+    return tl.inline_asm_elementwise(assembly, constraints, [words, factors], outputs, is_pure=True, pack=1)
+
+
+@triton.jit
+def pairs_looked_up(words, scales, TIMES: tl.constexpr, ELEMENT: tl.constexpr, CLAMP: tl.constexpr):
+    """The four pairs of words of 4-bit codes with fp32 scales, out of a block's 16 numbers."""
+    if ELEMENT == "nf4":
+        numbers: tl.constexpr = NF4_NUMBERS_CLAMPED if CLAMP else NF4_NUMBERS
+    else:
+        numbers: tl.constexpr = INT4_NUMBERS_CLAMPED if CLAMP else INT4_NUMBERS
+    a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+        numbers,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,f",
+        [scales],
+        (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    a, b, c, d = repeated(a, TIMES), repeated(b, TIMES), repeated(c, TIMES), repeated(d, TIMES)
+    e, f, g, h = repeated(e, TIMES), repeated(f, TIMES), repeated(g, TIMES), repeated(h, TIMES)
+    return tl.inline_asm_elementwise(
+        LOOKED_UP,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+        [words, a, b, c, d, e, f, g, h],
+        (tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def words_of_pairs_with_ptx(words, scales, TIMES: tl.constexpr, ELEMENT: tl.constexpr, CLAMP: tl.constexpr):
     """Pairs 0, 1, 2 and 3 (with int8: 0, 1, 0 and 1) of words int32 [TIMES * R, C], two bf16 numbers in an int32 each.
 
     `scales`: bf16 or fp32 [R], each for TIMES rows of words.
     """
-    if scales.dtype == tl.bfloat16:
-        bits = scales.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        both = repeated(bits | (bits << 16), TIMES)
-        if ELEMENT == "int4":
-            return tl.inline_asm_elementwise(
-                INT4_TIMES_BF16_CLAMPED if CLAMP else INT4_TIMES_BF16,
-                "=&r,=&r,=&r,=&r,r,r",
-                [words, both],
-                (tl.int32, tl.int32, tl.int32, tl.int32),
-                is_pure=True,
-                pack=1,
-            )
-        else:
-            first, second = tl.inline_asm_elementwise(
-                INT8_TIMES_BF16_CLAMPED if CLAMP else INT8_TIMES_BF16,
-                "=&r,=&r,r,r",
-                [words, both],
-                (tl.int32, tl.int32),
-                is_pure=True,
-                pack=1,
-            )
-            return first, second, first, second
-    elif ELEMENT == "int8":
-        first, second = tl.inline_asm_elementwise(
-            INT8_TIMES_FP32_CLAMPED if CLAMP else INT8_TIMES_FP32,
-            "=&r,=&r,r,f",
-            [words, repeated(scales, TIMES)],
-            (tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
+    if ELEMENT == "int8":
+        first, second = pairs_of_int8(words, scales, TIMES, CLAMP)
         return first, second, first, second
+    elif scales.dtype == tl.bfloat16:
+        return pairs_of_int4(words, scales, TIMES, CLAMP)
     else:
-        if ELEMENT == "nf4":
-            numbers: tl.constexpr = NF4_NUMBERS_CLAMPED if CLAMP else NF4_NUMBERS
-        else:
-            numbers: tl.constexpr = INT4_NUMBERS_CLAMPED if CLAMP else INT4_NUMBERS
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            numbers,
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,f",
-            [scales],
-            (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-        return tl.inline_asm_elementwise(
-            LOOKED_UP,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
-            [
-                words,
-                repeated(a, TIMES),
-                repeated(b, TIMES),
-                repeated(c, TIMES),
-                repeated(d, TIMES),
-                repeated(e, TIMES),
-                repeated(f, TIMES),
-                repeated(g, TIMES),
-                repeated(h, TIMES),
-            ],
-            (tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
+        return pairs_looked_up(words, scales, TIMES, ELEMENT, CLAMP)
 
 
 @triton.jit
