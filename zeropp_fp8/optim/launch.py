@@ -47,7 +47,7 @@ def kernel_step(owned: Owned, constants: dict[str, float]) -> None:
 
     grads, weights = _Gradients.of(owned.grads), [w.detach() for w in owned.weights]
     first_weight, places = first_of(weights), _places(segments, grads.listed, weights)
-    # With a scale a segment, its first tile writes the new one while other tiles still read the old one.
+    # With a scale per segment, its first tile writes the new one while other tiles still read the old one.
     per_tensor = block_size is None and any(buffer.scales is not None for buffer in _buffers(owned))
     amax = no_magnitudes(len(segments), segments.device) if per_tensor else owned.states[0].codes
 
@@ -77,7 +77,7 @@ def kernel_step(owned: Owned, constants: dict[str, float]) -> None:
 
 
 class _Gradients(NamedTuple):
-    """What a kernel is given of them: codes or the first tensor, scales and elements of a block, all tensors."""
+    """The arguments of a kernel: codes or the first tensor, scales and elements of a block, all tensors."""
 
     base: Tensor
     name: str
@@ -109,7 +109,7 @@ def _block_size(owned: Owned) -> int | None:
 
 
 def _form(owned: Owned, grads: _Gradients, places: Places, block_size: int | None, l2: bool) -> Form:
-    """What the kernel is compiled for."""
+    """The constants that the kernel is compiled with."""
     device, (exp_avg, exp_avg_sq) = owned.segments.device, owned.states
     width = block_size or TILE
     return Form(

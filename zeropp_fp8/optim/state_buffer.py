@@ -15,7 +15,7 @@ NAN_SCALE = 255
 
 
 class StateBuffer:
-    """Codes of all segments in one flat tensor, with a scale a segment or a block where the format has scales.
+    """Codes of all segments in one flat tensor, with a scale per segment or per block where the format has scales.
 
     It starts as zeros.
 
@@ -137,7 +137,7 @@ class StateBuffer:
             self.encode_(segment, one.detach().reshape(-1).to(torch.float32))
 
     def num_bytes(self) -> int:
-        """Of codes and scales, padding included."""
+        """The bytes of codes and scales, padding included."""
         return sum(t.numel() * t.element_size() for t in (self.codes, self.scales) if t is not None)
 
     def _tiles_of(self, segments: tuple[int, ...], in_place: bool) -> Tensor:

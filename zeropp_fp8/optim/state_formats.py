@@ -1,9 +1,9 @@
-"""What the optimizer's quantities are stored as: the choice, and the number formats behind its names.
+"""The number formats of the optimizer's quantities, and the choice among them.
 
     name        bytes  value of a code                      scale
     fp32        4      the code                             none
     bf16        2      the code                             none
-    fp16        2      X * code, codes up to 65504          X = 2^(byte - 127), one byte a tensor or block
+    fp16        2      X * code, codes up to 65504          X = 2^(byte - 127), one byte per tensor or block
     fp8_e4m3    1      X * code, codes up to 448            the same
     fp8_e5m2    1      X * code, codes up to 57344          the same
 
@@ -49,7 +49,7 @@ class Storage:
 
     @property
     def num_bytes(self) -> int:
-        """Of a code."""
+        """Bytes of a code."""
         return self.dtype.itemsize
 
     @property
@@ -120,11 +120,11 @@ def check_scales(scales: str, block_size: int) -> None:
 
 @dataclass(frozen=True)
 class StateFormats:
-    """What master weight and moments are stored as.
+    """The formats of master weight and moments.
 
     Args:
         master, exp_avg, exp_avg_sq: names of STORAGE_NAMES.
-        scales: one scale a "tensor" or "block"; for the formats that have scales.
+        scales: one scale per "tensor" or "block"; for the formats that have scales.
         block_size: elements of a block, a power of two from 16 to 1024.
 
     Raises:
@@ -139,7 +139,7 @@ class StateFormats:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> StateFormats:
-        """Those that the fields of an "optimizer" section name."""
+        """The formats that the fields of an "optimizer" section name."""
         return cls(**{name.removesuffix("_format"): options[name] for name in OPTIONS if name in options})
 
     def __post_init__(self) -> None:

@@ -96,7 +96,7 @@ def _check_tensors(name: str, tensors: Sequence[Tensor], numels: Sequence[int]) 
 
 
 class Update:
-    """Of one kind of optimizers.
+    """The update of one kind of optimizers.
 
     Attributes:
         states: names in the optimizer's own state and in checkpoints -> the moment whose format each rests in,

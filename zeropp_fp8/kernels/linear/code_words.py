@@ -4,10 +4,10 @@ A word is 32 bits: 8 codes of 4 bits or 4 of 8, the first in the lowest bits. A 
 
     round(number(code) * scale)        product in fp32, within the finite range, rounded to the weight's dtype
 
-as `dequantize` writes it. An H200 reads 8.6e12 codes of 4 bits a second and issues 3.2e13 instructions a second
-(counted by thread): there is time for 4 instructions a code, loads and products included. Plain code takes 8. The PTX
-here makes two numbers at a time, in bf16, and takes 1.9 instructions a number (int4), 2.3 (int8), 3.8 (int8 with scales
-of more than 8 bits) and 2.6 (by look-up), with the same results bit for bit:
+as `dequantize` writes it. An H200 reads 8.6e12 codes of 4 bits per second and issues 3.2e13 instructions per second
+(counted by thread): there is time for 4 instructions per code, loads and products included. Plain code takes 8. The PTX
+here makes two numbers at a time, in bf16, and takes 1.9 instructions per number (int4), 2.3 (int8), 3.8 (int8 with
+scales of more than 8 bits) and 2.6 (by look-up), with the same results bit for bit:
 
     int4, int8    A code between the right bits of a bf16 number is that number plus the code, and subtracting it is
                   exact. So is the product with a bf16 scale in fp32: rounded to bf16 it is what bf16 arithmetic gives.

@@ -7,8 +7,8 @@ Sums are fp32, over the same 16-bit numbers as those of `dequantize` and a matri
 rows of x, as generation has them, the time is that of reading the weight.
 
 A program makes 8 * ROW_GROUPS outputs for all rows of x. Its warps share the sum over k: in each step, a warp takes
-the next 4 spans of 16 or 32 bytes of codes of each of its weight rows, a thread one span a row. Numbers are decoded in
-the registers into which their codes were loaded, which are those that tensor cores read: the order of k in a product is
+the next 4 spans of 16 or 32 bytes of codes of each of its weight rows, a thread one per row. Numbers are decoded in the
+registers into which their codes were loaded, which are those that tensor cores read: the order of k in a product is
 free, so x is loaded in the order in which codes lie. There is no shared memory and no barrier in the sum over k, only
 in that over warps at the end, in a fixed order: the same bits on every run. The codes of the next step are on their way
 while those of this one are multiplied. In LoRA's product the warps share the sum over r.
@@ -75,7 +75,7 @@ class Form:
 
 @triton.jit
 def load_scale_parts(payload_ptrs, block, group_start, offset_start, mask, SCALE: tl.constexpr):
-    """What `scales_of` needs of some blocks, as it lies in their slices' payloads: three tensors of block's shape."""
+    """The input of `scales_of` for some blocks, as their slices' payloads have it: three tensors of block's shape."""
     if SCALE == "bf16":
         scale = tl.load((payload_ptrs + 2 * block).to(tl.pointer_type(tl.int16)), mask=mask, other=0)
         return scale, scale, scale
@@ -231,7 +231,7 @@ def product(left, right, sums, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def starts_of_rows(weight, outputs, spans, slice_spans, place, FORM: tl.constexpr):
-    """Of the row of the weight at each of the places: the payloads of two slices, and its first span in the first."""
+    """The payloads of two slices with the weight's row at each of the places, and its first span in the first."""
     payload_ptr, rows_ptr, _, row_stride, _, _, _ = weight
     n = tl.program_id(0) * (8 * FORM.row_groups) + place // (32 * FORM.warps) * 8 + place // 4 % 8
     # Rows beyond the last one repeat it and are not stored.
@@ -430,7 +430,7 @@ def quantized_linear_kernel(
         sums, largest = sums_of_spans(x_ptr, weight, lookup_ptr, sizes, dtype, False, FORM)
         if FORM.ptx:
             overflow = tl.max(largest, axis=0) > SAFE_SCALE
-            # A clamp would take an instruction a code, of three. Instead the sums are made again, with it, where a
+            # A clamp would take an instruction per code, of three. Instead the sums are made again, with it, where a
             # scale is above 2^120 or NaN.
             if overflow:
                 sums, largest = sums_of_spans(x_ptr, weight, lookup_ptr, sizes, dtype, True, FORM)

@@ -1,4 +1,4 @@
-"""AdamW on quantities in any format: decode, update, encode, write the weights, in one pass over 13 bytes an element.
+"""AdamW on quantities in any format: decode, update, encode, write the weights, in one pass over 13 bytes per element.
 
     g = gradient * grad_scale (+ l2 * p)
     m = m + (g - m) rest1,   v = v beta2 + g g rest2
@@ -31,7 +31,7 @@ from zeropp_fp8.kernels.launching import Kernel
 from zeropp_fp8.kernels.mx_elements import NAN_SCALE, mx_scale_values, power_of_two
 from zeropp_fp8.kernels.optimizer.encode_blocks import TILE, largest_bits, scale_bytes
 
-# 8 elements a thread: 16 bytes of 16-bit numbers and 8 of FP8 codes, so that all accesses are shared out alike and
+# 8 elements per thread: 16 bytes of 16-bit numbers and 8 of FP8 codes, so that all accesses are shared out alike and
 # nothing has to be exchanged between threads.
 NUM_WARPS = 4
 # The root of the second moment is taken of a number within these bounds; 2^-50 adds no more to an eps of 1e-8 than its
@@ -54,7 +54,7 @@ class Form:
         grad, grad_block: "tensors", or the element of FP8 codes and how many of them share a scale (0: a segment).
         master, exp_avg, exp_avg_sq: what each is stored as, "fp32", "bf16", "fp16", "fp8_e4m3" or "fp8_e5m2".
         aligned_grads, aligned_weights: see `Places`.
-        per_block: a scale a row of a tile, not a segment.
+        per_block: a scale per row of a tile, not a segment.
         l2: whether weight decay is part of the gradient.
         native_fp8, fast: whether the device has instructions for FP8, and approximations to start from.
         rows, width: of a tile.
@@ -78,7 +78,7 @@ class Form:
 
 @triton.jit
 def row_scales(scales_ptr, tile, segment, PER_BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """int32 [ROWS]: the bytes of a tile's rows, one a block, or the segment's."""
+    """int32 [ROWS]: the bytes of a tile's rows, one per block, or the segment's."""
     if PER_BLOCK:
         out = tl.load(scales_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int32)
     else:
@@ -369,7 +369,7 @@ class Places:
 
     @classmethod
     def of(cls, grads: list[Tensor] | None, weights: list[Tensor], device) -> Places:
-        """Of these tensors; they hold as long as the tensors lie where they do. `grads`: None where they are codes."""
+        """The places of these tensors, while the tensors lie where they do. `grads`: None where they are codes."""
         columns, aligned = [], []
         for tensors in (weights if grads is None else grads, weights):
             base = first_of(tensors)

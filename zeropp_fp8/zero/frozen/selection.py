@@ -28,18 +28,15 @@ _WRAPPED_BASES = ("base_layer", "original_module")
 _LEVELS_ABOVE = 2  # modules that a weight's own must be in before it is judged while the model is being made
 
 
-def _linear_classes() -> tuple[type, ...]:
-    from transformers.pytorch_utils import Conv1D
-
-    return nn.Linear, Conv1D
-
-
 def _weights_of(module: nn.Module, frozen: FrozenConfig) -> list[Parameter]:
     """The parameters of a module itself that may be stored."""
     if isinstance(frozen.modules, list):  # named by hand: whatever its class, as with the experts of a mixture
         found = module.parameters(recurse=False)
         return [] if isinstance(module, nn.Embedding) else [p for p in found if len(sharded.shape(p)) >= 2]
-    return [module.weight] if isinstance(module, _linear_classes()) and isinstance(module.weight, Parameter) else []
+    from transformers.pytorch_utils import Conv1D
+
+    is_linear = isinstance(module, (nn.Linear, Conv1D)) and isinstance(module.weight, Parameter)
+    return [module.weight] if is_linear else []
 
 
 def is_chosen(name: str, frozen: FrozenConfig) -> bool:
@@ -146,9 +143,8 @@ def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool) -> None:
         trains: whether the engine has an optimizer. Without, everything is frozen.
 
     Raises:
-        ConfigError: a weight that is to be trained was stored while the model was made, or "modules" names it; one was
-            stored in another format; "modules" names none; there is nothing to store; or another engine has as numbers
-            what would be stored.
+        ConfigError: a weight to be trained is stored or named by "modules"; one was stored in another format; "modules"
+            names none; there is nothing to store; or another engine has numbers of what would be stored.
     """
     wire_format = store_format(frozen)
     names = {param: name for name, param in model.named_parameters()}

@@ -1,8 +1,8 @@
-"""Master weights and moments of ZeRO-3's sub-groups in low precision: 5 bytes a parameter instead of 12.
+"""Master weights and moments of ZeRO-3's sub-groups in low precision: 5 bytes per parameter instead of 12.
 
 FP8-LM (arXiv 2310.18313), section 2.2. The states of a sub-group lie in flat buffers, a segment for this rank's part of
 each tensor, and one fused step (optim/adamw.py) decodes, updates and encodes them and writes the model's weights from
-the rounded master weights. With a scale a tensor, "tensor" means this rank's part of it.
+the rounded master weights. With a scale per tensor, "tensor" means this rank's part of it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class CompressedStates(StagePart):
         """One optimizer step of a sub-group, weights of the model included.
 
         Args:
-            grads_of: gives a StateGroup's gradients: FP8Gradients, or a tensor a parameter.
+            grads_of: gives a StateGroup's gradients: FP8Gradients, or a tensor per parameter.
             options: of the update.
             grad_scale: fp32 [1] on the device, multiplies the gradients.
         """

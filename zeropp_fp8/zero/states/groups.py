@@ -39,7 +39,7 @@ class StateGroup:
     matrices: bool
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """What this rank has of each: in its shape where that is all of it, else flat."""
+        """The shape of this rank's part of each: its own where that is all of it, else flat."""
         parts = zip(self.params, self.segments.numels)
         return [tuple(sharded.shape(p)) if numel == sharded.numel(p) else (numel,) for p, numel in parts]
 
