@@ -67,9 +67,6 @@ SECTIONS = {
     "exp_avg_fp16": o2(exp_avg_format="fp16"),
     "exp_avg_sq_bf16": o2(exp_avg_sq_format="bf16"),
     "exp_avg_sq_fp8": o2(exp_avg_sq_format="fp8_e4m3"),
-    "stochastic": o2(rounding="stochastic"),
-    "master_bf16_stochastic": o2(master_format="bf16", rounding="stochastic"),
-    "master_fp8_stochastic": o2(master_format="fp8_e4m3", rounding="stochastic"),
     "scales_block": o2(scales="block"),
     "exp_avg_sq_fp8_scales_block": o2(exp_avg_sq_format="fp8_e4m3", scales="block"),
 }

@@ -20,7 +20,6 @@ from benchmarks.harness.environment import describe, forget_memory
 from benchmarks.harness.measuring import milliseconds
 from benchmarks.harness.results import write_result
 from examples.options import new_file, whole
-from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.optim import (
     Hyper,
     Owned,
@@ -33,14 +32,13 @@ from zeropp_fp8.optim import (
 
 VOCABULARY = 32_000
 HYPER = Hyper(1e-3, weight_decay=0.1, step=100)
-# name: (formats, format of gradients, stochastic rounding)
+# name: (formats, format of gradients)
 STEPS = {
-    "block scales, fp8 gradients": (StateFormats(scales="block"), "fp8_e4m3", False),
-    "block scales, bf16 gradients": (StateFormats(scales="block"), "bf16", False),
-    "block scales, stochastic": (StateFormats(scales="block"), "fp8_e4m3", True),
-    "tensor scales, fp8 gradients": (StateFormats(), "fp8_e4m3", False),
-    "all fp32, bf16 gradients": (StateFormats("fp32", "fp32", "fp32"), "bf16", False),
-    "all fp32, fp32 gradients": (StateFormats("fp32", "fp32", "fp32"), "fp32", False),
+    "block scales, fp8 gradients": (StateFormats(scales="block"), "fp8_e4m3"),
+    "block scales, bf16 gradients": (StateFormats(scales="block"), "bf16"),
+    "tensor scales, fp8 gradients": (StateFormats(), "fp8_e4m3"),
+    "all fp32, bf16 gradients": (StateFormats("fp32", "fp32", "fp32"), "bf16"),
+    "all fp32, fp32 gradients": (StateFormats("fp32", "fp32", "fp32"), "fp32"),
 }
 GRADIENT_BYTES = {"fp8_e4m3": 1, "bf16": 2, "fp32": 4}
 
@@ -71,7 +69,7 @@ def make_step(
     numels: list[int], name: str, device: torch.device, use_kernel: bool, drawn_on: torch.device
 ) -> tuple[Callable[[], None], tuple[StateBuffer, ...], list[torch.Tensor]]:
     """(work, buffers, weights) of a step of STEPS from random weights, moments and gradients."""
-    formats, gradients, stochastic = STEPS[name]
+    formats, gradients = STEPS[name]
     generator = torch.Generator(device=drawn_on).manual_seed(0)
     segments = Segments(numels, device)
     buffers = make_state_buffers(segments, formats)
@@ -91,10 +89,10 @@ def make_step(
         del draw, grad
     grads = listed if held is None else held
     scale = torch.ones(1, device=device)
-    seed = Seed(1, 2) if stochastic else None
+    shapes = [(n,) for n in numels]
 
     def work() -> None:
-        adamw_step(Owned(segments, buffers[0], buffers[1:], grads, weights, scale, seed), HYPER, use_kernel)
+        adamw_step(Owned(segments, buffers[0], buffers[1:], grads, weights, scale, shapes), HYPER, use_kernel)
 
     return work, buffers, weights
 

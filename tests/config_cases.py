@@ -37,7 +37,6 @@ DEFAULTS = {
     "optimizer.exp_avg_format": "fp32",
     "optimizer.exp_avg_sq_format": "fp32",
     "optimizer.scales": "tensor",
-    "optimizer.rounding": "nearest",
     "partition": "slice",
     "partition_split": "balance",
     "frozen.modules": "all-linear",

@@ -185,21 +185,6 @@ def mx_shared_exponent(amax: float, name: str, scale_mode: str) -> int:
     return max(-127, min(127, exponent))
 
 
-def hashed_noise(low: int, high: int, numel: int) -> np.ndarray:
-    """float64 [numel]: the noise of stochastic rounding for a seed of two halves."""
-
-    def mix(x: int) -> int:
-        x ^= x >> 16
-        x = x * 0x7FEB352D % 2**32
-        x ^= x >> 15
-        x = x * 0x846CA68B % 2**32
-        return x ^ x >> 16
-
-    key = mix((mix(low) + high) % 2**32)
-    step = mix(key) | 1
-    return np.array([(mix((place * step + key) % 2**32) >> 8) / 2**24 for place in range(numel)])
-
-
 def mx_round(scaled: np.ndarray, name: str) -> np.ndarray:
     """Places in `mx_grid` of finite float64 numbers >= 0, by searching it."""
     grid = mx_grid(name)

@@ -16,7 +16,7 @@ class EngineTrainer:
 
     Args:
         section: the plugin's; None for DeepSpeed without it.
-        seed: of the initial weights, drawn in fp32 on the CPU, and of what the plugin draws.
+        seed: of the initial weights, drawn in fp32 on the CPU.
         args: ranks, batch (of all ranks) and lr.
         more: of EngineRun.
     """
@@ -28,7 +28,7 @@ class EngineTrainer:
 
         self._rank, self._ranks, self._learning_rate = torch.distributed.get_rank(), args.ranks, args.lr
         self.engine_run = EngineRun(
-            section and {"seed": seed, **section},
+            section,
             size,
             device,
             micro_batch=args.batch // args.ranks,

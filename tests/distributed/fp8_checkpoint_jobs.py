@@ -15,7 +15,6 @@ OPTIONS = {
     "master_format": "bf16",
     "exp_avg_sq_format": "fp8_e4m3",
     "scales": "block",
-    "rounding": "stochastic",
 }
 
 

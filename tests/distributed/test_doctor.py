@@ -137,7 +137,7 @@ STARTED = [  # a case, and whether an engine is made of it
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "5", "warmup_mni_lr": 0}}}, False),
     (
         {
-            "section": {"recipe": "zerop", "seed": -1},
+            "section": {"recipe": "zerop", "enabled": 1},
             "zero_optimization": {
                 "reduce_scatter": "false",
                 "stage3_prefech_bucket_size": 1,

@@ -173,7 +173,7 @@ def test_training_and_memory_beside_stock():
 
 @pytest.mark.parametrize("case, world, node_size", [("o2", 4, 2), ("options", 3, 3), ("o1", 3, 1)])
 def test_checkpoints(case, world, node_size):
-    """Resume bit for bit, also with stochastic rounding and blocks; to stock and back."""
+    """Resume bit for bit, also with blocks; to stock and back."""
     for result in run_ranks(
         checkpoints.checkpoints_of_states, world=world, ranks_per_node=node_size, case=case, node_size=node_size
     ):

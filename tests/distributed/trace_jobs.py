@@ -19,7 +19,7 @@ OWN_STATES = {
     "differences on INT8": ("zeropp-diff", {"weights": {"format": "int8"}}),
     "differences in 2 bits": ("zeropp-2bit, on INT8", {}),
     "differences to whole tensors": ("differences to whole tensors", {}),
-    "stochastic states": ("FP8 states", {"optimizer": {"master_format": "fp16", "rounding": "stochastic"}}),
+    "FP8 states": ("FP8 states", {}),
     "some copies": ("zeropp-pcie, some copies", {}),
     "delayed scaling": ("lossless, delayed FP8 compute", {}),
     "FP8 operands": ("FP8 operands, node's copy", {}),

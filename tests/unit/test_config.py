@@ -156,7 +156,7 @@ def test_the_table_of_defaults_covers_every_field():
             yield from (f"{name}.{part}" for part in parts) if parts else (name,)
 
     fields = list(names(resolved({})))
-    assert set(fields) - set(DEFAULTS) == {"recipe", "seed"}
+    assert set(fields) - set(DEFAULTS) == {"recipe"}
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
@@ -189,7 +189,6 @@ def test_a_field_set_by_hand_overrides_its_recipe_and_nothing_else(recipe):
         ({"report": {"every": 0}}, "report.every", 0),
         ({"numerics": {"every": 50}}, "numerics.every", 50),
         ({"numerics": {"watch": "stop"}}, "numerics.watch", "stop"),
-        ({"seed": 7}, "seed", 7),
     ],
 )
 def test_fields_by_hand(section, path, value):
@@ -249,8 +248,9 @@ def test_unknown_key_names_the_nearest(section, where, nearest):
 @pytest.mark.parametrize(
     "where",
     [
+        "seed",
         *(f"{part}.scale_mode" for part in ("weights", "gradients", "compute", "frozen")),
-        *(f"{part}.rounding" for part in ("weights", "gradients", "compute")),
+        *(f"{part}.rounding" for part in ("weights", "gradients", "compute", "optimizer")),
         *(f"weights.difference.{name}" for name in ("hadamard", "refresh_every")),
         *(f"gradients.{name}" for name in ("scale_policy", "amax_history", "reduction")),
         *(f"compute.{name}" for name in ("amax_history", "amax_reduction", "evaluate_in")),
@@ -280,7 +280,6 @@ def test_every_mistake_is_reported_at_once():
     ("path", "wrong"),
     [
         ("enabled", [0, 1, "true", None]),
-        ("seed", [-1, 1.0, "0", True]),
         ("topology", [4, "detect", None]),
         ("topology.ranks_per_node", ["two", 0, -1, 2.0, True, None]),
         ("weights", ["int8", None]),
@@ -310,7 +309,6 @@ def test_every_mistake_is_reported_at_once():
         ("compute.high_precision_gemms", ["output", ["forward"], {"grad": ["a"]}, {"output": "a"}]),
         ("optimizer.master_format", [16]),
         ("optimizer.scales", ["row"]),
-        ("optimizer.rounding", ["up", 1]),
         ("partition_split", ["large", 1]),
         ("partition", ["slices", 1]),
         ("frozen.modules", ["all", [1]]),

@@ -170,7 +170,6 @@ FP8_MOMENT = {"exp_avg_format": "fp8_e4m3"}
             for name in ("master", "exp_avg", "exp_avg_sq")
         ],
         ({"optimizer": {"master_format": "int8"}}, ['optimizer.master_format"', '"int8"']),
-        ({"optimizer": {"rounding": "stochastic"}}, ['optimizer.rounding"', "states in low precision", "remove it"]),
         ({"optimizer": {"scales": "block"}}, ['optimizer.scales"', "states in low precision", "remove it"]),
         ({"partition": "whole_tensor"}, ['partition": "whole_tensor"', "gradients.intra_format", "fp8_e4m3"]),
         (
@@ -193,7 +192,7 @@ def test_states_and_shared_scales_that_are_possible():
     config = resolved({"gradients": SHARED})
     assert not config.gradients.hadamard and config.gradients.store_format == "none" and config.quantizes_gradients
     assert not config.stores_states_in_low_precision
-    fields = {**FP8_MOMENT, "scales": "block", "rounding": "stochastic"}
+    fields = {**FP8_MOMENT, "scales": "block"}
     config = resolved({"optimizer": fields})
     assert config.stores_states_in_low_precision and config.quantizes and not config.quantizes_gradients
     config = resolved({"recipe": "zeropp", "gradients": {"store_format": "fp8_e4m3"}})

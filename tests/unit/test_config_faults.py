@@ -82,9 +82,9 @@ FAULTS = [
     (f"{SECTION}.compute.min_features", 0),
     (f"{SECTION}.frozen.format", "nf5"),
     (f"{SECTION}.frozen.scales", False),
-    (f"{SECTION}.optimizer.rounding", "stochastic"),
+    (f"{SECTION}.optimizer.scales", "block"),
     (f"{SECTION}.optimizer.block_size", 128),
-    (f"{SECTION}.seed", None),
+    (f"{SECTION}.seed", 1),
     (f"{SECTION}.report.every", "100"),
     (f"{SECTION}.partition_split", "none"),
     (f"{SECTION}.gather_granularity", "layer"),
@@ -143,10 +143,10 @@ def test_what_follows_from_a_fault_is_none():
         f"{SECTION}.weights.format",
         f"{SECTION}.gradients.inter_fromat",
     ]
-    section = {"recipe": "zerop", "numerics": {"watch": "fall_back"}, "partition": "whole_tensor", "seed": -1}
+    section = {"recipe": "zerop", "numerics": {"watch": "fall_back"}, "partition": "whole_tensor", "enabled": 1}
     assert [line.split('"')[1] for line in lines_of(ds_config(section, train_micro_batch_size_per_gpu=1))] == [
         f"{SECTION}.recipe",
-        f"{SECTION}.seed",
+        f"{SECTION}.enabled",
     ]
 
 

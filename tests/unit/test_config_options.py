@@ -34,8 +34,6 @@ RUNS = {
 }
 WHY = {
     "enabled": "one key switches the plugin off, and the rest of the section stays",
-    "seed": "of stochastic rounding: another run of the same job",
-    "optimizer.rounding": "stochastic rounding, without which master weights in bf16 lose small steps",
     "weights.skip_modules": "a layer whose weights must not be rounded; `bisect` prints it",
     "gradients.skip_modules": "a layer whose gradients must not be rounded; `bisect` prints it",
     "compute.skip_modules": "a layer that must not compute in low precision; `bisect` prints it",
@@ -165,7 +163,7 @@ def test_runs_of_measurements_are_sections():
 
 
 def test_a_default_is_no_wish():
-    assert changed({"recipe": "zeropp", "report": {"every": 100}, "seed": 1}) == {"recipe", "seed"}
+    assert changed({"recipe": "zeropp", "report": {"every": 100}, "partition": "slice"}) == {"recipe"}
     script = ast.parse('config |= {"topology": {"ranks_per_node": ranks // 2}, "report": {"every": 100}}')
     (section,) = sections_in(literal(script.body[0].value))
     assert changed(section) == {"topology.ranks_per_node"}

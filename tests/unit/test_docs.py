@@ -208,10 +208,10 @@ def test_every_field_says_what_it_means():
 
 def test_the_page_says_other_things_of_other_models(monkeypatch):
     class Other(PluginConfig):
-        seed: int = Field(0, ge=0, description="another meaning")
+        enabled: bool = Field(True, description="another meaning")
 
     monkeypatch.setattr(document, "PluginConfig", Other)
-    said = "of stochastic rounding of master weights"
+    said = PluginConfig.model_fields["enabled"].description
     assert page() == PAGES["docs/configuration.md"].replace(said, "another meaning")
 
 

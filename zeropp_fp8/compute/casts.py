@@ -110,7 +110,7 @@ def cast_groups(
     """A scale for each group of values, found on the way.
 
     Args:
-        granularity: "row": a scale a row of [R, C] for the plain copy, and a row of [C, R] (a column) for the
+        granularity: "row": a scale per row of [R, C] for the plain copy, and a row of [C, R] (a column) for the
             transposed one. "block": per 1 x 128 elements along C for the plain copy, along R for the transposed one.
             "tile": per 128 x 128, shared by both copies (the transposed copy's scales are transposed too).
         others, result, errors: see `cast_per_tensor`; K is padded to a multiple of 16 for rows, else of 128.
@@ -260,7 +260,7 @@ def _codes(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rows_operand(values: Tensor, dtype: torch.dtype) -> Float8Operand:
-    """The operand of fp32 [rows, K] with a scale a row."""
+    """The operand of fp32 [rows, K] with a scale per row."""
     scale = scale_of_amax(_finite_magnitudes(values).amax(dim=1, keepdim=True), dtype)
     return Float8Operand(_padded(_codes(values, scale, dtype), ALIGNMENT), scale, tuple(values.shape), "row")
 

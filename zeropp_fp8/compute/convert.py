@@ -31,7 +31,7 @@ _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass
 class ConversionReport:
-    """What `convert_linear_layers` did.
+    """The outcome of `convert_linear_layers`.
 
     Attributes:
         scaling: shared by all converted layers; its `end_step` is to be called after each optimizer step.

@@ -12,7 +12,7 @@ from zeropp_fp8.compute.scaling import DelayedScaling
 
 
 class FusedModule(nn.Module):
-    """What a module is beside its own class while it is fused."""
+    """The base of the class that a module has while it is fused."""
 
 
 @functools.cache

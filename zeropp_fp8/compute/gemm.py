@@ -3,8 +3,8 @@
 Hopper multiplies FP8 matrices in this layout only. Where the device has no FP8 GEMM for an operand's scales the same
 products are formed in fp32, from the same codes: results agree to the rounding of the output.
 
-What runs where (torch 2.11, H200, measured at 8192 x 4096 x 4096 against 811 TFLOP/s in bf16): a scale a tensor 1505, a
-scale a row 1529, blocks x tiles 1095, blocks x blocks 812 TFLOP/s.
+Measured (torch 2.11, H200, at 8192 x 4096 x 4096, against 811 TFLOP/s in bf16): a scale per tensor 1505, a scale per
+row 1529, blocks x tiles 1095, blocks x blocks 812 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROW_ALIGNMENT = 4  # rows of an operand with scales of blocks
 def has_fp8_gemm(device: torch.device, granularity: Granularity) -> bool:
     """Whether the device multiplies FP8 operands with such scales itself.
 
-    A scale a tensor needs compute capability 8.9, a scale a row 9.0, blocks and tiles exactly 9.0 and CUDA 12.9.
+    A scale per tensor needs compute capability 8.9, a scale per row 9.0, blocks and tiles exactly 9.0 and CUDA 12.9.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False

@@ -75,7 +75,7 @@ def _outside_autocast(function: Callable, tensor: Tensor, *others):
 
 
 class _LowPrecisionModule(nn.Module):
-    """What converted modules share; compute.convert_linear_layers makes them.
+    """The base of converted modules; compute.convert_linear_layers makes them.
 
     Attributes:
         number: by which operators find it (operators.py).

@@ -43,7 +43,7 @@ def layer_of(number: Tensor) -> nn.Module:
 
 
 def linear(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What layer(x) computes, of operators: x [..., in], the result [..., out].
+    """layer(x) of operators: x [..., in], the result [..., out].
 
     Args:
         layer: a converted layer, with the `weight` that is its Parameter.
@@ -172,7 +172,7 @@ def _linear(
 
 
 class _Linear(torch.autograd.Function):
-    """What autograd sees of a layer. Of x the product takes its operand only."""
+    """A layer as autograd sees it. Of x the product takes its operand only."""
 
     @staticmethod
     def forward(

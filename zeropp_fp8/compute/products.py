@@ -84,7 +84,7 @@ class LinearPrecision:
         transposed: bool,
         plain_in_high: bool,
     ) -> tuple[Operand | None, Operand | None]:
-        """What is asked for: the matrix itself where its product is in high precision, else of `pair`.
+        """The operands asked for: the matrix itself where its product is in high precision, else of `pair`.
 
         Layers that share an input may have made a copy that this one, frozen, does not need; a recomputation in
         activation checkpointing may not find it, and must save as many tensors.

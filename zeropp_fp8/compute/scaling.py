@@ -1,8 +1,8 @@
 """Scaling: how the operands of a linear layer's three GEMMs are quantized, and what that remembers between steps.
 
-    current      one scale a tensor, from this tensor's amax
-    delayed      one scale a tensor, from the amax of earlier steps: one pass less over the data
-    per_channel  one scale a row of each operand
+    current      one scale per tensor, from this tensor's amax
+    delayed      one scale per tensor, from the amax of earlier steps: one pass less over the data
+    per_channel  one scale per row of each operand
     block        1 x 128 blocks of activations and gradients, 128 x 128 tiles of weights
     mx           32 elements share a power of two (OCP Microscaling)
 
@@ -124,7 +124,7 @@ class Scaling:
         """
 
     def state_dict(self) -> dict:
-        """What the next steps depend on."""
+        """The state that the next steps depend on."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
@@ -132,7 +132,7 @@ class Scaling:
 
 
 def _key(x: Tensor, training: bool) -> tuple | None:
-    """What identifies a tensor while its memory is alive; None for inference tensors, which do not count changes."""
+    """The identity of a tensor while its memory is alive; None for inference tensors, which do not count changes."""
     if x.is_inference():
         return None
     memory = x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype

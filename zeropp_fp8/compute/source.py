@@ -1,4 +1,4 @@
-"""What a method says, for replacing the forward of a module only where it is known."""
+"""The source of a method, for replacing the forward of a module only where it is known."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Only with delayed scaling, whose scale is known beforehand, and on a GPU. Elsewh
 torch.compile the module computes as it was written. The result itself is written too, so that whatever looks at it sees
 it; the layer finds its operands by the memory of its input (scaling.py), and casts the input where it does not.
 
-In 16 bits the unfused way moves 14 bytes an element in forward (with the cast) and 18 in backward, this 8 and 10.
+In 16 bits the unfused way moves 14 bytes per element in forward (with the cast) and 18 in backward, this 8 and 10.
 """
 
 from __future__ import annotations

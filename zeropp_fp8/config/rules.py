@@ -247,10 +247,7 @@ def _difference(c: Any) -> bool:
 
 # {field: (what it belongs to, whether that is there)}
 _BELONGING: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(
-        ("optimizer.rounding", "optimizer.scales"),
-        ("states in low precision", lambda c: c.stores_states_in_low_precision),
-    ),
+    "optimizer.scales": ("states in low precision", lambda c: c.stores_states_in_low_precision),
     **dict.fromkeys(
         ("frozen.block_size", "frozen.double_quantize"),
         ('scales of blocks ("frozen.scales": "block")', lambda c: c.frozen.scales == "block"),

@@ -44,7 +44,6 @@ GEMMS = ("output", "grad_input", "grad_weight")  # of a linear layer
 BlockSize = Annotated[int, Strict(), Field(ge=2, le=1 << 20, multiple_of=2)]
 Flag = Annotated[bool, Strict()]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
-Seed = Annotated[int, Strict(), Field(ge=0)]
 Memory = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 IsAuto = AfterValidator(lambda given: "auto" if given == "detect" else given)  # Accelerate refuses the word "auto"
 OnTheWire = Annotated[Literal[WIRE_FORMATS], ELSEWHERE]
@@ -217,7 +216,6 @@ class OptimizerConfig(_Section):
         "tensor",
         description="what shares a scale: 128 elements, or a tensor (a rank's part of it, where tensors are sliced)",
     )
-    rounding: Literal["nearest", "stochastic"] = Field("nearest", description="of master weights")
 
 
 class FrozenConfig(_Section):
@@ -295,7 +293,6 @@ class PluginConfig(_Section):
 
     enabled: Flag = Field(True, description="false: stock DeepSpeed")
     recipe: str | None = Field(None, description="the name of what fills all fields; one that is set by hand wins")
-    seed: Seed = Field(0, description="of stochastic rounding of master weights")
     topology: TopologyConfig = TopologyConfig()
     weights: WeightsConfig = WeightsConfig()
     secondary: SecondaryConfig = SecondaryConfig()

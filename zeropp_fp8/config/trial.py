@@ -56,7 +56,7 @@ class Trial(BaseModel):
     def applied(self, config: PluginConfig) -> PluginConfig:
         """The configuration that the run has."""
         if "all" in self.high:
-            kept = ("seed", "topology", "gather_granularity", "compile", "trl_generation", "checkpoint", "report")
+            kept = ("topology", "gather_granularity", "compile", "trl_generation", "checkpoint", "report")
             return PluginConfig(recipe="lossless", **{name: getattr(config, name) for name in kept})
         changes: dict[str, Any] = {"numerics": NumericsConfig()}
         known = pieces_of(config)

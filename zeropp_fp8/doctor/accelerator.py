@@ -83,7 +83,7 @@ def rates(device: torch.device) -> dict[str, float]:
 
 
 def _seconds(function) -> float:
-    """Of one call, after some that are not counted."""
+    """The time of one call, after some that are not counted."""
     for _ in range(3):
         function()
     torch.cuda.synchronize()

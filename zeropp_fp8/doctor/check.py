@@ -34,7 +34,7 @@ from zeropp_fp8.plan import __main__ as plan
 
 @dataclass
 class Checked:
-    """What is known of a ds_config.
+    """The facts about a ds_config.
 
     Attributes:
         config: what its section resolves to; None where DeepSpeed is stock, or the section is refused.
@@ -118,7 +118,7 @@ def differing(config: PluginConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _of_engine(config: PluginConfig, ranks: int | None, ranks_per_node: int | None) -> list[str]:
-    """What an engine refuses when it is made on so many ranks."""
+    """The refusals of an engine that is made on so many ranks."""
     from zeropp_fp8.plugin.zeropp_engine import check_owners
 
     places = []
@@ -138,7 +138,7 @@ def _of_engine(config: PluginConfig, ranks: int | None, ranks_per_node: int | No
 
 
 def _stock(given: Mapping[str, Any]) -> str:
-    """What DeepSpeed would do without the plugin."""
+    """The numbers of DeepSpeed without the plugin."""
     keys = {key: value for key, value in in_tree_keys(given).items() if value != IN_TREE_KEYS[key]}
     passes = f', passing over "{SECTION}"' if SECTION in given else ""
     by_itself = f"; {', '.join(keys)} would be its own, for which it needs CUDA and nvcc" if keys else ""
@@ -191,7 +191,7 @@ def cost_of(config: PluginConfig, ds_config: Mapping[str, Any], arguments: argpa
 
 
 def report(path: str, found: Checked) -> str:
-    """What is printed."""
+    """The lines that are printed."""
     lines = []
     if found.config is not None:
         source = f" (from {found.config.recipe_variable})" if found.config.recipe_variable else ""

@@ -1,4 +1,4 @@
-"""What ranks have said of themselves, side by side: where they contradict each other, and where nodes are."""
+"""The facts of all ranks, side by side: where they contradict each other, and where nodes are."""
 
 from __future__ import annotations
 

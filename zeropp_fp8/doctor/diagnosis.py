@@ -1,4 +1,4 @@
-"""What this machine can do for training, and what stands in the way: alone, or on all ranks under a launcher.
+"""The abilities of this machine for training, and what stands in the way: alone, or on all ranks under a launcher.
 
 python -m zeropp_fp8 doctor
 torchrun --nnodes 2 --nproc-per-node 8 ... -m zeropp_fp8 doctor --model meta-llama/Llama-3.1-8B
@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass
 class Diagnosis:
-    """What rank 0 knows at the end.
+    """The facts that rank 0 has at the end.
 
     Attributes:
         facts, links: what each rank has said of itself, and measured.
@@ -123,7 +123,7 @@ def _diagnosed(ranks: Ranks, local_rank: int, arguments: argparse.Namespace) -> 
 
 
 def _compare(found: Diagnosis, ranks: Ranks, arguments: argparse.Namespace) -> None:
-    """What ranks have found, and whether links can be measured: ranks a node are what all go by, 0 where not."""
+    """Compare the ranks' facts. Links can be measured where all go by the same ranks per node; else that is 0."""
     said = ranks.hear("facts")
     found.facts = {rank: one for rank, one in said.items() if "failed" not in one}
     found.problems = missing_problems(said, ranks.world_size, "themselves")
@@ -141,7 +141,7 @@ def _compare(found: Diagnosis, ranks: Ranks, arguments: argparse.Namespace) -> N
 
 
 def _tell_links(ranks: Ranks, local_rank: int, per_node: int, seconds: float) -> None:
-    """In a thread of its own: in a collective it may wait for ever for a rank that is gone."""
+    """Measure in a thread of its own: in a collective it may wait for ever for a rank that is gone."""
     try:
         ranks.tell("links", measured(ranks, local_rank, per_node, seconds))
     except Exception as error:  # of any backend; rank 0 reports it, and the others are not waited for
@@ -214,7 +214,7 @@ def _slow_exchanges(found: Diagnosis) -> list[Problem]:
 
 
 def slowest(found: Diagnosis, level: str) -> dict[str, float] | None:
-    """Of all groups of a level, the lowest rates and the highest latency."""
+    """The lowest rates and the highest latency of all groups of a level."""
     of_level = [one[level] for one in found.links.values() if level in one]
     if not of_level:
         return None
@@ -240,7 +240,7 @@ def hardware_of(found: Diagnosis) -> Hardware:
 
 
 def _plan(found: Diagnosis, arguments: argparse.Namespace) -> None:
-    """What recipes take a step here, where all links that there are were measured."""
+    """Plan a step of each recipe here, where all links that there are were measured."""
     nodes, per_node = found.nodes
     within, between = slowest(found, "within"), slowest(found, "between")
     if not nodes or (nodes > 1 and between is None) or (per_node > 1 and within is None):
@@ -257,7 +257,7 @@ def _plan(found: Diagnosis, arguments: argparse.Namespace) -> None:
 
 
 def report(found: Diagnosis) -> list[str]:
-    """What rank 0 prints."""
+    """The lines that rank 0 prints."""
     lines, first = [], found.facts.get(0)
     on_gpus = any(one["rates"] for one in found.facts.values())
     if first is not None:

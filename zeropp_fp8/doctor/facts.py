@@ -1,4 +1,4 @@
-"""What a rank finds about itself; nothing in it waits for another rank."""
+"""The facts that a rank finds about itself, without waiting for another rank."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def kernel_differences(device: torch.device) -> list[str]:
-    """What is wrong with the kernels of a device, a sentence each."""
+    """The faults of a device's kernels, a sentence each."""
     return [*_of_formats(device), *_of_casts(device), *_of_gemms(device)]
 
 

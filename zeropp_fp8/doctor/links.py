@@ -53,7 +53,7 @@ def _rate(collective: str, level: Level, topology: Topology, device: torch.devic
 
 
 def _seconds(collective: str, level: Level, topology: Topology, device: torch.device, size: int, repeats: int) -> float:
-    """Of one call, the median, on the slowest rank of this rank's group."""
+    """The median time of a call on the slowest rank of this rank's group."""
     received = torch.empty(size * level.size, dtype=torch.uint8, device=device)
     payload = torch.zeros(size if collective == "all_gather" else len(received), dtype=torch.uint8, device=device)
     _agreed(0.0, topology.group, device)

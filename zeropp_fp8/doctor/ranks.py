@@ -1,4 +1,4 @@
-"""What ranks tell each other through a key-value store.
+"""Messages between ranks through a key-value store.
 
 There are no collectives in it: a rank that hangs, raises or is dead is named by the others and holds none of them up.
 """
@@ -39,7 +39,7 @@ class Ranks:
         self.store.add(f"{what}/count", 1)
 
     def hear(self, what: str, limit_s: float | None = None) -> dict[int, Any]:
-        """What each rank has said, as far as it came in time. Where one failed, the others get `GRACE_S` more."""
+        """The messages of the ranks that came in time. Where one failed, the others get `GRACE_S` more."""
         deadline, failed = time.monotonic() + (self.limit_s if limit_s is None else limit_s), False
         while self.store.add(f"{what}/count", 0) < self.world_size and time.monotonic() < deadline:
             if not failed and self.store.add(f"{what}/failed", 0):
@@ -53,7 +53,7 @@ class Ranks:
         self.store.set(f"{what}/decided", _packed(decided))
 
     def decided(self, what: str, limit_s: float) -> Any:
-        """What rank 0 has decided.
+        """The decision of rank 0.
 
         Raises:
             Unanswered: nothing in time.

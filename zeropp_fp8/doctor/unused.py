@@ -50,5 +50,3 @@ def _idle(config: PluginConfig) -> Iterator[tuple[set[str], str]]:
         yield {"numerics.parts", "numerics.file"}, '"numerics.every" is 0'
     if config.numerics.watch == "none":
         yield {"numerics.spike"}, '"numerics.watch" is "none"'
-    if config.optimizer.rounding != "stochastic":
-        yield {"seed"}, "nothing is rounded stochastically"

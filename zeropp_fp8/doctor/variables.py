@@ -24,12 +24,12 @@ OF_A_HOST = ("NCCL_HOSTID", "CUDA_VISIBLE_DEVICES")  # may differ from rank to r
 
 
 def variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Those that are set."""
+    """The variables that are set."""
     return {name: value for name, value in sorted(env.items()) if name.startswith(PREFIXES) or name in OTHERS}
 
 
 def variable_problems(found: Mapping[str, str], interfaces: Iterable[str] | None = None) -> Iterator[Problem]:
-    """What is wrong with a rank's variables. `interfaces`: of its host."""
+    """The faults of a rank's variables. `interfaces`: of its host."""
     for (name, value), cost in COSTLY.items():
         if found.get(name, "").upper() == value:
             yield Problem(f"{name}={value}: {cost}", "unset it, if that is not meant", serious=False)

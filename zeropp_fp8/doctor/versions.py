@@ -17,7 +17,7 @@ SHOWN = ("torch", "triton", "deepspeed", "transformers", "peft", "accelerate", "
 
 
 def versions() -> dict[str, str]:
-    """Of Python, this package, CUDA, NCCL and those of SHOWN that are there."""
+    """The versions of Python, this package, CUDA, NCCL and those of SHOWN that are there."""
     import torch
 
     found = {"python": platform.python_version(), "zeropp_fp8": zeropp_fp8.__version__}

@@ -23,7 +23,7 @@ def align_up(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """What kernels must know of the payloads of a format.
+    """The facts about a format's payloads that kernels need.
 
     Attributes:
         element: the kind of code, by name.
@@ -70,7 +70,7 @@ class WireFormat(ABC):
         return self.scales == "none"
 
     def kernel_spec(self) -> KernelSpec | None:
-        """Of a format that kernels may know; None: torch code alone does."""
+        """The spec for kernels; None: only torch code knows this format."""
         return None
 
     @property

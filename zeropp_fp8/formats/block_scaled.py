@@ -28,7 +28,7 @@ from zeropp_fp8.formats.scales import Bf16Scale, BlockScale
 
 
 class Element(Protocol):
-    """What a block-scaled format needs to know about the numbers inside a block."""
+    """The numbers inside a block, as a block-scaled format needs them."""
 
     bits: int
     largest: float

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements a thread works on at a time: 1 MB in fp32. Smaller pieces lie nearer to the core, but a call takes 1 us
+# Elements that a thread works on at a time: 1 MB in fp32. Smaller pieces lie nearer to the core, but a call takes 1 us
 # whatever its size, and a piece some fifty calls: 16M numbers to int8 take 21 ms with 64K, 11 with 256K, 9 with 512K.
 # 512K would need two buffers of 2 MB for each thread, more than its share of a last-level cache often is.
 PIECE = 1 << 18

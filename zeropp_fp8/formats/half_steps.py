@@ -5,7 +5,7 @@ one too many, and the largest number of a block is cut off: a scale that left it
 all others. What is cut off is not lost where the error comes again with the next difference (`weights.difference`).
 
 Where AdamW steps of 1e-3 on a Llama of 64 features, of standard deviation 0.02, are sent as such differences, weights
-keep at least 41.5 dB with 2 bits a number in blocks of 64 and 47 dB with 3 bits in blocks of 128; in INT8 and blocks of
+keep at least 41.5 dB with 2 bits per number in blocks of 64 and 47 dB with 3 in blocks of 128; in INT8 and blocks of
 256, without differences, they have 43 dB (tests/distributed/test_differences.py).
 """
 
@@ -44,7 +44,7 @@ class HalfStepElement:
 
 
 class HalfStepFormat(BlockScaledFormat):
-    """Half steps with a bf16 scale a block, to the nearest level; the upper one where both are as near.
+    """Half steps with a bf16 scale per block, to the nearest level; the upper one where both are as near.
 
     Raises:
         ValueError: another name, or a block size that does not fill whole bytes.

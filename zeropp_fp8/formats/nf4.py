@@ -79,7 +79,7 @@ class NF4Element:
 
 
 class NF4Format(BlockScaledFormat):
-    """NF4 with an fp32 scale a block.
+    """NF4 with an fp32 scale per block.
 
     Args:
         block_size: elements a scale is shared by, even; None for one scale per row (per tensor).

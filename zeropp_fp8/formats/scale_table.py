@@ -18,7 +18,7 @@ OF_GRADIENTS, OF_PARTIAL_SUMS, OF_RESULTS = range(3)  # rows of `counts`
 
 @dataclass
 class SharedScales:
-    """Of the tensors of one reduction, in its order; all on the tensors' device.
+    """The scales of the tensors of one reduction, in its order; all on the tensors' device.
 
     Attributes:
         encode: fp32 [tensors], the same on every rank: code = FP8(gradient * encode).
@@ -56,7 +56,7 @@ class SharedScales:
         return SharedScales(self.encode, self.decode * headroom, self.amax, self.counts)
 
     def of(self, members: Sequence[int], index: Tensor) -> SharedScales:
-        """Those of some of the tensors. Of neighbours, and of a table, they stay in place; others are copies, whose
+        """The scales of some tensors. Those of neighbours, and of a table, stay in place; others are copies, whose
         amax `recorded` takes over.
 
         `index`: int64, the members on the tensors' device.
@@ -70,7 +70,7 @@ class SharedScales:
         return SharedScales(self.encode[index], self.decode[index], torch.zeros_like(self.amax[index]), self.counts)
 
     def recorded(self, scales: SharedScales, index: Tensor) -> None:
-        """What `of` has given for `index` has recorded amax."""
+        """Take over the amax that the scales given by `of(index)` have recorded."""
         if self.table is None and scales.amax.untyped_storage().data_ptr() != self.amax.untyped_storage().data_ptr():
             self.amax.scatter_reduce_(0, index, scales.amax, "amax")
 

@@ -1,4 +1,4 @@
-"""Block scales in bf16, rounded up so that no code can overflow, and in fp32: one number a block."""
+"""Block scales in bf16, rounded up so that no code can overflow, and in fp32: one number per block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIN_SCALE = 2.0**-126
 
 
 class BlockScale(Protocol):
-    """What a block-scaled format needs to know about the number that a block's elements share."""
+    """The number that a block's elements share, as a block-scaled format needs it."""
 
     name: str
     num_bytes: int
@@ -61,7 +61,7 @@ def divide_(blocks: Tensor, scales: Tensor) -> None:
 
 
 class Bf16Scale:
-    """`block_scales` in 2 bytes a block."""
+    """`block_scales` in 2 bytes per block."""
 
     name = "bf16"
     num_bytes = 2
@@ -85,7 +85,7 @@ class Bf16Scale:
 
 
 class Fp32Scale:
-    """The block's largest magnitude as it is, in 4 bytes a block; for elements whose largest number is 1.
+    """The block's largest magnitude as it is, in 4 bytes per block; for elements whose largest number is 1.
 
     NaN for a block that holds NaN or Inf.
     """

@@ -1,4 +1,4 @@
-"""FP8 codes whose scale is not in the payload: one a tensor, which all ranks know beforehand.
+"""FP8 codes whose scale is not in the payload: one per tensor, which all ranks know beforehand.
 
 FP8-LM (arXiv 2310.18313), section 2.1: when every rank encodes a tensor with the same scale, codes can be added as they
 are and no scale travels. With m the multiplier of a tensor
@@ -28,7 +28,7 @@ SMALLEST_SCALE = 2.0**-100
 
 
 class SharedScaleFormat(WireFormat):
-    """One byte an element, of "fp8_e4m3" or "fp8_e5m2"; scales are the caller's business."""
+    """One byte per element, of "fp8_e4m3" or "fp8_e5m2"; scales are the caller's business."""
 
     scales = "caller"
 

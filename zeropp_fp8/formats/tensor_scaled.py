@@ -4,7 +4,7 @@
     code  = FP8(value * (1 / scale)), to nearest, ties to even
     value = code * scale
 
-These are the codes and the scale with which a linear layer that computes in FP8 with a scale a tensor multiplies: a
+These are the codes and the scale with which a linear layer that computes in FP8 with a scale per tensor multiplies: a
 weight that rests so is the operand of its GEMM, byte for byte, and multiplies exactly as one that is cast on the way.
 Payload of a row of n elements:
 
@@ -30,7 +30,7 @@ _CHUNK = 1 << 22  # elements of a row that are in fp32 at once: 16 MB
 
 
 class TensorScaledFormat(WireFormat):
-    """`fp8_e4m3` with a scale a row, or, where rows are parts of a tensor, a scale a tensor."""
+    """`fp8_e4m3` with a scale per row, or, where rows are parts of a tensor, a scale per tensor."""
 
     name = "fp8_e4m3"
 

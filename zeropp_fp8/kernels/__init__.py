@@ -13,7 +13,7 @@ format:
 casts/, for computing:
 
     cast_tensor.py  FP8 with one scale, given or the matrix' own
-    cast_rows.py    FP8 with a scale a row
+    cast_rows.py    FP8 with a scale per row
     cast_blocks.py  FP8 with a scale per 1 x 128 block or 128 x 128 tile
     fused_casts.py  SwiGLU and RMSNorm whose result goes to FP8 at once
     swiglu.py       the gradients of SwiGLU's two inputs
@@ -32,7 +32,7 @@ linear/, with weights that lie as codes:
 optimizer/:
 
     adamw.py          a step of AdamW on master weights and moments in any format
-    encode_blocks.py  numbers -> FP8 codes with a scale a block
+    encode_blocks.py  numbers -> FP8 codes with a scale per block
     squares.py        sums of squares of FP8 codes
 
 `elements.py`, `mx_elements.py` and `nf4_levels.py` hold what all share; `launching.py` launches. What computing calls

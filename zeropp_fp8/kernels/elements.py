@@ -38,7 +38,7 @@ def rotate(x, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def block_scales(x, LARGEST: tl.constexpr):
-    """Of each block: (bf16 scale as int16 bits, factor fp32 to multiply with, whether it holds NaN or Inf)."""
+    """Per block (bf16 scale as int16 bits, factor fp32 to multiply with, whether it holds NaN or Inf)."""
     # The largest magnitude by its bits: as integers NaN > Inf > every finite number.
     amax_bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     bad = amax_bits >= EXPONENT_OF_INF

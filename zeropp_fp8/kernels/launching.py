@@ -62,7 +62,7 @@ class Kernel:
 
 
 class Compiled(NamedTuple):
-    """What Triton has compiled and launched once, on a device.
+    """A kernel that Triton has compiled and launched once, on a device.
 
     Attributes:
         run: Triton's launcher.

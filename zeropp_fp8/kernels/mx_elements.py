@@ -82,7 +82,7 @@ def round_magnitudes(scaled, ELEMENT: tl.constexpr):
 
 @triton.jit
 def mx_codes_of(scaled, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """int32 codes, one an element, of values divided by their blocks' scales."""
+    """int32 codes, one per element, of values divided by their blocks' scales."""
     bits = scaled.to(tl.int32, bitcast=True)
     fp8: tl.constexpr = ELEMENT == "mxfp8_e4m3" or ELEMENT == "mxfp8_e5m2"
     if NATIVE_FP8 and fp8:
@@ -141,7 +141,7 @@ def mx_round(scaled, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 @triton.jit
 def mx_numbers_of(codes, ELEMENT: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCKS: tl.constexpr):
-    """fp32 [BLOCKS, 32] of int32 codes, one an element (FP6), or uint8 code bytes (the others), before scaling."""
+    """fp32 [BLOCKS, 32] of int32 codes, one per element (FP6), or uint8 code bytes (the others), before scaling."""
     if ELEMENT == "mxfp8_e4m3":
         numbers = numbers_of(codes, "fp8_e4m3", NATIVE_FP8, BLOCKS, 32)
     elif ELEMENT == "mxfp8_e5m2":
@@ -183,7 +183,7 @@ def pack_four_bits(codes, BLOCKS: tl.constexpr):
 
 @triton.jit
 def store_six_bits(pointers, codes, ok, BLOCKS: tl.constexpr):
-    """Store int32 codes [BLOCKS, 32] as 24 bytes a block, 16 codes in three 32-bit words.
+    """Store int32 codes [BLOCKS, 32] as 24 bytes per block, 16 codes in three 32-bit words.
 
     `pointers`, to int32, and the mask `ok` are [BLOCKS, 2]: the first word of each three.
     """

@@ -2,8 +2,8 @@
 
 The levels are 16 arbitrary numbers. Looked up in memory, one load an element, decoding moves 65 to 69 % of what a copy
 moves on an H200; chosen by comparisons they would take 15 selects an element, where there is time for 17 instructions
-in all (1.7e12 elements a second). The PTX here holds the 64 bytes of the table in 16 registers, byte plane by byte
-plane, and `prmt` picks 4 bytes out of 8 by the codes themselves: 5.6 instructions an element, no memory.
+in all (1.7e12 elements per second). The PTX here holds the 64 bytes of the table in 16 registers, byte plane by byte
+plane, and `prmt` picks 4 bytes out of 8 by the codes themselves: 5.6 instructions per element, no memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What rounding does to a run: samples of it by layer, and what follows from them. Off unless the section asks for it.
+"""The effect of rounding on a run: samples by layer, and what follows from them. Off unless the section asks for it.
 
 measure.py     signal-to-noise, amax, and what became zero or was cut off, of numbers and what they decode to
 sample.py      a sampled step: weights, gradients and operands as they travel and compute, against what they were

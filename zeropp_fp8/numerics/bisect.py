@@ -89,7 +89,7 @@ class Bisection:
         return {g: self.distance(f"with {g} in high precision", gemms={g: ["*"]})[0] for g in run.gemms}
 
     def layers(self, piece: str, run: Run, whole: float, carried: float, gemm: str | None = None) -> list[str]:
-        """Those of a piece, or of a GEMM of it, that are at fault."""
+        """The layers of a piece, or of a GEMM of it, that are at fault."""
         layers = run.layers[piece]
 
         def remaining(some: Sequence[str]) -> float:

@@ -15,7 +15,7 @@ CUT = 1.125
 
 @torch.no_grad()
 def measure(exact: Tensor, decoded: Tensor) -> tuple[Tensor, Tensor]:
-    """What became of `exact`, of which a format has made `decoded`; shapes are alike, dtypes need not be.
+    """The errors of `decoded`, which a format has made of `exact`; shapes are alike, dtypes need not be.
 
     Returns:
         (fp64 [6], sums by the names of SUMS; fp64 [], the largest finite magnitude of `exact`).

@@ -33,7 +33,7 @@ SAME = 1e-9  # relative, of sums in fp64 in another order
 
 @dataclass
 class Run:
-    """What a run of the launch line gave, of one of its engines.
+    """The outcome of a run of the launch line, of one of its engines.
 
     Attributes:
         steps: what trial.py has written of each.
@@ -49,7 +49,7 @@ class Run:
 
 
 def read_run(path: Path, engine: int) -> Run:
-    """What the engine of that number has written; an empty Run where there is none."""
+    """The records of the engine of that number; an empty Run where there is none."""
     lines = path.read_text().splitlines() if path.exists() else []
     mine = [values for values in map(json.loads, lines) if values["engine"] == engine]
     return (
@@ -172,7 +172,7 @@ def draw(runs: dict[str, Run], reference: Run, path: str) -> None:
 
 
 def parser_of(command: str, text: str, steps: int) -> Parser:
-    """What the commands that run a launch line have in common."""
+    """The options of all commands that run a launch line."""
     parser = Parser(command, text)
     parser.add_json()
     parser.add_argument("--steps", type=whole(), default=steps, help=f"of each run ({steps})")

@@ -205,7 +205,7 @@ class Sampler(StagePart):
         self._host_seconds += time.perf_counter() - start
 
     def _see_operands(self, layer: int, role: str, matrix: Tensor, pair) -> None:
-        """What a cast has made of a matrix, along the first axis that was asked for."""
+        """Measure the cast of a matrix, along the first axis that was asked for."""
         if (f"compute_{role}", layer) not in self.rows:
             return
         operand, exact = (pair[0], matrix) if pair[0] is not None else (pair[1], matrix.t())
@@ -220,7 +220,7 @@ class Sampler(StagePart):
         return pair
 
     def _fused_input(self, made: Callable, layer, *args):
-        """Of a norm or a gated product, whose last argument is `training`."""
+        """Make the input of a norm or a gated product, whose last argument is `training`."""
         values, pair = made(layer, *args)
         if args[-1]:
             self._see_operands(layer, "activations", values, pair)

@@ -48,7 +48,7 @@ def read(path: str, engine: int = 0) -> list[dict]:
 
 
 def latest(samples: Sequence[dict]) -> list[dict]:
-    """Of each kind and layer the newest row, with its step; those with the least signal-to-noise come first."""
+    """The newest row of each kind and layer, with its step; those with the least signal-to-noise come first."""
     rows = {(row["kind"], row["layer"]): {**row, "step": one["step"]} for one in samples for row in one["rows"]}
     return sorted(rows.values(), key=lambda row: (row["kind"], math.inf if row["snr_db"] is None else row["snr_db"]))
 

@@ -1,4 +1,4 @@
-"""What each step of an experiment gave: loss, gradient norm, and whether it was made of the same as in another run."""
+"""The outcome of each step of an experiment: loss, gradient norm, and whether another run had the same input."""
 
 from __future__ import annotations
 

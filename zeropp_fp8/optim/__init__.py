@@ -1,4 +1,4 @@
-"""An optimizer's step on states of 5 bytes a parameter: master FP16 2 B, moments FP8 1 B, FP16 2 B.
+"""An optimizer's step on states of 5 bytes per parameter: master FP16 2 B, moments FP8 1 B, FP16 2 B.
 
 state_formats.py  the choice of formats, and what they are
 segments.py       where tensors lie in a flat buffer

@@ -84,23 +84,19 @@ def adamw_step(owned: Owned, hyper: Hyper, use_kernel: bool | None = None) -> No
         return
 
     def compute(weight: Tensor, grad: Tensor, moments: list[Tensor]) -> Computed:
-        weight, *moments = update(weight, *moments, grad, owned.grad_scale, constants)
+        weight, *moments = update(weight, *moments, grad, constants)
         return weight, moments
 
     owned.change(compute)
 
 
-def update(
-    p: Tensor, m: Tensor, v: Tensor, g: Tensor, grad_scale: Tensor | None, constants: dict[str, float]
-) -> tuple[Tensor, Tensor, Tensor]:
+def update(p: Tensor, m: Tensor, v: Tensor, g: Tensor, constants: dict[str, float]) -> tuple[Tensor, Tensor, Tensor]:
     """(p, m, v) after a step, fp32, each operation rounded on its own and in the order in which the kernel takes them.
 
     sqrt(v) is multiplied by the reciprocal of sqrt(1 - beta2^t) where torch.optim divides: one rounding more of a
     constant (6e-8), one division an element less.
     """
     c = constants
-    if grad_scale is not None:
-        g = g * grad_scale
     if c["l2"] != 0:
         g = g + p * c["l2"]
     m = m + (g - m) * c["rest1"]

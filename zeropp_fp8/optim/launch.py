@@ -22,7 +22,7 @@ from zeropp_fp8.kernels.wire.launch_tables import interpreted, native_float8
 from zeropp_fp8.optim.gradients import FP8Gradients
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer
-from zeropp_fp8.optim.state_formats import TILE, storage_of_dtype
+from zeropp_fp8.optim.state_formats import TILE
 from zeropp_fp8.optim.update import Owned
 
 assert TILE == KERNEL_TILE
@@ -37,21 +37,17 @@ def kernel_step(owned: Owned, constants: dict[str, float]) -> None:
     Raises:
         ValueError: the quantities have scales of different kinds, or there is neither a GPU nor Triton's interpreter.
     """
-    segments, master = owned.segments, owned.master
+    segments = owned.segments
     if segments.device.type != "cuda" and not interpreted():
         raise ValueError(f"the kernel needs a CUDA device or TRITON_INTERPRET=1, the state is on {segments.device}")
     block_size = _block_size(owned)
-    unused = segments.tile_segments  # a pointer that is not followed
 
     def given(tensor: Tensor | None) -> Tensor:
-        return unused if tensor is None else tensor
+        return segments.tile_segments if tensor is None else tensor  # a pointer that is not followed
 
-    grads = _Gradients.of(owned.grads)
-    if grads is None:
-        return
-    weights = None if owned.weights is None else [w.detach() for w in owned.weights]
+    grads, weights = _Gradients.of(owned.grads), [w.detach() for w in owned.weights]
     first_weight, places = first_of(weights), _places(segments, grads.listed, weights)
-    # With a scale a segment, its first tile writes the new one while other tiles still read the old one.
+    # With a scale per segment, its first tile writes the new one while other tiles still read the old one.
     per_tensor = block_size is None and any(buffer.scales is not None for buffer in _buffers(owned))
     amax = no_magnitudes(len(segments), segments.device) if per_tensor else owned.states[0].codes
 
@@ -59,22 +55,20 @@ def kernel_step(owned: Owned, constants: dict[str, float]) -> None:
         before = buffer.scales.clone() if per_tensor and buffer.scales is not None else buffer.scales
         return [buffer.codes, given(before), given(buffer.scales)]
 
-    quantities = [first_weight, unused, unused] if master is None else pointers(master)
-    quantities += [pointer for state in owned.states for pointer in pointers(state)]
-    form = _form(owned, grads, places, first_weight, block_size, l2=constants["l2"] != 0)
+    quantities = [pointer for buffer in _buffers(owned) for pointer in pointers(buffer)]
+    form = _form(owned, grads, places, block_size, l2=constants["l2"] != 0)
     for step in ("first", "second") if per_tensor else ("only",):
         adamw_kernel[(segments.num_tiles,)](
             grads.base,
             given(grads.scales),
-            given(first_weight),
+            first_weight,
             *quantities,
             segments.tile_segments,
             segments.table,
             places.entries,
             amax,
-            given(owned.grad_scale),
+            owned.grad_scale,
             *(constants[name] for name in CONSTANTS),
-            *((0, 0) if owned.seed is None else (owned.seed.low, owned.seed.high)),
             PASS=step,
             FORM=form,
             num_warps=NUM_WARPS,
@@ -83,29 +77,27 @@ def kernel_step(owned: Owned, constants: dict[str, float]) -> None:
 
 
 class _Gradients(NamedTuple):
-    """What a kernel is given of them: codes or the first tensor, scales and elements of a block, all tensors."""
+    """The arguments of a kernel: codes or the first tensor, scales and elements of a block, all tensors."""
 
     base: Tensor
     name: str
     scales: Tensor | None = None
     block: int = 0
-    listed: list[Tensor | None] | None = None
+    listed: list[Tensor] | None = None
 
     @classmethod
-    def of(cls, grads: Sequence[Tensor | None] | FP8Gradients | StateBuffer) -> _Gradients | None:
-        """None where there is no gradient at all."""
+    def of(cls, grads: Sequence[Tensor] | FP8Gradients | StateBuffer) -> _Gradients:
         if isinstance(grads, FP8Gradients):
             return cls(grads.codes.view(torch.uint8), grads.element, grads.multipliers)
         if isinstance(grads, StateBuffer):
             scales = grads.scales if grads.per_block else grads.factors()
             return cls(grads.codes, grads.storage.name, scales, grads.block_size if grads.per_block else 0)
-        listed = [None if g is None else g.detach() for g in grads]
-        base = first_of(listed)
-        return None if base is None else cls(base, "tensors", listed=listed)
+        listed = [g.detach() for g in grads]
+        return cls(first_of(listed), "tensors", listed=listed)
 
 
 def _buffers(owned: Owned) -> list[StateBuffer]:
-    return [buffer for buffer in (owned.master, *owned.states) if buffer is not None]
+    return [owned.master, *owned.states]
 
 
 def _block_size(owned: Owned) -> int | None:
@@ -116,27 +108,20 @@ def _block_size(owned: Owned) -> int | None:
     return kinds.pop()
 
 
-def _form(
-    owned: Owned, grads: _Gradients, places: Places, first_weight: Tensor | None, block_size: int | None, l2: bool
-) -> Form:
-    """What the kernel is compiled for."""
-    device, master, (exp_avg, exp_avg_sq) = owned.segments.device, owned.master, owned.states
+def _form(owned: Owned, grads: _Gradients, places: Places, block_size: int | None, l2: bool) -> Form:
+    """The constants that the kernel is compiled with."""
+    device, (exp_avg, exp_avg_sq) = owned.segments.device, owned.states
     width = block_size or TILE
     return Form(
         grad=grads.name,
         grad_block=grads.block,
-        weights=first_weight is not None,
-        master=(storage_of_dtype(first_weight.dtype) if master is None else master.storage).name,
+        master=owned.master.storage.name,
         exp_avg=exp_avg.storage.name,
         exp_avg_sq=exp_avg_sq.storage.name,
-        master_in_weights=master is None,
-        some_missing=places.some_missing,
         aligned_grads=places.aligned_grads,
         aligned_weights=places.aligned_weights,
         per_block=block_size is not None,
-        grad_scale=owned.grad_scale is not None,
         l2=l2,
-        stochastic=owned.seed is not None,
         native_fp8=native_float8(device),
         fast=device.type == "cuda" and torch.version.hip is None and not interpreted(),
         interpreted=interpreted(),
@@ -145,14 +130,12 @@ def _form(
     )
 
 
-def _places(segments: Segments, grads: list[Tensor | None] | None, weights: list[Tensor] | None) -> Places:
-    key = tuple(
-        None if tensors is None else tuple(None if t is None else t.data_ptr() for t in tensors)
-        for tensors in (grads, weights)
-    ) + tuple(None if tensors is None else first_of(tensors).dtype for tensors in (grads, weights))
+def _places(segments: Segments, grads: list[Tensor] | None, weights: list[Tensor]) -> Places:
+    given = [tensors for tensors in (grads, weights) if tensors is not None]
+    key = tuple((first_of(tensors).dtype, *(t.data_ptr() for t in tensors)) for tensors in given)
     known = segments.pointer_tables
     if key not in known:
         while len(known) >= _REMEMBERED:
             known.pop(next(iter(known)))
-        known[key] = Places.of(grads, weights, len(segments), segments.device)
+        known[key] = Places.of(grads, weights, segments.device)
     return known[key]

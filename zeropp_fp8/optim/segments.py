@@ -20,26 +20,21 @@ class Segments:
     Args:
         numels: elements of each segment, 0 or more.
         device: where the tables, and the buffers laid out by them, live.
-        ids: for stochastic rounding, the number of each segment in the noise; 0, 1, 2 ... where not given. Two layouts
-            of the same tensors round alike if their ids are.
 
     Attributes:
-        numels, starts, ids: tuples of ints, one a segment.
+        numels, starts: tuples of ints, one per segment.
         padded_numel: elements of a buffer, a multiple of TILE.
         num_tiles: padded_numel / TILE.
         tile_segments: int32 [num_tiles], the segment of each tile.
-        table: int64 [segments, 3]: start, numel, id.
+        table: int64 [segments, 2]: start, numel.
         pointer_tables: for kernels/optimizer/adamw.py, which keeps there what it has worked out for a set of tensors.
     """
 
-    def __init__(self, numels: Sequence[int], device: torch.device | str, ids: Sequence[int] | None = None) -> None:
+    def __init__(self, numels: Sequence[int], device: torch.device | str) -> None:
         self.numels = tuple(int(numel) for numel in numels)
         self.device = torch.device(device)
-        self.ids = tuple(range(len(self.numels))) if ids is None else tuple(int(number) for number in ids)
         if any(numel < 0 for numel in self.numels):
             raise ValueError(f"segments have 0 or more elements, got {min(self.numels)}")
-        if len(self.ids) != len(self.numels):
-            raise ValueError(f"{len(self.numels)} segments need as many ids, got {len(self.ids)}")
         tiles = [-(-numel // TILE) for numel in self.numels]
         starts = [0]
         for count in tiles:
@@ -50,8 +45,8 @@ class Segments:
         indices = torch.arange(len(tiles), dtype=torch.int32, device="cpu")
         counts = torch.tensor(tiles, dtype=torch.int64, device="cpu")
         self.tile_segments = torch.repeat_interleave(indices, counts).to(self.device)
-        rows = list(zip(self.starts, self.numels, self.ids))
-        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3).to(self.device)
+        rows = list(zip(self.starts, self.numels))
+        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2).to(self.device)
         self.pointer_tables: dict[Any, Tensor] = {}
 
     def __len__(self) -> int:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from zeropp_fp8.formats.e8m0 import E8M0Scale, power_of_two
-from zeropp_fp8.formats.noise import Seed, uniform
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_formats import TILE, StateFormats, check_scales, storage_of
 
@@ -16,7 +15,7 @@ NAN_SCALE = 255
 
 
 class StateBuffer:
-    """Codes of all segments in one flat tensor, with a scale a segment or a block where the format has scales.
+    """Codes of all segments in one flat tensor, with a scale per segment or per block where the format has scales.
 
     It starts as zeros.
 
@@ -73,25 +72,24 @@ class StateBuffer:
         """fp32: what codes with these scales are multiplied with."""
         return _ANY_SCALE.decode(self.scales[units])
 
-    def encode_(self, segment: int, values: Tensor, seed: Seed | None = None) -> None:
-        """Replace a segment's numbers by fp32 `values` [numel], rounded; stochastically where a seed is given."""
+    def encode_(self, segment: int, values: Tensor) -> None:
+        """Replace a segment's numbers by fp32 `values` [numel], rounded to nearest."""
         numel = self.segments.numels[segment]
         if values.numel() != numel or values.dtype != torch.float32:
             raise ValueError(f"segment {segment} takes {numel} fp32 numbers, got {values.numel()} of {values.dtype}")
         if numel == 0:
             return
         values = values.detach().reshape(-1)
-        noise = None if seed is None else self.noise(segment, seed)
         if self.scales is None:
-            self.segments.view(self.codes, segment).copy_(self.storage.codes_of(values, noise))
+            self.segments.view(self.codes, segment).copy_(self.storage.codes_of(values))
             return
         rows = self._rows(segment)
-        x, noise = (None if one is None else _padded(one, rows.numel()).view_as(rows) for one in (values, noise))
+        x = _padded(values, rows.numel()).view_as(rows)
         magnitudes = x.view(torch.int32) & 0x7FFFFFFF  # as integers NaN > Inf > every finite number
         scales = self.storage.scale_bytes(magnitudes.amax(dim=1))
         scaled = x * power_of_two((254 - scales).clamp_min_(0)).unsqueeze(-1)
         scaled.masked_fill_((scales == NAN_SCALE).unsqueeze(-1), 0.0)
-        rows.copy_(self.storage.codes_of(scaled, noise))
+        rows.copy_(self.storage.codes_of(scaled))
         self.scales[self.units(segment)] = scales.to(torch.uint8)
 
     def encode_several_(self, segments: Sequence[int], values: Tensor, in_place: bool = False) -> None:
@@ -138,12 +136,8 @@ class StateBuffer:
             one = self.segments.view(values, segment) if isinstance(values, Tensor) else values[segment]
             self.encode_(segment, one.detach().reshape(-1).to(torch.float32))
 
-    def noise(self, segment: int, seed: Seed) -> Tensor:
-        """fp32 [numel] in [0, 1): the number of an element depends on the seed, the segment's id and its place."""
-        return uniform(seed, self.segments.ids[segment], self.segments.numels[segment], self.codes.device)
-
     def num_bytes(self) -> int:
-        """Of codes and scales, padding included."""
+        """The bytes of codes and scales, padding included."""
         return sum(t.numel() * t.element_size() for t in (self.codes, self.scales) if t is not None)
 
     def _tiles_of(self, segments: tuple[int, ...], in_place: bool) -> Tensor:

@@ -1,9 +1,9 @@
-"""What the optimizer's quantities are stored as: the choice, and the number formats behind its names.
+"""The number formats of the optimizer's quantities, and the choice among them.
 
     name        bytes  value of a code                      scale
     fp32        4      the code                             none
     bf16        2      the code                             none
-    fp16        2      X * code, codes up to 65504          X = 2^(byte - 127), one byte a tensor or block
+    fp16        2      X * code, codes up to 65504          X = 2^(byte - 127), one byte per tensor or block
     fp8_e4m3    1      X * code, codes up to 448            the same
     fp8_e5m2    1      X * code, codes up to 57344          the same
 
@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats.e8m0 import E8M0Scale, power_of_two
+from zeropp_fp8.formats.e8m0 import E8M0Scale
 
 SCALE_CHOICES = ("tensor", "block")
-ROUNDINGS = ("nearest", "stochastic")
 # Segments start at multiples of it. A kernel's program works on one tile.
 TILE = 1024
 _INFINITY_BITS = 0x7F800000
@@ -40,20 +39,17 @@ class Storage:
     Attributes:
         dtype: of the codes; FP8 codes are kept as uint8.
         element: the dtype whose numbers the codes are.
-        mantissa_bits, min_exponent: the grid of codes; spacing around v is 2^(max(exponent of v, min) - mantissa bits).
         largest: the largest code; the scale brings amax to it. None: no scale.
     """
 
     name: str
     dtype: torch.dtype
     element: torch.dtype
-    mantissa_bits: int
-    min_exponent: int
     largest: float | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Of a code."""
+        """Bytes of a code."""
         return self.dtype.itemsize
 
     @property
@@ -75,10 +71,8 @@ class Storage:
         exponents = (amax_bits + scale.carry >> 23).sub_(scale.emax).clamp_(0, 254)
         return exponents.masked_fill_(amax_bits >= _INFINITY_BITS, 255)
 
-    def codes_of(self, scaled: Tensor, noise: Tensor | None) -> Tensor:
-        """Codes of fp32 numbers with |v| <= largest; to nearest, or stochastic with fp32 `noise` in [0, 1)."""
-        if noise is not None:
-            scaled = self.round_stochastically(scaled, noise)
+    def codes_of(self, scaled: Tensor) -> Tensor:
+        """Codes of fp32 numbers with |v| <= largest, rounded to nearest."""
         if self.scaled:
             scaled = scaled.clamp(-self.largest, self.largest)
         codes = scaled.to(self.element)
@@ -88,38 +82,20 @@ class Storage:
         """fp32 numbers of codes, before scaling. A view of the codes where they are fp32."""
         return (codes.view(self.element) if self.is_float8 else codes).to(torch.float32)
 
-    def round_stochastically(self, values: Tensor, noise: Tensor) -> Tensor:
-        """fp32 numbers on the grid of codes: away from zero where noise < the fraction of a spacing.
-
-        The fraction is exact and numbers on the grid stay what they are. (Adding the noise and taking the floor would
-        lift 1024 + 0.9999999 to 1025 in fp32.)
-        """
-        bits = values.view(torch.int32)
-        if self.element == torch.float32:
-            return values
-        if self.element == torch.bfloat16:  # the upper half of fp32, subnormals included
-            rounded = bits + (noise * 65536.0).to(torch.int32) & -0x10000
-            return torch.where(values.isfinite(), rounded.view(torch.float32), values)
-        exponents = ((bits >> 23 & 0xFF) - 127).clamp_min_(self.min_exponent).sub_(self.mantissa_bits)
-        steps = values.abs() * power_of_two(127 - exponents)
-        whole = steps.floor()
-        rounded = (whole + (noise < steps - whole)) * power_of_two(127 + exponents)
-        return torch.copysign(rounded, values)
-
 
 STORAGES = {
     storage.name: storage
     for storage in (
-        Storage("fp32", torch.float32, torch.float32, 23, -126),
-        Storage("bf16", torch.bfloat16, torch.bfloat16, 7, -126),
-        Storage("fp16", torch.float16, torch.float16, 10, -14, 65504.0),
-        Storage("fp8_e4m3", torch.uint8, torch.float8_e4m3fn, 3, -6, 448.0),
-        Storage("fp8_e5m2", torch.uint8, torch.float8_e5m2, 2, -14, 57344.0),
+        Storage("fp32", torch.float32, torch.float32),
+        Storage("bf16", torch.bfloat16, torch.bfloat16),
+        Storage("fp16", torch.float16, torch.float16, 65504.0),
+        Storage("fp8_e4m3", torch.uint8, torch.float8_e4m3fn, 448.0),
+        Storage("fp8_e5m2", torch.uint8, torch.float8_e5m2, 57344.0),
     )
 }
 STORAGE_NAMES = tuple(STORAGES)
 # The options of an optimizer that say what states are stored as, in the order of the fields of StateFormats.
-OPTIONS = ("master_format", "exp_avg_format", "exp_avg_sq_format", "scales", "block_size", "rounding")
+OPTIONS = ("master_format", "exp_avg_format", "exp_avg_sq_format", "scales", "block_size")
 
 
 def storage_of(name: str, what: str = "format") -> Storage:
@@ -133,18 +109,6 @@ def storage_of(name: str, what: str = "format") -> Storage:
     return STORAGES[name]
 
 
-def storage_of_dtype(dtype: torch.dtype) -> Storage:
-    """The format without a scale whose codes have this dtype.
-
-    Raises:
-        ValueError: there is none: 16-bit floats need a scale.
-    """
-    for storage in STORAGES.values():
-        if storage.dtype == dtype and not storage.scaled:
-            return storage
-    raise ValueError(f"weights can be their own master weights in fp32 and bf16, not in {dtype}")
-
-
 def check_scales(scales: str, block_size: int) -> None:
     """Refuse scales other than per tensor or per block, and blocks that a tile of 1024 is no multiple of."""
     if scales not in SCALE_CHOICES:
@@ -156,13 +120,12 @@ def check_scales(scales: str, block_size: int) -> None:
 
 @dataclass(frozen=True)
 class StateFormats:
-    """What master weight and moments are stored as.
+    """The formats of master weight and moments.
 
     Args:
         master, exp_avg, exp_avg_sq: names of STORAGE_NAMES.
-        scales: one scale a "tensor" or "block"; for the formats that have scales.
+        scales: one scale per "tensor" or "block"; for the formats that have scales.
         block_size: elements of a block, a power of two from 16 to 1024.
-        rounding: of the master weight, "nearest" (ties to even) or "stochastic".
 
     Raises:
         ValueError: an unknown name, or a block size other than these.
@@ -173,19 +136,16 @@ class StateFormats:
     exp_avg_sq: str = "fp16"
     scales: str = "tensor"
     block_size: int = 128
-    rounding: str = "nearest"
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> StateFormats:
-        """Those that the fields of an "optimizer" section name."""
+        """The formats that the fields of an "optimizer" section name."""
         return cls(**{name.removesuffix("_format"): options[name] for name in OPTIONS if name in options})
 
     def __post_init__(self) -> None:
         for name in ("master", "exp_avg", "exp_avg_sq"):
             storage_of(getattr(self, name), f"{name} format")
         check_scales(self.scales, self.block_size)
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
 
     def bytes_per_parameter(self) -> float:
         """Bytes of master weight and moments for each parameter.

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropp_fp8.formats.noise import Seed, uniform
 from zeropp_fp8.optim.gradients import FP8Gradients
 from zeropp_fp8.optim.segments import Segments
 from zeropp_fp8.optim.state_buffer import StateBuffer
-from zeropp_fp8.optim.state_formats import storage_of_dtype
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ENCODED = (FP8Gradients, StateBuffer)
@@ -31,50 +29,42 @@ class Owned:
 
     Args:
         segments: the layout of all buffers.
-        master: the master weights; None: `weights`, in fp32 or bf16, are the master weights themselves.
+        master: the master weights.
         states: in the order of the update's names.
         grads: one contiguous tensor per segment, all of one dtype (fp32, bf16 or fp16), at any alignment and of any
-            shape; None leaves its segment as it is. Or FP8 codes laid out by the segments, with a multiplier per
-            segment or scales that are powers of two.
-        weights: one contiguous tensor per segment, all of one dtype, which get the rounded master weights; or None.
+            shape. Or FP8 codes laid out by the segments, with a multiplier per segment or scales that are powers of
+            two.
+        weights: one contiguous tensor per segment, all of one dtype, which get the rounded master weights.
         grad_scale: fp32 [1] on the device, multiplies every gradient.
-        seed: round the master weights stochastically with the noise of this seed; None: to nearest.
-        shapes: of the segments; None: they are flat.
+        shapes: of the segments.
 
     Raises:
         ValueError: what is given does not fit the segments.
     """
 
     segments: Segments
-    master: StateBuffer | None
+    master: StateBuffer
     states: Sequence[StateBuffer]
-    grads: Sequence[Tensor | None] | FP8Gradients | StateBuffer
-    weights: Sequence[Tensor] | None
-    grad_scale: Tensor | None = None
-    seed: Seed | None = None
-    shapes: Sequence[Sequence[int]] | None = None
+    grads: Sequence[Tensor] | FP8Gradients | StateBuffer
+    weights: Sequence[Tensor]
+    grad_scale: Tensor
+    shapes: Sequence[Sequence[int]]
 
     def __post_init__(self) -> None:
         numels = self.segments.numels
-        if any(buffer.segments.numels != numels for buffer in (self.master, *self.states) if buffer is not None):
+        if any(buffer.segments.numels != numels for buffer in (self.master, *self.states)):
             raise ValueError("a state is laid out by other segments")
         if not isinstance(self.grads, _ENCODED):
             _check_tensors("grads", self.grads, numels)
         elif self.grads.segments.numels != numels:
             raise ValueError("gradients are laid out by other segments")
-        if self.weights is not None:
-            _check_tensors("weights", self.weights, numels)
-        if self.master is None and numels:
-            if self.weights is None:
-                raise ValueError("without master weights, weights must be given: they are the master weights then")
-            storage_of_dtype(self.weights[0].dtype)
+        _check_tensors("weights", self.weights, numels)
 
-    def gradient(self, segment: int) -> Tensor | None:
-        """fp32 [numel], not scaled; None where there is none."""
-        if isinstance(self.grads, _ENCODED):
-            return self.grads.decode(segment)
-        grad = self.grads[segment]
-        return None if grad is None else grad.detach().reshape(-1).to(torch.float32)
+    def gradient(self, segment: int) -> Tensor:
+        """fp32 [numel], scaled."""
+        encoded = isinstance(self.grads, _ENCODED)
+        grad = self.grads.decode(segment) if encoded else self.grads[segment].detach().reshape(-1).to(torch.float32)
+        return grad * self.grad_scale
 
     def change(self, compute: Callable[[Tensor, Tensor, list[Tensor]], Computed]) -> None:
         """Let each segment's weight and states become what `compute` makes of them and the gradient, rounded.
@@ -83,41 +73,30 @@ class Owned:
         numbers.
         """
         for segment, numel in enumerate(self.segments.numels):
-            grad = self.gradient(segment) if numel else None
-            if grad is None:
+            if numel == 0:
                 continue
-            weight = None if self.weights is None else self.weights[segment].detach()
-            old = weight.reshape(-1).to(torch.float32) if self.master is None else self.master.decode(segment)
-            shape = (numel,) if self.shapes is None else self.shapes[segment]
-            states = [state.decode(segment).view(shape) for state in self.states]
-            new, states = compute(old.view(shape), grad.view(shape), states)
+            weight, shape = self.weights[segment].detach(), self.shapes[segment]
+            old, *states = [buffer.decode(segment).view(shape) for buffer in (self.master, *self.states)]
+            new, states = compute(old, self.gradient(segment).view(shape), states)
             for buffer, state in zip(self.states, states, strict=True):
                 buffer.encode_(segment, state.reshape(-1))
-            if self.master is not None:
-                self.master.encode_(segment, new.reshape(-1), self.seed)
-                if weight is not None:
-                    weight.copy_(self.master.decode(segment).view_as(weight))
-            else:
-                noise = (
-                    None if self.seed is None else uniform(self.seed, self.segments.ids[segment], numel, weight.device)
-                )
-                weight.copy_(storage_of_dtype(weight.dtype).codes_of(new.reshape(-1), noise).view_as(weight))
+            self.master.encode_(segment, new.reshape(-1))
+            weight.copy_(self.master.decode(segment).view_as(weight))
 
 
-def _check_tensors(name: str, tensors: Sequence[Tensor | None], numels: Sequence[int]) -> None:
-    given = [(tensor, numel) for tensor, numel in zip(tensors, numels) if tensor is not None]
-    if len(tensors) != len(numels) or any(tensor.numel() != numel for tensor, numel in given):
+def _check_tensors(name: str, tensors: Sequence[Tensor], numels: Sequence[int]) -> None:
+    if tuple(tensor.numel() for tensor in tensors) != tuple(numels):
         raise ValueError(f"{name} must be one tensor of its size per segment, whose sizes are {list(numels)}")
-    for tensor, _ in given:
-        if tensor.dtype != given[0][0].dtype or tensor.dtype not in _DTYPES or not tensor.is_contiguous():
+    for tensor in tensors:
+        if tensor.dtype != tensors[0].dtype or tensor.dtype not in _DTYPES or not tensor.is_contiguous():
             raise ValueError(
                 f"{name} must be contiguous and all fp32, all bf16 or all fp16, got {tensor.dtype} after "
-                f"{given[0][0].dtype}, contiguous: {tensor.is_contiguous()}"
+                f"{tensors[0].dtype}, contiguous: {tensor.is_contiguous()}"
             )
 
 
 class Update:
-    """Of one kind of optimizers.
+    """The update of one kind of optimizers.
 
     Attributes:
         states: names in the optimizer's own state and in checkpoints -> the moment whose format each rests in,
@@ -150,7 +129,6 @@ class Update:
         """One step of all tensors."""
 
         def compute(weight: Tensor, grad: Tensor, states: list[Tensor]) -> Computed:
-            grad = grad if owned.grad_scale is None else grad * owned.grad_scale
             return self.compute(weight, grad, states, step, options)
 
         owned.change(compute)

@@ -1,4 +1,4 @@
-"""What a step will cost, before it is run: time, bytes on the wire and memory of each method, by formula.
+"""The cost of a step before it is run: time, bytes on the wire and memory of each method, by formula.
 
     python -m zeropp_fp8 plan --params 7e9 --nodes 8 --ranks-per-node 8 --gbit 100 --tokens 2048
 

@@ -179,7 +179,7 @@ def steps_table(estimates: Sequence[Any], job: Job, columns: Sequence[Column] = 
 
 
 def seconds_at(estimator: Estimator, method: Method, job: Job, hardware: Hardware, gbit: float) -> float:
-    """Of a step where a node sends `gbit` Gbit/s."""
+    """Seconds of a step where a node sends `gbit` Gbit/s."""
     cluster = replace(job.cluster, inter_gbit=gbit)
     return estimator(method, replace(job, cluster=cluster), hardware).step_s
 

@@ -22,7 +22,7 @@ class Hardware:
         memory_gbs: copy bandwidth of the GPU, GB/s, bytes read + bytes written.
         net_latency_us, node_latency_us: one hop of a ring between and within nodes. Defaults: NCCL's own tuning table
             (src/graph/tuning.cc, hwLat, ring, Simple protocol: network 14.0, NVLink 3.4).
-        optimizer_bytes: memory traffic of the update, bytes a parameter: fp32 AdamW reads gradient, master weight and
+        optimizer_bytes: memory traffic of the update, bytes per parameter: fp32 AdamW reads gradient, master weight and
             two moments, writes three and the 16-bit weight, 30 in all.
         matrix_tflops, fp8_tflops: a product alone, in 16 bits and in FP8; the same where the GPU has no FP8.
 

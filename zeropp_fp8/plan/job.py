@@ -1,4 +1,4 @@
-"""What is trained, and on how many GPUs."""
+"""The job: a model, its batch and its GPUs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Model:
 
     @property
     def units(self) -> int:
-        """What is gathered at once with block granularity: the blocks and the embeddings."""
+        """The units that are gathered with block granularity: the blocks and the embeddings."""
         return self.layers + self.embeddings
 
     @property
@@ -106,7 +106,7 @@ class Model:
         return 2 * tokens * (self.parameters - (self.embeddings - 1) * self.vocabulary * self.hidden)
 
     def block_flop(self, tokens: float) -> float:
-        """Of these, what the blocks' linear layers take: without the head."""
+        """The share of the blocks' linear layers: without the head."""
         return 2 * tokens * (self.parameters - self.embedding_parameters)
 
     def forward_flop(self, tokens: float, sequence: int) -> float:
@@ -149,7 +149,7 @@ class Lora:
         return model.hidden, model.block_parameters / model.tensors_per_layer / model.hidden
 
     def parameters(self, model: Model) -> float:
-        """Of all adapters."""
+        """The parameters of all adapters."""
         return model.layers * self.in_block(model) * self.rank * sum(self.sides(model))
 
 
@@ -237,7 +237,7 @@ class Job:
 
     @property
     def trained_parameters(self) -> float:
-        """What has gradients and optimizer states."""
+        """The parameters with gradients and optimizer states."""
         if self.frozen:
             return 0.0
         return self.model.parameters if self.lora is None else self.lora.parameters(self.model)
@@ -249,7 +249,7 @@ class Job:
 
     @property
     def forward_flop(self) -> float:
-        """Of one micro-batch on one GPU; adapters take 2 a parameter and token."""
+        """Operations of one micro-batch on one GPU; adapters take 2 per parameter and token."""
         adapters = 2 * self.tokens * self.trained_parameters if self.lora else 0
         return self.model.forward_flop(self.tokens, self.sequence_length) + adapters
 

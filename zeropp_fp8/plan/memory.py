@@ -10,7 +10,7 @@ al. do (arXiv 2205.05198, section 4.1), for a token and layer and a hidden width
     FP8          15 h + 7 i   2 h a norm; what only linear layers read is a byte; in the first step, whose scales are
                               not yet known, SwiGLU is not fused and keeps SiLU too
 
-and 10 bytes a token and word for the logits, their fp32 copy and its gradient. With LoRA they are the same: an adapter
+and 10 bytes per token and word for the logits, their fp32 copy and its gradient. With LoRA it is the same: an adapter
 saves the input, which its frozen layer need not, and little more. Frozen weights have no gradients and no optimizer
 states. Memory that the CUDA context (about 0.5 GB), NCCL's buffers and the allocator's fragmentation take is not
 counted.
@@ -50,7 +50,7 @@ class MemoryEstimate:
 
     @property
     def held(self) -> float:
-        """What stays through the whole step."""
+        """The bytes that stay through the whole step."""
         return self.weights + self.states + self.gradients + self.residuals + self.secondary
 
     @property
@@ -78,7 +78,7 @@ def memory_for_copies(method: Method, job: Job, gpu_bytes: float) -> float:
 
 
 def memory_per_gpu(method: Method, job: Job) -> MemoryEstimate:
-    """What each part takes on one GPU; FSDP2 keeps fp32 parameters and gradients and no 16-bit copy of the shard, and
+    """The bytes of each part on one GPU; FSDP2 keeps fp32 parameters and gradients and no 16-bit copy of the shard, and
     its gradients come into being in the backward pass of the first micro-batch."""
     model, cluster = job.model, job.cluster
     method.check(job)

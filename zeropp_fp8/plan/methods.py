@@ -1,4 +1,4 @@
-"""The methods that are compared: what each moves, on which route, in how many bytes a parameter.
+"""The methods that are compared: what each moves, on which route, in how many bytes per parameter.
 
 ZeRO-3 moves 3 M a step between nodes (M: the model in 16 bits): gather forward, gather backward, reduce gradients.
 ZeRO++ makes it 0.75 M: 0.5 M + 0 + 0.25 M (arXiv 2306.10209, table 1). Those counts leave out the factor (W-1)/W of a
@@ -30,7 +30,7 @@ class Weights(NamedTuple):
     Attributes:
         numel: how many.
         frozen: they are not trained.
-        code_bytes: bytes a parameter at rest and on the wire where they rest as codes; None where in 16 bits.
+        code_bytes: bytes per parameter at rest and on the wire where they rest as codes; None where in 16 bits.
     """
 
     numel: float
@@ -43,18 +43,18 @@ class Method:
     """One way to train with sharded weights, all of them or LoRA adapters alone.
 
     Attributes:
-        gather, weight_bytes: route of the forward gather, bytes a parameter of what travels.
+        gather, weight_bytes: route of the forward gather, bytes per parameter of what travels.
         backward_gather, backward_bytes: the same for the backward pass. "rank": nothing travels, every rank has a copy.
-        secondary_bytes: bytes a parameter of a copy that each node (or rank) keeps (hpZ); 0: none.
-        difference_bytes: bytes a parameter of what crosses between nodes where differences are added to that copy; None
+        secondary_bytes: bytes per parameter of a copy that each node (or rank) keeps (hpZ); 0: none.
+        difference_bytes: bytes per parameter that cross between nodes where differences are added to that copy; None
             where the weights cross.
         later_from_secondary: forward passes of later micro-batches gather from that copy too, and those of frozen
             weights in all steps but the first.
-        stored_bytes: bytes a parameter of the blocks' frozen weights, which rest and travel as codes; None: 16 bits.
+        stored_bytes: bytes per parameter of the blocks' frozen weights, which rest and travel as codes; None: 16 bits.
         reduce: route of the gradients; "node" is HSDP's, with an all-reduce between nodes; "ring" of this project is
             one exchange between all ranks, and sums then rest on each rank alone.
         gradient_intra, gradient_inter: bytes a gradient on the two levels.
-        sums_in_node: gradients of several micro-batches add up in the node and cross between nodes once a step (HSDP:
+        sums_in_node: gradients of several micro-batches add up in the node and cross between nodes once per step (HSDP:
             each replica keeps its own until the last one).
         gathered_by: what is gathered at once.
         deepspeed: DeepSpeed's ZeRO-3 runs the step: live parameters are kept from forward to backward. Else FSDP2,
@@ -66,10 +66,10 @@ class Method:
         fp32_gradients: the gradient shard is fp32 (FSDP2 with fp32 parameters), else 16 bits.
         stored_gradient_bytes: bytes a gradient at rest where it is neither.
         residual_bytes: bytes a gradient of what error feedback keeps, on every rank.
-        state_bytes: bytes a parameter of master weight and moments.
+        state_bytes: bytes per parameter of master weight and moments.
         fused_update: the optimizer reads gradients where they are and makes no fp32 copies.
         compiled: torch.compile runs the blocks.
-        cast_bytes: memory traffic of casting an operand for the products that read it, bytes an element; 0: the
+        cast_bytes: memory traffic of casting an operand for the products that read it, bytes per element; 0: the
             blocks' linear layers compute in 16 bits.
         fp8_products: they multiply at the rate of FP8; MX formats are multiplied in 16 bits.
         reduces_by_tensor: DeepSpeed's reducer takes the gradients, although weights are gathered by block.
@@ -113,8 +113,8 @@ class Method:
 
     @property
     def update(self) -> Literal["optimizer", "fp8_optimizer", "zeropp", "zero3"]:
-        """Which of Hardware's bytes a parameter a step takes; "zeropp" where this project reduces gradients and leaves
-        them in 16 bits."""
+        """The name of Hardware's bytes of an update; "zeropp" where this project reduces gradients and leaves them in
+        16 bits."""
         if not self.deepspeed:
             return "optimizer"
         if self.fused_update:
@@ -128,8 +128,8 @@ class Method:
         return min(kept, job.all_parameters)
 
     def weights(self, job: Job) -> list[Weights]:
-        """What is gathered. Codes are those of all the blocks' parameters, norms counted in. The backward pass needs
-        the frozen embedding where its output requires gradients, as checkpointing makes it (Hugging Face's
+        """The gathered weights. Codes are those of all the blocks' parameters, norms counted in. The backward pass
+        needs the frozen embedding where its output requires gradients, as checkpointing makes it (Hugging Face's
         enable_input_require_grads), and is counted so."""
         if job.lora is None:
             return [Weights(job.model.parameters, job.frozen)]
@@ -246,7 +246,7 @@ _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 def element_bytes(name: str, block_size: int, double_quantize: bool = False) -> float:
-    """Bytes an element in a format, with a scale a block: of 2 bytes, of NF4 4, of MX and NVFP4 1. Scales in 8
+    """Bytes per element in a format, with a scale per block: of 2 bytes, of NF4 4, of MX and NVFP4 1. Scales in 8
     bits with an fp32 scale for 256 of them are `double_quantize` (arXiv 2305.14314, section 3). "none": 16 bits."""
     if name == "none":
         return BYTES_16BIT
@@ -266,7 +266,7 @@ def method_of(config: PluginConfig) -> Method:
     weights, gradients, compute, frozen = config.weights, config.gradients, config.compute, config.frozen
     scope, ring = config.secondary.scope, config.topology.ranks_per_node == 1
     fp8 = config.computes_in_low_precision and compute.format not in MX_FORMATS and compute.scaling != "mx"
-    # Codes that the GEMMs multiply as they come have a scale a tensor, a row or a tile.
+    # Codes that the GEMMs multiply as they come have a scale per tensor, a row or a tile.
     sent = 1.0 if fp8 and weights.format == "fp8_e4m3" else element_bytes(weights.format, weights.block_size)
     changes: dict[str, Any] = {"weight_bytes": sent, "backward_bytes": sent}
     if scope != "none":

@@ -61,7 +61,7 @@ class Advice:
 def estimates_of_recipes(
     job: Job, hardware: Hardware, gpu_bytes: float | None = None, estimator: Estimator = estimate
 ) -> list[Estimate]:
-    """Of stock and of each recipe that can train the job and has something to do in it, the most exact first.
+    """Estimates of stock and of each recipe that can train the job and has something to do in it, the most exact first.
 
     Copies of the codes of `zeropp-pcie` take what `gpu_bytes` leave.
     """
@@ -89,7 +89,7 @@ def _has_something_to_do(method: Method, job: Job, hardware: Hardware) -> bool:
 
 
 def _worth_it(found: Iterable[Estimate], before: float = math.inf) -> list[Estimate]:
-    """Those, the most exact first, whose step is shorter by `SAME` than `before` and those of all more exact ones."""
+    """Methods, most exact first, whose step is shorter by `SAME` than `before` and that of all more exact ones."""
     worth = []
     for one in found:
         if one.step_s * (1 + SAME) <= before:
@@ -99,7 +99,7 @@ def _worth_it(found: Iterable[Estimate], before: float = math.inf) -> list[Estim
 
 
 def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, estimator: Estimator = estimate) -> Advice:
-    """Of what fits into `gpu_bytes` and learns as stock does, the fastest that is worth its rounding, see above.
+    """The fastest recipe that fits into `gpu_bytes`, learns as stock does and is worth its rounding, see above.
 
     Where nothing fits it is the one with the smallest peak of memory.
     """

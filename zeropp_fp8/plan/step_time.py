@@ -15,7 +15,7 @@ waits for the last gradient:
     busy = max(computing + quantizing, host)           one third of the host's time is the forward pass, which
                                                        activation checkpointing runs again in the backward pass
     wire = bytes a node sends / link rate  and  bytes a GPU sends / rate within the node, at once (ring) or in turn
-           + hops a collective * latency of a hop * collectives
+           + hops per collective * latency of a hop * collectives
 
 Not modelled: contention of NCCL kernels with computing, stragglers, network congestion, data loading.
 """
@@ -46,7 +46,7 @@ class PassTime:
 
 
 class Estimate:
-    """What estimates of a step, and of other units of work, have in common: they have `method`, `memory`, `bound`, and
+    """An estimate of a step, or of another unit of work: `method`, `memory`, `bound`, and
     `inter_bytes`, sent by a node to other nodes."""
 
     unit = "a step"
@@ -115,7 +115,7 @@ def codec_bytes(method: Method, job: Job) -> tuple[float, float]:
     Frozen weights that rest as codes, or whose copies stay from step to step, are encoded no more. One rank alone
     sends nothing and only decodes what rests as codes.
     Weight differences: they and the copies that they are added to become fp32, which is added and becomes the copy; six
-    passes over fp32, once a step.
+    passes over fp32, once per step.
     Gradients: read 16 bits, write codes; read the node's contributions, write their mean as codes; read the nodes'
     contributions, write the fp32 mean. In one exchange there is no second encoding. Residuals are read and written.
     """
@@ -188,7 +188,7 @@ def computing_seconds(method: Method, flop: float, block_flop: float, hardware: 
 
 
 def quantizing_seconds(num_bytes: float, hardware: Hardware) -> float:
-    """Of codecs and casts."""
+    """Seconds of codecs and casts."""
     return num_bytes / (hardware.memory_gbs * 1e9 * hardware.codec_efficiency)
 
 

@@ -31,7 +31,7 @@ class Traffic:
     at_once: bool = False
 
     def __add__(self, other: Traffic) -> Traffic:
-        """Of parts of the model that travel in messages of their own: the hops of both follow each other."""
+        """The traffic of parts that travel in messages of their own: the hops of both follow each other."""
         return Traffic(
             self.inter + other.inter,
             self.intra + other.intra,

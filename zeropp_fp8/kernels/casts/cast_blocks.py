@@ -29,7 +29,7 @@ from zeropp_fp8.kernels.casts.matrices import (
 )
 from zeropp_fp8.kernels.launching import Kernel
 
-# A thread holds 64 values. Left alone, the compiler takes 153 registers a thread for blocks in both copies, and one
+# A thread holds 64 values. Left alone, the compiler takes 153 registers per thread for blocks in both copies, and one
 # program would run on a multiprocessor at a time; with 128 (and 3 registers spilled) it is two.
 CAST = Launch(tile_rows=BLOCK, tile_columns=BLOCK, num_warps=8, max_registers=128)
 TILE_SCALE_ALIGNMENT = tl.constexpr(4)  # the rows of scales per tile are padded to a multiple of this; see operand.py

@@ -1,4 +1,4 @@
-"""A matrix to FP8 with a scale a row, plain, and a scale a column, transposed.
+"""A matrix to FP8 with a scale per row, plain, and a scale per column, transposed.
 
     codes[r, c] = FP8(x[r, c] / scale[r]),    codes_t[c, r] = FP8(x[r, c] / scale_t[c])
 
@@ -37,7 +37,7 @@ _AMAX_WARPS = 8
 # Rows and columns a program makes scales for, and partial amaxes that it reads at a time.
 _SCALES = 128
 _PARTIALS = 16
-# Elements a program holds where it has whole rows: up to 32 a thread.
+# Elements that a program holds where it has whole rows: up to 32 per thread.
 _ROWS_NUMEL = 4096
 _LARGEST_ROW = 16384
 
@@ -163,7 +163,7 @@ def cast_whole_rows_kernel(
 def cast_rows(
     matrix: Tensor, codes: Tensor | None, codes_t: Tensor | None, scale: Tensor | None, scale_t: Tensor | None
 ) -> None:
-    """Cast a matrix with a scale a row of each copy.
+    """Cast a matrix with a scale per row of each copy.
 
     Args:
         matrix: bf16, fp16 or fp32 [R, C], contiguous.

@@ -2,8 +2,8 @@
 
     codes[r, c] = codes_t[c, r] = FP8(clamp(x[r, c] / scale)),    scale = max(amax / largest, 2^-126)
 
-The amax pass leaves a partial amax a program; each program of the cast reduces all of them (2 KB, which stay in cache).
-That takes neither an atomic operation nor zeroed memory, so it costs no launch.
+The amax pass leaves a partial amax per program; each program of the cast reduces all of them (2 KB, they stay in
+cache). That takes neither an atomic operation nor zeroed memory, so it costs no launch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CAST = Launch(tile_rows=128, tile_columns=64, num_warps=4)
 # Programs of the amax pass: 4 for each of an H200's 132 multiprocessors, so that enough loads are under way. A power
 # of two, for the cast loads their results as one tile.
 LARGEST_PARTIALS = 512
-_AMAX_TILE = 8192  # elements a program looks at before it goes on: 4 loads of 16 bytes a thread
+_AMAX_TILE = 8192  # elements a program looks at before it goes on: 4 loads of 16 bytes per thread
 _AMAX_WARPS = 8
 
 

@@ -1,4 +1,4 @@
-"""What the casts of matrices share: tiles of a matrix, scales, codes, and both copies of a tile.
+"""The common part of casts of matrices: tiles of a matrix, scales, codes, and both copies of a tile.
 
 Formulas and their order are those of compute/casts.py. Kernels must be launched with `enable_fp_fusion=False`.
 
@@ -171,7 +171,7 @@ def launch_cast(
     lengths: tuple[int, ...] = (),
     **constants,
 ) -> None:
-    """Launch a cast of matrices with a program a tile.
+    """Launch a cast of matrices with a program per tile.
 
     Args:
         inputs: matrices of one shape first.

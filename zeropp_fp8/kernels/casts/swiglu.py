@@ -21,7 +21,7 @@ from zeropp_fp8.kernels.elements import narrowed
 from zeropp_fp8.kernels.launching import PLANS, Kernel, Plan
 from zeropp_fp8.kernels.wire.launch_tables import interpreted
 
-_TILE = 2048  # elements a program
+_TILE = 2048  # elements per program
 _WARPS = 4
 
 

@@ -4,10 +4,10 @@ A word is 32 bits: 8 codes of 4 bits or 4 of 8, the first in the lowest bits. A 
 
     round(number(code) * scale)        product in fp32, within the finite range, rounded to the weight's dtype
 
-as `dequantize` writes it. An H200 reads 8.6e12 codes of 4 bits a second and issues 3.2e13 instructions a second
-(counted by thread): there is time for 4 instructions a code, loads and products included. Plain code takes 8. The PTX
-here makes two numbers at a time, in bf16, and takes 1.9 instructions a number (int4), 2.3 (int8), 3.8 (int8 with scales
-of more than 8 bits) and 2.6 (by look-up), with the same results bit for bit:
+as `dequantize` writes it. An H200 reads 8.6e12 codes of 4 bits per second and issues 3.2e13 instructions per second
+(counted by thread): there is time for 4 instructions per code, loads and products included. Plain code takes 8. The PTX
+here makes two numbers at a time, in bf16, and takes 1.9 instructions per number (int4), 2.3 (int8), 3.8 (int8 with
+scales of more than 8 bits) and 2.6 (by look-up), with the same results bit for bit:
 
     int4, int8    A code between the right bits of a bf16 number is that number plus the code, and subtracting it is
                   exact. So is the product with a bf16 scale in fp32: rounded to bf16 it is what bf16 arithmetic gives.
@@ -173,74 +173,80 @@ def halves_of(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def in_both_halves(scales, TIMES: tl.constexpr):
+    """int32 [TIMES * R, 1] of bf16 scales [R]: a scale in each half of a word."""
+    bits = scales.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return repeated(bits | (bits << 16), TIMES)
+
+
+@triton.jit
+def pairs_of_int4(words, scales, TIMES: tl.constexpr, CLAMP: tl.constexpr):
+    """The four pairs of words of int4 with bf16 scales."""
+    return tl.inline_asm_elementwise(
+        INT4_TIMES_BF16_CLAMPED if CLAMP else INT4_TIMES_BF16,
+        "=&r,=&r,=&r,=&r,r,r",
+        [words, in_both_halves(scales, TIMES)],
+        (tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def pairs_of_int8(words, scales, TIMES: tl.constexpr, CLAMP: tl.constexpr):
+    """The two pairs of words of int8, with bf16 or fp32 scales."""
+    if scales.dtype == tl.bfloat16:
+        assembly: tl.constexpr = INT8_TIMES_BF16_CLAMPED if CLAMP else INT8_TIMES_BF16
+        constraints: tl.constexpr = "=&r,=&r,r,r"
+        factors = in_both_halves(scales, TIMES)
+    else:
+        assembly: tl.constexpr = INT8_TIMES_FP32_CLAMPED if CLAMP else INT8_TIMES_FP32
+        constraints: tl.constexpr = "=&r,=&r,r,f"
+        factors = repeated(scales, TIMES)
+    outputs: tl.constexpr = (tl.int32, tl.int32)
+    return tl.inline_asm_elementwise(assembly, constraints, [words, factors], outputs, is_pure=True, pack=1)
+
+
+@triton.jit
+def pairs_looked_up(words, scales, TIMES: tl.constexpr, ELEMENT: tl.constexpr, CLAMP: tl.constexpr):
+    """The four pairs of words of 4-bit codes with fp32 scales, out of a block's 16 numbers."""
+    if ELEMENT == "nf4":
+        numbers: tl.constexpr = NF4_NUMBERS_CLAMPED if CLAMP else NF4_NUMBERS
+    else:
+        numbers: tl.constexpr = INT4_NUMBERS_CLAMPED if CLAMP else INT4_NUMBERS
+    a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+        numbers,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,f",
+        [scales],
+        (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    a, b, c, d = repeated(a, TIMES), repeated(b, TIMES), repeated(c, TIMES), repeated(d, TIMES)
+    e, f, g, h = repeated(e, TIMES), repeated(f, TIMES), repeated(g, TIMES), repeated(h, TIMES)
+    return tl.inline_asm_elementwise(
+        LOOKED_UP,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+        [words, a, b, c, d, e, f, g, h],
+        (tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def words_of_pairs_with_ptx(words, scales, TIMES: tl.constexpr, ELEMENT: tl.constexpr, CLAMP: tl.constexpr):
     """Pairs 0, 1, 2 and 3 (with int8: 0, 1, 0 and 1) of words int32 [TIMES * R, C], two bf16 numbers in an int32 each.
 
     `scales`: bf16 or fp32 [R], each for TIMES rows of words.
     """
-    if scales.dtype == tl.bfloat16:
-        bits = scales.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        both = repeated(bits | (bits << 16), TIMES)
-        if ELEMENT == "int4":
-            return tl.inline_asm_elementwise(
-                INT4_TIMES_BF16_CLAMPED if CLAMP else INT4_TIMES_BF16,
-                "=&r,=&r,=&r,=&r,r,r",
-                [words, both],
-                (tl.int32, tl.int32, tl.int32, tl.int32),
-                is_pure=True,
-                pack=1,
-            )
-        else:
-            first, second = tl.inline_asm_elementwise(
-                INT8_TIMES_BF16_CLAMPED if CLAMP else INT8_TIMES_BF16,
-                "=&r,=&r,r,r",
-                [words, both],
-                (tl.int32, tl.int32),
-                is_pure=True,
-                pack=1,
-            )
-            return first, second, first, second
-    elif ELEMENT == "int8":
-        first, second = tl.inline_asm_elementwise(
-            INT8_TIMES_FP32_CLAMPED if CLAMP else INT8_TIMES_FP32,
-            "=&r,=&r,r,f",
-            [words, repeated(scales, TIMES)],
-            (tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
+    if ELEMENT == "int8":
+        first, second = pairs_of_int8(words, scales, TIMES, CLAMP)
         return first, second, first, second
+    elif scales.dtype == tl.bfloat16:
+        return pairs_of_int4(words, scales, TIMES, CLAMP)
     else:
-        if ELEMENT == "nf4":
-            numbers: tl.constexpr = NF4_NUMBERS_CLAMPED if CLAMP else NF4_NUMBERS
-        else:
-            numbers: tl.constexpr = INT4_NUMBERS_CLAMPED if CLAMP else INT4_NUMBERS
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            numbers,
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,f",
-            [scales],
-            (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-        return tl.inline_asm_elementwise(
-            LOOKED_UP,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
-            [
-                words,
-                repeated(a, TIMES),
-                repeated(b, TIMES),
-                repeated(c, TIMES),
-                repeated(d, TIMES),
-                repeated(e, TIMES),
-                repeated(f, TIMES),
-                repeated(g, TIMES),
-                repeated(h, TIMES),
-            ],
-            (tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
+        return pairs_looked_up(words, scales, TIMES, ELEMENT, CLAMP)
 
 
 @triton.jit

@@ -7,8 +7,8 @@ Sums are fp32, over the same 16-bit numbers as those of `dequantize` and a matri
 rows of x, as generation has them, the time is that of reading the weight.
 
 A program makes 8 * ROW_GROUPS outputs for all rows of x. Its warps share the sum over k: in each step, a warp takes
-the next 4 spans of 16 or 32 bytes of codes of each of its weight rows, a thread one span a row. Numbers are decoded in
-the registers into which their codes were loaded, which are those that tensor cores read: the order of k in a product is
+the next 4 spans of 16 or 32 bytes of codes of each of its weight rows, a thread one per row. Numbers are decoded in the
+registers into which their codes were loaded, which are those that tensor cores read: the order of k in a product is
 free, so x is loaded in the order in which codes lie. There is no shared memory and no barrier in the sum over k, only
 in that over warps at the end, in a fixed order: the same bits on every run. The codes of the next step are on their way
 while those of this one are multiplied. In LoRA's product the warps share the sum over r.
@@ -75,7 +75,7 @@ class Form:
 
 @triton.jit
 def load_scale_parts(payload_ptrs, block, group_start, offset_start, mask, SCALE: tl.constexpr):
-    """What `scales_of` needs of some blocks, as it lies in their slices' payloads: three tensors of block's shape."""
+    """The input of `scales_of` for some blocks, as their slices' payloads have it: three tensors of block's shape."""
     if SCALE == "bf16":
         scale = tl.load((payload_ptrs + 2 * block).to(tl.pointer_type(tl.int16)), mask=mask, other=0)
         return scale, scale, scale
@@ -230,9 +230,43 @@ def product(left, right, sums, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def starts_of_rows(weight, outputs, spans, slice_spans, place, FORM: tl.constexpr):
+    """The payloads of two slices with the weight's row at each of the places, and its first span in the first."""
+    payload_ptr, rows_ptr, _, row_stride, _, _, _ = weight
+    n = tl.program_id(0) * (8 * FORM.row_groups) + place // (32 * FORM.warps) * 8 + place // 4 % 8
+    # Rows beyond the last one repeat it and are not stored.
+    start = tl.minimum(n, outputs - 1) * spans
+    slice_index = start // slice_spans
+    start -= slice_index * slice_spans
+    first_ptrs = payload_ptr + row_of(rows_ptr, slice_index, FORM.ordered) * row_stride
+    next_slice = tl.minimum(slice_index + 1, (outputs * spans - 1) // slice_spans)
+    second_ptrs = payload_ptr + row_of(rows_ptr, next_slice, FORM.ordered) * row_stride
+    return first_ptrs, second_ptrs, start
+
+
+@triton.jit
+def starts_of_x(x_ptr, columns, place, FORM: tl.constexpr):
+    """(pointers [R, 4] to words or [R, 8 / PAIRS] to numbers of x's first span, the row of x at each of the places)."""
+    PAIRS: tl.constexpr = FORM.pairs
+    m = tl.program_id(1) * (8 * FORM.groups) + place // (32 * FORM.warps) % FORM.groups * 8 + place // 4 % 8
+    part = place // (32 * FORM.warps * FORM.groups)  # of the PAIRS * TIMES parts of 16 bytes, if x has 16 bits
+    # 64 bits: rows times columns may not fit 32.
+    if FORM.words:
+        x_ptrs = x_ptr.to(tl.pointer_type(tl.int32)) + (m.to(tl.int64) * (columns // 2) + 4 * part)
+        x_ptrs = tl.multiple_of(x_ptrs, 16)[:, None] + tl.arange(0, 4)[None, :]
+    else:
+        x_ptrs = x_ptr + (m.to(tl.int64) * columns + 8 * part)
+        # The two numbers of pair 0 in the words of codes that the part is about.
+        i = tl.arange(0, 8 // PAIRS)
+        between: tl.constexpr = PAIRS if FORM.pairing == "halves" else 1
+        x_ptrs = x_ptrs[:, None] + (i // 2 * (2 * PAIRS) + i % 2 * between)[None, :]
+    return x_ptrs, m
+
+
+@triton.jit
 def sums_of_spans(x_ptr, weight, lookup_ptr, sizes, DTYPE: tl.constexpr, CLAMP: tl.constexpr, FORM: tl.constexpr):
     """A program's sums by warp, fp32 [WARPS, 8 * ROW_GROUPS, 8 * GROUPS], and the bits of the largest scale it met."""
-    payload_ptr, rows_ptr, slice_numel, row_stride, codes_start, group_start, offset_start = weight
+    _, _, slice_numel, _, codes_start, group_start, offset_start = weight
     count, outputs, columns = sizes
     parts = (codes_start, group_start, offset_start)
     element: tl.constexpr = FORM.element
@@ -248,29 +282,10 @@ def sums_of_spans(x_ptr, weight, lookup_ptr, sizes, DTYPE: tl.constexpr, CLAMP: 
     slice_spans = slice_numel // span_numbers
     place = tl.arange(0, ROW_GROUPS * WARPS * 32)
     own_span = place // 32 % WARPS * 4 + place % 4
-    n = tl.program_id(0) * (8 * ROW_GROUPS) + place // (32 * WARPS) * 8 + place // 4 % 8
-    # Rows beyond the last one repeat it and are not stored.
-    start = tl.minimum(n, outputs - 1) * spans
-    slice_index = start // slice_spans
-    start -= slice_index * slice_spans
-    first_ptrs = payload_ptr + row_of(rows_ptr, slice_index, FORM.ordered) * row_stride
-    next_slice = tl.minimum(slice_index + 1, (outputs * spans - 1) // slice_spans)
-    second_ptrs = payload_ptr + row_of(rows_ptr, next_slice, FORM.ordered) * row_stride
-
+    first_ptrs, second_ptrs, start = starts_of_rows(weight, outputs, spans, slice_spans, place, FORM)
     x_place = tl.arange(0, TIMES * PAIRS * GROUPS * WARPS * 32)
-    m = tl.program_id(1) * (8 * GROUPS) + x_place // (32 * WARPS) % GROUPS * 8 + x_place // 4 % 8
     x_span = x_place // 32 % WARPS * 4 + x_place % 4
-    part = x_place // (32 * WARPS * GROUPS)  # of the PAIRS * TIMES parts of 16 bytes, if x has 16 bits, behind a span
-    # 64 bits: rows times columns may not fit 32.
-    if FORM.words:
-        x_ptrs = x_ptr.to(tl.pointer_type(tl.int32)) + (m.to(tl.int64) * (columns // 2) + 4 * part)
-        x_ptrs = tl.multiple_of(x_ptrs, 16)[:, None] + tl.arange(0, 4)[None, :]
-    else:
-        x_ptrs = x_ptr + (m.to(tl.int64) * columns + 8 * part)
-        # The two numbers of pair 0 in the words of codes that the part is about.
-        i = tl.arange(0, 8 // PAIRS)
-        x_ptrs = x_ptrs[:, None] + (i // 2 * (2 * PAIRS) + i % 2 * (PAIRS if PAIRING == "halves" else 1))[None, :]
-
+    x_ptrs, m = starts_of_x(x_ptr, columns, x_place, FORM)
     sums = tl.zeros((WARPS, 8 * ROW_GROUPS, 8 * GROUPS), tl.float32)
     largest = tl.zeros((ROW_GROUPS * WARPS * 32,), tl.int32)
     words, a, b, c = load_spans(first_ptrs, second_ptrs, start, own_span, spans, slice_spans, parts, FORM)
@@ -415,7 +430,7 @@ def quantized_linear_kernel(
         sums, largest = sums_of_spans(x_ptr, weight, lookup_ptr, sizes, dtype, False, FORM)
         if FORM.ptx:
             overflow = tl.max(largest, axis=0) > SAFE_SCALE
-            # A clamp would take an instruction a code, of three. Instead the sums are made again, with it, where a
+            # A clamp would take an instruction per code, of three. Instead the sums are made again, with it, where a
             # scale is above 2^120 or NaN.
             if overflow:
                 sums, largest = sums_of_spans(x_ptr, weight, lookup_ptr, sizes, dtype, True, FORM)

@@ -3,7 +3,7 @@
     codes[n, k] = FP8(clamp(w[n, k] * multiplier)),    w = decode(codes) rounded to the weight's dtype
 
 which are the bytes of compute/casts.py's cast with the scale 1 / multiplier: what lies beyond the largest number
-becomes it, NaN and Inf become the NaN code. An int4 weight costs 1.5 bytes a number to move; written in 16 bits and
+becomes it, NaN and Inf become the NaN code. An int4 weight costs 1.5 bytes per number to move; written in 16 bits and
 cast it would cost 5.5.
 """
 

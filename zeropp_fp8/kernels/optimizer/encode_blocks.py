@@ -1,4 +1,4 @@
-"""Numbers into FP8 codes with a scale a block, many segments at once: 5 bytes an element that comes in fp32.
+"""Numbers into FP8 codes with a scale per block, many segments at once: 5 bytes per element that comes in fp32.
 
     scale = the smallest 2^e with amax of the block <= largest code * 2^e,   code = number / scale, to nearest
 

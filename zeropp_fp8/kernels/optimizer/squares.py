@@ -1,4 +1,4 @@
-"""Sums of squares of FP8 codes, tile by tile: one pass over one byte an element.
+"""Sums of squares of FP8 codes, tile by tile: one pass over one byte per element.
 
     partial[t] = sum over tile t of number(code)^2                  fp32; NaN codes give NaN
 

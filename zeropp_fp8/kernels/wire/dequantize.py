@@ -1,4 +1,4 @@
-"""Payload rows -> tensors, in one pass: read a code an element and 1 to 4 bytes a block, write the value.
+"""Payload rows -> tensors, in one pass: read a code per element and 1 to 4 bytes per block, write the value.
 
     tensor.flat[s * S : (s + 1) * S] = decode(payload[r]) with s = slices[r], S = the tensor's slice size
 

@@ -3,7 +3,7 @@
     payload[r] = encode(slice of the tensor - decode(held[r]))          (quantize_differences)
     held[r]    = encode(decode(payload[r]) + decode(held[r]))           (add_differences)
 
-With INT4 and bf16 the first reads 4 bytes an element and writes 0.5, the second reads 2.5 and writes 2. The formulas
+With INT4 and bf16 the first reads 4 bytes per element and writes 0.5, the second reads 2.5 and writes 2. The formulas
 and orders of operations are those of comm/payload.py.
 """
 
@@ -18,7 +18,7 @@ from zeropp_fp8.kernels.wire.dequantize import LARGEST_FP32, decode_tile, inside
 from zeropp_fp8.kernels.wire.launch_tables import KernelFormat, SegmentTable, TensorTable
 from zeropp_fp8.kernels.wire.quantize import load_tile, segment_of_program, slice_of_tensor, store_tile
 
-# Elements a program handles, 16 a thread: two tiles are there at once.
+# Elements that a program handles, 16 per thread: two tiles are there at once.
 _TILE = 1024
 
 

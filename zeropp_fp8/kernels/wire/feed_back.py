@@ -4,7 +4,7 @@
     payload[r]  = encode(wanted)
     residual    = encode(wanted - decode(payload[r])), numbers that are not finite as zeros
 
-Read 2 (or 4) bytes an element and a code of 8 bits, write two codes: 4.5 bytes with INT4 and bf16. The formulas and
+Read 2 (or 4) bytes per element and a code of 8 bits, write two codes: 4.5 bytes with INT4 and bf16. The formulas and
 orders of operations are those of comm/payload.py.
 """
 

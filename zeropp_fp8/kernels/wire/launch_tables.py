@@ -1,4 +1,4 @@
-"""What one launch works on: which tensors, where in them, and where in the payload.
+"""The tables of one launch: its tensors, places in them, and places in the payload.
 
 A unit (a transformer block) has several tensors. Each is cut into slices of equal size; row r of a payload holds slice
 slices[r] of every tensor, one after the other. A program of a kernel handles one tile of one tensor's slice in one
@@ -28,11 +28,11 @@ from zeropp_fp8.formats.nf4 import NF4_LEVELS
 from zeropp_fp8.formats.tables import fp32_table
 from zeropp_fp8.kernels.launching import Plan
 
-# Elements a program handles: 32 a thread at 2 warps. Of 1024 to 8192 elements at 2 to 8 warps this moves most bytes a
+# Elements of a program: 32 per thread at 2 warps. Of 1024 to 8192 elements at 2 to 8 warps this moves most bytes a
 # second on an H200: int8 quantization 92 % of a copy (4096 at 4 warps: 84 %, 4096 at 8: 78 %).
 TILE = 2048
 # A sum reads the same tile of every rank, so it has enough loads under way with fewer elements of each: the sum of 8 x
-# int8 into fp32 moves 87 % of a copy's bytes a second at 512 elements, 70 % at 2048.
+# int8 into fp32 moves 87 % of a copy's bytes per second at 512 elements, 70 % at 2048.
 SUM_TILE = 512
 # 16 codes of 6 bits fill three words, so a thread must have 16 of them: with 8 the compiler exchanges codes between
 # threads, a hundred accesses to shared memory for a sum of 8 ranks.
@@ -145,7 +145,7 @@ class KernelFormat:
 
     @property
     def dtype(self) -> tl.dtype:
-        """Of an unquantized element."""
+        """The dtype of an unquantized element."""
         return {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[self.element]
 
     @property
@@ -244,7 +244,7 @@ class SegmentTable:
         """(int32 [power of two]: the number of each tensor's first tile; how many tiles of `blocks` blocks there are).
 
         For launches without idle programs. In a block of Llama-3-8B, where three of seven weights are 14 times as large
-        as two others, half of `grid`'s programs are idle: decoding INT4 then moves 65 % of a copy's bytes a second,
+        as two others, half of `grid`'s programs are idle: decoding INT4 then moves 65 % of a copy's bytes per second,
         where one large tensor reaches 93 %.
         """
         if blocks not in self._tile_starts:
@@ -280,7 +280,7 @@ class TensorTable:
 
 
 def table_key(tensors: Sequence[Tensor]) -> tuple:
-    """What a TensorTable depends on: dtype, places relative to the first tensor, and the first one's alignment.
+    """The key of a TensorTable: dtype, places relative to the first tensor, and the first one's alignment.
 
     Sizes are not part of it: those of a layout's tensors never change in one role.
     """

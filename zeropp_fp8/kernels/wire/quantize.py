@@ -1,8 +1,8 @@
-"""Tensors -> payload rows, in one pass: read 2 (or 4) bytes an element, write its code and 1 or 2 bytes a block.
+"""Tensors -> payload rows, in one pass: read 2 (or 4) bytes per element, write its code and 1 or 2 bytes per block.
 
     payload[r] = for each tensor: encode(tensor.flat[s * S : (s + 1) * S]) with s = slices[r], S = its slice size
 
-With a scale a tensor that all ranks share, the tensor's amax is found on the way, and codes at the largest magnitude
+With a scale per tensor that all ranks share, the tensor's amax is found on the way, and codes at the largest magnitude
 and numbers that became zero are counted: two integer atomics a program, whose sums do not depend on the order of
 programs. The formulas are those of formats/shared_scale.py.
 
@@ -66,7 +66,7 @@ def store_zeros(payload_ptr, start, end):
 
 @triton.jit
 def places_of_codes(tile, code_bytes, FORMAT: tl.constexpr):
-    """Of a tile's codes: (first byte, the bytes from there [tile_blocks, width / packed], how many, which exist)."""
+    """Codes of a tile: (first byte, the bytes from there [tile_blocks, width / packed], how many, which exist)."""
     block_bytes: tl.constexpr = FORMAT.block_size // FORMAT.packed * FORMAT.packed_bytes
     columns = tl.arange(0, FORMAT.width // FORMAT.packed) * FORMAT.packed_bytes
     first_byte = tile * (FORMAT.tile_blocks * block_bytes)
@@ -107,7 +107,7 @@ def shared_codes(values, multiplier, counts_ptr, FORMAT: tl.constexpr):
 
 @triton.jit
 def encode_blocks(values, FORMAT: tl.constexpr):
-    """(codes, scales) of fp32 [tile_blocks, width], as they are stored; of a format with a scale a block."""
+    """(codes, scales) of fp32 [tile_blocks, width], as they are stored; of a format with a scale per block."""
     element: tl.constexpr = FORMAT.element
     x = values.to(tl.float32)
     if FORMAT.hadamard:

@@ -5,7 +5,7 @@
     out[r]  = encode(mean[r])          (reduce_to_payload: the hop between nodes follows)
     tensor  = mean[0], or tensor += it (reduce_to_tensors: the last hop)
 
-Of FP8 codes with a scale a tensor that all ranks share it is the sum instead, which becomes codes without a multiplier,
+Of FP8 codes with a scale per tensor that all ranks share it is the sum, which becomes codes without a multiplier,
 or numbers by a factor (formats/shared_scale.py).
 
 One pass: the mean lives in registers only. With 8 ranks of int8 and an int4 result that is 1.07 bytes an input element.

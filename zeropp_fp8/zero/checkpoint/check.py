@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said on all ranks, before one of them looks for a file that is not there."""
+"""All ranks name the faults of a checkpoint before one of them looks for a file that is not there."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 def describe_file(path: str | os.PathLike, rank: int) -> SavedFile:
-    """What a manifest says of a file. It is read."""
+    """The entry of a file in a manifest; reads the file."""
     checksum = size = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -98,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def damage(path: Path, saved: SavedFile, contents: bool = True) -> str | None:
-    """What is wrong with a file of a checkpoint; None if nothing is. Only with `contents` is it read."""
+    """The fault of a file of a checkpoint; None if it has none. Only with `contents` is it read."""
     if not path.is_file():
         return f"{path} is missing"
     size = path.stat().st_size

@@ -32,19 +32,19 @@ class Lockstep:
             return None
 
     def failures(self) -> list[str]:
-        """What failed, by rank. Collective."""
+        """The failures, by rank. Collective."""
         own = self.error and f"{type(self.error).__name__}: {self.error}"
         return [f"{self._what} failed on rank {rank}: {error}" for rank, error in enumerate(everyones(own)) if error]
 
     def raise_everywhere(self) -> None:
-        """Raise what failed on the first of the ranks on which something did. Collective."""
+        """Raise the error of the first rank that failed. Collective."""
         failures = self.failures()
         if failures:
             raise RuntimeError(failures[0]) from self.error
 
 
 def everyones(value) -> list:
-    """What each rank has, by rank. Collective."""
+    """The value of each rank, by rank. Collective."""
     found = [value]
     if dist.is_initialized():
         found = [None] * dist.get_world_size()

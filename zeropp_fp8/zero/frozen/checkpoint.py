@@ -39,7 +39,7 @@ def payload_to_save(param: Parameter) -> Tensor:
 
 
 def fragment_of(name: str, param: Parameter) -> QuantizedFragment:
-    """What a checkpoint holds of a stored parameter."""
+    """The entry of a stored parameter in a checkpoint."""
     stored = stored_weight(param)
     return QuantizedFragment(
         name=name,

@@ -1,9 +1,9 @@
 """FP8 operands straight from the codes of the frozen store.
 
-Where a linear layer computes in FP8 with one scale a tensor, decoding its weight to 16 bits (2 bytes written), reading
-that (2) and casting it (1) is one kernel here: codes in, FP8 codes out (0.5 and 1 byte an element). The scale is of the
+Where a linear layer computes in FP8 with one scale per tensor, decoding its weight to 16 bits (2 bytes written),
+reading that (2) and casting it (1) is one kernel here: codes in (0.5), FP8 codes out (1). The scale is that of the
 largest magnitude of the decoded weight, which never changes, so it is found once. A weight that rests in FP8 with one
-scale is the operand already: its codes are copied into one piece (1 and 1 byte an element), and keep their scale.
+scale is the operand already: its codes are copied into one piece (1 and 1 byte per element), and keep their scale.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DTYPE = torch.float8_e4m3fn
 class FrozenOperands:
     """The stored weights of one engine that go to their GEMMs as FP8 codes, and their scales.
 
-    Empty unless linear layers compute in FP8 with one scale a tensor.
+    Empty unless linear layers compute in FP8 with one scale per tensor.
     """
 
     def __init__(self, session: Session) -> None:

@@ -44,7 +44,7 @@ def read_states(path: str | os.PathLike, trusted: bool = False) -> dict:
 
 
 class SavedRanks:
-    """What each rank of a checkpoint has of the frozen parameters; a file is read when it is asked for.
+    """The frozen parameters of each rank of a checkpoint; a file is read when it is asked for.
 
     Args:
         path_of: the file of model states of a rank.
@@ -77,7 +77,7 @@ class SavedRanks:
 
 
 class SavedParameter(Sequence):
-    """What each rank has of one parameter: its payload, or its slice."""
+    """One parameter on each rank: its payload, or its slice."""
 
     def __init__(self, saved: SavedRanks, name: str) -> None:
         self._saved, self._name = saved, name
@@ -90,7 +90,7 @@ class SavedParameter(Sequence):
         return fragment.payload if isinstance(fragment, QuantizedFragment) else fragment
 
     def fragment(self, rank: int) -> Fragment:
-        """As it was saved."""
+        """The fragment of a rank, as it was saved."""
         return self._saved.of_rank(rank)[self._name]
 
 

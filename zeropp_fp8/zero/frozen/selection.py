@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from zeropp_fp8 import sharded
 from zeropp_fp8.config import SECTION, ConfigError, FrozenConfig
 from zeropp_fp8.config.compute import matches
+from zeropp_fp8.formats import WireFormat
 from zeropp_fp8.zero.frozen.store import name_stored, note_version, store, store_format, stored_weight, unstore
 
 # Where PEFT keeps the layer that it wraps: with adapters around it, or beside a copy that is trained (modules_to_save).
@@ -27,18 +28,15 @@ _WRAPPED_BASES = ("base_layer", "original_module")
 _LEVELS_ABOVE = 2  # modules that a weight's own must be in before it is judged while the model is being made
 
 
-def _linear_classes() -> tuple[type, ...]:
-    from transformers.pytorch_utils import Conv1D
-
-    return nn.Linear, Conv1D
-
-
 def _weights_of(module: nn.Module, frozen: FrozenConfig) -> list[Parameter]:
     """The parameters of a module itself that may be stored."""
     if isinstance(frozen.modules, list):  # named by hand: whatever its class, as with the experts of a mixture
         found = module.parameters(recurse=False)
         return [] if isinstance(module, nn.Embedding) else [p for p in found if len(sharded.shape(p)) >= 2]
-    return [module.weight] if isinstance(module, _linear_classes()) and isinstance(module.weight, Parameter) else []
+    from transformers.pytorch_utils import Conv1D
+
+    is_linear = isinstance(module, (nn.Linear, Conv1D)) and isinstance(module.weight, Parameter)
+    return [module.weight] if is_linear else []
 
 
 def is_chosen(name: str, frozen: FrozenConfig) -> bool:
@@ -145,12 +143,30 @@ def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool) -> None:
         trains: whether the engine has an optimizer. Without, everything is frozen.
 
     Raises:
-        ConfigError: a weight that is to be trained was stored while the model was made, or "modules" names it; one was
-            stored in another format; "modules" names none; there is nothing to store; or another engine has as numbers
-            what would be stored.
+        ConfigError: a weight to be trained is stored or named by "modules"; one was stored in another format; "modules"
+            names none; there is nothing to store; or another engine has numbers of what would be stored.
     """
     wire_format = store_format(frozen)
-    names = dict(_names_of(model))
+    names = {param: name for name, param in model.named_parameters()}
+    _check_stored(names, wire_format, trains)
+    if wire_format is not None:
+        for param in _to_store(model, names, frozen, trains):
+            if stored_weight(param) is None:  # two layers may share one
+                param.requires_grad_(False)
+                store(param, wire_format)
+        if frozen.modules != "frozen" and not any(stored_weight(param) for param in names):
+            raise ConfigError(
+                f'"{SECTION}.frozen.format": the model has no weight to store: no linear weight is frozen, or '
+                '"frozen.skip_modules" names all of them; freeze the base model before the engine is made (PEFT does), '
+                'or set "frozen.format" to "none", or "frozen.modules" to "frozen": to store what is frozen, if '
+                "anything is"
+            )
+    name_stored((name, param) for param, name in names.items())
+    _find_adapters(model)
+
+
+def _check_stored(names: dict[Parameter, str], wire_format: WireFormat | None, trains: bool) -> None:
+    """Refuse weights that were stored while the model was made and are to be trained, or were in another format."""
     for param, name in names.items():
         stored = stored_weight(param)
         if stored is None:
@@ -169,45 +185,31 @@ def store_frozen(model: nn.Module, frozen: FrozenConfig, trains: bool) -> None:
                 f"this engine asks for {'none' if wire_format is None else repr(wire_format)}; give both the same "
                 "ds_config"
             )
-    if wire_format is not None:
-        embedded = _embedded(model)
-        chosen = [p for n, p in _candidates(model, frozen) if id(p) not in embedded and is_chosen(n, frozen)]
-        if not chosen and isinstance(frozen.modules, list):
-            raise ConfigError(
-                f'"{SECTION}.frozen.modules": no weight of the model that may be stored has one of the names '
-                f'{json.dumps(frozen.modules)}; correct them or "frozen.skip_modules", or set it to "all-linear"'
-            )
-        for param in chosen:
-            if param.requires_grad and trains and isinstance(frozen.modules, list):
-                raise ConfigError(
-                    f'"{SECTION}.frozen": {names[param]} is to be trained, and "frozen.modules" names it; freeze it, '
-                    'or add its name to "frozen.skip_modules"'
-                )
-        to_store = [p for p in chosen if stored_weight(p) is None and not (p.requires_grad and trains)]
-        for param in to_store:
-            if sharded.known(param).wire is not None:
-                raise ConfigError(
-                    f'"{SECTION}.frozen.format": another engine over this model has {names[param]} as numbers, which '
-                    'would become codes; call its destroy() first, or set "frozen.format" to "none"'
-                )
-        for param in to_store:
-            if stored_weight(param) is None:  # two layers may share one
-                param.requires_grad_(False)
-                store(param, wire_format)
-        if frozen.modules != "frozen" and not any(stored_weight(param) for param in names):
-            raise ConfigError(
-                f'"{SECTION}.frozen.format": the model has no weight to store: no linear weight is frozen, or '
-                '"frozen.skip_modules" names all of them; freeze the base model before the engine is made (PEFT does), '
-                'or set "frozen.format" to "none", or "frozen.modules" to "frozen": to store what is frozen, if '
-                "anything is"
-            )
-    name_stored((name, param) for param, name in names.items())
-    _find_adapters(model)
 
 
-def _names_of(model: nn.Module) -> Iterator[tuple[Parameter, str]]:
-    for name, param in model.named_parameters():
-        yield param, name
+def _to_store(model: nn.Module, names: dict[Parameter, str], frozen: FrozenConfig, trains: bool) -> list[Parameter]:
+    """The weights that are still to be stored; refuses names that no weight or a trained one has."""
+    named, embedded = isinstance(frozen.modules, list), _embedded(model)
+    chosen = [p for n, p in _candidates(model, frozen) if id(p) not in embedded and is_chosen(n, frozen)]
+    if not chosen and named:
+        raise ConfigError(
+            f'"{SECTION}.frozen.modules": no weight of the model that may be stored has one of the names '
+            f'{json.dumps(frozen.modules)}; correct them or "frozen.skip_modules", or set it to "all-linear"'
+        )
+    for param in chosen:
+        if named and trains and param.requires_grad:
+            raise ConfigError(
+                f'"{SECTION}.frozen": {names[param]} is to be trained, and "frozen.modules" names it; freeze it, '
+                'or add its name to "frozen.skip_modules"'
+            )
+    to_store = [p for p in chosen if stored_weight(p) is None and not (p.requires_grad and trains)]
+    for param in to_store:
+        if sharded.known(param).wire is not None:
+            raise ConfigError(
+                f'"{SECTION}.frozen.format": another engine over this model has {names[param]} as numbers, which '
+                'would become codes; call its destroy() first, or set "frozen.format" to "none"'
+            )
+    return to_store
 
 
 def _find_adapters(model: nn.Module) -> None:

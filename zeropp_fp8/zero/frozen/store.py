@@ -31,7 +31,7 @@ from zeropp_fp8.formats import WireFormat, make_format
 
 @dataclass(eq=False)
 class StoredWeight:
-    """What is known of a stored parameter besides its payload.
+    """The facts about a stored parameter besides its payload.
 
     Attributes:
         wire_format: of the codes.
@@ -73,7 +73,7 @@ class StoredWeight:
 
 
 def stored_weight(param: Parameter) -> StoredWeight | None:
-    """What is known of a stored parameter; None of others."""
+    """The facts about a stored parameter; None for others."""
     return sharded.known(param).stored
 
 

@@ -138,7 +138,7 @@ class Stored(Storage):
         written += partition_stored(params, has_been_updated, free_data)
 
     def report_rows(self, params: Sequence[Parameter]) -> list[tuple]:
-        """What rests, and travels, as codes."""
+        """Rows about weights that rest, and travel, as codes."""
         by_format: dict[str, list[Parameter]] = defaultdict(list)
         for param in params:
             by_format[repr(stored_weight(param).wire_format)].append(param)

@@ -29,7 +29,7 @@ class Adapter(NamedTuple):
 
 
 def direct_forward(layer: nn.Module, linear: Callable[[nn.Linear, Sequence[Adapter]], Callable]) -> Callable | None:
-    """What computes the same as a PEFT layer (`layers.lora_layers`); None where only PEFT can.
+    """A function that computes the same as a PEFT layer (`layers.lora_layers`); None where only PEFT can.
 
     Args:
         layer: evaluates, with hooks of DeepSpeed laid aside and its adapters' values there for as long as this is used.

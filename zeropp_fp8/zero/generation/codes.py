@@ -41,7 +41,7 @@ def values_of(unit: SlicedUnit, codes: Tensor) -> dict[int, Tensor]:
 
 
 def quantized_weight(unit: SlicedUnit, param: Parameter, codes: Tensor) -> QuantizedWeight | None:
-    """What `quantized_linear` multiplies with, of a parameter in `codes`; None where it cannot."""
+    """The operand of `quantized_linear` for a parameter in `codes`; None where it cannot."""
     from zeropp_fp8.kernels.linear.quantized_weight import can_multiply
 
     index = next(i for i, packed in enumerate(unit.packed) if packed is param)

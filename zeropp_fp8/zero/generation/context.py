@@ -97,7 +97,7 @@ def _check_idle(offload: ZeroppOffload) -> None:
 
 
 def _choose(weights: str, offload: ZeroppOffload, values: ResidentValues, codes: ResidentCodes) -> str:
-    """What there is memory for on every rank. Collective.
+    """The choice that every rank has memory for. Collective.
 
     Raises:
         MemoryError: weights are to stay in a form for which a rank has no memory; on every rank.

@@ -25,7 +25,7 @@ _DECODED_UNITS = 2  # a block may consist of two units with codes: stored weight
 
 
 class _Resident:
-    """What is kept of an engine's weights between `gather` and `release`."""
+    """An engine's weights as they are kept between `gather` and `release`."""
 
     def __init__(self, gatherer: Gatherer) -> None:
         self.gatherer = gatherer

@@ -1,4 +1,4 @@
-"""What there is to hand over of a model: groups of tensors that are gathered together, and what these are made of.
+"""The contents of a model to hand over: groups of tensors that are gathered together, and what these are made of.
 
 A piece is what an engine is given whole or not at all. Engines join q, k and v (gate and up) in one matrix and load it
 as a whole; no such matrix has parts in two children of a block (attention, MLP, each norm), so that these are pieces.
@@ -32,7 +32,7 @@ _MERGED = 'can be handed over with weights="merged"'
 
 @dataclass
 class Group:
-    """What is there at the same time.
+    """Tensors that are there at the same time.
 
     Attributes:
         params: gathered with every bit; `read` makes tensors of their values, by id.
@@ -87,7 +87,7 @@ class Contents:
     # -- the model ---------------------------------------------------------------------------------------------------
 
     def _of_model(self, base: bool, known: Mapping[str, tuple]) -> Iterator[Group]:
-        """Of blocks, and of modules outside of them."""
+        """The groups of blocks, and of modules outside of them."""
         if base and any(getattr(m, "merged_adapters", None) for m in self._model.modules()):
             raise ValueError(f'{NAME}: adapters are merged into the weights: unmerge them, or use weights="merged"')
         child_of = {id(m): id(child) for block in self._blocks for child in block.children() for m in child.modules()}

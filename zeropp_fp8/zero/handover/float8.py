@@ -1,11 +1,11 @@
 """FP8 codes for an engine that computes in FP8: the layout of compressed-tensors checkpoints, which vLLM loads.
 
     NAME.weight        float8_e4m3fn [out, in]
-    NAME.weight_scale  fp32 [out, 1], a scale a row; or [ceil(out / 128), ceil(in / 128)] where training computes with
+    NAME.weight_scale  fp32 [out, 1], a scale per row; or [ceil(out / 128), ceil(in / 128)] where training computes with
                        tiles. value = code * scale
 
-A scale a tensor is written once a row. vLLM joins q, k and v (and gate and up) in one matrix, and with a scale a tensor
-it would round the codes again to the largest of theirs; rows keep their own.
+The scale of a tensor is written once per row. vLLM joins q, k and v (and gate and up) in one matrix, and with a scale
+per tensor it would round the codes again to the largest of theirs; rows keep their own.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Float8Weights:
         return _named(name, codes, scale.clone(memory_format=torch.contiguous_format))
 
     def quantization_config(self) -> dict:
-        """What the engine's config.json needs beside such weights (`hf_overrides={"quantization_config": ...}`)."""
+        """The entry of the engine's config.json for such weights (`hf_overrides={"quantization_config": ...}`)."""
         by_tile = self._cast is casts.cast_tiles
         number = {"num_bits": 8, "type": "float", "symmetric": True}
         weights = {**number, "dynamic": False, "strategy": "block" if by_tile else "channel"}

@@ -34,7 +34,7 @@ FORMATS = ("none", "fp8")
 
 
 class ParamMeta(NamedTuple):
-    """What is known of a tensor before it is there; vLLM's fields."""
+    """The facts about a tensor before it is there; vLLM's fields."""
 
     name: str
     dtype: torch.dtype
@@ -96,7 +96,7 @@ class WeightSource:
         self.sender: object = None  # to the engine that has what was handed over
 
     def quantization_config(self) -> dict:
-        """What an engine's config.json needs to load this source's FP8 codes.
+        """The entry with which an engine's config.json loads this source's FP8 codes.
 
         Raises:
             ValueError: the source gives no codes.
@@ -118,7 +118,7 @@ class WeightSource:
     # -- vLLM's two channels -----------------------------------------------------------------------------------------
 
     def metadata(self) -> list[ParamMeta]:
-        """What the next iteration yields, in its order. No communication."""
+        """The tensors that the next iteration yields, in its order. No communication."""
         found = []
         for group in self._due():
             values = {id(p): torch.empty(sharded.shape(p), dtype=value_dtype(p), device="meta") for p in group.params}
@@ -145,7 +145,7 @@ class WeightSource:
         return on_one_stream(tensors, torch.cuda.current_stream(device)) if device.type == "cuda" else tensors
 
     def take_part(self) -> Iterator[tuple[str, Tensor]]:
-        """What others' iterations need of this rank, where its tensors are not wanted: it gathers, and yields none."""
+        """Gather for the iterations of other ranks, and yield nothing here."""
         return self._iterate(wanted=False)
 
     def _iterate(self, wanted: bool) -> Iterator[tuple[str, Tensor]]:
@@ -182,7 +182,7 @@ class WeightSource:
 
     @contextlib.contextmanager
     def _as_computed(self, params: list[Parameter]) -> Iterator[None]:
-        """With parameters as training computes with them. Collective."""
+        """Let parameters be as training computes with them. Collective."""
         gatherer = self._gatherer
         idle = [unit for unit in units_of(params) if unit.missing]
         with gatherer.session.ledger.counting(OUTSIDE):
@@ -207,7 +207,7 @@ class WeightSource:
     # -- which there are ---------------------------------------------------------------------------------------------
 
     def _due(self) -> list[Group]:
-        """What the next iteration hands out."""
+        """The groups that the next iteration hands out."""
         if not self._gatherer.ownership.params:
             raise RuntimeError(f"{NAME}: its engine was destroyed; make a source of the engine that has the model now")
         return list(self._contents.but(self._handed_over if self._only_changed else {}))

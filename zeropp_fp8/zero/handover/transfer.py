@@ -74,7 +74,7 @@ class TransferGroup:
 
 @dataclass
 class TransferInit:
-    """What `Transfer.trainer_init` needs to know.
+    """The arguments of `Transfer.trainer_init`.
 
     Attributes:
         group: makes the group that trainer and receivers share; called on the sender. It has `broadcast(tensor, src)`.
@@ -233,7 +233,7 @@ def _places(bucket: list[ParamMeta]) -> Iterator[slice]:
 
 
 def update_info(declared: list[ParamMeta]) -> dict[str, list]:
-    """What receivers are told of tensors: JSON."""
+    """The description of tensors for receivers: JSON."""
     return {
         "names": [meta.name for meta in declared],
         "dtype_names": [str(meta.dtype).removeprefix("torch.") for meta in declared],

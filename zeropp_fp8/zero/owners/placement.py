@@ -46,8 +46,8 @@ class Owners(Slices):
 
         Args:
             units: parameters that are gathered together.
-            state_bytes: bytes an element of gradient, master weight and moments, for those that are trained.
-            wire_bytes: bytes an element of each parameter when it is gathered.
+            state_bytes: bytes per element of gradient, master weight and moments, for those that are trained.
+            wire_bytes: bytes per element of each parameter when it is gathered.
             split: see `plan_parts`.
         """
         params = [p for unit in units for p in unit]

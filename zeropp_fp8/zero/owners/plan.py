@@ -41,7 +41,7 @@ MIN_PART_NUMEL = 64 * 1024
 
 @dataclass(frozen=True)
 class TensorStates:
-    """What the planner knows about one parameter."""
+    """The facts about one parameter that the planner needs."""
 
     name: str
     shape: tuple[int, ...]
@@ -192,7 +192,7 @@ def _parts_for_memory(sizes: Sequence[_Sizes], ranks: int) -> list[int]:
 
 @dataclass
 class _Bin:
-    """What one rank will own of a unit."""
+    """The parts of a unit that one rank will own."""
 
     memory: int
     wire: int

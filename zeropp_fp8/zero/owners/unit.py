@@ -284,7 +284,7 @@ class Owned(Storage):
         return OwnedLayout(own, own_pieces, full, full_pieces, rank_bytes, operand_places, scales)
 
     def pieces_of(self, params: Sequence[Parameter], ranks: Iterable[int]) -> list[_Piece]:
-        """What lies in the payloads of some ranks, one after the other."""
+        """The pieces in the payloads of some ranks, one after the other."""
         parts = [self.route.session.placement.parts(param) for param in params]
         return [
             _Piece(index, part.start, part.numel, rank)
@@ -361,7 +361,7 @@ class Owned(Storage):
 
 
 def _plan_owners(route: Route, units: Sequence[Sequence[Parameter]]) -> Owners:
-    """Who owns what, with all model states and the bytes of each exchange counted."""
+    """The owner of each part, with all model states and the bytes of each exchange counted."""
     session = route.session
     config, topology = session.config, session.topology
     gradient_bytes = 1.0 if config.gradients.store_format != "none" else 4.0

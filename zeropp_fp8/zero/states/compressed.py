@@ -1,8 +1,8 @@
-"""Master weights and moments of ZeRO-3's sub-groups in low precision: 5 bytes a parameter instead of 12.
+"""Master weights and moments of ZeRO-3's sub-groups in low precision: 5 bytes per parameter instead of 12.
 
 FP8-LM (arXiv 2310.18313), section 2.2. The states of a sub-group lie in flat buffers, a segment for this rank's part of
 each tensor, and one fused step (optim/adamw.py) decodes, updates and encodes them and writes the model's weights from
-the rounded master weights. With a scale a tensor, "tensor" means this rank's part of it.
+the rounded master weights. With a scale per tensor, "tensor" means this rank's part of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.config import SECTION, ConfigError
-from zeropp_fp8.formats.noise import Seed
 from zeropp_fp8.optim import UPDATES, Owned, StateBuffer, StateFormats, Update, make_state_buffers, update_of
 from zeropp_fp8.zero.stage_part import Row, StagePart
 from zeropp_fp8.zero.states.groups import StateGroup
@@ -55,15 +54,11 @@ class CompressedStates(StagePart):
         groups: the layout.
         update: of the optimizer.
         formats: of master weights and moments.
-        seed: of stochastic rounding: numbers that no other rank has.
     """
 
-    def __init__(
-        self, groups: Sequence[StateGroup], update: Update, formats: StateFormats, seed: tuple[int, ...]
-    ) -> None:
+    def __init__(self, groups: Sequence[StateGroup], update: Update, formats: StateFormats) -> None:
         self.groups = list(groups)
         self.rule, self.formats = update, formats
-        self._seed = seed
         self._buffers: dict[int, dict[str, StateBuffer]] = {}
         for group in self.groups:
             buffers = make_state_buffers(group.segments, formats, update.states.values())
@@ -117,20 +112,19 @@ class CompressedStates(StagePart):
         """One optimizer step of a sub-group, weights of the model included.
 
         Args:
-            grads_of: gives a StateGroup's gradients: FP8Gradients, or a tensor a parameter.
+            grads_of: gives a StateGroup's gradients: FP8Gradients, or a tensor per parameter.
             options: of the update.
             grad_scale: fp32 [1] on the device, multiplies the gradients.
         """
         self.steps[sub_group] += 1
         step = self.steps[sub_group]
-        for place, group in enumerate(self.groups):
+        for group in self.groups:
             if group.sub_group != sub_group:
                 continue
             self._unrounded.difference_update(sharded.key(param) for param in group.params)
-            seed = Seed.of(*self._seed, place, step) if self.formats.rounding == "stochastic" else None
             master, *states = self._buffers[id(group)].values()
             weights, shapes = self._weights(group), group.shapes()
-            owned = Owned(group.segments, master, states, grads_of(group), weights, grad_scale, seed, shapes)
+            owned = Owned(group.segments, master, states, grads_of(group), weights, grad_scale, shapes)
             self.rule.apply(owned, step, options)
 
     # -- looking and changing ------------------------------------------------------------------------------------------
@@ -162,9 +156,7 @@ class CompressedStates(StagePart):
     def rows(self) -> list[Row]:
         formats = self.formats
         names = ", ".join(getattr(formats, name) for name in ("master", *self.rule.states.values()))
-        remark = (
-            f"master weights, {', '.join(self.rule.states)}; a scale a {formats.scales}, {formats.rounding} rounding"
-        )
+        remark = f"master weights, {', '.join(self.rule.states)}; a scale per {formats.scales}"
         return [("optimizer states", names, 0, remark)]
 
     def num_bytes(self) -> int:

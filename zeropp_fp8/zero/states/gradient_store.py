@@ -1,4 +1,4 @@
-"""Reduced gradients in FP8 until the step: 1 byte an element, with the scales that all ranks share.
+"""Reduced gradients in FP8 until the step: 1 byte per element, with the scales that all ranks share.
 
 FP8-LM (arXiv 2310.18313), section 2.1. The last hop of a reduction writes codes at once, of sums over micro-batches
 that have added up inside the node, too. Where each micro-batch is reduced to the end, this rank's part adds up in 16 or

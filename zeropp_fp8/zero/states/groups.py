@@ -39,7 +39,7 @@ class StateGroup:
     matrices: bool
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """What this rank has of each: in its shape where that is all of it, else flat."""
+        """The shape of this rank's part of each: its own where that is all of it, else flat."""
         parts = zip(self.params, self.segments.numels)
         return [tuple(sharded.shape(p)) if numel == sharded.numel(p) else (numel,) for p, numel in parts]
 
@@ -48,14 +48,13 @@ def make_state_groups(
     sub_groups: Sequence[Sequence[Parameter]], own_numel: Callable[[Parameter], int], device: torch.device
 ) -> list[StateGroup]:
     """The state groups of all sub-groups, in their order, matrices first."""
-    groups, ids = [], 0
+    groups = []
     for index, params in enumerate(sub_groups):
         for matrices in (True, False):
             members = [p for p in params if is_vector(sharded.shape(p)) is not matrices]
             if members:
                 numels = [own_numel(p) for p in members]
-                segments = Segments(numels, device, ids=range(ids, ids + len(members)))
-                ids += len(members)
+                segments = Segments(numels, device)
                 groups.append(StateGroup(index, members, segments, matrices))
     return groups
 

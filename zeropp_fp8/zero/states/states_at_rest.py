@@ -57,8 +57,7 @@ class StatesAtRest:
             empty.ds_id = f"{ids[0]}_{ids[-1]}"
             empty.requires_grad = True
             stage.fp32_partitioned_groups_flat.append(empty)
-        seed = (session.config.seed, session.topology.rank)
-        self.compressed = CompressedStates(stage.state_groups, self.update, session.state_formats, seed)
+        self.compressed = CompressedStates(stage.state_groups, self.update, session.state_formats)
         session.parts.append(self.compressed)
         for group in stage.optimizer.param_groups:
             group["params"] = []
