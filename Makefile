@@ -46,7 +46,7 @@ rlhf-demo: $(VENV)/.run
 
 # Several files at once, one more than there are cores: ranks wait for each other, which leaves 7 to 13 % of the cores
 # idle with one each. Each of the processes keeps two servers that have imported everything, 1 GB. With TEST_ARGS, for
-# example TEST_ARGS="tests/unit/test_mx.py -k rceil", only these.
+# example TEST_ARGS="tests/formats/test_mx.py -k rceil", only these.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + os.cpu_count()))')
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ifeq ($(strip $(TEST_ARGS)),)
@@ -59,11 +59,12 @@ endif
 
 # One process's tests, without the files that take two thirds of their time; and with ranks, one file or two for
 # each thing they are about: collectives, every two parts together, units, bytes, checkpoints, refusals.
-NOT_QUICK := casts children kernels linear optim_kernel options rlhf_quality upstream_workers
+NOT_QUICK := casts children linear optim_kernel options rlhf_quality upstream_workers
 RLHF_RANKS := rlhf rlhf_demo rlhf_dpo rlhf_grpo rlhf_runs
 QUICK := comm environment norm pairs reduction_order saving topology unit_kinds
 test-quick: $(VENV)/.test
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(QUICK:%=tests/distributed/test_%.py) tests/unit examples/rlhf/tests \
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(QUICK:%=tests/distributed/test_%.py) tests/formats tests/unit \
+		examples/rlhf/tests --ignore=tests/formats/test_conformance_kernels.py \
 		$(NOT_QUICK:%=--ignore=tests/unit/test_%.py) $(RLHF_RANKS:%=--ignore=examples/rlhf/tests/test_%.py)
 
 # DEEPSPEED:TORCH, the oldest and the newest of both; without a torch with that of .venv. torch comes as the index has it.

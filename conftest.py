@@ -34,8 +34,10 @@ def pytest_collection_finish():
 
 # Files that start first: with several workers a long one that comes last leaves the others idle.
 LONGEST = "any_model golden compile endings installed differences zero numerics operators fp8_lm casts rlhf "
-LONGEST += "examples numerics_watch kernels several_engines trainer_features breadth gathered backwards parity "
-LONGEST += "rlhf_demo checkpointed_functions pipeline pairs doctor wire_benchmark integrations freezing rlhf_runs"
+LONGEST += "examples numerics_watch conformance_kernels several_engines trainer_features breadth gathered backwards "
+LONGEST += (
+    "parity rlhf_demo checkpointed_functions pipeline pairs doctor wire_benchmark integrations freezing rlhf_runs"
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 
 
 def _environment(interpret: bool) -> dict[str, str]:
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS / "formats"), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": path}
 
 

@@ -21,10 +21,9 @@ IMPORTS = (
     "triton.backends.compiler",
     "triton.compiler",
     "cast_cases",
-    "kernel_cases",
+    "payload_checks",
     "optim_cases",
     "quantized_cases",
-    "shared_scale_cases",
     "zeropp_fp8.kernels",
 )
 

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from frozen_format_cases import PUBLISHED_LEVELS, normal
+from conformance import normal
+from reference import NF4_LEVELS
 
 from zeropp_fp8.formats import make_format
 from zeropp_fp8.formats.dynamic_map import dynamic_levels
@@ -39,7 +40,7 @@ def weight_of(shape, seed, dtype):
 
 def test_the_tables_are_those_of_bitsandbytes(functional):
     assert torch.equal(functional.create_dynamic_map(), torch.tensor(dynamic_levels()))
-    assert functional.get_4bit_type("nf4", device="cpu").tolist() == PUBLISHED_LEVELS
+    assert functional.get_4bit_type("nf4", device="cpu").tolist() == NF4_LEVELS
 
 
 @pytest.mark.parametrize(("shape", "seed", "dtype"), WEIGHTS)

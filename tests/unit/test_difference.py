@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from difference_cases import CPU, RANKS, steps_on
-from triton_process import run
+from conformance import CPU
+from payload_checks import RANKS, steps_on
 
 from zeropp_fp8.formats import make_format
 from zeropp_fp8.zero.gather.difference import Contents, Difference, Fits
@@ -102,33 +102,3 @@ def test_bytes_do_not_depend_on_how_many_rows_are_added_at_once(difference, rest
         found, _ = steps_on(CPU, difference, rest, dtype, at_once=at_once)
         for (sent, held), (other_sent, other_held) in zip(found, expected):
             assert torch.equal(sent, other_sent) and torch.equal(held, other_held) and len(held) == RANKS
-
-
-def test_by_kernels_in_the_interpreter():
-    """The same bytes; also of a unit with one tensor."""
-    pytest.importorskip("triton")
-    script = """
-import functools, torch
-import difference_cases as cases
-from zeropp_fp8.comm.payload import PayloadLayout
-from zeropp_fp8.zero.gather import difference as module
-
-for numels in (cases.NUMELS, [1000]):
-    cases.NUMELS = numels
-    for difference in mine(("int4", "int3", "int2", "int8")):
-        for rest, dtype in (("none", torch.bfloat16), ("int8", torch.bfloat16), ("none", torch.float32)):
-            module.PayloadLayout = PayloadLayout
-            expected, due = cases.steps_on(cases.CPU, difference, rest, dtype, steps=2)
-            module.PayloadLayout = functools.partial(PayloadLayout, use_kernels=True)
-            found, due_here = cases.steps_on(cases.CPU, difference, rest, dtype, steps=2)
-            for some, others in zip(found, expected):
-                for one, other in zip(some, others):
-                    assert torch.equal(one, other), (difference, rest, dtype)
-            assert due is due_here
-for case in mine(cases.KERNEL_CASES):
-    cases.check_kernels(*case, [33, 500, 2100], [2, 0, 1], cases.CPU)
-if turn():
-    cases.check_kernels("int4", "int8", [9, 1, 2, 5], [7, 1], cases.CPU)
-print("done")
-"""
-    assert run(script, interpret=True, processes=2).split() == ["done"] * 2

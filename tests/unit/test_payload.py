@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conformance import ENTRIES, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numerics import error_bound, integer_reference
+from numerics import error_bound
+from reference import encoded as by_the_reference
 
 from zeropp_fp8.comm.all_gather import ranks_held
 from zeropp_fp8.comm.error_feedback import ErrorFeedback
@@ -185,6 +187,19 @@ def test_a_row_decodes_to_each_formats_own_decoding(order, short):
         assert torch.equal(result, expected)
 
 
+def test_every_format_in_one_payload():
+    formats = [make(entry, torch.float32) for entry in ENTRIES]
+    numels = [[33, 100, 7, 0, 64, 500, 31, 40][place % 8] for place in range(len(formats))]
+    layout = PayloadLayout(numels, formats, [torch.float32] * len(numels), CPU)
+    tensors, payload = [numbers(2 * numel) for numel in numels], filled(layout, 2)
+    layout.encode(tensors, SliceOrder([1, 0], CPU), payload)
+    decoded = [torch.full_like(tensor, 7.0) for tensor in tensors]
+    layout.decode(payload, SliceOrder([1, 0], CPU), decoded)
+    for tensor, fmt, numel, actual in zip(tensors, formats, numels, decoded):
+        rows = fmt.encode_rows(tensor.view(2, numel))
+        assert torch.equal(actual, fmt.decode_rows(rows, numel, torch.float32).view(-1))
+
+
 @settings(max_examples=40)
 @given(st.permutations(range(5)), st.integers(1, 5), st.integers(0, 9), st.integers(0, 8))
 def test_slices_in_any_order_come_back(permutation, kept, numel, short):
@@ -222,7 +237,7 @@ def written_out_mean(tensors, i, index):
     for own in tensors:
         piece = own_slice(own[i], index, numel)
         if wire_format.name == "int8":
-            total += torch.tensor(integer_reference(piece.double().tolist(), 8, 32)[1], dtype=torch.float64)
+            total += torch.from_numpy(by_the_reference(piece.float().numpy(), "int8", block_size=32)[1])
         else:
             total += wire_format.decode(wire_format.encode(piece), piece.shape, torch.float32).double()
     return total / len(tensors)

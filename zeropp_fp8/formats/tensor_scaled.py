@@ -95,7 +95,7 @@ class TensorScaledFormat(WireFormat):
             codes = out[:, _HEADER + start : _HEADER + start + part.shape[1]]
             self._codes.encode_scaled(part, multipliers, codes)
 
-    def scales(self, payload: Tensor) -> Tensor:
+    def decode_scales(self, payload: Tensor) -> Tensor:
         """fp32 [rows, 1] of payloads, in memory of their own."""
         return payload[:, :_SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
@@ -111,7 +111,7 @@ class TensorScaledFormat(WireFormat):
         decoded = payload.new_empty(payload.shape[0], numel, dtype=dtype) if out is None else out
         if numel == 0 or payload.shape[0] == 0:
             return decoded
-        scales, largest = self.scales(payload), torch.finfo(decoded.dtype).max
+        scales, largest = self.decode_scales(payload), torch.finfo(decoded.dtype).max
         for start in range(0, numel, _CHUNK):
             part = decoded[:, start : start + _CHUNK]
             codes = payload[:, _HEADER + start :]

@@ -84,7 +84,7 @@ class FrozenOperands:
         """
         wire_format, shape = stored_weight(param).wire_format, tuple(sharded.shape(param))
         if self._scales[sharded.key(param)] is None:
-            self._scales[sharded.key(param)] = wire_format.scales(rows[:1]).view(1), None
+            self._scales[sharded.key(param)] = wire_format.decode_scales(rows[:1]).view(1), None
         scale, _ = self._scales[sharded.key(param)]
         codes = wire_format.codes(rows, slice_numel, order).view(-1)[: sharded.numel(param)]
         return Float8Operand(codes.view(shape), scale, shape, "tensor")
