@@ -142,6 +142,17 @@ def run_two(function, **arguments):
     return run_ranks(function, world=2, ranks_per_node=1, **arguments)
 
 
+_kept: dict[tuple, list] = {}
+
+
+def run_two_once(function, **arguments):
+    """run_two, of which this process keeps the results: for references that several tests compare with."""
+    key = (function.__module__, function.__qualname__, pickle.dumps(arguments))
+    if key not in _kept:
+        _kept[key] = run_two(function, **arguments)
+    return _kept[key]
+
+
 def _run_once(function, arguments, world, ranks_per_node, timeout, env, dying):
     with tempfile.TemporaryDirectory() as folder:
         context = forkserver_context()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from models import batches, ds_config, full_fp32_weights, llama
+from running import loss_of
 from trainer_feature_jobs import _section
 from trainer_jobs import tell_accelerate
 
@@ -44,7 +45,7 @@ def _prepared(accelerator, model):
 
 def _step(accelerator, model, optimizer, tokens, extra=0.0):
     with accelerator.accumulate(model):
-        loss = model(input_ids=tokens, labels=tokens).loss + extra
+        loss = loss_of(model, tokens) + extra
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.5) if accelerator.sync_gradients else None
         optimizer.step()
@@ -126,7 +127,7 @@ def _taught(student_way, teacher_way):
     losses = []
     for tokens in _batches(6):
         with torch.no_grad():
-            extra = teacher(input_ids=tokens, labels=tokens).loss
+            extra = loss_of(teacher, tokens)
         losses.append((extra.item(), *_step(accelerator, student, optimizer, tokens, extra)[:2]))
     return losses
 

@@ -8,7 +8,7 @@ import math
 import torch
 import torch.distributed as dist
 from models import ds_config, llama, make_engine, section
-from parity_jobs import switch
+from running import switch
 from torch import nn
 
 import zeropp_fp8

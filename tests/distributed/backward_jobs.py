@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from models import ds_config, full_weights, make_engine, section
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -137,19 +138,28 @@ def run_step(call, program, seed, rank, step, backward) -> Iterator[None]:
 
 
 def exact_gradients(weights, checkpointing, program, seed, step, accumulation) -> dict[str, Tensor]:
-    """Mean over ranks of what plain torch adds up, in one process."""
+    """Mean over ranks of what plain torch adds up."""
     model = TwoOutputs(checkpointing)
     model.load_state_dict(weights)  # on the CPU, wherever these are
 
     def backward(loss: Tensor, what: Backward) -> None:
         (loss / accumulation).backward(retain_graph=what.again)
 
-    for rank in range(dist.get_world_size()):
-        for _ in run_step(model, program, seed, rank, step, backward):
-            pass
-    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: grad / dist.get_world_size() for name, grad in {**zeros, **found}.items()}
+    for _ in run_step(model, program, seed, dist.get_rank(), step, backward):
+        pass
+    return mean_gradients(model)
+
+
+def mean_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Over ranks, of what is trained; zeros where a rank has none."""
+    found = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            total = grad.to(get_accelerator().current_device_name())
+            dist.all_reduce(total)
+            found[name] = total.cpu() / dist.get_world_size()
+    return found
 
 
 def engine_of(recipe: str, fields: dict | None = None, make=TwoOutputs, dtype: str = "fp32", **options):
@@ -412,12 +422,10 @@ def tiled(recipe: str, fields: dict | None = None) -> list[float]:
         plain = WithTiledLoss()
         plain.load_state_dict(full_weights(engine.module))
         for number in range(2):
-            for rank in range(dist.get_world_size()):
-                plain(*batch(0, rank, step, number)).backward()
+            plain(*batch(0, dist.get_rank(), step, number)).backward()
             loss = engine(*batch(0, dist.get_rank(), step, number, engine.device))
             loss.backward() if step else engine.backward(loss)
-        exact = {n: p.grad / dist.get_world_size() for n, p in plain.named_parameters() if p.grad is not None}
-        errors.append(_error(exact, engine))
+        errors.append(_error(mean_gradients(plain), engine))
         engine.step()
     engine.destroy()
     return errors

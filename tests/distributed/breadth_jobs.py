@@ -18,11 +18,10 @@ from deepspeed import utils as ds_utils
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from models import batches, build, ds_config, full_fp32_weights, full_weights, llama, make_engine, section
-from parity_jobs import allow_fp16_on_cpu, switch
+from running import allow_fp16_on_cpu, forward_backward, shared_folder, stepped, switch
 from token_drop_jobs import KEYS as TOKEN_DROP
 from token_drop_jobs import by_token_drop
 from torch import nn
-from zero_jobs import shared_folder
 
 import zeropp_fp8
 from zeropp_fp8.comm import all_gather
@@ -35,17 +34,7 @@ EXACT_GRADIENTS = {"gradients": {"intra_format": "none", "inter_format": "none"}
 def trained(engine, steps=3, data_rank=None):
     """The loss of each step."""
     rank = dist.get_rank() if data_rank is None else data_rank
-    losses = []
-    for tokens in batches(steps, rank):
-        losses.append(one_step(engine, tokens))
-    return losses
-
-
-def one_step(engine, tokens):
-    loss = engine(input_ids=tokens, labels=tokens).loss
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
+    return [stepped(engine, tokens) for tokens in batches(steps, rank)]
 
 
 # -- models --------------------------------------------------------------------------------------------------------
@@ -130,9 +119,9 @@ def states_go_and_come(engine):
 
 def read_and_written(engine):
     """What DeepSpeed's functions for a parameter's master weight, gradient and state return and change."""
-    seen = [one_step(engine, tokens) for tokens in batches(1, dist.get_rank())]
+    seen = [stepped(engine, tokens) for tokens in batches(1, dist.get_rank())]
     (tokens,) = batches(1, dist.get_rank(), seed=2)
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    forward_backward(engine, tokens)
     param = engine.module.model.layers[1].mlp.up_proj.weight
     shape = param.ds_shape
 
@@ -200,7 +189,7 @@ def by_curriculum(engine):
     loader, seen, lengths = engine.deepspeed_io(rows, num_local_io_workers=0), [], []
     for _, tokens in zip(range(4), loader):
         lengths.append(loader.data_sampler.current_difficulties["length"])
-        seen += [one_step(engine, tokens[:, : lengths[-1]]), tokens]
+        seen += [stepped(engine, tokens[:, : lengths[-1]]), tokens]
     assert lengths == sorted(lengths) and len(set(lengths)) > 2, lengths
     return seen
 
@@ -330,7 +319,7 @@ def offloaded_with_copies():
         config["zeropp_fp8"].pop("recipe")
         engine, norms, losses = make_engine(llama(), config), [], []
         for step, tokens in enumerate(batches(6, dist.get_rank())):
-            losses.append(one_step(engine, tokens))
+            losses.append(stepped(engine, tokens))
             if step % 2:
                 norms.append(float(engine.get_global_grad_norm()))
         report = zeropp_fp8.wire_report(engine)

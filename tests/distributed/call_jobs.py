@@ -12,7 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from models import ds_config, llama, make_engine, section
-from parity_jobs import switch
+from running import forward_backward, switch
 
 import zeropp_fp8
 
@@ -41,7 +41,7 @@ def _calls(layers: int, recipe: str, folders: Sequence[Path] = (_ZERO, _SHARDED,
             found[f"{path.stem}.{frame.f_code.co_name}"] += 1
 
     def step() -> None:
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        forward_backward(engine, tokens)
         engine.step()
 
     for _ in range(4):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from models import KEPT, ds_config, full_weights, make_engine, section
-from parity_jobs import switch
+from running import Spec, Trace, backward, forward, on_engine, run, see, switch, update
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -162,32 +164,26 @@ def exact_bytes(engine):
     )
 
 
-def train(kind, the_section, checkpointing="non-reentrant", leaf=False, steps=2, dtype="fp32", **overrides):
-    """Losses, weights, what was left gathered or running by some pass, and bytes of exact gathers.
+def train(kind, the_section, checkpointing="non-reentrant", leaf=False, dtype="fp32", **overrides):
+    """Two steps of two micro-batches; seen is what was left gathered, or running, and bytes of exact gathers.
 
     `the_section`: None for stock.
     """
-    import deepspeed
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-    switch(the_section is not None)
-    model = Checkpointed(kind, checkpointing)
-    if leaf:
-        deepspeed.utils.set_z3_leaf_modules(model, [Block])
-    engine = make_engine(model, ds_config(the_section, dtype, gradient_accumulation_steps=2, **overrides), lr=1e-2)
-    losses, left, running, outside = [], set(), len(FWD_MODULE_STACK), exact_bytes(engine)
-    for tokens, labels in data(2 * steps):
-        loss = engine(tokens, labels)
-        left.update(left_gathered(engine))
-        engine.backward(loss)
-        losses.append(loss.item())
-        left.update(left_gathered(engine))
-        engine.step()
-    found = {"losses": losses, "left": sorted(left), "running": len(FWD_MODULE_STACK) - running}
-    found["outside"] = exact_bytes(engine) - outside
-    found["weights"] = full_weights(engine.module)
-    engine.destroy()
-    return found
+    before = []
+
+    def begin(engine):
+        before.extend((len(FWD_MODULE_STACK), exact_bytes(engine)))
+
+    left = see(left_gathered)
+    events = [forward, left, backward, left, update] * 4
+    running = see(lambda engine: len(FWD_MODULE_STACK) - before[0])
+    outside = see(lambda engine: exact_bytes(engine) - before[1])
+    model = functools.partial(Checkpointed, kind, checkpointing)
+    config = {"gradient_accumulation_steps": 2, **overrides}
+    spec = Spec(the_section, dtype, config, model, lr=1e-2, leaves=(Block,) * leaf)
+    return run(spec, [on_engine(begin), *events, running, outside], ("weights",), data(4))
 
 
 def beside_plain(kinds, the_section, plain="itself", **options):
@@ -235,7 +231,7 @@ def after_failure(recipe, failure, fields=None, **options):
                 losses.append(loss.item())
             except Injected:
                 log["raised at"] = index
-        found[fails] = {"losses": losses, "weights": full_weights(engine.module), **log}
+        found[fails] = Trace(losses, [log["left"]], full_weights(engine.module)), log.get("raised at")
         engine.destroy()
     return found
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from models import KEPT, Mlp, batches, compiled_by, ds_config, full_fp32_weights, llama, make_engine, section
-from parity_jobs import switch
+from running import loss_of, switch
 from torch._dynamo.utils import counters
 
 import zeropp_fp8
@@ -69,12 +69,12 @@ def train(recipe, way, backend="aot_eager", evaluations=2, **options):
             if index == STEPS:  # gradients are off from here on: graphs of their own
                 engine.eval()
             if index < STEPS:
-                loss = engine(input_ids=tokens, labels=tokens).loss
+                loss = loss_of(engine, tokens)
                 engine.backward(loss)
                 engine.step()
             else:
                 with torch.no_grad():
-                    loss = engine(input_ids=tokens, labels=tokens).loss
+                    loss = loss_of(engine, tokens)
             losses.append(loss.item())
             traced.append(_traced())
     found = {"losses": losses, "traced": traced, "weights": full_fp32_weights(engine.module)}
@@ -146,7 +146,7 @@ def generated():
                         said.append(kept.generate(input_ids=prompt, **ask))
                 inside = tuple(now - then for now, then in zip(_traced(), before))
                 tokens = next(batches(1, dist.get_rank()))
-                loss = engine(input_ids=tokens, labels=tokens).loss
+                loss = loss_of(engine, tokens)
                 engine.backward(loss)
                 engine.step()
                 behind = _traced()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from compute_jobs import engine_of
 from models import Mlp, batches, ds_config, full_weights, llama, make_engine, section, train
-from parity_jobs import allow_fp16_on_cpu, switch
+from running import allow_fp16_on_cpu, evaluated, forward_backward, switch
 from torch import nn
 
 from zeropp_fp8 import sharded
@@ -33,11 +33,6 @@ def small_llama(seed=0):
 
 def low_precision_layers(module):
     return sum(isinstance(m, LowPrecisionLinear) for m in module.modules())
-
-
-def evaluate(engine, tokens):
-    with torch.no_grad():
-        return engine(input_ids=tokens, labels=tokens).loss.item()
 
 
 def steps_on(engine, steps=3, features=128, rows=32, **kwargs):
@@ -118,7 +113,7 @@ def gradients_in_eval_mode():
     for weights in ("none", "fp8_e4m3"):
         engine = make_engine(small_llama(), config_of(fp8(), weights))
         engine.eval()
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        forward_backward(engine, tokens)
         named = engine.module.model.layers.named_parameters()
         norms[weights] = [safe_get_full_grad(p).norm().item() for _, p in named]
         engine.destroy()
@@ -146,18 +141,18 @@ def partial_write(scope, scaling):
     engine = make_engine(small_llama(), config)
     tokens = next(batches(1, dist.get_rank()))
     train(engine, 2)
-    before = evaluate(engine, tokens)
+    before = evaluated(engine, tokens)
     live = sum(sharded.known(p).operand is not None for p in engine.module.parameters())
     written = [layer.self_attn.o_proj.weight for layer in engine.module.model.layers]
     with deepspeed.zero.GatheredParameters(written, modifier_rank=1):
         if dist.get_rank() == 1:
             for weight in written:
                 weight.data.mul_(-3)
-    after = [evaluate(engine, tokens) for _ in range(2)]
+    after = [evaluated(engine, tokens) for _ in range(2)]
     model = small_llama()
     model.load_state_dict(full_weights(engine.module))
-    fresh = evaluate(make_engine(model, config), tokens)
-    return live, before, after, fresh, evaluate(engine, tokens)
+    fresh = evaluated(make_engine(model, config), tokens)
+    return live, before, after, fresh, evaluated(engine, tokens)
 
 
 def written_from_outside():
@@ -173,7 +168,7 @@ def written_from_outside():
             if dist.get_rank() == 0:
                 for (name, param), value in zip(engine.module.named_parameters(), new):
                     param.data.copy_(value * (8 if "proj" in name else 1))
-        losses.append(evaluate(engine, tokens))
+        losses.append(evaluated(engine, tokens))
         engine.destroy()
     return losses
 
@@ -190,10 +185,10 @@ def norms_written_from_outside():
         if dist.get_rank() == 0:
             for param in norms:
                 param.data.mul_(8)
-    after = evaluate(engine, tokens)
+    after = evaluated(engine, tokens)
     model = small_llama()
     model.load_state_dict(full_weights(engine.module))
-    return evaluate(make_engine(model, config), tokens), after
+    return evaluated(make_engine(model, config), tokens), after
 
 
 # -- ranks that differ -----------------------------------------------------------------------------------------------
@@ -341,7 +336,7 @@ def four_models(order):
         return make_engine(small_llama(seed=i), configs[i], "adamw" if i in (0, 3) else None)
 
     def use(engine, i):
-        return train(engine, 1)[0] if i in (0, 3) else evaluate(engine, tokens)
+        return train(engine, 1)[0] if i in (0, 3) else evaluated(engine, tokens)
 
     alone = []
     for i in range(4):
@@ -392,7 +387,7 @@ def saved(folder):
     zero = {**KEPT, "stage3_gather_16bit_weights_on_model_save": True}
     engine = make_engine(small_llama(), config_of(fp8("delayed"), zero_optimization=zero))
     train(engine, 2)
-    evaluate(engine, next(batches(1, dist.get_rank())))
+    evaluated(engine, next(batches(1, dist.get_rank())))
     live = sum(sharded.known(p).operand is not None for p in engine.module.parameters())
     engine.save_16bit_model(folder, "model.bin")
     engine.save_checkpoint(folder, tag="saved")

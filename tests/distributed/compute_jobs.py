@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from models import batches, build, ds_config, full_weights, llama, make_engine, section, train
-from parity_jobs import switch
 from ranks import printed
-from zero_jobs import shared_folder
+from running import loss_of, shared_folder, switch
 
 import zeropp_fp8
 from zeropp_fp8 import sharded
@@ -70,14 +69,14 @@ def operands_are_the_payload(compute, node_size, fields=None):
 
     products.matmul_nt = watched
     tokens = next(batches(1, dist.get_rank()))
-    loss = engine(input_ids=tokens, labels=tokens).loss
+    loss = loss_of(engine, tokens)
     forward, seen = seen, []
     products.matmul_nt = real
     reductions = count_reductions()
     engine.backward(loss)
     engine.step()
     after_step = reductions()
-    loss = engine(input_ids=tokens, labels=tokens).loss
+    loss = loss_of(engine, tokens)
     in_next_forward = reductions()
     engine.backward(loss)
     assert not any(sharded.known(p).operand for p in engine.module.parameters()), "released"
@@ -123,11 +122,11 @@ def values_of_a_gathered_operand():
     before = full_weights(engine.module)["model.layers.0.self_attn.q_proj.weight"]
     engine.eval()
     with torch.no_grad():
-        evaluated = engine(input_ids=tokens, labels=tokens).loss.item()
+        evaluated = loss_of(engine, tokens).item()
         with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0):
             if dist.get_rank() == 0:
                 layer.weight.mul_(0)
-        changed = engine(input_ids=tokens, labels=tokens).loss.item()
+        changed = loss_of(engine, tokens).item()
         generated = engine.module.generate(input_ids=tokens[:, :4], max_new_tokens=3, do_sample=False).shape
     after = full_weights(engine.module)["model.layers.0.self_attn.q_proj.weight"]
     return bool(values[0].isnan().all()), values[1].float(), before, after, evaluated, changed, tuple(generated)

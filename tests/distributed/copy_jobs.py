@@ -8,8 +8,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from models import batches, ds_config, full_weights, llama, make_engine, secondary_bytes, section
-from parity_jobs import switch
 from ranks import printed
+from running import evaluated, forward_backward, loss_of, switch
 
 import zeropp_fp8
 from zeropp_fp8.zero.gather.secondary import is_frozen
@@ -37,15 +37,14 @@ def train(secondary, recipe="zeropp-pcie", accumulation=1, steps=3, **options):
             before = weight_bytes(ledger)
         for _ in range(accumulation):
             tokens = next(data)
-            loss = engine(input_ids=tokens, labels=tokens).loss
+            loss = loss_of(engine, tokens)
             engine.backward(loss)
             held.append(secondary_bytes(gatherer))
             losses.append(loss.item())
             engine.step()
         tokens = next(data)
         if step == steps - 1:
-            with torch.no_grad():
-                losses.append(engine(input_ids=tokens, labels=tokens).loss.item())
+            losses.append(evaluated(engine, tokens))
     kept = [unit for unit in gatherer.units if unit.keeps_secondary]
     session = engine.zeropp_fp8_session
     found = {
@@ -92,7 +91,7 @@ def with_memory(available, secondary, recipe="zeropp-pcie"):
     kept = [unit.keeps_secondary for unit in engine.optimizer.gatherer.units]
     table = printed()
     tokens = next(batches(1, 0))
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)  # all ranks agree, or they would hang
+    forward_backward(engine, tokens)  # all ranks agree, or they would hang
     engine.step()
     return kept, table
 
@@ -109,7 +108,7 @@ def refused_and_right_again(available):
     for chosen in (model, llama()):
         engine = engine_of(secondary={"memory_gb": 7e-5}, model=chosen)
         tokens = next(batches(1, dist.get_rank()))
-        losses.append(engine(input_ids=tokens, labels=tokens).loss.item())
+        losses.append(loss_of(engine, tokens).item())
     return message, losses
 
 
@@ -120,10 +119,6 @@ def written_from_outside(secondary, recipe="zeropp-pcie"):
     tokens = next(batches(1, 0))
     losses = []
 
-    def loss_of(engine):
-        with torch.no_grad():
-            return engine(input_ids=tokens, labels=tokens).loss.item()
-
     def write(engine):
         params = [p for n, p in engine.module.named_parameters() if "layers.0" in n or "embed" in n]
         with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
@@ -132,16 +127,16 @@ def written_from_outside(secondary, recipe="zeropp-pcie"):
                     param.data.mul_(1.5)
 
     engine = engine_of(recipe, secondary)
-    losses.append(loss_of(engine))
+    losses.append(evaluated(engine, tokens))
     write(engine)
-    losses.append(loss_of(engine))
+    losses.append(evaluated(engine, tokens))
     fresh = engine_of(recipe, secondary)
     write(fresh)  # before anything was gathered
-    losses.append(loss_of(fresh))
+    losses.append(evaluated(fresh, tokens))
     return losses
 
 
-def evaluated(secondary):
+def without_an_optimizer(secondary):
     """An engine without an optimizer: losses, what it keeps, bytes of the second evaluation."""
     switch(True)
     engine = make_engine(llama(), ds_config(section("zeropp-pcie", secondary=secondary)), optimizer=None)
@@ -149,7 +144,7 @@ def evaluated(secondary):
     losses, sent = [], []
     with torch.no_grad():
         for _ in range(2):
-            losses.append(engine(input_ids=tokens, labels=tokens).loss.item())
+            losses.append(loss_of(engine, tokens).item())
             sent.append(engine.zeropp_fp8_session.ledger.outside["per_step", "inter"])
     return losses, sum(unit.keeps_secondary for unit in engine.optimizer.gatherer.units), sent[1] - sent[0]
 

@@ -14,9 +14,8 @@ from deepspeed.utils import (
 from frozen_jobs import with_lora
 from models import batches, compiled_by, ds_config, full_weights, llama, make_engine, section
 from numerics import signal_to_noise_db
-from parity_jobs import switch
 from ranks import printed
-from zero_jobs import allow_fp16_on_cpu, shared_folder
+from running import allow_fp16_on_cpu, evaluated, loss_of, shared_folder, switch
 
 import zeropp_fp8
 from zeropp_fp8.formats import make_format
@@ -43,16 +42,11 @@ def step_of(engine, data, accumulation=1):
     losses = []
     for _ in range(accumulation):
         tokens = next(data)
-        loss = engine(input_ids=tokens, labels=tokens).loss
+        loss = loss_of(engine, tokens)
         engine.backward(loss)
         losses.append(loss.item())
         engine.step()
     return losses
-
-
-def evaluate(engine, tokens):
-    with torch.no_grad():
-        return engine(input_ids=tokens, labels=tokens).loss.item()
 
 
 def gathered_weights(engine):
@@ -172,7 +166,7 @@ def disturbed(what="", steps=4, accumulation=1, **options):
     data, losses, other = batches(steps * accumulation, dist.get_rank()), [], next(batches(1, 7))
     for micro_batch, tokens in enumerate(data):
         if what == "evaluate" and micro_batch:
-            evaluate(engine, other)
+            evaluated(engine, other)
         if what == "look":
             with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
                 pass
@@ -226,7 +220,7 @@ def written(how, recipe="zeropp-diff", **options):
     data = batches(8, dist.get_rank())
 
     def look():
-        loss = evaluate(engine, next(batches(1, 7)))
+        loss = evaluated(engine, next(batches(1, 7)))
         exact = full_weights(engine.module)
         found.append((snr(exact, gathered_weights(engine)), agree(engine), loss))
 
@@ -246,7 +240,7 @@ def written(how, recipe="zeropp-diff", **options):
         write_masters(params)
     elif how == "masters beside another engine":
         other = make_engine(engine.module, ds_config(section(recipe, **options)), optimizer=None)
-        evaluate(other, next(batches(1, 7)))
+        evaluated(other, next(batches(1, 7)))
         write_masters(params)
         other.destroy()
     elif how == "of one rank":
@@ -284,7 +278,7 @@ def skipped():
     engine = engine_of(dtype="fp16")
     losses, data = [], list(batches(5, dist.get_rank()))
     for step, tokens in enumerate(data):
-        loss = engine(input_ids=tokens, labels=tokens).loss
+        loss = loss_of(engine, tokens)
         losses.append(loss.item())
         engine.backward(loss * (float("inf") if step == 2 and dist.get_rank() == 3 else 1.0))
         engine.step()
@@ -303,7 +297,7 @@ def two_engines(**options):
         with deepspeed.zero.GatheredParameters([p for pair in pairs for p in pair], modifier_rank=0):
             for old, new in pairs:
                 old.data.copy_(0.5 * old.data + 0.5 * new.data)
-        losses.append(evaluate(reference, next(batches(1, 0))))
+        losses.append(evaluated(reference, next(batches(1, 0))))
     return losses, [
         (snr(full_weights(engine.module), gathered_weights(engine)), agree(engine)) for engine in (policy, reference)
     ]
@@ -384,7 +378,7 @@ def moved(folder, save, **options):
         engine.save_checkpoint(folder)
     else:
         engine.load_checkpoint(folder)
-    loss = evaluate(engine, next(batches(1, 7)))
+    loss = evaluated(engine, next(batches(1, 7)))
     before = snr(full_weights(engine.module), gathered_weights(engine))
     step_of(engine, data)
     return loss, agree(engine), min(before, snr(full_weights(engine.module), gathered_weights(engine)))

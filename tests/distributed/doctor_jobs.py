@@ -10,7 +10,7 @@ import time
 import deepspeed
 import torch.distributed as dist
 from models import batches, llama
-from parity_jobs import allow_fp16_on_cpu
+from running import allow_fp16_on_cpu, forward_backward
 
 import zeropp_fp8
 from zeropp_fp8.doctor import diagnosis, facts, links
@@ -122,7 +122,7 @@ def _checked_and_started(section=None, zero_optimization=None, **others):
     except Exception as error:
         return found, str(error) if isinstance(error, zeropp_fp8.ConfigError) else repr(error)
     (tokens,) = batches(1, dist.get_rank())
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    forward_backward(engine, tokens)
     engine.step()
     engine.destroy()
     return found, ""

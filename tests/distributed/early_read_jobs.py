@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
-from models import ds_config, full_weights, make_engine, section
-from parity_jobs import switch
+from models import section
+from running import Spec, on_engine, run, step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-
-import zeropp_fp8
 
 HIDDEN = 48
 
@@ -78,35 +79,35 @@ class Reader(nn.Module):
 KINDS = ("parent", "regularizer", "tied use", "pair", "early and late", "weight_norm")
 
 
-def train(kind, the_section, steps=2, accumulation=2, leaf=False, unequal=False, checkpointed=False, others=0):
-    """Losses, weights, and bytes of gradients a step.
+def inputs(rank, count, unequal):
+    """What a rank gives the model; `unequal`: ranks differ in what they use of blocks."""
+    torch.manual_seed(5 + rank)
+    return [(torch.randn(3, HIDDEN), not unequal or (rank + place) % 2 == 0) for place in range(count)]
 
-    `unequal`: ranks differ in what they use of blocks. `checkpointed`: blocks are run again in backward. `others`:
-    engines that are made later over the same model, to evaluate.
+
+def train(kind, the_section, leaf=False, unequal=False, checkpointed=False, others=0):
+    """Two steps of two micro-batches.
+
+    `checkpointed`: blocks are run again in backward. `others`: engines that are made later over the same model, to
+    evaluate.
     """
-    import deepspeed
-
-    switch(the_section is not None)
-    model, rank = Reader(kind, checkpointed), dist.get_rank()
-    if leaf:
-        deepspeed.utils.set_z3_leaf_modules(model, [Block])
     # Each block is reduced as soon as its backward is over: there ranks must not meet in different collectives.
     each_block = {"zero_optimization": {"reduce_bucket_size": 5000}} if unequal else {}
-    config = ds_config(the_section, gradient_accumulation_steps=accumulation, **each_block)
-    engine = make_engine(model, config, optimizer="sgd", lr=0.1)
-    later = [make_engine(model, config, optimizer=None) for _ in range(others)]
-    torch.manual_seed(5 + rank)
-    losses = []
-    for step in range(steps * accumulation):
-        loss = engine(torch.randn(3, HIDDEN), use_all=not unequal or (rank + step) % 2 == 0)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    sent = zeropp_fp8.wire_report(engine)["per_step"]["gradients"] if the_section else None
-    weights = full_weights(engine.module)
-    for each in (*later[::-1], engine):
-        each.destroy()
-    return {"losses": losses, "weights": weights, "sent": sent}
+    config = {"gradient_accumulation_steps": 2, **each_block}
+    model = functools.partial(Reader, kind, checkpointed)
+    spec = Spec(the_section, "fp32", config, model, "sgd", 0.1, leaves=(Block,) * leaf)
+    later = []
+
+    def make_later(engine):
+        later.extend(replace(spec, optimizer=None).engine(engine.module) for _ in range(others))
+
+    def end_later(engine):
+        for each in reversed(later):
+            each.destroy()
+
+    events = [on_engine(make_later), *[step] * 4, on_engine(end_later)]
+    left = ("weights", "bytes") if the_section else ("weights",)
+    return run(spec, events, left, inputs(dist.get_rank(), 4, unequal))
 
 
 def beside_stock(kinds, granularity):
@@ -128,19 +129,16 @@ def with_unequal_ranks(recipe, kinds, checkpointed=False, fields=None, others=0)
         return {kind: train(kind, the_section, **options) for kind in kinds}
 
 
-def reference(kind, unequal=False, steps=2, accumulation=2, world=2):
+def reference(kind, unequal=False, world=2):
     """The same training in one process: {name: weight} at its start and at its end."""
-    model, inputs = Reader(kind), []
+    of_ranks = [inputs(rank, 4, unequal) for rank in range(world)]
+    model = Reader(kind)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for rank in range(world):
-        torch.manual_seed(5 + rank)
-        inputs.append([torch.randn(3, HIDDEN) for _ in range(steps * accumulation)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps * accumulation):
-        for rank in range(world):
-            loss = model(inputs[rank][step], use_all=not unequal or (rank + step) % 2 == 0)
-            (loss / world / accumulation).backward()
-        if (step + 1) % accumulation == 0:
+    for place, batches in enumerate(zip(*of_ranks)):
+        for batch in batches:
+            (model(*batch) / world / 2).backward()
+        if place % 2:
             optimizer.step()
             optimizer.zero_grad()
     return start, {name: p.detach().clone() for name, p in model.named_parameters()}

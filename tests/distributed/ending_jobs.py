@@ -16,13 +16,11 @@ from failing_jobs import (
     OF_TRAINING,
     config_of,
     differing,
-    evaluated,
     fails_to_be_made,
     on_model,
-    step,
 )
 from models import batches, llama, make_engine
-from parity_jobs import switch
+from running import evaluated, stepped, switch
 
 from zeropp_fp8.handover import WeightSource
 
@@ -38,9 +36,9 @@ def hooks_again():
             hook.remove()
         offload.forward_hooks, offload.backward_hooks = [], []
         offload._register_deepspeed_module(offload.module)
-        losses = [step(engine, tokens[0])]
+        losses = [stepped(engine, tokens[0])]
         later = make_engine(engine.module, config_of("zeropp", "block"), optimizer=None) if beside else engine
-        losses += [evaluated(later, tokens[2]), step(engine, tokens[1])]
+        losses += [evaluated(later, tokens[2]), stepped(engine, tokens[1])]
         if beside:
             later.destroy()
         losses.append(evaluated(engine, tokens[2]))
@@ -79,7 +77,7 @@ def ended_too_early():
         runs, said = [], []
         for early in (False, True):
             engine = make_engine(llama(), config_of(kind, "block"))
-            losses = [step(engine, tokens[0])]
+            losses = [stepped(engine, tokens[0])]
             its = kind if "FP8" not in kind else "zeropp"  # layers that compute in low precision are the first one's
             later = make_engine(engine.module, config_of(its, "module"), optimizer=None)
             before = on_model(engine.module)
@@ -90,7 +88,7 @@ def ended_too_early():
             assert not differing(before, on_model(engine.module))
             losses += [evaluated(later, tokens[1])]
             later.destroy()
-            losses += [step(engine, tokens[2]), evaluated(engine, tokens[3])]
+            losses += [stepped(engine, tokens[2]), evaluated(engine, tokens[3])]
             engine.destroy()
             engine.destroy()
             runs.append(losses)
@@ -133,7 +131,7 @@ def collected_on_a_rank():
     switch(True)
     tokens = next(batches(1, dist.get_rank()))
     engine = make_engine(llama(), config_of("zeropp", "block"))
-    step(engine, tokens)
+    stepped(engine, tokens)
     source = WeightSource(engine, only_changed=True)
     other = llama(seed=1)
     for mine, its in zip(engine.module.modules(), other.modules(), strict=True):
@@ -147,7 +145,7 @@ def collected_on_a_rank():
         gc.collect()
     found += [len(source.metadata()), len(list(source)), len(list(WeightSource(engine)))]
     with pytest.raises(RuntimeError) as raised:
-        step(engine, tokens)
+        stepped(engine, tokens)
     return found, str(raised.value)
 
 
@@ -160,16 +158,16 @@ def loaded_after_a_later_one(kinds, folder):
         for beside in (False, True):
             model, tag = llama(), f"{kind} {beside}"
             engine = make_engine(model, config_of(kind, "block"))
-            losses = [step(engine, batch) for batch in tokens[:2]]
+            losses = [stepped(engine, batch) for batch in tokens[:2]]
             if beside:
                 make_engine(model, config_of(kind, "block")).destroy()
             engine.save_checkpoint(folder, tag=tag)
-            losses.append(step(engine, tokens[2]))
+            losses.append(stepped(engine, tokens[2]))
             for options in ({"load_module_only": True}, {"load_optimizer_states": False}, {}):
                 if beside:
                     make_engine(model, config_of(kind, "block")).destroy()
                 engine.load_checkpoint(folder, tag=tag, **options)
-                losses += [step(engine, tokens[3]), evaluated(engine, tokens[4])]
+                losses += [stepped(engine, tokens[3]), evaluated(engine, tokens[4])]
             found[kind][beside] = losses
             engine.destroy()
     return found
@@ -257,7 +255,7 @@ class Sequence:
     def train(self) -> None:
         (number,) = self.trains
         self.log.append(f"train {number}")
-        self.trained.append((number, step(self.engines[number], self.tokens[len(self.trained)])))
+        self.trained.append((number, stepped(self.engines[number], self.tokens[len(self.trained)])))
         self.check()
 
     def evaluate(self) -> None:
@@ -339,7 +337,7 @@ def reference(done):
             if engine is not None:
                 engine.destroy()
             engine, last = make_engine(model, done.configs[number]), number
-        trained.append((number, step(engine, done.tokens[len(trained)])))
+        trained.append((number, stepped(engine, done.tokens[len(trained)])))
         evaluate()
     if engine is not None:
         engine.destroy()

@@ -10,13 +10,12 @@ import weakref
 from unittest import mock
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero import parameter_offload
 from models import batches, ds_config, llama, make_engine
-from parity_jobs import switch
 from recipes import section_of
+from running import evaluated, stepped, switch
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.compute.products import LinearPrecision
@@ -140,18 +139,6 @@ def config_of(kind, granularity, persistent=0, **fields):
     return ds_config(section_of(kind, gather_granularity=granularity, **fields), zero_optimization=zero)
 
 
-def step(engine, tokens):
-    loss = engine(input_ids=tokens, labels=tokens).loss
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
-
-
-def evaluated(engine, tokens):
-    with torch.no_grad():
-        return engine(input_ids=tokens, labels=tokens).loss.item()
-
-
 def fails_to_be_made(model, config, where, trains):
     """Whether an engine fails there."""
     try:
@@ -171,7 +158,7 @@ def beside_failures(kind, granularities):
     tokens, found = list(batches(6, dist.get_rank())), {}
     for first, second in granularities:
         engine = make_engine(llama(), config_of(kind, first))
-        alone = [step(engine, batch) for batch in tokens[:4]]
+        alone = [stepped(engine, batch) for batch in tokens[:4]]
         alone.append(evaluated(engine, tokens[5]))
         engine.destroy()
         found[first, second, "alone"] = alone
@@ -186,19 +173,19 @@ def beside_failures(kind, granularities):
 def beside_a_failure(config, its_config, where, trains, tokens):
     model = llama()
     engine = make_engine(model, config)
-    losses = [step(engine, tokens[0])]
+    losses = [stepped(engine, tokens[0])]
     before = on_model(model)
     failed = fails_to_be_made(model, its_config, where, trains)
     left = differing(before, on_model(model))
-    losses.append(step(engine, tokens[1]))
+    losses.append(stepped(engine, tokens[1]))
     gc.collect()  # what has failed is collected
     left += differing(before, on_model(model))
-    losses.append(step(engine, tokens[2]))
+    losses.append(stepped(engine, tokens[2]))
     again = make_engine(model, its_config, optimizer="adamw" if trains else None)
     evaluated(again, tokens[5])
     again.destroy()
     left += differing(before, on_model(model))
-    losses += [step(engine, tokens[3]), evaluated(engine, tokens[5])]
+    losses += [stepped(engine, tokens[3]), evaluated(engine, tokens[5])]
     engine.destroy()
     return failed, left, losses
 
@@ -227,7 +214,7 @@ def without_another(kind):
             if not had_one:  # what DeepSpeed makes a parameter with is there for good
                 left = [line for line in left if not any(f"'{key}'" in line for key in ON_PARAMETERS)]
             engine = make_engine(model, config_of(kind, "module"))
-            found[where, had_one] = failed, left, parts, [step(engine, batch) for batch in tokens]
+            found[where, had_one] = failed, left, parts, [stepped(engine, batch) for batch in tokens]
             engine.destroy()
     return found
 
@@ -261,7 +248,7 @@ def failed_on_a_rank(kind):
     tokens, found, left = list(batches(3, dist.get_rank())), [], []
     for beside in (False, True):
         engine = make_engine(llama(), config_of(kind, "block"))
-        losses = [step(engine, tokens[0])]
+        losses = [stepped(engine, tokens[0])]
         if beside:
             before, config = on_model(engine.module), config_of(kind, "module")
             if dist.get_rank() == 1:
@@ -269,7 +256,7 @@ def failed_on_a_rank(kind):
             else:
                 make_engine(engine.module, config).destroy()
             left = differing(before, on_model(engine.module))
-        losses += [step(engine, tokens[1]), evaluated(engine, tokens[2])]
+        losses += [stepped(engine, tokens[1]), evaluated(engine, tokens[2])]
         engine.destroy()
         found.append(losses)
     return left, found
@@ -287,10 +274,10 @@ def owners_half_placed():
     with mock.patch.dict(FAILURES, calls):
         for where in (None, *calls, "the timers"):
             engine = make_engine(llama(), config)
-            losses, before = [step(engine, tokens[0])], on_model(engine.module)
+            losses, before = [stepped(engine, tokens[0])], on_model(engine.module)
             failed = where is not None and fails_to_be_made(engine.module, config, where, trains=True)
             left = differing(before, on_model(engine.module))
-            losses += [step(engine, tokens[1]), evaluated(engine, tokens[2])]
+            losses += [stepped(engine, tokens[1]), evaluated(engine, tokens[2])]
             engine.destroy()
             found[where] = failed, left, losses
     return found
@@ -302,7 +289,7 @@ def owners_failed_on_a_rank():
     tokens = next(batches(1, dist.get_rank()))
     config = config_of("whole tensors", "block")
     engine = make_engine(llama(), config)
-    step(engine, tokens)
+    stepped(engine, tokens)
     if dist.get_rank() == 1:
         return fails_to_be_made(engine.module, config, "the timers", trains=True)
     make_engine(engine.module, config)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from fp8_state_jobs import NO_COMPUTE, named, rounded_masters, step
+from fp8_state_jobs import NO_COMPUTE, named, rounded_masters
 from models import KEPT, batches, ds_config, full_fp32_weights, full_weights, llama, make_engine, section
-from parity_jobs import switch
-from zero_jobs import shared_folder
+from running import forward_backward, loss_of, shared_folder, stepped, switch
 
 import zeropp_fp8
 
@@ -45,18 +44,18 @@ def checkpoints_of_states(case, node_size=2):
 
     engine = engine_of(own, 0)
     for t in tokens[:4]:
-        step(engine, t)
+        stepped(engine, t)
     engine.save_checkpoint(folder, tag="own")
     at_save, masters = full_weights(engine.module), full_fp32_weights(engine.module)
     first, second = moments(engine, "exp_avg"), moments(engine, "exp_avg_sq")
-    uninterrupted = [step(engine, t) for t in tokens[4:]]
+    uninterrupted = [stepped(engine, t) for t in tokens[4:]]
     final, report = full_weights(engine.module), engine.optimizer.reducer.scales.report()
 
     result = {}
     again = engine_of(own, 9, "own")
     result["at load"] = same(full_weights(again.module), at_save) and same(full_fp32_weights(again.module), masters)
     result["moments"] = same(moments(again, "exp_avg"), first) and same(moments(again, "exp_avg_sq"), second)
-    result["losses"] = (uninterrupted, [step(again, t) for t in tokens[4:]])
+    result["losses"] = (uninterrupted, [stepped(again, t) for t in tokens[4:]])
     result["weights"] = same(full_weights(again.module), final) and again.optimizer.reducer.scales.report() == report
 
     fp32 = get_fp32_state_dict_from_zero_checkpoint(folder, tag="own")
@@ -66,7 +65,7 @@ def checkpoints_of_states(case, node_size=2):
     result["stock"] = same(full_fp32_weights(in_stock.module), masters) and same(
         moments(in_stock, "exp_avg_sq"), second
     )
-    result["stock losses"] = [step(in_stock, t) for t in tokens[4:]]
+    result["stock losses"] = [stepped(in_stock, t) for t in tokens[4:]]
     in_stock.save_checkpoint(folder, tag="stock")
     theirs = full_fp32_weights(in_stock.module)
 
@@ -76,7 +75,7 @@ def checkpoints_of_states(case, node_size=2):
     result["back"] = exact, off
     if back.zeropp_fp8_session.state_formats is not None:
         result["steps"] = set(back.optimizer.states.compressed.steps.values())
-    result["back losses"] = step(back, tokens[0])
+    result["back losses"] = stepped(back, tokens[0])
     engine.destroy()
     assert zeropp_fp8.wire_report(engine)["gradient_scaling"] == report, "an engine that has ended still tells"
     return result
@@ -89,8 +88,8 @@ def reading_and_writing(recipe, node_size=2):
     switch(True)
     engine = make_engine(llama(), ds_config(section(recipe, node_size, **NO_COMPUTE), gradient_clipping=0.0))
     tokens, world = list(batches(4, dist.get_rank())), dist.get_world_size()
-    step(engine, tokens[0])
-    loss = engine(input_ids=tokens[1], labels=tokens[1]).loss
+    stepped(engine, tokens[0])
+    loss = loss_of(engine, tokens[1])
     engine.backward(loss)
     params = named(engine)
     matrix, vector = params["model.layers.0.self_attn.q_proj.weight"], params["model.norm.weight"]
@@ -157,7 +156,7 @@ def reading_and_writing(recipe, node_size=2):
     def doubled(full, p):
         return full * 2
 
-    loss = engine(input_ids=tokens[2], labels=tokens[2]).loss
+    loss = loss_of(engine, tokens[2])
     engine.backward(loss)
     mean = utils.safe_get_full_grad(odd)
     engine.optimizer.update_fp32_grad_for_param_vectorized(doubled, [odd])
@@ -203,14 +202,14 @@ def stored_in_blocks(micro_batches=2):
 
     def backward(engine, some):
         for t in some:
-            engine.backward(engine(input_ids=t, labels=t).loss)
+            forward_backward(engine, t)
 
     errors = []
     for gas in (1, micro_batches):
         exact, mine = engine_of(True, gas, "none"), engine_of(True, gas)
         for engine in (exact, mine):
             for index, t in enumerate(tokens[:gas]):
-                engine.backward(engine(input_ids=t, labels=t).loss)
+                forward_backward(engine, t)
                 if index < gas - 1:
                     engine.step()
         mine.optimizer.gradients.store.close()
@@ -232,26 +231,26 @@ def stored_in_blocks(micro_batches=2):
     result["stock"] = []
     for t in tokens[:8]:
         switch(False)
-        result["stock"].append(step(stock, t))
+        result["stock"].append(stepped(stock, t))
     switch(True)
     result["losses"] = []
     for index, t in enumerate(tokens[:8]):
         if index == 6:
             engine.save_checkpoint(folder, tag="blocks")
-        result["losses"].append(step(engine, t))
+        result["losses"].append(stepped(engine, t))
     again = engine_of(True, 1, seed=3)
     again.load_checkpoint(folder, tag="blocks")
-    result["resumed"] = [step(again, t) for t in tokens[6:8]]
+    result["resumed"] = [stepped(again, t) for t in tokens[6:8]]
     result["bytes"] = engine.optimizer.gradients.store.num_bytes()
     padded = {True: 0, False: 0}
     for group in engine.optimizer.state_groups:
         padded[group.matrices] += group.segments.padded_numel
     result["expected bytes"] = padded[True] + padded[True] // 64 + 2 * padded[False]
-    loss = engine(input_ids=tokens[8], labels=tokens[8]).loss
+    loss = loss_of(engine, tokens[8])
     engine.backward(loss * (float("inf") if dist.get_rank() == 1 else 1.0))
     engine.step()
     result["skipped"] = engine.skipped_steps
-    result["after"] = step(engine, tokens[9])
+    result["after"] = stepped(engine, tokens[9])
     return result
 
 
@@ -267,7 +266,7 @@ def loading_weights_only():
         config = ds_config(section("fp8-lm-o2", **NO_COMPUTE, **fields), "bf16")
         saved = make_engine(llama(), config)
         for t in tokens[:2]:
-            step(saved, t)
+            stepped(saved, t)
         saved.save_checkpoint(folder, tag=name)
         expected = full_weights(saved.module)
         for how, load in (
@@ -284,7 +283,7 @@ def loading_weights_only():
                 for key in ("exp_avg", "exp_avg_sq")
             )
             steps = set(engine.optimizer.states.compressed.steps.values())
-            result[(name, how)] = close, moments, steps, rounded_masters(engine)[1], step(engine, tokens[2])
+            result[(name, how)] = close, moments, steps, rounded_masters(engine)[1], stepped(engine, tokens[2])
     return result
 
 
@@ -303,7 +302,7 @@ def before_the_first_step():
         weights = full_weights(loaded.module)
         equal = all(torch.equal(weights[n], w) for n, w in expected.items())
         rounded = any(not torch.equal(w, w.half().float()) for w in expected.values())
-        losses = [[step(engine, t) for t in tokens] for engine in (saved, loaded)]
+        losses = [[stepped(engine, t) for t in tokens] for engine in (saved, loaded)]
         result[name] = equal, rounded, losses, rounded_masters(loaded)[1]
     return result
 
@@ -318,7 +317,7 @@ def save_for_universal(folder):
     switch(True)
     engine = make_engine(llama(), ds_config(section("fp8-lm-o2", **NO_COMPUTE), "bf16"))
     for t in batches(3, dist.get_rank()):
-        step(engine, t)
+        stepped(engine, t)
     engine.save_checkpoint(folder, tag="own")
     masters = full_fp32_weights(engine.module)
     second = {n: safe_get_full_optimizer_state(p, "exp_avg_sq") for n, p in named(engine).items()}
@@ -357,6 +356,6 @@ def load_universal(folder, masters, second):
             max((moments[n] - torch.from_numpy(w)).abs().max().item() / abs(w).max() for n, w in second.items()),
             exact,
             set(engine.optimizer.states.compressed.steps.values()),
-            step(engine, next(batches(1, dist.get_rank()))),
+            stepped(engine, next(batches(1, dist.get_rank()))),
         )
     return found

@@ -5,17 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from models import KEPT, batches, build, ds_config, full_fp32_weights, full_weights, llama, make_engine, section
-from parity_jobs import allow_fp16_on_cpu, switch
 from ranks import printed
+from running import allow_fp16_on_cpu, loss_of, stepped, switch
 
 NO_COMPUTE = {"compute": {"format": "none"}}  # FP8 GEMMs apart, so that what is compared is gradients and states
-
-
-def step(engine, tokens):
-    loss = engine(input_ids=tokens, labels=tokens).loss
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
 
 
 def named(engine):
@@ -80,7 +73,7 @@ def fp32_through_compressed_states(kind, steps=6):
             config.pop("scheduler")
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         assert not plugin or engine.zeropp_fp8_session.state_formats is not None
-        losses = [step(engine, t) for t in batches(steps, dist.get_rank())]
+        losses = [stepped(engine, t) for t in batches(steps, dist.get_rank())]
         return losses, full_fp32_weights(engine.module), float(engine.optimizer._global_grad_norm)
 
     stock, mine = run(False), run(True)
@@ -103,7 +96,7 @@ def training_beside_stock(steps=15):
         config = ds_config(the_section, "bf16", gradient_clipping=1.0, zero_optimization=kept)
         engine = make_engine(llama(), config, lr=2e-3)
         at_start = rounded_masters(engine)[1] if name == "o2" else True
-        losses = [step(engine, t) for t in batches(steps, dist.get_rank())]
+        losses = [stepped(engine, t) for t in batches(steps, dist.get_rank())]
         held = {}
         if recipe:
             optimizer = engine.optimizer
@@ -126,7 +119,7 @@ def gradients_that_are_not_finite(dtype):
     engine = make_engine(llama(), ds_config(section("fp8-lm-o2", **NO_COMPUTE), dtype, gradient_clipping=1.0))
     optimizer = engine.optimizer
     tokens = list(batches(8, dist.get_rank()))
-    losses = [step(engine, t) for t in tokens[:2]]
+    losses = [stepped(engine, t) for t in tokens[:2]]
     log = []
 
     def snapshot():
@@ -156,7 +149,7 @@ def gradients_that_are_not_finite(dtype):
         before = snapshot()
         scale = optimizer.loss_scale
         t = tokens[2 + index]
-        loss = engine(input_ids=t, labels=t).loss
+        loss = loss_of(engine, t)
         engine.backward(loss * (bad if dist.get_rank() == 3 - index else 1.0))
         engine.step()
         after = snapshot()
@@ -170,7 +163,7 @@ def gradients_that_are_not_finite(dtype):
         moved = torch.cat([history[1:], history[-1:]]) * factor
         log[-1]["history"] = equal(moved, after[3]["amax_history"])
         log[-1]["factor"] = factor
-    losses += [step(engine, t) for t in tokens[4:]]
+    losses += [stepped(engine, t) for t in tokens[4:]]
     return log, losses, engine.skipped_steps, printed()
 
 
@@ -181,7 +174,7 @@ def refusals():
     switch(True)
 
     class OwnUpdate(torch.optim.AdamW):
-        def step(self, closure=None):
+        def stepped(self, closure=None):
             raise NotImplementedError
 
     class OnlyAName(torch.optim.AdamW):
@@ -231,7 +224,7 @@ def accumulation_in_the_engine(dtype, accumulate_in, micro_batches=3):
         log = []
         for index, t in enumerate(batches(2 * micro_batches, dist.get_rank())):
             last = index % micro_batches == micro_batches - 1
-            loss = engine(input_ids=t, labels=t).loss
+            loss = loss_of(engine, t)
             engine.backward(loss)
             if last:
                 scale = engine.optimizer.loss_scale
@@ -341,7 +334,7 @@ def models_of_all_kinds(case):
             torch.manual_seed(3)
             model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
         engine = make_engine(model, config, lr=1e-2 if case == "lora" else 1e-3)
-        found.append([step(engine, t) for t in batches(5, dist.get_rank())])
+        found.append([stepped(engine, t) for t in batches(5, dist.get_rank())])
         if plugin:
             weights, exact = rounded_masters(engine)
             moved = all(w.abs().sum() > 0 for n, w in weights.items() if "lora_B" in n)  # they start as zeros

@@ -14,8 +14,8 @@ from deepspeed.utils import safe_get_full_fp32_param
 from freezing_jobs import exact_loss
 from frozen_models import evaluate, with_adapters
 from models import batches, build, ds_config, llama, make_engine, section, train
-from parity_jobs import switch
 from recipes import section_of
+from running import loss_of, switch
 
 from zeropp_fp8.zero.offload import _begin_alone
 
@@ -121,12 +121,12 @@ def run_alone(kind):
     del engine
     gc.collect()
     with torch.no_grad():
-        losses.append(model(input_ids=tokens, labels=tokens).loss.item())
+        losses.append(loss_of(model, tokens).item())
         on_stack = len(parameter_offload.FWD_MODULE_STACK)
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             pass  # drops what the forward has gathered
         second = make_engine(model, ds_config(section_of(kind)))
-        losses.append(second(input_ids=tokens, labels=tokens).loss.item())
+        losses.append(loss_of(second, tokens).item())
     return losses, on_stack, _begin_alone in model._forward_pre_hooks.values()
 
 

@@ -7,8 +7,8 @@ import importlib
 import torch
 import torch.distributed as dist
 from models import batches, ds_config, full_weights, llama, make_engine
-from parity_jobs import switch
 from recipes import section_of
+from running import Spec, evaluate, forward_backward, loss_of, on_engine, run, see, step, switch
 
 # Before which step, parameters whose names contain what, are frozen (False) or trained again (True).
 SCHEDULES = {
@@ -26,47 +26,40 @@ def exact_loss(engine, tokens, make=llama):
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(weights[name])
-        return model(input_ids=tokens, labels=tokens).loss.item()
+        return loss_of(model, tokens).item()
 
 
 def _train(section, schedule, leaf=False, lr=1e-2, steps=8, accumulation=1):
-    import deepspeed
-
+    """The last loss is of an evaluation; what is seen, of the exact weights on its batch."""
     importlib.import_module("torch._dynamo")  # zero.Init needs it imported before, see plugin.enable
-    switch(section is not None)
-    model = llama()
-    if leaf:
-        deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
-    engine = make_engine(model, ds_config(section, gradient_accumulation_steps=accumulation), lr=lr)
-    losses = []
-    for index, tokens in enumerate(batches(steps * accumulation, dist.get_rank())):
-        if index % accumulation == 0:
-            for part, trained in SCHEDULES[schedule].get(index // accumulation, ()):
-                for name, param in engine.module.named_parameters():
-                    if part in name:
-                        param.requires_grad_(trained)
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    with torch.no_grad():
-        computed = engine(input_ids=tokens, labels=tokens).loss.item()
-    return losses, full_weights(engine.module), computed, exact_loss(engine, tokens)
+    tokens = list(batches(steps * accumulation, dist.get_rank()))
+
+    def freeze(engine, index):
+        for part, trains in SCHEDULES[schedule].get(index, ()):
+            for name, param in engine.module.named_parameters():
+                if part in name:
+                    param.requires_grad_(trains)
+
+    spec = Spec(
+        section, config={"gradient_accumulation_steps": accumulation}, lr=lr, leaves=("LlamaDecoderLayer",) * leaf
+    )
+    events = [event for index in range(steps) for event in (on_engine(freeze, index), *[step] * accumulation)]
+    return run(spec, [*events, evaluate(tokens[-1]), see(exact_loss, tokens[-1])], ("weights",), tokens)
 
 
 def beside_stock(way, granularity, schedules=tuple(SCHEDULES), **options):
-    """{schedule: ((losses, weights) of stock, of the plugin)}."""
-    runs = {}
-    for schedule in schedules:
-        stock = _train(None, schedule, leaf=granularity == "block", **options)
-        plugin = _train(section_of(way, gather_granularity=granularity), schedule, **options)
-        runs[schedule] = (stock[:2], plugin[:2])
-    return runs
+    """{schedule: (stock, the plugin)}."""
+    section, leaf = section_of(way, gather_granularity=granularity), granularity == "block"
+    return {
+        schedule: (_train(None, schedule, leaf, **options), _train(section, schedule, **options))
+        for schedule in schedules
+    }
 
 
 def computed_and_exact(cases, lr):
     """For each (way, schedule): (the loss that the engine computes after training, the loss of its exact weights)."""
-    return [_train(section_of(way), schedule, lr=lr)[2:] for way, schedule in cases]
+    traces = [_train(section_of(way), schedule, lr=lr) for way, schedule in cases]
+    return [(trace.losses[-1], *trace.seen) for trace in traces]
 
 
 def frozen_between_micro_batches(way, granularity="block"):
@@ -81,7 +74,7 @@ def frozen_between_micro_batches(way, granularity="block"):
     for index, tokens in enumerate(batches(2, dist.get_rank())):
         for name, param in engine.module.named_parameters():
             param.requires_grad_(index == 0 or "layers.0" not in name)
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        forward_backward(engine, tokens)
         engine.step()
     moved = {n: (w - before[n]).abs().max().item() for n, w in full_weights(engine.module).items()}
     frozen = [change for name, change in moved.items() if "layers.0" in name]

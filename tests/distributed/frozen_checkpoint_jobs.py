@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from frozen_jobs import codes_of, load_into, with_lora
 from models import batches, build, ds_config, full_fp32_weights, full_weights, llama, section
-from parity_jobs import switch
+from running import loss_of, stepped, switch
 
 from zeropp_fp8.zero.fragment import QuantizedFragment
 from zeropp_fp8.zero.frozen.store import stored_weight
@@ -40,10 +40,7 @@ def steps(engine, which, total=4):
     losses = []
     for index, tokens in enumerate(batches(total, dist.get_rank())):
         if index in which:
-            loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
+            losses.append(stepped(engine, tokens))
     return losses
 
 
@@ -51,7 +48,7 @@ def steps(engine, which, total=4):
 def evaluation(engine):
     """The loss on one batch, the same on every rank."""
     tokens = next(batches(1, 77))
-    return float(engine(input_ids=tokens, labels=tokens).loss)
+    return float(loss_of(engine, tokens))
 
 
 def numpy_of(tensors):

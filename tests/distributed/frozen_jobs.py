@@ -7,7 +7,7 @@ import importlib
 import torch
 import torch.distributed as dist
 from models import KEPT, build, ds_config, full_fp32_weights, full_weights, llama, make_engine, section, train
-from parity_jobs import switch
+from running import switch
 
 import zeropp_fp8
 from zeropp_fp8.zero.frozen.store import stored_weight

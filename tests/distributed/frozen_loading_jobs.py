@@ -24,7 +24,7 @@ from frozen_models import (
     with_adapters,
 )
 from models import batches, build, llama, make_engine, train
-from parity_jobs import switch
+from running import switch
 
 from zeropp_fp8.zero.frozen.store import stored_weight
 

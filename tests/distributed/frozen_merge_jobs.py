@@ -20,7 +20,7 @@ from frozen_models import (
     with_adapters,
 )
 from models import batches, build, llama, make_engine, train
-from parity_jobs import switch
+from running import loss_of, switch
 
 from zeropp_fp8.zero.frozen.store import stored_weight
 
@@ -124,7 +124,7 @@ def merge_and_unload(fields, folder):
     def plain_loss(model):
         tokens = next(batches(1, dist.get_rank(), seed=9))
         with torch.no_grad():
-            return float(model(input_ids=tokens, labels=tokens).loss)
+            return float(loss_of(model, tokens))
 
     engine = an_engine()
     before, numbers = codes(engine.module), decoded(engine.module)

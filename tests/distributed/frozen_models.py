@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from frozen_jobs import TARGETS, wire_format_of
 from models import batches, ds_config, section
-from parity_jobs import allow_fp16_on_cpu
+from running import allow_fp16_on_cpu, loss_of
 
 from zeropp_fp8.zero.frozen.store import stored_weight
 
@@ -74,7 +74,7 @@ def evaluate(engine):
     """The loss on one batch of this rank's own."""
     engine.eval()
     tokens = next(batches(1, dist.get_rank(), seed=9))
-    loss = float(engine(input_ids=tokens, labels=tokens).loss)
+    loss = float(loss_of(engine, tokens))
     engine.train()
     return loss
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from frozen_models import attempt, codes, config_of, decoded, evaluate, gathered, rounded, same, with_adapters
 from models import build, ds_config, llama, make_engine, train
-from parity_jobs import switch
+from running import switch
 
 
 def bad_input(fields, overrides=None, **more):

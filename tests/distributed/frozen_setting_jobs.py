@@ -6,7 +6,7 @@ import torch
 from frozen_jobs import TARGETS, load_into
 from frozen_models import codes, config_of, rounded, same, with_adapters
 from models import KEPT, build, full_fp32_weights, llama, make_engine, train
-from parity_jobs import switch
+from running import switch
 
 
 class Body(torch.nn.Module):

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from hang_guard import HANG
 from models import batches, ds_config, llama, make_engine, secondary_bytes, section, train
-from parity_jobs import switch
 from pipeline_jobs import with_limits
 from ranks import printed
+from running import evaluated, forward_backward, switch
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.zero.gather import hops as hops_module
@@ -84,8 +84,7 @@ def scopes(recipe, fields, names, node_size, steps=2, accumulation=1):
         gatherer, session = engine.optimizer.gatherer, engine.zeropp_fp8_session
         losses = train(engine, steps, accumulation)
         tokens = next(batches(1, dist.get_rank()))
-        with torch.no_grad():
-            losses.append(engine(input_ids=tokens, labels=tokens).loss.item())
+        losses.append(evaluated(engine, tokens))
         sent = session.ledger.report()["per_step"]
         found[scope] = (losses, session.secondary_ranks, secondary_bytes(gatherer), sent)
         engine.destroy()
@@ -116,7 +115,7 @@ def values_of_all_gathers(fields, micro_batches=2):
         for tokens in batches(micro_batches, dist.get_rank(), seed=step + 1):
             with torch.no_grad():
                 engine(input_ids=tokens, labels=tokens)
-            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            forward_backward(engine, tokens)
             engine.step()
     return seen
 

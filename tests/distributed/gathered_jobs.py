@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from models import batches, ds_config, full_weights, llama, make_engine
-from parity_jobs import switch
+from models import batches, ds_config, llama, make_engine
 from recipes import section_of
+from running import Spec, Trace, backward, forward, forward_backward, on_engine, run, step, switch, update, within
 from torch import Tensor, nn
 
 STORED = {"modules": "frozen", "format": "nf4", "block_size": 32}
@@ -124,86 +124,61 @@ def _go(engine, excursion: Excursion, exact: bool) -> None:
         assert all(param.numel() == param.ds_numel for param in params), "values were dropped"
 
 
-def _train(section: dict, dtype: str, zero: dict, excursions: Sequence[Excursion], exact: bool) -> tuple:
-    torch.manual_seed(dist.get_rank())
-    config = ds_config(section, dtype, gradient_accumulation_steps=2, zero_optimization=zero)
-    engine = make_engine(_model(section), config)
-    losses = []
-    for index, tokens in enumerate(batches(6, dist.get_rank(), length=8)):
-
-        def at(when, index=index):
-            for excursion in excursions:
-                if (excursion.step, excursion.when) == (index, when):
-                    _go(engine, excursion, exact)
-
-        at("before a step")
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        at("between forward and backward")
-        engine.backward(loss)
-        at("between backward and step")
-        engine.step()
-        losses.append(loss.item())
-    return losses, full_weights(engine.module)
-
-
 def with_excursions(way: str, dtype: str, keeps: bool, granularity: str, excursions: Sequence[Excursion]) -> tuple:
-    """(losses, weights) of a training without them, and with them.
+    """A training without them, and with them.
 
     `way`: of WAYS, or "stored".
     """
-    switch(True)
     name, fields = ("zeropp", {"frozen": STORED}) if way == "stored" else (way, {})
     section = section_of(name, gather_granularity=granularity, **fields)
-    zero, exact = KEEPING if keeps else {}, "compute" not in section and not section["recipe"].startswith("mx")
-    return _train(section, dtype, zero, (), exact), _train(section, dtype, zero, excursions, exact)
+    exact = "compute" not in section and not section["recipe"].startswith("mx")
+    config = {"gradient_accumulation_steps": 2, "zero_optimization": KEEPING if keeps else {}}
+
+    def trained(excursions: Sequence[Excursion]) -> Trace:
+        events = []
+        for index in range(6):
+            for when, event in zip(WHEN, (forward, backward, update)):
+                here = [each for each in excursions if (each.step, each.when) == (index, when)]
+                events += [*(on_engine(_go, each, exact) for each in here), event]
+        spec = Spec(section, dtype, config, lambda: _model(section))
+        return run(spec, events, ("weights",), batches(6, dist.get_rank(), length=8))
+
+    return trained(()), trained(excursions)
+
+
+def _gathered(engine, names: Sequence[str] = ("",)):
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters_of(engine.module, names))
 
 
 def whole_steps(way: str, granularity: str) -> tuple:
-    """(losses, weights) of a training, and of one whose passes run in GatheredParameters, with the bytes it sent."""
-    import deepspeed
-
-    switch(True)
-
-    def run(inside: bool) -> tuple:
-        engine = make_engine(llama(), ds_config(section_of(way, gather_granularity=granularity)))
-        losses = []
-        for tokens in batches(3, dist.get_rank(), length=8):
-            with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=inside):
-                loss = engine(input_ids=tokens, labels=tokens).loss
-                engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses, full_weights(engine.module), engine.optimizer.session.ledger.report()["per_step"]
-
-    return run(False), run(True)
+    """A training, and one whose passes run in GatheredParameters, with the bytes that they sent."""
+    spec = Spec(section_of(way, gather_granularity=granularity))
+    plain, inside = [step] * 3, [within(_gathered, forward, backward), update] * 3
+    left = ("weights", "bytes")
+    return tuple(run(spec, events, left, batches(3, dist.get_rank(), length=8)) for events in (plain, inside))
 
 
 def lens(way: str, granularity: str) -> tuple:
-    """(losses, weights) of a training with a gathered head, and of one in which a hook of a rank uses it besides."""
-    import deepspeed
+    """A training with a gathered head, and one in which a hook of a rank uses it besides."""
+    spec = Spec(section_of(way, gather_granularity=granularity), config={"zero_optimization": KEEPING})
 
-    switch(True)
-
-    def run(ranks: Sequence[int]) -> tuple:
-        section = section_of(way, gather_granularity=granularity)
-        engine = make_engine(llama(), ds_config(section, zero_optimization=KEEPING))
-        model, losses = engine.module, []
+    def hook(engine) -> None:
+        model = engine.module
 
         def look(layer, args, output) -> None:
             with torch.no_grad():
                 model.lm_head(model.model.norm(output[0] if isinstance(output, tuple) else output))
 
-        if dist.get_rank() in ranks:
+        if dist.get_rank() == 0:
             model.model.layers[0].register_forward_hook(look)
-        for tokens in batches(4, dist.get_rank(), length=8):
-            with deepspeed.zero.GatheredParameters(parameters_of(model, HEAD)):
-                loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses, full_weights(model)
 
-    return run(()), run((0,))
+    steps = [within(lambda engine: _gathered(engine, HEAD), forward), backward, update] * 4
+    return tuple(
+        run(spec, [*before, *steps], ("weights",), batches(4, dist.get_rank(), length=8))
+        for before in ((), (on_engine(hook),))
+    )
 
 
 def generation_inside(way: str, weights: str) -> None:
@@ -215,7 +190,7 @@ def generation_inside(way: str, weights: str) -> None:
     switch(True)
     engine = make_engine(llama(), ds_config(section_of(way)))
     tokens, params = torch.arange(8)[None], list(engine.module.parameters())
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    forward_backward(engine, tokens)
     engine.step()
     with deepspeed.zero.GatheredParameters(params):
         before, expected = _sent(engine), generate(_plain_copy(engine.module), tokens)

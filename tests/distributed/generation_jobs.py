@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from frozen_jobs import TARGETS, frozen, with_lora
 from models import build, ds_config, full_weights, llama, make_engine, section, train
-from parity_jobs import switch
+from running import switch
 
 import zeropp_fp8
 from zeropp_fp8 import sharded

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from handover_jobs import attempt, bits, copied, init_info, stand_in
 from merged_jobs import all_kinds_of_adapters
 from models import ds_config, full_weights, llama, make_engine, section, train
-from parity_jobs import switch
+from running import switch
 
 from zeropp_fp8.handover import Transfer, WeightSource
 

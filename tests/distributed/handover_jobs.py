@@ -16,9 +16,9 @@ from frozen_jobs import frozen
 from generation_jobs import several_adapters
 from merged_jobs import all_kinds_of_adapters
 from models import build, ds_config, full_weights, llama, make_engine, section, train
-from parity_jobs import switch
 from ranks import printed
 from recipes import WAYS
+from running import loss_of, switch
 
 import zeropp_fp8
 from zeropp_fp8 import sharded
@@ -539,7 +539,7 @@ def refusals():
     said["no adapters"] = attempt(lambda: WeightSource(plain, weights="adapters").metadata())
     said["no engine"] = attempt(lambda: WeightSource(llama()))
     tokens = torch.arange(64).view(2, 32)
-    loss = plain(input_ids=tokens, labels=tokens).loss
+    loss = loss_of(plain, tokens)
     plain.optimizer.gatherer.units[-1].active_modules.add(1)
     said["in a pass"] = attempt(lambda: copied(WeightSource(plain)))
     plain.optimizer.gatherer.units[-1].active_modules.clear()

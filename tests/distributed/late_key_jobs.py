@@ -6,8 +6,8 @@ import importlib
 
 import torch
 import torch.distributed as dist
-from models import batches, build, ds_config, full_weights, llama, make_engine, section
-from parity_jobs import switch
+from models import batches, build, ds_config, llama, make_engine, section
+from running import Spec, accumulated, loss_of, run, stepped, switch
 
 UNMANAGED = {"managed_gradient_accumulation": False}
 ON_CPU = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
@@ -17,27 +17,12 @@ ON_CPU = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 
 
 def accumulate(recipe, windows, managed, fields=None, dtype="fp32", leaf=False, offload=False):
-    """(losses, weights) of training with a step after each of `windows` backward passes; recipe None: stock."""
-    import deepspeed
-
-    switch(recipe is not None)
+    """Training with a step after each of `windows` backward passes; recipe None: stock."""
     chosen = None if recipe is None else section(recipe, **(fields or {}))
-    config = ds_config(chosen, dtype, **({} if managed else UNMANAGED), **(ON_CPU if offload else {}))
-    model = llama()
-    if leaf:
-        deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
-    engine = make_engine(model, config)
-    data, losses = batches(sum(windows), dist.get_rank()), []
-    for window in windows:
-        for place in range(window):
-            if managed:
-                engine.set_gradient_accumulation_boundary(place == window - 1)
-            tokens = next(data)
-            loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss / window)
-            losses.append(float(loss))
-        engine.step()
-    return losses, full_weights(engine.module)
+    config = {**({} if managed else UNMANAGED), **(ON_CPU if offload else {})}
+    style = "set boundary" if managed else "unmanaged"
+    events = [event for window in windows for event in accumulated(window, style)]
+    return run(Spec(chosen, dtype, config, leaves=("LlamaDecoderLayer",) * leaf), events, ("weights",))
 
 
 def accumulate_several(runs):
@@ -85,14 +70,11 @@ def named_buffers(plugin, recipe, dtype, zero_init, fields, folder):
 
     engine = engine_of(0)
     for _ in range(2):
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss))
+        losses.append(stepped(engine, tokens))
     engine.save_checkpoint(folder, tag=f"{plugin}")
     again = engine_of(9)
     again.load_checkpoint(folder, tag=f"{plugin}")
     with torch.no_grad():
-        losses.append(float(again(input_ids=tokens, labels=tokens).loss))
+        losses.append(float(loss_of(again, tokens)))
     kept = [dict(e.module.named_buffers()) for e in (engine, again)]
     return losses, [{n: (b[n].dtype, b[n].float().tolist()) for n in ("correction_bias", "other_bias")} for b in kept]

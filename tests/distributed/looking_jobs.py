@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from models import batches, ds_config, full_weights, llama, make_engine
-from parity_jobs import switch
+from models import ds_config, llama, make_engine
 from recipes import section_of
-from zero_jobs import shared_folder
+from running import Spec, backward, forward, on_engine, run, shared_folder, step, switch, update
 
 STORED = {"modules": "frozen", "format": "nf4", "block_size": 32}
 
@@ -65,34 +64,27 @@ LOOKS = {
 }
 
 
-def _train(section, look, folder, dtype, steps=3):
-    torch.manual_seed(dist.get_rank())
-    model = llama()
-    for name, param in model.named_parameters():
-        param.requires_grad_("frozen" not in section or "mlp" not in name)
-    engine = make_engine(model, ds_config(section, dtype, gradient_accumulation_steps=2))
-    losses = []
-    for index, tokens in enumerate(batches(2 * steps, dist.get_rank())):
-        if index in (2, 3, 5):  # between steps, and between the micro-batches of one, which compute with one copy
-            look(engine, folder)
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        if index == 4:
-            look(engine, folder)
-        engine.step()
-        losses.append(loss.item())
-    return losses, full_weights(engine.module)
-
-
 def looks(way, looks, dtype="fp32"):
-    """{look: (losses, weights)} of the same training with some of LOOKS, or "nothing", in its middle.
+    """{look: trace} of the same training with some of LOOKS, or "nothing", in its middle.
 
     `way`: of WAYS, or "stored".
     """
-    switch(True)
-    folder = shared_folder()
     section = section_of("zeropp", frozen=STORED) if way == "stored" else section_of(way)
-    return {look: _train(section, LOOKS.get(look, nothing), folder, dtype) for look in looks}
+
+    def model():
+        made = llama()
+        for name, param in made.named_parameters():
+            param.requires_grad_("frozen" not in section or "mlp" not in name)
+        return made
+
+    spec = Spec(section, dtype, {"gradient_accumulation_steps": 2}, model)
+    folder, found = shared_folder(), {}
+    for name in looks:
+        look = on_engine(LOOKS.get(name, nothing), folder)
+        # Between steps, and between the micro-batches of one, which compute with one copy.
+        events = [step, step, look, step, look, step, forward, backward, look, update, look, step]
+        found[name] = run(spec, events, ("weights",))
+    return found
 
 
 def written_and_read(way):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from frozen_checkpoint_jobs import engine_of, evaluation, same, steps
 from frozen_jobs import codes_of
 from models import build, ds_config, full_weights, llama, make_engine, section
-from parity_jobs import switch
+from running import switch
 
 import zeropp_fp8
 

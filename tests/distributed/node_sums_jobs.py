@@ -8,52 +8,34 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from late_key_jobs import ON_CPU, UNMANAGED
-from models import batches, ds_config, full_fp32_weights, llama, make_engine, section
-from parity_jobs import switch
+from models import batches, full_fp32_weights, section
+from running import Spec, accumulated, allow_fp16_on_cpu, forward_backward, loss_of, run, see
 
-import zeropp_fp8
 from zeropp_fp8.comm import ErrorFeedback, make_topology
 from zeropp_fp8.comm.lanes import Lane
 from zeropp_fp8.comm.reduce_scatter import ReduceScatterPlan, Reduction, Rings
 from zeropp_fp8.formats import make_format
 
 
-def engine_of(recipe, accumulate_in, dtype="fp32", offload=False, model=None, gradients=None, **options):
-    """An engine over a small Llama; recipe None: stock."""
-    switch(recipe is not None)
+def spec_of(recipe, accumulate_in, dtype="fp32", offload=False, gradients=None, **options):
+    """Of a small Llama; recipe None: stock."""
     chosen = None
     if recipe is not None:
         given = {"accumulate_in": accumulate_in} if accumulate_in else {}
         chosen = section(recipe, gradients={**given, **(gradients or {})})
     options = {"gradient_clipping": 0.5, **(ON_CPU if offload else {}), **options}
-    return make_engine(model or llama(), ds_config(chosen, dtype, **options))
+    return Spec(chosen, dtype, options)
 
 
-def train(recipe, micro_batches, accumulate_in=None, steps=3, style="managed", **options):
-    """Losses, gradient norms, fp32 weights and bytes a step. `style`: who says when the step follows."""
+def train(recipe, micro_batches, accumulate_in=None, style="managed", **options):
+    """Three steps, with the norms of their gradients. `style`: who says when the step follows."""
     if style == "managed":
         options["gradient_accumulation_steps"] = micro_batches
     if style == "unmanaged":
         options.update(UNMANAGED)
-    engine = engine_of(recipe, accumulate_in, **options)
-    data, losses, norms = batches(steps * micro_batches, dist.get_rank()), [], []
-    for _ in range(steps):
-        for place in range(micro_batches):
-            if style == "set boundary":
-                engine.set_gradient_accumulation_boundary(place == micro_batches - 1)
-            tokens = next(data)
-            loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss if style == "managed" else loss / micro_batches)
-            losses.append(loss.item())
-            if style == "managed":
-                engine.step()
-        if style != "managed":
-            engine.step()
-        norms.append(float(engine.get_global_grad_norm()))
-    report = zeropp_fp8.wire_report(engine)["per_step"]["gradients"] if recipe is not None else None
-    found = {"losses": losses, "norms": norms, "weights": full_fp32_weights(engine.module), "bytes": report}
-    engine.destroy()
-    return found
+    norm = see(lambda engine: float(engine.get_global_grad_norm()))
+    left = ("masters",) if recipe is None else ("masters", "bytes")
+    return run(spec_of(recipe, accumulate_in, **options), [*accumulated(micro_batches, style), norm] * 3, left)
 
 
 def runs(cases):
@@ -154,7 +136,7 @@ def in_the_middle(recipe, offload=False):
     tokens = list(batches(6, dist.get_rank()))
 
     def backward(engine, which):
-        engine.backward(engine(input_ids=tokens[which], labels=tokens[which]).loss)
+        forward_backward(engine, tokens[which])
 
     def full_grads(engine):
         return {n: safe_get_full_grad(p) for n, p in engine.module.named_parameters()}
@@ -164,7 +146,7 @@ def in_the_middle(recipe, offload=False):
 
     def engines():
         options = {"offload": offload, "gradients": gradients, "gradient_accumulation_steps": 3}
-        return (engine_of(recipe, way, **options) for way in ("world", "node"))
+        return (spec_of(recipe, way, **options).engine() for way in ("world", "node"))
 
     looked = []
     for engine in engines():
@@ -186,7 +168,7 @@ def in_the_middle(recipe, offload=False):
         engine.destroy()
     found["looked"] = looked
 
-    engine = engine_of(recipe, "node", offload=offload, gradient_accumulation_steps=3)
+    engine = spec_of(recipe, "node", offload=offload, gradient_accumulation_steps=3).engine()
     backward(engine, 3)
     engine.step()
     engine.optimizer.zero_grad()  # begins the step again
@@ -201,11 +183,11 @@ def in_the_middle(recipe, offload=False):
 
 def fresh(recipe, offload, saves_in=None):
     """Weights after the first step of an engine that has done nothing before, but saved between its micro-batches."""
-    engine = engine_of(recipe, "node", offload=offload, gradient_accumulation_steps=3)
+    engine = spec_of(recipe, "node", offload=offload, gradient_accumulation_steps=3).engine()
     for place, tokens in enumerate(batches(3, dist.get_rank())):
         if saves_in is not None:
             engine.save_checkpoint(saves_in, tag=f"before {place}")
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        forward_backward(engine, tokens)
         engine.step()
     weights = full_fp32_weights(engine.module)
     engine.destroy()
@@ -214,16 +196,15 @@ def fresh(recipe, offload, saves_in=None):
 
 def skipped_and_right_again(recipe):
     """fp16: a gradient of Inf in the first of three micro-batches on one rank; whether steps were skipped, weights."""
-    from parity_jobs import allow_fp16_on_cpu
 
     allow_fp16_on_cpu()
-    engine = engine_of(recipe, "node", dtype="fp16", gradient_accumulation_steps=3)
+    engine = spec_of(recipe, "node", dtype="fp16", gradient_accumulation_steps=3).engine()
     data, skipped, changed = batches(9, dist.get_rank()), [], []
     for step in range(3):
         before = full_fp32_weights(engine.module)
         for place in range(3):
             tokens = next(data)
-            loss = engine(input_ids=tokens, labels=tokens).loss
+            loss = loss_of(engine, tokens)
             bad = step == 1 and place == 0 and dist.get_rank() == 1
             engine.backward(loss * float("inf") if bad else loss)
             engine.step()
@@ -242,5 +223,5 @@ def table_of(memory):
 
     accelerator = type(get_accelerator())
     accelerator.total_memory = lambda self, index=None: memory * (1 + dist.get_rank())
-    engine_of("zeropp", None).destroy()
+    spec_of("zeropp", None).engine().destroy()
     return printed()

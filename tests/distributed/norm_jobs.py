@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from models import batches, ds_config, full_weights, llama, make_engine, section
-from parity_jobs import switch
+from running import loss_of, switch
 
 
 def norms(cases, factors, steps=3, dtype="fp32"):
@@ -20,7 +20,7 @@ def norms(cases, factors, steps=3, dtype="fp32"):
             engine = make_engine(llama(), ds_config(the_section, dtype, gradient_clipping=1.0))
             start, found, skipped = full_weights(engine.module), [], 0
             for tokens in batches(steps, dist.get_rank()):
-                loss = engine(input_ids=tokens, labels=tokens).loss
+                loss = loss_of(engine, tokens)
                 engine.backward(loss * factor)
                 engine.step()
                 found.append(float(engine.get_global_grad_norm()) / factor)

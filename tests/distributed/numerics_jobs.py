@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from models import batches, ds_config, full_weights, llama, make_engine, section
 from numerics import signal_to_noise_db
-from parity_jobs import allow_fp16_on_cpu, switch
+from running import allow_fp16_on_cpu, forward_backward, loss_of, switch
 
 from zeropp_fp8.config import TRIAL_VARIABLE, Trial
 from zeropp_fp8.formats import make_format
@@ -89,7 +89,7 @@ def sampled(path, recipe, accumulation=1, steps=2, every=1, poison=None, frozen=
             inputs.clear()  # a sample looks at the first micro-batch
         for micro in range(accumulation):
             tokens = next(data)
-            loss = engine(input_ids=tokens, labels=tokens).loss
+            loss = loss_of(engine, tokens)
             engine.backward(loss)
             if last and micro == accumulation - 1:
                 oracle |= gradients_by_hand(engine, names, summed, accumulation)
@@ -112,7 +112,7 @@ def sampled_in_turn(path):
     engine = make_engine(llama(), ds_config(section("zeropp", numerics=numerics), zero_optimization=zero))
     matrices = {n.removesuffix(".weight") for n, p in engine.module.named_parameters() if len(p.ds_shape) > 1}
     for tokens in batches(6, dist.get_rank()):
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        forward_backward(engine, tokens)
         engine.step()
     engine.destroy()
     lines = Path(path).read_text().splitlines() if dist.get_rank() == 0 else ()
@@ -129,7 +129,7 @@ def sampled_after_a_resume(folder):
         if steps == 5:
             engine.load_checkpoint(folder, tag="saved")
         for batch in tokens[:steps]:
-            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            forward_backward(engine, batch)
             engine.step()
         engine.save_checkpoint(folder, tag="saved")
         engine.destroy()
@@ -145,7 +145,7 @@ def beside_a_reference(path):
     tokens = next(batches(1, dist.get_rank()))
     with torch.no_grad():
         reference(input_ids=tokens)
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    forward_backward(engine, tokens)
     engine.step()
     dist.barrier()
     of = [each.zeropp_fp8_session.parts for each in (reference, engine)]
@@ -162,7 +162,7 @@ def beside_a_later_engine(path):
     for place in range(3):
         later = make_engine(model, ds_config(section("zeropp")), optimizer=None) if place == 1 else None
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            forward_backward(engine, tokens)
             engine.step()
         said.append(printed.getvalue())
         if later is not None:
@@ -271,7 +271,7 @@ class OnRanks(Experiment):
         engine = make_engine(self.make_model(), ds_config(section(self.recipe, **self.fields), **self.options))
         try:
             for tokens in batches(100, dist.get_rank(), seed=self.seed):
-                loss = engine(input_ids=tokens, labels=tokens).loss
+                loss = loss_of(engine, tokens)
                 engine.backward(loss)
                 engine.step()
         except SystemExit as ended:
@@ -328,7 +328,7 @@ def two_engines(folder):
         try:
             for tokens in batches(4, dist.get_rank()):
                 for engine in engines:
-                    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+                    forward_backward(engine, tokens)
                     engine.step()
         except SystemExit as ended:
             assert ended.code == 0
@@ -349,7 +349,7 @@ def by_engine(fields):
     engine = make_engine(llama(), ds_config(section("lossless", **fields)))
     losses, norms, gradients = [], [], {}
     for tokens in batches(3, dist.get_rank()):
-        loss = engine(input_ids=tokens, labels=tokens).loss
+        loss = loss_of(engine, tokens)
         engine.backward(loss)
         for name, param in engine.module.named_parameters() if not losses else ():
             if len(param.ds_shape) > 1:
@@ -387,7 +387,7 @@ def _travelling(**case):
     recipe, arrived, own_gradients = case.pop("recipe", "zeropp"), {}, {}
     engine = make_engine(small_model(), ds_config(section(recipe, **case)))
     (tokens,) = batches(1, dist.get_rank())
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    forward_backward(engine, tokens)
     engine.step()
     at_rest, params = full_weights(engine.module), dict(engine.module.named_parameters())
     for prefix, module in engine.module.named_modules():
@@ -395,7 +395,7 @@ def _travelling(**case):
         module.register_forward_pre_hook(functools.partial(look, own, at_rest, arrived))
     for name, param in params.items():
         param.register_hook(functools.partial(_keep, own_gradients, name))
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    forward_backward(engine, tokens)
     found = {}
     for name, param in params.items():
         exact = own_gradients[name]
@@ -434,11 +434,7 @@ def _of_recipe(path, recipe, lora=False, fields=None, **options):
         switch(True)
         engine = make_engine(make_model(), ds_config(section(recipe, **fields, **observed), **options))
         micro, losses = engine.gradient_accumulation_steps(), []
-        for tokens in batches(3 * micro, dist.get_rank()):
-            loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        losses += trained(engine, batches(3 * micro, dist.get_rank()))
         trained.append((losses, full_weights(engine.module)))
         engine.destroy()
     (plain, weights), (losses, observed_weights) = trained

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from models import batches, ds_config, llama, make_engine
 from recipes import section_of
+from running import loss_of, trained
 
 import zeropp_fp8
 
@@ -25,11 +26,7 @@ def _trained(way, dtype, fields=None, **logger):
     config = ds_config(section_of(way, **(fields or {})), dtype, **({"comms_logger": logger} if logger else {}))
     engine, losses = make_engine(llama(), config), []
     ds_comm.comms_logger.reset_data()  # what making an engine has sent is no step's
-    for tokens in batches(STEPS, dist.get_rank()):
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses += trained(engine, batches(STEPS, dist.get_rank()))
     return engine, losses
 
 
@@ -102,7 +99,7 @@ def beside_stock(accumulations):
     """{(accumulation, whether it is stock): the comms logger's {row: {bytes: times}}} of `lossless`, by modules."""
     from deepspeed import comm as ds_comm
     from models import section
-    from parity_jobs import switch
+    from running import switch
 
     found = {}
     for accumulation in accumulations:
@@ -115,7 +112,7 @@ def beside_stock(accumulations):
             engine = make_engine(llama(), ds_config(the_section, "bf16", **options))
             ds_comm.comms_logger.reset_data()
             for tokens in batches(STEPS * accumulation, dist.get_rank()):
-                loss = engine(input_ids=tokens, labels=tokens).loss
+                loss = loss_of(engine, tokens)
                 engine.backward(loss)
                 engine.step()
             record = ds_comm.comms_logger.get_raw_data()
@@ -171,7 +168,7 @@ def handed_over(cases, dtype="bf16"):
         ds_comm.comms_logger.reset_data()
         with _Backend() as backend:
             for tokens in batches(STEPS * accumulation, dist.get_rank()):
-                loss = engine(input_ids=tokens, labels=tokens).loss
+                loss = loss_of(engine, tokens)
                 engine.backward(loss)
                 engine.step()
         logged, num_bytes = defaultdict(int), 0.0
@@ -215,7 +212,7 @@ def flops(ways, models=("llama", "lora")):
     """
     import torch.nn.functional as F
     from deepspeed.profiling.flops_profiler import get_model_profile
-    from parity_jobs import switch
+    from running import switch
 
     (tokens,) = batches(1, 0)
     quiet = {"print_profile": False, "as_string": False}
@@ -311,7 +308,7 @@ def watched(cases, recipe="zeropp", steps=9):
         reduce_scatter.dist = SimpleNamespace(all_to_all_single=clock.slow(exchange, slow))
         with contextlib.redirect_stdout(printed):
             for tokens in batches(steps, dist.get_rank()):
-                loss = engine(input_ids=tokens, labels=tokens).loss
+                loss = loss_of(engine, tokens)
                 engine.backward(loss)
                 clock.now += computing
                 before = clock.now

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from frozen_jobs import with_lora
 from models import batches, ds_config, full_weights, llama, make_engine, section, train
-from parity_jobs import switch
+from running import switch
 
 LOADS = {
     "all": {},

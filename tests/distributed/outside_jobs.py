@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from looking_jobs import LOOKS, STORED
 from models import batches, ds_config, llama, make_engine
-from parity_jobs import switch
 from recipes import section_of
-from zero_jobs import shared_folder
+from running import loss_of, shared_folder, switch
 
 import zeropp_fp8.integrations
 from zeropp_fp8.zero.metrics import StepMetrics
@@ -74,7 +73,7 @@ def _sent(way, stays, folder):
         between = chosen.sample(names, chosen.randrange(4)) if rows else []
         for name in between:
             BETWEEN[name](engine, folder)
-        loss = engine(input_ids=tokens, labels=tokens).loss
+        loss = loss_of(engine, tokens)
         engine.backward(loss)
         engine.step()
         found = metrics().items()

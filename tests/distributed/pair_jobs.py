@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 
 import torch.distributed as dist
 from frozen_jobs import with_lora
-from models import batches, ds_config, llama, make_engine, section
-from parity_jobs import switch
+from models import batches, llama, section
+from running import Spec, run, see, step
 
 from zeropp_fp8.zero.frozen.store import stored_weight
 from zeropp_fp8.zero.owners.layout import OwnerLayout
@@ -56,27 +58,16 @@ def what_is_on(engine):
     return {name for name, is_on in on.items() if is_on}
 
 
-def train_on_one_batch(engine, steps):
-    """Losses; they fall from step to step, adapters' too."""
-    (tokens,) = batches(1, dist.get_rank(), batch=4)
-    losses = []
-    for _ in range(steps):
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def train_with(several, steps=6, adapters=False):
-    """(parts that were on, losses) for each of several lists of parts; LoRA where something is to be frozen."""
-    switch(True)
-    results = []
+    """(parts that were on, losses) for each of several lists of parts; LoRA where something is to be frozen.
+
+    On one batch, whose loss falls from step to step, adapters' too.
+    """
+    tokens, results = next(batches(1, dist.get_rank(), batch=4)), []
     for names in several:
         lora = adapters or "frozen store" in names
-        config = ds_config(section_of(names), "bf16")
-        model = llama(intermediate=128)
-        engine = make_engine(with_lora(model) if lora else model, config, lr=2e-2 if lora else 3e-3)
-        results.append((what_is_on(engine), train_on_one_batch(engine, steps)))
-        engine.destroy()
+        training = {"lr": 2e-2, "adapted": with_lora} if lora else {"lr": 3e-3}
+        spec = Spec(section_of(names), "bf16", model=functools.partial(llama, intermediate=128), **training)
+        trace = run(spec, [see(what_is_on), *[step] * steps], data=itertools.repeat(tokens))
+        results.append((*trace.seen, trace.losses))
     return results

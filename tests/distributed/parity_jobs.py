@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from dataclasses import replace
 
 import torch
-from models import KEPT, Mlp, build, ds_config, full_fp32_weights, full_weights, llama, make_engine, section, train
+from models import KEPT, Mlp, ds_config, full_weights, llama, make_engine, section
+from running import Spec, allow_fp16_on_cpu, run, see, step, switch, trained
 from torch import nn
 
 import zeropp_fp8
-
-
-def allow_fp16_on_cpu():
-    """DeepSpeed refuses fp16 on CPUs without an fp16 oneDNN; torch itself computes it, slowly and correctly."""
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = type(get_accelerator())
-    accelerator.is_fp16_supported = lambda self: True
-    accelerator.supported_dtypes = lambda self: [torch.float, torch.half, torch.bfloat16]
-
-
-def switch(plugin):
-    """Plugin on or off."""
-    zeropp_fp8.enable() if plugin else zeropp_fp8.disable()
 
 
 def train_llama(
@@ -41,36 +30,29 @@ def train_llama(
     detect=False,
     **overrides,
 ):
-    """Train a small Llama; returns losses, weights at start and end, and the wire report of a run with the plugin."""
-    import deepspeed
-
-    switch(plugin)
+    """Train a small Llama; what is seen are its weights at start."""
     the_section = section(recipe, **(fields or {})) if plugin else None
     if detect:
         the_section and the_section.pop("topology")
-    config = ds_config(the_section, dtype, **overrides)
-    model = build(lambda: llama(layers=layers, tie=tie, seed=seed), config, zero_init)
-    if lora:
-        from peft import LoraConfig, get_peft_model
 
-        torch.manual_seed(3)
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
-        model.enable_input_require_grads()
-    if leaf:
-        deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
-    engine = make_engine(model, config, lr=1e-2 if lora else 1e-3)
-    start = full_weights(engine.module)
-    losses = train(engine, steps, config["gradient_accumulation_steps"])
-    report = zeropp_fp8.wire_report(engine) if plugin else None
-    return {
-        "losses": losses,
-        "weights": full_weights(engine.module),
-        "fp32 weights": full_fp32_weights(engine.module),
-        "start": start,
-        "report": report,
-    }
+    def adapted(model):
+        if lora:
+            from peft import LoraConfig, get_peft_model
+
+            torch.manual_seed(3)
+            model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+            model.enable_input_require_grads()
+        return model
+
+    model = functools.partial(llama, layers=layers, tie=tie, seed=seed)
+    spec = Spec(the_section, dtype, overrides, model, "adamw", 1e-2 if lora else 1e-3, zero_init, adapted)
+    spec = replace(spec, leaves=("LlamaDecoderLayer",) * leaf)
+    start = see(lambda engine: full_weights(engine.module))
+    steps *= overrides.get("gradient_accumulation_steps", 1)
+    left = ("weights", "masters", "bytes") if plugin else ("weights", "masters")
+    return run(spec, [start, *[step] * steps], left)
 
 
 def train_both(granularity, recipe="lossless", **options):
@@ -100,24 +82,21 @@ def stock_plugin_stock(steps=3):
 def train_mlp(steps=10):
     """Losses of the linear stack: stock, lossless, and the ZeRO++ keys of DeepSpeed alone."""
 
-    def run(plugin, config):
-        switch(plugin)
-        engine = make_engine(Mlp(), config, lr=1e-2)
-        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-        losses = []
-        for _ in range(steps):
-            x, y = torch.randn(8, 16, generator=generator), torch.randint(0, 16, (8,), generator=generator)
-            loss = engine(x, y)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses
-
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    data = [
+        (torch.randn(8, 16, generator=generator), torch.randint(0, 16, (8,), generator=generator)) for _ in range(steps)
+    ]
     keys = {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}
+
+    def losses(plugin, section, config):
+        switch(plugin)
+        engine = make_engine(Mlp(), ds_config(section, **config), lr=1e-2)
+        return trained(engine, data)
+
     return (
-        run(False, ds_config(zero_optimization=KEPT)),
-        run(True, ds_config(section("lossless", gather_granularity="module"))),
-        run(True, ds_config(zero_optimization=keys)),
+        losses(False, None, {"zero_optimization": KEPT}),
+        losses(True, section("lossless", gather_granularity="module"), {}),
+        losses(True, None, {"zero_optimization": keys}),
     )
 
 
@@ -137,7 +116,7 @@ def train_variants(steps=5):
     for variant, options in {"plain": {}, **VARIANTS}.items():
         if options.get("dtype") == "fp16":
             allow_fp16_on_cpu()
-        losses[variant] = train_llama(True, recipe="zeropp", steps=steps, **options)["losses"]
+        losses[variant] = train_llama(True, recipe="zeropp", steps=steps, **options).losses
     return losses
 
 
@@ -213,8 +192,8 @@ def train_branchy(recipe, fields=None, steps=3):
     config = ds_config(section(recipe, **(fields or {})))
     engine = make_engine(Branchy(), config, optimizer="sgd", lr=0.5)
     torch.manual_seed(5 + rank)
-    for step in range(steps):
-        loss = engine(torch.randn(3, 24), use_extra=(rank + step) % 2 == 0)
+    for number in range(steps):
+        loss = engine(torch.randn(3, 24), use_extra=(rank + number) % 2 == 0)
         engine.backward(loss)
         engine.step()
     reports = zeropp_fp8.wire_report(engine), zeropp_fp8.wire_report(engine, total=True) if rank == 1 else None
@@ -229,9 +208,9 @@ def branchy_reference(steps=3, world=4):
         torch.manual_seed(5 + rank)
         inputs.append([torch.randn(3, 24) for _ in range(steps)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(steps):
+    for number in range(steps):
         optimizer.zero_grad()
         for rank in range(world):
-            (model(inputs[rank][step], use_extra=(rank + step) % 2 == 0) / world).backward()
+            (model(inputs[rank][number], use_extra=(rank + number) % 2 == 0) / world).backward()
         optimizer.step()
     return {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from frozen_models import with_adapters
 from models import ds_config, llama, make_engine, section, train
-from parity_jobs import switch
+from running import switch
 
 import zeropp_fp8
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from models import batches, ds_config, llama, make_engine, section
-from parity_jobs import switch
+from running import forward_backward, switch
 
 
 def held_at_the_end(recipe):
@@ -22,7 +22,7 @@ def held_at_the_end(recipe):
 
         model.model.embed_tokens.weight.register_hook(count)
         for tokens in batches(2, dist.get_rank()):
-            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            forward_backward(engine, tokens)
             engine.step()
         engine.destroy()
     return held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from breadth_jobs import Case, compared, engine_of
 from models import ds_config, llama, section
-from parity_jobs import switch
+from running import switch
 from torch import nn
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-
-import torch.distributed as dist
-from models import KEPT, batches, ds_config, full_fp32_weights, full_weights, llama, make_engine, section
-from parity_jobs import switch
+from frozen_models import with_adapters
+from models import KEPT, llama, section
+from running import Spec, backward, boundary, forward, on_engine, run, see, update, within
 
 # How a script says where an optimizer step's micro-batches end, and how its engine is configured for that.
 STYLES = {
@@ -17,63 +15,31 @@ STYLES = {
 }
 
 
-def repeat(engine, when, last):
-    """Reduce again, as scripts do that were written for engines which left it to them."""
-    if when == "always" or (when == "boundary" and last):
-        for _ in range(2):
-            engine.allreduce_gradients()
+def events_of_step(style, when, micro_batches):
+    """Of an optimizer step that reduces again, as scripts do that were written for engines which left it to them."""
+    again, events = [on_engine(lambda engine: engine.allreduce_gradients())] * 2, []
+    for place in range(micro_batches):
+        last = place == micro_batches - 1
+        events += [boundary(last)] * (style == "set boundary") + [forward, backward]
+        if style != "coalesced" and (when == "always" or (when == "boundary" and last)):
+            events += again
+        events += [update] * (style == "managed" and not last)
+    if style == "coalesced":
+        events = [within(lambda engine: engine.coalesce_grad_reduction(), *events), *again * (when != "never")]
+    return [*events, update]
 
 
-def micro_batches_of_a_step(engine, style, when, tokens):
-    """Forward, backward and the call in question for each; the loss of the last."""
-    for index, t in enumerate(tokens):
-        last = index == len(tokens) - 1
-        if style == "set boundary":
-            engine.set_gradient_accumulation_boundary(last)
-        loss = engine(input_ids=t, labels=t).loss
-        engine.backward(loss)
-        if style != "coalesced":
-            repeat(engine, when, last)
-        if style == "managed" and not last:
-            engine.step()
-    return loss.item()
-
-
-def train(plugin, when, style="managed", accumulation=2, steps=2, dtype="fp32", lora=False, **overrides):
-    """Losses, weights and the optimizer's fp32 weights of a small Llama. `plugin`: the section, None for stock."""
-    import deepspeed
-
-    switch(plugin is not None)
-    options = {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.5, **STYLES[style], **overrides}
-    model = llama()
-    if lora:
-        from frozen_models import with_adapters
-
-        model = with_adapters(model)
-    if plugin is None:
-        deepspeed.utils.set_z3_leaf_modules(model, ["LlamaDecoderLayer"])
-    engine = make_engine(model, ds_config(plugin, dtype, **options))
-    losses, tokens = [], list(batches(steps * accumulation, dist.get_rank()))
-    for step in range(steps):
-        mine = tokens[step * accumulation : (step + 1) * accumulation]
-        around = engine.coalesce_grad_reduction() if style == "coalesced" else contextlib.nullcontext()
-        with around:
-            losses.append(micro_batches_of_a_step(engine, style, when, mine))
-        if style == "coalesced":
-            repeat(engine, when, last=True)
-        engine.step()
-    found = {
-        "losses": losses,
-        "weights": full_weights(engine.module),
-        "fp32 weights": full_fp32_weights(engine.module),
-        "steps": engine.global_steps,
-    }
-    engine.destroy()
-    return found
+def train(plugin, when, style="managed", accumulation=2, dtype="fp32", lora=False, **overrides):
+    """Two steps of a small Llama, and how many the engine has counted. `plugin`: the section, None for stock."""
+    config = {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.5, **STYLES[style], **overrides}
+    leaves = () if plugin else ("LlamaDecoderLayer",)
+    spec = Spec(plugin, dtype, config, (lambda: with_adapters(llama())) if lora else llama, leaves=leaves)
+    counted = see(lambda engine: engine.global_steps)
+    return run(spec, [*events_of_step(style, when, accumulation) * 2, counted], ("weights", "masters"))
 
 
 def with_and_without(recipe, whens, fields=None, style="managed", **options):
-    """{when the call is made: a run}."""
+    """{when the call is made: a trace}."""
     return {when: train(section(recipe, **(fields or {})), when, style, **options) for when in ("never", *whens)}
 
 

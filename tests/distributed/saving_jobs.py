@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from models import ds_config, llama, make_engine, section, train
-from parity_jobs import switch
+from running import switch
 
 from zeropp_fp8.zero.checkpoint import commit as checkpoint_commit
 from zeropp_fp8.zero.checkpoint import manifest as checkpoint_manifest

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from freezing_jobs import exact_loss
 from models import batches, ds_config, full_weights, llama, make_engine
-from parity_jobs import switch
 from recipes import section_of
+from running import evaluated, loss_of, switch, trained
 
 from zeropp_fp8.config import ConfigError
 
@@ -29,24 +29,19 @@ def _engine(kind, seed, trains):
     return make_engine(llama(seed=seed), ds_config(section), optimizer="adamw" if trains else None)
 
 
-def _loss(engine, tokens):
-    with torch.no_grad():
-        return engine(input_ids=tokens, labels=tokens).loss.item()
-
-
 def follow(first, second, first_follows):
     """One of two engines trains, the other takes over twice its weights; {what: numbers}."""
     import deepspeed
 
     switch(True)
-    tokens = list(batches(4, dist.get_rank()))
+    tokens = list(batches(2, dist.get_rank()))  # the first step records the order of modules, the second uses it
     engines = [_engine(first, 0, trains=not first_follows), _engine(second, 1, trains=first_follows)]
     target, source = engines if first_follows else reversed(engines)
     for batch in tokens:
-        loss = source(input_ids=batch, labels=batch).loss
+        loss = loss_of(source, batch)
         source.backward(loss)
         source.step()
-    before, source_loss = _loss(target, tokens[0]), _loss(source, tokens[0])
+    before, source_loss = evaluated(target, tokens[0]), evaluated(source, tokens[0])
     weights = full_weights(source.module)
     pairs = list(zip(target.module.parameters(), source.module.parameters()))
     with deepspeed.zero.GatheredParameters([p for pair in pairs for p in pair], modifier_rank=0):
@@ -57,9 +52,9 @@ def follow(first, second, first_follows):
     return {
         "errors": [((held[name] - 2 * w).norm() / (2 * w).norm()).item() for name, w in weights.items()],
         "before": before,
-        "computed": _loss(target, tokens[0]),
+        "computed": evaluated(target, tokens[0]),
         "exact": exact_loss(target, tokens[0]),
-        "source": (source_loss, _loss(source, tokens[0])),
+        "source": (source_loss, evaluated(source, tokens[0])),
         "source's weights": all(torch.equal(w, weights[name]) for name, w in full_weights(source.module).items()),
     }
 
@@ -74,16 +69,6 @@ def follow_stored(kind):
     return {first: follow(*(("stored", kind) if first else (kind, "stored")), first) for first in (True, False)}
 
 
-def _trained(engine, tokens):
-    losses = []
-    for batch in tokens:
-        loss = engine(input_ids=batch, labels=batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def _over(kind, model, trains):
     section = section_of("zeropp", partition="whole_tensor") if kind == "whole tensors" else section_of(kind)
     return make_engine(model, ds_config(section), optimizer="adamw" if trains else None)
@@ -96,39 +81,39 @@ def over_one_model(kind):
     found = {}
 
     trains = made(llama(), True)
-    before = _loss(trains, tokens[4])
-    losses = _trained(trains, tokens[:2])
-    between = _loss(trains, tokens[4])
-    losses += _trained(trains, tokens[2:4])
-    evaluated = [before, between, _loss(trains, tokens[4])]
-    found["alone"] = losses, evaluated, evaluated
+    before = evaluated(trains, tokens[4])
+    losses = trained(trains, tokens[:2])
+    between = evaluated(trains, tokens[4])
+    losses += trained(trains, tokens[2:4])
+    own = [before, between, evaluated(trains, tokens[4])]
+    found["alone"] = losses, own, own
     trains.destroy()
 
     model = llama()
     evaluates = made(model, False)
-    others = [_loss(evaluates, tokens[4])]
+    others = [evaluated(evaluates, tokens[4])]
     trains = made(model, True)
-    own = [_loss(trains, tokens[4])]
-    losses = _trained(trains, tokens[:2])
-    others.append(_loss(evaluates, tokens[4]))
-    own.append(_loss(trains, tokens[4]))
-    losses += _trained(trains, tokens[2:4])
-    own.append(_loss(trains, tokens[4]))
+    own = [evaluated(trains, tokens[4])]
+    losses = trained(trains, tokens[:2])
+    others.append(evaluated(evaluates, tokens[4]))
+    own.append(evaluated(trains, tokens[4]))
+    losses += trained(trains, tokens[2:4])
+    own.append(evaluated(trains, tokens[4]))
     trains.destroy()
-    others.append(_loss(evaluates, tokens[4]))
+    others.append(evaluated(evaluates, tokens[4]))
     found["evaluates first"] = losses, own, others
     evaluates.destroy()
 
     model = llama()
     trains = made(model, True)
-    own = [_loss(trains, tokens[4])]
-    losses = _trained(trains, tokens[:2])
+    own = [evaluated(trains, tokens[4])]
+    losses = trained(trains, tokens[:2])
     evaluates = made(model, False)
-    others = [own[0], _loss(evaluates, tokens[4])]
-    own.append(_loss(trains, tokens[4]))
-    losses += _trained(trains, tokens[2:4])
-    others.append(_loss(evaluates, tokens[4]))
-    own.append(_loss(trains, tokens[4]))
+    others = [own[0], evaluated(evaluates, tokens[4])]
+    own.append(evaluated(trains, tokens[4]))
+    losses += trained(trains, tokens[2:4])
+    others.append(evaluated(evaluates, tokens[4]))
+    own.append(evaluated(trains, tokens[4]))
     found["trains first"] = losses, own, others
     return found
 
@@ -140,14 +125,14 @@ def before_a_later_one(first, later, destroyed):
     for name in ("alone", "beside"):
         model = llama()
         trains = _over(first, model, True)
-        losses = _trained(trains, tokens[:2])
+        losses = trained(trains, tokens[:2])
         if name == "beside":
             evaluates = _over(later, model, False)
-            _loss(evaluates, tokens[4])
+            evaluated(evaluates, tokens[4])
             if destroyed:
                 evaluates.destroy()
         try:
-            found[name] = losses + _trained(trains, tokens[2:4]) + [_loss(trains, tokens[4])]
+            found[name] = losses + trained(trains, tokens[2:4]) + [evaluated(trains, tokens[4])]
         except RuntimeError as error:
             found[name] = [str(error)]
             for action in (trains.save_checkpoint, trains.load_checkpoint):
@@ -183,9 +168,9 @@ def keeping_weights_gathered(kinds):
                 evaluates = make_engine(model, config, optimizer=None) if beside else trains
                 losses = []
                 for batch in tokens[:3]:
-                    loss = trains(input_ids=batch, labels=batch).loss
+                    loss = loss_of(trains, batch)
                     trains.backward(loss)
-                    losses += [loss.item(), _loss(evaluates, tokens[3])]
+                    losses += [loss.item(), evaluated(evaluates, tokens[3])]
                     trains.step()
                 runs.append((losses, evaluates.optimizer.gatherer.live_numel >= 0))
             found[kind, name] = runs
@@ -206,7 +191,7 @@ def across_engines():
     theirs = second.module.lm_head.weight
     deepspeed.zero.register_external_parameter(first.module.lm_head, theirs)
     try:
-        _trained(first, batches(1, dist.get_rank()))
+        trained(first, batches(1, dist.get_rank()))
     except RuntimeError as error:
         return str(error)
 
@@ -242,7 +227,7 @@ def refused():
                 make_engine(part, its_config, optimizer=None)
             except ConfigError as error:
                 said.append(str(error))
-        losses.append(_trained(engine, batches(2, dist.get_rank())))
+        losses.append(trained(engine, batches(2, dist.get_rank())))
     return said, losses
 
 

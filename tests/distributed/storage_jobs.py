@@ -6,8 +6,8 @@ import math
 from unittest import mock
 
 import torch
-from models import batches, ds_config, full_weights, llama, make_engine, section
-from parity_jobs import switch, train
+from models import batches, ds_config, full_weights, llama, make_engine, section, train
+from running import switch
 from torch import Tensor
 
 from zeropp_fp8.comm.all_gather import start_level

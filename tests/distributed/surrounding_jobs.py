@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from models import batches, ds_config, full_fp32_weights, llama, make_engine
-from parity_jobs import switch
 from recipes import section_of
+from running import Spec, backward, differing, forward, run, update, within
 
 
 def copied():
@@ -34,30 +33,18 @@ SURROUNDINGS = {
 
 
 def trained(way, around):
-    """(losses, fp32 weights) of three steps; `way` None: stock DeepSpeed."""
-    switch(way is not None)
-    section = None if way is None else section_of(way)
-    engine, losses = make_engine(llama(), ds_config(section, "bf16", gradient_clipping=0.5)), []
+    """Three steps; `way` None: stock DeepSpeed."""
     context, with_backward = SURROUNDINGS[around]
-    for tokens in batches(3, torch.distributed.get_rank()):
-        with context() if with_backward else contextlib.nullcontext():
-            with context() if not with_backward else contextlib.nullcontext():
-                loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    weights = full_fp32_weights(engine.module)
-    engine.destroy()
-    return losses, weights
+    spec = Spec(way and section_of(way), "bf16", {"gradient_clipping": 0.5})
+    inside, outside = ((forward, backward), ()) if with_backward else ((forward,), (backward,))
+    return run(spec, [within(lambda engine: context(), *inside), *outside, update] * 3, ("masters",))
 
 
 def differences(ways, trained=trained, kinds=tuple(SURROUNDINGS)):
-    """{(way, kind): (losses without it, with it, weights that differ)}; the first of the kinds is nothing."""
+    """{(way, kind): how the training differs from the one with the first of the kinds, which is nothing}."""
     found = {}
     for way in ways:
-        losses, weights = trained(way, kinds[0])
+        plain = trained(way, kinds[0])
         for kind in kinds[1:]:
-            others, other_weights = trained(way, kind)
-            changed = [name for name in weights if not torch.equal(weights[name], other_weights[name])]
-            found[way, kind] = losses, others, changed
+            found[way, kind] = differing(trained(way, kind), plain)
     return found

@@ -137,9 +137,9 @@ def test_weights_written_from_outside(secondary):
 
 
 def test_an_engine_that_only_evaluates():
-    for losses, kept, sent in run_two(jobs.evaluated, secondary={"memory_gb": "auto"}):
+    for losses, kept, sent in run_two(jobs.without_an_optimizer, secondary={"memory_gb": "auto"}):
         assert kept == 5 and sent == 0 and losses[0] == losses[1]
-    for losses, kept, sent in run_two(jobs.evaluated, secondary=NONE):
+    for losses, kept, sent in run_two(jobs.without_an_optimizer, secondary=NONE):
         assert kept == 0 and sent > 0 and losses[0] == losses[1]
 
 

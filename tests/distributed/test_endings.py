@@ -136,8 +136,7 @@ def test_an_engine_that_does_not_train_leaves_no_trace(name):
         differences, ways=[name], trained=trace_jobs.without_a_trace, kinds=trace_jobs.TURNS, timeout=400
     ):
         assert len(found) == len(trace_jobs.TURNS) - 1
-        for case, (losses, others, changed) in found.items():
-            assert others == losses and not changed, (case, losses, others, changed[:5])
+        assert not any(found.values()), found
 
 
 def test_weights_that_were_written_while_a_later_engine_was_there():

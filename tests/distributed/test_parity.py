@@ -6,6 +6,7 @@ import pytest
 import torch
 from packaging.version import Version
 from ranks import run_ranks, run_two
+from running import differing
 from thinning import thinned
 
 ACCUMULATE_AND_CLIP = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
@@ -28,13 +29,8 @@ PARITY_CASES = {
 
 
 def assert_same(stock, plugin):
-    assert plugin["losses"] == stock["losses"]
-    assert plugin["weights"].keys() == stock["weights"].keys()
-    for name, weight in stock["weights"].items():
-        assert torch.equal(plugin["weights"][name], weight), name
-    assert stock["fp32 weights"] and plugin["fp32 weights"].keys() == stock["fp32 weights"].keys()
-    for name, weight in stock["fp32 weights"].items():
-        assert weight.dtype == torch.float32 and torch.equal(plugin["fp32 weights"][name], weight), name
+    assert differing(stock, plugin, but=["seen", "bytes"]) == {}
+    assert stock.masters and all(weight.dtype == torch.float32 for weight in stock.masters.values())
 
 
 # Each case in both dtypes and both granularities somewhere; all 20 combinations hold, and take 3 minutes more.
@@ -71,9 +67,9 @@ def test_lossless_is_stock_with_activation_checkpointing(checkpointing):
 
 def test_stock_is_back_after_disable():
     """Stock, then a quantized run, then stock again in one process: the same bits, and every name restored."""
-    first, quantized, again, restored = run_ranks(jobs.stock_plugin_stock)[0]
+    first, quantized, again, restored = run_two(jobs.stock_plugin_stock)[0]
     assert restored
-    assert quantized["losses"] != first["losses"]
+    assert quantized.losses != first.losses
     assert_same(first, again)
 
 
@@ -98,7 +94,7 @@ def test_other_worlds(world, ranks_per_node):
         recipe="zeropp",
         detect=True,
     )[0]
-    assert plugin["losses"] == pytest.approx(stock["losses"], rel=3e-3)
+    assert plugin.losses == pytest.approx(stock.losses, rel=3e-3)
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +112,8 @@ def test_quantized_variants_train_like_the_plain_one(variant, losses_of_variants
 
 def test_quantized_with_tied_weights_accumulation_clipping_and_prefetch():
     stock, zeropp = run_ranks(jobs.train_quantized_with_everything)[0]
-    assert zeropp["losses"] == pytest.approx(stock["losses"], rel=3e-3)
-    report = zeropp["report"]["per_step"]
+    assert zeropp.losses == pytest.approx(stock.losses, rel=3e-3)
+    report = zeropp.bytes
     assert report["weights_backward"]["inter"] == 0
     # two micro-batches a step, and the weights cross the network once: 123,904 parameters in int8, half of them a rank
     assert report["weights_forward"]["inter"] < 0.6 * 123904 / 2
@@ -129,16 +125,16 @@ def test_lora_added_after_zero_init(checkpointing, zero_init):
     if checkpointing == "non-reentrant" and Version(deepspeed.__version__) < Version("0.19"):
         pytest.skip("stock DeepSpeed 0.18 raises torch's CheckpointError here")
     stock, lossless, zeropp = run_two(jobs.train_lora, checkpointing=checkpointing, zero_init=zero_init)[0]
-    assert lossless["losses"] == pytest.approx(stock["losses"], rel=1e-6)
-    assert zeropp["losses"] == pytest.approx(stock["losses"], rel=5e-3)
-    adapters = [name for name in stock["weights"] if "lora_" in name]
+    assert lossless.losses == pytest.approx(stock.losses, rel=1e-6)
+    assert zeropp.losses == pytest.approx(stock.losses, rel=5e-3)
+    adapters = [name for name in stock.weights if "lora_" in name]
     assert adapters
     for name in adapters:
-        torch.testing.assert_close(lossless["weights"][name], stock["weights"][name], rtol=1e-3, atol=1e-5)
-    moved = [(zeropp["weights"][n] - zeropp["start"][n]).abs().max() > 0 for n in adapters if "layers.0." in n]
+        torch.testing.assert_close(lossless.weights[name], stock.weights[name], rtol=1e-3, atol=1e-5)
+    moved = [(zeropp.weights[n] - zeropp.seen[0][n]).abs().max() > 0 for n in adapters if "layers.0." in n]
     assert all(moved), "the first block's adapters did not train"
-    frozen = [name for name in stock["weights"] if "lora_" not in name]
-    assert all(torch.equal(zeropp["weights"][n], zeropp["start"][n]) for n in frozen)
+    frozen = [name for name in stock.weights if "lora_" not in name]
+    assert all(torch.equal(zeropp.weights[n], zeropp.seen[0][n]) for n in frozen)
 
 
 @pytest.mark.parametrize("granularity", ["block", "module"])

@@ -9,5 +9,4 @@ WAYS = [None, "zeropp", "zeropp-diff", "FP8 operands, node's copy", "fp8-lm", "f
 def test_they_change_nothing():
     for found in run_two(jobs.differences, ways=WAYS):
         assert len(found) == len(WAYS) * 4
-        for case, (losses, others, changed) in found.items():
-            assert others == losses and not changed, (case, losses, others, changed[:5])
+        assert not any(found.values()), found

@@ -177,6 +177,7 @@ def test_checkpoints(recipe, fields, dtype):
 def test_what_was_drawn_for_the_weights_that_are_saved(evaluates, persistent):
     """By an evaluation, or a step, which gathers small matrices at its end: resumed training does not draw it again."""
     settings = {"recipe": "zeropp", "fields": FED_BACK, "evaluates": evaluates, "persistent": persistent}
+    settings["exchanges"] = False
     for result in run_two(jobs.checkpoints, **settings):
         uninterrupted, resumed = result["resume losses"]
         assert resumed == uninterrupted and result["resume weights"]

@@ -7,8 +7,8 @@ import os
 import torch
 import torch.distributed as dist
 from models import Mlp, ds_config, full_fp32_weights, make_engine
-from parity_jobs import switch
 from recipes import section_of
+from running import switch
 
 HIDDEN = 64  # the least that computes in FP8
 

@@ -8,7 +8,7 @@ import torch
 from deepspeed.ops.random_ltd import dropping_utils
 from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd
 from models import train
-from zero_jobs import shared_folder
+from running import shared_folder
 
 SCHEDULE = {"require_steps": 6, "seq_per_step": 8}
 ROUTED = {

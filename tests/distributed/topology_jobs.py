@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from models import Mlp, ds_config, llama, make_engine, section, train
-from parity_jobs import switch
 from ranks import printed
+from running import switch
 
 import zeropp_fp8
 

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
-from models import Mlp, ds_config, full_fp32_weights, make_engine
-from parity_jobs import switch
+from models import Mlp
 from recipes import section_of
+from running import Spec, on_engine, run, step
 
 HIDDEN = 64  # the least that computes in FP8
 # As torch.set_default_device("cuda"); "meta" has no numbers, so that nothing of it can go unseen.
 DEFAULTS = {"nothing": (torch.float32, None), "bf16": (torch.bfloat16, None), "a device": (torch.float32, "meta")}
 
 
-def trained(way, default):
-    """(losses, fp32 weights) of two steps of two micro-batches of a model that makes no tensors itself.
+def set_default(name):
+    dtype, device = DEFAULTS[name]
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
 
-    `way` None: stock DeepSpeed.
-    """
-    switch(way is not None)
-    model, section = Mlp(hidden=HIDDEN), None if way is None else section_of(way)
-    config = ds_config(section, "bf16", gradient_accumulation_steps=2, gradient_clipping=0.5)
+
+def trained(way, default):
+    """Two steps of two micro-batches of a model that makes no tensors itself; `way` None: stock DeepSpeed."""
+    model = Mlp(hidden=HIDDEN)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     x = torch.randn(4, HIDDEN, generator=generator).bfloat16()
     y = torch.randint(0, HIDDEN, (4,), generator=generator)
-    dtype, device = DEFAULTS[default]
-    torch.set_default_dtype(dtype)
-    torch.set_default_device(device)
+    config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    spec = Spec(way and section_of(way), "bf16", config, lambda: model)
     try:
-        engine, losses = make_engine(model, config), []
-        for _ in range(4):
-            losses.append(engine(x, y))
-            engine.backward(losses[-1])
-            engine.step()
+        set_default(default)
+        ended = on_engine(lambda engine: set_default("nothing"))
+        return run(spec, [*[step] * 4, ended], ("masters",), data=itertools.repeat((x, y)))
     finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
-    weights = full_fp32_weights(engine.module)
-    engine.destroy()
-    return [loss.item() for loss in losses], weights
+        set_default("nothing")

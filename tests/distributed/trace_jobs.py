@@ -7,10 +7,10 @@ import itertools
 import deepspeed
 import torch
 import torch.distributed as dist
-from failing_jobs import FAILURES, config_of, evaluated, fails_to_be_made, step
-from models import batches, ds_config, full_fp32_weights, llama, make_engine
-from parity_jobs import switch
+from failing_jobs import FAILURES, config_of, fails_to_be_made
+from models import batches, ds_config, llama, make_engine
 from recipes import section_of
+from running import Spec, backward, evaluate, evaluated, forward, on_engine, run, stepped, switch, update
 
 # Ways in which training depends on more than weights and optimizer states.
 OWN_STATES = {
@@ -33,22 +33,20 @@ TURNS = (None, 0, 2)
 
 
 def without_a_trace(name, first):
-    """(losses, fp32 weights) of three steps of two micro-batches, with another engine in all places between them."""
+    """Three steps of two micro-batches, with another engine in all places between them."""
     switch(True)
     way, fields = OWN_STATES[name]
     # Small matrices stay gathered between steps.
     zero = {"stage3_param_persistence_threshold": 5000}
     settings = {"gradient_accumulation_steps": 2, "zero_optimization": zero}
-    config = ds_config(section_of(way, **fields), "bf16", **settings)
+    own = section_of(way, **fields)
     # Layers that compute in low precision are the first one's.
-    way, fields = ("zeropp", {}) if "compute" in config["zeropp_fp8"] else (way, fields)
+    way, fields = ("zeropp", {}) if "compute" in own else (way, fields)
     its_config = ds_config(section_of(way, gather_granularity="module", **fields), "bf16", **settings)
-    torch.manual_seed(dist.get_rank())
-    engine, losses = make_engine(llama(), config), []
     *tokens, last = batches(7, dist.get_rank())
     ends = itertools.repeat(None) if first is None else itertools.cycle(ENDS[first:] + ENDS[:first])
 
-    def another(trains):
+    def another(engine, trains):
         drawn, end = torch.get_rng_state(), next(ends)
         if end in FAILURES:
             assert fails_to_be_made(engine.module, its_config, end, trains)
@@ -59,21 +57,12 @@ def without_a_trace(name, first):
             its.destroy()
         assert torch.equal(drawn, torch.get_rng_state())
 
-    for index, batch in enumerate(tokens):
-        another(trains=index % 3 == 0)
-        loss = engine(input_ids=batch, labels=batch).loss
-        engine.backward(loss)
-        another(trains=index % 3 == 1)
-        engine.step()
-        losses.append(loss.item())
-        if index in (1, 2):
-            losses.append(evaluated(engine, last))
-    losses.append(evaluated(engine, last))
-    another(trains=False)
-    losses.append(evaluated(engine, last))
-    weights = full_fp32_weights(engine.module)
-    engine.destroy()
-    return losses, weights
+    events = []
+    for index in range(6):
+        events += [on_engine(another, index % 3 == 0), forward, backward, on_engine(another, index % 3 == 1), update]
+        events += [evaluate(last)] * (index in (1, 2))
+    events += [evaluate(last), on_engine(another, False), evaluate(last)]
+    return run(Spec(own, "bf16", settings), events, ("masters",), data=tokens)
 
 
 def written_while_later_ones_were_there(kinds):
@@ -92,8 +81,8 @@ def written_while_later_ones_were_there(kinds):
                     param.data.mul_(0.5)
 
     writers = {
-        "first": lambda first, last: step(first, tokens[2]),
-        "last": lambda first, last: step(last, tokens[2]),
+        "first": lambda first, last: stepped(first, tokens[2]),
+        "last": lambda first, last: stepped(last, tokens[2]),
         "outside": outside,
     }
     for kind, (who, write) in itertools.product(kinds, writers.items()):
@@ -101,7 +90,7 @@ def written_while_later_ones_were_there(kinds):
         first = make_engine(llama(), config, optimizer=None if who == "last" else "adamw")
         for batch in tokens[:2]:
             if who != "last":
-                step(first, batch)
+                stepped(first, batch)
             evaluated(first, batch)
         between = make_engine(first.module, config, optimizer=None)
         evaluated(between, tokens[3])

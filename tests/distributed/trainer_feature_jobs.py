@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from models import batches, full_fp32_weights, llama, section
+from running import loss_of
 from trainer_jobs import _arguments, _losses
 
 AUTO = {
@@ -149,7 +150,7 @@ def _loss_of_saved(folder):
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = torch.stack([row["input_ids"] for row in _text(8).rows])
     with torch.no_grad():
-        return float(model(input_ids=tokens, labels=tokens).loss)
+        return float(loss_of(model, tokens))
 
 
 def train_adapters(ways, folder):

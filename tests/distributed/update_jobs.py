@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from models import batches, ds_config, full_weights, llama, section
-from parity_jobs import switch
+from running import forward_backward, shared_folder, switch
 from whole_jobs import fields
-from zero_jobs import forward_backward, shared_folder
 
 from zeropp_fp8.optim import UPDATES, Update
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from models import batches, compiled_by, ds_config, full_weights, llama, make_engine, section
 from numerics_jobs import WATCHED, decibels, look, small_model, sums_of
-from parity_jobs import switch
 from ranks import printed
+from running import loss_of, switch
 
 from zeropp_fp8.numerics import watch as watch_module
 
@@ -44,7 +44,7 @@ def watched(watch="fall_back", rank=2, factor=1000.0, recipe="zeropp", accumulat
             own_losses, plain_losses = [], []
             for _ in range(accumulation):
                 tokens = next(data)
-                loss = engine(input_ids=tokens, labels=tokens).loss
+                loss = loss_of(engine, tokens)
                 own_losses.append(loss.item())
                 if step == SPIKE_AT and dist.get_rank() == rank:
                     loss = loss * factor
@@ -53,7 +53,7 @@ def watched(watch="fall_back", rank=2, factor=1000.0, recipe="zeropp", accumulat
                 else:
                     engine.backward(loss)
                 if step == STEPS:
-                    of_plain = plain(input_ids=tokens, labels=tokens).loss
+                    of_plain = loss_of(plain, tokens)
                     (of_plain / accumulation).backward()
                     plain_losses.append(of_plain.item())
                     reduced = {name: safe_get_full_grad(param) for name, param in engine.module.named_parameters()}
@@ -89,7 +89,7 @@ def _engine(watch, recipe="zeropp", lora=False, ds=None, **fields):
 
 def _spiking_step(engine, tokens, step):
     for _ in range(engine.gradient_accumulation_steps()):
-        loss = engine(input_ids=tokens, labels=tokens).loss
+        loss = loss_of(engine, tokens)
         engine.backward(loss * (1000.0 if step == SOON else 1.0))
         engine.step()
     return loss.item()
@@ -201,13 +201,13 @@ def _next_step(engine, plain):
     before = sent_of(engine)
     losses = []
     for _ in range(engine.gradient_accumulation_steps()):
-        loss = engine(input_ids=tokens, labels=tokens).loss
+        loss = loss_of(engine, tokens)
         engine.backward(loss)
         reduced = {name: safe_get_full_grad(param).double() for name, param in trained.items()}
         engine.step()
     for handle in handles:
         handle.remove()
-    of_plain = plain(input_ids=tokens, labels=tokens).loss
+    of_plain = loss_of(plain, tokens)
     of_plain.backward()
     losses = loss.item(), of_plain.item()
     gradients, weights = [], []

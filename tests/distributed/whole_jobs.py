@@ -8,8 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from models import KEPT, batches, build, ds_config, full_weights, llama, make_engine, section, train
-from parity_jobs import switch
-from zero_jobs import forward_backward, shared_folder
+from running import forward_backward, shared_folder, switch, trained
 
 import zeropp_fp8
 
@@ -152,13 +151,6 @@ def checkpoints(recipe, lora=False):
         model = llama(hidden=128, seed=seed)
         return make_engine(with_lora(model) if lora else model, config)
 
-    def steps(engine, some):
-        losses = []
-        for t in some:
-            losses.append(forward_backward(engine, t))
-            engine.step()
-        return losses
-
     def resumed(config, tag, seed):
         engine = engine_of(config, seed)
         engine.load_checkpoint(folder, tag=tag)
@@ -168,14 +160,14 @@ def checkpoints(recipe, lora=False):
         return all(torch.equal(a[name].float(), b[name].float()) for name in b)
 
     engine = engine_of(own, 0)
-    steps(engine, tokens[:3])
+    trained(engine, tokens[:3])
     engine.save_checkpoint(folder, tag="own")
     saved = full_weights(engine.module)
-    uninterrupted = steps(engine, tokens[3:])
+    uninterrupted = trained(engine, tokens[3:])
     final = full_weights(engine.module)
     again = resumed(own, "own", 9)
     at_load = full_weights(again.module)
-    resumed_losses = steps(again, tokens[3:])
+    resumed_losses = trained(again, tokens[3:])
     log = {
         "at load": same(at_load, saved),
         "resume": (uninterrupted, resumed_losses),
@@ -187,7 +179,7 @@ def checkpoints(recipe, lora=False):
     log["zero_to_fp32"] = same({n: w.bfloat16() for n, w in fp32.items()}, saved)
     in_stock = resumed(stock, "own", 5)
     log["stock weights"] = same(full_weights(in_stock.module), saved)
-    log["stock"] = (uninterrupted, steps(in_stock, tokens[3:]))
+    log["stock"] = (uninterrupted, trained(in_stock, tokens[3:]))
     in_stock.save_checkpoint(folder, tag="stock")
     stock_weights = full_weights(in_stock.module)
     log["from stock"] = max(

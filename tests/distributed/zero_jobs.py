@@ -8,29 +8,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from models import KEPT, batches, build, ds_config, full_weights, llama, make_engine, secondary_bytes, section, train
-from parity_jobs import allow_fp16_on_cpu, switch
 from ranks import printed
+from running import Spec, allow_fp16_on_cpu, evaluated, forward_backward, loss_of, same, shared_folder, switch, trained
 
 import zeropp_fp8
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import SENT
 from zeropp_fp8.zero.gather.adopted import unit_of
-
-
-def forward_backward(engine, tokens):
-    loss = engine(input_ids=tokens, labels=tokens).loss
-    engine.backward(loss)
-    return loss.item()
-
-
-def shared_folder():
-    """A temporary folder, the same on every rank."""
-    import tempfile
-
-    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, 0)
-    return box[0]
-
 
 # -- hpZ -----------------------------------------------------------------------------------------------------------
 
@@ -71,7 +55,7 @@ def secondary_shards(scope, node_size=2):
     log = {}
 
     def forward():
-        return engine(input_ids=tokens[0], labels=tokens[0]).loss
+        return loss_of(engine, tokens[0])
 
     with torch.no_grad():
         first = forward().item()
@@ -152,8 +136,7 @@ def several_inits_with_hpz():
     for index in range(4):
         model = build(lambda i=index: llama(seed=i % 2), config, zero_init=True)
         engine = make_engine(model, config, optimizer="adamw" if index < 2 else None)
-        with torch.no_grad():
-            losses.append(engine(input_ids=tokens, labels=tokens).loss.item())
+        losses.append(evaluated(engine, tokens))
         if index >= 2:
             assert isinstance(engine.optimizer, deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload)
             report = zeropp_fp8.wire_report(engine)
@@ -207,8 +190,7 @@ def padding_of_shards(recipe, fields):
     session, tokens = engine.zeropp_fp8_session, next(batches(1, 0))
     losses, padded = [], 0
     for _ in range(2):
-        with torch.no_grad():
-            losses.append(engine(input_ids=tokens, labels=tokens).loss.item())
+        losses.append(evaluated(engine, tokens))
         for param in engine.module.parameters():
             beyond = param.ds_tensor.data.view(-1)[session.own_numel(param) :]
             beyond.fill_(torch.nan)
@@ -280,7 +262,7 @@ def overflow_is_seen():
     engine.step()
     kept = len(engine.optimizer.reducer.error_feedback)
     before = full_weights(engine.module)
-    loss = engine(input_ids=tokens[1], labels=tokens[1]).loss
+    loss = loss_of(engine, tokens[1])
     engine.backward(loss * (float("inf") if dist.get_rank() == 3 else 1.0))
     engine.step()
     dropped = len(engine.optimizer.reducer.error_feedback)
@@ -334,7 +316,7 @@ def held_out_losses(dtype, runs, ranks, steps=20, batch=8, length=32, peak_lr=2e
             engine.step()
         tokens = draw(held_out, [torch.Generator().manual_seed(stream) for stream in streams], 32)
         with torch.no_grad():
-            loss = engine(input_ids=tokens, labels=tokens).loss.detach().float()
+            loss = loss_of(engine, tokens).detach().float()
         dist.all_reduce(loss)
         results[(recipe, seed)] = loss.item() / dist.get_world_size()
         if recipe is not None:
@@ -346,45 +328,38 @@ def held_out_losses(dtype, runs, ranks, steps=20, batch=8, length=32, peak_lr=2e
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def checkpoints(recipe, fields=None, dtype="bf16", evaluates=False, persistent=0):
-    """Save and resume, exchange with stock, zero_to_fp32 and the consolidated 16-bit weights."""
+def checkpoints(recipe, fields=None, dtype="bf16", evaluates=False, persistent=0, exchanges=True):
+    """Save and resume; if it `exchanges`, also with stock, zero_to_fp32 and the consolidated 16-bit weights."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     folder = shared_folder()
     tokens = list(batches(8, dist.get_rank()))
     zero = {"stage3_param_persistence_threshold": persistent}
-    own = ds_config(section(recipe, **(fields or {})), dtype, gradient_clipping=1.0, zero_optimization=zero)
-    stock = ds_config(None, dtype, gradient_clipping=1.0)
+    own = Spec(section(recipe, **(fields or {})), dtype, {"gradient_clipping": 1.0, "zero_optimization": zero})
+    stock = Spec(None, dtype, {"gradient_clipping": 1.0})
 
-    def steps(engine, some):
-        losses = []
-        for t in some:
-            losses.append(forward_backward(engine, t))
-            engine.step()
-        return losses
-
-    def resumed(config, tag, seed):
-        switch(config is own)
-        engine = make_engine(llama(seed=seed), config)
+    def resumed(spec, tag, seed):
+        engine = spec.engine(llama(seed=seed))
         engine.load_checkpoint(folder, tag=tag)
         return engine
 
-    switch(True)
-    engine = make_engine(llama(), own)
-    steps(engine, tokens[:4])
+    engine = own.engine()
+    trained(engine, tokens[:4])
     if evaluates:  # which encodes the weights that are saved
-        with torch.no_grad():
-            engine(input_ids=tokens[0], labels=tokens[0])
+        evaluated(engine, tokens[0])
     engine.save_checkpoint(folder, tag="own")
-    uninterrupted = steps(engine, tokens[4:])
+    uninterrupted = trained(engine, tokens[4:])
     final = full_weights(engine.module)
 
     again = resumed(own, "own", seed=9)
-    resumed_losses = steps(again, tokens[4:])
-    resumed_weights = full_weights(again.module)
+    at_save = full_weights(again.module)
+    losses = trained(again, tokens[4:])
+    found = {"resume losses": (uninterrupted, losses), "resume weights": same(full_weights(again.module), final)}
+    if not exchanges:
+        return found
 
     in_stock = resumed(stock, "own", seed=9)
-    stock_losses = steps(in_stock, tokens[4:])
+    found["stock losses"] = uninterrupted, trained(in_stock, tokens[4:])
     in_stock.save_checkpoint(folder, tag="stock")
     stock_weights = full_weights(in_stock.module)
 
@@ -392,21 +367,15 @@ def checkpoints(recipe, fields=None, dtype="bf16", evaluates=False, persistent=0
     back_weights = full_weights(back.module)
     consolidated = back._zero3_consolidated_16bit_state_dict()
     fp32 = get_fp32_state_dict_from_zero_checkpoint(folder, tag="own")
-    switch(True)
-    at_save = resumed(own, "own", seed=1)
-    at_save_weights = full_weights(at_save.module)
-
-    def same(a, b):
-        return all(torch.equal(a[name].float(), b[name].float()) for name in b)
-
     lp = torch.bfloat16 if dtype == "bf16" else torch.float32
-    return {
-        "resume losses": (uninterrupted, resumed_losses),
-        "resume weights": same(resumed_weights, final),
-        "stock losses": (uninterrupted, stock_losses),
+
+    def holds(these, those):
+        return all(torch.equal(these[name].float(), those[name].float()) for name in those)
+
+    return found | {
         "stock to own": same(back_weights, stock_weights),
-        "consolidated": dist.get_rank() != 0 or same(consolidated, back_weights),
-        "zero_to_fp32": same({n: w.to(lp) for n, w in fp32.items()}, at_save_weights),
+        "consolidated": dist.get_rank() != 0 or holds(consolidated, back_weights),
+        "zero_to_fp32": holds({name: weight.to(lp) for name, weight in fp32.items()}, at_save),
     }
 
 
@@ -423,17 +392,13 @@ def load_with_frozen_parameters():
             p.requires_grad_(False)
         return make_engine(model, ds_config(section("zeropp")))
 
-    def loss_of(engine):
-        with torch.no_grad():
-            return engine(input_ids=tokens, labels=tokens).loss.item()
-
     saved = engine_of(0)
     saved.save_checkpoint(folder, tag="a")
-    expected = loss_of(saved)
+    expected = evaluated(saved, tokens)
     other = engine_of(1)
-    before = loss_of(other)  # fills secondary shards, frozen parameters' too
+    before = evaluated(other, tokens)  # fills secondary shards, frozen parameters' too
     other.load_checkpoint(folder, tag="a")
-    return expected, before, loss_of(other)
+    return expected, before, evaluated(other, tokens)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------

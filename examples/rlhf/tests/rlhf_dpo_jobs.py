@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch.distributed as dist
-from parity_jobs import switch
 from ranks import attempt, printed
 from rlhf_jobs import arguments_of, config_of
+from running import switch
 
 
 def references(folder, model, rows, micro, **given):

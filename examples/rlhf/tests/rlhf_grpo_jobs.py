@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from models import full_weights
-from parity_jobs import switch
 from rlhf_jobs import arguments_of, config_of
+from running import switch
 
 from zeropp_fp8 import sharded
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from models import ds_config, full_weights, section
-from parity_jobs import switch
 from ranks import attempt, printed
+from running import switch
 
 from zeropp_fp8 import sharded
 

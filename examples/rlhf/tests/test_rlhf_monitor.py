@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import batches, ds_config, llama, section
 from ranks import printed, run_ranks
+from running import forward_backward
 
 
 def lines_of(path):
@@ -172,7 +173,7 @@ def train_and_log(folder):
             model=model, config=config, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3)
         )
         for tokens in batches(2, rank):
-            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            forward_backward(engine, tokens)
             engine.step()
         with torch.no_grad():
             engine(input_ids=tokens)

@@ -1,0 +1,100 @@
+"""The harness of jobs on ranks: what compares two traces must see every difference."""
+
+import copy
+from dataclasses import fields
+
+import pytest
+import torch
+from running import (
+    Running,
+    Trace,
+    accumulated,
+    boundary,
+    changed,
+    differing,
+    forward,
+    on_engine,
+    same,
+    see,
+    step,
+    within,
+)
+
+TRACE = Trace([1.0, 0.5], [[]], {"w": torch.ones(3)}, {"w": torch.ones(3)}, {"gradients": {"inter": 8.0}})
+OTHER = Trace([1.0, 0.25], [["left"]], {"w": torch.zeros(3)}, {"w": torch.full((3,), 1 + 2**-23)}, {})
+
+
+def test_the_same():
+    assert differing(TRACE, copy.deepcopy(TRACE)) == {} and same(TRACE.weights, {"w": torch.ones(3)})
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(Trace)])
+def test_each_part_that_differs(name):
+    """By a bit, by a name, or because one trace does not have it."""
+    nothing = getattr(Trace(), name)
+    for value in (getattr(OTHER, name), nothing, {} if name in ("weights", "masters") else nothing):
+        other = copy.deepcopy(TRACE)
+        setattr(other, name, value)
+        assert differing(TRACE, other).keys() == differing(other, TRACE).keys() == {name}
+        assert differing(TRACE, other, but=[name]) == {}
+
+
+def test_names_on_one_side():
+    assert changed({"a": torch.ones(1), "b": torch.ones(1)}, {"b": torch.zeros(1), "c": torch.ones(1)}) == [
+        "a",
+        "b",
+        "c",
+    ]
+
+
+class Engine:
+    """Writes down what it is asked to do."""
+
+    def __init__(self):
+        self.log = []
+
+    def __call__(self, x):
+        self.log.append(f"forward {x}")
+        return torch.tensor(float(x))
+
+    def backward(self, loss):
+        self.log.append(f"backward {loss.item():g}")
+
+    def step(self):
+        self.log.append("step")
+
+    def set_gradient_accumulation_boundary(self, last):
+        self.log.append(f"last: {last}")
+
+    def __enter__(self):
+        self.log.append("in")
+
+    def __exit__(self, *raised):
+        self.log.append("out")
+
+
+def happen(*events):
+    running = Running(Engine(), iter([(2,), (4,), (8,)]))
+    for event in events:
+        event(running)
+    return running.engine.log, running.trace
+
+
+def test_events_happen_in_their_order():
+    log, trace = happen(step, boundary(True), within(lambda engine: engine, forward), see(lambda engine, x: x, 7))
+    assert log == ["forward 2", "backward 2", "step", "last: True", "in", "forward 4", "out"]
+    assert trace.losses == [2.0, 4.0] and trace.seen == [7]
+    assert happen(on_engine(lambda engine, what: engine.log.append(what), "own"))[0] == ["own"]
+
+
+def test_a_step_of_several_micro_batches():
+    assert happen(*accumulated(2))[0] == ["forward 2", "backward 2", "step", "forward 4", "backward 4", "step"]
+    assert happen(*accumulated(2, "unmanaged"))[0] == ["forward 2", "backward 1", "forward 4", "backward 2", "step"]
+    log, trace = happen(*accumulated(2, "set boundary"))
+    assert log[:3] == ["last: False", "forward 2", "backward 1"] and log[3:] == [
+        "last: True",
+        "forward 4",
+        "backward 2",
+        "step",
+    ]
+    assert trace.losses == [2.0, 4.0], "of the forward, not of the mean"
