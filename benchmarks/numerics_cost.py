@@ -57,6 +57,8 @@ SECTIONS = {
 
 def measure(run: str, args, device: torch.device) -> dict:
     """The row of one recipe: milliseconds of each group, cycle by cycle."""
+    from zeropp_fp8.numerics.sample import Sampler
+
     size, section, start = SIZES[args.size], SECTIONS[run], time.perf_counter()
     share = args.seconds / args.of_runs if args.seconds is not None else math.inf
     if args.gbit is None and args.nodes > 1:  # on one host
@@ -70,7 +72,7 @@ def measure(run: str, args, device: torch.device) -> dict:
         if args.gbit:
             set_rate_everywhere(args.gbit)
         batches = random_tokens(size.vocabulary, args.micro_batch, args.sequence, device)
-        session = engines[1].engine.zeropp_fp8_session
+        (sampler,) = (p for p in engines[1].engine.zeropp_fp8_session.parts if isinstance(p, Sampler))
 
         def group(engine: EngineRun, steps: int = args.group) -> float:
             made = [next(batches) for _ in range(steps)]  # before: a batch that is copied waits for the device
@@ -85,7 +87,7 @@ def measure(run: str, args, device: torch.device) -> dict:
                 times, samples = [], []
                 for engine in engines * 2:
                     times.append(group(engine))
-                    samples.append(session.numerics)
+                    samples.append(sampler.found)
                 if not (samples[0] is samples[1] is samples[2] is not samples[3]):
                     raise RuntimeError("a sample was not made in the group that is to have it")
                 cycles.append(times)
@@ -95,7 +97,7 @@ def measure(run: str, args, device: torch.device) -> dict:
             now = time.perf_counter()
             if len(cycles) >= args.parts + LEAST and _on_any_rank(now - start + now - began > share, device):
                 break
-        sampled_last = session.numerics
+        sampled_last = sampler.found
         for engine in engines:
             engine.close()
     return {"run": run, "cycles_ms": cycles[args.parts :], "sampled_last": sampled_last}

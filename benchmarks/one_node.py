@@ -90,7 +90,7 @@ def wire(engine) -> dict:
         "wire": report,
         "ledger_bytes_per_rank_step": by_all / session.topology.world_size,
         "secondary_bytes": sum(u.secondary.numel() for u in engine.optimizer.gatherer.units if u.secondary is not None),
-        "residual_bytes": session.residual_bytes,
+        "residual_bytes": engine.optimizer.reducer.residual_bytes(engine.module.parameters()),
     }
 
 

@@ -36,7 +36,7 @@ def fake_session(device=CPU, world=1, nodes=1, **gradients):
     return types.SimpleNamespace(
         config=config,
         device=device,
-        intra_format=SharedScaleFormat(fields["intra_format"]),
+        formats=types.SimpleNamespace(within=SharedScaleFormat(fields["intra_format"])),
         topology=types.SimpleNamespace(world_size=world, nodes=nodes, group=None),
         ledger=types.SimpleNamespace(
             sent_around_ring=lambda num_bytes, rounds=1.0: sent.append(num_bytes * rounds),
@@ -55,7 +55,7 @@ def filled_store(device):
     session = fake_session(device)
     scales = gradient_scales.GradientScales(session, params, names(params))
     groups = make_state_groups([params], lambda p: p.ds_numel, device)
-    store = GradientStore(session.intra_format, scales, groups, torch.float32)
+    store = GradientStore(session.formats.within, scales, groups, torch.float32)
     generator = torch.Generator().manual_seed(0)
     for i, p in enumerate(params):
         values = torch.randn(p.ds_numel, generator=generator) * 10.0 ** (i - 3)

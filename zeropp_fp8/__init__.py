@@ -52,12 +52,9 @@ def wire_report(engine, total: bool = False) -> dict:
         ValueError: the engine was not made with the plugin active.
     """
     from zeropp_fp8.zero.holders import engine_of
+    from zeropp_fp8.zero.telemetry import wire_report as report
 
-    engine = engine_of(engine, "wire_report")
-    report = engine.zeropp_fp8_session.ledger.report(total=total)
-    for scaling in filter(None, (part.report() for part in engine.zeropp_fp8_session.parts)):
-        report["gradient_scaling"] = scaling
-    return report
+    return report(engine_of(engine, "wire_report").zeropp_fp8_session, total)
 
 
 def save_merged_16bit(engine_or_model, folder, max_shard_size="5GB") -> None:

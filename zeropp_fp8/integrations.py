@@ -13,13 +13,13 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from zeropp_fp8.zero.holders import engine_of
-from zeropp_fp8.zero.metrics import StepMetrics, formats
+from zeropp_fp8.zero.telemetry import StepMetrics, formats
 
 PREFIX = "zeropp_fp8/"
 
 
 def log_metrics(trainer) -> None:
-    """Add the numbers of zeropp_fp8/zero/metrics.py to each entry with a loss, as means over the steps since the last.
+    """Add the numbers of zero/telemetry.py to each entry with a loss, as means over the steps since the last.
 
     The formats, which are words, go into `trainer.state.log_history` once, when training begins, and there to
     TensorBoard (a text, "zeropp_fp8/formats") and W&B (the run's config). Call it before `train()`, once.
@@ -35,7 +35,7 @@ def log_metrics(trainer) -> None:
 
 class _LogMetrics(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self._metrics = StepMetrics(engine_of(model, "log_metrics"))
+        self._metrics = StepMetrics(engine_of(model, "log_metrics").zeropp_fp8_session)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:

@@ -114,8 +114,9 @@ class EngineRun:
 
     def gradient_scales(self) -> dict[str, float] | None:
         """mu and the shares of the last step, where gradients have scales that ranks share."""
-        scales = getattr(self.engine.optimizer, "scales", None)
-        return None if scales is None else scales.report()
+        import zeropp_fp8
+
+        return zeropp_fp8.wire_report(self.engine).get("gradient_scaling") if self.with_plugin else None
 
     def close(self) -> None:
         """Free what can be freed."""

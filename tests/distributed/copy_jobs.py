@@ -46,7 +46,6 @@ def train(secondary, recipe="zeropp-pcie", accumulation=1, steps=3, **options):
         if step == steps - 1:
             losses.append(evaluated(engine, tokens))
     kept = [unit for unit in gatherer.units if unit.keeps_secondary]
-    session = engine.zeropp_fp8_session
     found = {
         "losses": losses,
         "weights": full_weights(engine.module),
@@ -60,7 +59,7 @@ def train(secondary, recipe="zeropp-pcie", accumulation=1, steps=3, **options):
         "residuals": sum(p.numel() for p in engine.optimizer.reducer.error_feedback._payloads.values())
         if engine.optimizer.reducer.error_feedback
         else 0,
-        "expected residuals": session.residual_bytes,
+        "expected residuals": engine.optimizer.reducer.residual_bytes(engine.module.parameters()),
     }
     engine.destroy()
     return found

@@ -148,7 +148,7 @@ def accumulated_reductions(dtype_name):
         job.step(job.draw(seed))
     own = job.session.own_numel
     groups = make_state_groups([job.params], own, job.session.device)
-    store = GradientStore(job.session.inter_format, job.scales, groups, dtype)
+    store = GradientStore(job.session.formats.between, job.scales, groups, dtype)
     micro = [job.draw(7), job.draw(8, std=3.0)]
     apart = [job.reducer.reduce(job.unit, [g.clone() for g in grads[job.rank]], dtype) for grads in micro]
     for index, grads in enumerate(micro):
@@ -189,7 +189,7 @@ def one_micro_batch_is_codes(world_expected):
     for seed in range(3):
         job.step(job.draw(seed))
     groups = make_state_groups([job.params], job.session.own_numel, job.session.device)
-    store = GradientStore(job.session.inter_format, job.scales, groups, torch.float32)
+    store = GradientStore(job.session.formats.between, job.scales, groups, torch.float32)
     grads = job.draw(5)
     numbers = job.reducer.reduce(job.unit, [g.clone() for g in grads[job.rank]], torch.float32)
     results = store.destinations(job.params, True, again=False)
@@ -277,7 +277,7 @@ def mu_follows_its_schedule(stored):
             if one is None:
                 continue
             if stored:
-                store = GradientStore(one.session.inter_format, one.scales, groups, torch.float32)
+                store = GradientStore(one.session.formats.between, one.scales, groups, torch.float32)
                 results = store.destinations(one.params, True, again=False)
                 one.reducer.start(one.unit, [g.clone() for g in grads[one.rank]], results, False)
                 one.reducer.drain()
@@ -318,7 +318,7 @@ def what_a_fixed_mu_loses():
                     job.scales.mu.fill_(fixed)
                     largest = job.scales.history.largest()
                     job.scales.table.update(*job.scales._multipliers(largest))
-                store = GradientStore(job.session.inter_format, job.scales, groups, torch.float32)
+                store = GradientStore(job.session.formats.between, job.scales, groups, torch.float32)
                 places = store.destinations(job.params, True, again=False)
                 job.reducer.start(job.unit, grads[job.rank], places, False)
                 job.reducer.drain()

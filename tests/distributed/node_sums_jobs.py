@@ -153,7 +153,7 @@ def in_the_middle(recipe, offload=False):
         for which in range(2):
             backward(engine, which)
             engine.step()
-        if engine.optimizer.session.sums_numel:
+        if engine.optimizer.reduction.sums_numel:
             try:
                 safe_get_local_grad(next(engine.module.parameters()))
             except RuntimeError as error:

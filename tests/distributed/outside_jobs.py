@@ -13,8 +13,8 @@ from recipes import section_of
 from running import loss_of, shared_folder, switch
 
 import zeropp_fp8.integrations
-from zeropp_fp8.zero.metrics import StepMetrics
 from zeropp_fp8.zero.report import predicted_bytes
+from zeropp_fp8.zero.telemetry import StepMetrics
 
 # What stays gathered: nothing; small parameters; and all that a step needs again.
 _SMALL = {"stage3_param_persistence_threshold": 5000}
@@ -63,7 +63,7 @@ def _sent(way, stays, folder):
         param.requires_grad_(way != "stored" or "mlp" not in name)
     engine = make_engine(model, ds_config(config, "bf16", zero_optimization=STAYS[stays]))
     foreseen = predicted_bytes(engine.zeropp_fp8_session, engine.optimizer.gatherer)
-    metrics, rows = StepMetrics(engine), []
+    metrics, rows = StepMetrics(engine.zeropp_fp8_session), []
     # Steps after these work more: copies of frozen weights, and those that differences are added to, come anew when the
     # weights were written; and after an evaluation in another order a step learns the order of fetches anew.
     more = {"write"} if way in ("stored", "zeropp-diff") else set()

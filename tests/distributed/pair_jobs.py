@@ -45,15 +45,15 @@ def what_is_on(engine):
     session, stage = engine.zeropp_fp8_session, engine.optimizer
     compute = session.conversion.scaling.formats["weights"] if session.conversion is not None else ""
     on = {
-        "qwZ": session.weight_format is not None,
+        "qwZ": session.formats.weights is not None,
         "hpZ": session.secondary_ranks is not None,
-        "qgZ": session.inter_format is not None,
+        "qgZ": session.formats.between is not None,
         "FP8 compute": compute.startswith("fp8"),
         "MX compute": compute.startswith("mx"),
         "FP8 optimizer": session.state_formats is not None,
         "whole tensors": isinstance(stage.layout, OwnerLayout),
         "frozen store": any(stored_weight(p) for p in engine.module.parameters()),
-        "differences": session.difference_format is not None,
+        "differences": session.formats.differences is not None,
     }
     return {name for name, is_on in on.items() if is_on}
 

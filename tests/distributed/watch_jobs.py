@@ -58,7 +58,7 @@ def watched(watch="fall_back", rank=2, factor=1000.0, recipe="zeropp", accumulat
                     plain_losses.append(of_plain.item())
                     reduced = {name: safe_get_full_grad(param) for name, param in engine.module.named_parameters()}
                 engine.step()
-            formats = (session.weight_format, session.intra_format, session.inter_format)
+            formats = (session.formats.weights, session.formats.within, session.formats.between)
             layer = engine.module.get_submodule(WATCHED)
             found.append((formats == (None, None, None), type(layer) is torch.nn.Linear))
     except (FloatingPointError, RuntimeError) as error:
@@ -144,7 +144,7 @@ def _resumed(folder, watch="fall_back", **case):
     said = printed(dist.get_rank())[before:]
     session = second.zeropp_fp8_session
     compared_with = [len(one.earlier) for one in session.parts if isinstance(one, watch_module.Watch)]
-    fell_back = session.fell_back, session.weight_format is session.inter_format is None
+    fell_back = session.formats.fell_back, session.formats.weights is session.formats.between is None
     again = [_spiking_step(second, one, SOON + 2) for one in tokens[SOON + 1 :]]
     same = all(torch.equal(weight, weights[name]) for name, weight in full_weights(second.module).items())
     second.destroy()

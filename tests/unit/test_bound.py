@@ -22,10 +22,12 @@ def said(nodes=2, per_node=4, full=(), section=None, **shares):
     """What a run is told; `full`: formats of the session that are none."""
     one = {"seconds": 0.2, "between": 0.1, "within": 0.1, "behind": 0.3, "messages": 100, "message_bytes": 4e6}
     topology = SimpleNamespace(nodes=nodes, ranks_per_node=per_node, world_size=nodes * per_node)
-    names = ("weight_format", "difference_format", "intra_format", "inter_format")
-    formats = {name: None if name in (*full, "difference_format") else "a format" for name in names}
+    names = ("weights", "differences", "within", "between")
+    formats = SimpleNamespace(**{name: None if name in (*full, "differences") else "a format" for name in names})
     config = PluginConfig(**(section or {}))
-    return explained(StepShares(**{**one, **shares}), SimpleNamespace(topology=topology, config=config, **formats))
+    return explained(
+        StepShares(**{**one, **shares}), SimpleNamespace(topology=topology, config=config, formats=formats)
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_nothing_is_said_where_links_between_nodes_are_what_bounds():
     assert said(between=0.5) is None and said(between=0.9, behind=0.01) is None
 
 
-GRADIENTS, BOTH = ("inter_format",), ("weight_format", "intra_format", "inter_format")
+GRADIENTS, BOTH = ("between",), ("weights", "within", "between")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ GRADIENTS, BOTH = ("inter_format",), ("weight_format", "intra_format", "inter_fo
         ),
         ({"between": 0.8, "full": BOTH}, '"weights.format" and "gradients.inter_format" are "none"'),
         # Links within nodes have the other hop's format.
-        ({"within": 0.8, "full": ("intra_format",)}, '"gradients.intra_format" is "none", so'),
+        ({"within": 0.8, "full": ("within",)}, '"gradients.intra_format" is "none", so'),
         ({"nodes": 1, "per_node": 8, "between": 0.0, "within": 0.8, "full": BOTH}, 'or recipe "zeropp-pcie"'),
         ({"full": BOTH}, 'FP8 products, or a smaller batch a GPU, change that. Besides, "weights.format" and'),
         ({"between": 0.9, "message_bytes": 2e4, "full": GRADIENTS}, "so 16 or 32 bits a number travel, as in stock"),
@@ -92,8 +94,8 @@ def test_what_is_not_quantized_is_named_with_its_key(case, says):
     "case",
     [
         {},
-        {"full": ("intra_format",)},  # not what crosses between nodes
-        {"full": ("weight_format",), "section": {"frozen": {"format": "int4"}}},  # its codes travel
+        {"full": ("within",)},  # not what crosses between nodes
+        {"full": ("weights",), "section": {"frozen": {"format": "int4"}}},  # its codes travel
         {"nodes": 1, "per_node": 1, "between": 0.0, "within": 0.0, "full": BOTH},  # nothing does
     ],
 )

@@ -62,6 +62,7 @@ class Sampler(StagePart):
         self.names = {param: name.removesuffix(".weight") for name, param in engine.module.named_parameters()}
         layers = session.conversion.converted if session.conversion else {}
         self.layer_of = {id(layer.own_weight()): layer.precision.layer for layer in layers.values()}
+        self.found: dict[str, float] = {}  # summary of the last sample
         self.sampling = False
         self._ended, self._ended_at = self._now(), engine.global_steps
         self._begin_if_due(engine.global_steps + 1)
@@ -97,7 +98,7 @@ class Sampler(StagePart):
         session = self.session
         arrives = not (unit.storage.sends_what_rests or unit.shards_are_values)
         return any(
-            (session.conversion is not None and id(param) in self.layer_of)
+            id(param) in self.layer_of
             or (arrives and not unit.is_exact(param))
             or (self._rounds_gradients and param.requires_grad and not session.sends_exactly("gradients", param))
             for param in unit.params
@@ -106,7 +107,7 @@ class Sampler(StagePart):
     @property
     def _rounds_gradients(self) -> bool:
         """Whether gradients are reduced in a format, which a job that has fallen back does no more, and can be seen."""
-        formats = self.session.intra_format, self.session.inter_format
+        formats = self.session.formats.within, self.session.formats.between
         return formats != (None, None) and not self.stage.offload_optimizer
 
     def _look_on(self) -> None:
@@ -116,7 +117,7 @@ class Sampler(StagePart):
         if self._rounds_gradients:
             for name in ("start", "sum_in_node"):
                 self._before(self.stage.reducer, name, self._reduce)
-        if self.session.conversion is not None:
+        if self.layer_of:
             self._look_at_products(self.session.conversion.scaling)
 
     def _look_at_products(self, scaling: Scaling) -> None:
@@ -157,6 +158,12 @@ class Sampler(StagePart):
             del self.means, self.sums, self.amax
         self._begin_if_due(step + 1)
 
+    def formats_changed(self) -> None:
+        self.layer_of.clear()  # which compute in high precision
+
+    def metrics(self) -> dict[str, float]:
+        return self.found
+
     def load_extra_state(self, state: dict) -> None:
         """Steps go on from those of the checkpoint, whose next one may be due."""
         self._ended, self._ended_at = self._now(), self.session.engine().global_steps
@@ -183,9 +190,9 @@ class Sampler(StagePart):
             session, topology = self.session, self.session.topology
             some, grads_hp = [p for p, _ in chosen], [grad.view(sharded.shape(p)).float() for p, grad in chosen]
             self._add(WHOLE, some, grads_hp, None)
-            hops = topology.nodes > 1 and topology.ranks_per_node > 1 and session.intra_format is not None
+            hops = topology.nodes > 1 and topology.ranks_per_node > 1 and session.formats.within is not None
             if hops and session.config.gradients.scales == "block":
-                self._add(WITHIN, some, grads_hp, session.intra_format)
+                self._add(WITHIN, some, grads_hp, session.formats.within)
         return reduce(unit, grads, *others, **options)
 
     @torch.no_grad()
@@ -251,7 +258,7 @@ class Sampler(StagePart):
             for i, (kind, layer) in enumerate(self.of_row)
             if sums[i][0]
         ]
-        self.session.numerics = summary(rows)
+        self.found = summary(rows)
         if self.session.topology.rank == 0:
             problem = self._cannot_write(
                 json.dumps({"engine": self.number, "step": step, "cost": cost, "rows": rows}) + "\n"

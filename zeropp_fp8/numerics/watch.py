@@ -91,7 +91,7 @@ class Watch(StagePart):
         if self.problem is None:
             return
         says = "all that goes to high precision is in it already"
-        if not self.session.fell_back:
+        if not self.session.formats.fell_back:
             says = f"from the next step on, and in runs that resume from its checkpoints, {fall_back(self.stage)}"
         if self.session.topology.rank == 0 and not goes_on:
             print(f"zeropp_fp8: step {self._step()}: {self.problem}; {says}", flush=True)

@@ -24,10 +24,8 @@ class ZeroppEngine(DeepSpeedEngine):
 
     zeropp_fp8_session = None
     _zeropp_fp8_conversion = None
-    _zeropp_fp8_activations = None
     _zeropp_fp8_loading = ()  # (folder, tag) while a checkpoint is loaded
     _zeropp_fp8_destroyed = False
-    _zeropp_fp8_metrics = None
 
     def _zeropp_fp8_init(self, plugin_config, args, model, *positional, config, config_class, **kwargs):
         # nn.Module.__setattr__ is not usable before Module.__init__ for modules only; a plain object is fine.
@@ -59,16 +57,19 @@ class ZeroppEngine(DeepSpeedEngine):
         from zeropp_fp8.zero.session import Session
         from zeropp_fp8.zero.ulysses import exchange_in_fp8
 
-        check_owners(self._zeropp_fp8_config)
-        group = _partition_group(self.module, self.mpu)
-        session = Session(self._zeropp_fp8_config, group, self._zeropp_fp8_conversion, _model_parallel(self.mpu))
-        session.engine = weakref.ref(self)
+        config, conversion, this = self._zeropp_fp8_config, self._zeropp_fp8_conversion, weakref.ref(self)
+        check_owners(config)
+        group, others = _partition_group(self.module, self.mpu), _model_parallel(self.mpu)
+        where = {}
+        if config.partition == "whole_tensor":
+            from zeropp_fp8.zero.owners.placement import Owners
+
+            where = {"placement": Owners}
+        session = Session(config, group, conversion, others, this, **where)
         session.ledger.comms_logger = ds_comm.comms_logger
         session.leave_exact(self.module)
         object.__setattr__(self, "zeropp_fp8_session", session)
-        object.__setattr__(self, "_zeropp_fp8_activations", exchange_in_fp8(self.module, session))
-        if self._zeropp_fp8_activations is not None:
-            session.on_model.callback(self._zeropp_fp8_activations.remove)
+        exchange_in_fp8(self.module, session)
         with _zero_classes_of(session):
             stage = super()._configure_zero_optimizer(optimizer)
         getattr(stage, "parameter_offload", stage).all_is_there()
@@ -99,13 +100,15 @@ class ZeroppEngine(DeepSpeedEngine):
     def step(self, *args, **kwargs):
         super().step(*args, **kwargs)
         if self.monitor.enabled and self.global_rank == 0:
-            if self._zeropp_fp8_metrics is None:
-                from zeropp_fp8.zero.metrics import StepMetrics
-
-                object.__setattr__(self, "_zeropp_fp8_metrics", StepMetrics(self))
             found = self._zeropp_fp8_metrics().items()  # none where this was not the end of a step
             events = [(f"Train/Samples/zeropp_fp8/{name}", value, self.global_samples) for name, value in found]
             self.monitor.write_events(events)
+
+    @functools.cached_property
+    def _zeropp_fp8_metrics(self):
+        from zeropp_fp8.zero.telemetry import StepMetrics
+
+        return StepMetrics(self.zeropp_fp8_session)
 
     @contextmanager
     def _zeropp_fp8_not_walked(self):

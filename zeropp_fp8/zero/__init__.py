@@ -2,7 +2,7 @@
 
 What all share:
 
-session.py          what one engine shares: configuration, topology, formats, ledger
+session.py          what one engine shares: configuration, topology, formats, ledger; fixed at start
 memory.py           how much memory a rank has, and can still have
 placement.py        which elements of a parameter lie on which rank
 offload.py          subclass of DeepSpeedZeRoOffload: the hooks around modules (all there is without an optimizer)
@@ -14,9 +14,9 @@ compute_scaling.py  what linear layers compute in, as such a part
 held_weights.py     what nodes hold of weights for differences, as such a part
 extra_state.py      what a checkpoint holds of the parts, beside weights and states
 report.py           the table printed at start
+telemetry.py        all numbers of an engine, for reports, logs and lines
 bound.py            what bounds a step, measured once
 fall_back.py        giving up low precision while a job runs, and when it resumes
-metrics.py          the same numbers for logs over time, and the formats
 holders.py          the engine behind what a script holds: an engine, its module, a Trainer
 fragment.py         what a checkpoint holds of a weight that rests as codes
 linear_function.py  ZeRO-3's linear function at less host cost

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.comm.topology import INTER, INTRA
 from zeropp_fp8.zero.session import Session
+from zeropp_fp8.zero.stage_part import StagePart
 
 FIRST, STEPS = 3, 4  # the first ones compile kernels, and fill buffers and the allocator
 BOUND = 0.5  # a share above which links are what bounds
@@ -53,24 +54,28 @@ def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-class StepWatch:
-    """Measures the shares of one engine. It is told of each backward and step, on every rank."""
+class StepWatch(StagePart):
+    """Measures the shares of one engine, and has them in `shares` then."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.shares: StepShares | None = None
         self._on_gpu = session.device.type == "cuda"
         self._start = self._left = 0.0
         self._origin: torch.cuda.Event | None = None
 
-    def backward_is_issued(self) -> None:
-        """The host has nothing more to issue for a backward."""
+    def backward_issued(self) -> None:
         if self._session.ledger.times is not None and self._on_gpu:
             before = time.perf_counter()
             torch.cuda.synchronize(self._session.device)
             self._left += time.perf_counter() - before
 
-    def end_step(self) -> None:
-        """A step has ended. Collective in the step that ends the measurement."""
+    def metrics(self) -> dict[str, float]:
+        where = ("between", "within") if self.shares is not None else ()
+        return {f"step_share_{link}_nodes": getattr(self.shares, link) for link in where}
+
+    def step_counted(self) -> None:
+        """Collective in the step that ends the measurement."""
         steps = self._session.ledger.steps
         if steps == FIRST:
             self._begin()
@@ -99,20 +104,20 @@ class StepWatch:
         between, within, behind, seconds = measured.tolist()
         sent = sum(sum(links.values()) for links in ledger.report()["per_step"].values())
         messages = len(times) / STEPS
-        session.shares = StepShares(
+        self.shares = StepShares(
             seconds / STEPS, between, within, behind if self._on_gpu else None, messages, sent / max(1.0, messages)
         )
-        text = explained(session.shares, session)
-        if text is not None and session.topology.rank == 0:
+        if session.topology.rank == 0 and (text := explained(self.shares, session)) is not None:
             print(text, flush=True)
 
 
 def in_full(session: Session, link: str) -> list[str]:
     """Keys of the section that leave weights or gradients in 16 or 32 bits on a link."""
-    config, gradients = session.config, session.inter_format if link == INTER else session.intra_format
+    config, formats = session.config, session.formats
+    gradients = formats.between if link == INTER else formats.within
     found = []
     # Frozen weights that rest as codes travel as these.
-    if session.weight_format is None and session.difference_format is None and config.frozen.format == "none":
+    if formats.weights is None and formats.differences is None and config.frozen.format == "none":
         found.append('"weights.format"')
     if gradients is None:
         found.append(f'"gradients.{link}_format"')
@@ -130,8 +135,7 @@ def explained(shares: StepShares, session: Session) -> str | None:
     if between_bounds and not full and not (small and topology.nodes > 1):
         return None
     fewer_messages = "more tokens a micro-batch"
-    if config.gather_granularity != "block":
-        fewer_messages += ', or "gather_granularity": "block"'
+    fewer_messages += "" if config.gather_granularity == "block" else ', or "gather_granularity": "block"'
     if one_rank:
         why = "one rank: nothing is sent. What is left of the recipe is memory, and FP8 products"
     elif between_bounds:
@@ -143,27 +147,22 @@ def explained(shares: StepShares, session: Session) -> str | None:
         elif full:
             why += "they can carry fewer bits"
         else:
-            why += "more tokens a step" + (
-                "" if config.recipe == "zeropp-pcie" else ', or recipe "zeropp-pcie" without NVLink'
-            )
+            why += "more tokens a step"
+            why += "" if config.recipe == "zeropp-pcie" else ', or recipe "zeropp-pcie" without NVLink'
     elif shares.behind is not None and shares.behind < BEHIND:
         why = f"Python: the GPU has waited for it ({100 * shares.behind:.1f} % of a step left to do after backward, "
         why += f"{messages}), which runs ZeRO-3's hooks and launches kernels; {fewer_messages}"
-        if config.compile == "none":
-            why += ', or "compile": "blocks"'
+        why += ', or "compile": "blocks"' if config.compile == "none" else ""
     else:
-        on = "computing" if shares.behind is not None else "computing, on the CPU"
-        why = f"{on}: no kind of link is busy for half of a step. "
+        on, says = "computing", "FP8 products, or a smaller batch a GPU, change that"
         if shares.behind is None:  # where FP8 is emulated
-            why += "A smaller batch a rank changes that"
+            on, says = "computing, on the CPU", "A smaller batch a rank changes that"
         elif config.computes_in_low_precision:
-            why += "Products are in low precision already; a smaller batch a GPU changes what bounds"
-        else:
-            why += "FP8 products, or a smaller batch a GPU, change that"
+            says = "Products are in low precision already; a smaller batch a GPU changes what bounds"
+        why = f"{on}: no kind of link is busy for half of a step. {says}"
     where = f"in steps {FIRST + 1} to {FIRST + STEPS} of {1e3 * shares.seconds:.1f} ms "
-    where += (
-        "there is one node" if topology.nodes == 1 else f"links between nodes are busy {100 * shares.between:.0f} %"
-    )
+    busy = f"links between nodes are busy {100 * shares.between:.0f} %"
+    where += "there is one node" if topology.nodes == 1 else busy
     gain = "" if one_rank else f" (without them at most {1 / (1 - min(shares.between, 0.99)):.2f} x as fast)"
     much = "little" if topology.nodes > 1 and LITTLE < shares.between < BOUND else "no"
     says = f"{much} speed-up to expect from fewer bytes between nodes"

@@ -24,6 +24,8 @@ class ComputeScaling(StagePart):
 
     def __init__(self, session: Session) -> None:
         self.session, self.scaling = session, session.conversion.scaling
+        formats = self.scaling.compute.format
+        self.gives_up = f"GEMMs of linear layers ({formats if isinstance(formats, str) else 'mixed formats'})"
 
     def step_ended(self, overflow: bool, scale_change: float) -> None:
         session = self.session
@@ -44,7 +46,6 @@ class ComputeScaling(StagePart):
 
     def formats_changed(self) -> None:
         self.session.conversion.restore()  # plain layers again, which torch.compile traces anew
-        self.session.conversion = None
         self.session.parts.remove(self)
 
     def rows(self) -> list[Row]:

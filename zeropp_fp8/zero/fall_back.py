@@ -18,24 +18,19 @@ from zeropp_fp8.zero.stage_part import StagePart
 def what_falls_back(session: Session) -> str:
     """What goes to 16 or 32 bits when a job falls back, and what stays in its format; in words."""
     config, several = session.config, session.topology.world_size > 1
-    weights = session.difference_format or session.weight_format
-    hops = {"within nodes": session.intra_format, "between nodes": session.inter_format}
+    formats = session.formats
+    weights = formats.differences or formats.weights
+    hops = {"within nodes": formats.within, "between nodes": formats.between}
     levels = {"within nodes": session.topology.ranks_per_node, "between nodes": session.topology.nodes}
     gradients = [f"{one.name} {hop}" for hop, one in hops.items() if one is not None and levels[hop] > 1]
-    compute = config.compute.format if isinstance(config.compute.format, str) else "mixed formats"
-    given_up = {
-        f"weights that travel ({getattr(weights, 'name', None)})": several and weights is not None,
-        f"gradients that travel ({', '.join(gradients)})": bool(gradients),
-        f"gradients until the step ({config.gradients.store_format})": config.gradients.store_format != "none",
-        f"GEMMs of linear layers ({compute})": session.conversion is not None,
-        "activations of sequence parallelism (fp8)": session.activations is not None,
-    }
+    named = [f"weights that travel ({weights.name})"] if several and weights is not None else []
+    named += [f"gradients that travel ({', '.join(gradients)})"] if gradients else []
+    named += [part.gives_up for part in reversed(session.parts) if part.gives_up]
     states, kept = session.state_formats, []
     if states is not None:
         kept.append(f"master weights and moments ({states.master}, {states.exp_avg}, {states.exp_avg_sq})")
     if config.frozen.format != "none":
         kept.append(f"frozen weights ({config.frozen.format})")
-    named = [what for what, is_given_up in given_up.items() if is_given_up]
     said = f"{', '.join(named)}: 16 or 32 bits" if named else "nothing goes to 16 or 32 bits, for nothing travels"
     return f"{said}; {', '.join(kept)}: as before" if kept else said
 
@@ -53,8 +48,7 @@ def fall_back(stage: DeepSpeedZeroOptimizer_Stage3) -> str:
     """
     session, gatherer = stage.session, stage.gatherer
     said = what_falls_back(session)
-    session.fell_back = True
-    session.weight_format = session.difference_format = session.intra_format = session.inter_format = None
+    session.formats.fall_back()
     problem = None
     try:
         for part in list(session.parts):
@@ -63,8 +57,6 @@ def fall_back(stage: DeepSpeedZeroOptimizer_Stage3) -> str:
         problem = f"rank {session.topology.rank}: {error}"
     for told in filter(None, told_by_all(problem, session.topology.group)):
         raise RuntimeError(f"falling back to high precision has failed on {told}")
-    if session.activations is not None:
-        session.activations.rests = True
     persistent = stage.persistent_parameters
     gatherer.partition(persistent)
     gatherer.formats_changed()
@@ -80,7 +72,7 @@ class FellBack(StagePart):
         self.stage, self._saved = stage, False
 
     def extra_state(self) -> dict[str, Any]:
-        return {"fell back": True} if self.stage.session.fell_back else {}
+        return {"fell back": True} if self.stage.session.formats.fell_back else {}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         self._saved = "fell back" in state
@@ -95,7 +87,7 @@ class FellBack(StagePart):
                 "the run that saved the checkpoint had fallen back to high precision; this one has the formats of its "
                 f'section, as its "{SECTION}.numerics.watch" is "{watch}" ("fall_back" goes on in high precision)'
             )
-        elif session.fell_back:
+        elif session.formats.fell_back:
             says = "as the run that saved the checkpoint, this one has fallen back to high precision"
         else:
             says = f"as in the run that saved the checkpoint, {fall_back(self.stage)}"

@@ -28,11 +28,11 @@ class HeldWeights(StagePart):
     def __init__(self, session: Session, gatherer: Gatherer, names: Mapping[Parameter, str]) -> None:
         self.session, self.gatherer, self.names = session, gatherer, names
         self.wrote_alone = False
-        self._differs = session.difference_format is not None
+        self._differs = session.formats.differences is not None
         self._saved: dict = {}
 
     def gradients_ready(self) -> None:
-        if self.session.difference_format is None:
+        if self.session.formats.differences is None:
             return
         with self.session.ledger.counting("other"):
             if self._somebody_wrote_alone():  # the host waits for the device next in any case

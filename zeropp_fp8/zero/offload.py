@@ -21,7 +21,6 @@ from zeropp_fp8.zero.gather.coordinator import UnitCoordinator
 from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.ownership import check_attachable
 from zeropp_fp8.zero.gather.route import Route
-from zeropp_fp8.zero.gather.secondary import keep_secondary_shards
 from zeropp_fp8.zero.gather.sliced import Sliced
 from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import build_units
@@ -227,7 +226,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def all_is_there(self) -> None:
         """The engine has allocated what it needs at start: decide which codes stay, and print the table. Collective."""
-        keep_secondary_shards(self.gatherer.units, self.session)
+        self.gatherer.secondary.choose(self.gatherer.units)
         print_start_table(self.session, self.gatherer, self.module, self.blocks)
 
     def gather_what_is_read(self, yes: bool) -> None:

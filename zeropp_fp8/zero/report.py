@@ -1,4 +1,4 @@
-"""What rank 0 prints: the table at start, and a line with bytes every `report.every` steps."""
+"""The table that rank 0 prints at start."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from zeropp_fp8.zero.gather.adopted import unit_of
 from zeropp_fp8.zero.gather.secondary import is_frozen
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage_part import Row, shown, without_kernel
+from zeropp_fp8.zero.telemetry import MEGA
 
 if TYPE_CHECKING:
     from zeropp_fp8.zero.gather.gatherer import Gatherer
     from zeropp_fp8.zero.gather.units import Unit
 
-MEGA, GIGA = 1e6, 1e9
+GIGA = 1e9
 
 
 def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> list[Row]:
@@ -66,7 +67,7 @@ def _why(session: Session, unit: Unit, param: Parameter, wire_format: WireFormat
         return "in each node, where differences are added to them"
     if not wire_format.is_exact:
         return "" if param.requires_grad else "frozen; 16 or 32 bits at rest"
-    if is_vector(sharded.shape(param)) and (weights.format != "none" or session.difference_format):
+    if is_vector(sharded.shape(param)) and (weights.format != "none" or session.formats.differences):
         return "fewer than 2 dimensions: norms and biases stay in high precision"
     return "named in weights.skip_modules" if id(param) in session.exact["weights"] else "weights.format is none"
 
@@ -81,11 +82,11 @@ def _gather_rows(session: Session, gatherer: Gatherer, blocks: list[nn.Module]) 
     else:
         kept = sum(unit.numel for unit in gatherer.units if unit.keeps_secondary)
         remark = f"one copy in {session.secondary_ranks} rank(s); backward stays there"
-        how = "added to" if session.difference_format else "as received"
+        how = "added to" if session.formats.differences else "as received"
         rows.append(("secondary shard", how, kept, remark if kept else "no unit fits"))
         if config.secondary.memory_gb != "all":
             others = sum(unit.numel for unit in gatherer.units) - kept
-            limit = f"{session.secondary_bytes / GIGA:.3g} GB a rank, from memory_gb {config.secondary.memory_gb}"
+            limit = f"{gatherer.secondary.limit / GIGA:.3g} GB a rank, from memory_gb {config.secondary.memory_gb}"
             rows.append(("", "gathered each time", others, f"beyond {limit}"))
     remark = ""
     if config.gather_granularity == "block":
@@ -116,7 +117,7 @@ def _difference_rows(session: Session, gatherer: Gatherer) -> list[Row]:
     """How weights have changed, where that is what crosses between nodes, and what it is added to."""
     if session.config.weights.difference.format == "none":
         return []
-    chosen = session.difference_format
+    chosen = session.formats.differences
     if chosen is None:
         one_node = "one rank or one node: no copy that differences could be added to; weights travel as they are"
         return [("weight differences", "none", 0, one_node)]
@@ -155,8 +156,8 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
             size = slice_numel(sharded.numel(param), world)
             exact = UnquantizedFormat(param.dtype)
             in_full = session.sends_exactly("gradients", param)
-            intra = exact if in_full else session.intra_format or exact
-            inter = exact if in_full else session.inter_format or exact
+            intra = exact if in_full else session.formats.within or exact
+            inter = exact if in_full else session.formats.between or exact
             gradients["intra"] += intra.payload_bytes(size) * topology.nodes * (topology.ranks_per_node - 1)
             gradients["inter"] += inter.payload_bytes(size) * (topology.nodes - 1)
         elif param.requires_grad:
@@ -165,9 +166,11 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
     return {"weights forward": weights["forward"], "weights backward": weights["backward"], "gradients": gradients}
 
 
-def start_table(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> str:
-    """The table as text."""
+def print_start_table(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Print the table on rank 0."""
     config, topology = session.config, session.topology
+    if topology.rank != 0:
+        return
     recipe = config.recipe or "none (lossless plus the ZeRO++ keys)"
     if config.recipe_variable:
         recipe += f" (from {config.recipe_variable})"
@@ -182,34 +185,4 @@ def start_table(session: Session, gatherer: Gatherer, model: nn.Module, blocks: 
     lines.append(f"  {'MB a rank sends a step':<24}{'between nodes':>16}{'within node':>18}  ({of})")
     for what, links in predicted_bytes(session, gatherer).items():
         lines.append(f"  {what:<24}{links['inter'] / MEGA:>16.3f}{links['intra'] / MEGA:>18.3f}")
-    return "\n".join(lines)
-
-
-def print_start_table(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Print the table on rank 0."""
-    if session.topology.rank == 0:
-        print(start_table(session, gatherer, model, blocks), flush=True)
-
-
-def print_progress_line(session: Session) -> None:
-    """Print the bytes of a step since the last line, and what became of FP8 gradients, on rank 0, every `report.every`
-    steps."""
-    every, progress = session.config.report.every, session.progress
-    if not every or session.ledger.steps % every or session.topology.rank != 0:
-        return
-    scaling = ""
-    for now in (part.report() for part in session.parts):
-        scaling += (
-            f"; gradients: mu {now['mu']:.3g}, {100 * now['saturated']:.2g} % at the largest code, "
-            f"{100 * now['vanished']:.2g} % became zero"
-            if now
-            else ""
-        )
-    (between, stock), (within, _) = progress.of_link("inter"), progress.of_link("intra")
-    ratio = f"{between / stock:.3f} x stock" if stock else "one node"
-    print(
-        f"zeropp_fp8: step {session.ledger.steps}: a rank sends {between / MEGA:.3f} MB between nodes ({ratio}) and "
-        f"{within / MEGA:.3f} MB within its node per step{scaling}",
-        flush=True,
-    )
-    progress.set_to_zero()
+    print("\n".join(lines), flush=True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
-from zeropp_fp8.comm import ActivationExchange, Topology, WireLedger, make_topology
+from zeropp_fp8.comm import Topology, WireLedger, make_topology
 from zeropp_fp8.compute import ConversionReport
 from zeropp_fp8.config import (
     FIXED_BLOCKS,
@@ -33,20 +33,58 @@ from zeropp_fp8.zero.placement import Slices
 from zeropp_fp8.zero.stage_part import StagePart
 
 
-class Session:
-    """Configuration, topology, formats and ledger of one engine.
+class TravelFormats:
+    """What an engine's weights, their differences, and gradients within and between nodes travel in, until it falls
+    back; None: 16 or 32 bits.
 
-    `conversion`: what became of its linear layers, where they compute in low precision. `ranks_here`: of the group, on
-    this host.
+    `keeps_copy`: the ranks of a node share one of the weights; without it there is nothing to add differences to.
+    """
+
+    def __init__(self, config: PluginConfig, world_size: int, keeps_copy: bool) -> None:
+        weights, gradients, difference = config.weights, config.gradients, config.weights.difference
+        name = "none" if world_size == 1 else weights.format  # nothing is sent, so nothing is gained by rounding it
+        self.weights = _quantized(weights, name, weights.hadamard)
+        self.differences = _quantized(difference, difference.format) if keeps_copy else None
+        rotates_within = gradients.hadamard and gradients.intra_format == "int4"
+        self.within = _quantized(gradients, gradients.intra_format, rotates_within)
+        self.between = _quantized(gradients, gradients.inter_format, gradients.hadamard)
+        if gradients.scales == "tensor":
+            self.within = self.between = SharedScaleFormat(gradients.intra_format)
+        self.fell_back = False
+
+    def fall_back(self) -> None:
+        """Let all of them be 16 or 32 bits. The parts of a stage are to be told (fall_back.py)."""
+        self.weights = self.differences = self.within = self.between = None
+        self.fell_back = True
+
+
+class Session:
+    """Configuration, topology and ledger of one engine, and the objects that its parts share.
+
+    No attribute of it changes once it is made; what they refer to may.
     Made once the data-parallel group exists. Making it is collective over that group and, where there is one, over the
     model-parallel group.
+
+    Args:
+        conversion: of its linear layers, where they compute in low precision.
+        engine: a weak reference to the DeepSpeed engine, which refers to this.
+        placement: which elements of parameters lie on which rank.
+
+    Attributes:
+        ranks_here: of the group, on this host.
 
     Raises:
         ConfigError: the ranks are not where the configuration needs them; on every rank of these groups.
     """
 
     def __init__(
-        self, config: PluginConfig, group, conversion: ConversionReport | None = None, model_parallel_group=None
+        self,
+        config: PluginConfig,
+        group,
+        conversion: ConversionReport | None = None,
+        model_parallel_group=None,
+        engine: Callable = lambda: None,
+        placement: type[Slices] = Slices,
     ) -> None:
         world_size = dist.get_world_size(group)
         self.place = place_of(dist.get_rank(), config)
@@ -55,45 +93,23 @@ class Session:
         self.ranks_here = sum(place.host == self.place.host for place in places)
         self.config = config
         self.conversion = conversion
-        self.engine: Callable = lambda: None  # the DeepSpeed engine, which refers to this: a weak reference
-        self.state_formats: StateFormats | None = None  # what master weights and moments rest in; None: fp32
-        self.secondary_bytes = 0  # that secondary shards may take, where that is bounded
-        self.residual_bytes = 0  # that error feedback will take
-        self.bytes_to_come = 0  # what residuals and sums will take, from the first backward passes on
-        self.sums_numel = 0  # gradients of several backward passes that add up on this rank inside the node; 0: world
-        self.shares = None  # what a step's time goes to (StepShares of bound.py), once it is measured
+        self.engine = engine
+        # What master weights and moments rest in, in engines that train; None: fp32.
+        self.state_formats = StateFormats.of(vars(config.optimizer)) if config.stores_states_in_low_precision else None
         self.on_model = ExitStack()  # takes off the model what this engine has put on it
         if conversion is not None:
             self.on_model.callback(conversion.restore)
-        self.activations: ActivationExchange | None = None  # of sequence parallelism, where it is in FP8
-        self.fell_back = False  # from the formats of the section, to high precision
         self.parts: list[StagePart] = []  # features of training, in the order in which a stage asks them
-        self.numerics: dict[str, float] = {}  # what the last sample has found, by name
         self.topology: Topology = make_topology(group, ranks_per_node)
         sharing = secondary_ranks(config, ranks_per_node)
         # A copy that all ranks share (one node, one rank) would hold on each of them the shard that it sends anyway.
         self.secondary_ranks = None if sharing == world_size else sharing
         self.gather_levels = self.topology.gather_levels(self.secondary_ranks)
         self.ledger = WireLedger(self.topology.nodes, ranks_per_node)
-        self.progress = self.ledger.meter()
         # By id, whose "weights" and "gradients" travel in full whatever the formats; the model keeps them.
         self.exact: dict[str, frozenset[int]] = {"weights": frozenset(), "gradients": frozenset()}
-        self.placement = Slices(self.topology.rank, world_size)  # until parameters are given to owners
-
-        weights, gradients = config.weights, config.gradients
-        if world_size == 1:  # nothing is sent, so nothing is gained by rounding it
-            weights = weights.model_copy(update={"format": "none"})
-        self.weight_format = _quantized(weights, weights.format, weights.hadamard)
-        difference = config.weights.difference
-        # Of what the ranks of a node share of the weights: without such a copy there is nothing to add to.
-        keeps = self.secondary_ranks is not None
-        self.difference_format = _quantized(difference, difference.format) if keeps else None
-        self.intra_format = _quantized(
-            gradients, gradients.intra_format, gradients.hadamard and gradients.intra_format == "int4"
-        )
-        self.inter_format = _quantized(gradients, gradients.inter_format, gradients.hadamard)
-        if gradients.scales == "tensor":
-            self.intra_format = self.inter_format = SharedScaleFormat(gradients.intra_format)
+        self.placement = placement(self.topology.rank, world_size)
+        self.formats = TravelFormats(config, world_size, self.secondary_ranks is not None)
         self.device = sharded.device()
 
     def leave_exact(self, model: nn.Module) -> None:

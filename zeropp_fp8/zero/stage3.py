@@ -18,7 +18,6 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger
 
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.optim import StateFormats
 from zeropp_fp8.zero.as_deepspeed import FP32States, Partitions, SliceLayout, replaced
 from zeropp_fp8.zero.bound import StepWatch
 from zeropp_fp8.zero.extra_state import ENTRY, extra_state, load_extra_state
@@ -30,9 +29,9 @@ from zeropp_fp8.zero.reduce.backwards import Backwards
 from zeropp_fp8.zero.reduce.buckets import AVG_SCATTER_CONTIGUOUS_GRADS, AVG_SCATTER_GRADS, Buckets
 from zeropp_fp8.zero.reduce.hooks import GradientHooks
 from zeropp_fp8.zero.reduce.reduction import Reduction
-from zeropp_fp8.zero.report import print_progress_line
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage_part import StagePart
+from zeropp_fp8.zero.telemetry import ProgressLine
 from zeropp_fp8.zero.turns import Turn
 
 _ENDED = (type(None), weakref.ProxyType)  # what a parameter refers to that no engine trains
@@ -90,11 +89,13 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         self.reduction = Reduction(self, module.parameters(), dtype)
         offload = kwargs.get("offload_optimizer_config")
         self.gradients, self.states, self.layout = _where_numbers_rest(self, init_optimizer, offload)
-        self.watch = StepWatch(session) if session.config.report.diagnose else None
         super().__init__(module, init_optimizer, param_names, *args, **kwargs)
         self.reduction.add_parts(list(module.parameters()))
         self.held = HeldWeights(session, self.gatherer, self.param_names)
-        session.parts += [FellBack(self), self.held]
+        report = session.config.report
+        session.parts.extend([FellBack(self), self.held])
+        session.parts.extend([StepWatch(session)] if report.diagnose else [])
+        session.parts.extend([ProgressLine(session, report.every)] if report.every else [])
         self.gatherer.ownership.given_back = self._bring_shards_home
 
     def destroy(self) -> None:
@@ -104,8 +105,8 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         super().destroy()
         for each in (self.gradients, self.states, self.reduction):
             each.free()
-        # What became of gradients may still be asked for (wire_report); the others hold memory.
-        self.session.parts[:] = [part for part in self.session.parts if type(part).report is not StagePart.report]
+        # Numbers may still be asked for (telemetry.py); the others hold memory.
+        self.session.parts[:] = [part for part in self.session.parts if type(part).metrics is not StagePart.metrics]
         self._linked.end()
         for param in self.module.parameters():
             if type(param.__dict__.get("_z3_optimizer")) in _ENDED:  # else another engine has the model
@@ -183,9 +184,8 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         for part in list(self.session.parts):
             part.step_ended(bool(self.overflow), float(self.loss_scale / loss_scale))
         self.session.ledger.end_step()
-        if self.watch is not None:
-            self.watch.end_step()
-        print_progress_line(self.session)
+        for part in self.session.parts:
+            part.step_counted()
 
     def _get_norm_groups(self):
         with self.session.ledger.counting("other"):
@@ -272,8 +272,7 @@ def _where_numbers_rest(stage: ZeroppStage3, optimizer: torch.optim.Optimizer, o
     Args:
         offload: the "offload_optimizer" section of DeepSpeed's.
     """
-    session, config = stage.session, stage.session.config
-    gradients, layout = Partitions(stage), SliceLayout(stage)
+    config, gradients, layout = stage.session.config, Partitions(stage), SliceLayout(stage)
     if config.gradients.store_format != "none":
         from zeropp_fp8.zero.states.stored_gradients import StoredGradients
 
@@ -285,6 +284,5 @@ def _where_numbers_rest(stage: ZeroppStage3, optimizer: torch.optim.Optimizer, o
     if config.stores_states_in_low_precision:
         from zeropp_fp8.zero.states.states_at_rest import StatesAtRest
 
-        session.state_formats = StateFormats.of(vars(config.optimizer))
         return gradients, StatesAtRest(stage, optimizer, offload), layout
     return gradients, FP32States(stage, optimizer), layout

@@ -21,16 +21,21 @@ class StagePart:
 
     Attributes:
         of_topology: whether its extra state means something to the same nodes and ranks only.
+        gives_up: what `formats_changed` lets be in 16 or 32 bits, in words.
         if_lost: what is said where a checkpoint's extra state does not fit, so that the part starts afresh.
     """
 
     of_topology = False
+    gives_up = ""
     if_lost = ""
 
     # -- a step, in this order ---------------------------------------------------------------------------------------
 
     def loss_is(self, loss: Tensor) -> None:
         """`engine.backward` is called with the loss of a micro-batch, as the script has it."""
+
+    def backward_issued(self) -> None:
+        """The host has nothing more to issue for a backward pass."""
 
     def gradients_ready(self) -> None:
         """All gradients of a step are reduced, and the optimizer has not seen them."""
@@ -40,6 +45,9 @@ class StagePart:
 
         `scale_change`: the new loss scale over that of the step.
         """
+
+    def step_counted(self) -> None:
+        """The ledger has counted the step too. What is sent now belongs to none."""
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -62,8 +70,12 @@ class StagePart:
     def formats_changed(self) -> None:
         """Between steps: what travels is in 16 or 32 bits from now on. A part that ends with it leaves the list."""
 
-    def report(self) -> dict[str, float]:
-        """What became of gradients in the last step, by name: for wire_report, logs and the progress line."""
+    def bytes_to_come(self) -> int:
+        """What it will allocate later than at start."""
+        return 0
+
+    def metrics(self) -> dict[str, float]:
+        """Its numbers now, by their names in telemetry.py, also once the engine has ended. Not collective."""
         return {}
 
     def rows(self) -> list[Row]:

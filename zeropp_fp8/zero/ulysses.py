@@ -26,6 +26,7 @@ from torch import nn
 
 from zeropp_fp8.comm import ActivationExchange, fp8_all_to_all
 from zeropp_fp8.config import SECTION, ConfigError
+from zeropp_fp8.zero.stage_part import StagePart
 
 
 class _Now:
@@ -41,11 +42,13 @@ class _Now:
 _now = _Now()
 
 
-class ActivationHooks:
+class ActivationHooks(StagePart):
     """While a module of `model` runs its forward, exchanges of activations are those of `exchange`.
 
     On modules that contain others or hold a group of their own: no other calls an exchange.
     """
+
+    gives_up = "activations of sequence parallelism (fp8)"
 
     def __init__(self, model: nn.Module, exchange: ActivationExchange) -> None:
         self.exchange = exchange
@@ -54,6 +57,9 @@ class ActivationHooks:
             if module is model or next(module.children(), None) is not None or hasattr(module, "spg"):
                 self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
                 self._handles.append(module.register_forward_hook(_leave, always_call=True))
+
+    def formats_changed(self) -> None:
+        self.exchange.rests = True
 
     def remove(self) -> None:
         """Give the model back: its exchanges are DeepSpeed's own again."""
@@ -174,25 +180,27 @@ def sequence_parallel_groups(model: nn.Module) -> list:
     return [group for group in dict.fromkeys(found) if torch.distributed.get_world_size(group) > 1]
 
 
-def exchange_in_fp8(model: nn.Module, session) -> ActivationHooks | None:
-    """Let `model` exchange activations as the configuration of `session` says; None where it says nothing of FP8.
+def exchange_in_fp8(model: nn.Module, session) -> None:
+    """Let `model` exchange activations as the configuration of `session` says.
 
     Raises:
         ConfigError: "fp8" without sequence parallelism. ("detect" then means none.)
     """
     wire_format = session.config.activations.wire_format
     if wire_format == "none":
-        return None
+        return
     found = sequence_parallel_groups(model)
     if not found:
         if wire_format == "detect":
-            return None
+            return
         raise ConfigError(
             f'"{SECTION}.activations.wire_format": "{wire_format}" needs DeepSpeed sequence parallelism (Ulysses) over '
             'more than one rank, and this job has none; give deepspeed.initialize the "mpu" of '
             "UlyssesSPAttentionHF.register_with_transformers, use DistributedAttention, or remove the key"
         )
-    exchange = session.activations = ActivationExchange(session.place.node, session.ledger)
+    exchange = ActivationExchange(session.place.node, session.ledger)
     for group in found:
         exchange.route(group)  # torch.compile must not be the first to ask
-    return ActivationHooks(model, exchange)
+    hooks = ActivationHooks(model, exchange)
+    session.parts.append(hooks)
+    session.on_model.callback(hooks.remove)

@@ -72,12 +72,12 @@ class Delta:
     def is_of(self, param: Parameter) -> bool:
         """Whether a secondary shard of a parameter is made of differences. Small ones that stay gathered have none."""
         unit, session = self._unit, self._unit.route.session
-        differs = session.difference_format is not None and unit.rows_held > 0 and not unit.persistent
+        differs = session.formats.differences is not None and unit.rows_held > 0 and not unit.persistent
         return differs and not session.sends_exactly("weights", param)
 
     def format_of(self, param: Parameter) -> WireFormat:
         """What a parameter travels in where only how it has changed does; its own format where it travels whole."""
-        return self._unit.route.session.difference_format if self.is_of(param) else self._unit.format_of(param)
+        return self._unit.route.session.formats.differences if self.is_of(param) else self._unit.format_of(param)
 
     def lay_out(self, own: Contents, brought: Contents) -> None:
         """From now on differences travel, if any of the unit's parameters does so."""

@@ -42,7 +42,7 @@ from zeropp_fp8.zero.gather.adopted import (
 from zeropp_fp8.zero.gather.hops import Hops
 from zeropp_fp8.zero.gather.ownership import Ownership
 from zeropp_fp8.zero.gather.route import Route
-from zeropp_fp8.zero.gather.secondary import keep_in_other_formats
+from zeropp_fp8.zero.gather.secondary import SecondaryShards
 from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import Unit
 
@@ -67,6 +67,7 @@ class Gatherer:
         ownership: which these are.
         module_depth: > 0 while a module of the model runs.
         hops: gathers under way.
+        secondary: which of them the ranks of a node keep.
         live_numel: elements of units whose parameters hold their values now.
         resident: weights stay, for generation: nobody else gathers or drops them.
     """
@@ -76,6 +77,7 @@ class Gatherer:
         self.ownership = Ownership(self, storages)
         self.module_depth = 0
         self.hops = Hops(route)
+        self.secondary = SecondaryShards(route.session)
         self.live_numel = 0
         self.resident = False
         self._padded_numel: dict[int, int] = {}  # by sharded.key: elements that stock would gather
@@ -348,4 +350,4 @@ class Gatherer:
         for storage in self.ownership.storages:
             storage.formats_changed()
         self.weights_changed()
-        keep_in_other_formats(self.units, self.session)
+        self.secondary.choose_again(self.units)

@@ -67,8 +67,8 @@ class GemmWeights:
 
     def adopt(self, params: Iterable[Parameter]) -> None:
         """Take over those of an engine's ZeRO-3 parameters that are weights of converted layers, if formats agree."""
-        conversion, wire = self.session.conversion, self.session.weight_format
-        if conversion is None or wire is None:
+        conversion, wire = self.session.conversion, self.session.formats.weights
+        if conversion is None or wire is None:  # there is no wire format once the engine has fallen back
             return
         scaling = conversion.scaling.compute.scaling
         exact_codes = wire.name == WIRE_FORMAT and not wire.hadamard

@@ -52,6 +52,6 @@ class Route:
 
     def format_of(self, param: Parameter) -> WireFormat:
         """What the numbers of a shard travel in: matrices as configured, vectors and what is skipped in full."""
-        if self.session.weight_format is not None and not self.session.sends_exactly("weights", param):
-            return self.session.weight_format
+        if self.session.formats.weights is not None and not self.session.sends_exactly("weights", param):
+            return self.session.formats.weights
         return UnquantizedFormat(sharded.wire_dtype(param))

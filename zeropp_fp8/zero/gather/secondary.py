@@ -39,49 +39,55 @@ def units_that_fit(units: Sequence[Unit], sizes: Sequence[int], limit: float) ->
     return kept
 
 
-def keep_secondary_shards(units: Sequence[Unit], session: Session) -> None:
-    """Decide which units keep theirs, once all that the engine allocates at start is there.
+class SecondaryShards:
+    """Those of one engine; `limit`: bytes that they may take, where that is bounded, once they are chosen."""
 
-    Collective where memory is bounded: all ranks count with the largest shard and the least memory of any, so that they
-    agree on who gathers what.
+    def __init__(self, session: Session) -> None:
+        self.session, self.limit = session, 0
 
-    Raises:
-        ConfigError: a rank has less than the configured memory, and the shards would take more than it has.
-    """
-    if session.secondary_ranks is None:
-        return
-    limit = session.config.secondary.memory_gb
-    if limit == "all":
-        for unit in units:
+    def choose(self, units: Sequence[Unit]) -> None:
+        """Decide which units keep theirs, once all that the engine allocates at start is there.
+
+        Collective where memory is bounded: all ranks count with the largest shard and the least memory of any, so that
+        they agree on who gathers what.
+
+        Raises:
+            ConfigError: a rank has less than the configured memory, and the shards would take more than it has.
+        """
+        session = self.session
+        if session.secondary_ranks is None:
+            return
+        limit = session.config.secondary.memory_gb
+        for unit in units if limit == "all" else self._that_fit(units, limit):
             unit.keeps_secondary = True
-        return
-    place = (session.device, session.ranks_here)
-    available = free_bytes(*place) - session.bytes_to_come
-    if limit == "auto":
-        available -= int(MARGIN * device_bytes(*place))
-    *sizes, less = _largest_of_all(units, session, -available)
-    available = max(0, -less)
-    session.secondary_bytes = available if limit == "auto" else int(limit * GB)
-    kept = units_that_fit(units, sizes, session.secondary_bytes)
-    taken = sum(size for unit, size in zip(units, sizes) if unit in kept)
-    if taken > available:
-        raise ConfigError(
-            f'"{SECTION}.secondary.memory_gb": {limit:g} lets secondary shards take {taken / GB:.3g} GB on each rank, '
-            f"and a rank has {available / GB:.3g} GB left for them; set it to less than that, which activations need "
-            'too, or to "detect"'
-        )
-    for unit in kept:
-        unit.keeps_secondary = True
 
+    def _that_fit(self, units: Sequence[Unit], limit: float | str) -> list[Unit]:
+        session = self.session
+        place = (session.device, session.ranks_here)
+        available = free_bytes(*place) - sum(part.bytes_to_come() for part in session.parts)
+        if limit == "auto":
+            available -= int(MARGIN * device_bytes(*place))
+        *sizes, less = _largest_of_all(units, session, -available)
+        available = max(0, -less)
+        self.limit = available if limit == "auto" else int(limit * GB)
+        kept = units_that_fit(units, sizes, self.limit)
+        taken = sum(size for unit, size in zip(units, sizes) if unit in kept)
+        if taken > available:
+            raise ConfigError(
+                f'"{SECTION}.secondary.memory_gb": {limit:g} lets secondary shards take {taken / GB:.3g} GB on each '
+                f"rank, and a rank has {available / GB:.3g} GB left for them; set it to less than that, which "
+                'activations need too, or to "detect"'
+            )
+        return kept
 
-def keep_in_other_formats(units: Sequence[Unit], session: Session) -> None:
-    """Decide again, now that a shard takes other memory: fewer are kept where that is bounded. Collective then."""
-    if session.secondary_ranks is None or session.config.secondary.memory_gb == "all":
-        return
-    kept = units_that_fit(units, _largest_of_all(units, session), session.secondary_bytes)
-    for unit in units:
-        unit.keeps_secondary = unit in kept
-        unit.secondary = None
+    def choose_again(self, units: Sequence[Unit]) -> None:
+        """The formats have changed, and what a shard takes: fewer are kept where that is bounded. Collective then."""
+        if self.session.secondary_ranks is None or self.session.config.secondary.memory_gb == "all":
+            return
+        kept = units_that_fit(units, _largest_of_all(units, self.session), self.limit)
+        for unit in units:
+            unit.keeps_secondary = unit in kept
+            unit.secondary = None
 
 
 def _largest_of_all(units: Sequence[Unit], session: Session, *others: int) -> list[int]:

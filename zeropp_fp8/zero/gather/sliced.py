@@ -163,7 +163,7 @@ class SlicedUnit(Unit):
         self.layout.encode(self.shards(), route.one_row, row)
         # A secondary shard holds it anyway, and on a GPU it is made again as fast as it is read.
         if not self.keeps_secondary and route.device.type == "cpu":
-            self.payload = row.clone() if route.session.weight_format is not None else None
+            self.payload = row.clone() if route.session.formats.weights is not None else None
 
     def last_hop(self, held: Tensor, gathered: Tensor) -> list[dist.Work]:
         route = self.route

@@ -190,7 +190,7 @@ class Unit(ABC):
     def travels_as_operand(self, param: Parameter) -> bool:
         """Whether the gathered bytes of a parameter are a GEMM operand."""
         route = self.route
-        format_agrees = self.format_of(param) is route.session.weight_format
+        format_agrees = self.format_of(param) is route.session.formats.weights
         return param in route.gemm_weights and format_agrees and not self.persistent
 
     @abstractmethod

@@ -87,7 +87,8 @@ class WeightSource:
         if format == "fp8":
             session = self._gatherer.session
             parts = list(itertools.chain.from_iterable(groups(model)))
-            self._float8 = Float8Weights(parts, session.conversion, session.config.compute.skip_modules)
+            conversion = None if session.formats.fell_back else session.conversion
+            self._float8 = Float8Weights(parts, conversion, session.config.compute.skip_modules)
         kinds = (weights,)
         if weights == "auto":
             kinds = ("base", "adapters") if takes_adapters and model is not engine.module else ("merged",)

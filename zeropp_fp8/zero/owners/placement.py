@@ -24,24 +24,25 @@ class OwnedRange:
 
 
 class Owners(Slices):
-    """Every parameter on one owner, or cut by rows between a few (plan.py)."""
+    """Every parameter on one owner, or cut by rows between a few (plan.py), once they are planned.
 
-    def __init__(self, rank: int, world_size: int, parts: dict[int, list[OwnedRange]], balance: Balance) -> None:
+    Attributes:
+        balance: what ranks have; None: nothing is planned yet.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
-        self._parts = parts  # by sharded.key, in ascending order of elements
-        self.balance = balance
+        self._parts: dict[int, list[OwnedRange]] = {}  # by sharded.key, in ascending order of elements
+        self.balance: Balance | None = None
 
-    @classmethod
     def plan(
-        cls,
+        self,
         units: Sequence[Sequence[Parameter]],
-        rank: int,
-        world_size: int,
         ranks_per_node: int,
         state_bytes: float,
         wire_bytes: Sequence[Sequence[float]],
         split: Literal["balance", "none"],
-    ) -> Owners:
+    ) -> None:
         """Assign the parameters of all gather units.
 
         Args:
@@ -62,12 +63,12 @@ class Owners(Slices):
             for index, (unit, wires) in enumerate(zip(units, wire_bytes))
             for p, wire in zip(unit, wires)
         ]
-        planned = plan_parts(tensors, world_size, ranks_per_node, split)
-        parts: dict[int, list[OwnedRange]] = {sharded.key(p): [] for p in params}
+        planned = plan_parts(tensors, self.world_size, ranks_per_node, split)
+        self._parts = {sharded.key(p): [] for p in params}
         for part in planned:
             first, end = part.element_range(tensors[part.tensor])
-            parts[sharded.key(params[part.tensor])].append(OwnedRange(part.owner, first, end - first))
-        return cls(rank, world_size, parts, balance_of(tensors, planned, world_size, ranks_per_node))
+            self._parts[sharded.key(params[part.tensor])].append(OwnedRange(part.owner, first, end - first))
+        self.balance = balance_of(tensors, planned, self.world_size, ranks_per_node)
 
     def parts(self, param: Parameter) -> list[OwnedRange]:
         """All ranks' parts of a parameter, in ascending order of elements."""

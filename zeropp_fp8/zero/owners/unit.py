@@ -31,7 +31,6 @@ from zeropp_fp8.zero.gather.gemm_weights import WIRE_FORMAT
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import Arrived, Unit
-from zeropp_fp8.zero.owners.placement import Owners
 from zeropp_fp8.zero.owners.slices import part_of_slices, slice_of_parts
 
 
@@ -228,9 +227,8 @@ class Owned(Storage):
 
     def prepare(self, units: Sequence[Sequence[Parameter]]) -> None:
         """Plan who owns what, if it is not planned."""
-        session = self.route.session
-        if not isinstance(session.placement, Owners):
-            session.placement = _plan_owners(self.route, units)
+        if self.route.session.placement.balance is None:
+            _plan_owners(self.route, units)
 
     @torch.no_grad()
     def place(self, params: Sequence[Parameter]) -> None:
@@ -360,15 +358,13 @@ class Owned(Storage):
             sharded.set_full(param, value)
 
 
-def _plan_owners(route: Route, units: Sequence[Sequence[Parameter]]) -> Owners:
-    """The owner of each part, with all model states and the bytes of each exchange counted."""
+def _plan_owners(route: Route, units: Sequence[Sequence[Parameter]]) -> None:
+    """Choose the owner of each part, with all model states and the bytes of each exchange counted."""
     session = route.session
     config, topology = session.config, session.topology
     gradient_bytes = 1.0 if config.gradients.store_format != "none" else 4.0
-    return Owners.plan(
+    session.placement.plan(
         units,
-        topology.rank,
-        topology.world_size,
         topology.ranks_per_node,
         state_bytes=gradient_bytes + (session.state_formats.bytes_per_parameter() if session.state_formats else 12.0),
         wire_bytes=[[route.format_of(p).bits_per_element / 8 for p in params] for params in units],

@@ -55,7 +55,7 @@ class GradientScales(StagePart):
     def __init__(self, session: Session, params: Sequence[Parameter], names: Sequence[str]) -> None:
         self.session = session
         self.names = list(names)
-        self._format: SharedScaleFormat = session.intra_format
+        self._format: SharedScaleFormat = session.formats.within
         self._index = {sharded.key(p): index for index, p in enumerate(params)}
         device = session.device
         self.history = AmaxHistory(len(params), device)
@@ -202,6 +202,9 @@ class GradientScales(StagePart):
         """
         saturated, vanished = self._shares.tolist()
         return {"mu": self.mu.item(), "saturated": saturated, "vanished": vanished}
+
+    def metrics(self) -> dict[str, float]:
+        return {f"gradient_{name}": value for name, value in self.report().items()}
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -14,15 +14,13 @@ from zeropp_fp8 import sharded
 from zeropp_fp8.comm import ErrorFeedback
 from zeropp_fp8.comm.lanes import Lane
 from zeropp_fp8.comm.reduce_scatter import Reduction, Rings, slice_numel
-from zeropp_fp8.formats import WireFormat
 from zeropp_fp8.formats.scale_table import SharedScales
 from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
 from zeropp_fp8.zero.reduce.reduction_unit import ReductionUnit
 from zeropp_fp8.zero.session import Session
-from zeropp_fp8.zero.stage_part import Row, StagePart, without_kernel
 
 
-class GradientReducer(StagePart):
+class GradientReducer:
     """Quantized mean of gradients over the data-parallel group, one message a unit and hop.
 
     Args:
@@ -42,7 +40,6 @@ class GradientReducer(StagePart):
         self._first, self._last = Lane(session.device), Lane(session.device, last_stream)
         self._under_way: deque[Iterator[None]] = deque()
         self.scales: GradientScales | None = None  # where ranks share scales: set once the order of reduction is known
-        self.trained_numel = 0  # of all parameters that are trained, for the start table
 
     def unit_of(self, params: Sequence[Parameter]) -> ReductionUnit:
         """The unit of these ZeRO-3 parameters, in the same order on every rank."""
@@ -119,30 +116,6 @@ class GradientReducer(StagePart):
         self._units.clear()
         self.scales = None
         self.error_feedback = None  # what rounding has dropped is little beside what made somebody change formats
-
-    def rows(self) -> list[Row]:
-        """A hop each, and what rests between them."""
-        session, topology = self.session, self.session.topology
-        rows = [
-            self._row_of_hop("within nodes", session.intra_format, topology.ranks_per_node),
-            self._row_of_hop("between nodes", session.inter_format, topology.nodes),
-        ]
-        if session.sums_numel:
-            remark = "of several micro-batches, on a rank of the node; they cross between nodes once a step"
-            rows.append(("gradient sums", "16 or 32 bits", session.sums_numel, remark))
-        return rows
-
-    def _row_of_hop(self, hop: str, chosen: WireFormat | None, ranks: int) -> Row:
-        session = self.session
-        if ranks == 1:
-            return (f"gradients {hop}", "-", 0, "one rank on this level: no such hop")
-        if not session.config.quantizes_gradients:
-            return (f"gradients {hop}", "none", self.trained_numel, "DeepSpeed's own flat reduce-scatter")
-        named = len(session.exact["gradients"])
-        skipped = f"{named} named in gradients.skip_modules exact" if session.config.gradients.skip_modules else ""
-        remarks = ("tensors of fewer than 2 dimensions exact", skipped, without_kernel(session.device, chosen))
-        name = repr(chosen) if chosen else "none"
-        return (f"gradients {hop}", name, self.trained_numel, "; ".join(filter(None, remarks)))
 
     def _count_stock(self, unit: ReductionUnit) -> None:
         with self.session.ledger.counting("gradients"):

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.config import SECTION
+from zeropp_fp8.formats import WireFormat
 from zeropp_fp8.zero.as_deepspeed import Freed
 from zeropp_fp8.zero.memory import device_bytes
 from zeropp_fp8.zero.reduce.gradient_scales import GradientScales
@@ -18,13 +19,14 @@ from zeropp_fp8.zero.reduce.reducer import GradientReducer
 from zeropp_fp8.zero.reduce.reduction_unit import ReductionUnit
 from zeropp_fp8.zero.reduce.residuals import Residuals
 from zeropp_fp8.zero.session import Session
+from zeropp_fp8.zero.stage_part import Row, StagePart, without_kernel
 
 # Of a device's memory, that sums may take where the configuration leaves the choice: 8 billion parameters in fp32 on 8
 # GPUs of 80 GB a node take 5 %, and still leave the room that stock ZeRO-3 would have.
 _SHARE_OF_MEMORY = 0.1
 
 
-class Reduction:
+class Reduction(StagePart):
     """That of one stage.
 
     Args:
@@ -33,6 +35,8 @@ class Reduction:
 
     Attributes:
         reducer: made with the hooks, when DeepSpeed has made its stream.
+        sums_numel: elements of several backward passes that add up on this rank inside the node; 0: none do.
+        trained_numel: of parameters that are trained.
         written: by sharded.key, the last backward since the last step whose mean gradient is in this rank's part, or is
             on its way.
     """
@@ -40,8 +44,9 @@ class Reduction:
     def __init__(self, stage, params: Iterable[Parameter], dtype: torch.dtype) -> None:
         self.stage, self.dtype = stage, dtype
         self.reducer: GradientReducer | Freed | None = None
+        self.trained_numel = 0
         self.written: dict[int, int] = {}
-        stage.session.sums_numel = _numel_of_sums(stage.session, params, dtype)
+        self.sums_numel = _numel_of_sums(stage.session, params, dtype)
 
     def begin(self, names: dict[int, str]) -> None:
         """DeepSpeed has its stream, and the parameters these names by sharded.key."""
@@ -57,19 +62,50 @@ class Reduction:
         stage.gradients.order_is_known(params)
 
     def add_parts(self, params: list[Parameter]) -> None:
-        """The stage is made: say what the reduction of the model's parameters takes, and be parts of it."""
+        """The stage is made: be parts of it."""
         session, reducer = self.stage.session, self.reducer
-        session.residual_bytes = reducer.residual_bytes(params)
-        reducer.trained_numel = sum(sharded.numel(p) for p in params if p.requires_grad)
-        session.parts.append(reducer)
+        self.trained_numel = sum(sharded.numel(p) for p in params if p.requires_grad)
+        session.parts.append(self)
         if reducer.error_feedback is not None:
-            session.parts.append(Residuals(session, reducer.error_feedback, reducer.trained_numel))
-        session.bytes_to_come = session.residual_bytes + session.sums_numel * self.dtype.itemsize
+            taken = reducer.residual_bytes(params)
+            session.parts.append(Residuals(session, reducer.error_feedback, self.trained_numel, taken))
 
     def free(self) -> None:
         """The engine has ended: a reducer without buffers takes the place of the one that has them."""
         stage, lost = self.stage, self.reducer.error_feedback
         self.reducer = Freed() if lost else GradientReducer(stage.session, stage.reduce_and_partition_stream)
+
+    # -- as a part of the stage --------------------------------------------------------------------------------------
+
+    def bytes_to_come(self) -> int:
+        return self.sums_numel * self.dtype.itemsize
+
+    def formats_changed(self) -> None:
+        self.reducer.formats_changed()
+
+    def rows(self) -> list[Row]:
+        """A hop each, and what rests between them."""
+        formats, topology = self.stage.session.formats, self.stage.session.topology
+        rows = [
+            self._row_of_hop("within nodes", formats.within, topology.ranks_per_node),
+            self._row_of_hop("between nodes", formats.between, topology.nodes),
+        ]
+        if self.sums_numel:
+            remark = "of several micro-batches, on a rank of the node; they cross between nodes once a step"
+            rows.append(("gradient sums", "16 or 32 bits", self.sums_numel, remark))
+        return rows
+
+    def _row_of_hop(self, hop: str, chosen: WireFormat | None, ranks: int) -> Row:
+        session = self.stage.session
+        if ranks == 1:
+            return (f"gradients {hop}", "-", 0, "one rank on this level: no such hop")
+        if not session.config.quantizes_gradients:
+            return (f"gradients {hop}", "none", self.trained_numel, "DeepSpeed's own flat reduce-scatter")
+        named = len(session.exact["gradients"])
+        skipped = f"{named} named in gradients.skip_modules exact" if session.config.gradients.skip_modules else ""
+        remarks = ("tensors of fewer than 2 dimensions exact", skipped, without_kernel(session.device, chosen))
+        name = repr(chosen) if chosen else "none"
+        return (f"gradients {hop}", name, self.trained_numel, "; ".join(filter(None, remarks)))
 
     # -- in backward -------------------------------------------------------------------------------------------------
 
@@ -93,7 +129,7 @@ class Reduction:
             if (numel := param.grad.numel()) != sharded.numel(param):
                 raise RuntimeError(f"the gradient of {name} has {numel} elements, its parameter {sharded.numel(param)}")
         grads = [param.grad.contiguous() for param in params]
-        if self.stage.session.sums_numel and not self.at_boundary():
+        if self.sums_numel and not self.at_boundary():
             self.reducer.sum_in_node(unit, grads, self.dtype)
         else:
             self._finish_unit(unit, grads)
@@ -132,8 +168,8 @@ class Reduction:
             if self.at_boundary():
                 self.finish_resting()  # what has come twice in an earlier backward
             self.reducer.drain()  # the current stream now waits for all results, so that the host need not
-        if stage.watch is not None:
-            stage.watch.backward_is_issued()
+        for part in stage.session.parts:
+            part.backward_issued()
         if quantizes:
             stage.buckets.finish_quantized()
             self._wait_for_copies_to_host()
@@ -150,7 +186,7 @@ class Reduction:
     @property
     def _sums_rest(self) -> bool:
         """Whether there may be something that rests in the node."""
-        return bool(self.stage.session.sums_numel) and not self.stage.parameter_offload.destroyed
+        return bool(self.sums_numel) and not self.stage.parameter_offload.destroyed
 
     @torch.no_grad()
     def finish_resting(self) -> None:

@@ -53,7 +53,7 @@ class ReductionUnit:
             # What travels in full is reduced as a vector is.
             exactly = [session.sends_exactly("gradients", p) for p in self.params]
             shapes = [(sharded.numel(p),) if e else sharded.shape(p) for p, e in zip(self.params, exactly)]
-            formats = session.intra_format, session.inter_format
+            formats = session.formats.within, session.formats.between
             self.plan = session.placement.reduce_plan(
                 self.params, shapes, dtypes, session.topology, *formats, session.device
             )

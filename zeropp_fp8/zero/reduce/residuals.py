@@ -17,8 +17,9 @@ class Residuals(StagePart):
     of_topology = True
     if_lost = "error feedback starts afresh"
 
-    def __init__(self, session: Session, feedback: ErrorFeedback, numel: int) -> None:
-        self.session, self.feedback, self.numel = session, feedback, numel  # of parameters that are trained
+    def __init__(self, session: Session, feedback: ErrorFeedback, numel: int, num_bytes: int) -> None:
+        self.session, self.feedback = session, feedback
+        self.numel, self.num_bytes = numel, num_bytes  # of parameters that are trained, and of their residuals
 
     def step_ended(self, overflow: bool, scale_change: float) -> None:
         if overflow or scale_change != 1.0:
@@ -31,12 +32,14 @@ class Residuals(StagePart):
         self.feedback.reset()
         self.feedback.load_state_dict(state.get("error_feedback", {}))
 
+    def bytes_to_come(self) -> int:
+        return self.num_bytes
+
     def formats_changed(self) -> None:
         self.session.parts.remove(self)
 
     def rows(self) -> list[Row]:
-        session = self.session
-        if not session.residual_bytes:
+        if not self.num_bytes:
             return []
-        remark = f"what the hop between nodes drops: {session.residual_bytes / _GIGA:.3g} GB a rank, from step 1 on"
-        return [("error feedback", f"int8 (block {session.config.gradients.block_size})", self.numel, remark)]
+        remark = f"what the hop between nodes drops: {self.num_bytes / _GIGA:.3g} GB a rank, from step 1 on"
+        return [("error feedback", f"int8 (block {self.session.config.gradients.block_size})", self.numel, remark)]

@@ -46,6 +46,7 @@ class GradientStore(StagePart):
     def _lay_out(self, groups: Sequence[StateGroup], dtype: torch.dtype) -> None:
         self.groups = list(groups)
         self.dtype = dtype
+        self.gives_up = f"gradients until the step ({self.element})"
         self._keeps_numbers = False
         self._shown: dict[int, Tensor] = {}
         self._place = {sharded.key(p): (g, k) for g in self.groups for k, p in enumerate(g.params)}

@@ -46,7 +46,7 @@ class StoredGradients:
         stage, session = self.stage, self.stage.session
         gradients, groups, dtype = session.config.gradients, stage.state_groups, stage.gradient_accumulation_dtype
         if stage.reducer.scales is not None:
-            self.store = GradientStore(session.inter_format, stage.reducer.scales, groups, dtype)
+            self.store = GradientStore(session.formats.between, stage.reducer.scales, groups, dtype)
         else:
             self.store = BlockGradientStore(gradients.store_format, gradients.block_size, groups, dtype)
         session.parts.append(self.store)

@@ -1,0 +1,108 @@
+"""The numbers of an engine with their names: one snapshot, from which all is made that prints, logs or reports them.
+
+mb_between_nodes, mb_within_nodes        megabytes (10^6) that this rank sends a step
+mb_between_nodes/gradients, ...          the same by kind (comm/ledger.py), without what is zero
+of_stock_between_nodes                   times what stock ZeRO-3 would send there; of_stock_within_nodes on one node
+step_share_between_nodes, step_share_within_nodes        shares of a step's time in which these links are busy, whether
+                                         or not something is computed meanwhile, once they are measured (bound.py)
+gradient_mu, gradient_saturated, gradient_vanished       where gradients share scales, see zeropp_fp8.wire_report
+numerics/weights/lowest_snr_db, ...      of the last sample, where the section's `numerics.every` asks for samples
+
+Bytes are those of the ledger. All others are what the parts of a stage hand in (`StagePart.metrics`).
+"""
+
+from __future__ import annotations
+
+from zeropp_fp8.comm.ledger import SENT, Meter
+from zeropp_fp8.zero.session import Session
+from zeropp_fp8.zero.stage_part import StagePart
+
+MEGA = 1e6
+_WHERE = {"inter": "between_nodes", "intra": "within_nodes"}
+_TOLD_ONCE = {f"step_share_{where}" for where in _WHERE.values()}
+_SCALING = "gradient_"
+
+
+def snapshot(session: Session, meter: Meter | None = None) -> dict[str, float]:
+    """All numbers now; bytes are means over the steps of a meter (None: since the engine was made).
+
+    No communication.
+    """
+    meter, found = meter or session.ledger.of_run, {}
+    of_kinds = meter.report()[SENT].items()
+    for link, where in _WHERE.items():
+        sent, stock = meter.of_link(link)
+        found[f"mb_{where}"] = sent / MEGA
+        found |= {f"mb_{where}/{kind}": links[link] / MEGA for kind, links in of_kinds if links[link]}
+        if stock and (link == "inter" or session.topology.nodes == 1):
+            found[f"of_stock_{where}"] = sent / stock
+    for part in session.parts:
+        found |= part.metrics()
+    return found
+
+
+def wire_report(session: Session, total: bool = False) -> dict:
+    """See zeropp_fp8.wire_report."""
+    found = snapshot(session).items()
+    scaling = {name.removeprefix(_SCALING): value for name, value in found if name.startswith(_SCALING)}
+    return session.ledger.report(total) | ({"gradient_scaling": scaling} if scaling else {})
+
+
+class StepMetrics:
+    """Snapshots for who draws them over time, each of the steps since the last one; the first, of all steps.
+
+    What is measured once is in one of them.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._meter = session.ledger.meter()
+        self._told: set[str] = set()
+
+    def __call__(self) -> dict[str, float]:
+        """The numbers; none where no step has been finished since."""
+        if not self._meter.steps:
+            return {}
+        found = snapshot(self._session, self._meter)
+        self._meter.set_to_zero()
+        new = {name: value for name, value in found.items() if name not in self._told}
+        self._told |= _TOLD_ONCE & found.keys()
+        return new
+
+
+class ProgressLine(StepMetrics, StagePart):
+    """Prints on rank 0, every `every` steps, what a step since the last line has sent, and how FP8 gradients fared."""
+
+    def __init__(self, session: Session, every: int) -> None:
+        super().__init__(session)
+        self._every = every
+
+    def step_counted(self) -> None:
+        step = self._session.ledger.steps
+        if step % self._every or self._session.topology.rank != 0:
+            return
+        found = self()
+        between, within = found["mb_between_nodes"], found["mb_within_nodes"]
+        stock = found.get("of_stock_between_nodes")
+        ratio = "one node" if stock is None else f"{stock:.3f} x stock"
+        line = f"a rank sends {between:.3f} MB between nodes ({ratio}) and {within:.3f} MB within its node per step"
+        if "gradient_mu" in found:
+            saturated, vanished = (100 * found[f"{_SCALING}{name}"] for name in ("saturated", "vanished"))
+            line += f"; gradients: mu {found['gradient_mu']:.3g}, {saturated:.2g} % at the largest code, "
+            line += f"{vanished:.2g} % became zero"
+        print(f"zeropp_fp8: step {step}: {line}", flush=True)
+
+
+def formats(session: Session) -> dict[str, str]:
+    """What an engine sends, computes and keeps numbers in; "none" is 16 or 32 bits."""
+    config, states, travel = session.config, session.state_formats, session.formats
+    chosen = {
+        "weights": travel.weights,
+        "weight_differences": travel.differences,
+        "gradients_within_nodes": travel.within,
+        "gradients_between_nodes": travel.between,
+        "compute": config.compute.format,
+        "optimizer": states and f"{states.master}, {states.exp_avg}, {states.exp_avg_sq}",
+        "frozen": config.frozen.format,
+    }
+    return {"recipe": str(config.recipe).lower()} | {what: str(name or "none") for what, name in chosen.items()}
