@@ -59,13 +59,15 @@ endif
 
 # One process's tests, without the files that take two thirds of their time; and with ranks, one file or two for
 # each thing they are about: collectives, every two parts together, units, bytes, checkpoints, refusals.
-NOT_QUICK := casts children linear optim_kernel options rlhf_quality upstream_workers
+NOT_QUICK := compute/test_casts test_children compute/test_linear kernels/test_adamw_kernel house/test_options
+NOT_QUICK += upstream/test_upstream_workers formats/test_conformance_kernels
 RLHF_RANKS := rlhf rlhf_demo rlhf_dpo rlhf_grpo rlhf_runs
-QUICK := comm environment norm pairs reduction_order saving topology unit_kinds
+QUICK := libraries/test_environment parity/test_norm parity/test_pairs parity/test_reduction_order checkpoints/test_saving
+QUICK += failures/test_topology engines/test_storage
 test-quick: $(VENV)/.test
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(QUICK:%=tests/distributed/test_%.py) tests/formats tests/unit \
-		examples/rlhf/tests --ignore=tests/formats/test_conformance_kernels.py \
-		$(NOT_QUICK:%=--ignore=tests/unit/test_%.py) $(RLHF_RANKS:%=--ignore=examples/rlhf/tests/test_%.py)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(QUICK:%=tests/system/%.py) tests/test_*.py \
+		$(filter-out tests/gpu/ tests/system/,$(wildcard tests/*/)) examples/rlhf/tests \
+		$(NOT_QUICK:%=--ignore=tests/%.py) $(RLHF_RANKS:%=--ignore=examples/rlhf/tests/test_%.py)
 
 # DEEPSPEED:TORCH, the oldest and the newest of both; without a torch with that of .venv. torch comes as the index has it.
 test-compat: $(VENV)/.test

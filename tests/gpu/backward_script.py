@@ -1,4 +1,4 @@
-"""The programs of tests/distributed/backward_jobs.py on GPUs, as a job of its own: writes what each gave as JSON."""
+"""The programs of tests/system/backward_jobs.py on GPUs, as a job of its own: writes what each gave as JSON."""
 
 import itertools
 import json

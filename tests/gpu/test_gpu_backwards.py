@@ -1,4 +1,4 @@
-"""Several backwards over several forwards on two GPUs over NCCL: what tests/distributed/test_backwards.py asserts."""
+"""Several backwards over several forwards on two GPUs over NCCL: what tests/system/parity/test_backwards.py asserts."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """The casts to FP8, natively on a GPU, against the torch code on the CPU: same bytes. Graphs, and large matrices.
 
 A kernel is compiled once for each pair of dtypes and choice of copies, and by whether sides are divisible by 16, or 1;
-tests/unit/test_casts.py goes through all dtypes and choices in Triton's interpreter. Here they are paired: bf16 goes to
+tests/compute/test_casts.py goes through all of them in Triton's interpreter. Here they are paired: bf16 goes to
 both FP8 formats with sides of either kind; fp16 and fp32 go to one of them with sides divisible by 16, to the other
 with odd sides; single copies, single rows and sides of both kinds in one matrix are cast from bf16 to E4M3.
 """

@@ -84,7 +84,7 @@ def test_one_gpu(tmp_path):
 
 
 def test_two_gpus(tmp_path):
-    """All that it says of them (that rates are those of the link: tests/unit/test_doctor_parts.py, by a made clock)."""
+    """All that it says of them (that rates are those of the link: tests/doctor/test_diagnosis.py, by a made clock)."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA devices; this machine has one")
     text, found = diagnosed(tmp_path / "doctor.json", *TORCHRUN)

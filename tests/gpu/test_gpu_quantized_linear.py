@@ -1,6 +1,6 @@
 """Products with weights that lie as codes, natively on a GPU: exact numbers, float64, the same bits on every run.
 
-A kernel is compiled once a format, dtype and launch, in two to five seconds; tests/unit/test_quantized_linear.py goes
+A kernel is compiled once per format, dtype and launch, in 2 to 5 seconds; tests/kernels/test_quantized_linear.py goes
 through slices and shapes in Triton's interpreter. Here every format is multiplied in bf16 with few rows of x, one of
 each kind of scale with more, and other dtypes with one format of each element.
 """

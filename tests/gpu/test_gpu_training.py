@@ -1,4 +1,4 @@
-"""Training on several GPUs over NCCL: what tests/distributed/ asserts over gloo, by benchmarks/bit_parity.py."""
+"""Training on several GPUs over NCCL: what tests/system/ asserts over gloo, by benchmarks/bit_parity.py."""
 
 import json
 import os

@@ -6,7 +6,7 @@ all others. What is cut off is not lost where the error comes again with the nex
 
 Where AdamW steps of 1e-3 on a Llama of 64 features, of standard deviation 0.02, are sent as such differences, weights
 keep at least 41.5 dB with 2 bits per number in blocks of 64 and 47 dB with 3 in blocks of 128; in INT8 and blocks of
-256, without differences, they have 43 dB (tests/distributed/test_differences.py).
+256, without differences, they have 43 dB (tests/system/bytes/test_differences.py).
 """
 
 from __future__ import annotations

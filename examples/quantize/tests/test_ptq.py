@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from models import llama
-from numerics import bfloat16_at_least
 from quantize.direct_cast import direct_cast, restore
 from quantize.error_diffusion import CHUNK, diffuse_errors, error_diffusion
+from reference import bfloat16_at_least
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations

@@ -1,0 +1,460 @@
+"""What README.md and docs/ show is what the repository holds: commands, JSON, Python, paths, links and figures."""
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel, Field
+
+import zeropp_fp8
+from tests.places import ROOT
+from zeropp_fp8.__main__ import COMMANDS
+from zeropp_fp8.config import RECIPES, SECTION, document, resolve
+from zeropp_fp8.config.document import page
+from zeropp_fp8.config.sections import PluginConfig
+
+RESULTS = ROOT / "benchmarks/results"
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+README = PAGES["README.md"]
+EACH_PAGE = pytest.mark.parametrize("name", sorted(PAGES))
+FOLDERS = "ds_configs|examples|benchmarks|tests|zeropp_fp8|docs"
+# A ds_config as far as the plugin looks at it; what a page shows of one is put into it.
+STAGE_3 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+# Keys of DeepSpeed's that pages show by themselves, with the value shown.
+OF_DEEPSPEED = (
+    {"timers": {"throughput": {"synchronized": False}}},
+    {"torch_adam": True},
+    {"stage": 3},
+    {"zero_force_ds_cpu_optimizer": False},
+    {"load_universal": True},
+    {"tensorboard": {"enabled": True}},
+    {"comms_logger": {"enabled": True, "prof_all": True}},
+    {"flops_profiler": {"enabled": True}},
+)
+
+
+def blocks(text, language=""):
+    """The texts of the code blocks in a language; commands and drawings are in those without one."""
+    return [body for name, body in re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.S | re.M) if name == language]
+
+
+def prose(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+
+
+def spans(text):
+    """What stands in `backticks`, on one line or across two."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(text))]
+
+
+def of_all_pages(found):
+    """(page, what `found` gives of its text), one by one, as parameters of a test."""
+    return [pytest.param(each, id=f"{name}-{n}") for name in sorted(PAGES) for n, each in enumerate(found(PAGES[name]))]
+
+
+# -- the pages
+
+
+def test_the_readme_is_a_page():
+    assert README.count("\n") <= 150
+
+
+@EACH_PAGE
+def test_lines_are_not_long(name):
+    lines = [line for line in prose(PAGES[name]).splitlines() if not line.startswith("|")]
+    assert max(map(len, lines)) <= 120, max(lines, key=len)
+
+
+def test_the_site_has_every_page():
+    def files(entries):
+        for entry in entries:
+            (value,) = entry.values()
+            yield from [value] if isinstance(value, str) else files(value)
+
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert sorted(files(config["nav"])) == sorted(path.name for path in ROOT.glob("docs/*"))
+    assert config["strict"] and "plugins" not in config
+
+
+def test_the_first_page_leads_to_every_other():
+    assert [name for name in PAGES if name.startswith("docs/") and f"]({name[5:]}" not in PAGES["docs/index.md"]] == [
+        "docs/index.md"
+    ]
+
+
+@EACH_PAGE
+def test_every_placeholder_is_filled(name):
+    assert "@@" not in PAGES[name] and "TODO" not in PAGES[name]
+
+
+def anchor(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@EACH_PAGE
+def test_every_link_leads_somewhere(name):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(PAGES[name])):
+        if target.startswith("https://"):
+            continue
+        path, _, place = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        assert file.is_file(), target
+        if place:
+            assert place in map(anchor, re.findall(r"^#+ (.*)", file.read_text(), flags=re.M)), target
+
+
+@EACH_PAGE
+def test_every_path_named_exists(name):
+    named = [span for span in spans(PAGES[name]) if re.fullmatch(rf"(?:{FOLDERS})(?:/[\w./-]*)?", span)]
+    for path in named:
+        assert (ROOT / path).exists(), path
+    files = {path.name for folder in ("zeropp_fp8", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    files |= {"zero_to_fp32.py", "main.py", "e2e_rlhf.py", "ppo_trainer.py"}  # DeepSpeed's, and DeepSpeed-Chat's
+    assert set(re.findall(r"`(\w+\.py)`", PAGES[name])) <= files
+
+
+def test_the_drawings_of_the_code():
+    folders = {path.parent for path in (ROOT / "zeropp_fp8").rglob("*.py")} - {ROOT / "zeropp_fp8"}
+    named = re.findall(r"^(zeropp_fp8/\w+)/ ", README, flags=re.M)
+    assert {ROOT / name for name in named} == {path for path in folders if path.parent == ROOT / "zeropp_fp8"}
+    for below in re.findall(r"(?<!\S)(\w+)/(?= |$)", re.search(r"^zeropp_fp8/zero/ .*", README, flags=re.M).group()):
+        assert ROOT / "zeropp_fp8/zero" / below in folders
+    (drawing,) = (body for body in blocks(PAGES["docs/architecture.md"]) if body.startswith("plugin "))
+    top = re.findall(r"^(\w+)", drawing, flags=re.M)
+    assert {ROOT / "zeropp_fp8" / name for name in top} == {p for p in folders if p.parent == ROOT / "zeropp_fp8"}
+    inside = re.findall(r"^  (\w+)", drawing, flags=re.M)
+    assert {ROOT / "zeropp_fp8/zero" / n for n in inside} == {
+        p for p in folders if p.parent == ROOT / "zeropp_fp8/zero"
+    }
+
+
+# -- JSON
+
+
+def test_the_ds_config_shown_is_the_recipe_file():
+    (shown,) = map(json.loads, blocks(README, "json"))
+    assert shown == json.loads((ROOT / "ds_configs/zeropp.json").read_text())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_has_a_file_and_a_line(recipe):
+    config = json.loads((ROOT / f"ds_configs/{recipe}.json").read_text())
+    assert resolve(config).recipe == recipe == config[SECTION]["recipe"]
+    assert f"| `{recipe}` |" in README and f"| `{recipe}` |" in PAGES["docs/recipes.md"]
+
+
+@pytest.mark.parametrize("block", of_all_pages(lambda text: blocks(text, "json")))
+def test_every_json_is_one_that_works(block):
+    shown = json.loads(block)
+    if SECTION in shown:
+        assert resolve(STAGE_3 | shown) is not None
+    elif set(shown) <= set(RECIPES):
+        assert shown == {name: filled for name, filled in RECIPES.items() if filled}
+    else:
+        from deepspeed.monitor.config import get_monitor_config
+
+        assert set(shown) == {"tensorboard"} and get_monitor_config(shown).tensorboard.enabled
+
+
+def fragments(text):
+    """What stands in backticks as a part of a JSON object, `"key": value`, with a value that is written out."""
+    return [span for span in spans(text) if re.match(r'"\w+": ', span) and "..." not in span and ".." not in span]
+
+
+@pytest.mark.parametrize("fragment", of_all_pages(fragments))
+def test_every_fragment_of_json_is_one_that_works(fragment):
+    """A field with its value: of the section, of one of its parts, or a key of DeepSpeed's."""
+    shown = json.loads(f"{{{fragment}}}")
+    if SECTION in shown:
+        assert resolve(STAGE_3 | shown) is not None
+        return
+    models = [PluginConfig, *(f.annotation for f in PluginConfig.model_fields.values() if is_part(f))]
+    fit = [model for model in models if set(shown) <= set(model.model_fields)]
+    if fit and not any("load_universal" in str(value) for value in shown.values()):
+        assert any(accepts(model, shown) for model in fit)
+    else:
+        (value,) = shown.values()
+        assert shown in OF_DEEPSPEED or value in OF_DEEPSPEED, fragment
+
+
+def is_part(field):
+    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+
+
+def accepts(model, shown):
+    try:
+        return bool(model(**shown))
+    except ValueError:
+        return False
+
+
+def test_the_configuration_page_is_what_the_models_say():
+    assert PAGES["docs/configuration.md"] == page(), "run `make docs`"
+
+
+def test_every_field_says_what_it_means():
+    parts = [field.annotation for field in PluginConfig.model_fields.values() if is_part(field)]
+    assert all(part.__doc__ for part in parts) and len(parts) == 11
+    for model in (PluginConfig, *parts):
+        for name, field in model.model_fields.items():
+            assert is_part(field) or (field.description and "|" not in field.description), (model, name)
+
+
+def test_the_page_says_other_things_of_other_models(monkeypatch):
+    class Other(PluginConfig):
+        enabled: bool = Field(True, description="another meaning")
+
+    monkeypatch.setattr(document, "PluginConfig", Other)
+    said = PluginConfig.model_fields["enabled"].description
+    assert page() == PAGES["docs/configuration.md"].replace(said, "another meaning")
+
+
+# -- Python
+
+
+@pytest.mark.parametrize("block", of_all_pages(lambda text: blocks(text, "python")))
+def test_the_python_shown_runs(block):
+    """Names of the package are there and imports are executed; test_rlhf_docs.py runs what docs/rlhf.md defines."""
+    tree = ast.parse(block)
+    names = re.findall(r"zeropp_fp8\.(\w+)\(", block)
+    assert all(callable(getattr(zeropp_fp8, name)) for name in names)
+    imports = [line for line in block.splitlines() if re.match("from (zeropp_fp8|quantize)", line)]
+    defined = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    assert names or imports or defined
+    for line in imports:
+        exec(line, {})  # raises ImportError
+
+
+@EACH_PAGE
+def test_names_of_the_package_are_there(name):
+    for dotted in re.findall(r"`zeropp_fp8\.([\w.]+)", prose(PAGES[name])):
+        first, *others = dotted.split(".")
+        found = getattr(zeropp_fp8, first, None)
+        if first in PluginConfig.model_fields:  # a key of the section
+            continue
+        if found is None:
+            found = importlib.import_module(f"zeropp_fp8.{first}")
+        for other in others:
+            found = getattr(found, other, None) or importlib.import_module(f"zeropp_fp8.{dotted}")
+
+
+# -- commands
+
+PROGRAMS = r"(?:make|pip|python|pytest|deepspeed|torchrun|accelerate)"
+
+
+def commands(text):
+    """Every command, from blocks and from running text, as one line without comments."""
+    lines = "\n".join(blocks(text)).replace("\\\n", " ").splitlines()
+    found = [re.sub(r"\s+#.*", "", line) for line in lines if re.match(rf"(?:[A-Z_]+=\S+ )*{PROGRAMS} ", line)]
+    found += [f"python -m {span}" for span in spans(text) if re.match(r"benchmarks\.\w+\b", span)]
+    found += [span for span in spans(text) if re.match(rf"{PROGRAMS} [a-z.]", span)]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("command", of_all_pages(commands))
+def test_every_command_is_one(command):
+    words = shlex.split(command)
+    while "=" in words[0]:
+        variable = words.pop(0).partition("=")[0]
+        own = {"ZEROPP_FP8_AUTOLOAD", "ZEROPP_FP8_RECIPE"}
+        assert variable in own | {"DS_ACCELERATOR", "LOCAL_SIZE", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"}
+    program, *given = words
+    {"make": check_make, "pip": check_pip, "pytest": check_pytest}.get(program, check_script)(given)
+
+
+def test_there_are_commands():
+    assert sum(len(commands(text)) for text in PAGES.values()) > 40
+
+
+def check_make(given):
+    makefile = (ROOT / "Makefile").read_text()
+    for word in given:
+        variable, named, _ = word.partition("=")
+        assert re.search(rf"^{variable} \?=" if named else rf"^{word}:", makefile, flags=re.M), word
+
+
+def check_pip(given):
+    assert given == ["install", "."]
+
+
+def check_pytest(given):
+    path, *options = given
+    text = (ROOT / path).read_text()
+    if "-k" in options:
+        for word in options[options.index("-k") + 1].split(" or "):
+            assert re.search(rf"def test_\w*{word}", text), word
+    assert {word for word in options if word.startswith("-")} <= {"-k", "-s"}
+
+
+def check_script(given):
+    """The script or module is there, and it knows the options."""
+    if any(word.startswith("examples/integrations/") for word in given):  # run in test_integrations.py
+        return
+    if given[0] == "launch":
+        given = given[1:]
+    if given[0] in ("-m", "--module"):
+        module, *rest = given[1:]
+        assert importlib.util.find_spec(module), module
+        if module == "zeropp_fp8.run":
+            assert rest[0] == "train.py"  # the user's own
+        elif module == "zeropp_fp8" and rest[0] in COMMANDS:
+            assert importlib.import_module(COMMANDS[rest[0]][0]).parse(rest[1:])
+        elif module == "benchmarks.plan_fit.rlhf":
+            assert importlib.import_module(module).parse(rest)
+        else:
+            found = Path(importlib.util.find_spec(module).origin)
+            check_options(found.with_name("__main__.py") if found.name == "__init__.py" else found, rest)
+    elif given[0] != "train.py":
+        assert (ROOT / given[0]).is_file(), given[0]
+        if not given[0].startswith("examples/rlhf/"):  # read in test_rlhf_docs.py
+            check_options(ROOT / given[0], given[1:])
+
+
+def check_options(script, given):
+    """Options stand in the script's own source, or in what it imports from its neighbours; so do subcommands."""
+    source = script.read_text()
+    imported = re.findall(r"^(?:import|from) ([\w.]+)", source, flags=re.M)
+    neighbours = [script.parent / f"{name}.py" for name in imported]
+    neighbours += [ROOT / f"{name.replace('.', '/')}.py" for name in imported if name.startswith("benchmarks.")]
+    sources = source + "".join(path.read_text() for path in neighbours if path.is_file())
+    for word in given:
+        if word.startswith("--"):
+            assert f'"{word}"' in sources or f"'{word}'" in sources, word
+    if given and re.fullmatch("[a-z]+", given[0]):
+        assert f'"{given[0]}"' in sources, given[0]
+
+
+def test_rlhf_commands_are_on_the_page_that_is_tested():
+    for name, text in PAGES.items():
+        is_run = name in ("docs/rlhf.md", "docs/integrations.md")
+        assert is_run or not any("examples/rlhf/" in command for command in commands(text)), name
+
+
+def test_wrong_commands_are_found():
+    for wrong in ("make coffee", "python -m benchmarks.kernels --no-such", "python -m zeropp_fp8.no_such", "pip list"):
+        program, *given = shlex.split(wrong)
+        check = {"make": check_make, "pip": check_pip}.get(program, check_script)
+        with pytest.raises(AssertionError):
+            check(given)
+
+
+@EACH_PAGE
+def test_make_targets_named_exist(name):
+    for target in re.findall(r"`make\s+([\w-]+)", PAGES[name]):
+        check_make([target])
+
+
+# -- figures
+
+
+def tables(text):
+    """name -> rows of cells, of what benchmarks.report makes."""
+    found = re.findall(r"<!-- block: (\w+) -->\n(.*?)<!-- end -->", text, flags=re.S)
+    rows = {name: [line for line in body.splitlines() if line.startswith("|")] for name, body in found}
+    return {name: [[cell.strip() for cell in line.strip("|").split("|")] for line in rows[name]] for name in rows}
+
+
+SHOWN = tables(PAGES["docs/results.md"])
+
+
+def test_every_table_of_results_is_made_of_its_files():
+    text = PAGES["docs/results.md"]
+    outside = re.sub(r"<!-- block: .*?<!-- end -->", "", text, flags=re.S)
+    assert not re.search(r"^\|", outside, flags=re.M)
+    assert text.count("<!-- block: ") == text.count("<!-- end -->") == len(SHOWN) > 25
+
+
+def numbers(cells):
+    return [float(each) for each in re.findall(r"\d+(?:\.\d+)?", " ".join(cells).replace(",", ""))]
+
+
+@pytest.mark.parametrize("page_name", ["README.md", "docs/results.md"])
+def test_step_times_are_those_of_the_files(page_name):
+    runs = {
+        "stock ZeRO-3": "stock",
+        "stock, decoder layers as z3 leaf modules": "stock-leaf",
+        "DeepSpeed's ZeRO++, leaf modules": "in-tree-leaf",
+        "DeepSpeed's ZeRO++, decoder layers as z3 leaf modules": "in-tree-leaf",
+        "FSDP2": "fsdp2",
+        "HSDP (FSDP2, a full copy in each node)": "hsdp",
+        "lossless": "lossless",
+        "zeropp": "zeropp",
+        "zeropp-4bit": "zeropp-4bit",
+    }
+    measured = {}
+    for file in ("25gbit", "10_6_4gbit", "nvlink"):
+        for row in json.loads((RESULTS / f"two_nodes/h200-4-{file}.json").read_text())["rows"]:
+            measured[row["run"], str(row["gbit"])] = row["step_ms"]
+    rows = re.findall(r"^\|(.*)\|$", PAGES[page_name], flags=re.M)
+    head = next(n for n, row in enumerate(rows) if "25 Gbit/s | 10 Gbit/s | one node" in row)
+    seen = 0
+    for row in rows[head + 2 :]:
+        label, *cells = (cell.strip() for cell in row.split("|"))
+        label = re.sub(r"\*\*|`", "", label.partition(":")[0])
+        if label not in runs:
+            continue
+        for rate, cell in zip(("25.0", "10.0", "nvlink"), cells):
+            if cell:
+                assert numbers([cell])[0] == round(measured[runs[label], rate]), (label, rate)
+                seen += 1
+        if label == "zeropp-4bit":
+            break
+    assert seen >= 17
+
+
+def test_the_demo_shown_is_the_one_kept():
+    summary = json.loads((RESULTS / "demo/cpu-4-gloo.json").read_text())["runs"]
+    (output,) = (body for body in blocks(README) if "held-out" in body)
+    for name, run in summary.items():
+        ratios = [run[f"{link}_bytes"] / summary["stock"][f"{link}_bytes"] for link in ("inter", "intra")]
+        kept = [run["loss_start"], run["loss_end"], run["held_out_loss"], run["step_s"]]
+        kept += [run["inter_bytes"] / 1e6, ratios[0], run["intra_bytes"] / 1e6, ratios[1]]
+        in_readme = [float(each) for each in re.search(rf"^{name} +(.*)$", output, flags=re.M)[1].split()]
+        (row,) = (row for row in SHOWN["demo"] if row[0].strip("`") == name)
+        for shown in (in_readme, numbers(row[1:])):
+            assert shown == pytest.approx(kept, abs=6e-4), name
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
+    assert (ROOT / picture).parent == RESULTS / "demo" and (ROOT / picture).stat().st_size > 10_000
+
+
+# -- messages
+
+
+def messages():
+    """All texts of the package, joined; what is filled in stands as three dots."""
+    texts = []
+    for path in (ROOT / "zeropp_fp8_autoload.py", *(ROOT / "zeropp_fp8").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                texts.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+MESSAGES = messages()
+SYMPTOMS = [
+    span
+    for row in re.findall(r"^\| (.*?) \| ", PAGES["docs/troubleshooting.md"], flags=re.M)
+    for span in re.findall(r"`([^`]+)`", row)
+    if " " in span and not span.startswith("python ")
+]
+
+
+@pytest.mark.parametrize("symptom", SYMPTOMS)
+def test_messages_quoted_are_those_of_the_package(symptom):
+    """Piece by piece: dots stand for what a message fills in, and the section's name is filled in."""
+    for piece in re.split(r'\.\.\.|"?zeropp_fp8"?', symptom):
+        assert piece.strip(' "') in MESSAGES, piece
+
+
+def test_there_are_messages():
+    assert len(SYMPTOMS) > 40
