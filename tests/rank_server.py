@@ -6,12 +6,12 @@ import gc
 import importlib
 import pkgutil
 import sys
-from pathlib import Path
 
 import deepspeed
 import torch
 
 import zeropp_fp8.zero
+from tests.places import ROOT, TESTS, WITH_RANKS
 from zeropp_fp8.plugin import install
 
 NEEDED = (
@@ -38,12 +38,10 @@ IF_THERE = (
     "torch._subclasses.schema_check_mode",
     "torch.profiler._cupti_monitor",
 )
-TESTS = Path(__file__).parent
-JOBS = TESTS / "distributed"
-RLHF = TESTS.parent / "examples" / "rlhf"
-FOLDERS = (TESTS, JOBS, RLHF.parent, RLHF, RLHF / "tests")
+RLHF = ROOT / "examples" / "rlhf"
+FOLDERS = (TESTS, *WITH_RANKS, RLHF.parent, RLHF, RLHF / "tests")
 sys.path += map(str, FOLDERS)  # benchmarks start ranks too, without pytest
-for name in (*NEEDED, *(path.stem for folder in (JOBS, RLHF / "tests") for path in sorted(folder.glob("*_jobs.py")))):
+for name in (*NEEDED, *(path.stem for folder in FOLDERS for path in sorted(folder.glob("*_jobs.py")))):
     importlib.import_module(name)
 for name in IF_THERE:
     with contextlib.suppress(ImportError):
