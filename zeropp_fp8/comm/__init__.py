@@ -12,6 +12,7 @@ from zeropp_fp8.comm.activations import ActivationExchange, fp8_all_to_all
 from zeropp_fp8.comm.all_gather import quantized_all_gather
 from zeropp_fp8.comm.error_feedback import ErrorFeedback
 from zeropp_fp8.comm.ledger import WireLedger
+from zeropp_fp8.comm.objects import gather_objects
 from zeropp_fp8.comm.reduce_scatter import quantized_reduce_scatter
 from zeropp_fp8.comm.topology import Level, Topology, make_topology, time_limit
 
@@ -22,6 +23,7 @@ __all__ = [
     "Topology",
     "WireLedger",
     "fp8_all_to_all",
+    "gather_objects",
     "make_topology",
     "quantized_all_gather",
     "quantized_reduce_scatter",

@@ -28,6 +28,7 @@ from torch import Tensor
 from zeropp_fp8.comm.issue import timed
 from zeropp_fp8.comm.lanes import used_last
 from zeropp_fp8.comm.ledger import OUTSIDE, STOCK_BYTES_PER_ELEMENT, WireLedger
+from zeropp_fp8.comm.objects import gather_objects
 from zeropp_fp8.comm.payload import PayloadLayout, SliceOrder
 from zeropp_fp8.comm.topology import INTER, INTRA
 from zeropp_fp8.formats import make_format
@@ -242,8 +243,7 @@ class Route:
         self.exchange = weakref.ref(exchange)
         self.group = group
         self.size = dist.get_world_size(group)
-        nodes = [None] * self.size
-        dist.all_gather_object(nodes, exchange._node, group=group)
+        nodes = gather_objects(exchange._node, group)
         self.links = [INTRA if node == exchange._node else INTER for node in nodes]
         self.links[dist.get_rank(group)] = None
         self.name = f"{group.group_name}/{next(_number)}"

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
+from zeropp_fp8.comm import gather_objects
 from zeropp_fp8.comm.issue import all_reduce
 from zeropp_fp8.comm.lanes import Lane
 from zeropp_fp8.comm.reduce_scatter import Reduction, Rings
@@ -37,7 +38,6 @@ from zeropp_fp8.compute.scaling import DelayedScaling, Scaling
 from zeropp_fp8.config import SECTION, ConfigError
 from zeropp_fp8.numerics.measure import SUMS, meaning, measure
 from zeropp_fp8.zero.reduce.reduction_unit import ReductionUnit
-from zeropp_fp8.zero.session import told_by_all
 from zeropp_fp8.zero.stage_part import StagePart
 
 WITHIN, WHOLE = "gradients_within_nodes", "gradients"
@@ -56,7 +56,8 @@ class Sampler(StagePart):
         self.session = session = engine.zeropp_fp8_session
         self.stage, self.config = engine.optimizer, session.config.numerics
         self.number, self.path = number, Path(self.config.file)
-        refusal = told_by_all(self._cannot_write("") if session.topology.rank == 0 else None, session.topology.group)[0]
+        refusal = self._cannot_write("") if session.topology.rank == 0 else None
+        refusal = gather_objects(refusal, session.topology.group)[0]
         if refusal:
             raise ConfigError(f'"{SECTION}.numerics.file": {refusal}; name a file that rank 0 can write')
         self.names = {param: name.removesuffix(".weight") for name, param in engine.module.named_parameters()}

@@ -10,8 +10,9 @@ from typing import Any
 
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from zeropp_fp8.comm import gather_objects
 from zeropp_fp8.config import SECTION
-from zeropp_fp8.zero.session import Session, told_by_all
+from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage_part import StagePart
 
 
@@ -55,7 +56,7 @@ def fall_back(stage: DeepSpeedZeroOptimizer_Stage3) -> str:
             part.formats_changed()
     except RuntimeError as error:  # out of memory
         problem = f"rank {session.topology.rank}: {error}"
-    for told in filter(None, told_by_all(problem, session.topology.group)):
+    for told in filter(None, gather_objects(problem, session.topology.group)):
         raise RuntimeError(f"falling back to high precision has failed on {told}")
     persistent = stage.persistent_parameters
     gatherer.partition(persistent)

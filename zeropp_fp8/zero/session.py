@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
-from zeropp_fp8.comm import Topology, WireLedger, make_topology
+from zeropp_fp8.comm import Topology, WireLedger, gather_objects, make_topology
 from zeropp_fp8.compute import ConversionReport
 from zeropp_fp8.config import (
     FIXED_BLOCKS,
@@ -88,7 +88,7 @@ class Session:
     ) -> None:
         world_size = dist.get_world_size(group)
         self.place = place_of(dist.get_rank(), config)
-        places = told_by_all(self.place, group)
+        places = gather_objects(self.place, group)
         ranks_per_node, self.ranks_per_node_source = _ranks_per_node(config, places, model_parallel_group)
         self.ranks_here = sum(place.host == self.place.host for place in places)
         self.config = config
@@ -133,13 +133,6 @@ class Session:
         return self.placement.of_all_ranks(param) == theirs.of_all_ranks(param)
 
 
-def told_by_all(mine: object, group) -> list:
-    """What each rank of a group says. Collective."""
-    told = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
-    return told
-
-
 def _ranks_per_node(config: PluginConfig, places: list[Place], model_parallel_group) -> tuple[int, str]:
     """(ranks of the data-parallel group on each node, where the number comes from), or an error on every rank."""
     refusal = found = None
@@ -149,7 +142,7 @@ def _ranks_per_node(config: PluginConfig, places: list[Place], model_parallel_gr
     except ConfigError as error:
         refusal = str(error)
     # Tensor-parallel ranks belong to different data-parallel groups, and would wait for each other.
-    refusals = [refusal] if model_parallel_group is None else told_by_all(refusal, model_parallel_group)
+    refusals = [refusal] if model_parallel_group is None else gather_objects(refusal, model_parallel_group)
     for message in filter(None, refusals):
         raise ConfigError(message)
     return found

@@ -70,15 +70,15 @@ STAGES = {
     "write model states": lambda engine: before(engine.checkpoint_engine, "save"),
     "write half of model states": half_of_a_file,
     "write optimizer states": lambda engine: before(engine.checkpoint_engine, "save", 2),
-    "tell that all is written": lambda engine: before(checkpoint_commit, "told_by_all", 3),
+    "tell that all is written": lambda engine: before(checkpoint_commit, "gather_objects", 3),
     "say that names are given": lambda engine: before(checkpoint_commit, "write_manifest"),
     "give the first name": lambda engine: before(os, "replace"),
     "give the second name": lambda engine: before(os, "replace", 2),
-    "tell that names are given": lambda engine: before(checkpoint_commit, "told_by_all", 5),
+    "tell that names are given": lambda engine: before(checkpoint_commit, "gather_objects", 5),
     "write the manifest": lambda engine: before(checkpoint_commit, "write_manifest", 2),
     "name the latest": lambda engine: before(checkpoint_commit, "replace_file"),
     "give latest its name": lambda engine: before(Path, "replace", 3),
-    "tell that it is saved": lambda engine: before(checkpoint_commit, "told_by_all", 8),
+    "tell that it is saved": lambda engine: before(checkpoint_commit, "gather_objects", 8),
 }
 
 

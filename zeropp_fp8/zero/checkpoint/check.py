@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from zeropp_fp8.comm import gather_objects
 from zeropp_fp8.config import SECTION
 from zeropp_fp8.zero.checkpoint.manifest import damage, last_complete, read_manifest
 from zeropp_fp8.zero.frozen.saved_ranks import read_states
-from zeropp_fp8.zero.session import Session, told_by_all
+from zeropp_fp8.zero.session import Session
 
 
 def check_ranks(session: Session, path: str, with_states: bool) -> None:
@@ -31,7 +32,7 @@ def check_ranks(session: Session, path: str, with_states: bool) -> None:
             saved = read_states(path, trusted=True)["dp_world_size"]
     except Exception as error:  # raised below, on all ranks
         problem = f"{path} cannot be read: {type(error).__name__}: {error}"
-    told = told_by_all((saved, problem), session.topology.group)
+    told = gather_objects((saved, problem), session.topology.group)
     for _, message in told:
         if message is not None:
             raise RuntimeError(message)
@@ -65,7 +66,7 @@ def check_files(load_dir: str, tag: str) -> None:
         RuntimeError: naming file and cause, and the last checkpoint that is complete.
     """
     folder = Path(load_dir, tag)
-    told = told_by_all(_problem(folder), None)
+    told = gather_objects(_problem(folder))
     problems = [problem for problem in told if problem is not None]
     if not problems:
         return

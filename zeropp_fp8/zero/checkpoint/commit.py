@@ -20,6 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
+from zeropp_fp8.comm import gather_objects
 from zeropp_fp8.zero.checkpoint.manifest import (
     PARTIAL,
     SavedFile,
@@ -28,7 +29,6 @@ from zeropp_fp8.zero.checkpoint.manifest import (
     sync,
     write_manifest,
 )
-from zeropp_fp8.zero.session import told_by_all
 
 
 def save_in_two_phases(engine, stock: Callable, save_dir: str, tag: str | None, save_latest: bool) -> bool:
@@ -52,7 +52,7 @@ def save_in_two_phases(engine, stock: Callable, save_dir: str, tag: str | None, 
     # Ranks see one folder, or with node-local storage (or tags of their own) several: the first that sees it writes its
     # manifest.
     place = (str(folder), socket.gethostname() if engine.use_node_local_storage() else None)
-    places = told_by_all(place, None)
+    places = gather_objects(place)
     is_first = places.index(place) == rank
 
     writing = PartialFiles(writer, rank)
@@ -69,7 +69,7 @@ def save_in_two_phases(engine, stock: Callable, save_dir: str, tag: str | None, 
             write_manifest(folder, None, engine.global_steps)
     with _on_all_ranks(folder):
         writing.give_names()
-    of_all = told_by_all(writing.files, None)
+    of_all = gather_objects(writing.files)
     with _on_all_ranks(folder):
         if is_first:
             files = {name: saved for theirs, of in zip(places, of_all) if theirs == place for name, saved in of.items()}
@@ -145,7 +145,7 @@ def _on_all_ranks(folder: Path, undo: Callable[[], None] | None = None) -> Itera
         yield
     except Exception as error:
         problem = error
-    told = told_by_all(None if problem is None else f"{type(problem).__name__}: {problem}", None)
+    told = gather_objects(None if problem is None else f"{type(problem).__name__}: {problem}")
     failed = [rank for rank, message in enumerate(told) if message is not None]
     if not failed:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.distributed as dist
+from zeropp_fp8.comm import gather_objects
 
 
 class Lockstep:
@@ -34,19 +34,12 @@ class Lockstep:
     def failures(self) -> list[str]:
         """The failures, by rank. Collective."""
         own = self.error and f"{type(self.error).__name__}: {self.error}"
-        return [f"{self._what} failed on rank {rank}: {error}" for rank, error in enumerate(everyones(own)) if error]
+        return [
+            f"{self._what} failed on rank {rank}: {error}" for rank, error in enumerate(gather_objects(own)) if error
+        ]
 
     def raise_everywhere(self) -> None:
         """Raise the error of the first rank that failed. Collective."""
         failures = self.failures()
         if failures:
             raise RuntimeError(failures[0]) from self.error
-
-
-def everyones(value) -> list:
-    """The value of each rank, by rank. Collective."""
-    found = [value]
-    if dist.is_initialized():
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value)
-    return found

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zeropp_fp8 import sharded
+from zeropp_fp8.comm import gather_objects
 from zeropp_fp8.comm.lanes import on_one_stream
 from zeropp_fp8.comm.ledger import OUTSIDE
-from zeropp_fp8.zero.export.lockstep import Lockstep, everyones
+from zeropp_fp8.zero.export.lockstep import Lockstep
 from zeropp_fp8.zero.export.weights import Weight, base_model, gathered, groups
 from zeropp_fp8.zero.frozen.store import value_dtype
 from zeropp_fp8.zero.gather.adopted import units_of
@@ -113,7 +114,7 @@ class WeightSource:
     def agree(self) -> None:
         """Forget everywhere if a rank has forgotten, as the one does that hears of an engine's restart. Collective."""
         mine = list(self._handed_over)
-        if any(theirs != mine for theirs in everyones(mine)):
+        if any(theirs != mine for theirs in gather_objects(mine)):
             self.forget()
 
     # -- vLLM's two channels -----------------------------------------------------------------------------------------
