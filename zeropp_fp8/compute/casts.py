@@ -27,6 +27,7 @@ from torch import Tensor
 
 from zeropp_fp8.compute.operand import ALIGNMENT, BLOCK, TILE_SCALES, Float8Operand, Granularity
 from zeropp_fp8.formats.float8 import scale_of_amax
+from zeropp_fp8.formats.shapes import is_matrix
 
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MATRIX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -312,7 +313,7 @@ def _checked(matrix: Tensor, dtype: torch.dtype = FLOAT8_DTYPES[0]) -> Tensor:
         raise TypeError(f"casts are to {FLOAT8_DTYPES}, not to {dtype}")
     if matrix.dtype not in MATRIX_DTYPES:
         raise TypeError(f"casts take matrices of {MATRIX_DTYPES}, not of {matrix.dtype}")
-    if len(matrix.shape) != 2 or 0 in matrix.shape:
+    if not is_matrix(matrix.shape) or 0 in matrix.shape:
         raise ValueError(f"casts take a matrix [R, C] with R, C >= 1, not a tensor of shape {tuple(matrix.shape)}")
     return (matrix.detach() if matrix.requires_grad else matrix).contiguous()
 

@@ -20,6 +20,7 @@ from zeropp_fp8 import sharded
 from zeropp_fp8.config import SECTION, ConfigError, FrozenConfig
 from zeropp_fp8.config.compute import matches
 from zeropp_fp8.formats import WireFormat
+from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.zero.frozen.store import name_stored, note_version, store, store_format, stored_weight, unstore
 
 # Where PEFT keeps the layer that it wraps: with adapters around it, or beside a copy that is trained (modules_to_save).
@@ -32,7 +33,7 @@ def _weights_of(module: nn.Module, frozen: FrozenConfig) -> list[Parameter]:
     """The parameters of a module itself that may be stored."""
     if isinstance(frozen.modules, list):  # named by hand: whatever its class, as with the experts of a mixture
         found = module.parameters(recurse=False)
-        return [] if isinstance(module, nn.Embedding) else [p for p in found if len(sharded.shape(p)) >= 2]
+        return [] if isinstance(module, nn.Embedding) else [p for p in found if not is_vector(sharded.shape(p))]
     from transformers.pytorch_utils import Conv1D
 
     is_linear = isinstance(module, (nn.Linear, Conv1D)) and isinstance(module.weight, Parameter)

@@ -18,6 +18,7 @@ them; a 16-bit weight would have been written (2 bytes) and quantized again (3 b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -87,7 +88,7 @@ class GemmWeights:
         shape = {"tensor": (1,), "row": (rows, 1), "tile": (-(-rows // BLOCK), -(-columns // BLOCK))}[self.granularity]
         start = max((w.scales.stop for w in self._weights.values()), default=0)
         start += -start % SCALE_STRIDE
-        count = shape[0] * shape[-1] if len(shape) == 2 else 1
+        count = math.prod(shape)
         self._weights[sharded.key(param)] = _Weight(param, slice(start, start + count), shape)
 
     def __contains__(self, param: Parameter) -> bool:
