@@ -1,38 +1,38 @@
-"""ZeRO-3 with this project's collectives: what stands between DeepSpeed's stage 3 and `comm/`.
+"""ZeRO-3 with this project's collectives: the layer between DeepSpeed's stage 3 and `comm/`.
 
-What all share:
+Modules that all features share:
 
-session.py          what one engine shares: configuration, topology, formats, ledger; fixed at start
-memory.py           how much memory a rank has, and can still have
+session.py          the context of one engine: config, topology, formats, ledger; fixed at start
+memory.py           how much memory a rank has, and how much of it is free
 placement.py        which elements of a parameter lie on which rank
-offload.py          subclass of DeepSpeedZeRoOffload: the hooks around modules (all there is without an optimizer)
-stage3.py           subclass of DeepSpeedZeroOptimizer_Stage3: which of its methods who answers
-as_deepspeed.py     gradients, states and the layout of shards as DeepSpeed has them
+offload.py          subclass of DeepSpeedZeRoOffload: the hooks around modules (all that engines without optimizer have)
+stage3.py           subclass of DeepSpeedZeroOptimizer_Stage3, and which object answers which of its methods
+as_deepspeed.py     gradients, states and the layout of shards as DeepSpeed stores them
 looking.py          DeepSpeed's safe_get_* and safe_set_*
-stage_part.py       a feature of training as a stage knows it
-compute_scaling.py  what linear layers compute in, as such a part
-held_weights.py     what nodes hold of weights for differences, as such a part
-extra_state.py      what a checkpoint holds of the parts, beside weights and states
+stage_part.py       the interface between a stage and a feature of training
+compute_scaling.py  the part for compute formats of linear layers
+held_weights.py     the part for cached weights that differences are added to
+extra_state.py      the state of all parts in a checkpoint, beside weights and optimizer states
 report.py           the table printed at start
-telemetry.py        all numbers of an engine, for reports, logs and lines
-bound.py            what bounds a step, measured once
-fall_back.py        giving up low precision while a job runs, and when it resumes
-holders.py          the engine behind what a script holds: an engine, its module, a Trainer
-fragment.py         what a checkpoint holds of a weight that rests as codes
-linear_function.py  ZeRO-3's linear function at less host cost
-compiled.py         torch.compile: blocks between hooks that are never traced
-turns.py            several engines over one model: whose hooks and attributes are on it
+telemetry.py        all numbers of an engine, for reports, logs and progress lines
+bound.py            measures once what limits a step's time
+fall_back.py        switches a running or resumed job to high precision
+holders.py          finds the engine behind an engine, its module or a Trainer
+fragment.py         the form in a checkpoint of a weight that is stored as codes
+linear_function.py  ZeRO-3's linear function with less host time
+compiled.py         torch.compile: blocks are compiled, hooks are never traced
+turns.py            several engines over one model: one of them has its hooks and attributes on it
 ulysses.py          FP8 exchanges of DeepSpeed's sequence parallelism
 
-The wings, each with its way in its own docstring:
+The folders; the docstring of each explains it:
 
 gather/      weights: from shards to layers
 reduce/      gradients: from autograd to the rank that keeps the mean
 states/      gradients and optimizer states in low precision
-frozen/      frozen weights that rest as codes
+frozen/      frozen weights that are stored as codes
 owners/      whole tensors on one owner each
-generation/  generating inside an engine that trains
+generation/  generation inside an engine that trains
 export/      the whole model in Hugging Face's format
-handover/    the whole model, or what has changed of it, to an engine that generates elsewhere
-checkpoint/  saving in two phases, and checking what is loaded
+handover/    sends the whole model, or its changes, to an engine that generates elsewhere
+checkpoint/  saves in two phases, and checks what is loaded
 """

@@ -1,9 +1,9 @@
-"""What a stage has, as DeepSpeed does it: gradients in its partitions, fp32 states, and equal slices.
+"""A stage's gradients, states and layout as DeepSpeed stores them: in its partitions, in fp32, in equal slices.
 
-Objects with the same methods take their place where the configuration asks: StoredGradients and StatesAtRest
-(states/), OwnerLayout (owners/). A method with a name of DeepSpeed's answers that method of the stage, which otherwise
-is DeepSpeed's own (stage3.py has the list). `stays` says why DeepSpeed's offload_states cannot move what such an object
-keeps; None: it can.
+The configuration may replace these objects by others with the same methods: StoredGradients and StatesAtRest
+(states/), OwnerLayout (owners/). A method with the name of a DeepSpeed method answers that method of the stage; all
+other methods stay DeepSpeed's own (stage3.py has the list). `stays` says why DeepSpeed's offload_states cannot move the
+tensors of such an object; None: it can.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ class Partitions:
         self.stage = stage
 
     def order_is_known(self, params: list[Parameter]) -> None:
-        """In which quantized gradients of `params` are reduced."""
+        """The order in which quantized gradients of `params` are reduced is known."""
 
     def destinations(
         self, params: list[Parameter], again: bool, headroom: float
     ) -> tuple[Sequence[Tensor], Callable[[], None] | None]:
-        """(where this rank's parts of a unit's mean gradients are to be written, what is called when they are).
+        """(tensors for this rank's parts of a unit's mean gradients, a function to call once they are written).
 
         Args:
-            again: they are added to what is there.
-            headroom: how many times larger than with the shared scales alone the numbers of FP8 codes will be.
+            again: the gradients are added to those that are there.
+            headroom: the factor by which FP8 codes will be larger than with the shared scales alone.
         """
         partitions, own_numel = getattr(self.stage, GRAD_PARTITIONS), self.stage.session.own_numel
         return [partitions[sharded.key(param)].narrow(0, 0, own_numel(param)) for param in params], None
 
     def take(self, params: list[Parameter], parts: list[Tensor], again: bool) -> list[Tensor]:
-        """Write these, or add them; where they are now. The parameters' gradients are not needed any more."""
+        """Write or add these parts; returns their new places. The parameters' gradients are not needed any more."""
         with replaced(self.stage, "micro_step_id", int(again)):  # DeepSpeed adds from 1 on
             return self.stage.stock.partition_grads(params, parts)
 
     def write(self, param: Parameter, values: Tensor) -> None:
-        """Replace this rank's part of a gradient, [its elements]."""
+        """Replace this rank's part of a gradient by `values` [elements of the part]."""
         partition, _ = self.stage.stock._get_fp32_grad_state_partition(param, False)
         partition.data.view(-1)[: values.numel()].copy_(values)
 
     def drop(self, param: Parameter) -> None:
-        """Let a gradient be zeros."""
+        """Set a gradient to zero."""
         getattr(self.stage, GRAD_PARTITIONS)[sharded.key(param)].zero_()
 
     def of(self, group) -> list[Tensor]:
-        """The gradients of a StateGroup, as an update takes them."""
+        """The gradients of a StateGroup in the form that an update takes."""
         return self.destinations(group.params, again=False, headroom=1.0)[0]
 
     def flat(self, sub_group_id: int) -> Tensor:
-        """All of a sub-group as one tensor, for an optimizer of torch's.
+        """All gradients of a sub-group as one tensor, for a torch optimizer.
 
-        DeepSpeed tells the allocator of each partition which stream reads it, and finds the stream in Python each time.
-        They are views of few buffers, of which each is told once.
+        DeepSpeed records the reading stream for each partition, and looks the stream up in Python each time.
+        Partitions are views of few buffers, so this records the stream once per buffer.
         """
         partitions = self.stage.averaged_gradients[sub_group_id]
         for partition in {p.untyped_storage().data_ptr(): p for p in partitions if p.is_cuda}.values():
@@ -86,8 +86,8 @@ class Partitions:
     def get_grad_norm_direct(self, gradients, params, norm_type=2):
         """The global 2-norm in one multi-tensor pass and one all-reduce; DeepSpeed takes one pass per parameter.
 
-        In fp64 as there: squares of numbers above 1.8e19 are beyond fp32, those of 1e-23 vanish in it. Unquantized
-        gradients keep DeepSpeed's, whose bits `lossless` promises.
+        It is computed in fp64, as in DeepSpeed: squares of numbers above 1.8e19 overflow fp32, those of 1e-23 vanish in
+        it. Unquantized gradients keep DeepSpeed's norm, because `lossless` promises its bits.
         """
         stage, session = self.stage, self.stage.session
         plain = float(norm_type) == 2.0 and stage.model_parallel_group is None and gradients
@@ -104,7 +104,7 @@ class Partitions:
 
 
 class FP32States:
-    """Master weights and moments as DeepSpeed and the given optimizer have them."""
+    """Master weights and moments as DeepSpeed and the given optimizer store them."""
 
     stays = None
 
@@ -128,17 +128,17 @@ class FP32States:
         """While it lasts, DeepSpeed's lists hold fp32 states.
 
         Args:
-            takes_back: what they become is what rests afterwards.
-            with_states: they become states of an optimizer too, not master weights alone.
+            takes_back: changes to the fp32 states are stored afterwards.
+            with_states: the optimizer's states are expanded too, not only master weights.
         """
         return nullcontext()
 
     def take_weights(self) -> None:
-        """Master weights become the model's weights, because only these were loaded."""
+        """Copy the model's weights to master weights, because only the former were loaded."""
         self.stage.stock._restore_from_bit16_weights()
 
     def loaded(self) -> None:
-        """The optimizer has its states of a checkpoint."""
+        """The optimizer has loaded its states from a checkpoint."""
         if self._may_fuse:
             _use_fused_update(self.stage.optimizer, self.stage.fp32_partitioned_groups_flat)
 
@@ -149,10 +149,10 @@ class FP32States:
 def _use_fused_update(optimizer: torch.optim.Optimizer, updated: Sequence[Tensor] | None = None) -> bool:
     """Select `fused` in every group of a torch Adam or AdamW on a GPU that asks for neither fused nor foreach.
 
-    torch picks the foreach variant by itself, which passes over a flat partition a dozen times: about 90 bytes an
+    By default torch picks the foreach variant, which passes over a flat partition a dozen times: about 90 bytes per
     element against 28 for the fused kernel, 7 ms against 2 for 330M elements on an H200.
 
-    `updated`: what the optimizer will update; None: the groups' parameters. ZeRO-3 leaves groups empty between steps.
+    `updated`: tensors that the optimizer updates; None: the groups' parameters. ZeRO-3 empties groups between steps.
     Returns whether a group was changed.
     """
     changed = False
@@ -173,7 +173,7 @@ def _use_fused_update(optimizer: torch.optim.Optimizer, updated: Sequence[Tensor
 
 
 class SliceLayout:
-    """What ranks have of parameters are DeepSpeed's equal slices, as in its checkpoints."""
+    """Each rank has DeepSpeed's equal slices of parameters, as in its checkpoints."""
 
     stays = None
 
@@ -181,18 +181,18 @@ class SliceLayout:
         self.stage = stage
 
     def to_slices(self, state_dict: dict) -> dict:
-        """A rigid state dict as DeepSpeed's checkpoints have it."""
+        """Convert a rigid state dict to the form of DeepSpeed's checkpoints."""
         return state_dict
 
     def to_parts(self, state_dict: dict) -> dict:
-        """The inverse."""
+        """The inverse of `to_slices`."""
         return state_dict
 
 
 def norm_of_squares(squares: Tensor, session, model_parallel: Callable[[Tensor], None] | None = None) -> Tensor:
-    """Square roots of sums over all ranks; DeepSpeed's mark, -1, where one is not finite.
+    """Square roots of sums over all ranks; -1, as in DeepSpeed, where one is not finite.
 
-    `model_parallel`: adds up over another group too.
+    `model_parallel`: sums over another group too.
     """
     ds_comm.all_reduce(squares, op=ds_comm.ReduceOp.SUM, group=session.topology.group)
     if model_parallel is not None:
@@ -202,7 +202,7 @@ def norm_of_squares(squares: Tensor, session, model_parallel: Callable[[Tensor],
 
 
 class Freed:
-    """Stands for what an engine had."""
+    """Replaces an object that an engine has freed; any access raises an error."""
 
     def __getattr__(self, name: str):
         raise RuntimeError(

@@ -1,12 +1,12 @@
-"""What bounds a run's steps, measured once early in it, and said where it is not what quantizing saves.
+"""Measures once, early in a run, what limits the time of a step, and reports it where quantizing does not help.
 
-A share is the time of a step in which a collective is under way on a kind of link, whether or not something is computed
-meanwhile: without it a step could be 1 / (1 - share) times as fast at most. On each rank it holds the wait for the
-others too; the least of all ranks' is the link's own (DeepSpeed's comms logger finds stragglers in the same way).
+A share is the fraction of a step in which a collective runs on a kind of link, whether or not something is computed
+meanwhile: without it a step could be at most 1 / (1 - share) times as fast. A rank's share includes its wait for other
+ranks; the minimum over ranks is the link's own (DeepSpeed's comms logger finds stragglers in the same way).
 
-While it measures (4 steps after the first 3) there are two events a collective on a GPU, and the host waits for the
-device after each backward: what is left to do then tells whether the device was behind the host all the time, or has
-waited for it. One small all-reduce ends it; steps before and after are as they were.
+The measurement takes 4 steps after the first 3. It records two events per collective on a GPU, and the host waits for
+the device after each backward: the remaining time shows whether the device was behind the host all the time, or has
+waited for it. One small all-reduce ends the measurement; steps before and after it are not affected.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage_part import StagePart
 
 FIRST, STEPS = 3, 4  # the first ones compile kernels, and fill buffers and the allocator
-BOUND = 0.5  # a share above which links are what bounds
-LITTLE = 0.05  # a share below which nothing is left to win
-BEHIND = 0.05  # of a step: less than this left to do after backward means that the device has waited for the host
-SMALL = 256 * 1024  # bytes: a message of a rank that takes as long for its latency as for its bytes (50 us, 5 GB/s)
+BOUND = 0.5  # the links limit a step above this share
+LITTLE = 0.05  # nothing is left to win below this share
+BEHIND = 0.05  # less than this share left to do after backward means that the device has waited for the host
+SMALL = 256 * 1024  # bytes: a message of this size takes as long for its latency as for its bytes (50 us, 5 GB/s)
 
 
 @dataclass(frozen=True)
 class StepShares:
-    """Of a step of `seconds`: the shares in which links between and within nodes are busy, and (on a GPU, else None)
-    the share that is left to do when the host has issued everything; collectives a rank starts, and bytes of each.
-    Gradients that DeepSpeed reduces, around a ring over all ranks, keep links between nodes busy where there are nodes.
+    """A step of `seconds`: the shares in which links between and within nodes are busy; the share that is left to do
+    when the host has issued everything (None without a GPU); the collectives that a rank starts, and the bytes of each.
+    Gradients that DeepSpeed reduces around a ring over all ranks count as links between nodes, if there are nodes.
     """
 
     seconds: float
@@ -55,7 +55,7 @@ def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 class StepWatch(StagePart):
-    """Measures the shares of one engine, and has them in `shares` then."""
+    """Measures the shares of one engine, and stores them in `shares`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -75,7 +75,7 @@ class StepWatch(StagePart):
         return {f"step_share_{link}_nodes": getattr(self.shares, link) for link in where}
 
     def step_counted(self) -> None:
-        """Collective in the step that ends the measurement."""
+        """The step that ends the measurement is collective."""
         steps = self._session.ledger.steps
         if steps == FIRST:
             self._begin()
@@ -116,7 +116,7 @@ def in_full(session: Session, link: str) -> list[str]:
     config, formats = session.config, session.formats
     gradients = formats.between if link == INTER else formats.within
     found = []
-    # Frozen weights that rest as codes travel as these.
+    # Frozen weights that are stored as codes are sent as codes.
     if formats.weights is None and formats.differences is None and config.frozen.format == "none":
         found.append('"weights.format"')
     if gradients is None:
@@ -125,8 +125,8 @@ def in_full(session: Session, link: str) -> list[str]:
 
 
 def explained(shares: StepShares, session: Session) -> str | None:
-    """Why a run's steps are little faster than stock's, and what can be done; None where fewer bytes between nodes make
-    them so, and bytes are few already."""
+    """Explains why a run's steps are little faster than stock's, and what can be done. None where links between nodes
+    limit the step and their bytes are few already."""
     topology, config, small = session.topology, session.config, shares.message_bytes < SMALL
     messages = f"{shares.messages:.0f} messages a step of {shares.message_bytes / 1e3:.0f} kB"
     one_rank, between_bounds = topology.world_size == 1, shares.between >= BOUND

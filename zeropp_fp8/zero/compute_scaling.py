@@ -1,4 +1,4 @@
-"""What linear layers compute in, as a part of a stage."""
+"""The compute formats of linear layers, as a part of a stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeropp_fp8.zero.stage_part import Row, StagePart, shown
 
 
 class ComputeScaling(StagePart):
-    """What linear layers compute in. With delayed scaling, amax of a step is reduced at its end, in one collective."""
+    """The compute formats of linear layers. Delayed scaling reduces a step's amax at its end, in one collective."""
 
     if_lost = "delayed scaling starts afresh"
 
@@ -45,21 +45,21 @@ class ComputeScaling(StagePart):
         self.scaling.load_state_dict(state.get("compute", {}))
 
     def formats_changed(self) -> None:
-        self.session.conversion.restore()  # plain layers again, which torch.compile traces anew
+        self.session.conversion.restore()  # plain layers again; torch.compile traces them anew
         self.session.parts.remove(self)
 
     def rows(self) -> list[Row]:
-        """What linear layers compute in, and which stay in high precision."""
+        """The compute formats of linear layers, and the layers that stay in high precision."""
         conversion, compute, device = self.session.conversion, self.scaling.compute, self.session.device
         formats = ", ".join(f"{role} {name}" for role, name in self.scaling.formats.items())
-        # Old-style weight_norm keeps a plain tensor there.
+        # Old-style weight_norm keeps a plain tensor in `weight`.
         weights = [module.weight for module in conversion.converted.values()]
         numel = sum(math.prod(sharded.shape(weight)) for weight in weights)
         rows = [
             ("linear layers", f"{compute.scaling} scaling", numel, f"{len(conversion.converted)} layers; {formats}"),
             ("", "", 0, execution(device, compute.scaling)),
         ]
-        if compute.scaling == "delayed" and self.session.config.compile == "none":  # graphs have them as written
+        if compute.scaling == "delayed" and self.session.config.compile == "none":  # graphs are unfused
             where = "" if device.type == "cuda" else "; done on a GPU only, not here"
             remark = f"{len(conversion.fused)} norms and gated products hand codes to the layer after them{where}"
             rows.append(("fused with the cast", "", 0, remark))

@@ -1,7 +1,7 @@
 """The plugin's entry in DeepSpeed's optimizer checkpoint: the extra state of all parts of a stage.
 
-Residuals, amax histories, gradient scales, what nodes hold of each other's weights: what training depends
-on beside weights and states. Stock DeepSpeed passes over the entry.
+It holds all that training depends on beside weights and optimizer states: residuals, amax histories, gradient scales,
+nodes' cached weights. Stock DeepSpeed ignores the entry.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _WORLD = "world"
 
 
 def extra_state(session: Session) -> dict[str, Any]:
-    """The entry; empty where training depends on nothing more."""
+    """The entry; empty if no part has extra state."""
     entry = {key: value for part in session.parts for key, value in part.extra_state().items()}
     return entry | {_WORLD: _world(session)} if entry else entry
 
 
 def load_extra_state(session: Session, entry: dict[str, Any] | None) -> None:
-    """Give each part its state. It starts afresh where a checkpoint has none, or one that does not fit.
+    """Give each part its state. A part starts afresh if a checkpoint has none, or one that does not fit.
 
-    `entry`: None of a checkpoint without it.
+    `entry`: None if the checkpoint has no entry.
     """
     saved = entry or {}
     fits = tuple(saved.get(_WORLD, ())) == _world(session)

@@ -1,7 +1,7 @@
-"""Giving up low precision in a job that runs: what travels, reduced gradients, and what linear layers compute in.
+"""Switches a running job to high precision: communication, reduced gradients, and the compute of linear layers.
 
-What rests in low precision stays: master weights, moments and stored weights are rounded already, and more bits would
-bring nothing back.
+Master weights, moments and stored weights stay in low precision: they are rounded already, and more bits would restore
+nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zeropp_fp8.zero.stage_part import StagePart
 
 
 def what_falls_back(session: Session) -> str:
-    """What goes to 16 or 32 bits when a job falls back, and what stays in its format; in words."""
+    """Describes in words which things go to 16 or 32 bits when a job falls back, and which keep their format."""
     config, several = session.config, session.topology.world_size > 1
     formats = session.formats
     weights = formats.differences or formats.weights
@@ -37,12 +37,12 @@ def what_falls_back(session: Session) -> str:
 
 
 def fall_back(stage: DeepSpeedZeroOptimizer_Stage3) -> str:
-    """Let weights and gradients travel, gradients rest, and linear layers compute, in high precision.
+    """Switch to high precision: sent weights and gradients, stored gradients, and the compute of linear layers.
 
-    Between steps, on every rank. Collective.
+    Call it between steps, on every rank. Collective.
 
     Returns:
-        What has changed and what has not, in words.
+        A text that says what has changed and what has not.
 
     Raises:
         RuntimeError: a rank has no memory for gradients in 16 or 32 bits; on every rank.
@@ -67,7 +67,7 @@ def fall_back(stage: DeepSpeedZeroOptimizer_Stage3) -> str:
 
 
 class FellBack(StagePart):
-    """A run that resumes goes on in high precision if the run that saved did, where its section allows it."""
+    """Lets a resumed run go on in high precision if the run that saved did so, and if its section allows it."""
 
     def __init__(self, stage: DeepSpeedZeroOptimizer_Stage3) -> None:
         self.stage, self._saved = stage, False

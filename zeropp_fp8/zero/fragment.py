@@ -1,7 +1,7 @@
-"""What a checkpoint holds of a weight that rests as codes, in place of a slice of numbers.
+"""A checkpoint stores a fragment of codes, in place of a slice of numbers, for a weight that is stored as codes.
 
-It is pickled with DeepSpeed's files, and unpickled where DeepSpeed may be missing: nothing of it is imported here. The
-class and its attributes are a file format; a new version must go on reading them.
+A fragment is pickled with DeepSpeed's files, and may be unpickled where DeepSpeed is missing, so this module does not
+import DeepSpeed. The class and its attributes are a file format: new versions must still read them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _stands_in: ContextVar[bool] = ContextVar("zeropp_fp8_stands_in", default=False)
 
 
 class RawCodesError(RuntimeError):
-    """Something would have taken codes for numbers."""
+    """Codes would have been used as numbers."""
 
 
 @contextmanager
 def fragments_stand_in() -> Iterator[None]:
     """While it lasts, concatenating fragments gives a tensor without data (on "meta").
 
-    DeepSpeed puts the whole model together from a checkpoint when it loads without optimizer states; what is stored is
-    loaded by its codes afterwards.
+    DeepSpeed assembles the whole model from a checkpoint when it loads without optimizer states; codes of stored
+    weights are loaded afterwards.
     """
     token = _stands_in.set(True)
     try:
@@ -41,16 +41,16 @@ def fragments_stand_in() -> Iterator[None]:
 
 @dataclass(eq=False)
 class QuantizedFragment:
-    """A rank's part of a weight, as codes. No tensor: what treats it as one gets a RawCodesError.
+    """A rank's part of a weight, as codes. It is no tensor: code that uses it as one gets a RawCodesError.
 
     Attributes:
-        name: of the parameter.
-        payload: uint8, what rests in the rank's shard, on the CPU.
+        name: the parameter's name.
+        payload: uint8, the bytes of the rank's shard, on the CPU.
         format_fields: arguments of `make_format`.
-        part_numel: elements of each rank's part; the last ones reach beyond the tensor's end.
-        full_shape: of the parameter.
-        value_dtype: of what the codes are decoded to.
-        rank, ranks: whose part it is, and of how many.
+        part_numel: elements of each rank's part; the last parts reach beyond the tensor's end.
+        full_shape: the parameter's shape.
+        value_dtype: the dtype that codes are decoded to.
+        rank, ranks: the rank that has this part, and the number of ranks.
     """
 
     name: str
@@ -81,7 +81,7 @@ class QuantizedFragment:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
-            raise AttributeError(name)  # pickle, copy and the like ask for what a class may have
+            raise AttributeError(name)  # pickle, copy and others ask for optional methods
         self._refuse()
 
     def _refuse(self, *_args, **_kwargs) -> NoReturn:
@@ -102,7 +102,7 @@ def _flat(arguments: Any) -> Iterator[Any]:
         yield arguments
 
 
-# Python looks these up on the class, past __getattr__.
+# Python looks these up on the class, without __getattr__.
 for _name in ("float", "int", "index", "complex", "bool", "len", "iter", "getitem", "setitem", "array", "neg", "abs"):
     setattr(QuantizedFragment, f"__{_name}__", QuantizedFragment._refuse)
 for _name in ("add", "sub", "mul", "matmul", "truediv", "pow", "lt", "le", "gt", "ge"):

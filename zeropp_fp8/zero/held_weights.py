@@ -1,4 +1,4 @@
-"""What nodes hold of each other's weights, to which differences are added, as a part of a stage."""
+"""The cached weights of other nodes, to which differences are added, as a part of a stage."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from zeropp_fp8.zero.stage_part import StagePart
 
 
 class HeldWeights(StagePart):
-    """What nodes hold of each other's weights, to which differences are added.
+    """The cached weights of other nodes, to which differences are added.
 
     Attributes:
-        wrote_alone: since the last step somebody has written to this rank's part of master weights.
+        wrote_alone: a script has written to this rank's part of master weights since the last step.
     """
 
     of_topology = True
@@ -35,12 +35,12 @@ class HeldWeights(StagePart):
         if self.session.formats.differences is None:
             return
         with self.session.ledger.counting("other"):
-            if self._somebody_wrote_alone():  # the host waits for the device next in any case
+            if self._somebody_wrote_alone():  # the host waits for the device here; it would do so next in any case
                 for unit in self.gatherer.units:
                     unit.delta.large_step = True
 
     def _somebody_wrote_alone(self) -> bool:
-        """Whether a rank has, of which the others cannot know: then differences to copies are not small. Collective."""
+        """Whether any rank wrote alone, unknown to the others: differences to copies are then not small. Collective."""
         wrote = torch.tensor([self.wrote_alone], dtype=torch.uint8, device=self.session.device)
         self.wrote_alone = False
         all_reduce(wrote, dist.ReduceOp.MAX, self.session.topology.group, self.session.ledger)
@@ -57,6 +57,6 @@ class HeldWeights(StagePart):
         held, self._saved = self._saved, {}
         if self._differs:
             with self.session.ledger.counting(OUTSIDE):
-                if self._somebody_wrote_alone():  # the weights are master weights now, far from what was held
+                if self._somebody_wrote_alone():  # the weights are master weights now, far from the cached ones
                     held = {}
         self.gatherer.hold_again(held, self.names)

@@ -1,7 +1,7 @@
-"""The engine, or the model, behind what a script holds: an engine, its module, or a Hugging Face Trainer.
+"""Finds the engine or the model for an object of a script: an engine, its module, or a Hugging Face Trainer.
 
 A Trainer's callbacks get the module, Accelerate's `prepare` gives the engine, and torch.compile and PEFT wrap either.
-All of them have the engine's parameters, and these know the engine that has adopted them.
+All of them have the engine's parameters, and a parameter knows the engine that it is attached to.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from zeropp_fp8 import sharded
 
 
 def module_of(holder, caller: str) -> nn.Module:
-    """The engine or model itself, or that of a Trainer.
+    """The module itself (an engine is one), or the module of a Trainer.
 
     Raises:
-        ValueError: it is none of these; `caller` is who says so.
+        ValueError: `holder` is none of these; the message begins with `caller`.
     """
     held = holder if isinstance(holder, nn.Module) else getattr(holder, "model_wrapped", None)
     if not isinstance(held, nn.Module):
@@ -24,10 +24,10 @@ def module_of(holder, caller: str) -> nn.Module:
 
 
 def engine_of(holder, caller: str):
-    """The plugin's DeepSpeed engine; it is found for a part of its module too.
+    """The plugin's DeepSpeed engine. A part of the engine's module is enough to find it.
 
     Raises:
-        ValueError: there is none, or there are several; `caller` is who says so.
+        ValueError: there is no engine, or there are several; the message begins with `caller`.
     """
     held = module_of(holder, caller)
     engines = {id(engine): engine for engine in _engines(held)}
@@ -43,7 +43,7 @@ def engine_of(holder, caller: str):
 
 
 def _engines(held: nn.Module) -> list:
-    own = getattr(held, "zeropp_fp8_session", None)  # of an engine, which may have ended
+    own = getattr(held, "zeropp_fp8_session", None)  # the session of an engine, which may have ended
     sessions = (
         [own]
         if own

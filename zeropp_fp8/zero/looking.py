@@ -1,4 +1,4 @@
-"""DeepSpeed's safe_get_* and safe_set_*: gradients and states, wherever they rest and whatever a rank has of them."""
+"""DeepSpeed's safe_get_* and safe_set_* for gradients and states, in any storage and partition."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zeropp_fp8 import sharded
 
 
 class Looking:
-    """Answers them for a stage, by `write` of its gradients and states and DeepSpeed's own ways to look.
+    """Answers these calls for a stage: reads with DeepSpeed's methods, writes with `write` of gradients and states.
 
-    All ranks look at full gradients together, and first end what rests in the node; one rank alone cannot.
+    All ranks read full gradients together, and first finish the sums accumulated in the node; one rank alone cannot.
     """
 
     def __init__(self, stage) -> None:
@@ -70,7 +70,7 @@ class Looking:
     def set_full_hp_param(self, value: Tensor, param: Parameter, optim_state_key: str | None = None) -> None:
         if param.requires_grad:
             self.stage.states.write(param, self._own(param, value), optim_state_key)
-        if optim_state_key is None:  # a master weight, which the next step writes to the shards
+        if optim_state_key is None:  # a master weight; the next step writes it to the shards
             self.stage.gatherer.expect_large_step([param])
 
     def set_local_hp_param(self, value: Tensor, param: Parameter, optim_state_key: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Memory of the device that a rank computes on: its GPU's, or its share of the host's."""
+"""Memory of the device that a rank computes on: that of its GPU, or its share of the host memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from deepspeed.accelerator import get_accelerator
 
 
 def device_bytes(device: torch.device, ranks_here: int) -> int:
-    """All of it. `ranks_here`: ranks that share the host."""
+    """The total memory. `ranks_here`: ranks that share the host."""
     total = get_accelerator().total_memory()
     return total if device.type == "cuda" else total // ranks_here
 
 
 def free_bytes(device: torch.device, ranks_here: int) -> int:
-    """What this rank can still have; on a GPU, what torch's allocator keeps unused too."""
+    """Memory that this rank can still allocate; on a GPU it includes the unused part of torch's cache."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused

@@ -1,4 +1,4 @@
-"""Subclass of DeepSpeedZeRoOffload: gathering and releasing around modules. All there is without an optimizer."""
+"""Subclass of DeepSpeedZeRoOffload: gathers and releases around modules. Engines without optimizer have only this."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.turns import Turn, has_turn
 
-_ENGINES = "zeropp_fp8_engines"  # on a module or parameter: those over it
+_ENGINES = "zeropp_fp8_engines"  # attribute of a module or parameter: the engines over it
 
 
 class _CallTensors:
-    """The inputs or the outputs of one call of a module: how many need a gradient, and have it in this backward.
+    """Counts a module call's inputs, or outputs, that need a gradient and that have one in this backward.
 
-    Counted by call: a module may call itself, be called several times before a backward, and be called once more for
-    nothing but what activation checkpointing saves, whose calls backward never reaches.
+    It counts per call: a module may call itself, and may be called several times before a backward. Activation
+    checkpointing calls it once more only to save tensors, and backward never reaches such a call.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        self._backward = -1  # which one: a call may be left by an exception, and backward may reach it twice
+        self._backward = -1  # its id: an exception may end a call, and backward may reach a call twice
         self._reached = 0
 
     def reach(self) -> int:
-        """Count one more that has its gradient."""
+        """Count one more tensor that has its gradient; returns the count."""
         running = torch._C._current_graph_task_id()
         if self._backward != running:
             self._backward, self._reached = running, 0
@@ -55,7 +55,7 @@ class _CallTensors:
 def _before_backward_of(offload: ZeroppOffload, module: nn.Module) -> type[torch.autograd.Function]:
     """An identity on a module's outputs whose backward calls a hook before the module's own.
 
-    DeepSpeed's function of this storage has a `setup_context`, for which autograd inspects a signature at each call.
+    DeepSpeed's own function has a `setup_context`, and autograd inspects its signature at each call.
     """
 
     class PreBackwardFunctionForModule(torch.autograd.Function):
@@ -92,7 +92,7 @@ def _after_backward_of(offload: ZeroppOffload, module: nn.Module) -> type[torch.
 
 
 class _OrdinaryTensors:
-    """No autograd, and no inference tensors either: what an evaluation gathers or keeps, training uses afterwards."""
+    """No autograd and no inference tensors, because training uses tensors that an evaluation gathers or keeps."""
 
     def __enter__(self) -> None:
         self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
@@ -108,9 +108,9 @@ class _OrdinaryTensors:
 
 
 def _only_saves() -> bool:
-    """Whether non-reentrant activation checkpointing runs a function again, inside of backward.
+    """Whether non-reentrant activation checkpointing runs a function again inside backward.
 
-    Nothing goes backward through this run: it saves for the run before it, whose backward waits for what it saves.
+    No backward goes through this run. It saves tensors for the backward of the first run.
     """
     if torch._C._current_graph_task_id() == -1:
         return False
@@ -119,9 +119,9 @@ def _only_saves() -> bool:
 
 
 def _parameters_by_name(model: nn.Module) -> list[ZeROOrderedDict]:
-    """What modules find their parameters in.
+    """The dictionaries in which modules look up their parameters.
 
-    Two walks over a model of 2,500 modules, as DeepSpeed does them in every forward, take 5 ms with nn.Module.modules.
+    DeepSpeed walks over the model twice per forward; with nn.Module.modules that takes 5 ms for 2,500 modules.
     """
     seen, waiting, found = set(), [model], []
     while waiting:
@@ -131,7 +131,7 @@ def _parameters_by_name(model: nn.Module) -> list[ZeROOrderedDict]:
         seen.add(module)
         waiting.extend(module._modules.values())
         if type(module._parameters) is not ZeROOrderedDict:
-            _order_parameters(module)  # of what was attached to the model later
+            _order_parameters(module)  # a module that was added to the model later
         if type(module._parameters) is ZeROOrderedDict:
             found.append(module._parameters)
     return found
@@ -141,7 +141,7 @@ _order_parameters = getattr(parameter_offload, "ensure_zero_ordered_dict", lambd
 
 
 def _gathers_what_is_read(model: nn.Module, yes: bool) -> None:
-    """Whether DeepSpeed gathers a parameter that is read by its name and is not there."""
+    """Set whether DeepSpeed gathers a missing parameter when code reads it by its name."""
     for parameters in _parameters_by_name(model):
         parameters._in_forward = yes
 
@@ -157,9 +157,9 @@ def _end_alone(module: nn.Module, args, output) -> None:
 
 
 def run_alone(model: nn.Module) -> list[RemovableHandle]:
-    """Let a model whose last engine has ended run as DeepSpeed's engine lets it: what is read is gathered, and stays.
+    """Let a model run after its last engine has ended, as under DeepSpeed's: a read gathers parameters, and they stay.
 
-    Nothing here refers to that engine. Empty where the model has another one.
+    Nothing here refers to that engine. Returns no handles if the model has another engine.
     """
     if has_turn(model, _ENGINES):
         return []
@@ -168,7 +168,7 @@ def run_alone(model: nn.Module) -> list[RemovableHandle]:
 
 
 def storages_of(route: Route) -> list[Storage]:
-    """The storages that a configuration needs, imported only then; a parameter is in the first that takes it."""
+    """The storages that a configuration needs, imported on demand. A parameter belongs to the first that takes it."""
     config, storages = route.session.config, []
     if config.frozen.format != "none":
         from zeropp_fp8.zero.frozen.unit import Stored
@@ -192,18 +192,18 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self.destroyed = False
         self._earlier: list[ZeroppOffload] = []  # engines over (part of) this model, made before this one
         self._later: list[ZeroppOffload] = []
-        self._on_model = ExitStack()  # takes everything off again, as far as this constructor gets
+        self._on_model = ExitStack()  # undoes everything that this constructor has done so far
         session.on_model.callback(self.destroy)
-        check_attachable(module.parameters())  # before anything is put on modules that another engine runs
+        check_attachable(module.parameters())  # before anything changes on modules that another engine runs
         granularity = session.config.gather_granularity
         self.blocks = find_blocks(module) if granularity == "block" else []
         self._evaluating = False
         self._by_name: list[ZeROOrderedDict] = []
         self.generating = False  # inside zeropp_fp8.generation (generation/context.py)
-        self.announced: str | None = None  # where weights stayed in the last one
-        self.before_backward: Callable[[bool], None] | None = None  # told of each module whose backward begins
-        self.after_backward_of: Callable[[nn.Module], None] | None = None  # told of each module whose backward is over
-        # Of the call whose hooks run now: DeepSpeed's hooks hand tensors over one by one, with nothing in between.
+        self.announced: str | None = None  # the place of weights in the last generation
+        self.before_backward: Callable[[bool], None] | None = None  # called as a module's backward begins
+        self.after_backward_of: Callable[[nn.Module], None] | None = None  # called when one is over
+        # For the call whose hooks run now: DeepSpeed's hooks pass its tensors one by one, with nothing in between.
         self.inputs, self.outputs = _CallTensors(), _CallTensors()
         super().__init__(module, *args, **kwargs)
         if session.conversion is not None:
@@ -225,12 +225,12 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             compile_blocks(self.blocks, self._turn.put)
 
     def all_is_there(self) -> None:
-        """The engine has allocated what it needs at start: decide which codes stay, and print the table. Collective."""
+        """The engine has allocated all that it needs at start: choose secondary shards, print the table. Collective."""
         self.gatherer.secondary.choose(self.gatherer.units)
         print_start_table(self.session, self.gatherer, self.module, self.blocks)
 
     def gather_what_is_read(self, yes: bool) -> None:
-        """A forward of the engine begins, or has ended: whether a parameter is gathered that is read by its name."""
+        """A forward of the engine begins (`yes`), and parameters are gathered when read by name, or it has ended."""
         if yes:
             self._by_name = _parameters_by_name(self.module)
         for parameters in self._by_name:
@@ -239,7 +239,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
     def setup_zero_stage3_hooks(self) -> None:
         self._on_model.callback(self._remove_module_hooks)
         super().setup_zero_stage3_hooks()
-        # DeepSpeed has put it there for good: no model would ever be freed.
+        # DeepSpeed never removes the module from this stack, so the model would never be freed.
         self._on_model.callback(parameter_offload.FWD_MODULE_STACK.remove, self.module)
 
     def _register_deepspeed_module(self, module, *args, **kwargs) -> None:
@@ -247,13 +247,13 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self._turn.put(module, "pre_bwd_fn", _before_backward_of(self, module))
         self._turn.put(module, "post_bwd_fn", _after_backward_of(self, module))
         super()._register_deepspeed_module(module, *args, **kwargs)
-        if module is self.module:  # which is the last one; TRL lets it be done again
+        if module is self.module:  # this is the last one; TRL registers hooks again
             hooks = (self.fwd_pre_hook, *self.forward_hooks, *self.backward_hooks)
             leave_untraced(hooks)
             self._turn.silences(hooks)
 
     def _begin_turn(self, model: nn.Module) -> None:
-        """Be the engine whose hooks, and whose leaf modules, the model has: it brings parameters for all of them."""
+        """Put this engine's hooks and leaf modules on the model: it gathers parameters for all engines over it."""
         self._turn = Turn(self, (*model.modules(), *model.parameters()), _ENGINES)
         self._on_model.callback(self._end_turn)
         for turn in self._turn.begin():
@@ -271,10 +271,10 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             engine._later.remove(self)
 
     def check_is_last(self) -> None:
-        """Engines over one model end in the opposite order of that in which they were made.
+        """Check that this engine is the last one over the model: engines end in the reverse order of their making.
 
         Raises:
-            RuntimeError: there is a later one; on all ranks, and nothing has changed.
+            RuntimeError: there is a later engine; raised on all ranks, before anything has changed.
         """
         if self._later:
             raise RuntimeError(
@@ -284,7 +284,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             )
 
     def _convert_to_zero_parameters(self, ds_config, module, mpu) -> None:
-        """Afterwards, what is frozen goes into the store, if there is one; and the model is this engine's."""
+        """After DeepSpeed's conversion, store frozen parameters if so configured, and take the model over."""
         super()._convert_to_zero_parameters(ds_config, module, mpu)
         frozen = self.session.config.frozen
         if frozen.format != "none" or any(sharded.rests_as_codes(param) for param in module.parameters()):
@@ -294,25 +294,25 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         self._begin_turn(module)
 
     def mark_persistent_parameters(self, param_threshold: int, model_threshold: int) -> list[nn.Parameter]:
-        """DeepSpeed's choice without stored parameters, which would be kept in 16 bits."""
+        """DeepSpeed's choice without stored parameters, because persistent ones would be kept in 16 bits."""
         chosen = super().mark_persistent_parameters(param_threshold, model_threshold)
         for param in chosen:
             param.ds_persist = not sharded.rests_as_codes(param)
         return [param for param in chosen if sharded.stays(param)]
 
     def get_param_coordinator(self, *args, **kwargs) -> UnitCoordinator:
-        """DeepSpeed's hooks ask for the coordinator each time."""
+        """The coordinator; DeepSpeed's hooks ask for it each time."""
         return self.param_coordinator
 
     def partition_all_parameters(self) -> None:
-        """Before a step, without DeepSpeed's walk over the model; the coordinator looks whether all are released.
+        """Release all before a step, without DeepSpeed's walk over the model; the coordinator checks the result.
 
-        What a later engine over the model has gathered goes too: the step writes its weights.
+        Parameters that a later engine over the model has gathered are released too: the step writes its weights.
         """
         for engine in (self, *self._later):
             engine.param_coordinator.release_and_reset_all(engine.module)
 
-    # -- what the ledger calls the bytes of a gather: the hooks know which pass it is -------------------------------
+    # -- the ledger's kind of a gather's bytes: the hooks know which pass it is --------------------------------------
 
     def _kind(self, forward: bool) -> str:
         if self._evaluating:
@@ -320,8 +320,8 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         recomputing = torch._C._current_graph_task_id() != -1  # activation checkpointing, inside backward
         return "weights_forward" if forward and not recomputing else "weights_backward"
 
-    # -- the hooks: DeepSpeed's own do the same, with tracing, memory reports and profiling ranges around it, which cost
-    # -- more than the work itself once there is one unit a block ----------------------------------------------------
+    # -- the hooks: DeepSpeed's own do the same with tracing, memory reports and profiling ranges around it, which cost
+    # -- more than the work itself once there is one unit per block --------------------------------------------------
 
     def pre_sub_module_forward_function(self, sub_module) -> None:
         if sub_module is self.module:
@@ -329,17 +329,17 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         if self.gatherer.module_depth == 0 and torch._C._current_graph_task_id() == -1:
             self._check_usable()
             self._evaluating = not torch.is_grad_enabled()
-            if sub_module is not self.module:  # of which DeepSpeed's own hook tells the coordinator
+            if sub_module is not self.module:  # DeepSpeed's own hook tells the coordinator about self.module
                 self.param_coordinator.submodule_called(sub_module)
         parameter_offload.FWD_MODULE_STACK.append(sub_module)
         with _OrdinaryTensors(), self.session.ledger.counting(self._kind(forward=True)):
-            # Saved are parameters too. They stay until the backward that waits for them is over.
+            # Such a run saves parameters too. They stay until the backward that needs them is over.
             self.param_coordinator.fetch_sub_module(sub_module, forward=not _only_saves())
         self.gatherer.module_depth += 1
         self.inputs = _CallTensors()
 
     def leave_forward(self) -> None:
-        """An exception has ended a forward, whose modules use their parameters no more."""
+        """An exception has ended a forward: its modules use their parameters no more."""
         self.gather_what_is_read(False)
         if torch._C._current_graph_task_id() == -1:
             for engine in (self, *self._later):
@@ -347,7 +347,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
                 engine.param_coordinator.leave_all()
 
     def _leave_unfinished(self) -> None:
-        """Forget modules whose forward was left by an exception, such as the early stop of checkpointing."""
+        """Forget modules whose forward an exception has ended, such as the early stop of checkpointing."""
         while self.gatherer.module_depth and torch._C._current_graph_task_id() == -1:
             parameter_offload.FWD_MODULE_STACK.pop()
             self.gatherer.module_depth -= 1
@@ -358,23 +358,23 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             engine.param_coordinator.release_backward_leftovers()
 
     def _check_usable(self) -> None:
-        """Refuse parameters that may not be computed with, while no module is active yet.
+        """Refuse parameters that must not be used, while no module is active yet.
 
-        An error leaves the engine as it was then; and units that are still gathered are never gathered again.
+        An error then leaves the engine unchanged. Units that are still gathered are checked here, as no gather follows.
         """
         try:
             for unit in self.gatherer.units:
                 unit.storage.check_usable(unit.params)
         except RuntimeError:
-            _gathers_what_is_read(self.module, False)  # DeepSpeedEngine.forward has set it: names would gather
+            _gathers_what_is_read(self.module, False)  # DeepSpeedEngine.forward has set it: a read would gather
             raise
 
     def post_sub_module_forward_function(self, sub_module) -> None:
         self.gatherer.module_depth = max(0, self.gatherer.module_depth - 1)
         self.outputs = _CallTensors()
-        stack = parameter_offload.FWD_MODULE_STACK  # whose first entry is always the model
+        stack = parameter_offload.FWD_MODULE_STACK  # its first entry is always the model
         if sub_module in stack[len(stack) - self.gatherer.module_depth :]:
-            return  # it has called itself, and may go on
+            return  # it has called itself, and its outer call may go on
         with _OrdinaryTensors():
             self.param_coordinator.release_sub_module(sub_module, forward=True)
 
@@ -391,9 +391,9 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def post_sub_module_backward_function(self, sub_module) -> None:
         if not self.param_coordinator.backward_ends(sub_module):
-            return  # of a call from within another one, whose backward still needs the parameters
-        # Autograd runs what was done last first, so all gradients of the module's own parameters are there by now, but
-        # for those of other uses.
+            return  # an inner call: the outer call's backward still needs the parameters
+        # Autograd goes in reverse order, so all gradients of the module's own parameters are there by now, except for
+        # those of other uses.
         with _OrdinaryTensors():
             for engine in self._over_the_model():
                 if engine.after_backward_of is not None:
@@ -401,17 +401,17 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             self.param_coordinator.release_sub_module(sub_module, forward=False)
 
     def _over_the_model(self) -> list[ZeroppOffload]:
-        """This engine and those made earlier over (part of) the model: the backward may be one of theirs."""
+        """This engine and earlier ones over (part of) the model: the backward may belong to any of them."""
         return [self, *self._earlier]
 
     def _leave_pass(self) -> None:
-        """An exception may have left one."""
+        """End a pass that an exception may have left unfinished."""
         self._leave_unfinished()
         _gathers_what_is_read(self.module, False)
         self.param_coordinator.release_and_reset_all(self.module)
 
     def destroy(self) -> None:
-        """Take the hooks off, and give the parameters DeepSpeed's own gathers back. The second time it does nothing."""
+        """Remove the hooks, and detach the parameters: DeepSpeed's own gathers return. A second call does nothing."""
         self.check_is_last()
         self.destroyed = True
         self._on_model.close()

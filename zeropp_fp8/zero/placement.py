@@ -1,4 +1,4 @@
-"""Which elements of which parameter lie on which rank: DeepSpeed's equal slices. (owners/placement.py: owners.)"""
+"""Placement of parameters' elements on ranks: DeepSpeed's equal slices. (owners/placement.py: whole tensors.)"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Range = tuple[int, int]  # (first element, number of elements) in the flat tenso
 
 
 class Slices:
-    """DeepSpeed's: rank r has elements [r S, (r + 1) S) of every parameter, S = ceil(numel / ranks)."""
+    """DeepSpeed's slices: rank r has elements [r S, (r + 1) S) of every parameter, S = ceil(numel / ranks)."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -23,18 +23,18 @@ class Slices:
         self._own_numel: dict[int, int] = {}  # by sharded.key
 
     def slice_of(self, param: Parameter) -> Range:
-        """This rank's slice, without the padding of the last ones."""
+        """This rank's slice, without padding at the end of the last slices."""
         size = slice_numel(sharded.numel(param), self.world_size)
         start = self.rank * size
         return start, min(size, max(0, sharded.numel(param) - start))
 
     def ranges(self, param: Parameter) -> list[Range]:
-        """What this rank has of a parameter, in ascending order; its shard holds one after the other."""
+        """This rank's ranges of a parameter, in ascending order; they are consecutive in its shard."""
         start, numel = self.slice_of(param)
         return [(start, numel)] if numel else []
 
     def of_all_ranks(self, param: Parameter) -> object:
-        """What lies on which rank, the same on all of them; equal for two placements that agree about a parameter."""
+        """A parameter's placement on all ranks, the same on each of them; equal if two placements agree about it."""
         return slice_numel(sharded.numel(param), self.world_size)
 
     def own_numel(self, param: Parameter) -> int:
@@ -45,11 +45,11 @@ class Slices:
         return known
 
     def reduce_plan(self, params: Sequence[Parameter], *args) -> ReducePlan:
-        """How gradients of parameters get to the ranks that keep them; `args` are those of `ReduceScatterPlan`."""
+        """The plan that brings gradients to the ranks that keep them; `args` are those of `ReduceScatterPlan`."""
         return ReduceScatterPlan(*args)
 
     def own_part(self, param: Parameter, full: Tensor) -> Tensor:
-        """Flat: this rank's elements of a full tensor; a view where they are in one piece."""
+        """This rank's elements of a full tensor, flat; a view if they are in one piece."""
         pieces = [full.reshape(-1)[start : start + numel] for start, numel in self.ranges(param)]
         if not pieces:
             return full.reshape(-1)[:0]

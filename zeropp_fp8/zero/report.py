@@ -38,7 +38,7 @@ def _rows(session: Session, gatherer: Gatherer, model: nn.Module, blocks: list[n
 
 
 def _weight_rows(session: Session, gatherer: Gatherer) -> list[Row]:
-    """In which formats weights travel, and why."""
+    """The wire formats of weights, with reasons."""
     by_format: dict[tuple[str, str], list[Parameter]] = defaultdict(list)
     for param in gatherer.ownership.params.values():
         unit = unit_of(param)
@@ -59,7 +59,7 @@ def _weight_rows(session: Session, gatherer: Gatherer) -> list[Row]:
 
 
 def _why(session: Session, unit: Unit, param: Parameter, wire_format: WireFormat) -> str:
-    """Why a weight travels in this format, where the section does not say so."""
+    """The reason for a weight's wire format, if the section does not give it."""
     weights = session.config.weights
     if session.topology.world_size == 1:
         return "one rank: nothing is sent"
@@ -73,7 +73,7 @@ def _why(session: Session, unit: Unit, param: Parameter, wire_format: WireFormat
 
 
 def _gather_rows(session: Session, gatherer: Gatherer, blocks: list[nn.Module]) -> list[Row]:
-    """What backward finds in its node, what is gathered at once, and what is compiled."""
+    """Rows on secondary shards, on units that are gathered together, and on compiled blocks."""
     config, rows = session.config, []
     if session.secondary_ranks is None:
         one_node = session.topology.nodes == 1
@@ -99,7 +99,7 @@ def _gather_rows(session: Session, gatherer: Gatherer, blocks: list[nn.Module]) 
 
 
 def _idle_pattern_rows(config: PluginConfig, model: nn.Module) -> list[Row]:
-    """Name patterns of the user's that name nothing of this model: misspelt, or meant for another engine's model."""
+    """The user's name patterns that match nothing in this model: misspelt, or meant for another engine's model."""
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     rows = []
@@ -114,7 +114,7 @@ def _idle_pattern_rows(config: PluginConfig, model: nn.Module) -> list[Row]:
 
 
 def _difference_rows(session: Session, gatherer: Gatherer) -> list[Row]:
-    """How weights have changed, where that is what crosses between nodes, and what it is added to."""
+    """Rows on weight differences, if these are sent between nodes, and on the copies that they are added to."""
     if session.config.weights.difference.format == "none":
         return []
     chosen = session.formats.differences
@@ -135,9 +135,9 @@ def _difference_rows(session: Session, gatherer: Gatherer) -> list[Row]:
 
 
 def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str, float]]:
-    """Bytes one rank sends in a step, not the first, that gathers each parameter once forward and once backward.
+    """Bytes that one rank sends in a step after the first, which gathers each parameter in forward and in backward.
 
-    Those that stay gathered between steps are gathered once."""
+    Parameters that stay gathered between steps are gathered once."""
     topology, world = session.topology, session.topology.world_size
     before, after = session.gather_levels
     weights = {"forward": {"inter": 0, "intra": 0}, "backward": {"inter": 0, "intra": 0}}
@@ -145,7 +145,7 @@ def predicted_bytes(session: Session, gatherer: Gatherer) -> dict[str, dict[str,
     for param in gatherer.ownership.params.values():
         unit = unit_of(param)
         held, differs = unit.bytes_of(param), unit.first_bytes_of(param) / max(1, unit.bytes_of(param))
-        # Copies of frozen weights stay valid from step to step: after the first one they are there.
+        # Copies of frozen weights stay valid from step to step: after the first step none are sent.
         is_kept = unit.keeps_secondary and is_frozen(unit)
         for level, kept in [(level, unit.keeps_secondary) for level in before] + [(a, False) for a in after]:
             sent = held * (level.size - 1)

@@ -1,4 +1,4 @@
-"""What the parts of one engine share."""
+"""The context that all parts of one engine share."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from zeropp_fp8.zero.stage_part import StagePart
 
 
 class TravelFormats:
-    """What an engine's weights, their differences, and gradients within and between nodes travel in, until it falls
-    back; None: 16 or 32 bits.
+    """The wire formats of an engine's weights, of their differences, and of gradients within and between nodes, until
+    it falls back; None: 16 or 32 bits.
 
-    `keeps_copy`: the ranks of a node share one of the weights; without it there is nothing to add differences to.
+    `keeps_copy`: the ranks of a node share a copy of the weights; without it differences cannot be added to anything.
     """
 
     def __init__(self, config: PluginConfig, world_size: int, keeps_copy: bool) -> None:
         weights, gradients, difference = config.weights, config.gradients, config.weights.difference
-        name = "none" if world_size == 1 else weights.format  # nothing is sent, so nothing is gained by rounding it
+        name = "none" if world_size == 1 else weights.format  # nothing is sent, so rounding gains nothing
         self.weights = _quantized(weights, name, weights.hadamard)
         self.differences = _quantized(difference, difference.format) if keeps_copy else None
         rotates_within = gradients.hadamard and gradients.intra_format == "int4"
@@ -53,7 +53,7 @@ class TravelFormats:
         self.fell_back = False
 
     def fall_back(self) -> None:
-        """Let all of them be 16 or 32 bits. The parts of a stage are to be told (fall_back.py)."""
+        """Set all formats to 16 or 32 bits. The caller must tell the parts of a stage (fall_back.py)."""
         self.weights = self.differences = self.within = self.between = None
         self.fell_back = True
 
@@ -61,20 +61,20 @@ class TravelFormats:
 class Session:
     """Configuration, topology and ledger of one engine, and the objects that its parts share.
 
-    No attribute of it changes once it is made; what they refer to may.
-    Made once the data-parallel group exists. Making it is collective over that group and, where there is one, over the
-    model-parallel group.
+    Its attributes never change once it is made; the objects that they refer to may.
+    It is made once the data-parallel group exists. Making it is collective over that group and over the model-parallel
+    group, if there is one.
 
     Args:
-        conversion: of its linear layers, where they compute in low precision.
-        engine: a weak reference to the DeepSpeed engine, which refers to this.
-        placement: which elements of parameters lie on which rank.
+        conversion: the conversion of its linear layers, if they compute in low precision.
+        engine: a weak reference to the DeepSpeed engine, which refers to this session.
+        placement: maps elements of parameters to ranks.
 
     Attributes:
-        ranks_here: of the group, on this host.
+        ranks_here: number of the group's ranks on this host.
 
     Raises:
-        ConfigError: the ranks are not where the configuration needs them; on every rank of these groups.
+        ConfigError: the ranks' hosts do not fit the configuration; raised on every rank of these groups.
     """
 
     def __init__(
@@ -94,33 +94,33 @@ class Session:
         self.config = config
         self.conversion = conversion
         self.engine = engine
-        # What master weights and moments rest in, in engines that train; None: fp32.
+        # The formats of master weights and moments, in engines that train; None: fp32.
         self.state_formats = StateFormats.of(vars(config.optimizer)) if config.stores_states_in_low_precision else None
-        self.on_model = ExitStack()  # takes off the model what this engine has put on it
+        self.on_model = ExitStack()  # undoes what this engine has put on the model
         if conversion is not None:
             self.on_model.callback(conversion.restore)
-        self.parts: list[StagePart] = []  # features of training, in the order in which a stage asks them
+        self.parts: list[StagePart] = []  # features of training, in the order in which a stage calls them
         self.topology: Topology = make_topology(group, ranks_per_node)
         sharing = secondary_ranks(config, ranks_per_node)
-        # A copy that all ranks share (one node, one rank) would hold on each of them the shard that it sends anyway.
+        # If all ranks share one copy (one node, one rank), each would hold just the shard that it sends anyway.
         self.secondary_ranks = None if sharing == world_size else sharing
         self.gather_levels = self.topology.gather_levels(self.secondary_ranks)
         self.ledger = WireLedger(self.topology.nodes, ranks_per_node)
-        # By id, whose "weights" and "gradients" travel in full whatever the formats; the model keeps them.
+        # Ids of parameters whose "weights" and "gradients" are always sent in full; the model keeps them alive.
         self.exact: dict[str, frozenset[int]] = {"weights": frozenset(), "gradients": frozenset()}
         self.placement = placement(self.topology.rank, world_size)
         self.formats = TravelFormats(config, world_size, self.secondary_ranks is not None)
         self.device = sharded.device()
 
     def leave_exact(self, model: nn.Module) -> None:
-        """Let what `skip_modules` of weights and gradients names in a model travel in full."""
+        """Send parameters in full that `skip_modules` of weights and gradients name."""
         named = list(model.named_parameters(remove_duplicate=False))
         for what in self.exact:
             patterns = getattr(self.config, what).skip_modules
             self.exact[what] = frozenset(id(param) for name, param in named if patterns and matches(name, patterns))
 
     def sends_exactly(self, what: str, param: Parameter) -> bool:
-        """Whether the "weights" or "gradients" of a parameter travel in 16 or 32 bits whatever the formats."""
+        """Whether the "weights" or "gradients" of a parameter are sent in 16 or 32 bits, whatever the formats."""
         return is_vector(sharded.shape(param)) or id(param) in self.exact[what]
 
     def own_numel(self, param: Parameter) -> int:
@@ -128,13 +128,13 @@ class Session:
         return self.placement.own_numel(param)
 
     def places_like(self, other: Session | None, param: Parameter) -> bool:
-        """Whether each rank has the same of a parameter as in another engine; None: as DeepSpeed cuts it."""
+        """Whether each rank has the same part of a parameter as in another engine; None: DeepSpeed's slices."""
         theirs = Slices(self.topology.rank, self.topology.world_size) if other is None else other.placement
         return self.placement.of_all_ranks(param) == theirs.of_all_ranks(param)
 
 
 def _ranks_per_node(config: PluginConfig, places: list[Place], model_parallel_group) -> tuple[int, str]:
-    """(ranks of the data-parallel group on each node, where the number comes from), or an error on every rank."""
+    """(ranks of the data-parallel group per node, source of the number); errors are raised on every rank."""
     refusal = found = None
     try:
         found = find_ranks_per_node(places, dist.get_world_size())

@@ -1,9 +1,9 @@
 """DeepSpeedZeroOptimizer_Stage3 with quantized collectives: all of its methods that this project overrides.
 
-A method is in the class where the stage itself has something to do: gathers (through ZeroppOffload), the drop of
-secondary shards when weights change, extra state in checkpoints. The others are answered by what the stage has
-(ANSWERED): its way of reducing gradients, and where gradients, states and parts of parameters lie. What none of them
-answers is DeepSpeed's own.
+The class has a method if the stage itself has something to do: gathers (through ZeroppOffload), the drop of
+secondary shards when weights change, extra state in checkpoints. Objects of the stage answer the other methods
+(ANSWERED): they reduce gradients, and store gradients, states and parts of parameters. If no object answers a method,
+it is DeepSpeed's own.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from zeropp_fp8.zero.stage_part import StagePart
 from zeropp_fp8.zero.telemetry import ProgressLine
 from zeropp_fp8.zero.turns import Turn
 
-_ENDED = (type(None), weakref.ProxyType)  # what a parameter refers to that no engine trains
-# DeepSpeed's methods, by the attribute of the stage that answers them.
+_ENDED = (type(None), weakref.ProxyType)  # a parameter that no engine trains refers to one of these
+# DeepSpeed's methods by the stage's attribute that answers them.
 ANSWERED: dict[str, str] = {
     "hooks": "create_reduce_and_remove_grad_hooks reduce_ready_partitions_and_remove_grads",
     "backwards": """
@@ -65,14 +65,14 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
 
     Attributes:
         stock: DeepSpeed's own methods of this stage.
-        hooks, backwards, reduction, buckets: a gradient's way from autograd to the rank that keeps it (reduce/).
-        gradients: where reduced gradients rest until the step.
-        states: where master weights and moments rest, and their update.
-        layout: how what ranks have of parameters becomes DeepSpeed's slices in checkpoints.
-        looking: DeepSpeed's ways to look at all that, and to change it.
+        hooks, backwards, reduction, buckets: bring gradients from autograd to the rank that keeps them (reduce/).
+        gradients: stores reduced gradients until the step.
+        states: stores master weights and moments, and updates them.
+        layout: converts ranks' parts of parameters to DeepSpeed's slices in checkpoints.
+        looking: DeepSpeed's functions that read and change all of these.
     """
 
-    _coalesce_grad_reduction = False  # DeepSpeedEngine.coalesce_grad_reduction() sets it; DeepSpeed 0.18 has no such
+    _coalesce_grad_reduction = False  # DeepSpeedEngine.coalesce_grad_reduction() sets it; not in DeepSpeed 0.18
 
     def __init__(self, module, init_optimizer, param_names, *args, session: Session, **kwargs) -> None:
         self.session, self.stock = session, super()
@@ -82,8 +82,8 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         if session.config.quantizes_gradients:
             kwargs["reduce_scatter"] = True
         if kwargs.get("reduce_scatter", True):
-            # DeepSpeed would copy each gradient into a buffer, a gigabyte by default, which it then reads tensor by
-            # tensor all the same; and what comes twice in one backward would be added to while it is copied.
+            # DeepSpeed would copy each gradient into a buffer (a gigabyte by default), and then read it tensor by
+            # tensor all the same. A gradient that comes twice in one backward would be added to while it is copied.
             kwargs["contiguous_gradients"] = False
         dtype = kwargs.get("gradient_accumulation_dtype", torch.float32)
         self.reduction = Reduction(self, module.parameters(), dtype)
@@ -99,13 +99,13 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         self.gatherer.ownership.given_back = self._bring_shards_home
 
     def destroy(self) -> None:
-        """Give the model back, and the memory of all that is not DeepSpeed's: an engine may be kept after its end."""
+        """Detach from the model, and free all memory that is not DeepSpeed's: a script may keep an ended engine."""
         if self.parameter_offload.destroyed:
             return
         super().destroy()
         for each in (self.gradients, self.states, self.reduction):
             each.free()
-        # Numbers may still be asked for (telemetry.py); the others hold memory.
+        # Parts with numbers stay, for telemetry.py; the others hold memory.
         self.session.parts[:] = [part for part in self.session.parts if type(part).metrics is not StagePart.metrics]
         self._linked.end()
         for param in self.module.parameters():
@@ -113,7 +113,7 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
                 param._z3_optimizer = weakref.proxy(self)  # safe_get_full_fp32_param asks it, while the engine is kept
 
     def _link_all_hp_params(self) -> None:
-        """Be whom safe_get_full_fp32_param asks, until this engine ends."""
+        """Make safe_get_full_fp32_param ask this stage, until its engine ends."""
         self._linked = Turn(self, self.module.parameters(), "zeropp_fp8_stages")
         self.session.on_model.callback(self._linked.end)
         self._linked.begin()
@@ -123,7 +123,7 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
 
     @torch.no_grad()
     def _bring_shards_home(self) -> None:
-        """Let shards, which a later engine has moved, lie in DeepSpeed's flat buffers again: it reads weights there."""
+        """Copy shards that a later engine has moved back to DeepSpeed's flat buffers, where it reads weights."""
         for flat, shards in zip(self.fp16_partitioned_groups_flat, self.fp16_partitioned_groups):
             for shard, home in zip(shards, flat.split([shard.numel() for shard in shards])):
                 shard.data = home.copy_(shard.data.view(-1))
@@ -143,14 +143,14 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
 
     @functools.cached_property
     def state_groups(self):
-        """Which parts share a flat buffer of gradients and states at rest; known once DeepSpeed has its sub-groups."""
+        """Parameters that share a flat buffer of stored gradients and states; known once DeepSpeed has sub-groups."""
         from zeropp_fp8.zero.states.groups import make_state_groups
 
         return make_state_groups(self.fp16_groups, self.session.own_numel, self.session.device)
 
     def _post_step(self, timer_names) -> None:
-        """After the weights changed: drop what was derived from them, fetch the persistent parameters again."""
-        # Of all that it holds: a parameter that was frozen since goes on moving, by momentum and weight decay.
+        """After the weights changed, drop all that was derived from them, and fetch persistent parameters again."""
+        # For all parameters of the optimizer: one that was frozen later still moves by momentum and weight decay.
         self.gatherer.weights_changed((p for group in self.fp16_groups for p in group), by_step=True)
         with self._persistent_parameters_gathered():
             super()._post_step(timer_names)
@@ -164,8 +164,8 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
             super().checkpoint_event_epilogue()
 
     def _persistent_parameters_gathered(self):
-        """DeepSpeed gathers persistent parameters through their exact all_gather; do it in the wire format instead."""
-        self.gatherer.gather_now(self.persistent_parameters)  # which counts as sent in the step that uses them
+        """Gather persistent parameters in the wire format; DeepSpeed would use their exact all_gather."""
+        self.gatherer.gather_now(self.persistent_parameters)  # its bytes count in the step that uses the parameters
         return replaced(self, "persistent_parameters", [])
 
     # -- the step --------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
         super().step(closure)
         self.reduction.forget_gradients()
         if self.overflow and self.session.config.quantizes and self.session.topology.rank == 0:
-            # DeepSpeed's loss scaler says so too with fp16, but not at the level that its logger shows.
+            # With fp16 DeepSpeed's loss scaler logs this too, but at a level that its logger hides.
             logger.warning("zeropp_fp8: a gradient is not finite on some rank: the step is skipped on all")
         for part in list(self.session.parts):
             part.step_ended(bool(self.overflow), float(self.loss_scale / loss_scale))
@@ -196,15 +196,15 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         with self.session.ledger.counting("other"):
             self.session.ledger.sent_around_ring(1, rounds=2)  # an all-reduce of one byte
-        if self.session.device.type == "cuda":  # DeepSpeed looks at gradients there
+        if self.session.device.type == "cuda":  # DeepSpeed reads gradients on that stream
             self.reduce_and_partition_stream.wait_stream(torch.cuda.current_stream(self.session.device))
         return self.gradients.has_overflow(partition_gradients)
 
     def offload_states(self, *args, **kwargs) -> None:
-        """DeepSpeed moves its own buffers, and maps them by equal slices.
+        """Offload states. DeepSpeed moves its own buffers only, and maps them by equal slices.
 
         Raises:
-            RuntimeError: numbers lie elsewhere, or otherwise.
+            RuntimeError: numbers lie in other buffers, or in another layout.
         """
         for each in (self.states, self.gradients, self.layout):
             if each.stays is not None:
@@ -236,7 +236,7 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _restore_from_bit16_weights(self) -> None:
         self.states.take_weights()
-        self.gatherer.weights_changed()  # master weights in low precision have rounded them
+        self.gatherer.weights_changed()  # low-precision master weights have rounded the weights
 
     def load_state_dict(self, *args, **kwargs) -> None:
         with self.session.ledger.counting(OUTSIDE):
@@ -249,7 +249,7 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
 
 
 def _answered(attribute: str, name: str, there: str) -> Callable:
-    """DeepSpeed's method of this name, which an attribute of the stage answers, if it can, by its method `there`."""
+    """A method that calls `there` of an attribute of the stage, or DeepSpeed's own method if `there` is missing."""
 
     def method(self, *args, **kwargs):
         own = getattr(getattr(self, attribute), there, None)
@@ -261,16 +261,16 @@ def _answered(attribute: str, name: str, there: str) -> Callable:
 
 for _attribute, _names in ANSWERED.items():
     for _name in _names.split():
-        # Python stores double-underscore methods under the name of their class, too.
+        # Python prefixes names of double-underscore methods with the name of their class.
         _there = _name.removeprefix("_DeepSpeedZeroOptimizer_Stage3__")
         setattr(ZeroppStage3, _name, _answered(_attribute, _name, _there))
 
 
 def _where_numbers_rest(stage: ZeroppStage3, optimizer: torch.optim.Optimizer, offload) -> tuple:
-    """(gradients, states, layout) as the configuration asks for them; what is not stock's is imported only then.
+    """(gradients, states, layout) for the configuration; modules that stock does not need are imported on demand.
 
     Args:
-        offload: the "offload_optimizer" section of DeepSpeed's.
+        offload: DeepSpeed's "offload_optimizer" section.
     """
     config, gradients, layout = stage.session.config, Partitions(stage), SliceLayout(stage)
     if config.gradients.store_format != "none":

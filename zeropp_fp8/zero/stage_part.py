@@ -1,7 +1,7 @@
-"""A feature of training as a stage knows it.
+"""The interface between a stage and a feature of training.
 
-The stage names no feature. At each point of a step and of a checkpoint it goes through `session.parts`, in the same
-order on every rank, so what a part does may be collective. A new feature is a new part, which who makes it adds.
+The stage names no feature. At each point of a step and of a checkpoint it calls all `session.parts`, in the same
+order on every rank, so a part may do collectives. A new feature is a new part; the code that makes it adds it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from zeropp_fp8.formats import WireFormat
 
-Row = tuple[str, str, int, str]  # of the start table: what, its format, parameters (0: not said), remark
+Row = tuple[str, str, int, str]  # a line of the start table: subject, format, parameters (0: not shown), remark
 
 
 class StagePart:
-    """Does nothing at each point; a part overrides those that concern it.
+    """A part that does nothing; a feature overrides the methods that it needs.
 
     Attributes:
-        of_topology: whether its extra state means something to the same nodes and ranks only.
-        gives_up: what `formats_changed` lets be in 16 or 32 bits, in words.
-        if_lost: what is said where a checkpoint's extra state does not fit, so that the part starts afresh.
+        of_topology: the extra state is valid for the same nodes and ranks only.
+        gives_up: describes what `formats_changed` switches to 16 or 32 bits.
+        if_lost: the message if a checkpoint's extra state does not fit and the part starts afresh.
     """
 
     of_topology = False
@@ -32,13 +32,13 @@ class StagePart:
     # -- a step, in this order ---------------------------------------------------------------------------------------
 
     def loss_is(self, loss: Tensor) -> None:
-        """`engine.backward` is called with the loss of a micro-batch, as the script has it."""
+        """The script calls `engine.backward` with the loss of a micro-batch."""
 
     def backward_issued(self) -> None:
-        """The host has nothing more to issue for a backward pass."""
+        """The host has issued all work of a backward pass."""
 
     def gradients_ready(self) -> None:
-        """All gradients of a step are reduced, and the optimizer has not seen them."""
+        """All gradients of a step are reduced; the optimizer has not used them yet."""
 
     def step_ended(self, overflow: bool, scale_change: float) -> None:
         """A step has ended, or (`overflow`) was skipped because gradients were not finite.
@@ -47,19 +47,19 @@ class StagePart:
         """
 
     def step_counted(self) -> None:
-        """The ledger has counted the step too. What is sent now belongs to none."""
+        """The ledger has counted the step too. Bytes sent now belong to no step."""
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def extra_state(self) -> dict[str, Any]:
-        """What training depends on beside weights and optimizer states, by keys of the part's own."""
+        """State that training needs beside weights and optimizer states, under keys of the part's own."""
         return {}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """A checkpoint is loaded: its extra state of all parts, {} where it has none.
+        """Load a checkpoint's extra state of all parts; {} if it has none.
 
         Raises:
-            ValueError: it does not fit; it is loaded again with {} then.
+            ValueError: the state does not fit; this is then called again with {}.
         """
 
     def weights_loaded(self) -> None:
@@ -68,14 +68,14 @@ class StagePart:
     # -- at other times ----------------------------------------------------------------------------------------------
 
     def formats_changed(self) -> None:
-        """Between steps: what travels is in 16 or 32 bits from now on. A part that ends with it leaves the list."""
+        """Communication is in 16 or 32 bits from now on (between steps). A part that this ends leaves the list."""
 
     def bytes_to_come(self) -> int:
-        """What it will allocate later than at start."""
+        """Bytes that the part will allocate after the start."""
         return 0
 
     def metrics(self) -> dict[str, float]:
-        """Its numbers now, by their names in telemetry.py, also once the engine has ended. Not collective."""
+        """The part's current numbers by their names in telemetry.py, even after the engine's end. Not collective."""
         return {}
 
     def rows(self) -> list[Row]:
@@ -84,7 +84,7 @@ class StagePart:
 
 
 def without_kernel(device: torch.device, wire_format: WireFormat | None) -> str:
-    """A remark where a GPU has no kernel for a format."""
+    """A remark if a GPU has no kernel for a format, else an empty text."""
     if device.type != "cuda" or wire_format is None:
         return ""
     from zeropp_fp8 import kernels
@@ -93,5 +93,5 @@ def without_kernel(device: torch.device, wire_format: WireFormat | None) -> str:
 
 
 def shown(names: list[str]) -> str:
-    """The first four, and how many more there are."""
+    """The first four names, and the number of the others."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "none"

@@ -1,14 +1,14 @@
-"""The numbers of an engine with their names: one snapshot, from which all is made that prints, logs or reports them.
+"""The numbers of an engine by name: one snapshot, which all prints, logs and reports use.
 
-mb_between_nodes, mb_within_nodes        megabytes (10^6) that this rank sends a step
-mb_between_nodes/gradients, ...          the same by kind (comm/ledger.py), without what is zero
-of_stock_between_nodes                   times what stock ZeRO-3 would send there; of_stock_within_nodes on one node
+mb_between_nodes, mb_within_nodes        megabytes (10^6) that this rank sends per step
+mb_between_nodes/gradients, ...          the same by kind (comm/ledger.py), without zeros
+of_stock_between_nodes                   ratio to the bytes of stock ZeRO-3; of_stock_within_nodes on one node
 step_share_between_nodes, step_share_within_nodes        shares of a step's time in which these links are busy, whether
-                                         or not something is computed meanwhile, once they are measured (bound.py)
-gradient_mu, gradient_saturated, gradient_vanished       where gradients share scales, see zeropp_fp8.wire_report
-numerics/weights/lowest_snr_db, ...      of the last sample, where the section's `numerics.every` asks for samples
+                                         or not something is computed meanwhile, once measured (bound.py)
+gradient_mu, gradient_saturated, gradient_vanished       if gradients share scales, see zeropp_fp8.wire_report
+numerics/weights/lowest_snr_db, ...      from the last sample, if the section's `numerics.every` asks for samples
 
-Bytes are those of the ledger. All others are what the parts of a stage hand in (`StagePart.metrics`).
+Bytes come from the ledger. All other numbers come from the parts of a stage (`StagePart.metrics`).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def wire_report(session: Session, total: bool = False) -> dict:
 
 
 class StepMetrics:
-    """Snapshots for who draws them over time, each of the steps since the last one; the first, of all steps.
+    """Snapshots over time. Each covers the steps since the one before; the first covers all steps.
 
-    What is measured once is in one of them.
+    A number that is measured once is in one snapshot only.
     """
 
     def __init__(self, session: Session) -> None:
@@ -60,7 +60,7 @@ class StepMetrics:
         self._told: set[str] = set()
 
     def __call__(self) -> dict[str, float]:
-        """The numbers; none where no step has been finished since."""
+        """The numbers; none if no step has ended since the last call."""
         if not self._meter.steps:
             return {}
         found = snapshot(self._session, self._meter)
@@ -71,7 +71,7 @@ class StepMetrics:
 
 
 class ProgressLine(StepMetrics, StagePart):
-    """Prints on rank 0, every `every` steps, what a step since the last line has sent, and how FP8 gradients fared."""
+    """Prints on rank 0, every `every` steps, the bytes per step since the last line, and FP8 gradients' scaling."""
 
     def __init__(self, session: Session, every: int) -> None:
         super().__init__(session)
@@ -94,7 +94,7 @@ class ProgressLine(StepMetrics, StagePart):
 
 
 def formats(session: Session) -> dict[str, str]:
-    """What an engine sends, computes and keeps numbers in; "none" is 16 or 32 bits."""
+    """The formats in which an engine sends, computes and stores numbers; "none" is 16 or 32 bits."""
     config, states, travel = session.config, session.state_formats, session.formats
     chosen = {
         "weights": travel.weights,

@@ -1,7 +1,7 @@
-"""Engines over one model, made one after the other: the last one's hooks and attributes are on it, until it ends.
+"""Several engines over one model, made one after the other: the last one's hooks and attributes are on the model.
 
-Each module (and parameter) lists the engines over it. The next one takes off what the one before has there, and puts it
-back when it ends: the last one ends first.
+Each module (and parameter) lists the engines over it. A new engine removes the hooks and attributes of the one before,
+and puts them back when it ends: the last engine ends first.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _NONE = object()
 
 
 class _Turns(list):
-    """Those of a module, the oldest first. A copy of the module has none."""
+    """The turns of a module, the oldest first. A copy of the module has none."""
 
     def __reduce__(self):
         return _Turns, ()
 
 
 def _nothing(*args) -> None:
-    """In the place of a hook that is silent, which then keeps its place among hooks of others."""
+    """Replaces a silenced hook, so that the hook keeps its position among other hooks."""
 
 
 def _set(thing: Any, values: dict[str, object]) -> None:
@@ -39,7 +39,7 @@ def _there(thing: Any, names: Iterable[str]) -> dict[str, object]:
 
 
 def _speak(hooks: dict[int, Callable], number: int, hook: Callable) -> None:
-    if number in hooks:  # else it was removed
+    if number in hooks:  # else the hook was removed
         hooks[number] = hook
 
 
@@ -51,22 +51,22 @@ def _leave(thing: Any, listed_as: str) -> None:
 
 
 class Turn:
-    """The time in which hooks and attributes of an owner are on modules, or parameters.
+    """The time during which an owner's hooks and attributes are on modules or parameters.
 
     Args:
-        things: these.
+        things: the modules or parameters.
         listed_as: their attribute that lists turns.
     """
 
     def __init__(self, owner: object, things: Iterable[Any], listed_as: str) -> None:
         self.owner = owner
         self._things, self._listed_as = list(things), listed_as
-        self._before: dict[Any, dict[str, object]] = {}  # attributes, as they are without any owner
+        self._before: dict[Any, dict[str, object]] = {}  # attributes as they are without an owner
         self._hooks: dict[int, list[RemovableHandle]] = {}  # by the id of a module's dictionary of hooks
         self._ending = ExitStack()
 
     def begin(self) -> list[Turn]:
-        """Returns the earlier ones that have not ended, the last one first."""
+        """Begin the turn. Returns earlier turns that have not ended, the last one first."""
         earlier: dict[Turn, None] = {}
         for thing in self._things:
             turns = thing.__dict__.setdefault(self._listed_as, _Turns())
@@ -78,7 +78,7 @@ class Turn:
         return list(earlier)
 
     def _make_room(self, thing: Any, until: ExitStack) -> None:
-        """Take its attributes and hooks off a thing; they come back at the end of the turn that begins."""
+        """Remove this turn's attributes and hooks from a thing; the end of the new turn puts them back."""
         before = self._before.get(thing, {})
         until.callback(_set, thing, _there(thing, before))
         _set(thing, before)
@@ -89,27 +89,27 @@ class Turn:
                     hooks[hook.id] = _nothing
 
     def put(self, thing: Any, name: str, value: object) -> None:
-        """Give a thing an attribute for as long as this turn is."""
+        """Set an attribute of a thing for the time of this turn."""
         self.keep(thing, name)
         thing.__dict__[name] = value
 
     def keep(self, thing: Any, *names: str) -> None:
-        """Let attributes, which somebody is about to set, be after this turn what they are now."""
+        """Restore attributes, which the caller is about to set, to their present values when this turn ends."""
         there = _there(thing, names)
         self._before[thing] = there | self._before.get(thing, {})
         self._ending.callback(_set, thing, there)
 
     def silences(self, hooks: Iterable[RemovableHandle]) -> None:
-        """These, and no others, are not called while a later one has its turn."""
+        """Silence these hooks, and no others, while a later owner has its turn."""
         self._hooks.clear()
         for hook in hooks:
             self._hooks.setdefault(id(hook.hooks_dict_ref()), []).append(hook)
 
     def end(self) -> None:
-        """Of the last one. Also where it has begun for some of the things only, or not at all."""
+        """End the last turn, even if it has begun for some of the things only, or not at all."""
         self._ending.close()
 
 
 def has_turn(thing: Any, listed_as: str) -> bool:
-    """Whether somebody has."""
+    """Whether any owner has a turn on a thing."""
     return listed_as in thing.__dict__

@@ -1,17 +1,17 @@
-"""FP8 in DeepSpeed's sequence parallelism (Ulysses): which exchanges of activations travel in FP8, and in which format.
+"""FP8 in DeepSpeed's sequence parallelism (Ulysses): exchanges of activations are sent in FP8.
 
-All of its all-to-alls are the `dist.all_to_all_single` of one file, deepspeed/sequence/layer.py (those of DeepCompile,
-which the plugin refuses, apart; the all-gather of image patches in UlyssesSPViTAttention stays as it is). Three ways
-lead there: DistributedAttention through _SeqAllToAll and single_all_to_all, UlyssesSPAttentionHF through
-_dim_zero_all_to_all (until DeepSpeed 0.19.0 through _DimZeroAllToAll), FPDT_Attention through single_all_to_all. The
-collective itself is replaced, so that layouts, uneven heads and overlapping stay DeepSpeed's own code; and the
-functions on the way, which know whether it is an activation or a gradient.
+All of its all-to-alls call `dist.all_to_all_single` in one file, deepspeed/sequence/layer.py (except for DeepCompile,
+which the plugin refuses; the all-gather of image patches in UlyssesSPViTAttention stays as it is). Three paths lead
+there: DistributedAttention through _SeqAllToAll and single_all_to_all, UlyssesSPAttentionHF through
+_dim_zero_all_to_all (until DeepSpeed 0.19.0 through _DimZeroAllToAll), FPDT_Attention through single_all_to_all. This
+module replaces the collective itself, so layouts, uneven heads and overlapping stay DeepSpeed's own code. It also
+replaces the functions on these paths, which know whether a tensor is an activation or a gradient.
 
-Which engine an exchange belongs to. A process group does not tell: the models of RLHF share it. Instead every module of
-an engine that exchanges in FP8 says so while its forward runs (ActivationHooks), which also covers activation
-checkpointing, where autograd calls a block's forward again. The backward of an exchange belongs to the engine that its
-forward belonged to. So engines with and without FP8 live side by side; an exchange outside of any module's forward is
-DeepSpeed's own. All ranks of a group must run the same engine's forward, which a collective demands anyway.
+Every exchange belongs to one engine. The process group does not tell which: the models of RLHF share it. Instead, hooks
+on an engine's modules set its exchange while their forward runs (ActivationHooks). This covers activation checkpointing
+too, where autograd calls a block's forward again. The backward of an exchange belongs to the engine of its forward. So
+engines with and without FP8 can live side by side; an exchange outside any module's forward is DeepSpeed's own. All
+ranks of a group must run the same engine's forward, which a collective demands anyway.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from zeropp_fp8.zero.stage_part import StagePart
 
 
 class _Now:
-    """What runs at the moment. One for all threads: while autograd's own thread works, the caller waits for it."""
+    """The exchange that is active now. All threads share it: while autograd's own thread works, the caller waits."""
 
     def __init__(self) -> None:
         self.exchange: ActivationExchange | None = None
         self.backward = False  # inside the backward of an exchange
         self.evaluating = False
-        self.entered: list[tuple[nn.Module, ActivationExchange | None]] = []  # and what to go back to
+        self.entered: list[tuple[nn.Module, ActivationExchange | None]] = []  # with the exchange before
 
 
 _now = _Now()
@@ -45,7 +45,7 @@ _now = _Now()
 class ActivationHooks(StagePart):
     """While a module of `model` runs its forward, exchanges of activations are those of `exchange`.
 
-    On modules that contain others or hold a group of their own: no other calls an exchange.
+    The hooks are on modules that contain others or hold a group of their own: no other module calls an exchange.
     """
 
     gives_up = "activations of sequence parallelism (fp8)"
@@ -62,13 +62,13 @@ class ActivationHooks(StagePart):
         self.exchange.rests = True
 
     def remove(self) -> None:
-        """Give the model back: its exchanges are DeepSpeed's own again."""
+        """Detach from the model: its exchanges are DeepSpeed's own again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _enter(self, module: nn.Module, args) -> None:
-        if not _now.entered:  # reentrant checkpointing switches gradients off further down
+        if not _now.entered:  # only for the outermost: reentrant checkpointing switches gradients off inside
             _now.evaluating = not torch.is_grad_enabled()
         _now.entered.append((module, _now.exchange))
         _now.exchange = self.exchange
@@ -83,7 +83,7 @@ def _leave(module: nn.Module, args, output) -> None:
 
 
 def _remembering_forward(stock: Callable) -> Callable:
-    """The forward of an autograd function of DeepSpeed that remembers which engine's exchange it was."""
+    """Wrap the forward of a DeepSpeed autograd function so that it remembers its engine's exchange."""
 
     @functools.wraps(stock)
     def forward(ctx, *args, **kwargs):
@@ -94,7 +94,7 @@ def _remembering_forward(stock: Callable) -> Callable:
 
 
 def _gradient_backward(stock: Callable) -> Callable:
-    """Its backward: exchanges inside are of gradients, and of the engine that the forward belonged to."""
+    """Wrap its backward: exchanges inside are of gradients, and belong to the engine of the forward."""
 
     @functools.wraps(stock)
     def backward(ctx, *grad_outputs):
@@ -110,7 +110,7 @@ def _gradient_backward(stock: Callable) -> Callable:
 
 
 def _dim_zero(stock: Callable) -> Callable:
-    """DeepSpeed's _dim_zero_all_to_all(group, input), an operator with a derivative; so is what replaces it."""
+    """A replacement for DeepSpeed's _dim_zero_all_to_all(group, input); both are operators with a derivative."""
 
     @functools.wraps(stock)
     def dim_zero_all_to_all(group, input):
@@ -122,7 +122,7 @@ def _dim_zero(stock: Callable) -> Callable:
 
 
 class _SequenceComm:
-    """Stands for the module deepspeed.comm inside deepspeed/sequence/layer.py: all but one function is its own."""
+    """Replaces the module deepspeed.comm inside deepspeed/sequence/layer.py; it changes one function only."""
 
     def __init__(self, stock: Any) -> None:
         self.stock = stock
@@ -146,9 +146,9 @@ class _SequenceComm:
 
 
 def replace_exchanges(replace: Callable[[Any, str, Any], None]) -> None:
-    """Put the functions above where DeepSpeed looks for its own; they do nothing while no FP8 engine's model runs.
+    """Replace DeepSpeed's functions by those above; they call DeepSpeed's while no FP8 engine's model runs.
 
-    `replace(owner, name, value)` sets an attribute and remembers what was there.
+    `replace(owner, name, value)` sets an attribute and remembers its old value.
     """
     from deepspeed.runtime.sequence_parallel import ulysses_sp
     from deepspeed.sequence import fpdt_layer, layer
@@ -169,9 +169,9 @@ def replace_exchanges(replace: Callable[[Any, str, Any], None]) -> None:
 
 
 def sequence_parallel_groups(model: nn.Module) -> list:
-    """The process groups of more than one rank that sequence parallelism exchanges over, as far as they can be known.
+    """The process groups of more than one rank that sequence parallelism exchanges over, as far as can be known.
 
-    DeepSpeed's own, made from an mpu or a mesh, and those that DistributedAttention and FPDT_Attention were given.
+    These are DeepSpeed's own, made from an mpu or a mesh, and those given to DistributedAttention and FPDT_Attention.
     """
     own = (getattr(module, "spg", None) for module in model.modules())
     found = [group for group in own if isinstance(group, torch.distributed.ProcessGroup)]
@@ -181,10 +181,10 @@ def sequence_parallel_groups(model: nn.Module) -> list:
 
 
 def exchange_in_fp8(model: nn.Module, session) -> None:
-    """Let `model` exchange activations as the configuration of `session` says.
+    """Let `model` exchange activations as configured in `session`.
 
     Raises:
-        ConfigError: "fp8" without sequence parallelism. ("detect" then means none.)
+        ConfigError: "fp8" is set without sequence parallelism. ("detect" then means none.)
     """
     wire_format = session.config.activations.wire_format
     if wire_format == "none":

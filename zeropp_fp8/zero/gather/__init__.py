@@ -1,20 +1,20 @@
-"""A weight's way from the ranks' shards to the layer that computes with it, and out of memory again.
+"""Brings weights from the ranks' shards to the layer that computes with them, and drops them again.
 
-blocks.py        finding the transformer blocks of a model
-route.py         the hops, and in which order what they bring lies
-units.py         parameters that travel together: what a unit answers, and cutting a model into units
-storage.py       how parameters rest; what is done with several at once: exact gathers, writing back
-sliced.py        the ordinary storage: slices of numbers, encoded for the wire
-waiting.py       what is said where parameters never come
-buffers.py       where things lie in a unit's buffers
-difference.py    how weights have changed, between nodes, and what that is added to
-delta.py         what a unit's copies have to do with that
-gemm_weights.py  weights whose gathered bytes are the operand of a GEMM
-secondary.py     which units keep what the first hops brought
-ownership.py     which parameters an engine has, and who has them before and after it
-hops.py          gathers under way: lanes and buffers
-gatherer.py      values of parameters: brings, drops and writes them back; never asks for a unit's storage
-trace.py         in which order a step fetches units
-coordinator.py   when they are fetched, fetched ahead and released: what DeepSpeed's hooks ask
-adopted.py       what is kept on a parameter, and lists that hold parameters of several engines
+blocks.py        finds the transformer blocks of a model
+route.py         the hops, and the order of rows in their results
+units.py         parameters that are gathered together (a parameter group): the interface, and cutting a model
+storage.py       how parameters are stored; exact gathers and writing back of several at once
+sliced.py        the default storage: slices of numbers, encoded for the wire
+waiting.py       the error message if parameters never come
+buffers.py       offsets in a unit's buffers
+difference.py    weight differences between nodes, and the copies that they are added to
+delta.py         differences of one unit, and its copies
+gemm_weights.py  weights whose gathered bytes are a GEMM operand
+secondary.py     chooses the units that keep the results of the first hops
+ownership.py     attaches parameters to an engine, and detaches them
+hops.py          pending gathers: lanes and buffers
+gatherer.py      gathers, drops and writes back values of parameters; never asks for a unit's storage
+trace.py         the order in which a step fetches units
+coordinator.py   fetches, prefetches and releases units when DeepSpeed's hooks ask
+adopted.py       the plugin's state of a parameter, and lists with parameters of several engines
 """

@@ -1,8 +1,8 @@
-"""The plugin's state of a ZeRO-3 parameter, and lists that hold parameters of several engines.
+"""The plugin's state of a ZeRO-3 parameter, and lists with parameters of several engines.
 
-`GatheredParameters` hands all of its parameters to the closures of the first. They may belong to several engines (a
+`GatheredParameters` passes all of its parameters to the closures of the first. They may belong to several engines (a
 policy and the reference model that follows it, a model and its moving average), to DeepSpeed's own engines, or to none
-yet. Each knows its own wire format, owners and copies only, so every list is cut by engine first.
+yet. An engine knows its own wire format, owners and copies only, so every list is split by engine first.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from zeropp_fp8.zero.session import Session
 
 
 class Owner(Protocol):
-    """The gatherer of the engine that has a parameter, as others see it."""
+    """The interface of the gatherer that a parameter is attached to, for other engines."""
 
     session: Session
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
-        """Gather every bit, complete on the current stream. Collective."""
+        """Gather with every bit, complete on the current stream. Collective."""
 
     def partition(self, params: Sequence[Parameter], has_been_updated: bool = False, free_data: bool = True) -> None:
-        """Drop values; `has_been_updated`: take over what was written to them first. Collective then."""
+        """Drop values; `has_been_updated`: first copy what was written to them to the shards. Collective then."""
 
     def suspend(self, params: Sequence[Parameter]) -> None:
         """Give parameters to an engine that was made later. Collective."""
 
     def resume(self, states: Mapping[Parameter, ParameterWire], placed: bool) -> None:
-        """Have parameters again, as they were in this engine: the later one has ended. Collective, unless `placed`."""
+        """Attach parameters again as they were, after the later engine has ended. Collective, unless `placed`."""
 
 
 @dataclass
@@ -44,14 +44,14 @@ class ParameterWire:
     stock: dict[str, Callable]  # DeepSpeed's closures, by their names
     unit: Unit
     owner: Owner
-    before: ParameterWire | None = None  # of the engine that had it, and has it again when this one is destroyed
+    before: ParameterWire | None = None  # its state in the engine before, which gets it back when this one is destroyed
 
 
 # -- looking up ------------------------------------------------------------------------------------------------------
 
 
 def unit_of(param: Parameter) -> Unit:
-    """The unit of a parameter, in the engine that has it."""
+    """The unit of a parameter, in the engine that it is attached to."""
     return sharded.attached(param).wire.unit
 
 
@@ -61,7 +61,7 @@ def units_of(params: Iterable[Parameter]) -> tuple[Unit, ...]:
 
 
 def by_unit(params: Iterable[Parameter]) -> dict[Unit, list[Parameter]]:
-    """Parameters by the unit that holds them, in the order of their first."""
+    """Parameters by the unit that holds them, in the order of each unit's first parameter."""
     units: dict[Unit, list[Parameter]] = {}
     for param in params:
         units.setdefault(unit_of(param), []).append(param)
@@ -79,9 +79,9 @@ def units_with(param: Parameter) -> list[Unit]:
 
 
 def by_storage(params: Iterable[Parameter]) -> list[tuple[Storage, list[Parameter]]]:
-    """(storage, parameters), in the order of their first; storages that send what rests come last.
+    """(storage, parameters) in the order of each first parameter; storages that send shards as they are come last.
 
-    Those may refuse what was written to a parameter, when the others are done.
+    Such storages may refuse a write to a parameter, so the others must be done by then.
     """
     parts: dict[Storage, list[Parameter]] = {}
     for param in params:
@@ -90,7 +90,7 @@ def by_storage(params: Iterable[Parameter]) -> list[tuple[Storage, list[Paramete
 
 
 def by_engine(params: Iterable[Parameter]) -> list[tuple[Owner | None, list[Parameter]]]:
-    """(gatherer of the engine that has them, parameters), in the order of their first; None: of no engine here.
+    """(gatherer of an engine, its parameters) in the order of each first parameter; None: attached to no engine here.
 
     Ranks that pass the same list take the parts in the same order.
     """
@@ -112,7 +112,7 @@ def gather_by_engine(params: Iterable[Parameter]) -> None:
 
 
 def partition_by_engine(params: Iterable[Parameter], has_been_updated: bool = False, free_data: bool = True) -> None:
-    """Drop the values of parameters of any engines; `has_been_updated`: take over what was written. Collective then."""
+    """Drop values of parameters of any engines; `has_been_updated`: write them back first. Collective then."""
     for gatherer, mine in by_engine(params):
         if gatherer is None:
             mine[0].partition(param_list=mine, has_been_updated=has_been_updated, free_data=free_data)

@@ -1,4 +1,4 @@
-"""Finding the transformer blocks of a model, the units that are gathered and released together."""
+"""Finds the transformer blocks of a model; a block is gathered and released as one unit."""
 
 from __future__ import annotations
 

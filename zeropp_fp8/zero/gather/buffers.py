@@ -1,4 +1,4 @@
-"""Where things lie in a unit's buffers: bytes of the ranks in what hops bring, values of decoded parameters."""
+"""Offsets in a unit's buffers: of the ranks' bytes in the results of hops, and of decoded parameters' values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.nn import Parameter
 from zeropp_fp8 import sharded
 from zeropp_fp8.formats.base import align_up
 
-_PARAMETER_ALIGNMENT = 16  # bytes; kernels then read and write 16 at once
+_PARAMETER_ALIGNMENT = 16  # bytes; kernels can then read and write 16 at once
 
 
 class Regions:
     """Regions of a flat uint8 buffer, each with the bytes of all ranks, so that the codes of a weight are one matrix.
 
     Args:
-        sizes: of each region, bytes a rank.
+        sizes: bytes per rank of each region.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -42,10 +42,10 @@ class Regions:
 
 
 class Places:
-    """Where the values of parameters lie: in one buffer a dtype, each aligned to 16 bytes.
+    """Offsets of parameters' values: there is one buffer per dtype, and each parameter is aligned to 16 bytes.
 
     Args:
-        left_out: indices of those that need no place.
+        left_out: indices of parameters that need no place.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Places:
             self._places.append((dtype, sharded.shape(param), strides, start))
 
     def empty(self, device: torch.device) -> list[Tensor | None]:
-        """An uninitialized tensor in its shape for each parameter; None for those without a place."""
+        """An uninitialized tensor in each parameter's shape; None for parameters without a place."""
         buffers = {dtype: torch.empty(numel, dtype=dtype, device=device) for dtype, numel in self._numels.items()}
-        # One call a parameter: a slice and its view take more than twice as long.
+        # One call per parameter: a slice and its view take more than twice as long.
         return [place and buffers[place[0]].as_strided(*place[1:]) for place in self._places]

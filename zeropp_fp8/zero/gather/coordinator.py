@@ -1,9 +1,9 @@
-"""When units are fetched, fetched ahead and released: what DeepSpeed's PartitionedParameterCoordinator does, by unit.
+"""Fetches, prefetches and releases units, as DeepSpeed's PartitionedParameterCoordinator does with parameters.
 
-The rules and their keys are DeepSpeed's: `stage3_prefetch_bucket_size` bounds how many elements are fetched ahead (at
-least the next unit is, unless it is 0), `stage3_max_live_parameters` how many are live, and what is needed again within
-`stage3_max_reuse_distance` elements stays. With a secondary shard the hop between nodes goes further: a forward starts
-it for all units at once, in their order, and the network is busy from the first to the last of them.
+The rules and their keys are DeepSpeed's. `stage3_prefetch_bucket_size` bounds the prefetched elements (the next unit is
+always prefetched, unless it is 0), `stage3_max_live_parameters` bounds the live ones, and a unit that is needed again
+within `stage3_max_reuse_distance` elements stays. With a secondary shard a forward starts the hop between nodes for
+all units at once, in their order, and the network is busy from the first to the last of them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from zeropp_fp8.zero.gather.gatherer import Gatherer
 from zeropp_fp8.zero.gather.trace import FetchTrace
 from zeropp_fp8.zero.gather.units import Unit
 
-# Of one submodule in a pass that another module began: a loss in chunks calls a head that often, generation more.
+# Calls of one submodule in a pass that another module began: a chunked loss calls a head that often, generation more.
 _MOST_CALLS = 16
-_NONE = -1  # the number of a backward, outside of all
+_NONE = -1  # the number of a backward, outside any backward
 
 
 class _Called(NamedTuple):
     """A forward that was announced.
 
     Attributes:
-        module: that is called by itself; None: the whole model.
+        module: the module that is called by itself; None: the whole model.
         backward: the number of the backward that runs it.
     """
 
@@ -46,7 +46,7 @@ class _Members(NamedTuple):
     Attributes:
         external: how many of them belong to other modules.
         params: all of them.
-        units: that hold them, each with those that it holds.
+        units: the units that hold them, each with its parameters among these.
     """
 
     external: int
@@ -69,22 +69,22 @@ class UnitCoordinator:
         self.hierarchy = 0  # DeepSpeed sets it; hops are chosen by the gatherer
         self._trace = FetchTrace()
         self._prefetched_until = 0
-        self._called: _Called | None = None  # begins the next pass, with its first fetch
+        self._called: _Called | None = None  # begins the next pass at its first fetch
         self._first_called: nn.Module | None = None  # the submodule that began this pass
-        self._calls: dict[nn.Module, int] = {}  # of submodules by themselves, in this pass
-        self._in_backward: dict[nn.Module, int] = {}  # and how many calls of it are
+        self._calls: dict[nn.Module, int] = {}  # calls of submodules by themselves, in this pass
+        self._in_backward: dict[nn.Module, int] = {}  # modules with the number of their calls in backward
         self._of_module: dict[int, _Members] = {}
         self._units = gatherer.units
         # Autograd may run the hooks of a module with several outputs in several threads.
         self._lock = threading.RLock()
 
-    # -- what DeepSpeed asks about its own trace; this one needs no modes ------------------------------------------
+    # -- DeepSpeed's questions about its own trace; this one needs no modes ----------------------------------------
 
     def trace_prologue(self, sub_module: nn.Module) -> None:
-        """Nothing to do: every pass is compared with the known order as it goes."""
+        """Do nothing: every pass is compared with the known order as it runs."""
 
     def is_record_trace(self) -> bool:
-        """Always recording, but not through record_module."""
+        """False: the trace always records, but not through record_module."""
         return False
 
     def is_invalid_trace(self) -> bool:
@@ -100,18 +100,18 @@ class UnitCoordinator:
         self._called = _Called(None, torch._C._current_graph_task_id())
 
     def submodule_called(self, module: nn.Module) -> None:
-        """A forward begins of a part of the model by itself: the model without its head, or one part after the other.
+        """A forward of a part of the model begins: of the model without its head, or of one part after another.
 
-        What began the pass begins the next one too, and so does what is called so often that it must be a loop of its
-        own. Then passes have an end, and their order is learned, where the whole model is never called.
+        The module that began the pass begins the next one too. So does a module that is called so often that it must be
+        a loop of its own. Thus passes end, and their order is learned, even if the whole model is never called.
         """
         self._called = _Called(module, torch._C._current_graph_task_id())
 
     def _begin_pass(self) -> None:
-        """The first fetch after a forward was announced, which all ranks see.
+        """Begin a pass at the first fetch after an announced forward; all ranks see this fetch.
 
-        A rank that runs alone what is gathered fetches nothing, so the pass that all ranks are in goes on. If the fetch
-        is of a backward, the announced forward has been such a one.
+        A rank that runs gathered modules alone fetches nothing, so the pass that all ranks are in goes on. If the fetch
+        belongs to another backward than the announced forward, that forward was run by one rank alone.
         """
         (module, backward), self._called = self._called, None
         if backward != torch._C._current_graph_task_id():
@@ -121,7 +121,7 @@ class UnitCoordinator:
             if self._trace.position and module is not self._first_called and calls <= _MOST_CALLS:
                 self._calls[module] = calls
                 return
-        if backward == _NONE:  # else it runs the model again
+        if backward == _NONE:  # else the backward runs the model again
             self.release_backward_leftovers()
         self._trace.start_pass()
         self._prefetched_until = 0
@@ -137,12 +137,12 @@ class UnitCoordinator:
     # -- fetch and release -----------------------------------------------------------------------------------------
 
     def _members(self, module: nn.Module) -> _Members:
-        """What `module` uses itself; external parameters may be added while it runs.
+        """The parameters that `module` uses itself; external parameters may be added while it runs.
 
         Raises:
-            RuntimeError: not all are this engine's.
+            RuntimeError: some parameters are not attached to this engine.
         """
-        if self._units is not self.gatherer.ownership.units:  # another engine has taken some over
+        if self._units is not self.gatherer.ownership.units:  # another engine has attached some of them
             self._invalidate_trace()
             self._units = self.gatherer.units
         external = module._external_params
@@ -160,9 +160,9 @@ class UnitCoordinator:
         return held
 
     def fetch_sub_module(self, current_submodule: nn.Module, forward: bool) -> None:
-        """Make the parameters of a module available, and start fetching what comes after it.
+        """Make the parameters of a module available, and start to prefetch the units after it.
 
-        Not `forward`: they stay until the module's backward is over, or at the latest the whole backward.
+        Without `forward` they stay until the module's backward is over, or at the latest the whole backward.
         """
         with self._lock:
             _, params, units = self._members(current_submodule)
@@ -185,7 +185,7 @@ class UnitCoordinator:
                 self._trace.fetched(fetched, gatherer.session.ledger.kind)
             for unit in needed:
                 gatherer.hops.start(unit)
-            if fetched and gatherer.device.type == "cpu":  # finish() blocks: what comes next must be on its way before
+            if fetched and gatherer.device.type == "cpu":  # finish() blocks, so start the next units before
                 self._prefetch(needed)
             for unit in needed:
                 gatherer.finish(unit)
@@ -205,27 +205,27 @@ class UnitCoordinator:
                 continue
             if not sharded.missing(unit.params):
                 if not self._stays(unit):
-                    return  # it will be released and must then be fetched again: wait for that
+                    return  # it will be released and then fetched again: wait for that
             else:
                 if ahead > 0 and ahead + unit.numel > self.prefetch_numel:
                     return
                 if ahead > 0 and gatherer.live_numel + ahead + unit.numel > self.max_live_numel:
                     return
-                # Fetched ahead from the forward into the backward, its bytes still are the backward's. An evaluation
-                # follows the order of a training step, and counts as what it is.
+                # A unit that the forward prefetches for the backward counts as the backward's bytes. An evaluation
+                # follows the order of a training step, and keeps its own kind.
                 ledger = gatherer.session.ledger
                 with ledger.counting(ledger.kind if ledger.kind == OUTSIDE else kind):
                     gatherer.hops.start(unit, ahead=True)
                 ahead += unit.numel
 
     def _stays(self, unit: Unit) -> bool:
-        """Whether a live unit is to be kept until it is needed again."""
+        """Whether a live unit stays until it is needed again."""
         distance = self._trace.numel_until(unit)
         near = distance is not None and distance < self.max_reuse_numel
         return near and self.gatherer.live_numel <= self.max_live_numel
 
     def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
-        """A module has been run: drop its parameters unless they are needed soon, by its backward or another module."""
+        """After a module's run, drop its parameters, unless its backward or another module needs them soon."""
         with self._lock:
             if not forward:
                 self._in_backward.pop(submodule, None)
@@ -237,12 +237,12 @@ class UnitCoordinator:
                     self._release(unit)
 
     def backward_begins(self, module: nn.Module) -> None:
-        """Of a call of a module, whose parameters have been fetched for it."""
+        """The backward of a module's call begins; its parameters have been fetched."""
         with self._lock:
             self._in_backward[module] = self._in_backward.get(module, 0) + 1
 
     def backward_ends(self, module: nn.Module) -> bool:
-        """Of a call of a module; whether no other one is in its backward, such as the call that this one came from."""
+        """The backward of a module's call ends; returns whether no other call of it (an outer one) is in one."""
         with self._lock:
             calls = self._in_backward.get(module, 0) - 1
             if calls > 0:
@@ -269,9 +269,9 @@ class UnitCoordinator:
         self.gatherer.release(unit)
 
     def release_backward_leftovers(self) -> None:
-        """Release modules whose hook after backward never came.
+        """Release modules whose hook after backward was never called.
 
-        No input of theirs needs a gradient, they were run again after their backward, or an exception ended it.
+        Either no input needs a gradient, or they were run again after their backward, or an exception ended it.
         """
         with self._lock:
             while self._in_backward:
@@ -282,7 +282,7 @@ class UnitCoordinator:
                         self._release(unit)
 
     def release_and_reset_all(self, module: nn.Module) -> None:
-        """Release everything, parameters kept between steps too."""
+        """Release everything, including parameters kept between steps."""
         with self._lock:
             self._in_backward.clear()
             for unit in self.gatherer.units:
@@ -295,7 +295,7 @@ class UnitCoordinator:
 
 
 def _fetched(units: Mapping[Unit, list[Parameter]]) -> tuple[tuple[Unit, ...], list[Unit]]:
-    """Of the units of a module: (those whose fetch all ranks see, those that it misses parameters of)."""
+    """Split the units of a module: (units whose fetch all ranks see, units of which it misses parameters)."""
     needed = [unit for unit, params in units.items() if sharded.missing(params)]
     return tuple([u for u in units if not u.persistent and (u in needed or not u.looked_at)]), needed
 

@@ -1,18 +1,17 @@
-"""Quantized weight differences: between nodes travels how weights have changed, not what they are.
+"""Quantized weight differences: nodes send each other the changes of weights, not the weights.
 
-Every rank that keeps a secondary shard holds what all weights were (W'). After a step each encodes W - W' of its own
-slice in 4, 3 or 2 bits (SDP4Bit, arXiv 2410.15526, section 3.1), the hops up to the secondary shard bring all of them,
-and every rank adds them to what it holds: the same operations on the same bytes, so that W' stays the same, bit for
-bit, wherever it is held. What quantization dropped is in the next difference: errors do not add up.
+Every rank that keeps a secondary shard holds a copy W' of all previous weights. After a step each rank encodes W - W'
+of its own slice in 4, 3 or 2 bits (SDP4Bit, arXiv 2410.15526, section 3.1). The hops up to the secondary shard bring
+all differences, and every rank adds them to its copy. All do the same operations on the same bytes, so W' stays equal
+on all of them, bit for bit. The next difference contains what quantization dropped: errors do not add up.
 
-W' rests in the format that weights travel in without differences (`weights.format`), which the hop behind the
-secondary shard sends on as ever. Differences are of the 16-bit weights and not of their fp32 masters: these are what a
-checkpoint, an exact gather and stock's forward have, and where W' has 16 bits too their rounding would come back.
+W' is stored in the format in which weights are sent without differences (`weights.format`), and the hop behind the
+secondary shard sends it as before. Differences are taken of the 16-bit weights and not of their fp32 masters: a
+checkpoint, an exact gather and stock's forward use the former, and with a 16-bit W' the rounding would come back.
 
-Vectors travel as they are. A full gather begins (and takes the place of) differences where nothing is held yet, where
-weights were written by anything but a step, and where a difference did not fit: one whose
-largest number was more than a quarter of the largest weight of its tensor. That is seen by all ranks that hold it in
-what they decoded, and read by the host one step later, when the device has long been done.
+Vectors are sent as they are. A full gather replaces differences if no copy exists yet, if anything but a step wrote the
+weights, or if a difference did not fit: its largest number was more than a quarter of its tensor's largest weight. All
+ranks with a copy see that in the decoded numbers, and the host reads it one step later, when the device is long done.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from zeropp_fp8.comm.lanes import mark
 from zeropp_fp8.comm.payload import Held, PayloadLayout, SliceOrder
 from zeropp_fp8.formats import WireFormat
 
-# A difference this large, in 4 bits at 18.6 dB, leaves weights 30.6 dB, as FP8 does; INT8 has 43.
+# With a difference this large, in 4 bits at 18.6 dB, weights keep 30.6 dB, as with FP8; INT8 has 43.
 _LARGEST_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What lies in a row of payloads.
+    """The contents of a row of payloads.
 
     Attributes:
         numels: elements of each tensor.
-        held_formats: what they rest in in the secondary shard.
-        formats: what their differences travel in; unquantized: the tensor travels as it is.
+        held_formats: their formats in the secondary shard.
+        formats: the formats of their differences; unquantized: the tensor itself is sent.
     """
 
     numels: Sequence[int]
@@ -48,23 +47,23 @@ class Contents:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Of a payload with differences."""
+        """Bytes of a payload with differences."""
         return sum(one.payload_bytes(numel) for one, numel in zip(self.formats, self.numels))
 
 
 def _layouts(
     contents: Contents, dtypes: Sequence[torch.dtype], device: torch.device
 ) -> tuple[PayloadLayout, PayloadLayout]:
-    """Of rows with differences, and of what is held."""
+    """The layouts of rows with differences, and of rows of the copy."""
     both = contents.formats, contents.held_formats
     return tuple(PayloadLayout(contents.numels, mine, dtypes, device, partner) for mine, partner in (both, both[::-1]))
 
 
 class Fits:
-    """Differences whose `fits` the device has found since the last copy to the host.
+    """Collects differences whose `fits` the device has computed since the last copy to the host.
 
-    A copy a unit would lie in a queue to the host until the unit has crossed between nodes, and whatever else a forward
-    asks the device may have to wait behind it.
+    With one copy per unit, each copy would block the queue to the host until the unit has crossed between nodes, and
+    other reads of a forward might have to wait behind it.
     """
 
     def __init__(self) -> None:
@@ -72,11 +71,11 @@ class Fits:
         self._copied: torch.Event | None = None
 
     def note(self, difference: Difference) -> None:
-        """Its `fits` is on the device, written by what the current stream has been given."""
+        """Note a difference whose `fits` is on the device, written by work on the current stream."""
         self._found.append(difference)
 
     def bring_to_host(self) -> None:
-        """Start copying all that has been noted, on the stream that wrote it."""
+        """Start to copy all noted `fits`, on the stream that wrote them."""
         found = [difference for difference in self._found if difference.fits is not None]
         self._found = []
         if not found:
@@ -89,24 +88,24 @@ class Fits:
             difference.fits = one
 
     def wait(self) -> None:
-        """The host waits for that copy: in the step after, when it has long been there."""
+        """Let the host wait for that copy, in the next step, when it is long done."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
 
 
 class Difference:
-    """What one unit's ranks send where they hold what its weights were.
+    """Encodes and adds the differences of one unit whose ranks hold a copy of its previous weights.
 
     Args:
-        own, brought: what lies in the row of this rank, and in each of those that the hops bring.
-        device: where the secondary shard lies.
-        all_fits: of all units (default: this one is alone).
+        own, brought: contents of this rank's row, and of each row that the hops bring.
+        device: the device of the secondary shard.
+        all_fits: the Fits of all units (default: for this unit alone).
 
     Attributes:
-        begun: something is held that differences can be added to.
+        begun: a copy is held that differences can be added to.
         steps: differences since the last full gather.
-        fits: bool [], whether the last one did; None where there has been none.
+        fits: bool [], whether the last difference fitted; None if there has been none.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Difference:
         self.device = device
         self._one_row = SliceOrder([0], device)
         self._brought = _layouts(brought, [torch.float32] * len(brought.numels), device)
-        self._own: tuple[PayloadLayout, PayloadLayout] | None = None  # which depend on the shards' dtypes
+        self._own: tuple[PayloadLayout, PayloadLayout] | None = None  # these depend on the shards' dtypes
         self.begun = False
         self.steps = 0
         self.fits: Tensor | None = None
@@ -128,7 +127,7 @@ class Difference:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next gather brings differences. The same on all ranks that exchange them."""
+        """Whether the next gather brings differences. The answer is the same on all ranks that exchange them."""
         return self.begun and not self._was_too_large()
 
     def _was_too_large(self) -> bool:
@@ -140,17 +139,17 @@ class Difference:
         self.begun, self.steps, self.fits = True, 0, None
 
     def forget(self) -> None:
-        """What is held, or will be, is no base of a difference."""
+        """Stop using the copy as the base of differences, until the next full gather."""
         self.begun = False
 
     def encode(self, shards: Sequence[Tensor], held: Tensor, out: Tensor) -> None:
-        """Write what this rank sends to `out`, uint8 [1, row bytes].
+        """Write this rank's payload to `out`, uint8 [1, row bytes].
 
         Args:
-            shards: its part of each tensor, flat; what is missing at the end of one is padding, zeros.
-            held: uint8 [1, row bytes of the secondary shard], its own row there.
+            shards: its part of each tensor, flat; elements missing at the end are padding, zeros.
+            held: uint8 [1, row bytes of the secondary shard], its own row in the shard.
         """
-        if not shards:  # of whole tensors a rank may own none
+        if not shards:  # a rank may own no whole tensor
             return
         if self._own is None:
             self._own = _layouts(self.own, [shard.dtype for shard in shards], self.device)
@@ -158,23 +157,23 @@ class Difference:
         differences.encode(shards, self._one_row, out, held=Held(weights, held))
 
     def add(self, brought: Tensor, held: Tensor) -> None:
-        """Bring uint8 `held` [rows, row bytes of the secondary shard] up to date with `brought` [rows, row bytes].
+        """Update uint8 `held` [rows, row bytes of the secondary shard] with `brought` [rows, row bytes].
 
-        Alike on all ranks.
+        All ranks do the same.
         """
         differences, weights = self._brought
         self.steps += 1
         of_differences, of_weights = differences.add(brought, Held(weights, held))
-        self.fits = (of_differences <= _LARGEST_SHARE * of_weights).all()  # NaN does not
+        self.fits = (of_differences <= _LARGEST_SHARE * of_weights).all()  # NaN does not fit
         self._all_fits.note(self)
 
-    # -- what training depends on ------------------------------------------------------------------------------------
+    # -- extra state -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        """Differences since the last full gather, and whether the last one was too large."""
+        """The number of differences since the last full gather, and whether the last one was too large."""
         return {"steps": self.steps, "too large": self._was_too_large()}
 
     def continue_from(self, state: dict) -> None:
-        """What was held has been put there again: go on where `state` was taken."""
+        """Go on from the point where `state` was taken; the copy has been restored."""
         self.begin()
         self.steps, self.fits = state["steps"], torch.tensor(not state["too large"], device="cpu")

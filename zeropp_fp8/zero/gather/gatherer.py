@@ -1,19 +1,18 @@
-"""Gathering parameters: quantized once, two-level, with the node's copy kept as received codes.
+"""Gathers parameters: quantized once, in two levels, with the node's copy kept as received codes.
 
 Two kinds of gather exist:
 
-* for computing (fetches of the coordinator, `all_gather_coalesced`, and `all_gather()` while a module runs): the
-  configured wire format, a unit at a time. The shards' payload is encoded once and kept until the weights change, so
-  forward, backward, every micro-batch and evaluation see the same bits. With hpZ what
-  the first hops brought is kept (the secondary shard): later gathers use the node's own links only. One node needs no
-  such copy.
-* for looking and changing (`GatheredParameters` and everything built on it): every bit, in two levels too.
+* for computing (fetches of the coordinator, `all_gather_coalesced`, and `all_gather()` while a module runs): in the
+  configured wire format, one unit at a time. The shards' payload is encoded once and kept until the weights change, so
+  forward, backward, every micro-batch and evaluation see the same bits. With hpZ the result of the first hops is kept
+  (the secondary shard): later gathers use the node's own links only. One node needs no such copy.
+* for reading and writing (`GatheredParameters` and everything built on it): with every bit, in two levels too.
 
 Payloads and secondary shards are dropped by `weights_changed()`, which every writer of weights calls on every rank:
-the optimizer step, checkpoint loads, `partition(has_been_updated=True)`. All ranks therefore agree on who holds what;
-looking at a tensor's version counter instead would let them disagree (a padded shard is never written) and hang.
+the optimizer step, checkpoint loads, `partition(has_been_updated=True)`. All ranks therefore agree on what each holds;
+with a tensor's version counter instead they could disagree (a padded shard is never written) and hang.
 
-What is sent when is the business of hops.py. Decoding runs on the compute stream just before the values are needed: 40
+hops.py decides what is sent when. Decoding runs on the compute stream just before the values are needed: it takes 40
 microseconds for a block of 50M parameters, and its buffer never crosses streams.
 """
 
@@ -48,14 +47,14 @@ from zeropp_fp8.zero.gather.units import Unit
 
 
 class UnitsHandle:
-    """Units whose gather is under way; `wait` makes their parameters available."""
+    """Units whose gather is pending; `wait` makes their parameters available."""
 
     def __init__(self, gatherer: Gatherer, units: Sequence[Unit]) -> None:
         self._gatherer = gatherer
         self._units = units
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """`handle_dependency` is DeepSpeed's; buffers are always protected here."""
+        """Finish the gathers. `handle_dependency` is DeepSpeed's; buffers are always protected here."""
         for unit in self._units:
             self._gatherer.finish(unit)
 
@@ -64,12 +63,12 @@ class Gatherer:
     """Gathers the parameters of one engine.
 
     Attributes:
-        ownership: which these are.
+        ownership: the engine's parameters.
         module_depth: > 0 while a module of the model runs.
-        hops: gathers under way.
-        secondary: which of them the ranks of a node keep.
+        hops: pending gathers.
+        secondary: chooses the units that the ranks of a node keep.
         live_numel: elements of units whose parameters hold their values now.
-        resident: weights stay, for generation: nobody else gathers or drops them.
+        resident: weights stay for generation, and only generation gathers or drops them.
     """
 
     def __init__(self, route: Route, storages: Sequence[Storage]) -> None:
@@ -87,10 +86,10 @@ class Gatherer:
 
     @property
     def units(self) -> list[Unit]:
-        """What it gathers: units of which no later engine has parameters."""
+        """The units that this engine gathers: no later engine has any of their parameters."""
         return self.ownership.units
 
-    # -- whose parameters are (ownership.py) -------------------------------------------------------------------------
+    # -- attaching and detaching (ownership.py) ----------------------------------------------------------------------
 
     def attach(self, units: Sequence[Unit]) -> None:
         """Gather the parameters of units from now on. Collective."""
@@ -100,7 +99,7 @@ class Gatherer:
         self.hops.attach(units)
 
     def detach(self) -> None:
-        """Give parameters back, and buffers to the allocator. Collective where weights have owners."""
+        """Detach parameters, and free buffers. Collective if whole tensors have owners."""
         self.ownership.detach()
         self.hops.free()
 
@@ -109,18 +108,18 @@ class Gatherer:
         self.ownership.suspend(params)
 
     def resume(self, states: Mapping[Parameter, ParameterWire], placed: bool) -> None:
-        """Have parameters again, as they were in this engine: the later one has ended. Collective, unless `placed`."""
+        """Attach parameters again as they were, after the later engine has ended. Collective, unless `placed`."""
         self.ownership.resume(states, placed)
 
     def closures_of(self, param: Parameter) -> dict[str, Callable]:
-        """What takes the place of DeepSpeed's closures on a parameter, by their names."""
+        """Replacements for DeepSpeed's closures on a parameter, by their names."""
 
         def all_gather(param_list=None, async_op=False, hierarchy=0):
             if param_list is None and self.module_depth > 0:
                 self._check_not_resident()
                 return self.gather_now([param])
             gather_by_engine([param] if param_list is None else param_list)
-            return [] if async_op else None  # handles of what is complete
+            return [] if async_op else None  # no handles: the gather is complete
 
         def partition(param_list=None, hierarchy=0, has_been_updated=False, free_data=True):
             partition_by_engine([param] if param_list is None else param_list, has_been_updated, free_data)
@@ -132,24 +131,24 @@ class Gatherer:
         }
 
     def drop(self, units: Iterable[Unit]) -> None:
-        """Let no gather of units be under way, also for the current stream, and nothing of them be there."""
+        """Release units and cancel their pending gathers, for the current stream too."""
         for unit in units:
             self.release(unit)
             self.hops.cancel(unit)
         self.hops.settle()
 
-    # -- what checkpoints hold of secondary shards -----------------------------------------------------------------
+    # -- secondary shards in checkpoints ---------------------------------------------------------------------------
 
     def held_states(self, names: Mapping[Parameter, str]) -> dict[tuple[str, ...], dict]:
-        """What each unit holds of this rank's weights, by the names of its parameters."""
+        """The state of this rank's weights in each unit's copy, by the names of the unit's parameters."""
         self.hops.settle()
         states = ((unit, unit.delta.state()) for unit in self.ownership.all_units)
         return {tuple(names.get(p, "") for p in unit.params): state for unit, state in states if state}
 
     def hold_again(self, states: Mapping[tuple[str, ...], dict], names: Mapping[Parameter, str]) -> None:
-        """Let units hold what they held when `held_states` was called, from their next gather on.
+        """Restore the copies of `held_states` at the next gather of each unit.
 
-        On every rank; weights are there already.
+        Call it on every rank, after the weights have been loaded.
         """
         for unit in self.units:
             unit.delta.large_step = False
@@ -158,7 +157,7 @@ class Gatherer:
     # -- values ------------------------------------------------------------------------------------------------------
 
     def finish(self, unit: Unit) -> None:
-        """Make the parameters of a unit available on the current stream; those that are stay as they are."""
+        """Make the parameters of a unit available on the current stream; available ones stay as they are."""
         ledger = self.session.ledger
         unit.pay()
         missing = sharded.missing(unit.params)
@@ -188,14 +187,14 @@ class Gatherer:
                 if sharded.attached(param).as_numbers:
                     value = operand.dequantize(dtype)
                 else:
-                    # Whoever reads the values in a way that compute/linear.py does not notice shall see it.
+                    # Code that reads the values and bypasses compute/linear.py shall see NaN.
                     value = self._not_a_number(dtype).expand(sharded.shape(param))
                 sharded.set_full(param, value, lossy=True)
         self.hops.end(unit, lent)
         self._are_there(unit, missing)
 
     def _are_there(self, unit: Unit, params: list[Parameter]) -> None:
-        """Parameters of a unit have got their values."""
+        """Note that parameters of a unit have their values."""
         unit.storage.note(params)
         if not unit.live:
             unit.live = True
@@ -208,9 +207,9 @@ class Gatherer:
             self.live_numel -= unit.numel
 
     def _lend_shards(self, unit: Unit, missing: list[Parameter]) -> None:
-        """Let parameters be their shards while modules use them: a copy of an embedding would be a gigabyte.
+        """Use shards as parameters while modules run: a copy of an embedding would take a gigabyte.
 
-        GatheredParameters makes a copy all the same: what is written there without `modifier_rank` is to be dropped.
+        GatheredParameters still makes a copy, because writes without `modifier_rank` must be dropped.
         """
         for param in missing:
             value = sharded.shard(param)[: sharded.numel(param)].view(sharded.shape(param))
@@ -218,11 +217,11 @@ class Gatherer:
         self._are_there(unit, missing)
 
     def release(self, unit: Unit) -> None:
-        """Drop the values of a unit's parameters, but for those that modules use or somebody looks at."""
+        """Drop the values of a unit's parameters, except those that modules use or a script has gathered."""
         full, looked_at = sharded.full(unit.params), unit.looked_at
         there = [p for p in full if not (sharded.users(p) or sharded.key(p) in looked_at)]
         unit.storage.check_untouched(there)
-        # The values were made and used on the compute stream only, so no stream has to be told.
+        # The values were made and used on the compute stream only, so no stream must be recorded.
         sharded.drop(there, [self._nothing(unit.dtype_of(param)) for param in there])
         unit.storage.note(there)
         self._is_not_live(unit)
@@ -246,7 +245,7 @@ class Gatherer:
     # -- gathers of parameters -----------------------------------------------------------------------------------
 
     def all_gather_coalesced(self, params: Iterable[Parameter], safe_mode: bool = False, quantize: bool = False):
-        """Start gathering the units of `params` for computing; returns a handle with wait().
+        """Start to gather the units of `params` for computing; returns a handle with wait().
 
         `safe_mode` and `quantize` are DeepSpeed's; the session decides the format.
         """
@@ -262,9 +261,9 @@ class Gatherer:
             engine.all_gather_coalesced(missing).wait()
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
-        """Gather with every bit, complete on the current stream, for looking at weights and changing them.
+        """Gather with every bit, complete on the current stream, for reading and changing weights.
 
-        A parameter that is there in quantized form is gathered again.
+        A parameter that was gathered in quantized form is gathered again.
         """
         self._check_not_resident()
         self.partition([p for p in params if sharded.known(p).lossy and not sharded.users(p)])
@@ -275,15 +274,15 @@ class Gatherer:
 
     @torch.no_grad()
     def partition(self, params: Sequence[Parameter], has_been_updated: bool = False, free_data: bool = True) -> None:
-        """Drop the values of parameters; with `has_been_updated`, what was written to them goes into the shards first.
+        """Drop the values of parameters; with `has_been_updated`, copy what was written to them to the shards first.
 
-        Collective then. Where no rank finds a bit changed in its part nothing is forgotten, so that looking at weights
-        (save_16bit_model asks for them as for writing) changes nothing in training: delayed scaling would start without
-        a history.
+        It is collective then. If no rank finds a changed bit in its part, nothing is forgotten, so reading weights
+        (save_16bit_model gathers them as for writing) does not change training: otherwise delayed scaling would lose
+        its history.
         """
         self._check_not_resident()
         if has_been_updated:
-            # GatheredParameters(modifier_rank=...) broadcasts each parameter before it partitions it again.
+            # GatheredParameters(modifier_rank=...) broadcasts each parameter before partitioning it again.
             with self.session.ledger.counting(OUTSIDE):
                 for param in params:
                     self.session.ledger.sent_around_ring(sharded.numel(param) * param.element_size())
@@ -298,21 +297,21 @@ class Gatherer:
                 unit_of(param).looked_at.discard(sharded.key(param))
                 if not sharded.is_full(param):
                     sharded.attached(param).lossy = False
-            if written:  # after the write: the gather lane waits for what the current stream was given
+            if written:  # after the write: the gather lane waits for the current stream's work
                 self.weights_changed(written)
-                self.expect_large_step(written)  # which brings back what master weights say
+                self.expect_large_step(written)  # the step restores the master weights' values
                 if self.session.conversion is not None:
-                    # What earlier steps have shown of operands is past. Delayed scaling would let the new ones saturate
-                    # until a step has seen them, in evaluations too; and not only those of the layer that was written:
-                    # what others get, forward and backward, has changed with it.
+                    # Forget the amax history of operands. Delayed scaling would let new operands saturate until a step
+                    # has seen them, in evaluations too. This concerns all layers, not only the written one: inputs of
+                    # the others, forward and backward, have changed with it.
                     self.session.conversion.scaling.load_state_dict({})
 
     # -- invalidation --------------------------------------------------------------------------------------------
 
     def weights_changed(self, params: Iterable[Parameter] | None = None, by_step: bool = False) -> None:
-        """Forget what was derived from `params` (None: all, frozen ones too). Call it on every rank, after the write.
+        """Forget all that was derived from `params` (None: all, even frozen). Call it on every rank, after the write.
 
-        `by_step` of the optimizer: then differences to what is held are small.
+        `by_step`: an optimizer step wrote them, so differences to copies are small.
 
         Buffers of secondary shards stay allocated: the next step fills them again.
         """
@@ -320,7 +319,7 @@ class Gatherer:
         elsewhere = self.ownership.elsewhere()
         if elsewhere:
             for engine, theirs in elsewhere if params is None else by_engine(params):
-                if engine not in (None, self):  # it holds copies
+                if engine not in (None, self):  # that engine holds copies
                     engine.weights_changed(theirs, by_step)
             params = params and [p for p in params if self.ownership.has(p)]
         units = self.units if params is None else units_of(params)
@@ -332,18 +331,18 @@ class Gatherer:
         self.written(params)
 
     def written(self, params: Iterable[Parameter] | None) -> None:
-        """The current stream has been given the last write to parameters (None: all), or brought them here."""
+        """The current stream has the last write to parameters (None: all), or the work that brought them here."""
         for storage in self.ownership.storages:
             storage.changed(params)
         self.hops.written()
 
     def expect_large_step(self, params: Iterable[Parameter]) -> None:
-        """The next step, of any engine over them, will change weights by more than a step does. On all ranks."""
+        """Expect a larger change than usual from the next step of any engine over the parameters. Call on all ranks."""
         for unit in (unit for param in params for unit in units_with(param)):
             unit.delta.large_step = True
 
     def formats_changed(self) -> None:
-        """Weights travel in other formats from now on. Between steps, on every rank; collective."""
+        """Use other wire formats from now on. Call it between steps, on every rank; collective."""
         for unit in self.ownership.all_units:
             self.hops.cancel(unit)
             unit.layout = None

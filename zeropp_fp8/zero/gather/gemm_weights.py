@@ -1,19 +1,19 @@
-"""One code for wire and GEMM: FP8 weights that travel as the codes their linear layer multiplies.
+"""One code for wire and GEMM: FP8 weights are sent as the codes that their linear layer multiplies.
 
-Where weights travel as fp8_e4m3 and linear layers compute in FP8, shards are encoded with scales of the full weight,
-and the gathered bytes are the GEMM's operand. No scale travels: after an optimizer step every rank finds the amax of
+If weights are sent as fp8_e4m3 and linear layers compute in FP8, shards are encoded with scales of the full weight,
+and the gathered bytes are the GEMM's operand. No scale is sent: after an optimizer step every rank finds the amax of
 its shards, one all-reduce gives those of all weights, and every rank computes the same scales.
 
-ZeRO-3's flat slices may cut rows and tiles anywhere, because the scales do not belong to slices. What the gathered
-bytes serve, by scaling:
+ZeRO-3's flat slices may cut rows and tiles anywhere, because the scales do not belong to slices. The scaling determines
+which products can use the gathered bytes:
 
-    delayed, current   a scale a tensor       y = x W^T as they are; grad_input = g W after a transposition of the bytes
+    delayed, current   one scale per tensor   y = x W^T as they are; grad_input = g W after a transposition of the bytes
     block              128 x 128 tiles        the same
-    per_channel        a scale a row          y = x W^T only; backward decodes and quantizes along the other axis
+    per_channel        one scale per row      y = x W^T only; backward decodes and quantizes along the other axis
 
-The bytes are the operand itself where one hop brings them in rank order (one node, or one rank a node, or a secondary
-copy on each rank's own device). After two hops the slices lie in another order, and one copy of 1 byte an element sorts
-them; a 16-bit weight would have been written (2 bytes) and quantized again (3 bytes) instead.
+The bytes are the operand itself if one hop brings them in rank order (one node, one rank per node, or a secondary copy
+on each rank's own device). After two hops the slices are in another order, and one copy of 1 byte per element sorts
+them; without operands a 16-bit weight would be written (2 bytes) and quantized again (3 bytes) instead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DTYPE = torch.float8_e4m3fn
 
 @dataclass
 class _Weight:
-    """One weight, and where its scales lie among those of all."""
+    """One weight, and the place of its scales among the scales of all weights."""
 
     param: Parameter
     scales: slice
@@ -52,24 +52,24 @@ class _Weight:
 
 
 class GemmWeights:
-    """The weights of one engine that travel as GEMM operands, and their scales.
+    """The weights of one engine that are sent as GEMM operands, and their scales.
 
-    Empty where wire and GEMM do not agree: other formats, rotated weights, one rank.
+    It is empty if wire and GEMM do not agree: other formats, rotated weights, one rank.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._weights: dict[int, _Weight] = {}
-        # Both made once a step, and not in each of the gathers:
-        self._scales: dict[int, Tensor] = {}  # of each weight, by its sharded.key: fp32, views of one table
-        self._multipliers: Tensor | None = None  # fp32, 1 for what is no operand, and 1 / that table
+        # Both are made once per step, and not in each gather:
+        self._scales: dict[int, Tensor] = {}  # by sharded.key of the weight: fp32, views of one table
+        self._multipliers: Tensor | None = None  # fp32: 1 (for parameters that are no operand), then 1 / that table
         self.stale = True
         self.granularity: Granularity = "tensor"
 
     def adopt(self, params: Iterable[Parameter]) -> None:
-        """Take over those of an engine's ZeRO-3 parameters that are weights of converted layers, if formats agree."""
+        """Attach the ZeRO-3 parameters among `params` that are weights of converted layers, if formats agree."""
         conversion, wire = self.session.conversion, self.session.formats.weights
-        if conversion is None or wire is None:  # there is no wire format once the engine has fallen back
+        if conversion is None or wire is None:  # an engine that has fallen back has no wire format
             return
         scaling = conversion.scaling.compute.scaling
         exact_codes = wire.name == WIRE_FORMAT and not wire.hadamard
@@ -78,12 +78,12 @@ class GemmWeights:
         self.granularity = _GRANULARITY[scaling]
         precisions = {id(module.weight): module.precision for module in conversion.converted.values()}
         for param in params:
-            if id(param) in precisions and param not in self:  # they come back when a later engine ends
+            if id(param) in precisions and param not in self:  # known parameters come back when a later engine ends
                 self._add(param, precisions[id(param)])
 
     def _add(self, param: Parameter, precision: LinearPrecision) -> None:
         if precision.weight_is_transposed and self.granularity == "row":
-            return  # [in, out]: a row is not what y = x W^T wants a scale for
+            return  # [in, out]: y = x W^T needs scales per column
         rows, columns = sharded.shape(param)
         shape = {"tensor": (1,), "row": (rows, 1), "tile": (-(-rows // BLOCK), -(-columns // BLOCK))}[self.granularity]
         start = max((w.scales.stop for w in self._weights.values()), default=0)
@@ -98,20 +98,20 @@ class GemmWeights:
         return len(self._weights)
 
     def clear(self) -> None:
-        """Weights travel as operands no more."""
+        """Send weights as operands no more."""
         self._weights.clear()
 
     def changed(self, params: Iterable[Parameter] | None) -> None:
-        """Weights (None: all) were written: their scales are to be found again before the next gather."""
+        """Weights (None: all) were written: find their scales again before the next gather."""
         self.stale = self.stale or params is None or any(p in self for p in params)
 
     # -- scales ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def refresh_scales(self, names: Sequence[str]) -> None:
-        """Find the scales of all weights, if any was written. Collective: one all-reduce of a number a scale.
+        """Find the scales of all weights, if any was written. Collective: one all-reduce with one number per scale.
 
-        `names`: parameters that are waited for.
+        `names`: the parameters that the caller waits for.
         """
         if not self.stale:
             return
@@ -121,7 +121,7 @@ class GemmWeights:
         if self.granularity == "tensor":
             params = [weight.param for weight in self._weights.values()]
             if any(sharded.shard(param).device != device for param in params):
-                # Offloaded: one after the other, or all shards would be on the device at once.
+                # Offloaded shards go one after the other, or all of them would be on the device at once.
                 norms = [torch._foreach_norm([self._own_or_zero(param)], torch.inf)[0] for param in params]
             else:
                 norms = torch._foreach_norm([self._own_or_zero(param) for param in params], torch.inf)
@@ -139,7 +139,7 @@ class GemmWeights:
         self.stale = False
 
     def _take(self, table: Tensor) -> None:
-        """Have these scales, fp32, of all weights one after the other."""
+        """Set the scales: fp32, of all weights one after the other."""
         if self.granularity == "tensor":
             views = table[::SCALE_STRIDE].split(1)
         else:
@@ -148,7 +148,7 @@ class GemmWeights:
         self._multipliers = torch.cat((table.new_ones(1), torch.ones_like(table) / table))
 
     def _own(self, param: Parameter) -> Tensor:
-        """This rank's elements of a weight, flat, without the padding of the last slices (which nobody writes)."""
+        """This rank's elements of a weight, flat, without the padding of the last slices (padding is never written)."""
         own = self.session.placement.own_numel(param)
         return sharded.unpadded(param, own).to(self.session.device, non_blocking=True)
 
@@ -165,9 +165,9 @@ class GemmWeights:
 
     @staticmethod
     def _as_rows(param: Parameter, start: int, values: Tensor) -> tuple[Tensor, int, int]:
-        """(a range of elements as rows of the weight, index of the first row, elements of that row before the range).
+        """Returns (the range as rows of the weight, index of the first row, elements of that row before the range).
 
-        What is not in the range in the first and last row is zero.
+        Elements outside the range are zero in the first and last row.
         """
         columns = sharded.shape(param)[1]
         lead = start % columns
@@ -191,12 +191,12 @@ class GemmWeights:
     # -- codes -----------------------------------------------------------------------------------------------------
 
     def slice_bytes(self, param: Parameter) -> int:
-        """Bytes of a rank's slice on the wire: one an element, so that slices of all ranks make one matrix."""
+        """Bytes of a rank's slice on the wire: one per element, so that slices of all ranks make one matrix."""
         return sharded.shard_numel(param)
 
     @torch.no_grad()
     def encode(self, param: Parameter, out: Tensor) -> None:
-        """Write the codes of this rank's slice to `out`, uint8 [slice_bytes]; zeros where it is padding."""
+        """Write the codes of this rank's slice to `out`, uint8 [slice_bytes]; padding becomes zeros."""
         done = 0
         for start, values in self._own_ranges(param):
             self.encode_range(param, start, values, out[done : done + values.numel()])
@@ -218,17 +218,17 @@ class GemmWeights:
         out.copy_(codes.view(torch.uint8))
 
     def places(self, params: Iterable[Parameter]) -> Tensor:
-        """int64 [params]: the argument of `multipliers` for them; 0 for what is no operand."""
+        """int64 [params]: the argument of `multipliers` for them; 0 for parameters that are no operand."""
         starts = [self._weights[sharded.key(p)].scales.start + 1 if p in self else 0 for p in params]
         return torch.tensor(starts, dtype=torch.int64, device=self.session.device)
 
     def multipliers(self, places: Tensor) -> Tensor:
-        """fp32 [places]: code = FP8(weight * this), with a scale a tensor; 1 for what is no operand."""
+        """fp32 [places]: code = FP8(weight * this), with one scale per tensor; 1 for parameters that are no operand."""
         return self._multipliers.index_select(0, places)
 
     def operand(self, param: Parameter, codes: Tensor, start: int = 0) -> Float8Operand:
-        """The operand of a weight: its codes lie in flat FP8 `codes` from `start` on, in rank order, and stay there."""
+        """The operand of a weight. Its codes are in flat FP8 `codes` from `start` on, in rank order, and stay there."""
         shape = tuple(sharded.shape(param))
-        # One operation instead of three for each of some 340 operands a step of 24 blocks.
+        # One operation instead of three for each of some 340 operands per step of 24 blocks.
         matrix = codes.as_strided(shape, (shape[1], 1), codes.storage_offset() + start)
         return Float8Operand(matrix, self._scales[sharded.key(param)], shape, self.granularity)

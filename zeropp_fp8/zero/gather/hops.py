@@ -1,12 +1,12 @@
-"""Gathers under way: what is sent next of each unit, on which lane, into which buffer.
+"""Pending gathers: which hop of a unit comes next, on which lane, into which buffer.
 
 On a GPU the hops run on lanes (streams) of their own: encoding and the hop between nodes on one, the hop within nodes
-on another, so that consecutive units use both kinds of link at the same time. Where nodes exchange differences
-(delta.py), a third lane adds what has come to what is held. The lanes are far ahead of what is computed, so whoever
-uses what one unit has brought waits for that unit, never for a lane.
+on another, so that consecutive units use both kinds of link at the same time. If nodes exchange differences
+(delta.py), a third lane adds them to the copies. The lanes are far ahead of the computation, so a user of a unit's
+result waits for that unit, never for a lane.
 
-What arrives lies in rings of buffers, which grow to the largest unit that they have seen. Units much larger than the
-others get buffers out of the compute stream's memory, for one gather each.
+Results go to rings of buffers, which grow to the largest unit that they have seen. Units much larger than the
+others get buffers from the compute stream's memory, for one gather each.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from zeropp_fp8.zero.gather.adopted import unit_of
 from zeropp_fp8.zero.gather.route import Route
 from zeropp_fp8.zero.gather.units import PendingGather, Unit
 
-# Units whose differences are on their way at a time: one is sent, one is added, one waits.
+# Units whose differences may be on their way at a time: one is sent, one is added, one waits.
 _MOST_COMING = 3
 
 
 def outsized_units(units: Sequence[Unit], bytes_of: Callable[[Parameter], float]) -> set[Unit]:
     """Units of one matrix that send more than twice the bytes of the third largest unit.
 
-    That is an embedding or a head: 0.54 GB of INT8 codes each at 8 B parameters, where a block has 0.11 GB of NF4
-    codes. A model has two of them, so the third largest is a block; the median unit need not be, because adapters and
-    norms are units of their own, more of them than blocks. Blocks, even if there are but two, are what rings are for:
-    they are fetched while others compute. Up to twice the size, an embedding is worth its memory too.
+    Such a unit is an embedding or a head: each has 0.54 GB of INT8 codes at 8 B parameters, and a block has 0.11 GB of
+    NF4 codes. A model has two of them, so the third largest unit is a block. The median unit need not be one, because
+    adapters and norms are units of their own, and more numerous than blocks. Rings are for blocks, even if there are
+    only two: they are fetched while others compute. An embedding of up to twice the size is worth ring memory too.
     """
     sizes = {unit: sum(bytes_of(p) for p in unit.params) for unit in units}
     usual = sorted((size for unit, size in sizes.items() if not unit.persistent), reverse=True)[:3]
@@ -59,37 +59,37 @@ class Hops:
         self._network = Lane(self.device)
         self._node = Lane(self.device)
         self._adding = Lane(self.device)
-        # Without a secondary shard the first hops' results are as short-lived as the last hop's.
+        # Without a secondary shard the first hops' results live only as long as the last hop's.
         self.held_ring = BufferRing(self.device, 3)
         self.gathered_ring = BufferRing(self.device, 2)
         self._brought_ring = BufferRing(self.device, _MOST_COMING)
-        self._coming: deque[Unit] = deque()  # whose differences are not yet added
+        self._coming: deque[Unit] = deque()  # units whose differences are not yet added
         self._weights_ready = None  # device event: the last write to the weights
 
     def attach(self, units: Sequence[Unit]) -> None:
-        """These are what is gathered from now on."""
+        """Gather these units from now on."""
         self.outsized = outsized_units(units, lambda param: unit_of(param).bytes_of(param))
 
     def written(self) -> None:
-        """The current stream has been given the last write to weights."""
+        """The current stream has the last write to weights."""
         self._weights_ready = mark(self.device)
 
     def free(self) -> None:
-        """Give buffers to the allocator."""
+        """Free all ring buffers."""
         for ring in (self.held_ring, self.gathered_ring, self._brought_ring):
             ring.clear()
 
     def settle(self) -> None:
-        """Let what is held be complete, for the current stream."""
+        """Complete all copies, for the current stream."""
         for unit in list(self._coming):
             self._add_differences(unit)
         for lane in (self._network, self._adding):
             lane.before_current()
 
-    # -- the way of a unit -------------------------------------------------------------------------------------------
+    # -- the stages of a gather --------------------------------------------------------------------------------------
 
     def start_first(self, unit: Unit) -> None:
-        """Encode this rank's shards and start the hops up to the secondary shard, unless its result is there."""
+        """Encode this rank's shards and start the hops up to the secondary shard, unless that is current."""
         if unit.pending is not None or unit.secondary_is_current or unit.shards_are_values:
             return
         unit.lay_out()
@@ -118,7 +118,7 @@ class Hops:
                 self._add_differences(self._coming[0])
 
     def _add_differences(self, unit: Unit) -> None:
-        """Add what the first hops of a unit bring to what is held, when it is there; on a CPU the host waits for it."""
+        """Add the differences of a unit to its copy once they have arrived; on a CPU the host waits for them."""
         pending = unit.pending
         self._coming.remove(unit)
         with self._adding:
@@ -126,12 +126,12 @@ class Hops:
             unit.delta.add(pending.brought, pending.held)
             self._brought_ring.give_back(pending.brought)
             pending.filled = mark(self.device)
-            if not self._coming:  # the last of this forward, whose backward and step the copy has time for
+            if not self._coming:  # the last one of this forward: the copy has time until the end of the step
                 self.route.fits.bring_to_host()
         pending.first_work, pending.brought = [], None
 
     def _held_buffer(self, pending: PendingGather) -> Tensor:
-        """For the first hops' result: the secondary shard's, or one for this gather."""
+        """The buffer for the first hops' result: the secondary shard, or one for this gather."""
         unit = pending.unit
         if not unit.keeps_secondary:
             return self._take(pending, self._network, self.held_ring, unit.held_bytes)
@@ -141,7 +141,7 @@ class Hops:
             return torch.empty(unit.held_bytes, dtype=torch.uint8, device=self.device)
 
     def _take(self, pending: PendingGather, lane: Lane, ring: BufferRing, num_bytes: int) -> Tensor:
-        """A buffer for one gather, which `lane` fills. To be called on the stream that decodes."""
+        """A buffer for one gather; `lane` fills it. Call it on the stream that decodes."""
         if pending.unit in self.outsized:
             buffer = buffer_for(lane, num_bytes, self.device)
             pending.taken.append((None, buffer))
@@ -152,10 +152,10 @@ class Hops:
         return buffer
 
     def start(self, unit: Unit, ahead: bool = False) -> None:
-        """Start gathering a unit's parameters for computing; no-op when that is under way.
+        """Start to gather a unit's parameters for computing; does nothing if that is already pending.
 
-        `ahead`: the values are not needed yet. On a CPU the last hop is then left to whoever needs them unless it can
-        start at once, because waiting for the first hops would block.
+        `ahead`: the values are not needed yet. On a CPU the last hop is then left to the call that needs them, unless
+        it can start at once, because waiting for the first hops would block.
         """
         if unit.shards_are_values or (unit.pending is not None and unit.pending.gathered is not None):
             return
@@ -181,27 +181,27 @@ class Hops:
             pending.last_work = unit.last_hop(pending.held, pending.gathered)
 
     def end(self, unit: Unit, lent: bool = False) -> None:
-        """The current stream has been given the last use of what a gather has brought; `lent`: operands lie in it."""
+        """The current stream has the last use of a gather's result; `lent`: operands are views of it."""
         pending, unit.pending = unit.pending, None
         if pending.asked_for:
             self.in_flight_numel -= unit.numel
         pending.give_back(lent)
 
     def cancel(self, unit: Unit) -> None:
-        """End a gather that nothing will use: its buffers go back."""
+        """End a gather that nothing will use, and give its buffers back."""
         pending = unit.pending
         if pending is None:
             return
         if pending.brought is not None:
             self._add_differences(unit)
         if pending.gathered is None:
-            with self._node:  # where the next use of what is held may begin
+            with self._node:  # the next use of the copy may begin on this lane
                 pending.wait_for_first_hops()
         pending.wait()
         self.end(unit)
 
     def _hold_again(self, unit: Unit) -> bool:
-        """Fill a unit's secondary shard with what was put aside, and tell whether it is current. Collective."""
+        """Fill a unit's secondary shard with the state put aside; returns whether it is current. Collective."""
         state = unit.delta.take_aside()
         if not state:
             return False

@@ -1,10 +1,10 @@
-"""Which parameters an engine has, and who has them before and after it.
+"""Attaches parameters to an engine, and detaches them.
 
-DeepSpeed puts `all_gather`, `all_gather_coalesced` and `partition` on each ZeRO-3 parameter as closures, which are
-replaced while an engine of the plugin has it. Engines over one model are a stack: the last one has the parameters, ends
-first, and gives them back to the one before. Attaching, suspending and detaching are the same on all ranks.
+DeepSpeed puts `all_gather`, `all_gather_coalesced` and `partition` on each ZeRO-3 parameter as closures. They are
+replaced while the parameter is attached to an engine of the plugin. Engines over one model are a stack: the last one
+has the parameters, ends first, and gives them back to the one before. All ranks attach, suspend and detach alike.
 
-An engine that could not be made gives them back as they were, without asking other ranks: they may be somewhere else.
+If making an engine fails, it gives parameters back as they were, without asking other ranks: these may be elsewhere.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _CLOSURES = ("all_gather", "all_gather_coalesced", "partition")
 
 
 class Gathers(Owner, Protocol):
-    """What an ownership asks of its gatherer."""
+    """The interface of a gatherer for its ownership."""
 
     def closures_of(self, param: Parameter) -> dict[str, Callable]:
-        """What takes the place of DeepSpeed's closures on a parameter, by their names."""
+        """Replacements for DeepSpeed's closures on a parameter, by their names."""
 
     def drop(self, units: Iterable[Unit]) -> None:
-        """Let no gather of units be under way, also for the current stream, and nothing of them be there."""
+        """Release units and cancel their pending gathers, for the current stream too."""
 
     def written(self, params: Iterable[Parameter]) -> None:
-        """The current stream has been given the last write to parameters, or brought them here."""
+        """The current stream has the last write to parameters, or the work that brought them here."""
 
 
 def check_attachable(params: Iterable[Parameter]) -> None:
-    """An engine over these parameters is about to be made.
+    """Check that an engine over these parameters can be made.
 
     Raises:
-        ConfigError: of what another one gathers together some would be left there.
+        ConfigError: it would take only some of the parameters that another engine gathers together.
     """
     for engine, mine in by_engine(params):
         taken = {id(p) for p in mine}
@@ -56,22 +56,22 @@ class Ownership:
     """The parameters of one engine.
 
     Attributes:
-        params: these, by sharded.key; `all_units`: what they are gathered in; `storages`: what these are.
-        units: those that no later engine has.
-        given_back: told that a later engine has ended.
+        params: the parameters, by sharded.key; `all_units`: their units; `storages`: the storages of these.
+        units: the units that no later engine has.
+        given_back: called when a later engine has ended.
     """
 
     def __init__(self, gatherer: Gathers, storages: Sequence[Storage]) -> None:
         self._gatherer, self.storages, self._session = gatherer, storages, gatherer.session
         self.params: dict[int, Parameter] = {}
-        self._before: dict[Parameter, ParameterWire] = {}  # what they were in the engine before
-        self._rested: dict[Parameter, sharded.Shard] = {}  # how, until this engine is made
+        self._before: dict[Parameter, ParameterWire] = {}  # their states in the engine before
+        self._rested: dict[Parameter, sharded.Shard] = {}  # their shards before, until this engine is made
         self.units: list[Unit] = []
         self.all_units: list[Unit] = []
         self.given_back: Callable[[], None] | None = None
 
     def attach(self, units: Sequence[Unit]) -> None:
-        """Take the ZeRO-3 parameters of `units`, from another engine over the same model too. Collective."""
+        """Attach the ZeRO-3 parameters of `units`, even from another engine over the same model. Collective."""
         params = [param for unit in units for param in unit.params]
         self.params = {sharded.key(param): param for param in params}
         self._before = {param: state for param in params if (state := sharded.known(param).wire) is not None}
@@ -88,9 +88,9 @@ class Ownership:
         self.take(states)
 
     def take(self, states: Mapping[Parameter, ParameterWire], placed: bool = False) -> None:
-        """Put the gatherer's closures on parameters that are DeepSpeed's, and their shards where they rest here.
+        """Put the gatherer's closures on parameters that are DeepSpeed's, and move their shards to its storage.
 
-        `placed`: they are there.
+        `placed`: the shards are there already.
         """
         units = list({id(state.unit): state.unit for state in states.values()}.values())
         for storage in self.storages:
@@ -108,24 +108,24 @@ class Ownership:
         self._gatherer.written(states)
 
     def made(self) -> None:
-        """The engine could be made, so nothing will be again as it was before."""
+        """The engine has been made: forget how shards were stored before."""
         self._rested.clear()
 
     def resume(self, states: Mapping[Parameter, ParameterWire], placed: bool) -> None:
-        """Have parameters again. Collective, unless their shards are `placed`."""
+        """Attach parameters again. Collective, unless their shards are `placed`."""
         self.take(states, placed)
         if self.given_back is not None:
             self.given_back()
 
     def _find_own_units(self) -> None:
         own = [unit for unit in self.all_units if all(map(self.has, unit.params))]
-        # The same list again, where it is: by it the coordinator knows that what it has learned of their order holds.
+        # Keep the same list object if nothing is missing: the coordinator then knows that its learned order holds.
         self.units = self.all_units if len(own) == len(self.all_units) else own
 
     def suspend(self, params: Sequence[Parameter]) -> None:
-        """Another engine over the same model takes parameters over. Collective, before it attaches them.
+        """Give parameters to another engine over the same model. Collective, before that engine attaches them.
 
-        From then on its hooks bring them, for this engine's calls of the model too, and only it holds copies of them,
+        From then on its hooks gather them, for this engine's calls of the model too, and only it holds copies of them,
         until it is destroyed.
         """
         left = units_of(params)
@@ -141,8 +141,8 @@ class Ownership:
             self._find_own_units()
 
     def detach(self) -> None:
-        """Give parameters to the engine that had them before, or DeepSpeed. Collective, if this one was made."""
-        # What no engine has was about to be attached, when something failed.
+        """Give parameters back to the engine before, or to DeepSpeed. Collective, if this engine was made."""
+        # A parameter without engine was about to be attached when an error occurred.
         mine = [param for param in self.params.values() if self.has(param) or sharded.known(param).wire is None]
         failed = bool(self._rested)
         before: dict[int, tuple[Owner, dict[Parameter, ParameterWire]]] = {}
@@ -159,12 +159,12 @@ class Ownership:
         for remembered in (self.params, self._before, self._rested):
             remembered.clear()
         self.units = self.all_units = []
-        self.given_back = None  # earlier states may be remembered for as long as later ones
+        self.given_back = None  # it may keep other objects alive: states of an ended engine may live on
         for engine, states in before.values():
             engine.resume(states, placed=failed)
 
     def _let_go(self, params: Iterable[Parameter], together: bool = True) -> None:
-        """Give parameters DeepSpeed's closures again, and `together` with other ranks its slices."""
+        """Restore DeepSpeed's closures on parameters and, `together` with other ranks, its slices."""
         for unit in units_of(params):
             if together:
                 unit.storage.leave(unit.params, self._gatherer.gather_exactly)
@@ -177,7 +177,7 @@ class Ownership:
     # -- beside a later engine -------------------------------------------------------------------------------------
 
     def has(self, param: Parameter) -> bool:
-        """Whether a parameter is this engine's to gather."""
+        """Whether a parameter is attached to this engine."""
         state: ParameterWire | None = sharded.known(param).wire
         return state is not None and state.owner is self._gatherer
 
@@ -188,10 +188,10 @@ class Ownership:
         return [(engine, params) for engine, params in by_engine(self.params.values()) if engine is not self._gatherer]
 
     def check_placement(self) -> None:
-        """Gradients, new weights or a checkpoint are about to go to, or come from, where this engine has parameters.
+        """Check that parameters are on the ranks where this engine reads or writes gradients, weights and checkpoints.
 
         Raises:
-            RuntimeError: a later engine over the model has them elsewhere. On all ranks.
+            RuntimeError: a later engine over the model has them on other ranks. Raised on all ranks.
         """
         for engine, params in self.elsewhere():
             theirs = None if engine is None else engine.session
@@ -203,7 +203,7 @@ class Ownership:
                 )
 
     def earlier_units(self, units: Iterable[Unit]) -> set[Unit]:
-        """Units of engines that had their parameters before, and have them again when this one ends."""
+        """Units of earlier engines, which get these units' parameters back when this engine ends."""
         found: set[Unit] = set()
         if self._before:
             for state in (self._before.get(param) for unit in units for param in unit.params):

@@ -1,4 +1,4 @@
-"""What all units of an engine share on their way: the hops, and in which order what they bring lies."""
+"""The route that all units of an engine share: the hops, and the order of rows in their results."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Route:
 
     Attributes:
         before, last: levels of the hops up to the secondary shard, and of the one after it.
-        reached, own_row: how many ranks' rows the hops before it bring, and which of them is this rank's.
-        rank_order: of the rows that the last hop brings.
-        rows_in_rank_order, row_of_slice: int64 and int32 [ranks], which row holds the slice of rank r.
-        gemm_weights: those that travel as the operand of a product.
-        fits: whether differences of weights did.
+        reached, own_row: number of rows (one per rank) that the hops before it bring, and the index of this rank's row.
+        rank_order: the order of the rows that the last hop brings.
+        rows_in_rank_order, row_of_slice: int64 and int32 [ranks], the row that holds the slice of rank r.
+        gemm_weights: the weights that are sent as operands of a product.
+        fits: whether weight differences fitted.
     """
 
     def __init__(self, session: Session) -> None:
@@ -42,7 +42,7 @@ class Route:
         rows = self.rank_order.slices
         self.rows_in_rank_order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=self.device)
         self.row_of_slice = self.rows_in_rank_order.to(torch.int32)
-        self.gemm_weights = GemmWeights(session)  # empty until parameters are adopted
+        self.gemm_weights = GemmWeights(session)  # empty until parameters are attached
         self.fits = Fits()
 
     @property
@@ -51,7 +51,7 @@ class Route:
         return self.rank_order.is_natural
 
     def format_of(self, param: Parameter) -> WireFormat:
-        """What the numbers of a shard travel in: matrices as configured, vectors and what is skipped in full."""
+        """The wire format of a parameter's shard: matrices as configured, vectors and skipped modules in full."""
         if self.session.formats.weights is not None and not self.session.sends_exactly("weights", param):
             return self.session.formats.weights
         return UnquantizedFormat(sharded.wire_dtype(param))

@@ -1,10 +1,10 @@
-"""Which units keep their secondary shard, where `secondary.memory_gb` bounds what all of them may take.
+"""Chooses the units that keep their secondary shard, if `secondary.memory_gb` bounds the memory of all shards.
 
-A byte that is kept saves each later gather of it, whichever unit it is of; copies of frozen weights outlive steps, so
-these come first. Otherwise units go in the order of the model, and one that no longer fits is left out. Those that are
-gathered anew are then the last of a forward, when the first hops of the others, which a forward starts all at once, are
-over; and the first of the backward, which finds what stays live from the forward there. Parameters that stay gathered
-between steps are never gathered again within one: a copy of them would save nothing.
+Every kept byte saves the same in later gathers, whatever its unit. Copies of frozen weights survive steps, so they come
+first. The other units follow in the order of the model, and a unit that no longer fits is left out. Units without a
+copy are then the last of a forward, when the first hops of the others (a forward starts them all at once) are over; and
+they are the first of the backward, where units that stay live from the forward are still there. Parameters that stay
+gathered between steps are never gathered again within a step: a copy of them would save nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeropp_fp8.zero.memory import device_bytes, free_bytes
 from zeropp_fp8.zero.session import Session
 
 GB = 1e9
-# Of a device's memory, that "auto" leaves to activations, gathered blocks and what is on its way: 6 of 24 GB.
+# The share of memory that "auto" leaves to activations, gathered blocks and pending gathers: 6 of 24 GB.
 MARGIN = 0.25
 
 
@@ -30,7 +30,7 @@ def is_frozen(unit: Unit) -> bool:
 
 
 def units_that_fit(units: Sequence[Unit], sizes: Sequence[int], limit: float) -> list[Unit]:
-    """Those that keep their secondary shards, of `sizes` bytes, in `limit` bytes."""
+    """The units whose secondary shards, of `sizes` bytes, fit into `limit` bytes."""
     kept, left = [], limit
     for unit, size in sorted(zip(units, sizes), key=lambda pair: not is_frozen(pair[0])):
         if size <= left and not unit.persistent:
@@ -40,16 +40,16 @@ def units_that_fit(units: Sequence[Unit], sizes: Sequence[int], limit: float) ->
 
 
 class SecondaryShards:
-    """Those of one engine; `limit`: bytes that they may take, where that is bounded, once they are chosen."""
+    """The secondary shards of one engine; `limit`: bytes that they may take, if bounded, once they are chosen."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.limit = session, 0
 
     def choose(self, units: Sequence[Unit]) -> None:
-        """Decide which units keep theirs, once all that the engine allocates at start is there.
+        """Choose the units that keep theirs, once the engine has allocated all that it needs at start.
 
-        Collective where memory is bounded: all ranks count with the largest shard and the least memory of any, so that
-        they agree on who gathers what.
+        It is collective if memory is bounded: all ranks use the largest shard and the least memory of any rank, so that
+        they agree on the units to gather.
 
         Raises:
             ConfigError: a rank has less than the configured memory, and the shards would take more than it has.
@@ -81,7 +81,7 @@ class SecondaryShards:
         return kept
 
     def choose_again(self, units: Sequence[Unit]) -> None:
-        """The formats have changed, and what a shard takes: fewer are kept where that is bounded. Collective then."""
+        """Choose again after formats, and so sizes, have changed, if memory is bounded. Collective then."""
         if self.session.secondary_ranks is None or self.session.config.secondary.memory_gb == "all":
             return
         kept = units_that_fit(units, _largest_of_all(units, self.session), self.limit)
@@ -91,7 +91,7 @@ class SecondaryShards:
 
 
 def _largest_of_all(units: Sequence[Unit], session: Session, *others: int) -> list[int]:
-    """The bytes of each unit's secondary shard, and other numbers, where they are largest. Collective."""
+    """The largest bytes over all ranks of each unit's secondary shard, and of other numbers. Collective."""
     for unit in units:
         unit.lay_out()
     largest = torch.tensor([*(unit.held_bytes for unit in units), *others], device=session.device)

@@ -1,4 +1,4 @@
-"""Slices of numbers: DeepSpeed's equal shards, encoded for the wire, all ranks' rows of one size."""
+"""Slices of numbers: DeepSpeed's equal shards, encoded for the wire, with rows of equal size on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def gather_rows(route: Route, payloads: Sequence[Tensor]) -> list[Tensor]:
-    """uint8 [ranks, size] in the order of the ranks, for each of this rank's payloads. Collective, a message a hop."""
+    """uint8 [ranks, size] in rank order, for each of this rank's payloads. Collective: one message per hop."""
     session = route.session
     levels = list(itertools.chain(*session.topology.gather_levels()))
     with session.ledger.counting(OUTSIDE):
@@ -39,11 +39,11 @@ def gather_rows(route: Route, payloads: Sequence[Tensor]) -> list[Tensor]:
 
 
 class SlicedUnit(Unit):
-    """A unit in which every rank sends as many bytes: a payload with most parameters, and operands' codes beside it.
+    """A unit in which all ranks send equally many bytes: one payload for most parameters, and codes of operands.
 
     Attributes:
         packed: parameters in the payload; `operands`: the others.
-        payload: uint8 [row bytes]: kept on a CPU where there is no secondary shard, so that it is made once a step.
+        payload: uint8 [row bytes], kept on a CPU without a secondary shard, so that it is made once per step.
     """
 
     def __init__(self, params: list[Parameter], storage: Storage, persistent: bool = False) -> None:
@@ -73,7 +73,7 @@ class SlicedUnit(Unit):
         self._places = Places(self.packed, dtypes, left_out)
         self._encoded_numels = self._unpadded_numels()
         self._exact = [self.is_exact(p) for p in self.packed]
-        self.payload = None  # it was made for the old one
+        self.payload = None  # it was made for the old layout
         contents = Contents(numels, formats, [self.delta.format_of(p) for p in self.packed])
         self.delta.lay_out(contents, contents)
 
@@ -82,10 +82,10 @@ class SlicedUnit(Unit):
         return []
 
     def _unpadded_numels(self) -> list[int]:
-        """What is encoded of each packed shard.
+        """The number of elements to encode of each packed shard.
 
-        DeepSpeed never writes what lies beyond the end of a parameter in the last shards, and it would enter the scale
-        of a block. (Of a shard that is all padding every block is dropped.)
+        DeepSpeed never writes the padding beyond the end of a parameter in the last shards, and padding would enter the
+        scale of a block. (If a shard is all padding, every block of it is dropped.)
         """
         return [self.route.session.own_numel(p) or sharded.shard_numel(p) for p in self.packed]
 
@@ -97,7 +97,7 @@ class SlicedUnit(Unit):
     def gathered_bytes(self) -> int:
         return self.held_bytes * self.route.last.size
 
-    # -- the way -----------------------------------------------------------------------------------------------------
+    # -- hops --------------------------------------------------------------------------------------------------------
 
     def first_hops(self, held: Tensor) -> list[dist.Work]:
         regions, own_row = self._regions.all_of(held, self.route.reached), self.route.own_row
@@ -106,8 +106,8 @@ class SlicedUnit(Unit):
         return self._exchange(regions)
 
     def _exchange(self, regions: list[Tensor]) -> list[dist.Work]:
-        """Start the first hops, which fill uint8 [reached, size] of each region, where this rank's row is."""
-        # Every hop gathers in place, into the part of the next hop's result that is this rank's.
+        """Start the first hops. They fill uint8 [reached, size] of each region; this rank's row is there already."""
+        # Every hop gathers in place, into this rank's part of the next hop's result.
         route, own_row, works, have = self.route, self.route.own_row, [], 1
         for level in route.before:
             start = own_row // have * have
@@ -141,15 +141,15 @@ class SlicedUnit(Unit):
         return self._exchange([self.held_rows(held)])
 
     def shards(self) -> list[Tensor]:
-        """This rank's slices of what is packed, flat, without padding."""
+        """This rank's slices of packed parameters, flat, without padding."""
         device = self.route.device
         slices = zip(self.packed, self._encoded_numels)
         return [sharded.unpadded(p, numel).to(device, non_blocking=True) for p, numel in slices]
 
     def _encode(self, own: list[Tensor]) -> None:
-        """Encode into uint8 [1, size] of each region; without a secondary shard the bytes are kept for the next gather.
+        """Encode into uint8 [1, size] of each region; without a secondary shard keep the bytes for the next gather.
 
-        Those of the payload only: scales of weights that travel as operands are kept anyway.
+        Only the payload's bytes are kept: scales of weights that are sent as operands are kept anyway.
         """
         route = self.route
         if self.operands:
@@ -161,7 +161,7 @@ class SlicedUnit(Unit):
             row.copy_(self.payload, non_blocking=True)
             return
         self.layout.encode(self.shards(), route.one_row, row)
-        # A secondary shard holds it anyway, and on a GPU it is made again as fast as it is read.
+        # A secondary shard has the payload anyway, and a GPU makes it again as fast as it reads it.
         if not self.keeps_secondary and route.device.type == "cpu":
             self.payload = row.clone() if route.session.formats.weights is not None else None
 
@@ -177,7 +177,7 @@ class SlicedUnit(Unit):
         return Arrived(values, self._operands_in(gathered), bool(self.operands) and self.route.in_rank_order)
 
     def values_in(self, codes: Tensor) -> list[Tensor | None]:
-        """Of what is packed, out of `codes_in`; None of what is not decoded."""
+        """Values of packed parameters, out of `codes_in`; None for those that are not decoded."""
         values = self._places.empty(self.route.device)
         self.layout.decode(codes, self.route.rank_order, values, self._places)
         return values
@@ -194,7 +194,7 @@ class SlicedUnit(Unit):
     # -- codes -------------------------------------------------------------------------------------------------------
 
     def params_in_codes(self) -> list[Parameter]:
-        """All that is rounded; none of a unit with GEMM operands."""
+        """All rounded parameters; none in a unit with GEMM operands."""
         self.lay_out()
         if self.shards_are_values or self.operands or self._not_decoded():
             return []
@@ -205,7 +205,7 @@ class SlicedUnit(Unit):
         return self._regions.of(gathered, 0, self.route.world_size)
 
     def weight_in(self, index: int, codes: Tensor) -> QuantizedWeight:
-        """Packed parameter `index` as it lies in all ranks' payloads [ranks, row bytes]."""
+        """Packed parameter `index` in its form in all ranks' payloads [ranks, row bytes]."""
         from zeropp_fp8.kernels.linear.quantized_weight import QuantizedWeight
 
         param, layout = self.packed[index], self.layout
@@ -231,7 +231,7 @@ class Sliced(Storage):
     def adopt(self, params: Sequence[Parameter]) -> None:
         super().adopt(params)
         for param in params:
-            # DeepSpeed leaves in the padding what the memory held. NaN there is a difference that is always too large.
+            # DeepSpeed leaves padding uninitialized. A NaN there would be a difference that is always too large.
             sharded.shard(param).view(-1)[self.route.session.own_numel(param) :].zero_()
 
     def gather_exactly(self, params: Sequence[Parameter]) -> None:

@@ -1,6 +1,6 @@
-"""How parameters rest on the ranks, and what is done with several of them at once.
+"""Storages keep parameters on the ranks, and do what concerns several parameters at once.
 
-What is here holds for shards of numbers, whoever has which of them. An engine has one object of each storage.
+The base class is right for shards of numbers in any placement. An engine has one object of each storage.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.nn import Parameter
 from zeropp_fp8 import sharded
 from zeropp_fp8.zero.gather.route import Route
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
 class Storage(ABC):
-    """One way of resting, of one engine.
+    """One way to store parameters, in one engine.
 
     Attributes:
-        unit_class: of its units (units.py).
-        sends_what_rests: shards are the payload. Otherwise they are numbers, which are encoded for the wire.
+        unit_class: the class of its units (units.py).
+        sends_what_rests: shards are sent as they are. Otherwise they are numbers, and are encoded for the wire.
     """
 
     unit_class: type
@@ -35,16 +35,16 @@ class Storage(ABC):
 
     @abstractmethod
     def takes(self, param: Parameter) -> bool:
-        """Whether a parameter rests so."""
+        """Whether this storage keeps a parameter."""
 
     def prepare(self, units: Sequence[Sequence[Parameter]]) -> None:
         """The parameters of these units are about to be placed."""
 
     def place(self, params: Sequence[Parameter]) -> None:
-        """Bring parameters from DeepSpeed's slices to where they rest, all or none. Collective, before adoption."""
+        """Move parameters from DeepSpeed's slices to this storage, all or none. Collective, before `adopt`."""
 
     def adopt(self, params: Sequence[Parameter]) -> None:
-        """Parameters that rest so belong to the engine from now on."""
+        """Parameters in this storage belong to the engine from now on."""
         self.route.gemm_weights.adopt(params)
 
     def changed(self, params: Sequence[Parameter] | None) -> None:
@@ -52,11 +52,11 @@ class Storage(ABC):
         self.route.gemm_weights.changed(params)
 
     def formats_changed(self) -> None:
-        """No weight is the operand of a product any more."""
+        """Stop sending weights as operands of products."""
         self.route.gemm_weights.clear()
 
     def leave(self, params: Sequence[Parameter], gather_exactly: Callable[[Sequence[Parameter]], None]) -> None:
-        """Give parameters DeepSpeed's slices again, all or none: the engine ends, or another one takes them over.
+        """Give parameters DeepSpeed's slices again, all or none: the engine ends, or another one attaches them.
 
         Collective; `gather_exactly` is the engine's.
         """
@@ -65,14 +65,14 @@ class Storage(ABC):
         """Lines of the start table: (what, format, parameters, remark)."""
         return []
 
-    # -- what a checkpoint holds of a parameter: DeepSpeed's slices --------------------------------------------------
+    # -- a parameter in a checkpoint: DeepSpeed's slices -------------------------------------------------------------
 
     def fragment(self, name: str, param: Parameter, stock: Callable[[], Tensor]):
-        """What is saved of a frozen parameter; `stock` gives what DeepSpeed would save. Collective."""
+        """The object to save for a frozen parameter; `stock` returns DeepSpeed's own. Collective."""
         return self.to_slice(param, stock())
 
     def to_slice(self, param: Parameter, own: Tensor) -> Tensor:
-        """DeepSpeed's slice, padded, of what each rank has for its part of a parameter. Collective."""
+        """Convert each rank's part of a parameter to DeepSpeed's slice, padded. Collective."""
         return own
 
     def from_slice(self, param: Parameter, one_slice: Tensor) -> Tensor:
@@ -81,28 +81,28 @@ class Storage(ABC):
 
     @abstractmethod
     def gather_exactly(self, params: Sequence[Parameter]) -> None:
-        """Every bit of parameters that are not there, complete on the current stream. Collective."""
+        """Gather missing parameters with every bit, complete on the current stream. Collective."""
 
-    # -- parameters that somebody else may have written to -----------------------------------------------------------
+    # -- parameters that others may have written to ------------------------------------------------------------------
 
     def check_usable(self, params: Iterable[Parameter]) -> None:
-        """Raise RuntimeError where a parameter may not be computed with."""
+        """Raise RuntimeError if a parameter must not be used."""
 
     def check_untouched(self, params: Iterable[Parameter]) -> None:
-        """Raise RuntimeError where a parameter was written, which would be lost."""
+        """Raise RuntimeError if a parameter was written and the write would be lost."""
 
     def note(self, params: Iterable[Parameter]) -> None:
-        """The values of parameters were put there, or dropped, by the plugin."""
+        """The plugin has set or dropped the values of parameters."""
 
     # -- writing back -----------------------------------------------------------------------------------------------
 
     def take_back(
         self, params: Sequence[Parameter], has_been_updated: bool, free_data: bool, written: list[Parameter]
     ) -> None:
-        """Drop values; with `has_been_updated`, what was written to them goes into the shards first. Collective then.
+        """Drop values; with `has_been_updated`, copy what was written to them to the shards first. Collective then.
 
-        `written` gets those that have changed, the same on every rank, also where an exception says that some cannot
-        be dropped.
+        Changed parameters are added to `written`, the same on every rank, even if an exception says that some cannot be
+        dropped.
         """
         changed = self._written(params) if has_been_updated else []
         written += changed
@@ -111,12 +111,12 @@ class Storage(ABC):
             sharded.unpadded(param, own.numel()).copy_(own)
         for param in params:
             if free_data and sharded.is_full(param):
-                sharded.free(param)  # refuses, by an exception, while a module uses the parameter
+                sharded.free(param)  # raises an exception while a module uses the parameter
             sharded.set_dropped(param)
             sharded.remember(param, operand=None)
 
     def _written(self, params: Sequence[Parameter]) -> list[Parameter]:
-        """Those gathered parameters of which some rank holds other bits than its shard. Collective, one message."""
+        """The gathered parameters that on any rank differ in bits from the shard. Collective, one message."""
         gathered = sharded.full(params)
         if not gathered:
             return []

@@ -1,7 +1,7 @@
-"""Which units a step fetches, in which order: learned from the last step, used to fetch ahead and to keep what returns.
+"""Learns the order in which a step fetches units, to prefetch in the next step and to keep units that are reused.
 
-Every rank sees the same calls in the same order (ZeRO-3 needs that anyway: a gather is collective), so every rank
-learns the same order and takes the same decisions.
+All ranks see the same calls in the same order (ZeRO-3 needs that anyway: a gather is collective), so all of them
+learn the same order and make the same decisions.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class FetchTrace:
 
     def __init__(self) -> None:
         self._known: list[Fetch] = []
-        self._positions: dict[int, list[int]] = {}  # id(unit) -> where it is fetched
+        self._positions: dict[int, list[int]] = {}  # id(unit) -> positions of its fetches
         self._numel_before: list[int] = []
         self._now: list[Fetch] = []
         self._follows_known = False
 
     def start_pass(self) -> None:
-        """A forward begins; what was seen since the last one becomes the known order, if it went another way."""
+        """A forward begins. The pass before becomes the known order, if it differed from that."""
         if self._now and not (self._follows_known and len(self._now) <= len(self._known)):
             self._learn(self._now)
         self._now = []
@@ -45,7 +45,7 @@ class FetchTrace:
         self.__init__()
 
     def fetched(self, units: tuple[Unit, ...], kind: str) -> None:
-        """The next fetch of this pass; `kind` is what the ledger calls its bytes."""
+        """Add the next fetch of this pass; `kind` is the ledger's name for its bytes."""
         position = len(self._now)
         self._now.append((units, kind))
         if self._follows_known:
@@ -54,11 +54,11 @@ class FetchTrace:
 
     @property
     def position(self) -> int:
-        """How many fetches this pass has seen."""
+        """The number of fetches in this pass so far."""
         return len(self._now)
 
     def coming(self, start: int) -> Iterator[tuple[int, Unit, str]]:
-        """(position, unit, kind) of the fetches expected from position `start` on; none when the order is not known."""
+        """(position, unit, kind) of the fetches expected from position `start` on; none if the order is unknown."""
         if self._follows_known:
             for position in range(start, len(self._known)):
                 units, kind = self._known[position]
@@ -70,7 +70,7 @@ class FetchTrace:
         return list({id(unit): unit for units, _ in self._known for unit in units}.values())
 
     def numel_until(self, unit: Unit) -> int | None:
-        """Elements fetched before `unit` is needed again in this pass; None when it is not, or not known to be."""
+        """Elements fetched before `unit` is needed again in this pass; None if it is not, or if that is unknown."""
         if not self._follows_known:
             return None
         positions = self._positions.get(id(unit), ())

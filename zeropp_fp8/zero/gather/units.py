@@ -1,11 +1,11 @@
-"""The units in which parameters are gathered, decoded and released together: one message a hop, one buffer, one call.
+"""Units (parameter groups) are gathered, decoded and released together: one message per hop, one buffer, one call.
 
-Stock ZeRO-3 pays Python for every parameter and every module; a 1.33B Llama then takes three times as long on NVLink as
-the same model under FSDP2. A unit pays it once for a whole transformer block.
+Stock ZeRO-3 runs Python for every parameter and every module; on NVLink a 1.33B Llama then takes three times as long as
+under FSDP2. A unit runs it once for a whole transformer block.
 
-A unit knows how its parameters travel; who gathers it (gatherer.py, hops.py) never asks. How it rests on the ranks is
-its storage: slices of numbers (sliced.py), codes (frozen/unit.py), whole tensors on owners (owners/unit.py). Its delta
-(delta.py) says whether all of it travels, or only how it has changed.
+A unit knows how its parameters are sent; gatherer.py and hops.py never ask. Its storage says how the ranks keep them:
+as slices of numbers (sliced.py), codes (frozen/unit.py), or whole tensors on owners (owners/unit.py). Its delta
+(delta.py) decides whether the whole weights are sent, or only their changes.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _writes = itertools.count()
 
 @dataclass(eq=False)
 class PendingGather:
-    """Buffers and work of one gather under way.
+    """Buffers and work of one pending gather.
 
     Attributes:
-        unit: of which it is.
-        held, first_work: what the first hops bring, flat uint8; the hops.
+        unit: the unit that is gathered.
+        held, first_work: the first hops' result, flat uint8; the hops.
         brought: differences that these hops bring, flat uint8, until they are added to `held`.
-        filled: the device event after which `held` is there, where it is not the hops that fill it.
+        filled: the device event after which `held` is complete, if the hops do not fill it.
         gathered, last_work: the last hop's result, or the buffer that it is being written to; the hop.
         asked_for: values are wanted. Otherwise only the secondary shard is being filled.
-        taken: buffers for this gather alone, and the rings that they are from (None: memory of their own).
-        bill: what it has sent outside of steps, the secondary shard apart.
+        taken: buffers for this gather alone, and their rings (None: memory of their own).
+        bill: bytes that it has sent outside of steps, without those of the secondary shard.
     """
 
     unit: Unit
@@ -61,29 +61,29 @@ class PendingGather:
     bill: Bill = field(default_factory=Bill)
 
     def wait_for_first_hops(self) -> None:
-        """The current stream (on a CPU: the host) waits for what fills `held`, and for no more.
+        """Let the current stream (on a CPU: the host) wait until `held` is filled, and for no more.
 
-        The network's lane is far ahead: a forward starts the first hops of all units at once. Were the lane waited for,
-        the first unit would wait for the last one.
+        The network's lane is far ahead: a forward starts the first hops of all units at once. A wait for the lane would
+        make the first unit wait for the last one.
         """
         after(self.filled)
         self.unit.wait_for(self.first_work)
 
     def wait(self) -> None:
-        """The current stream (on a CPU: the host) waits until all has arrived."""
+        """Let the current stream (on a CPU: the host) wait until all has arrived."""
         if self.last_work:
             self.unit.wait_for(self.last_work)
         else:
             self.wait_for_first_hops()
 
     def give_back(self, lent: bool) -> None:
-        """The current stream has been given the last use of what it has brought.
+        """Give buffers back: the current stream has the last use of the result.
 
-        `lent`: operands lie in it; it goes back when the unit is released.
+        `lent`: operands are views of it, so it goes back when the unit is released.
         """
         for ring, buffer in self.taken:
             if ring is None:
-                used_last(buffer)  # operands in it keep it until the release, as tensors do
+                used_last(buffer)  # operands in it keep it alive until the release, as views do
             elif lent and buffer is self.gathered:
                 self.unit.lent.append((ring, buffer))
             else:
@@ -91,12 +91,12 @@ class PendingGather:
 
 
 class Arrived(NamedTuple):
-    """What a gather has brought.
+    """The result of a gather.
 
     Attributes:
-        values: (parameter, its values, whether these are all there is of it).
+        values: (parameter, its values, whether they are exact).
         operands: (parameter, the operand of its product).
-        lent: whether operands lie in the gathered bytes themselves.
+        lent: whether operands are views of the gathered bytes.
     """
 
     values: list[tuple[Parameter, Tensor, bool]]
@@ -105,7 +105,7 @@ class Arrived(NamedTuple):
 
 
 class Unit(ABC):
-    """Parameters that are gathered together.
+    """A group of parameters that are gathered together.
 
     idle -> (first hops started ahead of need) -> in flight: asked for -> live: the parameters hold their values.
 
@@ -113,21 +113,21 @@ class Unit(ABC):
         persistent: kept gathered between steps.
         route: the hops.
         numel: elements of all its parameters.
-        pending: its gather under way.
-        keeps_secondary: what the first hops bring stays, until the weights change (secondary.py decides).
-        secondary, secondary_is_current: the secondary shard, flat uint8, and whether it is of the weights as they are.
-        delta: how it is brought up to date by differences; `rows_held`: see HoldsRows.
-        copy_bill, bill: what the secondary shard has cost outside of steps, and what the values have (comm/ledger.py).
-        layout: where everything lies; None until it is asked for, and again when formats have changed.
-        payload: this rank's encoded shards, where they are kept, until the weights change.
-        lent: buffers in which operands of live parameters lie.
-        live: the engine has brought the values that modules use, and not dropped them yet.
-        looked_at: key of parameters that GatheredParameters (or another caller of `gather_exactly`) has gathered and
-            not dropped yet. The engine does not drop them either, and modules that use no others need no gather: a
-            rank may run these alone.
-        names: those of the parameters in the model.
-        active_modules: those that are using the parameters now.
-        writes: which of all writes to weights in this process its last one was; another one after each.
+        pending: its pending gather.
+        keeps_secondary: the first hops' result stays until the weights change (secondary.py decides).
+        secondary, secondary_is_current: the secondary shard, flat uint8, and whether it has the current weights.
+        delta: updates the secondary shard by differences; `rows_held`: see HoldsRows.
+        copy_bill, bill: bytes sent outside of steps for the secondary shard, and for the values (comm/ledger.py).
+        layout: offsets in buffers; None until `lay_out`, and again after formats have changed.
+        payload: this rank's encoded shards, if they are kept, until the weights change.
+        lent: buffers that contain operands of live parameters.
+        live: the engine has gathered the values that modules use, and has not dropped them yet.
+        looked_at: keys of parameters that GatheredParameters (or another caller of `gather_exactly`) has gathered and
+            not dropped yet. The engine does not drop them either. Modules that use no other parameters need no gather,
+            so a rank may run them alone.
+        names: the names of the parameters in the model.
+        active_modules: keys of the modules that are using the parameters now.
+        writes: a process-wide number of the last write to its weights; it changes with each write.
     """
 
     rows_held = 0
@@ -158,22 +158,22 @@ class Unit(ABC):
 
     @property
     def missing(self) -> list[Parameter]:
-        """Parameters that do not hold their values, whoever brings these."""
+        """Parameters that do not hold their values at present."""
         return sharded.missing(self.params)
 
     def pay(self) -> None:
-        """It is used: what it has sent outside of steps counts for the step, if it is one that uses it."""
+        """Count bytes sent outside of steps for the step that now uses the unit, if there is one."""
         if self.copy_bill or self.bill:
             self.route.session.ledger.pay(self.copy_bill)
             self.route.session.ledger.pay(self.bill)
 
     def leave(self) -> None:
-        """Let no module be using the parameters."""
+        """Mark the parameters as used by no module."""
         self.active_modules.clear()
         for param in self.params:
             sharded.users(param).clear()
 
-    # -- what its parameters are on the wire ------------------------------------------------------------------------
+    # -- its parameters on the wire ---------------------------------------------------------------------------------
 
     def format_of(self, param: Parameter) -> WireFormat:
         """The wire format of a parameter."""
@@ -184,7 +184,7 @@ class Unit(ABC):
         return sharded.shard_dtype(param)
 
     def is_exact(self, param: Parameter) -> bool:
-        """Whether what arrives is all there is of a parameter."""
+        """Whether a parameter arrives with every bit."""
         return isinstance(self.format_of(param), UnquantizedFormat) and not self.delta.is_of(param)
 
     def travels_as_operand(self, param: Parameter) -> bool:
@@ -212,19 +212,19 @@ class Unit(ABC):
 
     @property
     def shards_are_values(self) -> bool:
-        """Whether there is nothing to gather: one rank, nothing rounded, nothing offloaded."""
+        """Whether there is nothing to gather: one rank (so nothing is rounded), nothing offloaded."""
         return self.route.world_size == 1 and not any(sharded.shard(p).device != self.route.device for p in self.params)
 
     @abstractmethod
     def lay_out(self) -> None:
-        """Know where everything lies; made again when parameters were cast."""
+        """Make the layout; it is made again when parameters were cast."""
 
     def prepare(self) -> bool:
-        """What is to be done on the stream of the weights before a gather; whether shards were written."""
+        """Do work on the stream of the weights before a gather; returns whether shards were written."""
         return False
 
     def at_rest(self) -> Tensor | None:
-        """What rests and is what the first hops would bring; None where they have something to do."""
+        """The stored bytes, if they are already the first hops' result; None if the hops are needed."""
         return None
 
     @property
@@ -239,7 +239,7 @@ class Unit(ABC):
 
     @abstractmethod
     def first_hops(self, held: Tensor) -> list[dist.Work]:
-        """Encode this rank's shards and start the hops up to the secondary shard, whose result is `held`."""
+        """Encode this rank's shards and start the hops up to the secondary shard; their result is `held`."""
 
     @abstractmethod
     def last_hop(self, held: Tensor, gathered: Tensor) -> list[dist.Work]:
@@ -247,14 +247,14 @@ class Unit(ABC):
 
     @abstractmethod
     def decode(self, gathered: Tensor) -> Arrived:
-        """Values and operands, out of what the last hop brought."""
+        """Decode values and operands from the last hop's result."""
 
     def params_in_codes(self) -> list[Parameter]:
-        """Parameters whose values all come out of codes that can be kept (generation/codes.py)."""
+        """Parameters whose values are decoded from codes that can be kept (generation/codes.py)."""
         return []
 
     def wait_for(self, works: Iterable[dist.Work]) -> None:
-        """The current stream (on a CPU: the host) waits for hops."""
+        """Let the current stream (on a CPU: the host) wait for hops."""
         try:
             for work in works:
                 work.wait()
@@ -262,7 +262,7 @@ class Unit(ABC):
             raise named(error, self.names) from error
 
     def changed(self, by_step: bool = False) -> None:
-        """The weights were written, `by_step` of the optimizer: what was derived from them is stale."""
+        """The weights were written (`by_step`: by the optimizer), so drop all that was derived from them."""
         self.secondary_is_current = False
         self.copy_bill.clear()
         self.payload = None
@@ -270,7 +270,7 @@ class Unit(ABC):
         self.writes = next(_writes)
 
     def put_aside(self) -> None:
-        """Another engine takes the parameters over: drop what a gather brings anew."""
+        """Another engine attaches the parameters: drop all that a gather can bring again."""
         self.delta.put_aside()
         self.secondary, self.secondary_is_current = None, False
         self.copy_bill.clear()
@@ -280,12 +280,12 @@ class Unit(ABC):
 def build_units(
     model: nn.Module, blocks: Sequence[nn.Module], granularity: str, storages: Sequence[Storage]
 ) -> list[Unit]:
-    """Cut all ZeRO-3 parameters of `model` into units, each of the first of `storages` that takes it.
+    """Cut all ZeRO-3 parameters of `model` into units; each parameter is in the first of `storages` that takes it.
 
-    Frozen parameters never share a unit with trained ones: copies of them stay valid when an optimizer steps. Neither
-    do parameters in two storages. But for that, those that stay gathered between steps form one unit, and so do the
-    others of each block (and each z3 leaf module); what lies outside blocks is cut by module, and so is everything at
-    granularity "module"; at "parameter" each is its own. A parameter that several modules share belongs to the first.
+    Frozen parameters never share a unit with trained ones, because their copies stay valid when an optimizer steps.
+    Neither do parameters of two storages. Otherwise parameters that stay gathered between steps form one unit, and the
+    other parameters of each block (and z3 leaf module) form one. Outside blocks, and at granularity "module", each
+    module is a unit; at "parameter" each parameter is. A parameter that modules share belongs to the first of them.
     """
     taken: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""Errors of ranks that wait for parameters in vain."""
+"""Errors on ranks that wait in vain for parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def named(error: RuntimeError, names: Sequence[str]) -> RuntimeError:
-    """An error of the backend that names the parameters which were waited for besides."""
+    """The backend's error with the names of the awaited parameters added."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return type(error)(
         f"{error}\nzeropp_fp8: this rank was waiting for parameters, {names[0]}{more}. If no other rank has "
