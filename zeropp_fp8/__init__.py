@@ -4,7 +4,7 @@
     zeropp_fp8.enable()          # before deepspeed.initialize and deepspeed.zero.Init
 
 Nothing else in a script changes; the `zeropp_fp8` section of the ds_config (or DeepSpeed's own ZeRO++ keys) says what
-is done.
+the plugin does.
 """
 
 from zeropp_fp8.config import ConfigError
@@ -17,7 +17,7 @@ def enable() -> None:
     """Install the plugin into DeepSpeed. Idempotent. Call it before `zero.Init` and `deepspeed.initialize`.
 
     Raises:
-        RuntimeError: this DeepSpeed lacks a name the plugin relies on; the message says which and the version.
+        RuntimeError: this DeepSpeed lacks a name that the plugin relies on; the message gives the name and the version.
     """
     from zeropp_fp8 import plugin
 
@@ -25,27 +25,27 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Take the plugin out again: every replaced name of DeepSpeed is restored. Engines made meanwhile keep working."""
+    """Take the plugin out again: restore every replaced name of DeepSpeed. Engines made meanwhile keep working."""
     from zeropp_fp8 import plugin
 
     plugin.disable()
 
 
 def wire_report(engine, total: bool = False) -> dict:
-    """Bytes per step sent by this rank of a DeepSpeed engine (with `total`: by all ranks together).
+    """Return the bytes per step that this rank of a DeepSpeed engine sends (with `total`: all ranks together).
 
     Args:
-        engine: a DeepSpeed engine, its module (what a Trainer's callback gets), or a Trainer that has begun to train.
+        engine: a DeepSpeed engine, its module (a Trainer's callback gets that), or a Trainer that has begun to train.
 
     Returns:
         {"steps": finished optimizer steps,
          "per_step": {"weights_forward" | "weights_backward" | "gradients" | "activations" | "other":
                       {"inter": bytes, "intra": bytes}},
          "stock_per_step": the same for stock ZeRO-3 on the same events, by the ring formula in 16 bits,
-         "outside_steps": {"inter", "intra"}: bytes so far that no step uses, of GatheredParameters, evaluation,
+         "outside_steps": {"inter", "intra"}: bytes so far that no step uses: for GatheredParameters, evaluation and
              checkpoints,
-         "gradient_scaling": where gradients travel with scales that ranks share: {"mu", "saturated", "vanished"}, the
-             factor mu now, and of the last step the shares of FP8 numbers at the largest code and that became zero}
+         "gradient_scaling": if ranks share scales of gradients: {"mu", "saturated", "vanished"}, the factor mu now, and
+             the last step's shares of FP8 numbers that were at the largest code and that became zero}
         `inter` is between nodes, `intra` within a node. No communication: safe to call on one rank alone.
 
     Raises:
@@ -61,18 +61,18 @@ def save_merged_16bit(engine_or_model, folder, max_shard_size="5GB") -> None:
     """Save the whole model in its own dtype with its adapters merged, for `from_pretrained`. Call it on every rank.
 
     `folder` gets safetensors files (with an index if there are several), config.json and generation_config.json. No
-    rank holds the model: parameters are gathered one by one (of a PEFT layer together), and rank 0 keeps what goes into
-    the next file. Adapters are merged in fp32 by PEFT itself: decoded weight plus the adapter's part, rounded once.
-    Weights are those that the model computes with, not an optimizer's fp32 copies. The model stays as it is.
+    rank holds the whole model: parameters are gathered one by one (a PEFT layer's together), and rank 0 keeps those of
+    the next file. PEFT itself merges adapters in fp32: decoded weight plus the adapter's part, rounded once.
+    The weights are those that the model computes with, not an optimizer's fp32 copies. The model does not change.
 
     Args:
         engine_or_model: a DeepSpeed engine, a Trainer, or a model, with or without PEFT.
-        folder: made if it is not there. Weights that an earlier save has left in it are replaced.
-        max_shard_size: of a file: bytes, or like "5GB". A larger tensor has a file of its own.
+        folder: made if it does not exist. The save replaces weights that an earlier save has left in it.
+        max_shard_size: the largest size of a file: bytes, or like "5GB". A larger tensor has a file of its own.
 
     Raises:
-        ValueError: another `max_shard_size`, or an adapter that PEFT cannot merge.
-        RuntimeError: rank 0 could not merge or write; on every rank, with its message.
+        ValueError: `max_shard_size` has another form, or PEFT cannot merge an adapter.
+        RuntimeError: rank 0 could not merge or write; every rank raises it with rank 0's message.
     """
     from zeropp_fp8.zero.export.merged import save_merged_16bit as save
 
@@ -80,41 +80,41 @@ def save_merged_16bit(engine_or_model, folder, max_shard_size="5GB") -> None:
 
 
 def generation(engine, weights: str = "auto", merge_adapters: bool = True, graph: bool = False):
-    """Context manager: generate with the model of an engine that trains. To be entered on every rank, between steps.
+    """Context manager: generate with the model of an engine that trains. Every rank enters it, between steps.
 
         with zeropp_fp8.generation(engine) as model:
             tokens = model.generate(input_ids=..., attention_mask=..., max_new_tokens=256, do_sample=True)
 
     A forward pass of ZeRO-3 gathers every layer; generation would do so for each token. Here weights stay on each rank
-    until the context ends, which gives the memory back, and nothing is gathered in between: ranks may generate
-    different numbers of tokens. The model evaluates (no dropout), with its KV cache on.
+    until the context ends and frees the memory, and nothing is gathered in between: ranks may generate
+    different numbers of tokens. The model is in evaluation mode (no dropout), with its KV cache on.
 
     Args:
         engine: a DeepSpeed engine with the plugin active, with an optimizer or without; its module; or a Trainer.
         weights: what stays on each rank. "values": all weights in their dtype, as fast as a model without DeepSpeed.
-            "codes": those of linear layers as codes, as they are stored or travel: a half to a quarter of the memory;
-            few rows are multiplied with the codes themselves on a GPU, else the weights of one block at a time are
+            "codes": linear layers' weights as codes, as they are stored or travel: a half to a quarter of the memory;
+            on a GPU a product of few rows uses the codes themselves, otherwise the weights of one block at a time are
             decoded. "sharded": nothing; every token gathers all weights (within the node, if there is a secondary
-            shard), and ranks generate in step. "auto": the first of these that takes at most half of the memory that
-            is free on the rank with the least.
-        merge_adapters: where values stay, merge the active PEFT adapters into them (into them only), which saves two
+            shard), and ranks generate in step. "auto": the first of these that takes at most half of the free
+            memory of the rank that has the least.
+        merge_adapters: if values stay, merge the active PEFT adapters into them (into them only), which saves two
             of three products of a LoRA layer. Sums are rounded to the weights' dtype, like those of a merged model.
-            What is not merged is multiplied in one forward a layer; PEFT's variants of LoRA by PEFT.
+            Adapters that are not merged are multiplied in one forward per layer; PEFT multiplies its variants of LoRA.
         graph: record the forward pass of a token as a CUDA graph, at the second token of each call of `generate`, and
-            replay it for the others: then Python costs a token next to nothing. Needs a GPU, weights that stay, and a
-            decoder of transformers that attends to all tokens; `generate` uses its static cache, as long as the
-            sequence may become. Hooks on modules are called while a pass is recorded, and not when it is replayed.
+            replay it for the other tokens: then a token costs Python next to nothing. It needs a GPU, weights that
+            stay, and a decoder of transformers that attends to all tokens; `generate` uses its static cache, as long as
+            the sequence may become. Hooks on modules are called while a pass is recorded, and not when it is replayed.
 
     Yields:
         `engine.module`. Its `generate` has use_cache=True, the right synced_gpus, and with `graph` the static cache
-        unless told otherwise. torch.compile compiles nothing inside the context, and what it has compiled rests.
+        unless told otherwise. torch.compile compiles nothing inside the context, and compiled code is not used.
 
     Raises:
-        ValueError: an engine without the plugin, another `weights`, or what a graph cannot be had for (beam search and
-            caches of other kinds when they are used).
+        ValueError: the engine is without the plugin, `weights` has another value, or a graph is impossible (with beam
+            search and caches of other kinds: when they are used).
         RuntimeError: inside another generation, or in the middle of a pass; a forward pass inside the context with
             gradients; gathering parameters inside it; a step that cannot be recorded.
-        MemoryError: no memory on some rank for what is to stay; on every rank.
+        MemoryError: some rank has too little memory for the weights that are to stay; every rank raises it.
     """
     from zeropp_fp8.zero.generation.context import generation as generate_with
 

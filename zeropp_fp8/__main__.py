@@ -22,9 +22,9 @@ USAGE = "usage: python -m zeropp_fp8 COMMAND ... | --version\n" + "\n".join(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command; exit status 2 where there is none of that name."""
+    """Run a command; exit with status 2 if there is none of that name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # The deepspeed launcher puts --local_rank=N in front; it is in the environment too.
+    # The deepspeed launcher puts --local_rank=N in front; the environment has it too.
     while arguments and arguments[0].startswith(("--local_rank=", "--local-rank=")):
         arguments.pop(0)
     asked = arguments[0] if arguments else ""

@@ -1,4 +1,4 @@
-"""The plugin in processes that a script starts by `multiprocessing`."""
+"""Enable the plugin in processes that a script starts by `multiprocessing`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import zeropp_fp8
 
 
 def enable_with_children() -> None:
-    """zeropp_fp8.enable() here and in every process that `multiprocessing` starts from here, and from those."""
-    # A forked process has the plugin on as it is. "spawn" and "forkserver" send a pickle of the Process: first what it
-    # takes over from the process that makes it (the authentication key is there too), then target and arguments, whose
-    # modules find the plugin on when they are imported.
+    """Call zeropp_fp8.enable() here, in each process that `multiprocessing` starts from here, and in their children."""
+    # A forked process has the plugin on already. "spawn" and "forkserver" send a pickle of the Process: first the
+    # settings of the process that makes it (such as the authentication key), then target and arguments. The plugin is
+    # therefore on when their modules are imported.
     multiprocessing.current_process()._config["zeropp_fp8"] = _arrived()
 
 
 class _EnablesOnArrival:
-    """Where this is unpickled, the plugin is enabled."""
+    """An object that enables the plugin where it is unpickled."""
 
     def __reduce__(self):
         return _arrived, ()
@@ -24,4 +24,4 @@ class _EnablesOnArrival:
 
 def _arrived() -> _EnablesOnArrival:
     zeropp_fp8.enable()
-    return _EnablesOnArrival()  # for the processes that this one starts
+    return _EnablesOnArrival()  # for the children of this process

@@ -2,13 +2,13 @@
 
     python -m zeropp_fp8.export CHECKPOINT NEW_FOLDER [--tag TAG] [--trust]
 
-Weights that were saved as codes are decoded to the dtype that the model computed with, and cut into the slices that
-DeepSpeed gives to each rank. All else is copied as it is: optimizer states, adapters, what lies beside, and the `zero`
-folder of a universal checkpoint. One weight is decoded at a time, and decoded slices lie in temporary files until their
-rank's file is written: the memory needed is that of a few parts of one weight.
+The export decodes weights that were saved as codes to the dtype that the model computed with, and cuts them into the
+slices that DeepSpeed gives to each rank. It copies all else as it is: optimizer states, adapters, other files, and the
+`zero` folder of a universal checkpoint. It decodes one weight at a time, and keeps decoded slices in temporary files
+until their rank's file is written: it needs the memory of a few parts of one weight.
 
-A checkpoint need not be trusted: a file that asks for more than DeepSpeed's model states are made of is refused, unless
---trust is given. NEW_FOLDER is filled when the copy is complete; an export that fails leaves nothing behind.
+A checkpoint need not be trusted: the export refuses a file that asks for more than DeepSpeed's model states are made
+of, unless --trust is given. It fills NEW_FOLDER when the copy is complete; if it fails, it leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def export_checkpoint(checkpoint: str | Path, out: str | Path, tag: str | None =
     Args:
         checkpoint: the folder that was given to `save_checkpoint`.
         out: a new or empty folder.
-        tag: which checkpoint in it; None: the one that its file `latest` names.
+        tag: the checkpoint in it; None: the one that its file `latest` names.
         trust: read what its files hold even if that may run code.
 
     Returns:
-        how many weights were decoded.
+        the number of decoded weights.
 
     Raises:
         FileNotFoundError: there is no such checkpoint, or a rank's file of model or optimizer states is missing.
         FileExistsError: `out` is not empty.
-        ValueError: no weight of the checkpoint was saved as codes, `out` lies inside the checkpoint, a file is not what
-            was saved, or asks for what may run code.
+        ValueError: no weight of the checkpoint was saved as codes, `out` lies inside the checkpoint, a file differs
+            from the saved one, or asks for objects that may run code.
     """
     checkpoint, out = Path(checkpoint), Path(out)
     folder = checkpoint / (tag or _latest_tag(checkpoint))
@@ -64,7 +64,7 @@ def export_checkpoint(checkpoint: str | Path, out: str | Path, tag: str | None =
     if not decoded:
         raise ValueError(f"{folder} holds no weights as codes: DeepSpeed reads it as it is")
     states = {path.name for of in files.values() for path in of.values()}
-    # In what is there already, be it `out` itself, which may be a file system of its own.
+    # Use an existing folder, if possible `out` itself, which may be a file system of its own.
     beside = next(place for place in (out.resolve(), *out.resolve().parents) if place.is_dir())
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=beside) as spare:
         new_folder = Path(spare, folder.name)
@@ -82,7 +82,7 @@ def export_checkpoint(checkpoint: str | Path, out: str | Path, tag: str | None =
         latest = Path(spare, LATEST[(new_folder / "zero").is_dir()])
         latest.write_text(folder.name)
         out.mkdir(parents=True, exist_ok=True)
-        for path in sorted(Path(spare).iterdir(), key=lambda path: path == latest):  # last what makes it a checkpoint
+        for path in sorted(Path(spare).iterdir(), key=lambda path: path == latest):  # `latest` comes last
             path.rename(out / path.name)
     return decoded
 
@@ -97,7 +97,7 @@ def _latest_tag(checkpoint: Path) -> str:
 
 
 def _checked_manifest(folder: Path) -> dict | None:
-    """The manifest of a checkpoint whose files are what it says; None where there is none."""
+    """Return the manifest of a checkpoint whose files agree with it; None if there is none."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder")
     manifest = read_manifest(folder)
@@ -108,7 +108,7 @@ def _checked_manifest(folder: Path) -> dict | None:
 
 
 def _model_states(folder: Path, trust: bool) -> dict[int, dict[int, Path]]:
-    """Files of model states by tensor-parallel rank and rank, checked to be complete, as are optimizer states."""
+    """Return the files of model states by tensor-parallel rank and rank; refuse missing ones, of the optimizer too."""
     found = sorted(folder.glob("zero_pp_rank_*_mp_rank_*_model_states.pt"))
     if not found:
         raise FileNotFoundError(f"{folder} holds no model states of ZeRO-3 (zero_pp_rank_*_model_states.pt)")
@@ -119,7 +119,7 @@ def _model_states(folder: Path, trust: bool) -> dict[int, dict[int, Path]]:
     left_over = set(found) - set(expected)
     if left_over:
         raise ValueError(f"{min(left_over)} is of another checkpoint; {len(ranks)} ranks saved this one")
-    if not (folder / "zero").is_dir():  # where a universal checkpoint has optimizer states
+    if not (folder / "zero").is_dir():  # a universal checkpoint has its optimizer states there
         prefix = "bf16_" if any(folder.glob("bf16_*_optim_states.pt")) else ""
         expected += [folder / (prefix + path.name.replace("model_states", "optim_states")) for path in expected]
     missing = next((path for path in expected if not path.is_file()), None)
@@ -148,7 +148,7 @@ def _decoded_slice(saved: SavedParameter, own: QuantizedFragment, rank: int) -> 
 
 
 def _mapped(values: Tensor, path: Path) -> Tensor:
-    """The same values in a file, so that they take no memory while others are decoded."""
+    """Return the same values in a file, so that they take no memory while others are decoded."""
     return torch.from_file(str(path), shared=True, size=values.numel(), dtype=values.dtype).copy_(values)
 
 

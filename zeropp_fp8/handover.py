@@ -1,9 +1,9 @@
-"""Hand the weights of a training engine to an engine that generates elsewhere, a block of the model at a time.
+"""Hand the weights of a training engine over to an engine that generates elsewhere, one block of the model at a time.
 
     source = WeightSource(engine)                        # on every rank
     for name, tensor in source: ...                      # on every rank, each step; or Transfer, or vllm_transfer
 
-It is imported only where it is asked for. See docs/handover.md.
+Nothing imports this module unless it is asked for. See docs/handover.md.
 """
 
 from zeropp_fp8.zero.handover.source import ParamMeta, WeightSource

@@ -1,10 +1,10 @@
-"""The plugin's numbers in the logs of a Hugging Face Trainer, TRL's included, and so in W&B, TensorBoard and others.
+"""Write the plugin's numbers to the logs of a Hugging Face Trainer (also TRL's), and so to W&B, TensorBoard and others.
 
     trainer = Trainer(...)
     zeropp_fp8.integrations.log_metrics(trainer)
     trainer.train()
 
-It needs transformers, and is imported only where it is asked for. DeepSpeed's own monitor needs nothing of it.
+It needs transformers, and is imported only where it is asked for. DeepSpeed's own monitor does not need it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ PREFIX = "zeropp_fp8/"
 
 
 def log_metrics(trainer) -> None:
-    """Add the numbers of zero/telemetry.py to each entry with a loss, as means over the steps since the last.
+    """Add the numbers of zero/telemetry.py to each entry with a loss, as means over the steps since the last entry.
 
-    The formats, which are words, go into `trainer.state.log_history` once, when training begins, and there to
-    TensorBoard (a text, "zeropp_fp8/formats") and W&B (the run's config). Call it before `train()`, once.
+    The formats are words. They go into `trainer.state.log_history` once, when training begins, and at that time to
+    TensorBoard (a text, "zeropp_fp8/formats") and W&B (the run's config). Call this before `train()`, once.
 
     Raises:
         ValueError: in `train()`, if the Trainer does not run with the plugin.
     """
-    # Reporters write an entry when their turn comes, and those of `report_to` come before a callback of the user's.
+    # Reporters write an entry when they are called, and those of `report_to` are called before a user's callback.
     handler = trainer.callback_handler
     handler.callbacks.insert(0, _LogMetrics())
-    handler.callbacks.append(_TellFormats(handler))  # when they have begun
+    handler.callbacks.append(_TellFormats(handler))  # after the reporters have begun
 
 
 class _LogMetrics(TrainerCallback):
@@ -41,7 +41,7 @@ class _LogMetrics(TrainerCallback):
         if "loss" in logs:
             found = {f"{PREFIX}{name}": value for name, value in self._metrics().items()}
             logs.update(found)
-            state.log_history[-1].update(found)  # a copy of the entry, made before callbacks are asked
+            state.log_history[-1].update(found)  # a copy of the entry, made before callbacks are called
 
 
 class _TellFormats(TrainerCallback):
@@ -56,7 +56,7 @@ class _TellFormats(TrainerCallback):
             return
         for callback in self._handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-                text = "\n".join(f"    {name}: {value}" for name, value in entry.items())  # Markdown: as it stands
+                text = "\n".join(f"    {name}: {value}" for name, value in entry.items())  # in Markdown: verbatim
                 callback.tb_writer.add_text(f"{PREFIX}formats", text, state.global_step)
             if isinstance(callback, WandbCallback) and callback._wandb is not None and callback._wandb.run is not None:
                 callback._wandb.config.update(entry, allow_val_change=True)

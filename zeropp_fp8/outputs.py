@@ -1,6 +1,6 @@
-"""What the commands have in common: options of which each says in one line what it takes, and where JSON goes.
+"""Common parts of the commands: options that say in one line what they take, and the destination of JSON.
 
-Files are looked at while options are read, so that what cannot be written is said before a command begins.
+Files are checked while options are read, so that a file that cannot be written is refused before a command begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LABEL = 14
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line that is refused in one line, with status 2."""
+    """A command-line parser that refuses wrong arguments in one line, with status 2."""
 
     def __init__(self, command: str, text: str | None) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
-    """A whole number."""
+    """Make the type of an option that takes a whole number."""
 
     def read(text: str) -> int:
         try:
@@ -56,7 +56,7 @@ def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
 def number(
     least: float = -math.inf, above: float = -math.inf, most: float = 1e15, example: str = ""
 ) -> Callable[[str], float]:
-    """A number within these limits, which may end in K, M, B or T."""
+    """Make the type of an option that takes a number within these limits; it may end in K, M, B or T."""
     limits = {"at least": least, "above": above, "at most": most}
     wanted = ", ".join(f"{name} {limit:g}" for name, limit in limits.items() if math.isfinite(limit)) + example
 
@@ -74,10 +74,10 @@ def number(
 
 
 def file_to_write(path: str) -> str:
-    """A file's name, in a folder that is there.
+    """Check the name of a file in an existing folder.
 
     Raises:
-        ArgumentTypeError: it is not there, or the name is a folder's.
+        ArgumentTypeError: the folder does not exist, or the name is a folder's.
     """
     if Path(path).is_dir():
         raise ArgumentTypeError(f"{path} is a folder; give a file")
@@ -88,10 +88,10 @@ def file_to_write(path: str) -> str:
 
 
 def picture_to_draw(path: str) -> str:
-    """The same of a picture; its ending says the format.
+    """Check the name of a picture in the same way; its ending gives the format.
 
     Raises:
-        ArgumentTypeError: as above; matplotlib cannot be imported, or does not write that format.
+        ArgumentTypeError: as above; or matplotlib cannot be imported, or cannot write that format.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -104,8 +104,8 @@ def picture_to_draw(path: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> list[str]:
-    """Lines of rows of cells, whose first one has the columns' names; numbers end, and columns of `words` begin, below
-    each other."""
+    """Lay out rows of cells as lines. The first row has the columns' names. Numbers are aligned at the right, and
+    columns of `words` at the left."""
     columns = list(zip(*rows))
     widths = [max(map(len, column)) for column in columns]
     begins = [column[0] in words for column in columns]
@@ -118,16 +118,16 @@ def table(rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> list[str]
 
 
 def labelled(lines: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines of (label, text), texts below each other."""
+    """Lay out lines of (label, text), with the texts aligned."""
     return [f"{label:<{LABEL}}{text}" for label, text in lines]
 
 
 def run_command(name: str, target: str | None, run: Callable[[dict[str, Any]], int | None], *refused: type) -> None:
-    """Run a command, which puts what it finds into the dict that is written as JSON to `target`.
+    """Run a command; it puts its results into the dict that is written as JSON to `target`.
 
     Raises:
-        SystemExit: with the status that it returns, where that is not 0; with 2 and a line of what is `refused`, or of
-            a file that cannot be read or written.
+        SystemExit: with the status that it returns, if that is not 0; with 2 and one line for an error of a type in
+            `refused`, or for a file that cannot be read or written.
     """
     try:
         with json_at(target) as found:
@@ -141,10 +141,10 @@ def run_command(name: str, target: str | None, run: Callable[[dict[str, Any]], i
 
 @contextmanager
 def drawn(path: str, heights: Sequence[float], width: float = 10) -> Iterator[Sequence[Any]]:
-    """Axes of panels below each other, so many inches high; what is drawn on them is written at the end.
+    """Yield axes of panels below each other, of these heights in inches, and write the drawing at the end.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
     from matplotlib.figure import Figure
@@ -156,9 +156,9 @@ def drawn(path: str, heights: Sequence[float], width: float = 10) -> Iterator[Se
 
 @contextmanager
 def json_at(target: str | None) -> Iterator[dict[str, Any]]:
-    """What is put into the dict is written at the end as JSON: to a file, or to stdout, with nothing else on it.
+    """Yield a dict and write it at the end as JSON: to a file, or to stdout, with nothing else on it.
 
-    Of a dataclass its fields, and the properties that its class names in DERIVED.
+    A dataclass becomes its fields and the properties that its class names in DERIVED.
     """
     found: dict[str, Any] = {}
     try:
@@ -171,7 +171,7 @@ def json_at(target: str | None) -> Iterator[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it. It has no numbers that are not finite: they are null."""
+    """Convert a value for JSON. JSON has no numbers that are not finite: they become null."""
     if is_dataclass(value):
         names = [*(field.name for field in fields(value)), *getattr(value, "DERIVED", ())]
         return {name: plain(getattr(value, name)) for name in names}
@@ -183,7 +183,7 @@ def plain(value: Any) -> Any:
 
 
 def said(error: Exception) -> str:
-    """What an error says, in one line: of the system's, the file and what is wrong with it."""
+    """Say an error in one line; for an error of the system: the file, and what is wrong with it."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {(error.strerror or 'it cannot be read').lower()}"
     return str(error)

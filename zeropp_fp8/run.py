@@ -31,9 +31,9 @@ def main(argv: list[str] | None = None) -> None:
     target, rest = arguments[0], arguments[1:]
     if is_module:
         sys.path.insert(0, os.getcwd())
-    # Of a module only the outermost package is looked for: looking further would import it without the plugin.
+    # Look only for a module's outermost package: looking further would import it without the plugin.
     if not (importlib.util.find_spec(target.partition(".")[0]) if is_module else os.path.exists(target)):
-        if os.environ.get("RANK", "0") == "0":  # under a launcher, which ends the other ranks
+        if os.environ.get("RANK", "0") == "0":  # a launcher ends the other ranks
             print(f"zeropp_fp8.run: there is no {'module' if is_module else 'script'} {target}", file=sys.stderr)
         raise SystemExit(2)
 

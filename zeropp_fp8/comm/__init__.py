@@ -1,6 +1,6 @@
-"""Collectives on two levels (node, network) with quantized payloads, and the ledger of what they send.
+"""Collectives on two levels (node, network) with quantized payloads, and the ledger of the bytes that they send.
 
-Usable without DeepSpeed, on any torch.distributed backend with uint8 all-gather and all-to-all (gloo, NCCL):
+It works without DeepSpeed, on any torch.distributed backend with uint8 all-gather and all-to-all (gloo, NCCL):
 
     topology = make_topology(ranks_per_node=8)
     full = quantized_all_gather(shard, make_format("int8"), topology)

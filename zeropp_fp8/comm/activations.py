@@ -1,15 +1,15 @@
 """All-to-all of activations in FP8, for sequence parallelism.
 
 Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509) keeps a part of the sequence on each rank. Around attention
-an all-to-all turns that into all of the sequence for a part of the heads, and back. FP8-LM (arXiv 2310.18313, section
-2.3) sends the activations of sequence parallelism in FP8. Here values of the forward pass travel as E4M3, their
-gradients as E5M2, whose range is wider. NaN and Inf arrive as NaN, over everything that shares their scale.
+an all-to-all exchanges this for the whole sequence for a part of the heads, and back. FP8-LM (arXiv 2310.18313,
+section 2.3) sends the activations of sequence parallelism in FP8. Here values of the forward pass travel as E4M3, and
+their gradients as E5M2, which has a wider range. NaN and Inf arrive as NaN in all elements that share their scale.
 
-One scale covers a token's values that travel to one rank, i.e. its heads for that rank, so that no token's outliers
-cost another token its precision. A tensor whose tokens are not consecutive, or are too short or long for a scale each,
-has one every 128 elements instead.
+One scale covers the values of one token that travel to one rank, i.e. the token's heads for that rank. So no token's
+outliers cost another token precision. A tensor has one scale per 128 elements instead if its tokens are not
+consecutive, or are too short or too long for a scale each.
 
-Codes and scales are one flat uint8 buffer (gloo refuses FP8 tensors), and it is one collective a direction:
+Codes and scales are in one flat uint8 buffer (gloo refuses FP8 tensors); each direction takes one collective:
 
     bytes to a rank = align16(2 * blocks) + align16(n)  against  2 * n    for n elements in ceil(n / block) blocks
 """
@@ -36,9 +36,9 @@ from zeropp_fp8.formats import make_format
 FORWARD_FORMAT, BACKWARD_FORMAT = "fp8_e4m3", "fp8_e5m2"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_SIZE = 128
-# A scale is 2 bytes: 3 % of the 64 codes of the shortest token that has one. Kernels keep a whole block in registers.
+# A scale has 2 bytes: 3 % of the 64 codes of the shortest token that has one. Kernels keep a whole block in registers.
 SHORTEST_TOKEN, LONGEST_TOKEN = 64, 16384
-# Layouts are small (tables of a few numbers), but sequences of varying length ask for ever new ones.
+# A layout is small (tables of a few numbers), but sequences of varying length need ever new layouts.
 _MOST_LAYOUTS = 256
 
 
@@ -46,14 +46,14 @@ class ActivationExchange:
     """FP8 all-to-all of the activations of one model, over any process groups.
 
     Args:
-        node: this rank's, any value that its ranks alone have in common. The ranks of a group tell each other when its
-            route is made; decides which link bytes belong to.
-        ledger: where bytes are counted, as kind "activations".
-        block_size: elements a scale is shared by; None: those of a token (see above).
+        node: this rank's node: any value that the ranks of the node alone share. The ranks of a group exchange it when
+            the group's route is made; it decides which link bytes belong to.
+        ledger: it counts the bytes, as kind "activations".
+        block_size: elements that share a scale; None: those of a token (see above).
         use_kernels: Triton kernels instead of torch operations; None: on a GPU.
 
     Attributes:
-        rests: all tensors travel as they are for now, in compiled graphs too.
+        rests: the exchange is off: all tensors travel as they are for now, in compiled graphs too.
     """
 
     rests = False
@@ -73,7 +73,7 @@ class ActivationExchange:
         self._routes: dict[str, Route] = {}
 
     def route(self, group: dist.ProcessGroup | None = None) -> Route:
-        """The way over `group` (None: the world), collective when it is made: before torch.compile sees an exchange."""
+        """Return the route over `group` (None: the world). Making it is collective; make it before torch.compile."""
         group = dist.group.WORLD if group is None else group
         found = self._routes.get(group.group_name)
         if found is None:
@@ -83,8 +83,8 @@ class ActivationExchange:
     def accepts(self, tensor: Tensor, size: int, splits: Sequence[int] | None = None) -> bool:
         """Whether a tensor for `size` ranks travels in FP8. All ranks of an exchange come to the same answer.
 
-        No: integers and booleans (position ids, masks), fp64, nothing at all, one rank only, and tensors so small that
-        the padding makes them no smaller than 16 bits. All while it rests.
+        It does not for integers and booleans (position ids, masks), fp64, empty tensors, one rank only, tensors so
+        small that padding makes them no smaller than 16 bits, and for any tensor while the exchange rests.
         """
         if self.rests or size == 1 or tensor.dtype not in DTYPES:
             return False
@@ -97,9 +97,9 @@ class ActivationExchange:
         return payload_bytes < numel * STOCK_BYTES_PER_ELEMENT
 
     def block_size_of(self, tensor: Tensor, splits: Sequence[int] | None = None) -> int:
-        """Elements that share a scale in `tensor`, [ranks, sequence, batch, heads, head_dim] or [.., heads * head_dim].
+        """Elements per scale of `tensor`, [ranks, sequence, batch, heads, head_dim] or [.., heads * head_dim].
 
-        The first dimension says for which rank, the next two (in any order) which token, all others are the token.
+        The first dimension is the receiving rank, the next two (in any order) say which token, the others are in it.
         """
         if self._block_size is not None:
             return self._block_size
@@ -109,7 +109,7 @@ class ActivationExchange:
     def _layout(
         self, numel: int, block_size: int, tensor: Tensor, rows: int, backward: bool
     ) -> tuple[PayloadLayout, SliceOrder]:
-        """How `rows` ranks' shares of `numel` elements become payload rows and tensors again."""
+        """Return the layout that turns `rows` ranks' shares of `numel` elements into payload rows and back."""
         key = (numel, block_size, tensor.dtype, tensor.device, rows, backward)
         if key not in self._layouts:
             if len(self._layouts) >= _MOST_LAYOUTS:
@@ -130,18 +130,18 @@ class ActivationExchange:
         backward: bool = False,
         evaluating: bool = False,
     ) -> PendingExchange:
-        """Encode and send `input`; `output` is there after wait().
+        """Encode and send `input`; wait() completes `output`.
 
         Args:
-            output: contiguous tensor of input's dtype that is written.
+            output: contiguous tensor of input's dtype; it is written.
             input: contiguous fp32, bf16 or fp16 tensor.
             group: the ranks; None: the world.
             output_splits, input_splits: rows (of the first dimension) from and for each rank; None: equal shares.
-            backward: gradients, hence E5M2.
+            backward: the tensors are gradients, so they travel as E5M2.
             evaluating: count the bytes as outside of steps.
 
         Raises:
-            ValueError: a tensor that is not contiguous, or dtypes that differ.
+            ValueError: a tensor is not contiguous, or the dtypes differ.
         """
         group = dist.group.WORLD if group is None else group
         if not (input.is_contiguous() and output.is_contiguous()) or input.dtype != output.dtype:
@@ -163,7 +163,7 @@ class ActivationExchange:
         return PendingExchange(work, received, incoming, outgoing)
 
     def _shares(self, tensor: Tensor, size: int, splits, block_size: int, backward: bool) -> _Shares:
-        """The ranks' shares of a tensor."""
+        """Cut a tensor into the ranks' shares."""
         if splits is None:
             numel = tensor.numel() // size
             parts = [(tensor, numel, size, *self._layout(numel, block_size, tensor, size, backward))]
@@ -186,7 +186,7 @@ class ActivationExchange:
 
 
 class _Shares:
-    """A tensor cut into what goes to (or comes from) each rank: equal shares as rows of one part, or a part a rank."""
+    """A tensor cut into the shares of the ranks: equal shares are rows of one part; unequal shares are a part each."""
 
     def __init__(self, parts: list[tuple[Tensor, int, int, PayloadLayout, SliceOrder]]) -> None:
         self._parts = parts
@@ -195,7 +195,7 @@ class _Shares:
         self.bytes_per_rank = [layout.row_bytes for _, _, rows, layout, _ in parts for _ in range(rows)]
 
     def new_payload(self) -> Tensor:
-        """Flat uint8 for all shares, rank after rank."""
+        """Return a flat uint8 buffer for all shares, rank after rank."""
         return torch.empty(sum(self.bytes_per_rank), dtype=torch.uint8, device=self._parts[0][0].device)
 
     def _with_payload(self, payload: Tensor):
@@ -213,20 +213,20 @@ class _Shares:
 
 
 class PendingExchange:
-    """An exchange under way; stands where DeepSpeed expects the handle of an asynchronous collective."""
+    """An exchange under way; it takes the place of the handle of an asynchronous collective in DeepSpeed."""
 
     def __init__(self, work: dist.Work, received: _Shares, incoming: Tensor, outgoing: Tensor) -> None:
         self._work: dist.Work | None = work
         self._received, self._incoming, self._outgoing = received, incoming, outgoing
 
     def wait(self) -> None:
-        """Let the current stream (on a CPU: the caller) wait for the codes, and write the output."""
+        """Make the current stream (on a CPU: the caller) wait for the codes, and write the output."""
         if self._work is not None:
             self._work.wait()
             self._work = None
             self._received.decode(self._incoming)
-            # Whoever waits may do so on another stream than the one that has made these (Ulysses with a stream of its
-            # own), which has not waited and would give their memory away.
+            # The waiting stream may not be the one that has made these (Ulysses may have a stream of its own). That
+            # stream has not waited, and the allocator would give their memory away.
             for buffer in (self._incoming, self._outgoing, *self._received.tensors):
                 used_last(buffer)
             del self._received, self._incoming, self._outgoing
@@ -237,7 +237,7 @@ _routes: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
 
 
 class Route:
-    """An exchange over one process group. Its name stands for it in operators, whose arguments are plain values."""
+    """An exchange over one process group. Operators take its name, because their arguments are plain values."""
 
     def __init__(self, exchange: ActivationExchange, group: dist.ProcessGroup) -> None:
         self.exchange = weakref.ref(exchange)
@@ -255,7 +255,7 @@ def fp8_all_to_all(
 ) -> Tensor:
     """All-to-all along the first dimension: input[r] goes to rank r, output[r] comes from it. Differentiable.
 
-    Its gradient is the same exchange in E5M2; rounding counts as the identity. An operator of torch, so that
+    Its gradient is the same exchange in E5M2; rounding counts as the identity. It is an operator of torch, so that
     torch.compile sees one step with a known derivative. A tensor that `exchange` does not accept travels as it is.
 
     Args:

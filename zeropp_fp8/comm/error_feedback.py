@@ -1,13 +1,13 @@
-"""Error feedback for the hop between nodes: what quantization dropped is added to the next gradient.
+"""Error feedback for the hop between nodes: the next gradient gets what quantization has dropped from this one.
 
-The sender keeps, for each tensor, the difference between what it wanted to send and what the receiver decoded, in 8
-bits with a scale per block (LoCo, arXiv 2407.04480, keeps it in 8 bits too). Only the hop between nodes has one: there
-the codes have 4 bits, and the residual is 1/ranks_per_node of the gradient: all of it, 1.02 bytes a parameter, where
-each rank is a node.
+The sender keeps, for each tensor, the difference between the intended values and the values that the receiver decodes,
+in 8 bits with a scale per block (LoCo, arXiv 2407.04480, also uses 8 bits). Only the hop between nodes has a residual:
+its codes have 4 bits, and the residual is only 1/ranks_per_node of the gradient. If each rank is a node, it is the
+whole gradient: 1.02 bytes per parameter.
 
-Reset rule: a residual is dropped (zero) when its tensor's gradient held NaN or Inf, when a step is skipped for
-overflow, when the loss scale changes (it is in units of the scaled gradient), and when a checkpoint of another world
-size is loaded.
+Reset rule: a residual is dropped (set to zero) when its tensor's gradient held NaN or Inf, when a step is skipped
+for overflow, when the loss scale changes (the residual is in units of the scaled gradient), and when a checkpoint of
+another world size is loaded.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from zeropp_fp8.formats import WireFormat, make_format
 
 @dataclass(frozen=True)
 class Residuals:
-    """What is kept of the tensors of one message, side by side: `PayloadLayout.encode` adds it and writes it anew.
+    """Residuals of the tensors of one message, side by side: `PayloadLayout.encode` adds them and then replaces them.
 
     Attributes:
-        wire_format: of all of them.
+        wire_format: the format of all residuals.
         rows: uint8 [rows, row bytes].
-        offsets, sizes: of each tensor, bytes in a row; a size of 0 where nothing is kept.
+        offsets, sizes: per tensor, in bytes of a row; the size is 0 if nothing is kept.
     """
 
     wire_format: WireFormat
@@ -37,36 +37,36 @@ class Residuals:
     sizes: Sequence[int]
 
     def of(self, i: int) -> Tensor:
-        """uint8 [rows, size]: what is kept of a tensor."""
+        """Return the residual of a tensor, uint8 [rows, size]."""
         return self.rows[:, self.offsets[i] : self.offsets[i] + self.sizes[i]]
 
 
 class ErrorFeedback:
-    """8-bit residuals by tensor key, on the sender.
+    """Keep 8-bit residuals by tensor key, on the sender.
 
     Args:
-        block_size: elements that share a scale; kernels need that of the codes which travel.
+        block_size: elements that share a scale; kernels need the block size of the codes that travel.
     """
 
     def __init__(self, block_size: int = 128) -> None:
         self._format = make_format("int8", block_size=block_size)
-        self._payloads: dict[str, Tensor] = {}  # views of the messages' rows, or what was loaded
+        self._payloads: dict[str, Tensor] = {}  # views of the messages' rows, or loaded ones
         self._messages: dict[tuple[str, ...], tuple[Residuals, dict[str, Tensor]]] = {}
 
     def __len__(self) -> int:
         return len(self._payloads)
 
     def num_bytes(self, rows: int, numel: int) -> int:
-        """Bytes of the residual of a tensor that is sent as `rows` slices of `numel` elements."""
+        """Return the bytes of the residual of a tensor that is sent as `rows` slices of `numel` elements."""
         return rows * self._format.payload_bytes(numel)
 
     def of(self, keys: Sequence[str], numels: Sequence[int], rows: int, device: torch.device) -> Residuals:
-        """The residuals of a message: zeros where there were none. They rest where they are, to be written anew.
+        """Return the residuals of a message, zeros at first. The caller writes the new residuals into them.
 
         Args:
-            keys: of its tensors.
-            numels: elements of a slice of each, 0 where nothing is to be kept.
-            rows: slices.
+            keys: keys of the message's tensors.
+            numels: elements per slice of each tensor; 0 if nothing is kept of it.
+            rows: number of slices.
         """
         held = self._messages.get(tuple(keys))
         if held is not None and all(self._payloads.get(key) is part for key, part in held[1].items()):
@@ -78,7 +78,7 @@ class ErrorFeedback:
         for i, key in enumerate(keys):
             if sizes[i]:
                 parts[key] = residuals.of(i)
-                if key in self._payloads:  # loaded, or in another message so far
+                if key in self._payloads:  # loaded, or part of another message until now
                     parts[key].copy_(self._payloads[key])
         self._payloads |= parts
         others = {names: message for names, message in self._messages.items() if not message[1].keys() & parts.keys()}
@@ -91,20 +91,20 @@ class ErrorFeedback:
         self._messages.clear()
 
     def state_dict(self) -> dict[str, object]:
-        """{"block_size", "residuals": payloads by key, on the CPU}."""
+        """Return {"block_size", "residuals": payloads by key, on the CPU}."""
         residuals = {
             key: payload.clone(memory_format=torch.contiguous_format).cpu() for key, payload in self._payloads.items()
         }
         return {"block_size": self._format.block_size, "residuals": residuals}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Take over what `state_dict` returned; an empty one starts afresh.
+        """Load the result of `state_dict`; an empty state starts afresh.
 
         Raises:
-            ValueError: its residuals have other blocks.
+            ValueError: the residuals have other blocks.
         """
         self.reset()
-        # Before they had the blocks of the gradients, a state was the residuals alone, in blocks of 128.
+        # Older states hold the residuals alone, in blocks of 128; later ones have the blocks of the gradients.
         residuals = state.get("residuals", state)
         block_size = state.get("block_size", 128)
         if residuals and block_size != self._format.block_size:

@@ -1,12 +1,12 @@
-"""The one place where buffers are handed to the backend: counted by the ledger, and timed where somebody asks.
+"""Hand buffers to the backend, in this one place: the ledger counts them, and they are timed on request.
 
-DeepSpeed's comms logger asks in its ds_config. In its summary a row is named for what a message is part of and where it
-goes, such as
+DeepSpeed's comms logger, if the ds_config turns it on, requests times. A row of its summary is named for the kind of
+message and its destination, such as
 
     zeropp_fp8 all_to_all_single of gradients between nodes (2 ranks)
 
-and the message size is what this rank sends to others, the ledger's bytes. Both rates of a row are that over the time:
-of all these collectives it is what DeepSpeed calls busbw, whose own formula knows the ranks of the world only.
+and its message size is what this rank sends to others, as the ledger counts it. Both rates of a row are these bytes
+over the time: for all these collectives that is DeepSpeed's busbw, whose own formula knows only the world's ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 from zeropp_fp8.comm.ledger import WireLedger, exact
 from zeropp_fp8.comm.topology import INTER, INTRA, Level
 
-_LOGGED_AS = {"all_gather_single": "all_gather_into_tensor"}  # torch 2.13's name: DeepSpeed's
-_BYTES_BY_TIME = "send"  # to CommsLogger, whose rates are the message's bytes by the time for it
+_LOGGED_AS = {"all_gather_single": "all_gather_into_tensor"}  # torch 2.13's name: DeepSpeed's name
+_BYTES_BY_TIME = "send"  # an operation for which CommsLogger's rates are bytes divided by time
 
 
 def issue(
@@ -39,13 +39,13 @@ def issue(
     """Start a collective of torch.distributed over a level; None if it is not to be waited for.
 
     Args:
-        arguments: of the collective, buffers first.
+        arguments: arguments of the collective, buffers first.
         sent, by_all: bytes for other ranks, see WireLedger.sent.
     """
     if ledger is None:
         return collective(*arguments, group=level.group, async_op=async_op)
     where = f"of {ledger.kind} {'between' if level.link == INTER else 'within'} nodes ({level.size} ranks)"
-    # DeepSpeed's analysis of stragglers wants the same messages on every rank: of unequal ones the mean.
+    # DeepSpeed's analysis of stragglers needs equal messages on every rank: unequal ones are logged by their mean.
     size = sent if by_all is None else exact(by_all / ledger.world_size)
     work = timed(ledger, collective, arguments, level.group, async_op, level.link, where, size)
     ledger.sent(level.link, sent, by_all)
@@ -53,7 +53,7 @@ def issue(
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp, group: Any, ledger: WireLedger) -> None:
-    """A small all-reduce over all ranks of a group, in place; counted by the ring formula."""
+    """All-reduce a small tensor in place over all ranks of a group; the ring formula counts its bytes."""
     num_bytes, ranks = tensor.numel() * tensor.element_size(), ledger.world_size
     where = f"of {ledger.kind} ({ranks} ranks)"
     timed(ledger, dist.all_reduce, (tensor, op), group, False, None, where, exact(2 * num_bytes * (ranks - 1) / ranks))
@@ -70,7 +70,7 @@ def timed(
     where: str,
     size: float,
 ) -> dist.Work | None:
-    """Start a collective, and let those know of it who ask the ledger: a comms logger that is on, who times links."""
+    """Start a collective, timed for the ledger's comms logger if that is on, and for its `times` of links."""
     logger, times = (None, None) if ledger is None else (ledger.comms_logger, ledger.times)
     name = ""
     if logger is not None and logger.enabled:
@@ -89,7 +89,7 @@ def timed(
 
 
 class Span:
-    """Takes the time of what a `with` issues: on the current stream of a GPU, on a CPU by the host's clock."""
+    """Time the work that a `with` issues: on a GPU on the current stream, on a CPU by the host's clock."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else None
@@ -107,8 +107,8 @@ class Span:
             self._end = time.perf_counter()
 
     def interval(self, origin: torch.cuda.Event | None = None) -> tuple[float, float]:
-        """Seconds at which it began and ended, by the host's clock, or on a GPU since `origin` (its own start); the
-        host waits for the end."""
+        """Return the seconds at which it began and ended: by the host's clock, or on a GPU since `origin` (its own
+        start). The host waits for the end."""
         if self._events is None:
             return self._start, self._end or time.perf_counter()
         start, end = self._events
@@ -117,20 +117,20 @@ class Span:
 
 
 def timed_by_deepspeed(ledger: WireLedger, on_gpu: bool) -> AbstractContextManager[None]:
-    """Around a collective over all ranks that DeepSpeed issues and waits for, while links are timed."""
+    """Time a collective over all ranks that DeepSpeed issues and waits for, while links are timed."""
     if ledger.times is None:
         return nullcontext()
     span = Span(on_gpu)
-    ledger.times.append((INTER if ledger.nodes > 1 else INTRA, span))  # a ring: its slowest link is what it takes
+    ledger.times.append((INTER if ledger.nodes > 1 else INTRA, span))  # in a ring the slowest link decides the time
     return span
 
 
 class Timed(Span):
-    """A collective under way whose time is taken; stands for its handle.
+    """A timed collective under way; it takes the place of the collective's handle.
 
-    `at_end(seconds)` is called when it is first waited for. DeepSpeed's logger stops the host as soon as it has started
-    a collective. Here that could be for good: which gathers and reductions come first may differ between ranks, where
-    parameters are not used.
+    The first wait calls `at_end(seconds)`. DeepSpeed's logger stops the host right after it has started a collective.
+    Here that could stop it forever: if some parameters are not used, the first gathers and reductions may differ
+    between ranks.
     """
 
     at_end: Callable[[float], None] | None = None
@@ -141,7 +141,7 @@ class Timed(Span):
         self.__enter__()
         self._work = collective(*arguments, group=group, async_op=True)
         if self._events is not None:
-            self._work.wait()  # the stream, not the host: what it does next shall not count
+            self._work.wait()  # the stream waits, not the host: its later work must not count
             self.__exit__()
         else:
             self._work.get_future().add_done_callback(self._ended)
@@ -150,7 +150,7 @@ class Timed(Span):
         self.__exit__()
 
     def wait(self) -> None:
-        """The current stream (on a CPU: the host) waits for the collective; on a GPU the host too, if `at_end` asks."""
+        """Make the current stream (on a CPU: the host) wait for it; on a GPU the host too, if `at_end` is set."""
         self._work.wait()
         at_end, self.at_end = self.at_end, None
         if at_end is not None:

@@ -1,7 +1,7 @@
-"""Where work is issued, and the buffers that travel between: streams and events on a GPU, nothing on a CPU.
+"""Lanes for work and buffers between them: streams and events on a GPU, nothing on a CPU.
 
 A collective on a GPU only orders streams; the host goes on. On a CPU `wait()` blocks the host, so code that starts
-several exchanges before it waits for the first one overlaps on both.
+several exchanges before it waits for the first one overlaps them on both.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 class Lane:
-    """A stream of its own for one kind of work (default: a new one), or the host itself on a CPU."""
+    """A stream for one kind of work (default: a new stream), or on a CPU the host itself."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self.stream = (stream or torch.cuda.Stream(device)) if device.type == "cuda" else None
 
     @classmethod
     def here(cls) -> Lane:
-        """The current stream."""
+        """Return a lane that is the current stream."""
         return cls(torch.device("cpu"))
 
     def __enter__(self) -> Lane:
@@ -34,20 +34,20 @@ class Lane:
             self.stream.__exit__(*exc)
 
     def after_current(self) -> None:
-        """What is issued here from now on runs after all that the current stream has been given."""
+        """Run work issued here from now on after all work that the current stream has now."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def before_current(self) -> None:
-        """What the current stream gets from now on runs after all that has been issued here."""
+        """Run work issued to the current stream from now on after all work that has been issued here."""
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
 def mark(device: torch.device) -> torch.Event | None:
-    """An event at this point of the current stream; None on a CPU.
+    """Record an event at this point of the current stream; None on a CPU.
 
-    Not torch.cuda's: those find the current stream in Python, at every mark and wait.
+    It is not torch.cuda's event, which finds the current stream in Python at every mark and wait.
     """
     if device.type != "cuda":
         return None
@@ -63,15 +63,15 @@ def after(event: torch.Event | None) -> None:
 
 
 def buffer_for(lane: Lane, num_bytes: int, device: torch.device) -> Tensor:
-    """A flat uint8 buffer that `lane` fills once, out of the current stream's memory; undefined contents.
+    """Return a flat uint8 buffer from the current stream's memory, which `lane` fills once; undefined contents.
 
-    The memory serves the current stream's own work before and after, which that of a ring never does. There is no race,
-    provided that the stream that uses the buffer last waits for the lane and calls `used_last` before it drops it:
-    * Who had the memory before has used it on the current stream, or the allocator has seen the end of its use. The
-      lane waits here for all that the current stream has been given.
-    * Who gets it next gets it on the current stream, after the last use: on that stream itself, or, if the buffer was
-      last used on another, once the allocator has seen the end of that.
-    The price is that what the lane does next no longer overlaps with what the current stream has been given by now.
+    The current stream's own work may use the memory before and after; the memory of a ring serves the ring only. There
+    is no race if the stream that uses the buffer last waits for the lane, and calls `used_last` before it drops it:
+    * The memory's earlier user has used it on the current stream, or the allocator has seen the end of that use. The
+      lane waits here for all work that the current stream has.
+    * The memory's next user gets it on the current stream, after the last use: if that was on the current stream, by
+      order; if it was on another stream, after the allocator has seen its end.
+    The price: later work of the lane no longer overlaps with work that the current stream has now.
     """
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     lane.after_current()
@@ -79,13 +79,13 @@ def buffer_for(lane: Lane, num_bytes: int, device: torch.device) -> Tensor:
 
 
 def used_last(buffer: Tensor) -> None:
-    """The current stream has been given the last use of a buffer of `buffer_for`."""
+    """Record that the current stream has the last use of a buffer of `buffer_for`."""
     if buffer.is_cuda:
-        buffer.record_stream(torch.cuda.current_stream(buffer.device))  # nothing on the stream it was allocated on
+        buffer.record_stream(torch.cuda.current_stream(buffer.device))  # no effect if the current stream allocated it
 
 
 def on_one_stream(made: Generator[tuple[str, Tensor]], stream: torch.cuda.Stream) -> Generator[tuple[str, Tensor]]:
-    """Let a generator make its tensors on one stream, whichever streams those who ask for them are on."""
+    """Let a generator make its tensors on one stream, whatever streams its callers are on."""
     try:
         while True:
             asking = torch.cuda.current_stream(stream.device)
@@ -103,12 +103,12 @@ def on_one_stream(made: Generator[tuple[str, Tensor]], stream: torch.cuda.Stream
 
 
 class BufferRing:
-    """About `count` uint8 buffers that are used again and again, in turn; more where more are taken at once.
+    """About `count` uint8 buffers that are used in turn; more if more are taken at once.
 
-    The allocator cannot know when another stream has finished with a buffer; a ring does, by one event a buffer, and
-    asks for no more memory once it is full. `take` makes the current stream wait until the buffer's last user is
-    done: on a GPU that is how a slow link holds back the work before it, without stopping the host.
-    Buffers must always be taken on the same stream, because the allocator may hand a dropped one to that stream.
+    The allocator cannot know when another stream has finished with a buffer; a ring knows it by one event per buffer,
+    and requests no more memory once it is full. `take` makes the current stream wait until the buffer's last user is
+    done: in this way a slow link on a GPU holds back the work before it, without stopping the host. Take buffers always
+    on the same stream, because the allocator may hand a dropped buffer to that stream.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
@@ -118,7 +118,7 @@ class BufferRing:
         self._taken = 0
 
     def take(self, num_bytes: int) -> Tensor:
-        """A buffer of exactly num_bytes; undefined contents."""
+        """Return a buffer of exactly num_bytes; undefined contents."""
         storage = None
         if self._free and len(self._free) + self._taken >= self.count:
             storage, event = self._free.popleft()
@@ -129,7 +129,7 @@ class BufferRing:
         return storage[:num_bytes]
 
     def give_back(self, buffer: Tensor) -> None:
-        """The current stream has been given the last use of `buffer`."""
+        """Give a buffer back: the current stream has its last use."""
         self._taken -= 1
         storage = buffer._base if buffer._base is not None else buffer
         self._free.append((storage, mark(self.device)))
@@ -139,5 +139,5 @@ class BufferRing:
         self._free.clear()
 
     def num_bytes(self) -> int:
-        """Bytes of the free buffers."""
+        """Return the bytes of the free buffers."""
         return sum(storage.numel() for storage, _ in self._free)

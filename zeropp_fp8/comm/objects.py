@@ -1,4 +1,4 @@
-"""Small Python objects of all ranks: places, refusals, file lists. Never on the way of a step."""
+"""Gather small Python objects of all ranks: places, refusals, file lists. Training steps never do this."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of each rank of a group (default: of all), by rank. Collective; a process without a group is alone."""
+    """Return the values of all ranks of a group (default: the world), by rank. Collective, unless no group exists."""
     if not dist.is_initialized():
         return [value]
     found = [value] * dist.get_world_size(group)

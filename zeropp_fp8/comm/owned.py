@@ -1,4 +1,4 @@
-"""Exchanges of what ranks own in unequal amounts: rows of unequal size, one a rank, one after the other without gaps.
+"""Exchanges of owned rows, whose size differs between ranks: one row per rank, one after the other without gaps.
 
 Hops are those of the equal exchanges (all_gather.py): every hop puts its own level in front, so a buffer holds the rows
 of the ranks that it has reached, last hop outermost.
@@ -16,10 +16,10 @@ from zeropp_fp8.comm.topology import Level
 
 
 class OwnedGather:
-    """A hop under way. It keeps what is being sent.
+    """A hop under way. It keeps the payload that is being sent.
 
-    The allocator would give its memory to the next payload on the stream that made it, and that stream waits for
-    nothing: the backend would send what it has not been given. So it is let go of only on a stream that has waited.
+    The allocator could otherwise give its memory to the next payload on the stream that made it. That stream waits for
+    nothing, so the backend would send wrong bytes. The payload is therefore freed only on a stream that has waited.
     """
 
     def __init__(self, work: dist.Work, outgoing: Tensor) -> None:
@@ -27,7 +27,7 @@ class OwnedGather:
         self._outgoing: Tensor | None = outgoing
 
     def wait(self) -> None:
-        """The current stream (on a CPU: the host) waits for the hop."""
+        """Make the current stream (on a CPU: the host) wait for the hop."""
         self._work.wait()
         if self._outgoing is not None and self._outgoing.is_cuda:
             self._outgoing.record_stream(torch.cuda.current_stream())
@@ -37,14 +37,14 @@ class OwnedGather:
 def start_owned_gather(
     gathered: Tensor, payload: Tensor, sizes: list[int], level: Level, ledger: WireLedger | None, held_by_all: int
 ) -> OwnedGather | None:
-    """Start one hop: flat uint8 `gathered` becomes the payloads of the level's ranks; None where it is one rank.
+    """Start one hop: flat uint8 `gathered` becomes the payloads of the level's ranks; None if the level is one rank.
 
-    An all-to-all that gives every rank the same: backends have no all-gather of unequal sizes that takes zero bytes.
-    NCCL sends the payload itself; gloo knows no all-to-all of lists, and gets a copy for each receiver.
+    It is an all-to-all with the same part for every rank: no backend has an all-gather of unequal sizes that takes zero
+    bytes. NCCL sends the payload itself; gloo has no all-to-all of lists, and gets one copy per receiver.
 
     Args:
         sizes: bytes of each of the level's ranks; gathered has their sum.
-        payload: this rank's; may be its part of `gathered` (in place).
+        payload: this rank's payload; it may be this rank's part of `gathered` (in place).
         held_by_all: bytes of the payloads of all ranks, for the ledger.
     """
     if level.size == 1:

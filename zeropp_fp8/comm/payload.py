@@ -1,9 +1,9 @@
 """Several tensors in one payload row, codes and scales together, whatever their formats.
 
-A row holds one slice of each tensor, one after the other, each with its own scales: blocks never straddle two tensors,
-so results do not depend on which tensors travel together. On a GPU all tensors that share a format are handled by one
-launch of a kernel; elsewhere the torch code of formats/ does the same, tensor by tensor, and so it does where a format
-has no kernel: scales per tensor, and all but decoding of NF4 and double-quantized scales.
+A row holds one slice of each tensor, one after the other, each with its own scales. Blocks never straddle two tensors,
+so results do not depend on which tensors travel together. On a GPU one launch of a kernel handles all tensors that
+share a format. Elsewhere the torch code of formats/ does the same, tensor by tensor; it also does so for formats
+without a kernel: scales per tensor, and all but decoding of NF4 and double-quantized scales.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeropp_fp8.formats.scale_table import OF_GRADIENTS, OF_PARTIAL_SUMS, OF_RES
 
 
 class SliceOrder:
-    """Which slice each row of a payload holds."""
+    """The order of slices in the rows of a payload."""
 
     def __init__(self, slices: Sequence[int], device: torch.device) -> None:
         self.slices = tuple(slices)
@@ -34,7 +34,7 @@ class SliceOrder:
 
 @dataclass(frozen=True)
 class Held:
-    """What is held of tensors, to which differences of them are.
+    """Previous weights of tensors, to which received differences are added.
 
     Attributes:
         layout: of the rows; its `partner_formats` are the formats of the differences, and the other way round.
@@ -45,17 +45,17 @@ class Held:
     rows: Tensor
 
     def of(self, i: int) -> Tensor:
-        """uint8 [rows, size]: what is held of a tensor."""
+        """Return the previous weights of a tensor, uint8 [rows, size]."""
         return self.layout._part(self.rows, i)
 
     def values(self, i: int, rows: slice = slice(None)) -> Tensor:
-        """fp32 [rows, slice numel] of it."""
+        """Decode the previous weights of a tensor to fp32 [rows, slice numel]."""
         return self.layout.formats[i].decode_rows(self.of(i)[rows], self.layout.slice_numels[i], torch.float32)
 
 
 @functools.cache
 def _kernels() -> ModuleType:
-    """Triton is not everywhere. An import statement would take three calls in Python each time, twice a launch."""
+    """Return the kernels, if Triton exists. An import statement would take three calls in Python, twice per launch."""
     from zeropp_fp8 import kernels
 
     return kernels
@@ -67,21 +67,21 @@ class _Group:
 
     members: list[int]
     wire_format: WireFormat
-    segments: object = None  # kernels.SegmentTable, where kernels encode, decode and sum
-    decoded_segments: object = None  # the same, where they decode
-    index: Tensor | None = None  # int64, `members` on the device, where they have scales that ranks share
+    segments: object = None  # kernels.SegmentTable, if kernels encode, decode and sum
+    decoded_segments: object = None  # the same, if kernels decode
+    index: Tensor | None = None  # int64, `members` on the device, if ranks share their scales
 
 
 class PayloadLayout:
-    """Where each tensor lies in a payload row, and encoding, decoding and reducing such rows.
+    """The place of each tensor in a payload row; it encodes, decodes and reduces such rows.
 
     Args:
         slice_numels: elements of a slice, for each tensor.
         formats: wire format of each tensor.
         dtypes: dtype of each tensor on this side of the wire.
         device: where the tensors live.
-        partner_formats: formats of the layout that `reduce_to_payload` goes to or comes from, or of what differences
-            are to, or the other way round; for the same tensors.
+        partner_formats: formats of the layout that `reduce_to_payload` writes or reads, or of the weights that
+            differences are added to, or the other way round; for the same tensors.
         use_kernels: Triton kernels instead of torch operations; None: on a GPU.
         left_out: tensors that have a place in the rows but are neither encoded nor decoded here.
     """
@@ -107,7 +107,7 @@ class PayloadLayout:
         by_key: dict[Hashable, list[int]] = defaultdict(list)
         for index, (mine, partner, dtype) in enumerate(zip(formats, partners, dtypes)):
             if self.slice_numels[index] == 0 or index in left_out:
-                continue  # nothing to move, or nothing to do
+                continue  # no data, or nothing to do
             by_key[(mine.key, partner.key, dtype)].append(index)
         self._groups = [self._make_group(members, partners, use_kernels) for members in by_key.values()]
         self._tables: dict[Hashable, object] = {}
@@ -116,7 +116,7 @@ class PayloadLayout:
         self._joined: dict[Hashable, PayloadLayout] = {}
 
     def joined(self, rows: int, tensors: Sequence[Tensor]) -> PayloadLayout:
-        """The layout of `rows` rows as one, for as many times the tensors, which have the dtypes of `tensors`."""
+        """Return the layout of `rows` rows as one row: it repeats the tensors, which have the dtypes of `tensors`."""
         dtypes = tuple(tensor.dtype for tensor in tensors)
         key = (rows, dtypes)
         if key not in self._joined:
@@ -142,7 +142,7 @@ class PayloadLayout:
     def _table(
         self, index: int, role: str, tensors: Sequence[Tensor], segments, places: Hashable | None = None
     ) -> object:
-        """The TensorTable of a group's tensors, made again only when their places changed."""
+        """Return the TensorTable of a group's tensors; make it again only when their places have changed."""
         key = _kernels().table_key(tensors) if places is None else places
         held = self._tables.get((index, role))
         if held is None or held[0] != key:
@@ -163,9 +163,9 @@ class PayloadLayout:
     ) -> None:
         """Encode slices of contiguous `tensors` into `payload`, uint8 [rows, row_bytes].
 
-        `shared`: the scales of all tensors, for those whose format is a SharedScaleFormat. Without, these are left out,
-        for a caller who writes such codes himself. `residuals`: what is kept of the rows; it is added to them, and gets
-        what rounding drops of the sum. `held`: what the rows were; it is how they differ that is encoded. Unquantized
+        `shared`: the scales of all tensors, for those whose format is a SharedScaleFormat. Without it these are left
+        out, for a caller that writes such codes itself. `residuals`: they are added to the rows, and replaced by what
+        rounding drops of the sums. `held`: the previous weights; the rows' differences to them are encoded. Unquantized
         tensors have neither.
         """
         for index, group in enumerate(self._groups):
@@ -244,7 +244,7 @@ class PayloadLayout:
             group.wire_format.encode_rows(rows, self._part(payload, i))
 
     def _residual_table(self, index: int, residuals: Residuals) -> object:
-        """Where a group's residuals lie in their rows."""
+        """Return the table of a group's residuals in their rows."""
         key = (index, residuals.wire_format.key, *residuals.offsets)
         if key not in self._residual_tables:
             members = self._groups[index].members
@@ -260,11 +260,11 @@ class PayloadLayout:
     ) -> None:
         """Decode `payload`, uint8 [rows, row_bytes], into the slices of contiguous `tensors` that its rows hold.
 
-        `places`: equal for tensors that lie alike in their buffer, which begins at a multiple of 16; None: they are
-        asked where they lie.
+        `places`: equal for tensors that lie alike in their buffer, which begins at a multiple of 16; None: the tensors'
+        addresses decide.
 
-        Codes with a shared scale are left out (their entries of `tensors` are not looked at): who gathers such codes
-        wants them as they are.
+        Codes with a shared scale are left out (their entries of `tensors` are not read): a caller that gathers such
+        codes needs them unchanged.
         """
         for index, group in enumerate(self._groups):
             if group.wire_format.scales == "caller":
@@ -283,12 +283,12 @@ class PayloadLayout:
 
     @torch.no_grad()
     def add(self, payload: Tensor, held: Held) -> Tensor:
-        """Add what rows of `payload` decode to to what is held of them; unquantized tensors take its place.
+        """Add the decoded rows of `payload` to the previous weights; unquantized tensors replace them.
 
-        Element by element, and alike on every device.
+        The addition is element by element, and the same on every device.
 
         Returns:
-            fp32 [2, tensors], in any order: the largest magnitude of a tensor's differences, and of what was held.
+            fp32 [2, tensors], in any order: per tensor the largest magnitude of its differences and of its old weights.
         """
         counts = [len(group.members) for group in self._groups]
         largest = torch.zeros(2, sum(counts), dtype=torch.float32, device=self.device)
@@ -301,7 +301,7 @@ class PayloadLayout:
                 if group.wire_format.is_exact:
                     held.of(i).copy_(part)
                     continue
-                for row in map(slice, range(len(part)), range(1, len(part) + 1)):  # in fp32 there is one at a time
+                for row in map(slice, range(len(part)), range(1, len(part) + 1)):  # in fp32 one at a time
                     values, weights = (
                         group.wire_format.decode_rows(part[row], numel, torch.float32),
                         held.values(i, row),
@@ -312,13 +312,13 @@ class PayloadLayout:
         return largest
 
     def _part(self, payload: Tensor, i: int) -> Tensor:
-        """The bytes of tensor i in payload rows [..., row_bytes]."""
+        """Return the bytes of tensor i in payload rows [..., row_bytes]."""
         return payload[..., self.offsets[i] : self.offsets[i] + self.sizes[i]]
 
     # -- rows of several ranks -> their mean -------------------------------------------------------------------------
 
     def mean(self, received: Tensor, i: int) -> Tensor:
-        """fp32 [rows, slice numel]: the mean over ranks of tensor i in uint8 [ranks, rows, row_bytes]."""
+        """Return fp32 [rows, slice numel]: the mean over ranks of tensor i in uint8 [ranks, rows, row_bytes]."""
         return self.formats[i].mean_of_rows(list(self._part(received, i)), self.slice_numels[i])
 
     @torch.no_grad()
@@ -331,7 +331,7 @@ class PayloadLayout:
     ) -> None:
         """Encode the mean over ranks of `received`, uint8 [ranks, rows, row_bytes], into `payload` by layout `then`.
 
-        With a shared scale it is the sum of the codes, because their mean would lose bits.
+        With a shared scale `payload` gets the sum of the codes, because their mean would lose bits.
         """
         for group, next_group in zip(self._groups, then._groups):
             is_shared = group.wire_format.scales == "caller"
@@ -358,8 +358,8 @@ class PayloadLayout:
     ) -> None:
         """Write the mean over ranks of `received`, uint8 [ranks, row_bytes], to `tensors`, or add it to them.
 
-        A tensor may have fewer elements than its slice: padding is dropped. With a shared scale a tensor of uint8 gets
-        the FP8 code of the sum over ranks (which decodes to the mean by `shared.decode`) and cannot be added to.
+        A tensor may have fewer elements than its slice: padding is dropped. With a shared scale a uint8 tensor gets the
+        FP8 code of the sum over ranks (`shared.decode` decodes it to the mean), and cannot be added to.
         """
         for index, group in enumerate(self._groups):
             members = [tensors[i] for i in group.members]
@@ -392,14 +392,14 @@ class PayloadLayout:
 
 
 def _can_add(group: _Group, held: _Group) -> bool:
-    """Whether kernels make and add differences of these formats."""
+    """Whether kernels can make and add differences of these formats."""
     if group.segments is None or held.segments is None:
         return False
     return _kernels().can_add(group.segments, held.segments)
 
 
 def slices_of(tensor: Tensor, slice_numel: int, order: SliceOrder) -> Tensor:
-    """[rows, slice_numel]: the slices of a tensor in the order of the rows, zeros beyond its end."""
+    """Return the slices of a tensor in the order of the rows, [rows, slice_numel], with zeros beyond its end."""
     count = max(order.slices) + 1
     flat = tensor.reshape(-1)[: count * slice_numel]
     if flat.numel() != count * slice_numel:
@@ -409,7 +409,7 @@ def slices_of(tensor: Tensor, slice_numel: int, order: SliceOrder) -> Tensor:
 
 
 def _write_slices(rows: Tensor, order: SliceOrder, flat: Tensor) -> None:
-    """The inverse of slices_of; what lies beyond the tensor's end is dropped."""
+    """Invert slices_of; drop values beyond the tensor's end."""
     if order.is_natural and rows.numel() >= flat.numel():
         flat.copy_(rows.view(-1)[: flat.numel()])
         return

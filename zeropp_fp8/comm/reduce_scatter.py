@@ -1,15 +1,15 @@
 """Two-hop quantized reduce-scatter (qgZ): the mean over all ranks of each tensor's slices.
 
-ZeRO++ (arXiv 2306.10209), section 3.3: the slices are reordered so that after an all-to-all inside the node and one
-between nodes each rank ends with its own slice; between the hops values are dequantized and summed in fp32. With rank
-= n * L + l (N nodes of L ranks) and S = ceil(numel / W) elements a slice:
+ZeRO++ (arXiv 2306.10209), section 3.3: the slices are reordered, so that each rank has its own slice after an
+all-to-all inside the node and one between nodes; between the hops values are dequantized and summed in fp32. With rank
+= n * L + l (N nodes of L ranks) and S = ceil(numel / W) elements per slice:
 
     x [N, L, S]  --reorder-->  [L, N, S]  --encode, all-to-all in the node-->  L contributions to [N, S]
     mean over L in fp32  --encode, all-to-all between nodes-->  N contributions to [S]  --mean over N in fp32
 
-Multiplying by 1/L on the first hop and 1/N on the second makes the result the mean over ranks; only an fp32 sum is
-ever formed, so fp16 gradients cannot overflow on the way.
-Blocks never straddle a slice or a tensor, so the result does not depend on how tensors were bucketed.
+The first hop multiplies by 1/L and the second by 1/N, so the result is the mean over ranks. Only fp32 sums are
+formed, so fp16 gradients cannot overflow on the way.
+Blocks never straddle a slice or a tensor, so the result does not depend on the buckets.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from zeropp_fp8.formats.shapes import is_vector
 
 
 def slice_numel(numel: int, world_size: int) -> int:
-    """Elements of one rank's slice of a flat tensor; the last slices are padded with zeros."""
+    """Return the elements of one rank's slice of a flat tensor; the last slices are padded with zeros."""
     return -(-numel // world_size)
 
 
 def slice_of_rank(flat: Tensor, rank: int, world_size: int) -> Tensor:
-    """A rank's slice of a flat tensor, padded with zeros, in memory of its own."""
+    """Return a rank's slice of a flat tensor, padded with zeros, in memory of its own."""
     size = slice_numel(flat.numel(), world_size)
     mine = flat[rank * size : (rank + 1) * size]
     return F.pad(mine, (0, size - mine.numel()))
@@ -56,7 +56,7 @@ def _start_exchange(
     outgoing_sizes: list[int] | None = None,
     by_all: int | None = None,
 ) -> dist.Work:
-    """All-to-all of flat uint8 buffers cut into parts of these sizes, or into `level.size` equal ones."""
+    """Start an all-to-all of flat uint8 buffers, cut into parts of these sizes, or into `level.size` equal parts."""
     own = outgoing_sizes[level.rank] if outgoing_sizes else outgoing.numel() // level.size
     counted = {"level": level, "ledger": ledger, "sent": outgoing.numel() - own, "by_all": by_all}
     return issue(dist.all_to_all_single, incoming, outgoing, incoming_sizes, outgoing_sizes, **counted)
@@ -64,7 +64,7 @@ def _start_exchange(
 
 @dataclass
 class Rings:
-    """The buffers of the reductions of one engine, by what they hold."""
+    """The buffers of one engine's reductions, by their content."""
 
     sent_within: BufferRing
     received_within: BufferRing
@@ -73,21 +73,21 @@ class Rings:
 
     @classmethod
     def on(cls, device: torch.device) -> Rings:
-        """New rings on `device`."""
-        # Two units on the fast links: one on its way, one being filled. Six on the network, so that backward can run
+        """Return new rings on `device`."""
+        # Two units on the fast links: one is sent while one is filled. Six on the network, so that backward can run
         # ahead of it: its buffers are ranks_per_node times smaller.
         return cls(BufferRing(device, 2), BufferRing(device, 2), BufferRing(device, 6), BufferRing(device, 6))
 
 
 @dataclass
 class Reduction:
-    """What one reduction works with.
+    """The resources of one reduction.
 
     Attributes:
         first: the lane of the first hop and of the sum after it.
         last: the lane of the last sum.
-        error_feedback, keys: residuals of the hop between nodes, and a stable name for each tensor.
-        shared: scales of all tensors, where the plan's formats are SharedScaleFormat.
+        error_feedback, keys: residuals of the hop between nodes, and a stable name per tensor.
+        shared: scales of all tensors, if the plan's formats are SharedScaleFormat.
     """
 
     rings: Rings
@@ -100,15 +100,15 @@ class Reduction:
 
 
 class ReducePlan:
-    """The reduction of a fixed list of tensors, all in one message a hop: what `run` needs to know.
+    """The plan that `run` follows to reduce a fixed list of tensors, all in one message per hop.
 
     Attributes:
-        first: from tensors to what is sent first: rows `first_order` of them.
-        column: what arrives from the ranks of the node, `column_rows` rows a rank.
-        second: the same tensors on their way between nodes, as many rows.
-        last: what arrives from the nodes, one row a node.
+        first: layout of the first message: `first_order` gives its rows.
+        column: layout of the message from each rank of the node, with `column_rows` rows per rank.
+        second: layout of the same tensors on their way between nodes, with the same number of rows.
+        last: layout of the messages from the nodes, one row per node.
         sizes: by "within" and "between", the bytes (to each rank, from each rank) of the hop; None: equal parts.
-        sent_by_all: by hop, bytes that all ranks send together, where they send unequal amounts.
+        sent_by_all: by hop, bytes that all ranks send together, if ranks send unequal amounts.
     """
 
     topology: Topology
@@ -123,19 +123,19 @@ class ReducePlan:
     sent_by_all: Mapping[str, int] = MappingProxyType({})
 
     def sources(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What `first` encodes, of the tensors given to `run`."""
+        """Return the tensors that `first` encodes, made from those given to `run`."""
         return tensors
 
     def destinations(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What `last` writes, of the results given to `run`."""
+        """Return the tensors that `last` writes, made from the results given to `run`."""
         return results
 
     def scales_of(self, layout: PayloadLayout, shared: SharedScales | None) -> SharedScales | None:
-        """The scales of what a layout holds, of those of all tensors."""
+        """Return the scales of the tensors of one layout, out of those of all tensors."""
         return shared
 
     def amax_recorded(self, scales: SharedScales | None, shared: SharedScales | None) -> None:
-        """`first` has recorded the amax of what it encodes in `scales`: let `shared` have it too."""
+        """Copy the amax that `first` has recorded in `scales` to `shared`."""
 
     def run(
         self,
@@ -144,15 +144,15 @@ class ReducePlan:
         reduction: Reduction,
         accumulate: bool = False,
     ) -> Iterator[None]:
-        """Reduce `tensors` into `results`: a generator that yields wherever it would have to wait for other ranks.
+        """Reduce `tensors` into `results`: a generator that yields whenever it would have to wait for other ranks.
 
-        On a GPU nothing blocks, and the generator should be run to its end at once. On a CPU other work, the start of
-        other reductions too, fits in between. Once it has yielded first, `tensors` are no longer needed.
+        On a GPU nothing blocks, and the caller should run the generator to its end at once. On a CPU the caller can do
+        other work in between, such as start other reductions. `tensors` are needed only until the first yield.
 
         Args:
-            tensors: contiguous, as the plan was made for.
-            results: for each tensor at most its slice's elements, fp32, bf16 or fp16, contiguous; with scales that
-                ranks share it may be uint8.
+            tensors: contiguous, with the shapes and dtypes of the plan.
+            results: for each tensor at most its slice's elements, fp32, bf16 or fp16, contiguous; uint8 is also allowed
+                with scales that ranks share.
             accumulate: add to `results` instead of writing them.
         """
         topology, shared = self.topology, reduction.shared
@@ -187,22 +187,22 @@ class ReducePlan:
             sent_ring.give_back(sent)
             self._write(received, results, accumulate, scales, reduction.rings)
 
-    # -- the two hops apart: sums over several backward passes rest inside the node ----------------------------------
+    # -- the two hops apart: sums over several backward passes accumulate in the node --------------------------------
 
     @functools.cached_property
     def _column_order(self) -> SliceOrder:
-        """Made once: it copies to the device, for which the host waits."""
+        """Cache the order: making it copies to the device, and the host waits for that."""
         return SliceOrder(range(self.column_rows), self.device)
 
     def new_sums(self, dtype: torch.dtype) -> list[Tensor]:
-        """Zeros, flat, for `sum_in_node`: for each tensor of the second hop what this rank sends of it."""
+        """Return flat zeros for `sum_in_node`: per tensor of the second hop, what this rank sends of it."""
         sizes = [self.column_rows * numel for numel in self.column.slice_numels]
         return [torch.zeros(size, dtype=dtype, device=self.device) for size in sizes]
 
     def sum_in_node(
         self, tensors: Sequence[Tensor], sums: Sequence[Tensor], reduction: Reduction, accumulate: bool
     ) -> Iterator[None]:
-        """The first hop alone, a generator like `run`: write the mean over the node's ranks to `sums`, or add it."""
+        """Run the first hop alone, a generator like `run`: write or add the mean over the node to `sums`."""
         per_node, shared = self.topology.ranks_per_node, reduction.shared
         if per_node == 1:
             for source, total in zip(self.sources(tensors), sums):
@@ -237,14 +237,14 @@ class ReducePlan:
         accumulate: bool,
         headroom: float = 1.0,
     ) -> Iterator[None]:
-        """The second hop alone, a generator like `run`: the mean over nodes of what `sum_in_node` has left in `sums`.
+        """Run the second hop alone, a generator like `run`: the mean over nodes of the `sums` of `sum_in_node`.
 
         Args:
-            headroom: with shared scales, how many times larger than one gradient a sum may be.
+            headroom: with shared scales: how many times larger than one gradient a sum may be.
         """
         per_node, rows, shared = self.topology.ranks_per_node, self.column_rows, reduction.shared
         reduction.first.after_current()
-        # Where there is no first hop, the ring's buffers are taken on the current stream.
+        # Without a first hop, the ring's buffers are taken on the current stream.
         with reduction.first if per_node > 1 else Lane.here():
             scales = self.scales_of(self.second, shared)
             if scales is not None:
@@ -269,7 +269,7 @@ class ReducePlan:
     # -- the parts of a reduction ------------------------------------------------------------------------------------
 
     def _encode_first(self, tensors: Sequence[Tensor], reduction: Reduction) -> tuple[Tensor, BufferRing]:
-        """(what is sent first, whose ring that buffer is of)."""
+        """Encode the first message; return (its buffer, the ring of that buffer)."""
         nodes, per_node = self.topology.nodes, self.topology.ranks_per_node
         rows, shared = len(self.first_order.slices), reduction.shared
         ring = reduction.rings.sent_within if per_node > 1 or nodes == 1 else reduction.rings.sent_between
@@ -282,7 +282,7 @@ class ReducePlan:
         return sent, ring
 
     def _encode_again(self, received: Tensor, reduction: Reduction) -> tuple[Tensor, BufferRing]:
-        """(what is sent between nodes, its ring): the mean of what the node's ranks have sent."""
+        """Encode the mean of the node's messages for the hop between nodes; return (its buffer, its ring)."""
         rings, shared = reduction.rings, reduction.shared
         contributions = received.view(self.topology.ranks_per_node, self.column_rows, self.column.row_bytes)
         sent = rings.sent_between.take(self.column_rows * self.second.row_bytes)
@@ -297,7 +297,7 @@ class ReducePlan:
         return sent, rings.sent_between
 
     def _exchange(self, hop: str, sent: Tensor, reduction: Reduction) -> tuple[Tensor, dist.Work]:
-        """Start a hop; (what will have arrived, its handle)."""
+        """Start a hop; return (the buffer that it fills, its handle)."""
         level = self.topology.within if hop == "within" else self.topology.between
         ring, ledger = getattr(reduction.rings, f"received_{hop}"), reduction.ledger
         outgoing, incoming = self.sizes[hop] or (None, None)
@@ -313,7 +313,7 @@ class ReducePlan:
         scales: SharedScales | None,
         rings: Rings,
     ) -> None:
-        """Write or add the mean of what the last hop has brought."""
+        """Write or add the mean of the last hop's messages."""
         nodes, per_node = self.topology.nodes, self.topology.ranks_per_node
         ranks, ring = (nodes, rings.received_between) if nodes > 1 else (per_node, rings.received_within)
         rows = received.view(ranks, self.last.row_bytes)
@@ -321,7 +321,7 @@ class ReducePlan:
         ring.give_back(received)
 
     def _residuals(self, reduction: Reduction) -> Residuals | None:
-        """What earlier rounding has dropped of what is sent between nodes; nothing of what is sent as it is."""
+        """Return the residuals of the message between nodes; None if there is no error feedback."""
         if reduction.error_feedback is None:
             return None
         second = self.second
@@ -330,12 +330,12 @@ class ReducePlan:
 
 
 class ReduceScatterPlan(ReducePlan):
-    """Every rank ends with its slice of every tensor.
+    """A plan after which every rank has its slice of every tensor.
 
     Args:
         shapes, dtypes: of the tensors (fp32, bf16 or fp16), the same list on every rank.
-        intra_format, inter_format: wire formats of the hop within and between nodes; None sends the tensor's dtype, and
-            so travel tensors of fewer than two dimensions.
+        intra_format, inter_format: wire formats of the hop within and between nodes; None sends the tensor's dtype, as
+            do tensors of fewer than two dimensions.
     """
 
     def __init__(
@@ -372,7 +372,7 @@ def formats_of_hops(
     intra_format: WireFormat | None,
     inter_format: WireFormat | None,
 ) -> tuple[list[WireFormat], list[WireFormat]]:
-    """The formats of tensors within and between nodes: those given for matrices, their own dtype for the others."""
+    """Return the tensors' formats within and between nodes: the given ones for matrices, own dtypes for the others."""
     exact = [UnquantizedFormat(dtype) for dtype in dtypes]
     quantized = [not is_vector(shape) for shape in shapes]
     intra = [intra_format if q and intra_format else e for q, e in zip(quantized, exact)]
@@ -399,8 +399,8 @@ def quantized_reduce_scatter(
         error_feedback, keys: see Reduction.
 
     Returns:
-        for each tensor, fp32 [ceil(numel / world_size)]: this rank's slice of the mean. What lies beyond the
-        tensor's end (padding) is zero.
+        for each tensor, fp32 [ceil(numel / world_size)]: this rank's slice of the mean. Padding beyond the tensor's
+        end is zero.
     """
     if not tensors:
         return []

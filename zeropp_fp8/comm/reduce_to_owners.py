@@ -1,8 +1,8 @@
-"""Two-hop quantized reduction in which every rank ends with the tensors, or rows of tensors, that it owns.
+"""Two-hop quantized reduction after which every rank has the tensors, or rows of tensors, that it owns.
 
-The same two hops as reduce_scatter.py: inside the node to the rank with the owner's local index, then between nodes to
-the owner. What a rank sends is one row with all parts, those of one owner after the other, so that each hop is one
-all-to-all with a piece a rank, of as many bytes as that rank owns:
+The two hops are those of reduce_scatter.py: inside the node to the rank with the owner's local index, then between
+nodes to the owner. A rank sends one row with all parts; the parts of one owner are neighbours. So each hop is one
+all-to-all with one piece per rank, which has as many bytes as that rank owns:
 
     parts of all owners, ordered by (local index, node)  --encode, all-to-all in the node-->  those with my local index
     mean over the node in fp32  --encode, all-to-all between nodes-->  mine  --mean over nodes in fp32
@@ -34,13 +34,13 @@ class OwnedPart:
 
 
 class OwnerReducePlan(ReducePlan):
-    """The reduction of a fixed list of tensors to the owners of their parts.
+    """A plan that reduces a fixed list of tensors to the owners of their parts.
 
-    Results are given a tensor each: a flat tensor of this rank's parts of it, one after the other in the order of
-    elements; empty where it owns nothing.
+    There is one result per tensor: a flat tensor of this rank's parts of it, one after the other in the order of
+    elements; empty if the rank owns nothing of it.
 
     Args:
-        parts: of all tensors, the same on every rank; those of a tensor in ascending order.
+        parts: of all tensors, the same on every rank; the parts of one tensor in ascending order.
         shapes, dtypes, intra_format, inter_format, use_kernels: see ReduceScatterPlan.
     """
 
@@ -92,7 +92,7 @@ class OwnerReducePlan(ReducePlan):
             "within": (to_local, [self.column.row_bytes] * per_node),
             "between": (to_node, [self.last.row_bytes] * nodes),
         }
-        # Of a hop each part reaches its owner's column, or its owner, from all others of the level.
+        # In a hop, each part comes to its owner's column, or to its owner, from all other ranks of the level.
         columns = sum(inter[part.tensor].payload_bytes(part.numel) for part in parts)
         self.sent_by_all = {"within": nodes * (per_node - 1) * self.first.row_bytes, "between": (nodes - 1) * columns}
 

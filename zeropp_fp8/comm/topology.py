@@ -1,4 +1,4 @@
-"""Which ranks share a node, and the process groups of each level.
+"""The ranks that share a node, and the process groups of each level.
 
 Ranks of the data-parallel group are numbered node by node, as every launcher does: rank = node * ranks_per_node +
 local index. All numbers here are ranks *of the data-parallel group*, not of the world.
@@ -18,7 +18,7 @@ INTRA = "intra"  # within a node
 
 @dataclass(frozen=True)
 class Level:
-    """One hop of a hierarchical collective: `size` ranks that exchange over one kind of link."""
+    """A hop of a hierarchical collective: `size` ranks that exchange over one kind of link."""
 
     group: Any
     size: int
@@ -26,15 +26,15 @@ class Level:
 
     @property
     def rank(self) -> int:
-        """This rank's place among the level's ranks."""
+        """Return this rank's index among the level's ranks."""
         return dist.get_rank(self.group)
 
 
 def time_limit() -> timedelta | None:
-    """How long a collective of the world may take, as `init_process_group` was told; None if no backend says it.
+    """Return the time limit of a collective of the world, as `init_process_group` got it; None if no backend tells it.
 
-    A new group has torch's own limit (30 minutes, with NCCL 10) unless it is given one, and the ranks that wait in it
-    for one that is stuck would wait so long.
+    A new group without a given limit has torch's own (30 minutes, with NCCL 10). Ranks that wait in it for a stuck
+    rank would then wait that long.
     """
     world = dist.group.WORLD
     backends = (world._get_backend(device) for device in world._device_types)
@@ -42,13 +42,13 @@ def time_limit() -> timedelta | None:
     return max(limits, default=None)
 
 
-# Process groups are communicators: memory on NCCL, and a rendezvous to create. Engines over the same parent group
-# (the four models of RLHF) share them. Keyed by the parent group object, so a new world never meets old groups.
+# Process groups are communicators: NCCL needs memory for them, and their creation is a rendezvous. Engines over the
+# same parent group (the four models of RLHF) share them. The key is the parent group object: a new world gets new ones.
 _group_cache: dict[Any, dict[tuple[tuple[int, ...], ...], Any]] = {}
 
 
 def _make_groups(parent: Any, members: list[list[int]]) -> Any:
-    """The group of this rank out of disjoint `members` (parent ranks) that cover the parent; collective over it."""
+    """Return this rank's group out of disjoint `members` (parent ranks) that cover the parent; collective over it."""
     rank, size = dist.get_rank(parent), dist.get_world_size(parent)
     mine = next(ranks for ranks in members if rank in ranks)
     if len(mine) == size:
@@ -68,7 +68,7 @@ def _make_groups(parent: Any, members: list[list[int]]) -> Any:
 
 @dataclass(frozen=True)
 class Topology:
-    """`nodes` x `ranks_per_node` ranks of the data-parallel group `group`; this one is `rank`."""
+    """The `nodes` x `ranks_per_node` ranks of the data-parallel group `group`; this rank is `rank`."""
 
     group: Any
     rank: int
@@ -90,11 +90,11 @@ class Topology:
         return self.rank % self.ranks_per_node
 
     def gather_levels(self, secondary_ranks: int | None = None) -> tuple[tuple[Level, ...], tuple[Level, ...]]:
-        """The hops of an all-gather: (before the secondary shard, after it). Collective on first use.
+        """Return the hops of an all-gather: (before the secondary shard, after it). Collective on first use.
 
-        Ranks with the same local index exchange across nodes first. With a secondary shard over `secondary_ranks`
-        ranks (a divisor of ranks_per_node), ranks with the same index in their sub-group exchange next; what a rank
-        holds then is its secondary shard, 1/secondary_ranks of the model. The last hop is within the sub-group.
+        Ranks with the same local index exchange across nodes first. With a secondary shard over `secondary_ranks` ranks
+        (a divisor of ranks_per_node), ranks with the same index in their sub-group exchange next; after that a rank
+        holds its secondary shard, 1/secondary_ranks of the model. The last hop is within the sub-group.
         """
         if secondary_ranks is None or secondary_ranks == self.ranks_per_node:
             return (self.between,), (self.within,)

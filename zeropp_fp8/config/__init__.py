@@ -1,7 +1,7 @@
 """The `zeropp_fp8` section of a DeepSpeed configuration: fields, recipes, and every rule across fields.
 
-`resolve()` is the one way in. It looks at a ds_config and answers None (this job does not ask for the plugin) or a
-`PluginConfig` that is complete and consistent. Everything that cannot be honoured raises ConfigError here, before any
+`resolve()` is the one entry. It reads a ds_config and returns None (this job does not ask for the plugin) or a
+`PluginConfig` that is complete and consistent. It raises ConfigError for everything that cannot be honoured, before any
 collective, with the key and the remedy in the message.
 """
 

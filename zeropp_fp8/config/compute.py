@@ -1,4 +1,4 @@
-"""What the compute section says of each operand and each GEMM."""
+"""The formats of each operand and each GEMM in the compute section."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zeropp_fp8.config.sections import MX_FORMATS, ComputeConfig
 
 
 def completed_compute(compute: ComputeConfig) -> ComputeConfig:
-    """The section with `scaling` "mx" where formats are MX and the user named no scaling."""
+    """Return the section with `scaling` "mx" if formats are MX and the user named no scaling."""
     if "scaling" in compute.model_fields_set or not any(f in MX_FORMATS for f in _named_formats(compute)):
         return compute
     return compute.model_copy(update={"scaling": "mx"})
@@ -19,9 +19,9 @@ def _named_formats(compute: ComputeConfig) -> list[str]:
 
 
 def operand_formats(compute: ComputeConfig) -> dict[str, str]:
-    """The format of each operand of a linear layer's GEMMs: {"weights", "activations", "gradients"}.
+    """Return the format of each operand of a linear layer's GEMMs: {"weights", "activations", "gradients"}.
 
-    `compute` must have passed `check_compute`, and not be "none".
+    `compute` must have passed `check_compute`, and must not be "none".
     """
     if isinstance(compute.format, dict):
         formats = dict(compute.format)
@@ -34,7 +34,7 @@ def operand_formats(compute: ComputeConfig) -> dict[str, str]:
 
 
 def patterns_of_gemms(compute: ComputeConfig) -> dict[str, list[str]]:
-    """{GEMM: name patterns of layers in which it stays in high precision}, of those that do anywhere."""
+    """Return {GEMM: name patterns of layers in which it stays in high precision}, for GEMMs with such layers."""
     named = compute.high_precision_gemms
     found = {gemm: ["*"] for gemm in named} if isinstance(named, list) else {g: list(p) for g, p in named.items()}
     if compute.format != "none" and operand_formats(compute)["gradients"] == "none":
@@ -43,14 +43,14 @@ def patterns_of_gemms(compute: ComputeConfig) -> dict[str, list[str]]:
 
 
 def high_precision_gemms(compute: ComputeConfig, name: str) -> frozenset[str]:
-    """The GEMMs that stay in high precision in the layer of this name."""
+    """Return the GEMMs that stay in high precision in the layer of this name."""
     return frozenset(gemm for gemm, patterns in patterns_of_gemms(compute).items() if matches(name, patterns))
 
 
 def matches(name: str, patterns: list[str]) -> bool:
     """Whether a dotted name or a run of its parts ("layers.0") is one of the patterns (with * and ?).
 
-    What matches a name matches it with more in front, too: of modules around it, or of PEFT's "base_model.model".
+    A pattern also matches with more in front of the name: modules around it, or PEFT's "base_model.model".
     """
     parts = name.split(".")
     runs = [".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]

@@ -1,4 +1,4 @@
-"""docs/configuration.md, out of the JSON schema of the pydantic models, and the recipes.
+"""Print docs/configuration.md from the JSON schema of the pydantic models, and the recipes.
 
 python -m zeropp_fp8.config.document > docs/configuration.md         # or: make docs
 """
@@ -69,14 +69,14 @@ DeepSpeed's does not see them. One that contradicts the section is refused.
 
 
 def page() -> str:
-    """The page, as Markdown."""
+    """Return the page as Markdown."""
     schema = PluginConfig.model_json_schema()
     keys = "\n".join(f"| `{key}` | {_shown(off)} | {_KEYS[key]} |" for key, off in IN_TREE_KEYS.items())
     return "\n".join((_HEAD, *_table(schema), *_parts(schema, schema["$defs"]), _recipes(), _END.format(keys=keys)))
 
 
 def _parts(model: Mapping[str, Any], models: Mapping[str, Any], within: str = "") -> Iterator[str]:
-    """A table of each part of a section, and of the parts of that."""
+    """Yield a table per part of a section, and per part of these parts."""
     for name, field in model["properties"].items():
         if "$ref" in field:
             part = models[field["$ref"].rpartition("/")[2]]
@@ -99,7 +99,7 @@ def _shown(value: Any) -> str:
 
 
 def _values(schema: Mapping[str, Any]) -> list[str]:
-    """What a field takes, in words; nothing of objects."""
+    """Say in words which values a field takes; nothing for objects."""
     if "anyOf" in schema:
         return [value for each in schema["anyOf"] for value in _values(each)]
     if "const" in schema or "enum" in schema:

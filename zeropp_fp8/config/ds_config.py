@@ -1,4 +1,4 @@
-"""A ds_config as DeepSpeed takes it, and its own ZeRO++ keys."""
+"""Read a ds_config as DeepSpeed does, and DeepSpeed's own ZeRO++ keys."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import hjson
 from zeropp_fp8.config.sections import SECTION, InTreeKeys
 from zeropp_fp8.config.words import ConfigError, match
 
-RECIPE_VARIABLE = "ZEROPP_FP8_RECIPE"  # a recipe for ds_configs that say nothing of the plugin; children inherit it
-# The four ZeRO++ keys of DeepSpeed itself, and the value that means "off". They are honoured by this project and
-# hidden from DeepSpeed, whose own implementation needs nvcc and is wrong for bf16 and fp32 gradients.
+RECIPE_VARIABLE = "ZEROPP_FP8_RECIPE"  # a recipe for ds_configs without any word of the plugin; children inherit it
+# The four ZeRO++ keys of DeepSpeed itself, and the value that means "off". This project honours them and hides
+# them from DeepSpeed, whose own implementation needs nvcc and is wrong for bf16 and fp32 gradients.
 IN_TREE_KEYS = {name: field.default for name, field in InTreeKeys.model_fields.items()}
 
 
 def load_ds_config(ds_config: Any) -> dict[str, Any]:
-    """A ds_config in any form DeepSpeed takes (a dict, a path, base64 of JSON), or as JSON text, as a new dict.
+    """Load a ds_config in any form that DeepSpeed takes (a dict, a path, base64 of JSON), or JSON text, as a new dict.
 
     Raises:
-        ConfigError: neither of these, no JSON, no object, or an object with a key twice.
+        ConfigError: it has none of these forms, is no JSON, is no object, or is an object with a key twice.
     """
     if isinstance(ds_config, Mapping):
         return copy.deepcopy(dict(ds_config))
@@ -56,7 +56,7 @@ def load_ds_config(ds_config: Any) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. DeepSpeed refuses a key that stands twice; taking the last one would hide a mistake."""
+    """Make an object of JSON. DeepSpeed refuses a duplicate key; taking the last one would hide a mistake."""
     keys = [key for key, _ in pairs]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:
@@ -65,13 +65,13 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def in_tree_keys(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The ZeRO++ keys that this ds_config sets, whatever their values."""
+    """Return the ZeRO++ keys that this ds_config sets, whatever their values."""
     zero = ds_config.get("zero_optimization")
     return {key: zero[key] for key in IN_TREE_KEYS if key in zero} if isinstance(zero, Mapping) else {}
 
 
 def without_in_tree_keys(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the ds_config that DeepSpeed may see."""
+    """Return a copy of the ds_config that DeepSpeed may see."""
     clean = copy.deepcopy(dict(ds_config))
     for key in in_tree_keys(clean):
         del clean["zero_optimization"][key]
@@ -88,10 +88,10 @@ def asks_for_plugin(ds_config: Mapping[str, Any]) -> bool:
 
 
 def recipe_from_environment(ds_config: Mapping[str, Any]) -> str | None:
-    """The recipe that ZEROPP_FP8_RECIPE names for this ds_config, or None where it does not concern it.
+    """Return the recipe that ZEROPP_FP8_RECIPE names for this ds_config, or None if it does not apply.
 
-    It concerns every stage-3 ds_config, but not one that has a `zeropp_fp8` section (also one that switches the plugin
-    off) or that asks for something by a ZeRO++ key: what a job says of itself wins.
+    It applies to every stage-3 ds_config, except one that has a `zeropp_fp8` section (even one that switches the plugin
+    off) or asks for something by a ZeRO++ key: a job's own configuration wins.
     """
     zero = ds_config.get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, Mapping) else None
@@ -101,7 +101,7 @@ def recipe_from_environment(ds_config: Mapping[str, Any]) -> str | None:
 
 
 def misnamed_sections(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each key that is almost the section's name: DeepSpeed passes over what it does not know."""
+    """Yield a line for each key that is almost the section's name: DeepSpeed ignores keys that it does not know."""
     for key in ds_config:
         if key != SECTION and match(str(key).lower(), [SECTION], 0.6):
             yield (

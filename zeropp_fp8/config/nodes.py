@@ -1,9 +1,9 @@
-"""Rules that need to know the ranks: which of them share a node.
+"""Rules about the ranks that share a node.
 
-A host is what NCCL takes for one: NCCL_HOSTID where it is set, else the host's name and boot id. Each rank says where
-it is, and from what all have said each comes to the same answer, or the same error. Launchers say how many ranks of
-the job a node has; that is not what a data-parallel group has, and not always right: Accelerate on a CPU writes
-LOCAL_WORLD_SIZE=1 whatever there is.
+A host is what NCCL takes for one: NCCL_HOSTID if it is set, otherwise the host's name and boot id. Each rank tells its
+place, and all ranks derive the same answer, or the same error, from all places. Launchers say how many ranks of the
+job a node has; a data-parallel group may have fewer, and the number is not always right: Accelerate on a CPU writes
+LOCAL_WORLD_SIZE=1 for any number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeropp_fp8.config.words import ConfigError
 
 _KEY = f'"{SECTION}.topology.ranks_per_node"'
 _EACH_ALONE = "or set it to 1, which takes every rank for a node of its own"
-# Ranks of the job on this node, as a launcher counts them. Reported where they contradict the hosts.
+# Ranks of the job on this node, as a launcher counts them. A contradiction to the hosts is reported.
 LAUNCHER_VARIABLES = (
     "LOCAL_WORLD_SIZE",  # torchrun, accelerate
     "LOCAL_SIZE",  # deepspeed
@@ -33,12 +33,12 @@ LAUNCHER_VARIABLES = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is, as it says itself.
+    """The place of a rank, as the rank itself tells it.
 
     Attributes:
         rank: in the job.
-        host: its name, the same for ranks of one host only.
-        configured: what its configuration says of ranks_per_node: a number, or "detect".
+        host: its name, the same only for ranks of one host.
+        configured: ranks_per_node in its configuration: a number, or "detect".
         counted: the launcher's variables, by name.
         trial: the experiment that its environment asks for.
     """
@@ -51,12 +51,12 @@ class Place:
 
     @property
     def node(self) -> Hashable:
-        """The same for ranks that share a node."""
+        """Return a value that is the same for ranks that share a node."""
         return self.host if self.configured == "detect" else self.rank // self.configured
 
 
 def place_of(rank: int, config: PluginConfig, env: Mapping[str, str] = os.environ) -> Place:
-    """Where this process is."""
+    """Return the place of this process."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.is_file() else ''}".strip()
     counted = {name: int(env[name]) for name in LAUNCHER_VARIABLES if env.get(name, "").isdecimal()}
@@ -70,17 +70,17 @@ def place_of(rank: int, config: PluginConfig, env: Mapping[str, str] = os.enviro
 
 
 def find_ranks_per_node(places: Sequence[Place], job_size: int) -> tuple[int, str]:
-    """(ranks of a data-parallel group on each node, where the number comes from).
+    """Return (ranks of a data-parallel group on each node, the source of the number).
 
-    Configured as a number, that is of the job's ranks: rank r of the job is on node r // number.
+    A configured number counts ranks of the job: rank r of the job is on node r // number.
 
     Args:
         places: of the group's ranks, in its order.
         job_size: ranks of the job.
 
     Raises:
-        ConfigError: ranks are configured or tried differently, nodes have unequal numbers of the group's ranks, or
-            these are not numbered node by node. The same on every rank.
+        ConfigError: configurations or trials of ranks differ, nodes have unequal numbers of the group's ranks, or
+            these are not numbered node by node. It is the same on every rank.
     """
     first = places[0]
     configured = first.configured
@@ -125,7 +125,7 @@ def find_ranks_per_node(places: Sequence[Place], job_size: int) -> tuple[int, st
 
 
 def _contradictions(places: Sequence[Place], hosts: Mapping[str, int], whole_job: bool) -> str:
-    """What launchers count otherwise than there is; of a part of the job only what cannot be."""
+    """Say which launchers' numbers contradict the hosts; for a part of the job only the impossible ones."""
     wrong: dict[str, set[int]] = {}
     for place in places:
         seen, differ = hosts[place.host], len(set(place.counted.values())) > 1
@@ -136,7 +136,7 @@ def _contradictions(places: Sequence[Place], hosts: Mapping[str, int], whole_job
 
 
 def check_topology(config: PluginConfig, ranks_per_node: int) -> None:
-    """Rules that need to know the ranks of a node.
+    """Check rules about the ranks of a node.
 
     Raises:
         ConfigError: the secondary scope does not divide a node.
@@ -150,6 +150,6 @@ def check_topology(config: PluginConfig, ranks_per_node: int) -> None:
 
 
 def secondary_ranks(config: PluginConfig, ranks_per_node: int) -> int | None:
-    """How many ranks share one secondary copy; None without one."""
+    """Return how many ranks share one secondary copy; None without one."""
     scope = config.secondary.scope
     return {"none": None, "node": ranks_per_node, "rank": 1}.get(scope, scope)

@@ -26,15 +26,15 @@ RECIPES: dict[str, dict[str, Any]] = {
         "secondary": {"scope": "node"},
         "gradients": _ZEROPP_GRADIENTS,
     },
-    # One node whose ranks have no fast link: each is a node of its own, keeps what codes it has memory for, and sends
-    # gradients once around, in INT4, whose error goes into the next ones.
+    # One node whose ranks have no fast link: each rank counts as a node, keeps the codes that its memory has room for,
+    # and sends gradients around once, in INT4, whose error goes into the next gradients.
     "zeropp-pcie": {
         "topology": {"ranks_per_node": 1},
         "weights": {"format": "int8", "block_size": 256},
         "secondary": {"scope": "rank", "memory_gb": "auto"},
         "gradients": {**_ZEROPP_GRADIENTS, "error_feedback": True},
     },
-    # SDP4Bit (arXiv 2410.15526): how weights have changed, in 4 bits, added to 16-bit copies of them in each node.
+    # SDP4Bit (arXiv 2410.15526): changes of weights, in 4 bits, are added to a 16-bit copy of the weights in each node.
     "zeropp-diff": {
         "weights": {"difference": {"format": "int4", "block_size": 128}},
         "secondary": {"scope": "node"},
@@ -54,7 +54,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     # FP8-LM (arXiv 2310.18313), section 2: O1 computes and reduces gradients in FP8, O2 keeps states in 6 bytes.
     "fp8-lm-o1": {"compute": {"format": "fp8"}, "gradients": _FP8_LM_GRADIENTS},
     "fp8-lm-o2": {"compute": {"format": "fp8"}, "gradients": _FP8_LM_GRADIENTS, "optimizer": _FP8_LM_OPTIMIZER},
-    # O3: whole tensors on their owners, and weights travel as the FP8 codes that the GEMMs multiply.
+    # O3: owners have whole tensors, and weights travel as the FP8 codes that the GEMMs multiply.
     "fp8-lm": {
         "weights": {"format": "fp8_e4m3"},
         "compute": {"format": "fp8"},
@@ -63,7 +63,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "partition": "whole_tensor",
         "activations": {"wire_format": "detect"},
     },
-    # The same with ZeRO++'s hops: half of what crosses between nodes, for a copy of the codes in each node.
+    # The same with ZeRO++'s hops: half of the bytes between nodes, for a copy of the codes in each node.
     "fp8-lm-zeropp": {
         "weights": {"format": "fp8_e4m3"},
         "secondary": {"scope": "node"},

@@ -1,4 +1,4 @@
-"""A ds_config -> a complete, checked PluginConfig."""
+"""Turn a ds_config into a complete, checked PluginConfig."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from zeropp_fp8.config.words import ConfigError, Keys, at, nearest, once, parse,
 
 
 def resolve(ds_config: Mapping[str, Any], *, hybrid_engine: bool = False) -> PluginConfig | None:
-    """The plugin's configuration out of a ds_config, or None where it does not ask for the plugin.
+    """Return the plugin's configuration for a ds_config, or None if the ds_config does not ask for the plugin.
 
-    A stage-3 ds_config that says nothing about the plugin gets the recipe of ZEROPP_FP8_RECIPE, if that is set.
+    A stage-3 ds_config without any word of the plugin gets the recipe of ZEROPP_FP8_RECIPE, if that is set.
 
     Raises:
-        ConfigError: every wrong type, unknown key and combination that cannot be honoured, a line each.
+        ConfigError: one line for every wrong type, unknown key and combination that cannot be honoured.
     """
     misnamed = list(misnamed_sections(ds_config))
     recipe = recipe_from_environment(ds_config)
@@ -38,7 +38,7 @@ def resolve(ds_config: Mapping[str, Any], *, hybrid_engine: bool = False) -> Plu
     else:
         config, lines = _resolve({**ds_config, SECTION: {"recipe": recipe}}, hybrid_engine)
         config = config.named_by(RECIPE_VARIABLE)
-        # They are about a section that the ds_config does not have.
+        # The lines are about a section that the ds_config does not have.
         lines = [f"{RECIPE_VARIABLE}={recipe}: {line}" for line in lines]
     if misnamed or lines:
         raise ConfigError(*once([*misnamed, *lines]))
@@ -46,13 +46,13 @@ def resolve(ds_config: Mapping[str, Any], *, hybrid_engine: bool = False) -> Plu
 
 
 def is_asked(ds_config: Mapping[str, Any]) -> bool:
-    """Whether `resolve` answers something else than None: a configuration, or faults."""
+    """Whether `resolve` returns anything but None: a configuration, or faults."""
     asked = asks_for_plugin(ds_config) or recipe_from_environment(ds_config) is not None
     return asked or any(misnamed_sections(ds_config))
 
 
 def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> tuple[PluginConfig, list[str]]:
-    """The configuration out of a ds_config that asks for the plugin, and what is wrong with it."""
+    """Return the configuration for a ds_config that asks for the plugin, and its faults."""
     section, keys = ds_config.get(SECTION, {}), in_tree_keys(ds_config)
     if not isinstance(section, Mapping):
         return PluginConfig(), [
@@ -71,7 +71,7 @@ def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> tuple[PluginC
         section = {**section, "recipe": None}
     config, refused, wrong_fields = parse(PluginConfig, _merge(section, keys), SECTION)
     config = _completed(config)
-    if not known_recipe:  # which fills all that is not set by hand
+    if not known_recipe:  # the recipe fills all fields that are not set by hand
         refused |= {path for path in _all_fields(config) if at(section, path) is None}
     lines += wrong_fields
     lines += broken(in_tree_rules(section, keys) | FIELDS, config, ds_config, refused)
@@ -85,7 +85,7 @@ def _resolve(ds_config: Mapping[str, Any], hybrid_engine: bool) -> tuple[PluginC
 
 
 def _merge(section: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """recipe (or: lossless plus what the in-tree keys ask), overridden by the fields set by hand."""
+    """Merge the recipe (or lossless plus what the in-tree keys ask for) with the fields set by hand, which win."""
     recipe = section.get("recipe")
     hpz_size = keys.get("zero_hpz_partition_size", 1)
     base = copy.deepcopy(RECIPES[recipe or "lossless"])
@@ -99,12 +99,12 @@ def _merge(section: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any
         if hpz_size != 1:
             base["secondary"] = {"scope": hpz_size}
     elif hpz_size != 1 and base.get("secondary", {}).get("scope") == "node":
-        base["secondary"]["scope"] = hpz_size  # the key says how many ranks of the node share a copy
+        base["secondary"]["scope"] = hpz_size  # the key gives how many ranks of the node share a copy
     return _overridden(base, section)
 
 
 def _overridden(base: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `by`, part by part."""
+    """Return `base` with the values of `by`, part by part."""
     result = copy.deepcopy({**base, **by})
     for key, value in by.items():
         if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
@@ -118,7 +118,7 @@ def _all_fields(config: BaseModel, within: Keys = ()) -> Iterator[Keys]:
 
 
 def _completed(config: PluginConfig) -> PluginConfig:
-    """Defaults that depend on other fields: what MX formats and shared scales fix, where the user did not."""
+    """Fill in defaults that depend on other fields: MX formats and shared scales fix values that the user left out."""
     changes: dict[str, Any] = {"compute": completed_compute(config.compute)}
     gradients = config.gradients
     for name, formats in (

@@ -1,7 +1,7 @@
-"""Rules across fields, and with the rest of the ds_config, as tables: {the line that says so: when it is broken}.
+"""Rules across fields, and with the rest of the ds_config, as tables: {line: condition that breaks the rule}.
 
-A rule sees the configuration as `c`, and the ds_config's keys by `c.ds("a.b")`. What it finds stands in its line as
-{it}, the section's name as {S}. A rule that reads a field whose value is refused already says nothing.
+A rule reads the configuration as `c`, and the ds_config's keys by `c.ds("a.b")`. The result of the condition replaces
+{it} in the line, the section's name replaces {S}. A rule that reads a refused field yields nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from zeropp_fp8.config.sections import (
 )
 from zeropp_fp8.config.words import ConfigError, Keys, parse, shown
 
-Rules = dict[str, Callable[[Any], Any]]  # {the line that says so: when it is broken}
+Rules = dict[str, Callable[[Any], Any]]  # {line: condition that breaks the rule}
 
 
 class _Refused(Exception):
-    """A rule reads what is refused already."""
+    """A rule reads a refused field."""
 
 
 class _Known:
@@ -68,7 +68,7 @@ def broken(
     ds_config: Mapping[str, Any] | None = None,
     refused: Collection[Keys] = (),
 ) -> Iterator[str]:
-    """The lines of the rules that a configuration breaks."""
+    """Yield the lines of the rules that a configuration breaks."""
     known = _Known(config, refused, ds_config=_by_one_name(ds_config or {}))
     for line, when in rules.items():
         try:
@@ -80,10 +80,10 @@ def broken(
 
 
 def checked_compute(compute: ComputeConfig | Mapping[str, Any]) -> ComputeConfig:
-    """A complete compute section, of one or its fields.
+    """Return a complete compute section, made from a section or from its fields.
 
     Raises:
-        ConfigError: wrong fields, or formats and scaling that cannot work together.
+        ConfigError: the fields are wrong, or formats and scaling cannot work together.
     """
     refused, lines = set(), []
     if not isinstance(compute, ComputeConfig):
@@ -100,12 +100,12 @@ def _first(found: Iterable[Any]) -> Any:
 
 
 def _multiple(size: int, of: int) -> int | None:
-    """The next multiple, where a size is none."""
+    """Return the next multiple if a size is no multiple."""
     return -(-size // of) * of if size % of else None
 
 
 def _set_otherwise(part: Any, name: str, plain: Any) -> bool:
-    """Whether a field is set by hand, to something else than this."""
+    """Whether a field is set by hand, to another value than this."""
     return name in part.model_fields_set and getattr(part, name) != plain
 
 
@@ -113,17 +113,17 @@ def _set_otherwise(part: Any, name: str, plain: Any) -> bool:
 
 
 def _operands(c: Any) -> dict[str, str]:
-    """The format of each operand, as far as the section says one."""
+    """Return the format of each operand, as far as the section gives one."""
     return {} if c.compute.format == "none" else operand_formats(c.compute)
 
 
 def _one_of(c: Any, formats: tuple[str, ...]) -> str | None:
-    """An operand in one of these formats."""
+    """Say which operand has one of these formats."""
     return _first(f"{role} are {name}" for role, name in _operands(c).items() if name in formats)
 
 
 def _fp8(c: Any, operand: str) -> str | None:
-    """The format of an operand of FP8 GEMMs."""
+    """Return the format of an operand of FP8 GEMMs."""
     return None if c.compute.scaling == "mx" or _one_of(c, MX_FORMATS) else _operands(c).get(operand)
 
 
@@ -147,7 +147,7 @@ COMPUTE: Rules = {
 
 
 def _of_blocks(part: str, rotates: bool, fixed: Callable[[Any], str | None]) -> Rules:
-    """`fixed`: a format of the part whose specification fixes its blocks."""
+    """Make the rules for blocks. `fixed` returns a format of the part with blocks fixed by its specification."""
     key = f'"{{S}}.{part}'
     rotation = {
         f'{key}.block_size": {{c.{part}.block_size}} must be a multiple of {HADAMARD_GROUP} with "hadamard": true; '
@@ -166,7 +166,7 @@ def _of_blocks(part: str, rotates: bool, fixed: Callable[[Any], str | None]) -> 
 
 
 def _fixed_of_gradients(c: Any) -> str | None:
-    """Of gradients that with the largest blocks, where block size and rotation are not the other hop's."""
+    """Return the gradients' format with the largest blocks, if the blocks of every quantized hop are fixed."""
     hops = {c.gradients.intra_format, c.gradients.inter_format} - {"none"}
     return max(hops, key=FIXED_BLOCKS.get) if hops and hops <= FIXED_BLOCKS.keys() else None
 
@@ -304,14 +304,14 @@ FIELDS = BLOCKS | COMPUTE | GRADIENTS | PARTS
 
 # -- the rest of the ds_config ----------------------------------------------------------------------------------------
 
-# Keys of zero_optimization that DeepSpeed takes under another name too: what they are called here, and are set to.
+# Keys of zero_optimization with a second name in DeepSpeed: the name here, and the value.
 _OTHER_NAMES = {
     "cpu_offload": ("offload_optimizer", {"device": "cpu"}),
     "cpu_offload_param": ("offload_param", {"device": "cpu"}),
     "stage3_use_all_reduce_for_fetch_params": ("use_all_reduce_for_fetch_params", True),
 }
 _OFFLOADS = ("offload_param", "offload_optimizer")
-# What replaces parts of ZeRO-3 that the plugin replaces too, and the values that mean "off".
+# Features that replace parts of ZeRO-3 which the plugin replaces too, and the values that mean "off".
 _CONFLICTS = {
     "zero_optimization.zenflow": (None, False),
     "zero_optimization.offload_optimizer.super_offload": (None, False),
@@ -396,7 +396,7 @@ HOST: Rules = {
 
 
 def in_tree_rules(section: Mapping[str, Any], keys: Mapping[str, Any]) -> Rules:
-    """They must not contradict the section."""
+    """Make the rules for keys that contradict the section."""
     chosen: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "zero_quantized_weights": (
             "weights.format",

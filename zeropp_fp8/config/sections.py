@@ -18,7 +18,7 @@ FIXED_BLOCKS = {**dict.fromkeys(MX_FORMATS, 32), "nvfp4": 16}
 FP8_FORMATS, HALF_STEP_FORMATS = ("fp8_e4m3", "fp8_e5m2"), ("int3", "int2")
 _ON_THE_WIRE, _BETWEEN = "weights and gradients on the wire", "gradients between nodes"
 _DIFFERENCES, _FROZEN, _STATES = "weight differences", "frozen weights", "optimizer states"
-# What each format is for: with its file in formats/ and its line in the registry there, all that a new one needs.
+# The uses of each format: a new one needs only this, its file in formats/ and its line in the registry there.
 USES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("none", "int8", "int4"), (_ON_THE_WIRE, _BETWEEN, _DIFFERENCES, _FROZEN)),
     "fp8_e4m3": (_ON_THE_WIRE, _BETWEEN, _FROZEN, _STATES),
@@ -63,16 +63,16 @@ class _Section(BaseModel):
 
 
 class TopologyConfig(_Section):
-    """Which ranks share a node.
+    """The ranks that share a node.
 
-    Every rank says once where it is, and all decide from what all have said. A host is what NCCL takes for one:
-    `NCCL_HOSTID` where it is set, else the host's name and boot id. What launchers say (`LOCAL_WORLD_SIZE`,
-    `LOCAL_SIZE`, ...) is not needed; where it contradicts the hosts the start table reports it, and the hosts win.
+    Every rank tells its place once, and all ranks decide from all places. A host is what NCCL takes for one:
+    `NCCL_HOSTID` if it is set, otherwise the host's name and boot id. Numbers of launchers (`LOCAL_WORLD_SIZE`,
+    `LOCAL_SIZE`, ...) are not needed; if one contradicts the hosts the start table reports it, and the hosts win.
 
-    A number is your word against the hosts (to try two nodes on one host, or for NVLink that spans hosts): rank r of
-    the job is on node r // number. Either way the nodes of a data-parallel group are where its own ranks are: with
+    A number overrides the hosts (to try two nodes on one host, or for NVLink that spans hosts): rank r of
+    the job is on node r // number. In both cases the nodes of a data-parallel group are those of its own ranks: with
     tensor parallelism of 2 on two nodes of two ranks, both groups have one rank on each node. Nodes with unequal
-    numbers of a group's ranks, and ranks that are not numbered node by node, are refused; `1` takes every rank for a
+    numbers of a group's ranks, and ranks that are not numbered node by node, are refused; `1` makes every rank a
     node of its own.
     """
 
@@ -83,13 +83,13 @@ class TopologyConfig(_Section):
 
 
 class DifferenceConfig(_Section):
-    """What crosses between nodes is how weights have changed, which each node adds to a copy that it keeps of them.
+    """Changes of weights, instead of the weights, cross between nodes; each node adds them to its copy of the weights.
 
-    It needs such a copy (`secondary.scope`). The copy rests, and travels inside a node, in `weights.format`: `none`,
-    the weights' own 16 bits, or `int8` with half of the bytes, whose rounding is in the next difference. Of frozen
-    weights nothing crosses after the first step. Everything crosses in `weights.format` at start, when weights were
+    This needs such a copy (`secondary.scope`). The copy is stored, and travels inside a node, in `weights.format`:
+    `none`, the weights' own 16 bits, or `int8` with half of the bytes, whose rounding is in the next difference. Frozen
+    weights send nothing after the first step. Whole weights cross in `weights.format` at start, when weights were
     written from outside, and after a difference above a quarter of the largest weight of its tensor. Norms and biases
-    cross as they are, and so do small weights that ZeRO-3 keeps gathered (`stage3_param_persistence_threshold`).
+    always cross as they are, and so do small weights that ZeRO-3 keeps gathered (`stage3_param_persistence_threshold`).
     """
 
     format: Literal[DIFFERENCE_FORMATS] = Field("none", description="none: all of the weights cross")
@@ -99,7 +99,7 @@ class DifferenceConfig(_Section):
 
 
 class WeightsConfig(_Section):
-    """qwZ: how weights travel when they are gathered.
+    """qwZ: the format in which weights travel when they are gathered.
 
     Parameters with fewer than two dimensions (norms, biases) always travel in their own 16 or 32 bits. A block that
     holds NaN or Inf decodes to NaN, so DeepSpeed's overflow checks see it.
@@ -127,9 +127,9 @@ class SecondaryConfig(_Section):
 
 
 class GradientsConfig(_Section):
-    """qgZ: how gradients travel, first inside a node, then between nodes, and what they rest in until the step.
+    """qgZ: formats in which gradients travel, first inside a node, then between nodes, and are stored until the step.
 
-    `"scales": "tensor"` is FP8-LM's: all ranks encode a tensor with the same scale, so that codes can be added.
+    `"scales": "tensor"` is FP8-LM's choice: all ranks encode a tensor with the same scale, so that codes can be added.
     """
 
     intra_format: OnTheWire = Field("none", description="inside a node; none: 16 or 32 bits, as stock")
@@ -177,12 +177,12 @@ class OperandFormats(TypedDict):
 class ComputeConfig(_Section):
     """Linear layers in FP8 or MX; [Compute in FP8 and MX](compute.md) says what each choice means.
 
-    MX formats imply `"scaling": "mx"`. With a format an operand, gradients take the activations' format where they are
-    not given; of MX formats they may be `"none"`, a backward pass in high precision.
+    MX formats imply `"scaling": "mx"`. With a format per operand, gradients take the activations' format unless they
+    have their own; with MX formats theirs may be `"none"`, a backward pass in high precision.
 
     A linear layer has three GEMMs: `output` (x W^T), `grad_input` (g W) and `grad_weight` (g^T x).
-    `"high_precision_gemms": ["grad_weight"]` multiplies the last one in 16 or 32 bits, of the numbers as they are;
-    `{"grad_weight": ["layers.0", "*.down_proj"]}` does so in these layers only. The others' bits stay as they are.
+    `"high_precision_gemms": ["grad_weight"]` multiplies the unquantized numbers of the last one in 16 or 32 bits;
+    `{"grad_weight": ["layers.0", "*.down_proj"]}` does so in these layers only. The other GEMMs' bits do not change.
     """
 
     format: Literal[COMPUTE_FORMATS] | OperandFormats = Field(
@@ -207,7 +207,7 @@ class ComputeConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """What AdamW's states rest in; the optimizer must be an Adam or AdamW (`"torch_adam": true` in a ds_config)."""
+    """Formats of AdamW's states; the optimizer must be an Adam or AdamW (`"torch_adam": true` in a ds_config)."""
 
     master_format: OfState = Field("fp32", description="of master weights; fp16 has a scale")
     exp_avg_format: OfState = Field("fp32", description="of the first moment")
@@ -219,9 +219,9 @@ class OptimizerConfig(_Section):
 
 
 class FrozenConfig(_Section):
-    """Weights of linear layers that are not trained rest, travel and are kept as codes of `format`.
+    """Frozen weights of linear layers are stored, travel and are kept as codes of `format`.
 
-    [LoRA on quantized weights](lora.md) says what is stored, and when.
+    [LoRA on quantized weights](lora.md) says which weights are stored so, and when.
     """
 
     modules: Literal["all-linear", "frozen"] | list[str] = Field(
@@ -242,7 +242,7 @@ class FrozenConfig(_Section):
 
 
 class ActivationsConfig(_Section):
-    """What sequence parallelism (DeepSpeed-Ulysses) exchanges around attention."""
+    """Activations that sequence parallelism (DeepSpeed-Ulysses) exchanges around attention."""
 
     wire_format: Literal["none", "fp8", "detect"] = Field(
         "none", description="fp8: E4M3 forward and E5M2 backward, a scale a token; detect: where the job has it"
@@ -250,7 +250,7 @@ class ActivationsConfig(_Section):
 
 
 class ReportConfig(_Section):
-    """What rank 0 prints while it trains."""
+    """Lines that rank 0 prints while it trains."""
 
     every: Annotated[int, Strict(), Field(ge=0)] = Field(
         100, description="steps between two lines with the bytes on the wire; 0: none"
@@ -263,7 +263,7 @@ class ReportConfig(_Section):
 
 
 class NumericsConfig(_Section):
-    """What rounding does to a run; see [Numerics](numerics.md). What is off costs nothing."""
+    """Measure how rounding affects a run; see [Numerics](numerics.md). Switched-off parts cost nothing."""
 
     every: Annotated[int, Strict(), Field(ge=0)] = Field(
         0, description="steps between two samples of signal-to-noise, amax and lost values, layer by layer; 0: none"
@@ -283,13 +283,13 @@ class NumericsConfig(_Section):
 
 
 class CheckpointConfig(_Section):
-    """What is checked when a checkpoint is loaded; see [Checkpoints](checkpoints.md)."""
+    """Checks when a checkpoint is loaded; see [Checkpoints](checkpoints.md)."""
 
     verify: Flag = Field(True, description="compare the files with their manifest")
 
 
 class PluginConfig(_Section):
-    """A complete, checked configuration. `resolve()` makes it; nothing else should."""
+    """A complete, checked configuration. Only `resolve()` should make it."""
 
     enabled: Flag = Field(True, description="false: stock DeepSpeed")
     recipe: str | None = Field(None, description="the name of what fills all fields; one that is set by hand wins")
@@ -324,14 +324,14 @@ class PluginConfig(_Section):
     _recipe_variable: str | None = PrivateAttr(default=None)
 
     def named_by(self, variable: str) -> PluginConfig:
-        """The same configuration, whose recipe an environment variable has named."""
+        """Return the same configuration, with the environment variable that has named its recipe."""
         config = self.model_copy()
         config._recipe_variable = variable
         return config
 
     @property
     def recipe_variable(self) -> str | None:
-        """The environment variable that named the recipe, where the ds_config did not."""
+        """The environment variable that named the recipe, if the ds_config did not."""
         return self._recipe_variable
 
     @property
@@ -346,7 +346,7 @@ class PluginConfig(_Section):
 
     @property
     def can_fall_back(self) -> bool:
-        """Whether a job has something to give up: what travels, gradients until the step, products."""
+        """Whether a job has anything to give up: quantized messages, stored gradients, low-precision products."""
         return (
             self.quantizes_gradients
             or self.weights.format != "none"
@@ -362,7 +362,7 @@ class PluginConfig(_Section):
 
     @property
     def stores_states_in_low_precision(self) -> bool:
-        """Whether master weights or moments are kept in less than fp32."""
+        """Whether master weights or moments are stored in less than fp32."""
         optimizer = self.optimizer
         return {optimizer.master_format, optimizer.exp_avg_format, optimizer.exp_avg_sq_format} != {"fp32"}
 

@@ -1,7 +1,7 @@
-"""A job as an experiment: parts of its precision given up, for some steps, by an environment variable.
+"""A job as an experiment: an environment variable gives up parts of its precision, for some steps.
 
-`python -m zeropp_fp8 reference` and `bisect` start the launch line of a job several times; scripts and ds_configs stay
-as they are.
+`python -m zeropp_fp8 reference` and `bisect` start the launch line of a job several times; scripts and ds_configs do
+not change.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from zeropp_fp8.config.sections import SECTION, Gemm, GradientsConfig, NumericsC
 from zeropp_fp8.config.words import ConfigError
 
 TRIAL_VARIABLE = "ZEROPP_FP8_TRIAL"
-# piece -> fields of the gradients section; every other piece is a section of its name, as it is by default.
+# piece -> fields of the gradients section; every other piece is a section of the same name, with its defaults.
 _OF_GRADIENTS: dict[str, dict[str, Any]] = {
     "gradients_within": {"intra_format": "none"},
     "gradients_between": {"inter_format": "none", "error_feedback": False},
     "gradients_at_rest": {"store_format": "none"},
 }
-# piece -> the section whose `skip_modules` leaves layers of it in high precision.
+# piece -> the section whose `skip_modules` keeps layers of the piece in high precision.
 SKIPPED_IN = {
     "weights": "weights",
     "gradients_within": "gradients",
@@ -33,15 +33,15 @@ SKIPPED_IN = {
 
 
 class Trial(BaseModel):
-    """What one run of an experiment does; JSON in ZEROPP_FP8_TRIAL.
+    """One run of an experiment; JSON in ZEROPP_FP8_TRIAL.
 
     Attributes:
-        steps: after which every rank ends, with status 0; `engine`: whose steps, in the order of the making of engines
-            that train, None: of any.
-        file: where rank 0 writes what each step gave.
+        steps: every rank ends after this many, with status 0; `engine`: the engine whose steps count, in the order in
+            which training engines are made; None: any engine.
+        file: rank 0 writes the numbers of each step to it.
         high: pieces (`pieces_of`) in high precision; "all" of them: the recipe `lossless`.
-        skip_modules: of sections (`SKIPPED_IN`), name patterns of layers that are left out, besides their own.
-        gemms: of GEMMs, those of layers in which they stay in high precision, besides.
+        skip_modules: by section (`SKIPPED_IN`), name patterns of layers that are left out, added to its own.
+        gemms: by GEMM, name patterns of layers in which it stays in high precision, added to its own.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,7 +54,7 @@ class Trial(BaseModel):
     gemms: dict[Gemm, list[str]] = {}
 
     def applied(self, config: PluginConfig) -> PluginConfig:
-        """The configuration that the run has."""
+        """Return the configuration of the run."""
         if "all" in self.high:
             kept = ("topology", "gather_granularity", "compile", "trl_generation", "checkpoint", "report")
             return PluginConfig(recipe="lossless", **{name: getattr(config, name) for name in kept})
@@ -79,14 +79,14 @@ class Trial(BaseModel):
         changed = config.model_copy(update=changes)
         if not config.quantizes_gradients or changed.quantizes_gradients:
             return changed
-        # DeepSpeed reduces them: in equal slices, and to what it keeps.
+        # DeepSpeed reduces them: in equal slices, and to the dtype that it keeps.
         return changed.model_copy(
             update={"gradients": GradientsConfig(), "partition": "slice", "partition_split": "balance"}
         )
 
 
 def trial_from_environment() -> Trial | None:
-    """What ZEROPP_FP8_TRIAL asks for, if it is set."""
+    """Return the trial in ZEROPP_FP8_TRIAL, if that is set."""
     text = os.environ.get(TRIAL_VARIABLE)
     try:
         return Trial.model_validate_json(text) if text else None
@@ -95,11 +95,11 @@ def trial_from_environment() -> Trial | None:
 
 
 def pieces_of(config: PluginConfig) -> list[str]:
-    """What a configuration has in low precision, in pieces that can be given up one by one."""
+    """Return the low-precision parts of a configuration, as pieces that can be given up one by one."""
     gradients, alone = config.gradients, config.gradients.scales == "block"
     used = {
         "weights": config.weights.format != "none" or config.weights.difference.format != "none",
-        "gradients": config.quantizes_gradients and not alone,  # codes are added as they come: all or nothing
+        "gradients": config.quantizes_gradients and not alone,  # codes are added unchanged: all pieces or none
         "gradients_within": gradients.intra_format != "none" and alone,
         "gradients_between": gradients.inter_format != "none" and alone,
         "gradients_at_rest": gradients.store_format != "none" and alone,

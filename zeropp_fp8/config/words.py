@@ -1,4 +1,4 @@
-"""Faults of a configuration as lines of plain words: the key, its value as JSON, what is allowed, the nearest name."""
+"""Describe faults of a configuration in plain words: the key, its value as JSON, allowed values, the nearest name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most", "mul
 
 
 class ConfigError(ValueError):
-    """A ds_config that cannot be honoured: a line for each fault, which names the key and the remedy."""
+    """An error for a ds_config that cannot be honoured: a line per fault, which names the key and the remedy."""
 
     def __init__(self, *faults: str) -> None:
         self.faults = faults
@@ -39,11 +39,11 @@ class ConfigError(ValueError):
 
 
 class Remarks(dict):
-    """{a value that a field does not take: what it is}."""
+    """A dict {value that a field does not take: description}."""
 
 
 def numbered(lines: Iterable[str]) -> str:
-    """One line as it is; several below each other, with numbers."""
+    """Return one line unchanged, and several lines below each other, with numbers."""
     lines = list(lines)
     if len(lines) == 1:
         return lines[0]
@@ -51,23 +51,23 @@ def numbered(lines: Iterable[str]) -> str:
 
 
 def key_of(line: str) -> str:
-    """The key that a line is about: the first that it names."""
+    """Return the key that a line is about: the first that it names."""
     return line.split('"')[1] if '"' in line else line
 
 
 def once(lines: Iterable[str]) -> list[str]:
-    """Of each key the first line: what is wrong with a key may break several rules."""
+    """Keep the first line about each key: a fault of a key may break several rules."""
     return list({key_of(line): line for line in reversed(list(lines))}.values())[::-1]
 
 
 def shown(value: Any) -> str:
-    """A value as JSON spells it."""
+    """Write a value as JSON does."""
     text = json.dumps(value, default=str)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def match(word: Any, known: Iterable[Any], cutoff: float = 0.4) -> list[str]:
-    """The known name that a word may stand for, if there is one."""
+    """Return the known name that a word may stand for, if there is one."""
     return difflib.get_close_matches(str(word), [name for name in known if isinstance(name, str)], 1, cutoff)
 
 
@@ -76,19 +76,19 @@ def did_you_mean(names: list[str]) -> str:
 
 
 def nearest(word: Any, known: Iterable[Any], cutoff: float = 0.4) -> str:
-    """In brackets, the known name that a word may stand for."""
+    """Return, in brackets, the known name that a word may stand for."""
     return did_you_mean(match(word, known, cutoff))
 
 
 def takes(annotation: Any) -> str:
-    """What a type takes, in words."""
+    """Say in words which values a type takes."""
     named = list(dict.fromkeys(map(str, names_of(annotation))))
     words = [f"{'one of ' * (len(named) > 1)}{', '.join(named)}"] if named else []
     return " or ".join(dict.fromkeys([*words, *_words(annotation)]))
 
 
 def names_of(annotation: Any) -> Iterator[Any]:
-    """The values that a type names one by one."""
+    """Yield the values that a type names one by one."""
     if get_origin(annotation) is Literal:
         yield from get_args(annotation)
     elif get_origin(annotation) in (Union, UnionType, Annotated):
@@ -118,7 +118,7 @@ def _words(annotation: Any, metadata: tuple = ()) -> Iterator[str]:
 
 
 def parse(model: type[Model], given: Mapping[str, Any], within: str) -> tuple[Model, set[Keys], list[str]]:
-    """What is given, without all that is wrong in it; the fields of which nothing is known then; a line for each."""
+    """Parse the values without the wrong ones; return the model, the fields unknown then, a line per fault."""
     refused: set[Keys] = set()
     lines: list[str] = []
     while True:
@@ -133,14 +133,14 @@ def parse(model: type[Model], given: Mapping[str, Any], within: str) -> tuple[Mo
 
 
 def at(given: Any, path: Keys) -> Any:
-    """What stands at a path; nothing where there is no such key."""
+    """Return the value at a path; None if there is no such key."""
     for key in path:
         given = given.get(key) if isinstance(given, Mapping) else None
     return given
 
 
 def without(given: Mapping[str, Any], path: Keys) -> dict[str, Any]:
-    """A copy without the key at a path."""
+    """Return a copy without the key at a path."""
     copied, key = dict(given), path[0]
     if len(path) == 1:
         copied.pop(key, None)
@@ -152,16 +152,16 @@ def without(given: Mapping[str, Any], path: Keys) -> dict[str, Any]:
 def refusals(
     model: type[BaseModel], error: ValidationError, given: Mapping[str, Any], within: str = "", cutoff: float = 0.4
 ) -> list[tuple[list[Keys], str]]:
-    """(fields of which nothing is known then, line) of all that a pydantic model refuses in `given`, at `within`.
+    """Return (fields that are therefore unknown, line) for all that a pydantic model refuses in `given`, at `within`.
 
-    Such a field is the key that the line names, one that holds it in an object which is no model, or the one that an
+    Such a field is the key that the line names, a key that holds it in an object without a model, or the key that an
     unknown key may stand for.
     """
     found: dict[Keys, tuple[list[Keys], str]] = {}  # by the key that a line names
     for problem in error.errors(include_url=False):
         kind, location, owner, value = problem["type"], problem["loc"], {}, given
         field, path, types = (), (), [model]
-        for part in location:  # of which places in lists, and members of unions, are no keys
+        for part in location:  # indices of lists, and members of unions, are no keys
             missing = kind == "missing" and part == location[-1]
             if not (isinstance(value, Mapping) and (part in value or missing)):
                 continue
@@ -185,7 +185,7 @@ def refusals(
             hint = f", {remarks[0]}" if remarks else hint
             line = f'"{name}": {shown(value)} is not allowed{hint}; it takes {takes(types[0])}'
         found.setdefault(path, (unknown, line))
-    # Of a union each member has said something: what is said of a key inside goes further than of the whole.
+    # Each member of a union has its own errors: an error about an inner key says more than one about the whole.
     within_others = {path[:end] for path in found for end in range(len(path))}
     return [found[path] for path in found if path not in within_others]
 
@@ -195,7 +195,7 @@ def _is_model(annotation: Any) -> bool:
 
 
 def _members(annotation: Any) -> Iterator[Any]:
-    """The types that a type is made of, itself first."""
+    """Yield the types that make up a type, itself first."""
     yield annotation
     if get_origin(annotation) in (Union, UnionType, Annotated):
         for each in get_args(annotation):
@@ -203,7 +203,7 @@ def _members(annotation: Any) -> Iterator[Any]:
 
 
 def _keys(annotation: Any) -> dict[str, Any]:
-    """{key: type} of an object of this type, under all names that a key has."""
+    """Return {key: type} of an object of this type, under all names of each key."""
     if _is_model(annotation):
         fields = annotation.model_fields
         typed = {name: Annotated[(one.annotation, *one.metadata, None)] for name, one in fields.items()}

@@ -1,12 +1,12 @@
-"""The plugin inside DeepSpeed. The only folder that changes anything of DeepSpeed's, or TRL's.
+"""The plugin inside DeepSpeed. No other folder changes anything that belongs to DeepSpeed or TRL.
 
-install.py        what is replaced, and how it is put back
-relied_on.py      the names of DeepSpeed that this project relies on, and their check
-stock.py          what DeepSpeed refuses of a ds_config, takes for something else, or never looks at
-auto.py           the "auto" values of a ds_config, as Hugging Face's libraries fill them in
-engine.py         which engine a ds_config gets
-zeropp_engine.py  the plugin's engine: ZeRO-3 is built, checkpoints are saved and loaded
-trl.py            TRL's own generation, the only thing outside of DeepSpeed that is replaced
+install.py        replaces names of DeepSpeed, and puts them back
+relied_on.py      lists the names of DeepSpeed that this project relies on, and checks them
+stock.py          finds what DeepSpeed refuses in a ds_config, misreads, or never reads
+auto.py           handles the "auto" values of a ds_config, which Hugging Face's libraries fill in
+engine.py         chooses the engine for a ds_config
+zeropp_engine.py  is the plugin's engine: it builds ZeRO-3, and saves and loads checkpoints
+trl.py            replaces TRL's own generation, the only thing replaced outside DeepSpeed
 """
 
 from zeropp_fp8.plugin.install import disable, enable, is_enabled

@@ -1,4 +1,4 @@
-"""The "auto" values of a ds_config for Hugging Face's libraries, which fill them in before DeepSpeed sees any."""
+"""The "auto" values of a ds_config, which Hugging Face's libraries fill in before DeepSpeed sees them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from zeropp_fp8.config.sections import SECTION
 
 BATCH_SIZES = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu"})
-# What transformers' Trainer and Accelerate fill in.
+# Keys that transformers' Trainer and Accelerate fill in.
 FILLED = frozenset(
     {
         "train_batch_size",
@@ -40,7 +40,7 @@ FILLED = frozenset(
 
 
 def auto_keys(ds_config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Every key with "auto", as `a.b.c`. The plugin's own section has none that others fill in."""
+    """Yield every key whose value is "auto", as `a.b.c`. No other library fills in keys of the plugin's own section."""
     for key, value in ds_config.items():
         if not prefix and key == SECTION:
             continue
@@ -51,10 +51,10 @@ def auto_keys(ds_config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def as_if_filled(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without these keys, so that DeepSpeed's defaults hold.
+    """Return a copy without these keys, so that DeepSpeed's defaults hold.
 
-    Two have none: the stage, which becomes the plugin's 3, and a micro-batch where nothing else says a batch size.
-    Parameters of an optimizer or a scheduler stay: one that is filled in is given.
+    Two keys have no default: the stage, which becomes the plugin's 3, and the micro-batch if no batch size is set.
+    Parameters of an optimizer or a scheduler stay: a value that will be filled in counts as given.
     """
     filled, keys = copy.deepcopy(dict(ds_config)), set(auto_keys(ds_config))
     for path in keys:

@@ -1,4 +1,4 @@
-"""Which engine a ds_config gets: DeepSpeed's own, or the plugin's (zeropp_engine.py)."""
+"""Choose the engine for a ds_config: DeepSpeed's own, or the plugin's (zeropp_engine.py)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zeropp_fp8.plugin.trl import generate_with_the_plugin, hand_over_with_the_p
 
 
 def choosing_init(stock_class, replace):
-    """`DeepSpeedEngine.__init__` that makes an engine one of the plugin where its ds_config asks for that.
+    """Make a `DeepSpeedEngine.__init__` that turns an engine into the plugin's if its ds_config asks for the plugin.
 
-    Any other engine stays of the class it is, and has nothing of the plugin: scripts and libraries compare classes.
+    Every other engine keeps its class and gets nothing of the plugin, because scripts and libraries compare classes.
     `replace` replaces a name of a module until the plugin is disabled.
     """
     from zeropp_fp8.plugin.zeropp_engine import ALONE, ZeroppEngine
@@ -53,11 +53,11 @@ def choosing_init(stock_class, replace):
 
 
 def _refuse_other_engine(cls, config) -> None:
-    """Refuse the plugin to an engine that is not DeepSpeedEngine itself, and so would train as stock."""
+    """Refuse the plugin for an engine that is not DeepSpeedEngine itself: it would train as stock does."""
     from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    if issubclass(cls, DeepSpeedHybridEngine):  # which has ZeRO-3 code of its own
+    if issubclass(cls, DeepSpeedHybridEngine):  # the hybrid engine has ZeRO-3 code of its own
         resolve(config, hybrid_engine=True)
     elif not asks_for_plugin(config) and resolve(config) is None:
         return
@@ -74,7 +74,7 @@ def _refuse_other_engine(cls, config) -> None:
 
 
 def _refuse_left_over(model) -> None:
-    """Refuse a model that an engine of the plugin still holds: DeepSpeed alone would not know what it meets."""
+    """Refuse a model that is still attached to an engine of the plugin: DeepSpeed alone could not handle its state."""
     from zeropp_fp8.compute.products import LinearPrecision
 
     layer = next(

@@ -1,11 +1,11 @@
-"""DeepSpeed's FLOPs profiler, which counts calls of torch's functions, for layers that compute by others.
+"""DeepSpeed's FLOPs profiler for layers that do not compute by the torch functions that it counts.
 
-While it profiles a model of the plugin a linear layer counts once, as it does in a plain model, whatever computes it:
-an FP8 or MX product, codes of generation, or the linear function of ZeRO-3. (Of the last, DeepSpeed counts the
-function and the product within it, so that its own count of linear layers under ZeRO-3 is twice that of the model.)
-What decoding, casts and collectives compute in torch counts nothing, as kernels that do it count nothing.
+While the profiler runs on a model of the plugin, each linear layer counts once, as in a plain model. It does not matter
+what computes the layer: an FP8 or MX product, codes in generation, or the linear function of ZeRO-3. (DeepSpeed counts
+that last function and also the product inside it, so under ZeRO-3 its own count of linear layers is twice the model's.)
+Torch operations of decoding, casts and collectives count nothing, because kernels that do the same count nothing.
 
-Backward is DeepSpeed's estimate, 2 x forward. What torch.compile has compiled is seen by neither.
+The number for backward is DeepSpeed's estimate, 2 x forward. Neither counts code that torch.compile has compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PUT_BACK = "_zeropp_fp8_put_back"
 
 
 def counting_start(stock_start: Callable) -> Callable:
-    """FlopsProfiler.start_profile."""
+    """Wrap FlopsProfiler.start_profile."""
 
     @functools.wraps(stock_start)
     def start_profile(self, ignore_list=None):
@@ -37,7 +37,7 @@ def counting_start(stock_start: Callable) -> Callable:
         from zeropp_fp8.zero.offload import ZeroppOffload
 
         counted_linear = _counted(stock_linear, _linear_macs)
-        counted_linear.__str__ = F.linear.__str__  # by which stop_profile finds what was there
+        counted_linear.__str__ = F.linear.__str__  # stop_profile finds the original function by this name
         F.linear = counted_linear
         put_back: list[tuple[Any, str, Any]] = []
 
@@ -50,7 +50,7 @@ def counting_start(stock_start: Callable) -> Callable:
         for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
             replace(ZeroppOffload, name, _counted(getattr(ZeroppOffload, name), _nothing))
         loras = {id(layer) for layer in lora_layers(self.model)}
-        for layer in self.model.modules():  # inside zeropp_fp8.generation they have a forward of their own
+        for layer in self.model.modules():  # inside zeropp_fp8.generation layers have a forward of their own
             if "forward" in layer.__dict__ and (id(layer) in loras or isinstance(layer, nn.Linear)):
                 macs = functools.partial(_lora_macs if id(layer) in loras else _layer_macs, layer)
                 replace(layer, "forward", _counted(layer.forward, macs))
@@ -60,7 +60,7 @@ def counting_start(stock_start: Callable) -> Callable:
 
 
 def ending_stop(stock_stop: Callable) -> Callable:
-    """FlopsProfiler.stop_profile."""
+    """Wrap FlopsProfiler.stop_profile."""
 
     @functools.wraps(stock_stop)
     def stop_profile(self):
@@ -78,7 +78,7 @@ def _is_plugins(model: nn.Module) -> bool:
 
 
 def _counted(function: Callable, macs_of: Callable[..., int], flops_of: Callable[..., int] | None = None) -> Callable:
-    """A function that counts as so many multiplications with additions and FLOPs (2 each), and nothing within it."""
+    """Wrap a function: it counts as these multiply-adds and FLOPs (default: 2 each); calls inside it count nothing."""
     from deepspeed.profiling.flops_profiler import profiler
 
     counters = profiler.module_flop_count, profiler.module_mac_count
@@ -109,7 +109,7 @@ def _linear_macs(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> i
 
 
 def _features(layer: nn.Module) -> int:
-    """Features of the result of a linear layer or a Conv1D."""
+    """Return the number of output features of a linear layer or a Conv1D."""
     return layer.out_features if isinstance(layer, nn.Linear) else layer.nf
 
 
@@ -123,7 +123,7 @@ def _layer_flops(layer: nn.Module, input: Tensor) -> int:
 
 
 def _lora_macs(layer: nn.Module, input: Tensor, *args, **kwargs) -> int:
-    """A layer of PEFT with the adapters that are not merged into it."""
+    """Count a PEFT layer, including the adapters that are not merged into it."""
     base, macs = layer.base_layer, input.numel() * _features(layer.base_layer)
     active = () if layer.disable_adapters or layer.merged else layer.active_adapters
     ranks = [layer.r[name] for name in active if name in layer.lora_A]
@@ -132,4 +132,4 @@ def _lora_macs(layer: nn.Module, input: Tensor, *args, **kwargs) -> int:
 
 
 def _silu_flops(gate: Tensor, *args) -> int:
-    return gate.numel()  # the product with the other half, written `*`, DeepSpeed does not see
+    return gate.numel()  # DeepSpeed does not see the product with the other half, which is written `*`

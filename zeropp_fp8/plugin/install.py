@@ -1,19 +1,19 @@
-"""Installing the plugin: what of DeepSpeed is replaced, by what, and how it is put back.
+"""Install the plugin: the names of DeepSpeed that it replaces, and how it restores them.
 
-    DeepSpeedEngine.__init__         -> an engine whose ds_config asks for it becomes one of a subclass that builds the
-                                        plugin's ZeRO-3; engines of other classes refuse such a ds_config
-    deepspeed.DeepSpeedConfig        -> says which file it is that cannot be read
-    deepspeed.zero.Init.__init__     -> hides the four ZeRO++ keys and checks the configuration early
-    deepspeed.zero.Init              -> stores frozen weights as codes while a model is made; gathers and partitions
-                                        each parameter by the engine that it belongs to
-    zero3_linear_wrap                -> the same linear function at half the host cost
-    deepspeed.sequence               -> exchanges that travel in FP8 where an engine asks for it
-    groups._clone_world_group        -> the data-parallel group has the time limit of the world
-    FlopsProfiler                    -> counts layers that compute in FP8 or MX (flops.py)
-    trl.models.utils                 -> where TRL is used: its generation is zeropp_fp8.generation (trl.py)
-    VLLMGeneration                   -> where TRL is used with vLLM: weights go over block by block (trl.py)
+        DeepSpeedEngine.__init__         -> an engine whose ds_config asks for the plugin gets a subclass, which builds
+                                            the plugin's ZeRO-3; engines of other classes refuse such a ds_config
+        deepspeed.DeepSpeedConfig        -> its error names the file that cannot be read
+        deepspeed.zero.Init.__init__     -> hides the four ZeRO++ keys and checks the configuration early
+        deepspeed.zero.Init              -> stores frozen weights as codes while a model is made; gathers and partitions
+                                            each parameter by the engine that it belongs to
+        zero3_linear_wrap                -> the same linear function at half the host cost
+        deepspeed.sequence               -> exchanges activations in FP8 if an engine asks for it
+        groups._clone_world_group        -> the data-parallel group has the time limit of the world
+        FlopsProfiler                    -> counts layers that compute in FP8 or MX (flops.py)
+        trl.models.utils                 -> if TRL is loaded: its generation is zeropp_fp8.generation (trl.py)
+        VLLMGeneration                   -> if TRL is loaded with vLLM: weights are handed over block by block (trl.py)
 
-Every name relied on is looked up in `enable()`: see relied_on.py.
+`enable()` looks up every name that the plugin relies on: see relied_on.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zeropp_fp8.plugin.engine import choosing_init
 from zeropp_fp8.plugin.relied_on import verify
 from zeropp_fp8.plugin.stock import checked
 
-_restore: list[tuple[Any, Any, Any, Any]] = []  # (object or dict, name or key, what was there, what is there)
+_restore: list[tuple[Any, Any, Any, Any]] = []  # (object or dict, name or key, original, replacement)
 
 
 def _replace(owner: Any, name: Any, value: Any) -> None:
@@ -84,7 +84,7 @@ def enable() -> None:
     _replace(FlopsProfiler, "stop_profile", ending_stop(FlopsProfiler.stop_profile))
     _replace(groups, "_clone_world_group", _world_group_with_time_limit)
     if get_accelerator().device_name() == "cpu":
-        # init_distributed() would compile a shared-memory op with gcc (30 s) that nothing here uses.
+        # init_distributed() would compile a shared-memory op with gcc (30 s), and nothing here uses it.
         _replace(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
 
 
@@ -100,16 +100,16 @@ def disable() -> None:
 
 
 def _end_watch() -> None:
-    """Let zeropp_fp8_autoload, where it is installed, leave it to this file."""
+    """Tell zeropp_fp8_autoload, if it is installed, that this file takes over."""
     autoload = sys.modules.get("zeropp_fp8_autoload")
     if autoload is not None:
         autoload.unwatch()
 
 
 def _init_naming_file(stock_init):
-    """DeepSpeedConfig.__init__, which reads a ds_config before any engine is made.
+    """Wrap DeepSpeedConfig.__init__, which reads a ds_config before any engine is made.
 
-    An error names the file; where the plugin is asked for, it names every fault.
+    An error names the file; if the ds_config asks for the plugin, the error names every fault.
     """
 
     @functools.wraps(stock_init)
@@ -126,7 +126,7 @@ def _init_naming_file(stock_init):
 
 
 def _world_group_with_time_limit():
-    """DeepSpeed's copy of the world, over which ZeRO-3 works; its own has torch's limit, whatever the script asked."""
+    """Copy the world group, over which ZeRO-3 works, with the script's time limit; DeepSpeed's copy has torch's."""
     import torch.distributed as dist
     from deepspeed.utils import groups
 
@@ -138,7 +138,7 @@ def _world_group_with_time_limit():
 
 
 def _init_without_in_tree_keys(stock_init):
-    """zero.Init.__init__ that checks the configuration and does not see the ZeRO++ keys."""
+    """Wrap zero.Init.__init__: it checks the configuration and does not see the ZeRO++ keys."""
     from zeropp_fp8.zero.frozen.init import stream_into_store
 
     @functools.wraps(stock_init)
@@ -152,7 +152,7 @@ def _init_without_in_tree_keys(stock_init):
                 if plugin_config is not None:
                     stream_into_store(self, plugin_config)
                     bound.arguments[name] = without_in_tree_keys(ds_config)
-                    for key in IN_TREE_KEYS:  # some of them are arguments of Init too
+                    for key in IN_TREE_KEYS:  # some of these keys are arguments of Init too
                         if key in bound.arguments:
                             bound.arguments[key] = IN_TREE_KEYS[key]
         stock_init(*bound.args, **bound.kwargs)

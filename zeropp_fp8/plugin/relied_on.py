@@ -1,6 +1,6 @@
-"""The names of DeepSpeed that the plugin relies on, and their check: all of them, when it is enabled.
+"""The names of DeepSpeed that the plugin relies on. `enable()` checks all of them.
 
-The facts are those of DeepSpeed 0.18 and 0.19.
+The list describes DeepSpeed 0.18 and 0.19.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ENGINE = "deepspeed.runtime.engine"
 _GROUPS = "deepspeed.utils.groups"
 _REMEDY = "install deepspeed>=0.18,<0.20"
 
-# (module, class or module in it): names that must be there, some with parameters that they must take.
+# (module, class or module in it): names that must exist, some with parameters that they must take.
 RELIED_ON: dict[tuple[str, str], str] = {
     ("deepspeed", "DeepSpeedConfig"): "__init__(config)",
     ("deepspeed", "ops"): "__compatible_ops__",
@@ -87,7 +87,7 @@ RELIED_ON: dict[tuple[str, str], str] = {
     ("deepspeed.profiling.flops_profiler", "FlopsProfiler"): "start_profile(ignore_list) stop_profile",
 }
 
-# (module, class): attributes that the class's own methods must mention, of objects that exist only inside an engine.
+# (module, class): attributes of objects that exist only inside an engine; the class's own methods must mention them.
 RELIED_ON_ATTRIBUTES: dict[tuple[str, str], str] = {
     (_ENGINE, "DeepSpeedEngine"): """
         module_forward_pre_hook module_forward_post_hook zero_optimization_partition_weights monitor global_samples
@@ -112,7 +112,7 @@ RELIED_ON_ATTRIBUTES: dict[tuple[str, str], str] = {
 
 
 def verify() -> None:
-    """Raise RuntimeError unless this DeepSpeed has every name the plugin relies on, with its parameters."""
+    """Raise RuntimeError unless this DeepSpeed has every name that the plugin relies on, with its parameters."""
     import deepspeed
 
     version = deepspeed.__version__
@@ -153,7 +153,7 @@ def _not_taken(function: Any, parameters: list[str]) -> list[str]:
 
 
 def _names_in_methods(cls: type) -> set[str]:
-    """Every attribute name that the methods of a class read or write, functions inside them included."""
+    """Return every attribute name that the methods of a class, and functions inside them, read or write."""
     names: set[str] = set()
 
     def scan(code) -> None:

@@ -1,7 +1,7 @@
-"""All that DeepSpeed refuses of a ds_config, takes for something else, or never looks at, without a process group.
+"""All that DeepSpeed refuses in a ds_config, misreads, or never reads, found without a process group.
 
-DeepSpeed's own models and torch's own constructors do the looking: again and again, each time without what they have
-refused. Where DeepSpeed reads a key without looking at its value, the default that it reads it with says the type.
+DeepSpeed's own models and torch's own constructors do the checking. They run repeatedly, each time without the keys
+that they have refused. If DeepSpeed reads a key without checking its value, its default for the key gives the type.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from zeropp_fp8.config.sections import SECTION, PluginConfig
 from zeropp_fp8.config.words import ConfigError, Keys, at, key_of, match, nearest, once, refusals, shown, without
 from zeropp_fp8.plugin.auto import as_if_filled
 
-# Read before DeepSpeedConfig is made, or by the launcher.
+# DeepSpeed or its launcher reads these before DeepSpeedConfig is made.
 _READ_ELSEWHERE = frozenset({"sequence_parallel_size", "data_parallel_size", "autotuning"})
-# Of which DeepSpeed takes text that looks like a number.
+# In these sections DeepSpeed takes text that looks like a number.
 _FREE_TEXT = frozenset({"tensorboard", "wandb", "csv_monitor", "comet", "autotuning", "optimizer", "scheduler"})
-# A key that is as near to one of DeepSpeed's is a misspelling of that; other plugins' sections are not.
+# A key at least this similar to one of DeepSpeed's is a misspelling of it; other plugins' sections are less similar.
 _MISSPELT = 0.88
 
-MADE = ("optimizer", "scheduler")  # which an engine makes itself, where a script hands none over
+MADE = ("optimizer", "scheduler")  # an engine makes these itself if the script hands over none
 _OBJECTS_LIKE = {
     "bf16": '{"enabled": true}',
     "fp16": '{"enabled": true}',
@@ -43,13 +43,13 @@ _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_
 
 
 class Looked(NamedTuple):
-    """What is known of a ds_config.
+    """The result of looking at a ds_config.
 
     Attributes:
-        config: what its section resolves to; None where nothing asks for the plugin, or the section is refused.
-        lines: of each fault one.
-        remarks: of keys that DeepSpeed never looks at.
-        stock_refuses: whether DeepSpeed by itself would refuse it.
+        config: the resolved section; None if nothing asks for the plugin, or if the section is refused.
+        lines: one per fault.
+        remarks: about keys that DeepSpeed never reads.
+        stock_refuses: whether DeepSpeed by itself would refuse the ds_config.
     """
 
     config: PluginConfig | None
@@ -60,7 +60,7 @@ class Looked(NamedTuple):
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """DeepSpeed says nothing of what is made here to be looked at."""
+    """Keep DeepSpeed silent about the objects that are made here only for checking."""
     from deepspeed.utils import logger
 
     level = logger.level
@@ -73,11 +73,11 @@ def _silence() -> Iterator[None]:
 
 @_silence()
 def look(ds_config: Mapping[str, Any], world_size: float | None = None, made: Collection[str] = MADE) -> Looked:
-    """All that is wrong with a ds_config.
+    """Find all that is wrong with a ds_config.
 
     Args:
         world_size: data-parallel ranks of the job; where they are not known, batch sizes may be anything.
-        made: sections of what the engine makes itself; what a script hands over is not looked at.
+        made: sections of the objects that the engine makes; objects that a script hands over are not checked.
     """
     config, lines = None, []
     try:
@@ -87,11 +87,11 @@ def look(ds_config: Mapping[str, Any], world_size: float | None = None, made: Co
     filled = as_if_filled(without_in_tree_keys(ds_config))
     own = {key: value for key, value in filled.items() if key != SECTION}
     refused, unread = _of_config(own, world_size)
-    named = set(map(key_of, refused))  # of a wrong type: other rules are broken by that
+    named = set(map(key_of, refused))  # keys of a wrong type; they break other rules as well
     lines = [line for line in lines if key_of(line) not in named]
     if not lines and not refused:
         lines += _of_engine(own, made)
-    if lines or refused:  # then no engine is made, and nothing is handed over to it
+    if lines or refused:  # no engine is made then, and no script hands anything over
         refused += _of_engine(own, MADE)
     lines += refused
     if config is not None and "optimizer" in made:
@@ -104,10 +104,10 @@ def look(ds_config: Mapping[str, Any], world_size: float | None = None, made: Co
 def checked(
     ds_config: Mapping[str, Any], world_size: float | None = None, made: Collection[str] = ()
 ) -> PluginConfig | None:
-    """What `resolve` gives; faults of DeepSpeed's own keys are refused too, where the plugin is asked for.
+    """Return the result of `resolve`; if the plugin is asked for, refuse faults of DeepSpeed's own keys too.
 
     Raises:
-        ConfigError: with the lines of `look`.
+        ConfigError: it has the lines of `look`.
     """
     if not is_asked(ds_config):
         return None
@@ -121,7 +121,7 @@ def checked(
 
 
 class _Log:
-    """What DeepSpeed has read last, and refused or taken for nothing: {path: line}."""
+    """The key that DeepSpeed has read last, and the keys that it refused or ignored: {path: line}."""
 
     def __init__(self) -> None:
         self.last: Keys | None = None
@@ -129,7 +129,7 @@ class _Log:
 
 
 class _Recording(dict):
-    """An object of a ds_config that knows which of its keys were asked for, and what is no value of theirs."""
+    """An object of a ds_config that records which keys were read, and which values do not fit."""
 
     def __init__(self, values: Mapping[str, Any], log: _Log, path: Keys = ()) -> None:
         super().__init__(
@@ -169,7 +169,7 @@ class _Recording(dict):
 
 
 def _of_config(given: dict[str, Any], world_size: float | None) -> tuple[list[str], dict[str, str]]:
-    """(a line for each fault; {key that DeepSpeed never looks at: remark})."""
+    """Return (a line per fault; {key that DeepSpeed never reads: remark})."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     log = _Log()
@@ -197,7 +197,7 @@ def _of_config(given: dict[str, Any], world_size: float | None) -> tuple[list[st
         log.last, recording = None, _Recording(given, log)
         try:
             Looking(recording)
-        except Exception as error:  # of pydantic, assertions, types: DeepSpeed has no class of its own for most
+        except Exception as error:  # pydantic's, assertions, types: DeepSpeed has hardly any class of its own
             log.lines |= _refused_by_deepspeed(error, given, log)
             given = reduce(without, filter(None, log.lines), given)
     lines = [*log.lines.values()]
@@ -212,7 +212,7 @@ def _of_config(given: dict[str, Any], world_size: float | None) -> tuple[list[st
 
 
 def _misspelt_inside(recording: _Recording) -> Iterator[str]:
-    """Keys of a section whose keys DeepSpeed asks for one by one."""
+    """Yield misspelt keys of a section whose keys DeepSpeed reads one by one."""
     for key in recording:
         part = dict.__getitem__(recording, key)
         if isinstance(part, _Recording):
@@ -224,14 +224,14 @@ def _misspelt_inside(recording: _Recording) -> Iterator[str]:
 
 
 def _refused_by_deepspeed(error: Exception, given: Mapping[str, Any], log: _Log) -> dict[Keys, str]:
-    """{path: line}; the path is () where it is about several keys, and nothing more can be found."""
+    """Return {path: line}; the path is () if the error concerns several keys and hides all further faults."""
     if isinstance(error, ConfigError):
         return {(): str(error)}
     last = log.last or ()
     if isinstance(error, ValidationError):
         (first, *_), within = error.errors(include_url=False)[0]["loc"] or ("",), last
         part = at(given, last)
-        if first in given and not (isinstance(part, Mapping) and first in part):  # the model of several sections
+        if first in given and not (isinstance(part, Mapping) and first in part):  # a model shared by several sections
             within = ()
         found = refusals(_model_named(error.title), error, at(given, within), ".".join(within), 0.6)
         return {(*within, *unknown[0]): line for unknown, line in found}
@@ -255,7 +255,7 @@ def _model_named(name: str) -> Any:
 
 
 def _check_batch(config: Any, configure: Callable[[], None], world_size: float | None) -> None:
-    """Let DeepSpeed complete the batch sizes; without ranks that is no test of them."""
+    """Let DeepSpeed complete the batch sizes; without a number of ranks this checks nothing."""
     if world_size is None and config.train_micro_batch_size_per_gpu is not None:
         config.train_batch_size = None
     given = {name: getattr(config, name) for name in _BATCH_SIZES if getattr(config, name) is not None}
@@ -281,7 +281,7 @@ def _not_allowed(path: Keys, value: Any, words: str) -> str:
 
 
 def _unfit(value: Any, default: Any, key: str = "") -> str:
-    """What a key takes in the place of this value, in words; nothing where that is fine, or not known."""
+    """Say in words which values a key takes instead of this one; empty if the value fits, or if that is not known."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
     if key in _BATCH_SIZES:
         fits, words = value is None or (type(value) is int and value >= 1), "a whole number at least 1"
@@ -310,7 +310,7 @@ def _is_number(text: str) -> bool:
 
 
 def _numbers_as_text(given: Mapping[str, Any], path: Keys = ()) -> dict[Keys, str]:
-    """Text that pydantic would silently read as a number or a truth value, and other code as text."""
+    """Find text that pydantic would silently read as a number or a truth value, and other code as text."""
     found = {}
     for key, value in given.items():
         if isinstance(value, Mapping):
@@ -323,7 +323,7 @@ def _numbers_as_text(given: Mapping[str, Any], path: Keys = ()) -> dict[Keys, st
 
 
 def _no_objects(given: Mapping[str, Any]) -> dict[Keys, str]:
-    """What DeepSpeed takes for an object, and is none: it would end in an error of Python's, which names no key."""
+    """Find values that DeepSpeed uses as objects although they are none: Python's error for them would name no key."""
     found: dict[Keys, str] = {}
     for key in sorted(_OBJECTS & given.keys()):
         value, example = given[key], _OBJECTS_LIKE.get(key, "{...}")
@@ -339,13 +339,13 @@ def _no_objects(given: Mapping[str, Any]) -> dict[Keys, str]:
 
 # -- what an engine makes ---------------------------------------------------------------------------------------------
 
-# What ZeRO takes without being asked to (deepspeed/runtime/zero/utils.py), and what it never takes.
+# The optimizers that ZeRO takes without being asked to (deepspeed/runtime/zero/utils.py), and those it never takes.
 _TESTED = frozenset({"adam", "adamw", "adagrad", "lion", "muon"})
 _ONE_BIT = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
 
 
 def _section_of(ds_config: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, Any]]:
-    """(type, params) of an optimizer or a scheduler."""
+    """Return (type, params) of an optimizer or a scheduler."""
     section = ds_config.get(name)
     section = section if isinstance(section, Mapping) else {}
     params = section.get("params")
@@ -354,7 +354,7 @@ def _section_of(ds_config: Mapping[str, Any], name: str) -> tuple[str, Mapping[s
 
 
 def _of_engine(ds_config: Mapping[str, Any], made: Collection[str]) -> Iterator[str]:
-    """What an engine refuses when it is made."""
+    """Yield what an engine refuses when it is made."""
     yield from _of_stage(ds_config)
     if "optimizer" in made:
         yield from _of_optimizer(ds_config)
@@ -363,7 +363,7 @@ def _of_engine(ds_config: Mapping[str, Any], made: Collection[str]) -> Iterator[
 
 
 def _of_states(ds_config: Mapping[str, Any], config: PluginConfig) -> Iterator[str]:
-    """What states in low precision refuse of the optimizer that an engine makes."""
+    """Yield what low-precision states refuse about the optimizer that an engine makes."""
     kind, params = _section_of(ds_config, "optimizer")
     if not kind or not config.stores_states_in_low_precision:
         return
@@ -380,7 +380,7 @@ def _of_states(ds_config: Mapping[str, Any], config: PluginConfig) -> Iterator[s
 
 
 def _of_optimizer(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """What an engine says of the optimizer that it makes itself, with the remedy."""
+    """Yield an engine's faults with the optimizer that it makes itself, with the remedy."""
     import torch
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
@@ -401,10 +401,10 @@ def _of_optimizer(ds_config: Mapping[str, Any]) -> Iterator[str]:
     elif name not in _TESTED and not ds_config.get("zero_allow_untested_optimizer"):
         remedy = 'to use it set "zero_allow_untested_optimizer" to true'
         yield f'"optimizer.type" {shown(kind)} is untested with ZeRO; {remedy}'
-    if "max_grad_norm" in params:  # by the engine, though FusedLamb has it
+    if "max_grad_norm" in params:  # the engine refuses it, though FusedLamb has it
         yield '"optimizer.params.max_grad_norm" is refused of every optimizer; set "gradient_clipping" instead'
         params = {key: value for key, value in params.items() if key != "max_grad_norm"}
-    # Torch's own looks at the values; others, which are built for a device, give them the same meaning.
+    # Torch's own optimizers check the values; others, which are built for a device, give them the same meaning.
     own = getattr(torch.optim, {"adagrad": "Adagrad"}.get(name, kind), torch.optim.AdamW)
     own = torch.optim.AdamW if name in ("adam", "lamb", "lion") or not isinstance(own, type) else own
     parameter = torch.nn.Parameter(torch.empty(1, device="meta"))
@@ -412,9 +412,9 @@ def _of_optimizer(ds_config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _optimizers(kind: str, params: Mapping[str, Any]) -> list[Callable]:
-    """What DeepSpeedEngine._configure_basic_optimizer may make of a type: which, depends on device and offloading.
+    """List what DeepSpeedEngine._configure_basic_optimizer may make of a type; device and offloading decide which.
 
-    Nothing where that cannot be known: of Muon, whose import compiles, and of those in the package mup.
+    The list is empty if this cannot be known: for Muon, whose import compiles, and for optimizers of the package mup.
     """
     import torch
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -438,13 +438,13 @@ def _optimizers(kind: str, params: Mapping[str, Any]) -> list[Callable]:
 
 
 def _adam_switches(params, torch_adam=False, adam_w_mode=True, fp32_optimizer_states=None) -> None:
-    """What an engine takes out of the parameters of Adam and AdamW before it makes them."""
+    """Take the parameters that an engine removes from those of Adam and AdamW before it makes them."""
 
 
 def _of_scheduler(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """What an engine says of the scheduler that it makes itself, with the remedy.
+    """Yield an engine's faults with the scheduler that it makes itself, with the remedy.
 
-    One of torch.optim.lr_scheduler, which DeepSpeed takes too, refuses ZeRO's optimizer: it is none of torch's.
+    A scheduler of torch.optim.lr_scheduler, which DeepSpeed takes too, refuses ZeRO's optimizer, which is not torch's.
     """
     import torch
     from deepspeed.runtime import lr_schedules
@@ -466,7 +466,7 @@ def _of_scheduler(ds_config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_stage(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """What ZeRO-3 says when an engine makes it, with the remedy."""
+    """Yield the faults that ZeRO-3 finds when an engine makes it, with the remedy."""
     zero = ds_config.get("zero_optimization")
     if not isinstance(zero, Mapping) or zero.get("stage") != 3:
         return
@@ -485,11 +485,11 @@ def _of_stage(ds_config: Mapping[str, Any]) -> Iterator[str]:
 def _of_params(
     owner: str, kind: str, params: Mapping[str, Any], made: list[Callable], judge: Callable, first: Any
 ) -> Iterator[str]:
-    """What is wrong with the parameters of something that is one of `made`; where that is nothing, it is not known.
+    """Yield what is wrong with the parameters of an object that is one of `made`; if `made` is empty, it is not known.
 
     Args:
-        judge: what looks at the values of the parameters that it has itself.
-        first: what the engine gives to it; of each of `made` it is the first parameter.
+        judge: the constructor that checks the values of the parameters that it has itself.
+        first: the first parameter of each of `made`, which the engine supplies.
     """
     signatures = [list(inspect.signature(each).parameters.values())[1:] for each in [*made, judge]]
     known = {one.name: one.default for each in reversed(signatures) for one in each}
@@ -516,7 +516,7 @@ def _of_params(
 
 
 def _refused_alone(make: Callable[[dict[str, Any]], Any], params: Mapping[str, Any]) -> Iterator[tuple[str, Exception]]:
-    """(name, error) of the parameters with which something cannot be made, whatever of the others is given too."""
+    """Yield (name, error) for each parameter that makes construction fail whatever the others are."""
     taken: dict[str, Any] = {}
     left, tried = dict(params), len(params) + 1
     errors: dict[str, Exception] = {}
@@ -526,7 +526,7 @@ def _refused_alone(make: Callable[[dict[str, Any]], Any], params: Mapping[str, A
             try:
                 make({**taken, key: value})
                 taken[key] = value
-            except Exception as error:  # whatever a constructor raises is its answer
+            except Exception as error:  # any error of a constructor is its answer
                 errors[key] = error
         left = {key: left[key] for key in errors}
     yield from errors.items()

@@ -1,9 +1,9 @@
-"""TRL's own generation (GRPO, RLOO, online DPO, its callbacks) with zeropp_fp8.generation, where an engine allows it.
+"""TRL's own generation (GRPO, RLOO, online DPO, its callbacks) by zeropp_fp8.generation, if an engine allows it.
 
-All of TRL's trainers come through `trl.models.utils._unwrap_model_for_generation`, which gathers a ZeRO-3 model whole,
-and takes off its hooks and puts them back. With vLLM they take the weights from `VLLMGeneration._iter_named_params`,
-which with PEFT gathers it whole too; a WeightSource brings it block by block. Nothing of TRL is imported here: it is
-asked whether it is there when an engine is made, which its trainers do long after they were imported.
+All of TRL's trainers call `trl.models.utils._unwrap_model_for_generation`. It gathers a whole ZeRO-3 model, takes off
+its hooks and puts them back. With vLLM the trainers take the weights from `VLLMGeneration._iter_named_params`, which
+with PEFT gathers the whole model too; a WeightSource yields them block by block. This file imports nothing of TRL. It
+looks for loaded modules when an engine is made, and TRL's trainers make engines long after they were imported.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from zeropp_fp8 import sharded
 _MODULE, _NAME, _CALLER = "trl.models.utils", "_unwrap_model_for_generation", "unwrap_model_for_generation"
 _TAKES = ["model", "accelerator", "gather_deepspeed3_params"]
 _VLLM_MODULE, _VLLM_CLASS, _WEIGHTS = "trl.generation.vllm_generation", "VLLMGeneration", "_iter_named_params"
-_OURS = "zeropp_fp8"  # on the function that stands in for TRL's
+_OURS = "zeropp_fp8"  # marks the function that replaces TRL's
 
 
 def generate_with_the_plugin(replace: Callable[[object, str, object], None]) -> None:
-    """Replace TRL's function, if TRL is loaded and is one that is known; another one is left as it is, and said."""
+    """Replace TRL's function if TRL is loaded and the function is known; report and keep an unknown one."""
     module = sys.modules.get(_MODULE)
     stock = getattr(module, _NAME, None)
     if module is None or hasattr(stock, _OURS):
@@ -42,7 +42,7 @@ def generate_with_the_plugin(replace: Callable[[object, str, object], None]) -> 
 
 
 def hand_over_with_the_plugin(replace: Callable[[object, str, object], None]) -> None:
-    """Replace how TRL iterates over a model's weights for vLLM, if it has loaded that and it is known."""
+    """Replace TRL's iteration over a model's weights for vLLM, if that module is loaded and known."""
     holder = getattr(sys.modules.get(_VLLM_MODULE), _VLLM_CLASS, None)
     stock = getattr(holder, _WEIGHTS, None)
     if holder is None or hasattr(stock, _OURS):
@@ -57,7 +57,7 @@ def hand_over_with_the_plugin(replace: Callable[[object, str, object], None]) ->
 
 
 def _handing_over(stock: Callable) -> Callable:
-    """TRL's method; for a model of the plugin, unless its `trl_generation` is "stock", block by block."""
+    """Wrap TRL's method: a model of the plugin yields block by block, unless its `trl_generation` is "stock"."""
 
     @functools.wraps(stock)
     def _iter_named_params(self):
@@ -79,13 +79,13 @@ def _say_once(message: str) -> None:
 
 
 def _unwrapping(stock: Callable) -> Callable:
-    """TRL's function; for an engine of the plugin, zeropp_fp8.generation with the weights of its `trl_generation`."""
+    """Wrap TRL's function: the plugin's engine uses zeropp_fp8.generation with its `trl_generation` weights."""
 
     @contextmanager
     @functools.wraps(stock)
     def unwrap_model_for_generation(model, accelerator, gather_deepspeed3_params=True, *args, **kwargs):
         session = getattr(model, "zeropp_fp8_session", None)
-        inside = session is not None and model._zeropp_fp8_offload.generating  # the script is in zeropp_fp8.generation
+        inside = session is not None and model._zeropp_fp8_offload.generating  # the script is in that context already
         gathers = gather_deepspeed3_params and not inside
         with ExitStack() as stack:
             if session is not None and gathers and session.config.trl_generation != "stock":

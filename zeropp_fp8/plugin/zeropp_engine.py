@@ -1,4 +1,4 @@
-"""The engine of a ds_config that asks for the plugin: DeepSpeed's, which builds the plugin's ZeRO-3."""
+"""The engine for a ds_config that asks for the plugin: a DeepSpeedEngine that builds the plugin's ZeRO-3."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from zeropp_fp8 import sharded
 from zeropp_fp8.config import IN_TREE_KEYS, SECTION, TRIAL_VARIABLE, ConfigError, without_in_tree_keys
 
 FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"  # DeepSpeed's key in a checkpoint
-ALONE = "_zeropp_fp8_alone"  # on a model whose engine has ended: hooks that let it run
-_stock_init = DeepSpeedEngine.__init__  # which the plugin replaces while it is installed
+ALONE = "_zeropp_fp8_alone"  # on a model whose engine has ended: hooks that let the model run
+_stock_init = DeepSpeedEngine.__init__  # the plugin replaces it while it is installed
 
 
 class ZeroppEngine(DeepSpeedEngine):
@@ -28,20 +28,20 @@ class ZeroppEngine(DeepSpeedEngine):
     _zeropp_fp8_destroyed = False
 
     def _zeropp_fp8_init(self, plugin_config, args, model, *positional, config, config_class, **kwargs):
-        # nn.Module.__setattr__ is not usable before Module.__init__ for modules only; a plain object is fine.
+        # nn.Module.__setattr__ fails for modules before Module.__init__; a plain object needs no such call.
         object.__setattr__(self, "_zeropp_fp8_config", plugin_config)
         config = without_in_tree_keys(config)
         for key, off in IN_TREE_KEYS.items():
             setattr(config_class.zero_config, key, off)
         if plugin_config.computes_in_low_precision:
-            # Before ZeRO-3 puts its hooks on modules, which would keep calling the class that they saw.
+            # ZeRO-3 puts hooks on modules afterwards, and hooks keep calling the class that they saw.
             object.__setattr__(self, "_zeropp_fp8_conversion", _converted(model, plugin_config.compute))
         try:
             _stock_init(self, args, model, *positional, config=config, config_class=config_class, **kwargs)
             self._zeropp_fp8_observe()
             self._zeropp_fp8_gatherer.ownership.made()
         except BaseException:
-            # Nothing is left to do when it is collected, by when another engine may have the model.
+            # Collecting it must do nothing: another engine may have the model by then.
             self._zeropp_fp8_destroyed = self.zeropp_fp8_session is not None
             self._zeropp_fp8_let_go()
             raise
@@ -100,7 +100,7 @@ class ZeroppEngine(DeepSpeedEngine):
     def step(self, *args, **kwargs):
         super().step(*args, **kwargs)
         if self.monitor.enabled and self.global_rank == 0:
-            found = self._zeropp_fp8_metrics().items()  # none where this was not the end of a step
+            found = self._zeropp_fp8_metrics().items()  # empty if no step has ended here
             events = [(f"Train/Samples/zeropp_fp8/{name}", value, self.global_samples) for name, value in found]
             self.monitor.write_events(events)
 
@@ -112,7 +112,7 @@ class ZeroppEngine(DeepSpeedEngine):
 
     @contextmanager
     def _zeropp_fp8_not_walked(self):
-        """Without DeepSpeed's own walk over all modules, which this is asked before."""
+        """Skip DeepSpeed's own walk over all modules: DeepSpeed asks this method before it walks."""
         self.__dict__["zero_optimization_partition_weights"] = lambda: False
         try:
             yield
@@ -121,8 +121,8 @@ class ZeroppEngine(DeepSpeedEngine):
 
     def destroy(self):
         if self._zeropp_fp8_destroyed:
-            # DeepSpeed calls it again when the engine is collected. A later engine may have the model by then
-            # (Trainer.train() called twice), and its layers and hooks are not this one's to take off.
+            # DeepSpeed calls it again when the engine is collected. By then a later engine may have the model
+            # (Trainer.train() called twice), and this engine must not take off the later one's layers and hooks.
             return
         if self.zeropp_fp8_session is None:
             super().destroy()
@@ -140,7 +140,7 @@ class ZeroppEngine(DeepSpeedEngine):
             setattr(self.module, ALONE, handles)
 
     def _zeropp_fp8_let_go(self):
-        """Take off the model what this engine has put on it, whether or not its constructor has come to its end."""
+        """Detach this engine from the model: take off all that it has put there, even if its constructor has failed."""
         for name in ("module_forward_pre_hook", "module_forward_post_hook"):
             if name in vars(self):
                 vars(self)[name].remove()
@@ -151,10 +151,10 @@ class ZeroppEngine(DeepSpeedEngine):
 
     def __del__(self):
         if self.zeropp_fp8_session is not None:
-            # Engines are collected at moments of each rank's own, and all ranks must agree on who gathers what: the
-            # model keeps what is on it.
+            # Each rank collects engines at its own time, but all ranks must agree on who gathers what. So the
+            # model keeps what is attached to it.
             object.__setattr__(self, "_zeropp_fp8_destroyed", True)
-            if hasattr(getattr(self, "optimizer", None), "hooks"):  # it trains, and could be made
+            if hasattr(getattr(self, "optimizer", None), "hooks"):  # it trains, and its constructor has come so far
                 self.optimizer.hooks.take_no_more()
         super().__del__()
 
@@ -188,7 +188,7 @@ class ZeroppEngine(DeepSpeedEngine):
             super()._save_zero_checkpoint(*args, **kwargs)
 
     def _zeropp_fp8_keeping_error(self):
-        """While a checkpoint is saved in two phases; otherwise errors go their way."""
+        """Keep errors while a checkpoint is saved in two phases; otherwise raise them."""
         return getattr(self.checkpoint_engine, "keeping_error", nullcontext)()
 
     def _load_checkpoint(self, load_dir, tag, *args, **kwargs):
@@ -211,7 +211,7 @@ class ZeroppEngine(DeepSpeedEngine):
                 return FrozenLoad(self, load_dir, tag).load_universal(stock)
         finally:
             self._zeropp_fp8_loading = ()
-            # Weights are written straight into the shards: nothing derived from the old ones may survive.
+            # Weights are written straight into the shards: nothing derived from the old ones may remain.
             self._zeropp_fp8_gatherer.weights_changed()
 
     def load_module_state_dict(self, checkpoint, *args, **kwargs):
@@ -236,7 +236,7 @@ ZeroppEngine.__name__ = ZeroppEngine.__qualname__ = DeepSpeedEngine.__name__
 
 
 def check_owners(config) -> None:
-    """Owners of whole tensors need a DeepSpeed that asks where in a parameter a rank's part begins."""
+    """Refuse owners of whole tensors if this DeepSpeed does not ask where in a parameter a rank's part begins."""
     import deepspeed
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -248,7 +248,7 @@ def check_owners(config) -> None:
 
 
 def _converted(model, compute):
-    """Let the model's linear layers compute in low precision; refuse a model in which there is none that can."""
+    """Make the model's linear layers compute in low precision; refuse a model without any layer that can."""
     from zeropp_fp8.compute import convert_linear_layers
 
     try:
@@ -267,7 +267,7 @@ def _converted(model, compute):
 
 
 def _partition_group(module, mpu):
-    """The process group that the model's parameters are, or are about to be, partitioned over."""
+    """Return the process group over which the model's parameters are partitioned, or will be."""
     import torch.distributed as dist
 
     found = {id(sharded.group(p)): sharded.group(p) for p in module.parameters() if sharded.is_sharded(p)}
@@ -284,13 +284,13 @@ def _partition_group(module, mpu):
 
 
 def _model_parallel(mpu):
-    """The process group of the ranks that hold one copy of the model together; None where each rank does."""
+    """Return the process group of the ranks that share one copy of the model; None if each rank has its own."""
     return mpu.get_model_parallel_group() if hasattr(mpu, "get_model_parallel_group") else None
 
 
 @contextmanager
 def _zero_classes_of(session) -> Iterator[None]:
-    """While DeepSpeed builds its ZeRO-3 objects, the names it looks up give the plugin's classes for `session`."""
+    """Give the plugin's classes for `session` under the names that DeepSpeed looks up while it builds its ZeRO-3."""
     # SuperOffload's class must exist before the swap, or it would inherit from the plugin's.
     import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
     from deepspeed.runtime import engine as engine_module

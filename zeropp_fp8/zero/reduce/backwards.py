@@ -1,4 +1,4 @@
-"""Where a backward begins and ends: from where it first reaches the model until autograd calls back."""
+"""Track backwards: a backward begins when it first reaches the model, and ends when autograd calls back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from zeropp_fp8.zero.reduce.order import is_still_to_come, runs_to_its_leaves
 
-_NONE = -1  # autograd's number of the backward that runs, where none does
+_NONE = -1  # autograd's number if no backward runs
 _ENDED_BY_EXCEPTION = (
     "an exception has ended the last backward after some of its gradients may have been added to those of earlier "
     "ones; call engine.optimizer.zero_grad() and begin the step again"
@@ -17,17 +17,17 @@ _ENDED_BY_EXCEPTION = (
 
 
 class Backwards:
-    """Those of one stage. Answers what DeepSpeed asks about them.
+    """The backwards of one stage. It answers DeepSpeed's questions about them.
 
     Attributes:
-        ended: how many have since the last step.
+        ended: the number of backwards that have ended since the last step.
     """
 
     def __init__(self, stage) -> None:
         self.stage = stage
         self.ended = 0
-        self._running: _Running | None = None  # has reached the model, and has not ended
-        # Autograd's numbers of the last one that has been looked at, and of the last one that is none.
+        self._running: _Running | None = None  # the backward that has reached the model and has not ended
+        # Autograd's numbers of the last backward that was checked, and of the last one that is not the user's.
         self._looked_at = self._passed_by = _NONE
 
     @property
@@ -35,10 +35,10 @@ class Backwards:
         return self._running is not None
 
     def module_reached(self, only_engine: bool) -> None:
-        """A backward comes to a module of the model; the first begins it.
+        """Begin the backward when it comes to the first module of the model.
 
         Args:
-            only_engine: no other engine has the model, whose loss it may be.
+            only_engine: no other engine has the model; otherwise the loss may be another engine's.
 
         Raises:
             RuntimeError: an exception has ended the last backward while gradients accumulate.
@@ -54,16 +54,16 @@ class Backwards:
             _Running(self.stage.parameter_offload.release_backward_leftovers)
 
     def gradient_came(self) -> None:
-        """Of a parameter: its backward, which may have reached no module, has begun."""
-        number = torch._C._current_graph_task_id()  # none where coalesced gradients are reduced, after all backwards
+        """Begin a parameter's backward, if it has not begun: it may have reached no module."""
+        number = torch._C._current_graph_task_id()  # none if coalesced gradients are reduced, after all backwards
         if number not in (self._looked_at, _NONE) and not self._is_under_way(number):
             self._begin()
 
     def _is_under_way(self, number: int) -> bool:
-        """Whether the backward that runs now, with this number of autograd's, has begun, or is none of the user's."""
+        """Whether the running backward, with this number of autograd's, has begun, or is not one of the user's."""
         self._forget_dead()
         self._looked_at = number
-        # A loss in tiles goes backward inside of the forward: what comes then waits for the user's backward.
+        # A loss in tiles goes backward inside the forward: these gradients wait for the user's backward.
         return self._running is not None or self.stage.gatherer.module_depth > 0
 
     def _begin(self) -> None:
@@ -71,7 +71,7 @@ class Backwards:
         stage.gatherer.ownership.check_placement()
         self._running = _Running(self._has_run)
         stage.reduction.backward_begins()
-        boundary = stage.session.engine().is_gradient_accumulation_boundary()  # which DeepSpeed tells once a forward
+        boundary = stage.session.engine().is_gradient_accumulation_boundary()  # DeepSpeed updates it once per forward
         if hasattr(stage, "set_gradient_accumulation_boundary"):
             stage.set_gradient_accumulation_boundary(boundary)
         else:
@@ -83,19 +83,19 @@ class Backwards:
             state.post_backward_callback_queued = True
 
     def _has_run(self) -> None:
-        """Let the engine end the backward, where no engine.backward() does so next."""
+        """Let the engine end the backward, if no engine.backward() is about to do so."""
         self._running = None
         if hasattr(self.stage, "run_grad_acc_post_hooks"):
             self.stage.run_grad_acc_post_hooks()
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """A backward has ended: bring what it has left to where the step finds it."""
+        """End a backward: bring the rest of its gradients to where the step finds them."""
         self.stage.reduction.finish_backward()
         self._running = None
         self.ended += 1
 
     def refuse_running(self) -> None:
-        """The step begins.
+        """Refuse to begin the step while a backward counts as running.
 
         Raises:
             RuntimeError: an exception has ended the last backward.
@@ -105,7 +105,7 @@ class Backwards:
             raise RuntimeError(_ENDED_BY_EXCEPTION)
 
     def _forget_dead(self) -> None:
-        """Drop the gradients of a backward that an exception has ended, in which the next one would find its own."""
+        """Drop the gradients of a backward that an exception has ended; the next backward would add to them."""
         if self._running is None or self._running.is_alive():
             return
         self.drop()
@@ -114,34 +114,34 @@ class Backwards:
         self.stage.reduction.forget_gradients()
 
     def drop(self) -> None:
-        """Forget the backward that runs, and what it has brought."""
+        """Forget the running backward, and the gradients that it has brought."""
         self._running = None
         if hasattr(self.stage, "_backward_hook_state"):
             self.stage._backward_active_depth = 0
         self.stage.parameter_offload.release_backward_leftovers()
         self.stage.reduction.drop_gradients()
 
-    # -- what DeepSpeed asks -----------------------------------------------------------------------------------------
+    # -- answers to DeepSpeed ----------------------------------------------------------------------------------------
 
     def enter_backward(self) -> None:
         """Leave out DeepSpeed's count: a loss of two forwards would enter twice, leave once, and never be reduced."""
 
     def queue_post_backward_callback(self) -> bool:
-        """Leave out DeepSpeed's, which comes once a forward: autograd is asked for each backward."""
+        """Leave out DeepSpeed's callback, which comes once per forward: autograd is asked for each backward."""
         return True
 
     def should_refresh_expected_hook_count(self) -> bool:
-        """Never: the end of a backward is told by autograd, not by a count of DeepSpeed's hooks."""
+        """Return False: autograd tells the end of a backward, not a count of DeepSpeed's hooks."""
         return False
 
     def backward_epilogue(self) -> None:
-        """A backward has ended. (DeepSpeed 0.18 does not say so, nor that a forward begins.)"""
+        """End a backward. (DeepSpeed 0.18 reports neither this nor the beginning of a forward.)"""
         self.stage.stock.backward_epilogue()
         self.stage.parameter_offload.release_backward_leftovers()  # as DeepSpeed has done since 0.19
         self._running = None
 
     def clear_backward_seen_flag(self) -> None:
-        """A forward begins.
+        """Begin a forward.
 
         Raises:
             RuntimeError: an exception has ended the last backward while gradients accumulate.
@@ -151,9 +151,9 @@ class Backwards:
 
 
 class _Running:
-    """A backward that autograd runs, and `ended` when it has run; an exception ends it without a call.
+    """A backward that autograd runs. It calls `ended` when it has run; an exception ends it without a call.
 
-    Autograd alone refers to what it is to call, so its end, whatever brings it, is the end of that.
+    Only autograd refers to the callback, so however the backward ends, the callback is gone then.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's buckets: where gradients are not quantized, and where a script reduces them after several backwards."""
+"""DeepSpeed's buckets, used if gradients are not quantized, or if a script reduces them after several backwards."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ AVG_SCATTER_CONTIGUOUS_GRADS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_cont
 
 
 class Buckets:
-    """Those of one stage.
+    """The buckets of one stage.
 
     Attributes:
-        waiting: sharded.key of the parameters in them.
-        are_stale: gradients are those of the last step, whose places this step's need not all take.
+        waiting: sharded.key of the parameters in the buckets.
+        are_stale: gradients are the last step's; this step may not overwrite all of them.
     """
 
     def __init__(self, stage) -> None:
@@ -29,7 +29,7 @@ class Buckets:
         self.are_stale = False
 
     def put(self, params: list[Parameter]) -> None:
-        """Stock's way, where gradients are not quantized.
+        """Put gradients into the buckets as stock does, if they are not quantized.
 
         Raises:
             RuntimeError: a gradient comes twice in one backward, as with reentrant checkpointing, and the first has
@@ -47,14 +47,14 @@ class Buckets:
                     'which "reduce_scatter": false cannot add up; leave that key out of zero_optimization, or '
                     "checkpoint with use_reentrant=False"
                 )
-            elif param.grad.is_cuda:  # autograd has added to what waits
+            elif param.grad.is_cuda:  # autograd has added to the waiting gradient
                 stage.reduce_and_partition_stream.wait_stream(torch.cuda.current_stream(param.grad.device))
 
     def partition_grads(self, params_to_release: list[Parameter], grad_partitions: list[Tensor]) -> list[Tensor]:
-        """Write what DeepSpeed has reduced by itself, or add it to what this step has written.
+        """Write the gradients that DeepSpeed has reduced by itself, or add them to those that this step has written.
 
-        DeepSpeed decides that for all parameters at once, by the number of forwards: of two backwards over one forward
-        the second would take the place of the first.
+        DeepSpeed decides this for all parameters at once, by the number of forwards: with two backwards over one
+        forward the second would overwrite the first.
         """
         buffers, written = [], self.stage.reduction.written
         for again in (False, True):
@@ -69,9 +69,9 @@ class Buckets:
 
     @torch.no_grad()
     def zero_stale(self) -> None:
-        """Before the first gradient of a step: where none comes there are zeros, as in the fixed order.
+        """Set gradients to zero before the first gradient of a step, as in the fixed order.
 
-        Stock has the last step's there.
+        In stock, a parameter without a gradient keeps the last step's.
         """
         self.are_stale = False
         self.stage.grad_partitions_flat_buffer.zero_()
@@ -80,25 +80,25 @@ class Buckets:
                 flat.grad.zero_()
 
     def empty(self) -> None:
-        """Drop what waits."""
+        """Drop the waiting gradients."""
         for bucket in self.stage.ipg_buckets.values():
             bucket.params.clear()
             bucket.elements = 0
         self.waiting.clear()
 
     def finish_quantized(self) -> None:
-        """DeepSpeed's end of a backward, whose host would wait for its stream.
+        """Run DeepSpeed's end of a backward, in which the host would wait for its stream.
 
-        There is work of its own on it only where something has come into a bucket.
+        That stream has work of its own only if a gradient has come into a bucket.
         """
         stream = self.stage.reduce_and_partition_stream if self.waiting else _NoWait()
         with replaced(self.stage, "reduce_and_partition_stream", stream):
             self.stage.stock.independent_gradient_partition_epilogue()
 
-    # -- reducing what fills one -------------------------------------------------------------------------------------
+    # -- reducing a full bucket --------------------------------------------------------------------------------------
 
     def _count(self, numel: int, communication_data_type: torch.dtype | None, rounds: int) -> None:
-        """DeepSpeed reduces `numel` elements by itself; `rounds` 2 when it is an all-reduce."""
+        """Count `numel` elements that DeepSpeed reduces by itself; `rounds` is 2 for an all-reduce."""
         ledger = self.stage.session.ledger
         with ledger.counting("gradients"):
             dtype = communication_data_type or self.stage.communication_data_type
@@ -106,7 +106,7 @@ class Buckets:
             ledger.stock_would_send(numel)
 
     def avg_scatter_grads(self, params: list[Parameter], communication_data_type=None) -> list[Tensor]:
-        """Mean gradient of a bucket, this rank's slices; DeepSpeed's own reduce-scatter when nothing is quantized."""
+        """Reduce a bucket to this rank's slices of the mean, by DeepSpeed's reduce-scatter if nothing is quantized."""
         stage, session = self.stage, self.stage.session
         if not session.config.quantizes_gradients:
             numel = sum(sharded.shard_numel(p) for p in params) * session.topology.world_size
@@ -118,14 +118,14 @@ class Buckets:
         return stage.reducer.reduce(stage.reducer.unit_of(params), grads, stage.gradient_accumulation_dtype)
 
     def avg_scatter_contiguous_grads(self, buffer: Tensor, *communication_data_type: torch.dtype) -> list[Tensor]:
-        """The same by an all-reduce of the whole bucket: `"reduce_scatter": false`, nothing is quantized then."""
+        """Do so by an all-reduce of the whole bucket, for `"reduce_scatter": false`; nothing is quantized then."""
         self._count(buffer.numel(), next(iter(communication_data_type), None), rounds=2)
         with timed_by_deepspeed(self.stage.session.ledger, buffer.is_cuda):
             return getattr(self.stage.stock, AVG_SCATTER_CONTIGUOUS_GRADS)(buffer, *communication_data_type)
 
 
 class _NoWait:
-    """Stands for a stream whose work the current stream waits for already."""
+    """A stand-in for a stream whose work the current stream waits for already."""
 
     def synchronize(self) -> None:
-        """DeepSpeed stops the host here at the end of every backward."""
+        """Do nothing: DeepSpeed stops the host here at the end of every backward."""

@@ -1,18 +1,18 @@
 """Scales that all ranks share for FP8 gradients, and the factor mu that keeps their sums in range (FP8-LM).
 
 FP8-LM (arXiv 2310.18313), section 2.1. Rank i's gradient g_i travels as FP8(g_i * e) with the same e on every rank, so
-codes are added as they are. With s = largest code / amax of the tensor over all ranks, and N ranks, e = s * mu, and the
-mean gradient is the sum / (s * mu * N). (Of the paper's other ways, e = s / N makes zeros of what is small, and with
-e = s the sum is cut off at the largest code; benchmarks/fp8_lm_policies.py compares them.)
+codes are added unchanged. With s = largest code / amax of the tensor over all ranks, and N ranks, e = s * mu, and the
+mean gradient is the sum / (s * mu * N). (The paper's other choices are worse: e = s / N turns small values into zeros,
+and e = s cuts the sum off at the largest code; benchmarks/fp8_lm_policies.py compares them.)
 
-mu is halved after a step in which more than 0.001 % of the FP8 numbers lie at the largest code, and otherwise grows by
-2 over 1,000 steps. (The paper says that mu "is set to 1/2 in the next step". It is read as halved: a mu of 1/2 could
-not follow sums that need 1/8, and would jump up from 1/8.) The share counts all tensors and ranks together, but takes
-the ranks' gradients, the partial sums between the hops and the stored results apart, and the largest share decides.
+mu is halved after a step in which more than 0.001 % of the FP8 numbers are at the largest code, and otherwise grows
+by 2 over 1,000 steps. (The paper says that mu "is set to 1/2 in the next step". This code reads it as halved: a mu of
+1/2 could not follow sums that need 1/8, and would jump up from 1/8.) The share counts all tensors and ranks together;
+it is taken apart for ranks' gradients, partial sums between the hops and stored results, and the largest share decides.
 
-amax comes from earlier steps, because with the step's own amax mu would cancel and some value of each tensor would
-always lie at the largest code. It is reduced over ranks once a step for all tensors; a tensor that has none yet takes
-its current one, in one collective more.
+amax comes from earlier steps: with the step's own amax mu would cancel, and some value of each tensor would
+always be at the largest code. It is reduced over ranks once per step for all tensors; a tensor that has none yet takes
+its current one, in one more collective.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from zeropp_fp8.zero.stage_part import Row, StagePart
 
 TOLERATED_SHARE = 1e-5  # 0.001 %
 GROWTH = 2.0 ** (1 / 1000)
-# Below it nothing but zeros would be left: overflows that persist are not of mu's making. Beyond its inverse, steps in
-# which all gradients are zero would bring mu to infinity.
+# Below it only zeros would be left: mu does not cause overflows that persist so far. Above its inverse, steps whose
+# gradients are all zero would bring mu to infinity.
 SMALLEST_MU = 2.0**-24
 LARGEST_MU = 2.0**24
 
 
 class GradientScales(StagePart):
-    """The scales of one engine's gradients.
+    """Scales of the gradients of one engine.
 
     Args:
-        params: all that are trained, in the order of their reduction. Those with fewer than two dimensions travel
+        params: all trained parameters, in the order of their reduction. Those with fewer than two dimensions travel
             exactly; they have a place, so that the scales of parameters that are reduced together are neighbours.
         names: of `params`, for checkpoints: another gather unit or other groups give another order.
     """
@@ -63,7 +63,7 @@ class GradientScales(StagePart):
         self._counts = torch.zeros(3, 2, dtype=torch.int64, device=device)  # see SharedScales
         self.table = ScaleTable(self.history.current, self._counts)
         self._earlier_tables: list[ScaleTable] = []  # of this step
-        # Of all tensors that this step has encoded, and that it has reduced to the end: the same on every rank.
+        # Elements that this step has encoded, and that it has reduced to the end: the same on every rank.
         self._encoded = self._reduced = 0
         # Copies of an element, by stage: every rank's gradient, every node's sum, the owner's result.
         copies = (session.topology.world_size, session.topology.nodes, 1)
@@ -76,7 +76,7 @@ class GradientScales(StagePart):
     # -- for the reduction -------------------------------------------------------------------------------------------
 
     def runs(self, params: Sequence[Parameter]) -> list[list[int]]:
-        """Indices of `params` cut into runs whose scales are neighbours, each of which can be reduced at once."""
+        """Cut the indices of `params` into runs of neighbouring scales; each run can be reduced at once."""
         found: list[list[int]] = []
         for i, param in enumerate(params):
             follows = found and self._index[sharded.key(params[found[-1][-1]])] + 1 == self._index[sharded.key(param)]
@@ -88,15 +88,15 @@ class GradientScales(StagePart):
 
     @torch.no_grad()
     def of(self, params: Sequence[Parameter], grads: Sequence[Tensor], to_the_end: bool = True) -> SharedScales:
-        """The scales of one reduction of neighbours, views of the tables.
+        """Return the scales of one reduction of neighbours, views of the tables.
 
-        Collective (one all-reduce of a number a tensor) while one of them has no history.
+        Collective (one all-reduce of one number per tensor) while one of them has no history.
 
         Args:
-            to_the_end: both hops; else the first one, and `of_sums` gives the scales of the second.
+            to_the_end: both hops; otherwise the first hop, and `of_sums` gives the scales of the second.
 
         Raises:
-            ValueError: they are no neighbours.
+            ValueError: the parameters are not neighbours.
         """
         places = self._places_of(params)
         numel = self._quantized_numel(params)
@@ -107,7 +107,7 @@ class GradientScales(StagePart):
         return self._shared(places)
 
     def of_sums(self, params: Sequence[Parameter]) -> SharedScales:
-        """The scales of the second hop of neighbours whose gradients have added up inside the node."""
+        """Return the scales of the second hop of neighbours whose gradients have accumulated in the node."""
         self._reduced += self._quantized_numel(params)
         return self._shared(self._places_of(params))
 
@@ -125,25 +125,25 @@ class GradientScales(StagePart):
         return self.table.at(tuple(places))
 
     def _take_current_amax(self, places: Sequence[tuple[int, Tensor]]) -> None:
-        """Scales of tensors that no step has shown yet, from this step's gradients."""
+        """Set the scales of tensors that no step has shown yet, from this step's gradients."""
         new = [(index, grad) for index, grad in places if index in self._without_history]
         norms = torch._foreach_norm([grad.reshape(-1) for _, grad in new], torch.inf)
         # A tensor that is not finite on some rank is scaled by the others' amax; the step will be skipped.
         amax = torch.stack([norm.float() for norm in norms]).nan_to_num(0.0, 0.0, 0.0)
         all_reduce(amax, dist.ReduceOp.MAX, self.session.topology.group, self.session.ledger)
         index = torch.tensor([index for index, _ in new], device=self.session.device)
-        self._earlier_tables.append(self.table)  # reductions that are under way go on reading it
+        self._earlier_tables.append(self.table)  # reductions under way still read it
         self.table = self.table.changed(index, *self._multipliers(amax))
 
     def _multipliers(self, amax: Tensor) -> tuple[Tensor, Tensor]:
-        """fp32 (encode, decode) of tensors with these amax; 0 means that nothing is known."""
+        """Return fp32 (encode, decode) of tensors with these amax; 0 means that nothing is known."""
         scale = self._format.scale_of_amax(amax)
         return self.mu / scale, scale / (self.mu * float(self.session.topology.world_size))
 
     def decode_of(self, params: Sequence[Parameter]) -> Tensor:
-        """fp32 [params]: mean gradient = sum of codes * this, until `end_step`."""
+        """Return fp32 [params] factors: mean gradient = sum of codes * factor, until `end_step`."""
         places = tuple(self._index[sharded.key(p)] for p in params)
-        if places not in self._places:  # parameters of an optimizer's group; a copy to the device would wait
+        if places not in self._places:  # an optimizer's group; a copy to the device would wait
             self._places[places] = torch.tensor(places, device=self.session.device)
         return self.table.decode[self._places[places]]
 
@@ -161,10 +161,10 @@ class GradientScales(StagePart):
 
     @torch.no_grad()
     def end_step(self, overflow: bool, loss_scale_change: float = 1.0) -> None:
-        """Take over what the step has shown, in two small collectives; mu moves. Nothing waits for the device.
+        """Record the amax and shares of the step, in two small collectives, and move mu. Nothing waits for the device.
 
         Args:
-            overflow: the step was skipped: its gradients say nothing about the next one's.
+            overflow: the step was skipped: its gradients say nothing about the next step's.
             loss_scale_change: the new loss scale over that of the step.
         """
         topology, history = self.session.topology, self.history
@@ -190,15 +190,15 @@ class GradientScales(StagePart):
         self._encoded = self._reduced = 0
         largest = history.largest()
         if self._without_history:
-            # Looking waits for the device; tensors are new in the first step, and seldom later.
+            # Reading waits for the device; tensors are new in the first step, and seldom later.
             has_history = largest.gt(0).tolist()
             self._without_history = {index for index in self._without_history if not has_history[index]}
         self.table.update(*self._multipliers(largest))
 
     def report(self) -> dict[str, float]:
-        """mu, and the shares of the last step's FP8 numbers that lay at the largest code and that became zero.
+        """Return mu, and the last step's shares of FP8 numbers at the largest code and of those that became zero.
 
-        Of gradients, partial sums and results, the stage with the largest share.
+        They are from the stage with the largest share: gradients, partial sums or results.
         """
         saturated, vanished = self._shares.tolist()
         return {"mu": self.mu.item(), "saturated": saturated, "vanished": vanished}
@@ -215,7 +215,7 @@ class GradientScales(StagePart):
         self.load_state_dict(state.get("gradient_scales"))
 
     def state_dict(self) -> dict:
-        """What the next step's scales depend on; the same on every rank, whatever their number."""
+        """Return the state that the next step's scales depend on; the same on every rank, for any number of ranks."""
         return {
             "mu": self.mu.cpu(),
             "names": self.names,
@@ -224,10 +224,10 @@ class GradientScales(StagePart):
         }
 
     def load_state_dict(self, state: dict | None) -> None:
-        """Continue from `state_dict`'s result; None or an empty one starts afresh.
+        """Continue from the result of `state_dict`; None or an empty one starts afresh.
 
         Raises:
-            ValueError: it is of other parameters, or of a version that did not save their names.
+            ValueError: the state is of other parameters, or of a version that did not save their names.
         """
         amax_history = torch.zeros(0, len(self.names), dtype=torch.float32, device="cpu")
         self._without_history = set(self._quantized)

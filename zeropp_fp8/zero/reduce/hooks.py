@@ -1,4 +1,4 @@
-"""From autograd's gradients, parameter by parameter, to units in their order or DeepSpeed's buckets."""
+"""Collect autograd's gradients, parameter by parameter, into units in their order or into DeepSpeed's buckets."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LEAF = "ds_z3_leaf_module"
 
 
 class GradientHooks:
-    """The hooks of one stage.
+    """The gradient hooks of one stage.
 
     Attributes:
-        order: in which units are reduced; None where DeepSpeed's buckets are filled as gradients come.
+        order: the order of the units; None if DeepSpeed's buckets are filled as gradients come.
     """
 
     def __init__(self, stage) -> None:
@@ -29,8 +29,8 @@ class GradientHooks:
         """Reduce every parameter from its own gradient hook, blocks (z3 leaf modules) included.
 
         DeepSpeed reduces a leaf module from a full backward hook of the module, which fires before the gradients
-        exist when no input of the block needs one (a frozen embedding under LoRA). The unit order below keeps blocks
-        together without it, and gives the same buckets as stock's leaf modules.
+        exist if no input of the block needs one (a frozen embedding under LoRA). The unit order keeps blocks together
+        without that hook, and gives the same buckets as stock's leaf modules.
         """
         stage = self.stage
         stage.session.on_model.callback(self.take_no_more)
@@ -53,7 +53,7 @@ class GradientHooks:
             handle.hooks_dict_ref()[handle.id] = functools.partial(self.reduce_ready_partitions_and_remove_grads, param)
 
     def _uses_fixed_order(self) -> bool:
-        """Always, except that `lossless` at module granularity promises stock's buckets, filled as gradients come."""
+        """Whether units have a fixed order: not with `lossless` at module granularity, which promises stock buckets."""
         config = self.stage.session.config
         return config.quantizes or config.gather_granularity == "block"
 
@@ -72,28 +72,28 @@ class GradientHooks:
         return FixedOrder(units, stage.reduction.reduce_unit if quantized else stage.buckets.put)
 
     def take_no_more(self) -> None:
-        """Leave gradients to other engines over the model: this one has ended, or was collected."""
+        """Leave gradients to other engines over the model: this engine has ended, or was collected."""
         stage = self.stage
         for hook in (*stage._grad_acc_hooks, *stage._leaf_module_hooks):
             hook.remove()
         stage.parameter_offload.before_backward = stage.parameter_offload.after_backward_of = None
 
     def reduce_ready_partitions_and_remove_grads(self, param: Parameter, tensor: Tensor | None = None) -> None:
-        """Also for DeepSpeed's hook, which takes 30 calls in Python a parameter to find where a backward ends."""
+        """Also replace DeepSpeed's hook, which takes 30 Python calls per parameter to find where a backward ends."""
         stage = self.stage
         stage.backwards.gradient_came()
         if stage.buckets.are_stale:
             stage.buckets.zero_stale()
         if stage._coalesce_grad_reduction or self.order is None:
             stage.buckets.put([param])
-        elif getattr(param, "ds_grad_is_ready", True):  # not while a tiled computation goes on adding to it
+        elif getattr(param, "ds_grad_is_ready", True):  # false while a tiled computation still adds to it
             self.order.is_ready(param)
 
     def _module_ended(self, module: nn.Module) -> None:
-        """Of a module whose backward is over: gradients of parameters that no other module has come no more."""
-        if not self.stage.backwards.one_runs:  # torch.autograd.grad(), or a loss in tiles
+        """End a module's backward: parameters that no other module has get no more gradients."""
+        if not self.stage.backwards.one_runs:  # it is torch.autograd.grad(), or a loss in tiles
             return
-        leaf = sharded.is_leaf(module)  # another engine over the model may have it so
+        leaf = sharded.is_leaf(module)  # another engine over the model may have marked it
         params = self._used_by_only.get((id(module), leaf))
         if params is None:
             params = [p for p in module.parameters(recurse=leaf) if self._users[id(p)] == 1]

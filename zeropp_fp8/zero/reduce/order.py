@@ -1,10 +1,10 @@
 """The one order in which gradients are reduced on every rank.
 
-Stock ZeRO-3 puts a gradient into the bucket when autograd produces it, so ranks whose unused parameters differ (a
-mixture of experts, a conditional layer) fill different buckets and hang or mix up tensors. Here parameters are cut
-into units (a transformer block, or a single parameter), the units have one fixed order, and a unit enters the bucket
-only after all units before it. What has not come when a module's backward ends and will not come any more, or has not
-when the whole backward ends, is sent as zeros.
+Stock ZeRO-3 puts a gradient into the bucket when autograd produces it. Ranks whose unused parameters differ (a mixture
+of experts, a conditional layer) then fill different buckets, and hang or mix up tensors. Here parameters are cut into
+units (a transformer block, or a single parameter), the units have one fixed order, and a unit enters the bucket only
+after all units before it. A gradient that has not come when a module's backward ends, and cannot come any more, is sent
+as zeros; so is one that has not come when the whole backward ends.
 
 The order is the reverse of registration, which is the order in which backward finishes blocks.
 """
@@ -30,11 +30,11 @@ def reduction_units(
 ) -> list[list[Parameter]]:
     """Cut the trainable `parameters` (in the optimizer's order) into units, in the order of their reduction.
 
-    `registered`: the model's parameters. An optimizer may have them in any order, such as vectors after matrices or the
-    last layers first: units in its order would wait for one another until backward ends, with their gradients in
-    memory. Inside a block the optimizer's order is kept, as in stock's leaf modules. With `joined_numel` what would be
-    a small message or launch of its own is joined: neighbours outside blocks up to that many elements, and the vectors
-    (norms, biases) of all blocks, which travel in another format than the blocks' matrices, with what comes last.
+    `registered`: the model's parameters. An optimizer may have them in another order, such as vectors after matrices or
+    the last layers first. Units in its order would wait for one another until backward ends, with their gradients in
+    memory. Inside a block the optimizer's order is kept, as in stock's leaf modules. `joined_numel` joins tensors that
+    would be small messages or launches of their own: neighbours outside blocks up to that many elements; and the
+    vectors (norms, biases) of all blocks, whose format differs from that of the blocks' matrices, with the last unit.
     """
     block_of = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
     units: dict[object, list[Parameter]] = {}
@@ -50,7 +50,7 @@ def reduction_units(
     if vectors:
         ordered.append((vectors[0], vectors))
     joined: list[list[Parameter]] = []
-    open_numel = None  # elements of the last unit, when it may grow
+    open_numel = None  # elements of the last unit, if it may grow
     for key, unit in ordered:
         numel = sum(sharded.numel(p) for p in unit)
         if isinstance(key, int):
@@ -66,32 +66,32 @@ def reduction_units(
 
 
 def is_still_to_come(param: Parameter) -> bool:
-    """Whether the backward that runs now will add to the gradient of `param`, or has done so. Asked inside of it."""
+    """Whether the running backward will add, or has added, to the gradient of `param`. Call it inside the backward."""
     if not param.requires_grad:
         return False
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(param).node)
-    except RuntimeError:  # torch.autograd.grad() is to return this gradient, and adds to none
+    except RuntimeError:  # torch.autograd.grad() returns this gradient, and adds to none
         return False
 
 
 def runs_to_its_leaves() -> bool:
-    """Whether the backward that runs now goes to all leaves. Asked inside of a node.
+    """Whether the running backward goes to all leaves. Call it inside a node.
 
-    torch.autograd.grad() goes to the tensors that it names: through modules, but no parameter gets a gradient.
+    torch.autograd.grad() goes to the tensors that it names: it passes modules, but no parameter gets a gradient.
     """
     node = torch._C._current_autograd_node()
     below = node
-    while below is not None:  # any way down ends at a leaf
+    while below is not None:  # every way down ends at a leaf
         node, below = below, next((f for f, _ in below.next_functions if f is not None), None)
     try:
         return node is not None and torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # the leaf itself was named
+    except RuntimeError:  # torch.autograd.grad() named the leaf itself
         return False
 
 
 class FixedOrder:
-    """Hands units of parameters to `reduce` in the fixed order, during one backward pass.
+    """Hand units of parameters to `reduce` in the fixed order, during one backward pass.
 
     Attributes:
         has_begun: a backward has reached the model, and `finish` has not been called since.
@@ -104,23 +104,23 @@ class FixedOrder:
         self.start_again()
 
     def start_again(self) -> None:
-        """Forget what a backward has brought so far."""
+        """Forget the gradients that a backward has brought so far."""
         self.has_begun = False
         self._next = 0
         self._ready: set[int] = set()
         self._missing = [len(unit) for unit in self.units]
 
     def begin(self) -> None:
-        """A backward has reached the model; every rank's has, whatever gradients it brings there."""
+        """Begin a backward that has reached the model. It has on every rank, whatever gradients each rank gets."""
         self.has_begun = True
 
     def is_ready(self, param: Parameter) -> None:
-        """Autograd produced `param.grad`."""
+        """Count `param.grad`, which autograd has produced."""
         self.has_begun = True
         key = id(param)
         index = self._unit_of[key]
         if index < self._next:
-            # A second gradient in one backward, after the first has been reduced: it adds to the first.
+            # A second gradient in one backward, after the first has been reduced, adds to the first.
             self._reduce([param])
             return
         if key not in self._ready:
@@ -130,11 +130,11 @@ class FixedOrder:
             self._reduce_next()
 
     def module_ended(self, params: Iterable[Parameter]) -> None:
-        """The backward of the only module that has `params` is over: send zeros for gradients that do not come.
+        """End the backward of the only module that has `params`: send zeros for gradients that do not come.
 
-        A rank that uses nothing of a block then reduces it where the others do, before it gathers the next one; were
-        it to wait for the end of backward, ranks would meet in different collectives and hang. What somebody has read
-        before the module's forward (its parent, weight_norm) gets its gradient after the module's backward.
+        A rank that uses no part of a block then reduces the block where the others do, before it gathers the next one.
+        If it waited for the end of backward, ranks would meet in different collectives and hang. A parameter that is
+        read before the module's forward (by its parent, by weight_norm) gets its gradient after the module's backward.
         """
         for param in params:
             index = self._unit_of.get(id(param))
@@ -144,10 +144,10 @@ class FixedOrder:
                 self.is_ready(param)
 
     def finish(self) -> None:
-        """Backward ended: reduce what is left, with zeros for gradients that did not come.
+        """End a backward: reduce the remaining units, with zeros for gradients that did not come.
 
-        Nothing happens when it is called again (engine.allreduce_gradients() after engine.backward()): another round
-        of zeros would take the place of the gradients, or be added to the error feedback.
+        A second call does nothing (engine.allreduce_gradients() after engine.backward()): another round of zeros
+        would replace the gradients, or be added to the error feedback.
         """
         if not self.has_begun:
             return

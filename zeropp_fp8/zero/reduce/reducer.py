@@ -1,4 +1,4 @@
-"""Reducing the gradients of a unit with qgZ inside ZeRO-3."""
+"""Reduce the gradients of a unit with qgZ inside ZeRO-3."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from zeropp_fp8.zero.session import Session
 
 
 class GradientReducer:
-    """Quantized mean of gradients over the data-parallel group, one message a unit and hop.
+    """Compute the quantized mean of gradients over the data-parallel group, with one message per unit and hop.
 
     Args:
-        last_stream: on a GPU, the stream on which results are written.
+        last_stream: on a GPU, the stream that writes results.
 
     Attributes:
-        names: of parameters by sharded.key, the keys of residuals: set before the first is reduced.
+        names: names of parameters by sharded.key, the keys of residuals; set before the first reduction.
     """
 
     def __init__(self, session: Session, last_stream: torch.cuda.Stream | None = None) -> None:
@@ -35,21 +35,21 @@ class GradientReducer:
         gradients = session.config.gradients
         self.error_feedback = ErrorFeedback(gradients.block_size) if gradients.error_feedback else None
         self.names: dict[int, str] = {}
-        self._units: dict[tuple[int, ...], ReductionUnit] = {}  # by sharded.key of their parameters, as they come first
+        self._units: dict[tuple[int, ...], ReductionUnit] = {}  # by sharded.key of their parameters, first seen first
         self._rings = Rings.on(session.device)
         self._first, self._last = Lane(session.device), Lane(session.device, last_stream)
         self._under_way: deque[Iterator[None]] = deque()
-        self.scales: GradientScales | None = None  # where ranks share scales: set once the order of reduction is known
+        self.scales: GradientScales | None = None  # if ranks share scales: set once the order of reduction is known
 
     def unit_of(self, params: Sequence[Parameter]) -> ReductionUnit:
-        """The unit of these ZeRO-3 parameters, in the same order on every rank."""
+        """Return the unit of these ZeRO-3 parameters, whose order is the same on every rank."""
         keys = tuple([sharded.key(p) for p in params])
         if keys not in self._units:
             self._units[keys] = ReductionUnit(self.session, params, [self.names[key] for key in keys])
         return self._units[keys]
 
     def residual_bytes(self, params: Iterable[Parameter]) -> int:
-        """What residuals of parameters that are trained take once all have been reduced."""
+        """Return the bytes of the residuals of trained parameters once all have been reduced."""
         nodes, world = self.session.topology.nodes, self.session.topology.world_size
         if self.error_feedback is None or nodes == 1:
             return 0
@@ -66,12 +66,12 @@ class GradientReducer:
     ) -> None:
         """Start writing (or adding) this rank's slices of the mean gradients to `results`; `drain` ends it.
 
-        What rests of the unit in the node is in the mean.
+        The mean includes the unit's sums that have accumulated in the node.
 
         Args:
-            grads: full gradients (fp32, bf16 or fp16), not needed any more afterwards; None: what rests alone.
-            results: for each parameter this rank's elements, fp32, bf16 or fp16; uint8 gets FP8 codes.
-            arrived: called once they are written, where they are (on a GPU: on that stream).
+            grads: full gradients (fp32, bf16 or fp16), free for reuse afterwards; None: only the accumulated sums.
+            results: per parameter this rank's elements, fp32, bf16 or fp16; uint8 gets FP8 codes.
+            arrived: called once they are written, where they are written (on a GPU: on that stream).
         """
         if grads is not None:
             self._count_stock(unit)
@@ -85,7 +85,7 @@ class GradientReducer:
         self._begin(steps, arrived)
 
     def sum_in_node(self, unit: ReductionUnit, grads: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """Start adding gradients to what rests in the node, in `dtype`; the next `start` sends the sums."""
+        """Start adding gradients to the sums in the node, in `dtype`; the next `start` sends the sums."""
         plan = unit.planned(grads)
         unit.sums = unit.sums or plan.new_sums(dtype)
         self._count_stock(unit)
@@ -103,19 +103,19 @@ class GradientReducer:
 
     @property
     def resting(self) -> list[ReductionUnit]:
-        """Those of which something rests in the node."""
+        """Return the units that have sums in the node."""
         return [unit for unit in self._units.values() if unit.backward_passes]
 
     def forget_sums(self) -> None:
-        """Drop what rests in the node; `drain` must have been called."""
+        """Drop the sums in the node; `drain` must have been called."""
         for unit in self._units.values():
             unit.backward_passes = 0
 
     def formats_changed(self) -> None:
-        """In the session's, which are others from now on."""
+        """Forget all that depends on the session's formats, which have changed."""
         self._units.clear()
         self.scales = None
-        self.error_feedback = None  # what rounding has dropped is little beside what made somebody change formats
+        self.error_feedback = None  # the residuals are small beside the reason for changing formats
 
     def _count_stock(self, unit: ReductionUnit) -> None:
         with self.session.ledger.counting("gradients"):
@@ -132,7 +132,7 @@ class GradientReducer:
         return Reduction(self._rings, self._first, self._last, ledger, feedback, unit.names, shared)
 
     def _begin(self, steps: Iterator[None], arrived: Callable[[], None] | None = None) -> None:
-        """Let a reduction go as far as it does without waiting on the host."""
+        """Run a reduction as far as it goes without waiting on the host."""
         session = self.session
         if arrived is not None:
             steps = self._followed_by(steps, arrived)
@@ -141,7 +141,7 @@ class GradientReducer:
                 for _ in steps:  # nothing here waits on the host
                     pass
                 return
-            # On a CPU each reduction moves one hop on whenever the next one has started, so that hops overlap.
+            # On a CPU each reduction moves one hop on whenever the next one has started, so hops overlap.
             next(steps, None)
             still = deque(earlier for earlier in self._under_way if next(earlier, self) is not self)
             still.append(steps)
@@ -149,7 +149,7 @@ class GradientReducer:
 
     def _followed_by(self, steps: Iterator[None], arrived: Callable[[], None]) -> Iterator[None]:
         yield from steps
-        if self.session.topology.world_size == 1:  # all is issued on the current stream
+        if self.session.topology.world_size == 1:  # the current stream issues all work
             arrived()
             return
         with self._last:
@@ -166,16 +166,16 @@ class GradientReducer:
         self._last.before_current()
 
     def reduce(self, unit: ReductionUnit, grads: Sequence[Tensor] | None, dtype: torch.dtype) -> list[Tensor]:
-        """For each parameter this rank's slice of the mean gradient, without padding, in `dtype`; complete.
+        """Reduce to the end; return per parameter this rank's slice of the mean, without padding, in `dtype`.
 
-        `grads`: None of one of `resting`, for what rests of it alone.
+        `grads`: None for a unit of `resting`: only its sums in the node.
         """
         device = self.session.device
         results = [torch.empty(self.session.own_numel(p), dtype=dtype, device=device) for p in unit.params]
         if grads is None or self.scales is None:
             self.start(unit, grads and [grad.contiguous() for grad in grads], results, accumulate=False)
         else:
-            # Scales that ranks share lie in the order of reduction, and what is asked for here may not.
+            # Shared scales are in the order of reduction; these parameters may have another order.
             for run in self.scales.runs(unit.params):
                 part = self.unit_of([unit.params[i] for i in run])
                 self.start(part, [grads[i].contiguous() for i in run], [results[i] for i in run], accumulate=False)

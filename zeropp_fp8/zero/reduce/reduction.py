@@ -1,4 +1,4 @@
-"""How a stage reduces gradients: qgZ unit by unit, sums that rest inside a node, and what a step begins with."""
+"""A stage's reduction of gradients: qgZ unit by unit, sums in the node, and the beginning of a step."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from zeropp_fp8.zero.reduce.residuals import Residuals
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage_part import Row, StagePart, without_kernel
 
-# Of a device's memory, that sums may take where the configuration leaves the choice: 8 billion parameters in fp32 on 8
-# GPUs of 80 GB a node take 5 %, and still leave the room that stock ZeRO-3 would have.
+# Share of a device's memory that sums may take, if the configuration leaves the choice. With 8 GPUs of 80 GB per node,
+# 8 billion parameters in fp32 take 5 %, and still leave the room that stock ZeRO-3 would have.
 _SHARE_OF_MEMORY = 0.1
 
 
 class Reduction(StagePart):
-    """That of one stage.
+    """Reduce the gradients of one stage.
 
     Args:
-        params: of the model, ZeRO-3's or not yet.
+        params: the model's parameters, ZeRO-3's or not yet.
         dtype: of sums over micro-batches.
 
     Attributes:
         reducer: made with the hooks, when DeepSpeed has made its stream.
-        sums_numel: elements of several backward passes that add up on this rank inside the node; 0: none do.
-        trained_numel: of parameters that are trained.
-        written: by sharded.key, the last backward since the last step whose mean gradient is in this rank's part, or is
-            on its way.
+        sums_numel: elements of this rank's sums over several backward passes in the node; 0: there are no such sums.
+        trained_numel: elements of the trained parameters.
+        written: by sharded.key, the last backward since the last step whose mean gradient is in this rank's part, or
+            under way to it.
     """
 
     def __init__(self, stage, params: Iterable[Parameter], dtype: torch.dtype) -> None:
@@ -49,12 +49,12 @@ class Reduction(StagePart):
         self.sums_numel = _numel_of_sums(stage.session, params, dtype)
 
     def begin(self, names: dict[int, str]) -> None:
-        """DeepSpeed has its stream, and the parameters these names by sharded.key."""
+        """Make the reducer: DeepSpeed has its stream, and the parameters have these names by sharded.key."""
         self.reducer = GradientReducer(self.stage.session, self.stage.reduce_and_partition_stream)
         self.reducer.names = names
 
     def order_is_known(self, params: list[Parameter]) -> None:
-        """In which quantized gradients of `params` are reduced."""
+        """Make the shared scales: the order in which quantized gradients of `params` are reduced is known."""
         stage, session = self.stage, self.stage.session
         if session.config.gradients.scales == "tensor":
             self.reducer.scales = GradientScales(session, params, [stage.param_names[p] for p in params])
@@ -62,7 +62,7 @@ class Reduction(StagePart):
         stage.gradients.order_is_known(params)
 
     def add_parts(self, params: list[Parameter]) -> None:
-        """The stage is made: be parts of it."""
+        """Add parts to the stage, which is now complete."""
         session, reducer = self.stage.session, self.reducer
         self.trained_numel = sum(sharded.numel(p) for p in params if p.requires_grad)
         session.parts.append(self)
@@ -71,7 +71,7 @@ class Reduction(StagePart):
             session.parts.append(Residuals(session, reducer.error_feedback, self.trained_numel, taken))
 
     def free(self) -> None:
-        """The engine has ended: a reducer without buffers takes the place of the one that has them."""
+        """Free the buffers when the engine has ended: a reducer without buffers replaces this one."""
         stage, lost = self.stage, self.reducer.error_feedback
         self.reducer = Freed() if lost else GradientReducer(stage.session, stage.reduce_and_partition_stream)
 
@@ -84,7 +84,7 @@ class Reduction(StagePart):
         self.reducer.formats_changed()
 
     def rows(self) -> list[Row]:
-        """A hop each, and what rests between them."""
+        """Return a row per hop, and a row for the sums in the node."""
         formats, topology = self.stage.session.formats, self.stage.session.topology
         rows = [
             self._row_of_hop("within nodes", formats.within, topology.ranks_per_node),
@@ -110,7 +110,7 @@ class Reduction(StagePart):
     # -- in backward -------------------------------------------------------------------------------------------------
 
     def backward_begins(self) -> None:
-        """It has reached the model."""
+        """Prepare for a backward that has reached the model."""
         if self.stage.buckets.are_stale:
             self.stage.buckets.zero_stale()
         if self.stage.hooks.order is not None:
@@ -118,7 +118,7 @@ class Reduction(StagePart):
 
     @torch.no_grad()
     def reduce_unit(self, params: list[Parameter]) -> None:
-        """Quantize the gradients of a unit, send them, and let the result arrive where gradients rest."""
+        """Quantize the gradients of a unit and send them; the result is written to where gradients are kept."""
         unit = self.reducer.unit_of(params)
         for param, name in zip(params, unit.names):
             if param.grad is None:
@@ -138,9 +138,9 @@ class Reduction(StagePart):
             param.grad = None
 
     def _finish_unit(self, unit: ReductionUnit, grads: list[Tensor] | None) -> None:
-        """Let the mean of a unit's gradients, those that rest in the node too, arrive where gradients rest."""
+        """Reduce a unit's gradients, and its sums in the node, to where gradients are kept."""
         params, now = unit.params, self.stage.backwards.ended
-        # A parameter whose gradient comes twice in one backward adds to what it has reduced before, as later backwards.
+        # If a parameter's gradient comes twice in one backward, the second adds to the first, as in later backwards.
         before = self.written.get(sharded.key(params[0]))
         again = before is not None
         self.written.update(dict.fromkeys([sharded.key(p) for p in params], now))
@@ -148,25 +148,25 @@ class Reduction(StagePart):
             self.stage.gradients.take(params, self.reducer.reduce(unit, grads, self.dtype), again)
             return
         if before == now:
-            self.reducer.drain()  # what a second gradient is added to must be there
+            self.reducer.drain()  # the first gradient must be there before the second is added
         headroom = unit.headroom(more=int(grads is not None))
         results, arrived = self.stage.gradients.destinations(params, again, headroom)
         self.reducer.start(unit, grads, results, again, arrived)
 
     def at_boundary(self) -> bool:
         """Whether the step follows this backward."""
-        boundary = self.stage.is_gradient_accumulation_boundary  # in DeepSpeed 0.18.0 no method yet
+        boundary = self.stage.is_gradient_accumulation_boundary  # DeepSpeed 0.18.0 has an attribute, not a method
         return bool(boundary() if callable(boundary) else boundary)
 
     def finish_backward(self) -> None:
-        """Bring what a backward has left to where the step finds it."""
+        """Bring the rest of a backward's gradients to where the step finds them."""
         stage = self.stage
         if stage.hooks.order is not None:
             stage.hooks.order.finish()
         quantizes = stage.session.config.quantizes_gradients
         if quantizes:
             if self.at_boundary():
-                self.finish_resting()  # what has come twice in an earlier backward
+                self.finish_resting()  # gradients that came twice in an earlier backward
             self.reducer.drain()  # the current stream now waits for all results, so that the host need not
         for part in stage.session.parts:
             part.backward_issued()
@@ -177,20 +177,20 @@ class Reduction(StagePart):
             stage.stock.independent_gradient_partition_epilogue()
 
     def _wait_for_copies_to_host(self) -> None:
-        """Offloaded gradients are copied on the current stream; the host looks at them next."""
+        """Wait for offloaded gradients: they are copied on the current stream, and the host reads them next."""
         if self.stage.offload_optimizer and self.stage.session.device.type == "cuda":
             torch.cuda.current_stream(self.stage.session.device).synchronize()
 
-    # -- what rests in the node --------------------------------------------------------------------------------------
+    # -- sums in the node --------------------------------------------------------------------------------------------
 
     @property
     def _sums_rest(self) -> bool:
-        """Whether there may be something that rests in the node."""
+        """Whether there may be sums in the node."""
         return bool(self.sums_numel) and not self.stage.parameter_offload.destroyed
 
     @torch.no_grad()
     def finish_resting(self) -> None:
-        """End the reduction of all that rests in the node. Collective."""
+        """End the reduction of all sums in the node. Collective."""
         if not self._sums_rest:
             return
         self.reducer.drain()
@@ -200,10 +200,10 @@ class Reduction(StagePart):
         self._wait_for_copies_to_host()
 
     def refuse_resting(self) -> None:
-        """One rank alone cannot end a reduction.
+        """Refuse to go on with sums in the node: one rank alone cannot end a reduction.
 
         Raises:
-            RuntimeError: something rests in the node.
+            RuntimeError: there are sums in the node.
         """
         if self._sums_rest and self.reducer.resting:
             raise RuntimeError(
@@ -215,7 +215,7 @@ class Reduction(StagePart):
     # -- between backwards -------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """The step begins: reduce what has come unnoticed, such as after a forward that an exception has ended.
+        """Begin the step: reduce gradients that came unnoticed, such as after a forward that an exception has ended.
 
         Raises:
             RuntimeError: an exception has ended the last backward.
@@ -225,12 +225,12 @@ class Reduction(StagePart):
         if (order is not None and order.has_begun) or stage.buckets.waiting:
             stage.independent_gradient_partition_epilogue()
         self.finish_resting()
-        # What is frozen now has a gradient of zeros, whatever came before.
+        # A parameter that is frozen now has a gradient of zeros, whatever came before.
         for param in (p for group in stage.fp16_groups for p in group if not p.requires_grad):
             stage.gradients.drop(param)
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """The step begins, without having been announced to the last backward. (Not in DeepSpeed 0.18.)"""
+        """Begin a step that was not announced to the last backward. (DeepSpeed 0.18 does not call this.)"""
         self.stage.set_gradient_accumulation_boundary(True)
         self.finish_resting()
         self.stage.stock.finalize_gradient_accumulation_boundary()
@@ -242,7 +242,7 @@ class Reduction(StagePart):
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """The next gradients take the place of those that have come. (DeepSpeed's step says so before it uses them.)"""
+        """Let the next gradients replace the present ones. (DeepSpeed's step calls this before it uses them.)"""
         self.written.clear()
         self.stage.backwards.ended = 0
         self.stage.buckets.are_stale = self.stage.hooks.order is None
@@ -250,7 +250,7 @@ class Reduction(StagePart):
             self.reducer.forget_sums()
 
     def drop_gradients(self) -> None:
-        """Of a backward that ends too early."""
+        """Drop the gradients of a backward that ends too early."""
         stage = self.stage
         if stage.hooks.order is not None:
             stage.hooks.order.start_again()
@@ -261,12 +261,12 @@ class Reduction(StagePart):
 
 
 def _numel_of_sums(session: Session, params: Iterable[Parameter], dtype: torch.dtype) -> int:
-    """How many elements this rank's sums will have; 0: gradients of each backward pass are reduced to the end.
+    """Return the number of elements of this rank's sums; 0: every backward pass reduces its gradients to the end.
 
-    Collective where memory decides.
+    Collective if memory decides.
 
     Args:
-        params: of the model, ZeRO-3's or not yet.
+        params: the model's parameters, ZeRO-3's or not yet.
         dtype: of the sums.
     """
     gradients, topology = session.config.gradients, session.topology

@@ -1,9 +1,9 @@
-"""Parameters whose gradients are reduced in one message per hop, and what of them rests inside the node.
+"""Parameters whose gradients are reduced in one message per hop, and their sums that accumulate in the node.
 
-With k micro-batches a step, N nodes of L ranks and M gradients, a node would otherwise send (N - 1) / N of k M: every
-backward pass reduces to the end (qgZ, arXiv 2306.10209, section 3.3). Here each runs the first hop, and its result,
-M / L on a rank, is added to what rests there in 16 or 32 bits; the last one, or the step, runs the second hop. A
-gradient is then quantized for the network once instead of k times.
+With k micro-batches per step, N nodes of L ranks and M gradients, a node would otherwise send (N - 1) / N of k M: every
+backward pass reduces to the end (qgZ, arXiv 2306.10209, section 3.3). Here each pass runs the first hop, and adds its
+result, M / L per rank, to sums in 16 or 32 bits; the last pass, or the step, runs the second hop. So a gradient is
+quantized for the network once instead of k times.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from zeropp_fp8.zero.session import Session
 
 @dataclass(eq=False)
 class ReductionUnit:
-    """One of an engine's.
+    """A reduction unit of an engine.
 
     Attributes:
         params: in the same order on every rank.
-        names: stable names of them, the keys of error feedback.
+        names: their stable names, the keys of error feedback.
         plan: of its reduction; made with the first gradients, for their `dtypes`.
-        sums: of `ReducePlan.new_sums`: 1 / ranks-per-node of the gradients.
-        backward_passes: how many are in the sums; 0: nothing rests in the node.
+        sums: from `ReducePlan.new_sums`: 1 / ranks-per-node of the gradients.
+        backward_passes: how many passes the sums contain; 0: there are no sums in the node.
     """
 
     session: Session
@@ -46,11 +46,11 @@ class ReductionUnit:
         self.stock_numel = sum(slice_numel(sharded.numel(p), world) for p in self.params) * world
 
     def planned(self, grads: Sequence[Tensor]) -> ReducePlan:
-        """The plan for gradients of these dtypes; while sums rest, that which they were made by."""
+        """Return the plan for gradients of these dtypes; while there are sums, the plan that made them."""
         dtypes = tuple([grad.dtype for grad in grads])
         if self.dtypes != dtypes and not self.backward_passes:
             session, self.dtypes, self.sums = self.session, dtypes, []
-            # What travels in full is reduced as a vector is.
+            # Parameters that travel in full are reduced as vectors are.
             exactly = [session.sends_exactly("gradients", p) for p in self.params]
             shapes = [(sharded.numel(p),) if e else sharded.shape(p) for p, e in zip(self.params, exactly)]
             formats = session.formats.within, session.formats.between
@@ -60,8 +60,8 @@ class ReductionUnit:
         return self.plan
 
     def headroom(self, more: int = 0) -> float:
-        """How many times larger than a gradient what rests (with so many more) may be: a power of two rounds nothing.
+        """Return how many times larger than a gradient the sums (with so many more) may be: a power of two is exact.
 
-        1 where nothing rests.
+        It is 1 without sums.
         """
         return float(1 << max(0, self.backward_passes + more - 1).bit_length())

@@ -1,4 +1,4 @@
-"""Error feedback (comm/error_feedback.py) as a part of a stage: when residuals start afresh, where they are saved."""
+"""Error feedback (comm/error_feedback.py) as a part of a stage: it says when residuals are reset, and saves them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _GIGA = 1e9
 
 
 class Residuals(StagePart):
-    """Of the hop between nodes; they are in units of the scaled gradient, and of this topology's hops."""
+    """Residuals of the hop between nodes, in units of the scaled gradient; they belong to this topology's hops."""
 
     of_topology = True
     if_lost = "error feedback starts afresh"
 
     def __init__(self, session: Session, feedback: ErrorFeedback, numel: int, num_bytes: int) -> None:
         self.session, self.feedback = session, feedback
-        self.numel, self.num_bytes = numel, num_bytes  # of parameters that are trained, and of their residuals
+        self.numel, self.num_bytes = numel, num_bytes  # of trained parameters; of their residuals
 
     def step_ended(self, overflow: bool, scale_change: float) -> None:
         if overflow or scale_change != 1.0:
