@@ -27,7 +27,7 @@ LINES = {
     "optim": 921,
     "plan": 1779,
     "plugin": 1594,
-    "zero": 2745,
+    "zero": 2746,
     "zero/checkpoint": 392,
     "zero/export": 424,
     "zero/frozen": 1299,

@@ -21,7 +21,7 @@ holders.py          finds the engine behind an engine, its module or a Trainer
 fragment.py         the form in a checkpoint of a weight that is stored as codes
 linear_function.py  ZeRO-3's linear function with less host time
 compiled.py         torch.compile: blocks are compiled, hooks are never traced
-turns.py            several engines over one model: one of them has its hooks and attributes on it
+attachment.py       several engines over one model: one of them has its hooks and attributes on it
 ulysses.py          FP8 exchanges of DeepSpeed's sequence parallelism
 
 The folders; the docstring of each explains it:

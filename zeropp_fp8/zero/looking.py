@@ -34,11 +34,11 @@ class Looking:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def get_fp32_grad_for_param(self, param: Parameter) -> Tensor | None:
-        self.stage.reduction.finish_resting()
+        self.stage.reduction.flush_accumulated()
         return self.stage.stock.get_fp32_grad_for_param(param)
 
     def set_fp32_grad_for_param(self, value: Tensor, param: Parameter) -> None:
-        self.stage.reduction.finish_resting()
+        self.stage.reduction.flush_accumulated()
         if param.requires_grad:
             self.stage.gradients.write(param, self._own(param, value))
 
@@ -50,19 +50,19 @@ class Looking:
                 self.set_fp32_grad_for_param(update_func(self.get_fp32_grad_for_param(param), param), param)
 
     def get_local_fp32_grad_for_param(self, param: Parameter) -> Tensor | None:
-        self.stage.reduction.refuse_resting()
+        self.stage.reduction.refuse_accumulated()
         return self.stage.stock.get_local_fp32_grad_for_param(param)
 
     def set_local_grad_for_param(self, value: Tensor, param: Parameter) -> None:
         stage = self.stage
-        stage.reduction.refuse_resting()
+        stage.reduction.refuse_accumulated()
         if param.requires_grad:
             if stage.offload_optimizer:
                 stage.norm_for_param_grads[stage.get_param_id(param)] = stage._constant_buffered_norm2(value)
             stage.gradients.write(param, self._own_of_local(param, value))
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
-        self.stage.reduction.refuse_resting()
+        self.stage.reduction.refuse_accumulated()
         return self.stage.gradients.get_fp32_grad_partitions()
 
     # -- states ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.comm.ledger import OUTSIDE
+from zeropp_fp8.zero.attachment import Attachment, is_attached
 from zeropp_fp8.zero.compiled import compile_blocks, leave_untraced
 from zeropp_fp8.zero.compute_scaling import ComputeScaling
 from zeropp_fp8.zero.gather.blocks import find_blocks
@@ -26,7 +27,6 @@ from zeropp_fp8.zero.gather.storage import Storage
 from zeropp_fp8.zero.gather.units import build_units
 from zeropp_fp8.zero.report import print_start_table
 from zeropp_fp8.zero.session import Session
-from zeropp_fp8.zero.turns import Turn, has_turn
 
 _ENGINES = "zeropp_fp8_engines"  # attribute of a module or parameter: the engines over it
 
@@ -161,7 +161,7 @@ def run_alone(model: nn.Module) -> list[RemovableHandle]:
 
     Nothing here refers to that engine. Returns no handles if the model has another engine.
     """
-    if has_turn(model, _ENGINES):
+    if is_attached(model, _ENGINES):
         return []
     after = model.register_forward_hook(_end_alone, always_call=True)
     return [model.register_forward_pre_hook(_begin_alone), after]
@@ -222,7 +222,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
         )
         self._on_model.callback(self._leave_pass)
         if session.config.compile == "blocks":
-            compile_blocks(self.blocks, self._turn.put)
+            compile_blocks(self.blocks, self._attachment.put)
 
     def all_is_there(self) -> None:
         """The engine has allocated all that it needs at start: choose secondary shards, print the table. Collective."""
@@ -244,29 +244,30 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
 
     def _register_deepspeed_module(self, module, *args, **kwargs) -> None:
         """Put this project's autograd functions where DeepSpeed looks for its own before it makes them."""
-        self._turn.put(module, "pre_bwd_fn", _before_backward_of(self, module))
-        self._turn.put(module, "post_bwd_fn", _after_backward_of(self, module))
+        self._attachment.put(module, "pre_bwd_fn", _before_backward_of(self, module))
+        self._attachment.put(module, "post_bwd_fn", _after_backward_of(self, module))
         super()._register_deepspeed_module(module, *args, **kwargs)
         if module is self.module:  # this is the last one; TRL registers hooks again
             hooks = (self.fwd_pre_hook, *self.forward_hooks, *self.backward_hooks)
             leave_untraced(hooks)
-            self._turn.silences(hooks)
+            self._attachment.silences(hooks)
 
-    def _begin_turn(self, model: nn.Module) -> None:
+    def _attach(self, model: nn.Module) -> None:
         """Put this engine's hooks and leaf modules on the model: it gathers parameters for all engines over it."""
-        self._turn = Turn(self, (*model.modules(), *model.parameters()), _ENGINES)
-        self._on_model.callback(self._end_turn)
-        for turn in self._turn.begin():
-            self._earlier.append(turn.owner)
-            turn.owner._later.append(self)
+        self._attachment = Attachment(self, (*model.modules(), *model.parameters()), _ENGINES)
+        self._on_model.callback(self._detach)
+        for earlier in self._attachment.attach():
+            self._earlier.append(earlier.owner)
+            earlier.owner._later.append(self)
         for param in model.parameters():
-            self._turn.keep(param, "ds_persist", "ds_z3_leaf_module")
+            self._attachment.keep(param, "ds_persist", "ds_z3_leaf_module")
         for block in self.blocks:
             if not sharded.is_leaf(block):
-                self._turn.put(block, "_z3_leaf", True)  # DeepSpeed then fetches and releases the block as one unit
+                # DeepSpeed then fetches and releases the block as one unit.
+                self._attachment.put(block, "_z3_leaf", True)
 
-    def _end_turn(self) -> None:
-        self._turn.end()
+    def _detach(self) -> None:
+        self._attachment.detach()
         for engine in self._earlier:
             engine._later.remove(self)
 
@@ -291,7 +292,7 @@ class ZeroppOffload(DeepSpeedZeRoOffload):
             from zeropp_fp8.zero.frozen.selection import store_frozen
 
             store_frozen(module, frozen, self._trains)
-        self._begin_turn(module)
+        self._attach(module)
 
     def mark_persistent_parameters(self, param_threshold: int, model_threshold: int) -> list[nn.Parameter]:
         """DeepSpeed's choice without stored parameters, because persistent ones would be kept in 16 bits."""

@@ -19,6 +19,7 @@ from deepspeed.utils import logger
 
 from zeropp_fp8.comm.ledger import OUTSIDE
 from zeropp_fp8.zero.as_deepspeed import FP32States, Partitions, SliceLayout, replaced
+from zeropp_fp8.zero.attachment import Attachment
 from zeropp_fp8.zero.bound import StepWatch
 from zeropp_fp8.zero.extra_state import ENTRY, extra_state, load_extra_state
 from zeropp_fp8.zero.fall_back import FellBack
@@ -32,7 +33,6 @@ from zeropp_fp8.zero.reduce.reduction import Reduction
 from zeropp_fp8.zero.session import Session
 from zeropp_fp8.zero.stage_part import StagePart
 from zeropp_fp8.zero.telemetry import ProgressLine
-from zeropp_fp8.zero.turns import Turn
 
 _ENDED = (type(None), weakref.ProxyType)  # a parameter that no engine trains refers to one of these
 # DeepSpeed's methods by the stage's attribute that answers them.
@@ -107,16 +107,16 @@ class ZeroppStage3(DeepSpeedZeroOptimizer_Stage3):
             each.free()
         # Parts with numbers stay, for telemetry.py; the others hold memory.
         self.session.parts[:] = [part for part in self.session.parts if type(part).metrics is not StagePart.metrics]
-        self._linked.end()
+        self._linked.detach()
         for param in self.module.parameters():
             if type(param.__dict__.get("_z3_optimizer")) in _ENDED:  # else another engine has the model
                 param._z3_optimizer = weakref.proxy(self)  # safe_get_full_fp32_param asks it, while the engine is kept
 
     def _link_all_hp_params(self) -> None:
         """Make safe_get_full_fp32_param ask this stage, until its engine ends."""
-        self._linked = Turn(self, self.module.parameters(), "zeropp_fp8_stages")
-        self.session.on_model.callback(self._linked.end)
-        self._linked.begin()
+        self._linked = Attachment(self, self.module.parameters(), "zeropp_fp8_stages")
+        self.session.on_model.callback(self._linked.detach)
+        self._linked.attach()
         for param in self.module.parameters():
             self._linked.keep(param, "_z3_optimizer")
         super()._link_all_hp_params()

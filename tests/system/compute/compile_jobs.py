@@ -157,8 +157,8 @@ def generated():
 
 def copies():
     """Whether a deep copy of a compiled model runs weights of its own; and a module that has a wrapper as forward."""
+    from zeropp_fp8.zero.attachment import Attachment
     from zeropp_fp8.zero.compiled import compile_blocks
-    from zeropp_fp8.zero.turns import Turn
 
     torch._dynamo.reset()
     with compiled_by("eager"):
@@ -168,16 +168,16 @@ def copies():
         first[1].forward = lambda y: plain(y) + 1.0
         expected = [first[0](x), first[1](x)]
         wrapped = first[1].forward
-        turn = Turn(None, first, "turns")
-        turn.begin()
-        compile_blocks(list(first), turn.put)
+        attachment = Attachment(None, first, "attachments")
+        attachment.attach()
+        compile_blocks(list(first), attachment.put)
         during = [first[0](x), first[1](x)]
         copied = copy.deepcopy(first[0])
         with torch.no_grad():
             copied.weight.zero_()
         zeroed = copied(x)
-        turn.end()
-        turn.end()
+        attachment.detach()
+        attachment.detach()
     return {
         "same": all(torch.equal(a, b) for a, b in zip(expected, during)),
         "copy": torch.equal(zeroed, copied.bias.expand(2, 4)),

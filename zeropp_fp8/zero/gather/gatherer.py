@@ -222,7 +222,7 @@ class Gatherer:
         there = [p for p in full if not (sharded.users(p) or sharded.key(p) in looked_at)]
         unit.storage.check_untouched(there)
         # The values were made and used on the compute stream only, so no stream must be recorded.
-        sharded.drop(there, [self._nothing(unit.dtype_of(param)) for param in there])
+        sharded.drop(there, [self._nothing(param.dtype) for param in there])
         unit.storage.note(there)
         self._is_not_live(unit)
         if unit.lent and not any(sharded.attached(p).operand is not None for p in unit.params):

@@ -102,7 +102,7 @@ class GradientReducer:
         return unit.plan.spread(unit.sums, results, self._reduction(unit, shared), accumulate, headroom)
 
     @property
-    def resting(self) -> list[ReductionUnit]:
+    def accumulated(self) -> list[ReductionUnit]:
         """Return the units that have sums in the node."""
         return [unit for unit in self._units.values() if unit.backward_passes]
 
@@ -168,7 +168,7 @@ class GradientReducer:
     def reduce(self, unit: ReductionUnit, grads: Sequence[Tensor] | None, dtype: torch.dtype) -> list[Tensor]:
         """Reduce to the end; return per parameter this rank's slice of the mean, without padding, in `dtype`.
 
-        `grads`: None for a unit of `resting`: only its sums in the node.
+        `grads`: None for a unit of `accumulated`: only its sums in the node.
         """
         device = self.session.device
         results = [torch.empty(self.session.own_numel(p), dtype=dtype, device=device) for p in unit.params]

@@ -166,7 +166,7 @@ class Reduction(StagePart):
         quantizes = stage.session.config.quantizes_gradients
         if quantizes:
             if self.at_boundary():
-                self.finish_resting()  # gradients that came twice in an earlier backward
+                self.flush_accumulated()  # gradients that came twice in an earlier backward
             self.reducer.drain()  # the current stream now waits for all results, so that the host need not
         for part in stage.session.parts:
             part.backward_issued()
@@ -189,23 +189,23 @@ class Reduction(StagePart):
         return bool(self.sums_numel) and not self.stage.parameter_offload.destroyed
 
     @torch.no_grad()
-    def finish_resting(self) -> None:
+    def flush_accumulated(self) -> None:
         """End the reduction of all sums in the node. Collective."""
         if not self._sums_rest:
             return
         self.reducer.drain()
-        for unit in self.reducer.resting:
+        for unit in self.reducer.accumulated:
             self._finish_unit(unit, None)
         self.reducer.drain()
         self._wait_for_copies_to_host()
 
-    def refuse_resting(self) -> None:
+    def refuse_accumulated(self) -> None:
         """Refuse to go on with sums in the node: one rank alone cannot end a reduction.
 
         Raises:
             RuntimeError: there are sums in the node.
         """
-        if self._sums_rest and self.reducer.resting:
+        if self._sums_rest and self.reducer.accumulated:
             raise RuntimeError(
                 "gradients of earlier micro-batches rest inside the node until the step, and one rank alone cannot "
                 "finish them: look at them with safe_get_full_grad on all ranks, or set "
@@ -224,7 +224,7 @@ class Reduction(StagePart):
         stage.backwards.refuse_running()
         if (order is not None and order.has_begun) or stage.buckets.waiting:
             stage.independent_gradient_partition_epilogue()
-        self.finish_resting()
+        self.flush_accumulated()
         # A parameter that is frozen now has a gradient of zeros, whatever came before.
         for param in (p for group in stage.fp16_groups for p in group if not p.requires_grad):
             stage.gradients.drop(param)
@@ -232,7 +232,7 @@ class Reduction(StagePart):
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Begin a step that was not announced to the last backward. (DeepSpeed 0.18 does not call this.)"""
         self.stage.set_gradient_accumulation_boundary(True)
-        self.finish_resting()
+        self.flush_accumulated()
         self.stage.stock.finalize_gradient_accumulation_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

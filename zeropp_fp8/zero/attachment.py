@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 _NONE = object()
 
 
-class _Turns(list):
-    """The turns of a module, the oldest first. A copy of the module has none."""
+class _Attachments(list):
+    """The attachments of a module, the oldest first. A copy of the module has none."""
 
     def __reduce__(self):
-        return _Turns, ()
+        return _Attachments, ()
 
 
 def _nothing(*args) -> None:
@@ -44,18 +44,18 @@ def _speak(hooks: dict[int, Callable], number: int, hook: Callable) -> None:
 
 
 def _leave(thing: Any, listed_as: str) -> None:
-    turns = thing.__dict__[listed_as]
-    turns.pop()
-    if not turns:
+    attachments = thing.__dict__[listed_as]
+    attachments.pop()
+    if not attachments:
         del thing.__dict__[listed_as]
 
 
-class Turn:
+class Attachment:
     """The time during which an owner's hooks and attributes are on modules or parameters.
 
     Args:
         things: the modules or parameters.
-        listed_as: their attribute that lists turns.
+        listed_as: their attribute that lists attachments.
     """
 
     def __init__(self, owner: object, things: Iterable[Any], listed_as: str) -> None:
@@ -65,20 +65,20 @@ class Turn:
         self._hooks: dict[int, list[RemovableHandle]] = {}  # by the id of a module's dictionary of hooks
         self._ending = ExitStack()
 
-    def begin(self) -> list[Turn]:
-        """Begin the turn. Returns earlier turns that have not ended, the last one first."""
-        earlier: dict[Turn, None] = {}
+    def attach(self) -> list[Attachment]:
+        """Take the things over. Returns earlier attachments that have not ended, the last one first."""
+        earlier: dict[Attachment, None] = {}
         for thing in self._things:
-            turns = thing.__dict__.setdefault(self._listed_as, _Turns())
-            earlier |= dict.fromkeys(turns[::-1])
-            if turns:
-                turns[-1]._make_room(thing, self._ending)
-            turns.append(self)
+            attachments = thing.__dict__.setdefault(self._listed_as, _Attachments())
+            earlier |= dict.fromkeys(attachments[::-1])
+            if attachments:
+                attachments[-1]._make_room(thing, self._ending)
+            attachments.append(self)
             self._ending.callback(_leave, thing, self._listed_as)
         return list(earlier)
 
     def _make_room(self, thing: Any, until: ExitStack) -> None:
-        """Remove this turn's attributes and hooks from a thing; the end of the new turn puts them back."""
+        """Remove this owner's attributes and hooks from a thing; the end of the new attachment puts them back."""
         before = self._before.get(thing, {})
         until.callback(_set, thing, _there(thing, before))
         _set(thing, before)
@@ -89,27 +89,27 @@ class Turn:
                     hooks[hook.id] = _nothing
 
     def put(self, thing: Any, name: str, value: object) -> None:
-        """Set an attribute of a thing for the time of this turn."""
+        """Set an attribute of a thing for the time of this attachment."""
         self.keep(thing, name)
         thing.__dict__[name] = value
 
     def keep(self, thing: Any, *names: str) -> None:
-        """Restore attributes, which the caller is about to set, to their present values when this turn ends."""
+        """Restore attributes, which the caller is about to set, to their present values when this attachment ends."""
         there = _there(thing, names)
         self._before[thing] = there | self._before.get(thing, {})
         self._ending.callback(_set, thing, there)
 
     def silences(self, hooks: Iterable[RemovableHandle]) -> None:
-        """Silence these hooks, and no others, while a later owner has its turn."""
+        """Silence these hooks, and no others, while a later owner is attached."""
         self._hooks.clear()
         for hook in hooks:
             self._hooks.setdefault(id(hook.hooks_dict_ref()), []).append(hook)
 
-    def end(self) -> None:
-        """End the last turn, even if it has begun for some of the things only, or not at all."""
+    def detach(self) -> None:
+        """Detach the last owner, even if it has begun for some of the things only, or not at all."""
         self._ending.close()
 
 
-def has_turn(thing: Any, listed_as: str) -> bool:
-    """Whether any owner has a turn on a thing."""
+def is_attached(thing: Any, listed_as: str) -> bool:
+    """Whether any owner is attached to a thing."""
     return listed_as in thing.__dict__
