@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from models import batches, ds_config, full_weights, llama, make_engine, section
 from numerics import signal_to_noise_db
-from running import allow_fp16_on_cpu, forward_backward, loss_of, switch
+from running import allow_fp16_on_cpu, forward_backward, loss_of, switch, trained
 
 from zeropp_fp8.config import TRIAL_VARIABLE, Trial
 from zeropp_fp8.formats import make_format
@@ -428,16 +428,16 @@ def _of_recipe(path, recipe, lora=False, fields=None, **options):
     """(whether samples and a watch leave every bit as it is, samples, distances by piece, differences by layer)."""
 
     make_model = functools.partial(small_model, lora)
-    fields, trained = fields or {}, []
+    fields, each = fields or {}, []
     numerics = {"every": 1, "parts": 1, "file": f"{path}.jsonl", "watch": "stop"}
     for observed in ({}, {"numerics": numerics}):
         switch(True)
         engine = make_engine(make_model(), ds_config(section(recipe, **fields, **observed), **options))
         micro, losses = engine.gradient_accumulation_steps(), []
         losses += trained(engine, batches(3 * micro, dist.get_rank()))
-        trained.append((losses, full_weights(engine.module)))
+        each.append((losses, full_weights(engine.module)))
         engine.destroy()
-    (plain, weights), (losses, observed_weights) = trained
+    (plain, weights), (losses, observed_weights) = each
     same = plain == losses and all(torch.equal(weight, observed_weights[name]) for name, weight in weights.items())
     samples = (
         [json.loads(line) for line in Path(f"{path}.jsonl").read_text().splitlines()] if not dist.get_rank() else []
