@@ -4,9 +4,9 @@
     python -m benchmarks.before_after --before runs/7e85fbb --ranks 2 --out runs/before_after.json
     python -m benchmarks.before_after --before runs/7e85fbb --ranks 4 --gbit 25 --out runs/25gbit.json    (root)
 
-A step on NVLink waits for Python, whose speed varies by a fifth from minute to minute: medians of runs that followed
-each other on two H100 once said 20 % where there were 4. So both versions are there at once, each in processes of its
-own on the same GPUs, and step in turns. The difference is the median over the pairs of their steps.
+A step on NVLink waits for Python, whose speed varies from minute to minute: rounds of the same code differed by up to
+56 % (docs/planning.md). So both versions are there at once, each in processes of its own on the same GPUs, and step in
+turns. The difference is the median over the pairs of their steps.
 """
 
 from __future__ import annotations
