@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from numerics import signal_to_noise_db, student_t
+from error_bounds import signal_to_noise_db, student_t
 from torch import nn
 
 from zeropp_fp8.compute import convert_linear_layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from numerics import UNIT_ROUNDOFF
+from error_bounds import UNIT_ROUNDOFF
 
 from zeropp_fp8.compute import casts
 from zeropp_fp8.formats import make_format

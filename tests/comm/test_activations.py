@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from numerics import error_bound, float8_value, payload_size
+from error_bounds import error_bound, float8_value, payload_size
 from triton_process import run
 
 from zeropp_fp8.comm import ActivationExchange, WireLedger, fp8_all_to_all

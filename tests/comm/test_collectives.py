@@ -7,7 +7,7 @@ import comm_jobs as jobs
 import pytest
 import torch
 from comm_jobs import BLOCK, DTYPES, GATHER_FORMATS, PLANS, SHAPES, SHARDS
-from numerics import UNIT_ROUNDOFF, error_bound, payload_size, signal_to_noise_db
+from error_bounds import UNIT_ROUNDOFF, error_bound, payload_size, signal_to_noise_db
 from ranks import RankError, run_ranks
 
 from zeropp_fp8.comm import WireLedger

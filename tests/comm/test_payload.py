@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conformance import ENTRIES, make
+from error_bounds import error_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numerics import error_bound
 from reference import encoded as by_the_reference
 
 from zeropp_fp8.comm.all_gather import ranks_held

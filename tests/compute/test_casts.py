@@ -14,7 +14,7 @@ from cast_cases import (
     check_operand,
     raw,
 )
-from numerics import signal_to_noise_db
+from error_bounds import signal_to_noise_db
 from triton_process import run, run_python
 
 from zeropp_fp8.compute import casts

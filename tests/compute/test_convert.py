@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from error_bounds import signal_to_noise_db
 from models import llama
-from numerics import signal_to_noise_db
 from torch import nn
 
 from zeropp_fp8.compute import LowPrecisionLinear, convert_linear_layers, restore_linear_layers

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from error_bounds import float8_value
 from linear_cases import E4M3, E5M2, draw
-from numerics import float8_value
 
 from zeropp_fp8.compute import casts
 from zeropp_fp8.compute.gemm import matmul_nt

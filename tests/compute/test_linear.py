@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from error_bounds import signal_to_noise_db
 from linear_cases import (
     CASES,
     FEW_CASES,
@@ -20,7 +21,6 @@ from linear_cases import (
     make_layer,
     run,
 )
-from numerics import signal_to_noise_db
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from error_bounds import signal_to_noise_db
 from linear_cases import (
     E4M3,
     FEW_CASES,
@@ -18,7 +19,6 @@ from linear_cases import (
     run,
     three_layers,
 )
-from numerics import signal_to_noise_db
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from error_bounds import SMALLEST_SCALE, signal_to_noise_db
 from linear_cases import (
     E4M3,
     E5M2,
@@ -15,7 +16,6 @@ from linear_cases import (
     run,
     three_layers,
 )
-from numerics import SMALLEST_SCALE, signal_to_noise_db
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

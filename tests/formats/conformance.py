@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import reference
 import torch
+from error_bounds import CODE_BITS, HALF_SMALLEST, UNIT_ROUNDOFF, error_bound
 from hypothesis import strategies as st
-from numerics import CODE_BITS, HALF_SMALLEST, UNIT_ROUNDOFF, error_bound
 
 from zeropp_fp8.formats import FORMAT_NAMES, HALF_STEP_NAMES, MX_NAMES, chunks, make_format, tensor_scaled
 from zeropp_fp8.formats.dynamic_map import dynamic_levels

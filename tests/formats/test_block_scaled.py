@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conformance import through
-from numerics import signal_to_noise_db, student_t
+from error_bounds import signal_to_noise_db, student_t
 from reference import sylvester
 
 from zeropp_fp8.formats import make_format

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conformance import normal, through
-from numerics import signal_to_noise_db
+from error_bounds import signal_to_noise_db
 
 from zeropp_fp8.formats import HALF_STEP_NAMES, make_format
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from numerics import signal_to_noise_db
+from error_bounds import signal_to_noise_db
 
 from zeropp_fp8 import kernels
 from zeropp_fp8.formats import make_format

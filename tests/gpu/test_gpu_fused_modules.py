@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from error_bounds import signal_to_noise_db
 from models import llama
-from numerics import signal_to_noise_db
 
 from zeropp_fp8.compute import casts, convert_linear_layers
 from zeropp_fp8.compute.fused_module import restore_fused

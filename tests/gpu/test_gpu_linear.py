@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
+from error_bounds import signal_to_noise_db
 from linear_cases import check_each_product
-from numerics import signal_to_noise_db
 from torch import nn
 
 from zeropp_fp8.compute import casts, convert_linear_layers, gemm

@@ -1,11 +1,12 @@
 """Where a test is: beside its module's place in the package, or under the promise that it needs ranks for."""
 
+import configparser
 from pathlib import Path
 
 import pytest
 
 import zeropp_fp8
-from tests.places import ROOT, TESTS
+from tests.places import ROOT, TESTS, WITH_RANKS
 
 PACKAGE = Path(zeropp_fp8.__file__).parent
 # Not of one folder of the package: the system on ranks and on GPUs, other projects' suites, and how the code is built.
@@ -50,3 +51,11 @@ def test_each_module_name_of_the_tests_occurs_once():
     folders = (TESTS, ROOT / "benchmarks/tests", ROOT / "examples/rlhf/tests", ROOT / "examples/quantize/tests")
     names = [path.name for folder in folders for path in folder.rglob("*.py") if path.name != "__init__.py"]
     assert sorted(names) == sorted(set(names))
+
+
+def test_pytest_and_ranks_import_from_the_same_folders():
+    """Pytest has them from setup.cfg, ranks that benchmarks start without it from tests/places.py."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    named = {ROOT / folder for folder in settings["tool:pytest"]["pythonpath"].split()}
+    assert {folder for folder in named if folder.is_relative_to(TESTS)} == {TESTS, TESTS / "formats", *WITH_RANKS}

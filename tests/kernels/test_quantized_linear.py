@@ -8,9 +8,9 @@ import numpy as np
 import ptx
 import pytest
 import torch
+from error_bounds import UNIT_ROUNDOFF
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numerics import UNIT_ROUNDOFF
 from triton_process import run
 
 pytest.importorskip("triton")

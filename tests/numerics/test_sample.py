@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from numerics import signal_to_noise_db
+from error_bounds import signal_to_noise_db
 from transformers import BatchEncoding
 
 from zeropp_fp8.__main__ import main as command

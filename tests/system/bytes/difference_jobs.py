@@ -11,9 +11,9 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_local_fp32_param,
 )
+from error_bounds import signal_to_noise_db
 from frozen_jobs import with_lora
 from models import batches, compiled_by, ds_config, full_weights, llama, make_engine, section
-from numerics import signal_to_noise_db
 from ranks import printed
 from running import allow_fp16_on_cpu, evaluated, loss_of, shared_folder, switch
 

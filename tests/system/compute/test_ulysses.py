@@ -6,7 +6,7 @@ import activation_jobs as jobs
 import pytest
 import torch
 from activation_jobs import DTYPES, LAYOUTS, SHAPES, SPECIALS, UNEVEN
-from numerics import error_bound, payload_size, signal_to_noise_db
+from error_bounds import error_bound, payload_size, signal_to_noise_db
 from ranks import run_ranks
 
 # E4M3 has 3 mantissa bits, E5M2 has 2: 6 dB less. Normal numbers lie at 31.5 and 25.6 dB.

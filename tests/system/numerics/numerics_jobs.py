@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
+from error_bounds import signal_to_noise_db
 from models import batches, ds_config, full_weights, llama, make_engine, section
-from numerics import signal_to_noise_db
 from running import allow_fp16_on_cpu, forward_backward, loss_of, switch, trained
 
 from zeropp_fp8.config import TRIAL_VARIABLE, Trial

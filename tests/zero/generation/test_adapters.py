@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
+from error_bounds import UNIT_ROUNDOFF
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numerics import UNIT_ROUNDOFF
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
