@@ -253,6 +253,15 @@ def check_reference(entry, dtype, device=CPU):
             assert_same(fmt.decode(found, tensor.shape, output).cpu(), in_dtype(decoded, output, entry not in EXACT))
 
 
+def check_numbers(entry, values):
+    """Any fp32 numbers, NaN and Inf and subnormals among them: the bytes are those of the reference."""
+    tensor = torch.tensor(values, dtype=torch.float32)
+    payload, decoded = expected_of(entry, tensor)
+    found = make(entry, torch.float32).encode(tensor)
+    assert bytes(found.tolist()) == payload
+    assert_same(make(entry, torch.float32).decode(found, tensor.shape, torch.float32), in_dtype(decoded, torch.float32))
+
+
 def check_codes(entry):
     """Every code decodes to its number with every scale of a byte, or with some; also codes that are never written."""
     name, options = options_of(entry)

@@ -14,6 +14,13 @@ def test_reference(entry, dtype):
     conformance.check_reference(entry, DTYPES[dtype])
 
 
+@pytest.mark.parametrize("entry", [e for e in QUANTIZED if "hadamard" not in e and "double" not in e])
+@settings(max_examples=30, derandomize=True)
+@given(values=st.lists(st.floats(width=32), min_size=1, max_size=70))
+def test_any_numbers(entry, values):
+    conformance.check_numbers(entry, values)
+
+
 @pytest.mark.parametrize("entry", CODED)
 def test_every_code(entry):
     conformance.check_codes(entry)
