@@ -24,8 +24,9 @@ from benchmarks.harness.environment import ROOT, describe
 from benchmarks.harness.results import append_to, begin_result, end_result
 from examples.options import new_file, whole
 
-PARTS = ("unit/test_plugin", "distributed/test_parity", "distributed/test_breadth", "distributed/test_backwards")
-TESTS = (*PARTS, "distributed/test_zero")
+PARITY = "system/parity"
+PARTS = ("plugin/test_install", f"{PARITY}/test_parity", f"{PARITY}/test_breadth", f"{PARITY}/test_backwards")
+TESTS = (*PARTS, f"{PARITY}/test_zero")
 CHOSEN = " or ".join((*(name.rpartition("/")[2] for name in PARTS), "checkpoints", "refusals", "hpz"))
 FOLDER = Path(sys.prefix, "compat")
 # No DeepSpeed is built: it has nothing compiled, and asks for the torch that is there.

@@ -5,6 +5,7 @@ import ast
 import json
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,6 +158,10 @@ def test_steps_in_turns(tmp_path, monkeypatch):
     for thread in threads:
         thread.join(60)
     assert order == [(version, batch) for batch in "abcd" for version in ("before", "after")]
+
+
+def test_tests_of_other_versions_are_there():
+    assert all((ROOT / f"tests/{name}.py").is_file() for name in compat.TESTS)
 
 
 def test_how_tests_of_other_versions_ended():
