@@ -15,12 +15,11 @@ from pathlib import Path
 
 from hang_guard import HANG
 
-TESTS = Path(__file__).parent
+from tests.places import TESTS, python_path
 
 
 def _environment(interpret: bool) -> dict[str, str]:
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS / "formats"), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": path}
+    return {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": python_path()}
 
 
 @functools.cache

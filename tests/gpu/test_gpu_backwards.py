@@ -10,15 +10,15 @@ import pytest
 import torch
 from hang_guard import HANG
 
+from tests.places import python_path
+
 pytestmark = pytest.mark.gpu
-TESTS = Path(__file__).parents[1]
 
 
 def test_gradients_add_up(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA devices")
-    paths = [str(TESTS.parent), str(TESTS), str(TESTS / "system"), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": os.pathsep.join(paths)}
+    env = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     out = tmp_path / "found.json"
     script = Path(__file__).with_name("backward_script.py")

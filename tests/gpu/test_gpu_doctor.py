@@ -7,26 +7,24 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
 from hang_guard import HANG
 
+from tests.places import python_path
 from zeropp_fp8 import kernels
 from zeropp_fp8.doctor.kernels import FORMATS, kernel_differences
 from zeropp_fp8.plan import METHODS, Cluster, Hardware, Job, Model, estimate
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 PARAMETERS = 1.3e9
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def python(*words):
     """What a Python on this repository prints."""
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": paths}
+    env = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": python_path()}
     done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hang_guard import HANG
 
+from tests.places import python_path
+
 pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).parent / "generation_script.py"
 
@@ -19,8 +21,7 @@ RUNS += [("qlora", "none", "fp32", "one"), ("qlora", "none", "fp32", "several")]
 
 @pytest.mark.parametrize("recipe, compute, dtype, adapters", RUNS)
 def test_generation(recipe, compute, dtype, adapters):
-    folders = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": os.pathsep.join(folders)}
+    env = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": python_path()}
     command = [sys.executable, str(SCRIPT), recipe, compute, dtype, adapters]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr

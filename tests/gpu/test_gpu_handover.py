@@ -10,6 +10,8 @@ import pytest
 import torch
 from hang_guard import HANG
 
+from tests.places import python_path
+
 pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).parent / "handover_script.py"
 
@@ -17,8 +19,7 @@ SCRIPT = Path(__file__).parent / "handover_script.py"
 def test_handover_over_nccl(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL joins processes with a GPU each; this machine has one")
-    folders = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": os.pathsep.join(folders)}
+    env = {**os.environ, "DS_ACCELERATOR": "cuda", "PYTHONPATH": python_path()}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path)], env=env, capture_output=True, text=True, timeout=HANG
     )

@@ -1,12 +1,15 @@
 """Where a test is: beside its module's place in the package, or under the promise that it needs ranks for."""
 
+import ast
 import configparser
+import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import zeropp_fp8
-from tests.places import ROOT, TESTS, WITH_RANKS
+from tests.places import FOLDERS, ROOT, TESTS
 
 PACKAGE = Path(zeropp_fp8.__file__).parent
 # Not of one folder of the package: the system on ranks and on GPUs, other projects' suites, and how the code is built.
@@ -58,4 +61,28 @@ def test_pytest_and_ranks_import_from_the_same_folders():
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     named = {ROOT / folder for folder in settings["tool:pytest"]["pythonpath"].split()}
-    assert {folder for folder in named if folder.is_relative_to(TESTS)} == {TESTS, TESTS / "formats", *WITH_RANKS}
+    assert {folder for folder in named if folder.is_relative_to(TESTS)} == set(FOLDERS) - {ROOT}
+
+
+def modules_imported(path: Path) -> Iterator[str]:
+    """Names of the modules that a file imports, also within its functions, but for those within a `try`."""
+    tree = ast.parse(path.read_text())
+    tried = {id(node) for each in ast.walk(tree) if isinstance(each, ast.Try) for node in ast.walk(each)}
+    for node in ast.walk(tree):
+        if id(node) in tried:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module
+
+
+def test_what_tests_import_is_there():
+    """GPU tests and their scripts run rarely: a name that has moved shows here."""
+    ours = {path.stem for folder in FOLDERS for path in folder.glob("*.py")}
+    for path in sorted(TESTS.rglob("*.py")):
+        beside = {each.stem for each in path.parent.glob("*.py")}
+        for name in modules_imported(path):
+            first = name.partition(".")[0]
+            found = ours | beside if first not in ("zeropp_fp8", "tests", "benchmarks", "examples") else set()
+            assert first in found or importlib.util.find_spec(name), f"{path.relative_to(ROOT)} imports {name}"
