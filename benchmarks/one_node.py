@@ -95,7 +95,7 @@ def wire(engine) -> dict:
 
 
 def compare(rows: list[dict], settings: dict) -> list[dict]:
-    """A line a link and run over its rounds; its speed over the fastest peer on that link."""
+    """A line per link and run over its rounds; its speed over the fastest peer on that link."""
     lines = []
     for link, run in dict.fromkeys((row["link"], row["run"]) for row in rows):
         mine = [row for row in rows if (row["link"], row["run"]) == (link, run)]
@@ -120,11 +120,11 @@ def compare(rows: list[dict], settings: dict) -> list[dict]:
 def show(result: dict) -> None:
     """A table a link."""
     settings = result["settings"]
-    shape = f"{settings['micro_batch']} x {settings['sequence']} tokens a rank"
+    shape = f"{settings['micro_batch']} x {settings['sequence']} tokens per rank"
     if settings["accumulation"] > 1:
         shape = f"{settings['accumulation']} micro-batches of {shape}"
     for link in dict.fromkeys(line["link"] for line in result["comparison"]):
-        what = "as it is, through the host's memory" if link == PCIE else f"{link:g} Gbit/s a rank"
+        what = "as it is, through the host's memory" if link == PCIE else f"{link:g} Gbit/s per rank"
         print(f"\n{settings['ranks']} ranks in one node, {what}; {settings['size']}, {shape}, bf16")
         print(
             f"{'':<22}{'ms':>9}{'lowest..highest round':>24}{'tokens/s':>10}{'x peer':>8}{'interface':>11}{'ledger':>9}"

@@ -90,7 +90,7 @@ def count_ahead(engine):
 
 
 def train_with_limits(recipe, fields=None, steps=3, names=tuple(LIMITS), persistent_below=()):
-    """{limits: (losses, gathers started ahead, bytes a step)}."""
+    """{limits: (losses, gathers started ahead, bytes per step)}."""
     results = {}
     cases = [(name, 0) for name in names] + [("small", threshold) for threshold in persistent_below]
     for case in cases:

@@ -28,7 +28,7 @@ def engine_of(recipe="zeropp-pcie", secondary=None, accumulation=1, frozen=(), s
 
 
 def train(secondary, recipe="zeropp-pcie", accumulation=1, steps=3, **options):
-    """Losses, weights, bytes of weights a step after the first, what is kept; with evaluations in between."""
+    """Losses, weights, bytes of weights per step after the first, what is kept; with evaluations in between."""
     engine = engine_of(recipe, secondary, accumulation, **options)
     gatherer, ledger = engine.optimizer.gatherer, engine.zeropp_fp8_session.ledger
     data, losses, held = batches(steps * (accumulation + 1), dist.get_rank()), [], []

@@ -74,7 +74,7 @@ def runs(recipe, fields, buffers, steps=2, **options):
 
 
 def scopes(recipe, fields, names, node_size, steps=2, accumulation=1):
-    """{scope: (losses, ranks of a copy, bytes of copies after an evaluation, bytes sent a step)}."""
+    """{scope: (losses, ranks of a copy, bytes of copies after an evaluation, bytes sent per step)}."""
     found = {}
     for scope in names:
         switch(True)

@@ -83,7 +83,7 @@ def test_documentation_model_through_both():
 
 @pytest.mark.parametrize("world, ranks_per_node", [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3)])
 def test_other_worlds(world, ranks_per_node):
-    """One rank, one node, one rank a node, odd counts: quantized training stays close to stock."""
+    """One rank, one node, one rank per node, odd counts: quantized training stays close to stock."""
     stock, plugin = run_ranks(
         jobs.train_both,
         world=world,
