@@ -83,14 +83,17 @@ def batches(steps, rank, batch=2, length=32, vocab=256, seed=1):
         yield (start + stride * torch.arange(length)) % vocab
 
 
-def make_engine(model, config, optimizer="adamw", lr=1e-3, model_parameters=None):
-    """deepspeed.initialize with torch's AdamW (no compiler)."""
+def make_engine(model, config, optimizer="adamw", lr=1e-3):
+    """deepspeed.initialize with torch's AdamW (no compiler), or what `optimizer` makes of a list of parameters."""
     import deepspeed
 
-    parameters = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
+    parameters = [p for p in model.parameters() if p.requires_grad]
     if optimizer is None:
         return deepspeed.initialize(model=model, config=copy.deepcopy(config))[0]
-    chosen = torch.optim.AdamW(parameters, lr=lr) if optimizer == "adamw" else torch.optim.SGD(parameters, lr=lr)
+    if callable(optimizer):
+        chosen = optimizer(parameters)
+    else:
+        chosen = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer](parameters, lr=lr)
     return deepspeed.initialize(model=model, optimizer=chosen, config=copy.deepcopy(config))[0]
 
 
