@@ -88,6 +88,7 @@ class Spec:
         adapted: what becomes of it after that.
         optimizer: "adamw", "sgd", what makes one of a list of parameters, or None for an engine that does not train.
         leaves: classes of DeepSpeed's leaf modules, which make stock gather and reduce as the plugin does of blocks.
+        plugin: whether it is on; without a word where there is a section.
     """
 
     section: dict | None = None
@@ -99,10 +100,11 @@ class Spec:
     zero_init: bool = False
     adapted: Callable[[nn.Module], nn.Module] | None = None
     leaves: tuple = ()
+    plugin: bool | None = None
 
     def engine(self, model: nn.Module | None = None):
         """An engine over a new model, or over one that is there."""
-        switch(self.section is not None)
+        switch(self.section is not None if self.plugin is None else self.plugin)
         config = ds_config(self.section, self.dtype, **self.config)
         if model is None:
             model = build(self.model, config, self.zero_init)
