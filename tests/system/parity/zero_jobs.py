@@ -45,27 +45,26 @@ from zeropp_fp8.zero.gather.adopted import unit_of
 # -- hpZ -----------------------------------------------------------------------------------------------------------
 
 
-class InterCounter:
-    """Bytes this rank sent between nodes, in and outside steps, since the last call."""
+class Moved:
+    """Bytes this rank has sent between nodes since the last count, in and outside steps, by the name of the count."""
 
-    def __init__(self, engine):
-        self.ledger = engine.zeropp_fp8_session.ledger
-        self.last = 0
-        self()
+    def __init__(self):
+        self.last, self.log = 0, {}
 
-    def __call__(self):
-        counters = self.ledger.outside, self.ledger.pending, self.ledger.of_run.bytes
+    def __call__(self, name="something"):
+        return on_engine(self.count, name)
+
+    def count(self, engine, name):
+        ledger = engine.zeropp_fp8_session.ledger
+        counters = ledger.outside, ledger.pending, ledger.of_run.bytes
         now = sum(n for each in counters for (table, *_, link), n in each.items() if (table, link) == (SENT, "inter"))
-        now, self.last = now - self.last, now
-        return now
+        self.log[name], self.last = now - self.last, now
 
 
 def secondary_shards(scope, node_size=2):
     """What each action moves between nodes, and how many bytes the secondary shards hold."""
-    tokens, log, counters = next(batches(1, dist.get_rank())), {}, []
-
-    def moved(name="something"):
-        return on_engine(lambda engine: log.update({name: counters[0]()}))
+    tokens, moved = next(batches(1, dist.get_rank())), Moved()
+    log = moved.log
 
     def held(name):
         return on_engine(lambda engine: log.update({name: secondary_bytes(engine.optimizer.gatherer)}))
@@ -91,8 +90,7 @@ def secondary_shards(scope, node_size=2):
 
     evaluation = evaluate(tokens)
     events = [
-        on_engine(lambda engine: counters.append(InterCounter(engine))),
-        *(evaluation, moved("first evaluation"), evaluation, moved("second evaluation"), held("held")),
+        *(moved(), evaluation, moved("first evaluation"), evaluation, moved("second evaluation"), held("held")),
         *(forward, moved("training forward"), backward, update, moved()),
         *(forward, moved("second micro-batch"), backward, update),
         *(forward, backward, moved(), update, held("held after step"), moved()),
