@@ -88,7 +88,7 @@ class Spec:
         adapted: what becomes of it after that.
         optimizer: "adamw", "sgd", what makes one of a list of parameters, or None for an engine that does not train.
         leaves: classes of DeepSpeed's leaf modules, which make stock gather and reduce as the plugin does of blocks.
-        plugin: whether it is on; without a word where there is a section.
+        plugin: whether it is on; None: where there is a section.
     """
 
     section: dict | None = None

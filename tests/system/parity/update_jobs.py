@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from models import batches, llama, section
-from running import Spec, backward, changed, forward, loaded, run, saved, see, shared_folder, update
+from ranks import attempt
+from running import Spec, backward, changed, forward, loaded, run, saved, see, shared_folder, step, update
 from whole_jobs import fields
 
 from zeropp_fp8.optim import UPDATES, Update
@@ -61,7 +62,6 @@ def spec_of(known, lr=0.05, momentum=0.9, seed=0, **options):
     return Spec(the_section, model=functools.partial(llama, layers=1, seed=seed), optimizer=optimizer)
 
 
-GRADIENTS = safe_get_full_grad
 NUMBERS = (safe_get_full_fp32_param, functools.partial(safe_get_full_optimizer_state, optim_state_key="velocity"))
 
 
@@ -70,21 +70,22 @@ def numbers(engine, *looks):
     return [{name: look(param).double() for name, param in engine.module.named_parameters()} for look in looks]
 
 
-def shapes(engine):
-    """Whole ones of parameters; the optimizer's states as DeepSpeed saves them."""
-    saved = engine.optimizer.state_dict()["optimizer_state_dict"]["state"]
-    return {tuple(param.ds_shape) for param in engine.module.parameters()}, {tuple(state) for state in saved.values()}
+def held(engine):
+    """Shapes of whole parameters, and names of the optimizer's states as DeepSpeed saves them."""
+    states = engine.optimizer.state_dict()["optimizer_state_dict"]["state"]
+    return {tuple(param.ds_shape) for param in engine.module.parameters()}, {tuple(state) for state in states.values()}
 
 
 def trained_and_resumed(steps=4):
-    """Of each step, beside the one written out in float64, the largest error of a weight over its change, and of a
-    velocity over its amax; shapes that were not whole, losses, states that a checkpoint holds; and weights and
-    velocities that are others, bit for bit, where a run has gone on from a checkpoint, which holds equal slices.
+    """(largest error of a weight over its change, of a velocity over its amax, shapes that were not whole, losses,
+    states that a checkpoint holds, names of what differs in a run that has gone on from a checkpoint).
+
+    Errors are those of steps written out in float64. The checkpoint holds equal slices.
     """
     known, folder, half = NormalizedUpdate(), shared_folder(), steps // 2
     data = list(batches(steps, dist.get_rank()))
-    seen = [forward, backward, see(numbers, *NUMBERS, GRADIENTS), update, see(numbers, *NUMBERS)]
-    trace = run(spec_of(known), [*seen * half, saved(folder, "half"), *seen * half, see(shapes)], data=data)
+    seen = [forward, backward, see(numbers, *NUMBERS, safe_get_full_grad), update, see(numbers, *NUMBERS)]
+    trace = run(spec_of(known), [*seen * half, saved(folder, "half"), *seen * half, see(held)], data=data)
     *looks, (whole, states) = trace.seen
     weight_error, velocity_error = 0.0, 0.0
     for (weights, velocities, grads), (after, written) in zip(looks[::2], looks[1::2]):
@@ -94,7 +95,7 @@ def trained_and_resumed(steps=4):
             weight_error = max(weight_error, ((after[name] - weight + change).abs().max() / change.abs().max()).item())
             amax = velocity.abs().max()
             velocity_error = max(velocity_error, ((written[name] - velocity).abs().max() / amax).item())
-    events = [loaded(folder, "half"), *[forward, backward, update] * half, see(numbers, *NUMBERS)]
+    events = [loaded(folder, "half"), *[step] * half, see(numbers, *NUMBERS)]
     resumed = run(spec_of(NormalizedUpdate(), seed=3), events, data=data[half:])
     others = [name for pair in zip(looks[-1], resumed.seen[0]) for name in changed(*pair)]
     return weight_error, velocity_error, known.shapes - whole, trace.losses, states, others
@@ -102,10 +103,5 @@ def trained_and_resumed(steps=4):
 
 def refusals():
     """What is said of matrices that are cut, and of options that the update refuses."""
-    said = []
-    for options in ({"partition_split": "balance"}, {"momentum": 1.0}):
-        try:
-            spec_of(NormalizedUpdate(), **options).engine()
-        except ValueError as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+    cases = {"partition_split": "balance"}, {"momentum": 1.0}
+    return [attempt(spec_of(NormalizedUpdate(), **options).engine) for options in cases]
