@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from models import llama
+from models import Mlp, llama
 from recipes import section_of
 from running import Spec, backward, forward, on_engine, run, see, shared_folder, step, update
-from torch import nn
 
 STORED = {"modules": "frozen", "format": "nf4", "block_size": 32}
 
@@ -88,14 +87,6 @@ def looks(way, looks, dtype="fp32"):
     return found
 
 
-class OfOddSizes(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(3, 5), nn.Linear(5, 1, bias=False))
-
-    def forward(self, x):
-        return super().forward(x).sum()
-
-
 def write_and_read(engine):
     """Names of weights, gradients and states that are not what was written."""
     from deepspeed import utils
@@ -117,10 +108,10 @@ def write_and_read(engine):
 
 
 def written_and_read(ways):
-    """{way: names of what is wrong} with sizes that are padded on the last rank."""
-    found, data = {}, [(torch.ones(2, 3),)] * 2
+    """{way: names of what is wrong} of odd sizes, which are padded on the last rank."""
+    found, data = {}, [(torch.ones(2, 3), torch.zeros(2, dtype=torch.long))] * 2
     for way in ways:
-        spec = Spec(section_of(way, compute={"format": "none"}), model=OfOddSizes)
+        spec = Spec(section_of(way, compute={"format": "none"}), model=lambda: Mlp(hidden=3, layers=2))
         # From the first step on stock's optimizer has states.
         (found[way],) = run(spec, [step, forward, backward, see(write_and_read)], data=data).seen
     return found
