@@ -25,7 +25,7 @@ def spec_of(recipe="zeropp-pcie", secondary=None, accumulation=1, frozen=(), fie
 
 
 def train(secondary, recipe="zeropp-pcie", accumulation=1, steps=3, **options):
-    """Losses, weights, bytes of weights a step after the first, what is kept; with an evaluation at the end."""
+    """Losses, weights, bytes of weights per step after the first, what is kept; with an evaluation at the end."""
     held, sent = [], []
     look = on_engine(lambda engine: held.append(secondary_bytes(engine.optimizer.gatherer)))
     count = on_engine(lambda engine: sent.append(weight_bytes(engine)))

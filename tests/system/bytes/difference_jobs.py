@@ -342,7 +342,7 @@ def ways():
 
 
 def adapted(steps=8, saved_at=4, **options):
-    """LoRA: losses, and from `saved_at` on those of a run that was resumed; bytes of weights between nodes a step;
+    """LoRA: losses, and from `saved_at` on those of a run that was resumed; bytes of weights between nodes per step;
     sizes of this rank's slices of adapters; SNR of gathered adapters, whether frozen weights are exact; agreement."""
     folder, data = shared_folder(), list(batches(steps, dist.get_rank()))
 

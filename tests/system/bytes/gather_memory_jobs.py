@@ -72,7 +72,7 @@ def runs(recipe, fields, buffers, steps=2, **options):
 
 
 def scopes(recipe, fields, names, node_size):
-    """{scope: (losses, ranks of a copy, bytes of copies after an evaluation, bytes sent a step)}."""
+    """{scope: (losses, ranks of a copy, bytes of copies after an evaluation, bytes sent per step)}."""
 
     def copies(engine):
         return engine.zeropp_fp8_session.secondary_ranks, secondary_bytes(engine.optimizer.gatherer)
