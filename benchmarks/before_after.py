@@ -151,7 +151,7 @@ QUESTION = Question(
     settings=("size", "ranks", "nodes", "gbit", "micro_batch", "sequence", "steps", "warmup", "version_before"),
     jobs=both_versions,
     work=measure,
-    line=lambda row: f"{row['run']}, {row['version']}: {row['step_ms']:.1f} ms a step",
+    line=lambda row: f"{row['run']}, {row['version']}: {row['step_ms']:.1f} ms per step",
     compared=lambda result: {"comparison": compare(result["rows"])},
     show=show,
 )

@@ -164,7 +164,7 @@ def _finish(device: torch.device) -> None:
 
 
 def compare(rows: list[dict]) -> list[dict]:
-    """A line a way: median time, bytes an element, and what both are below 32 and 16 bits, in percent."""
+    """A line per way: median time, bytes per element, and what both are below 32 and 16 bits, in percent."""
     lines = []
     for way in dict.fromkeys(row["run"] for row in rows):
         mine = [row for row in rows if row["run"] == way]

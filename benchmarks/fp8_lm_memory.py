@@ -147,7 +147,7 @@ QUESTION = Question(
     settings=("size", "ranks", "nodes", "gbit", "micro_batch", "sequence", "checkpointing", "gib"),
     jobs=runs_apart,
     work=measure,
-    line=lambda row: f"{row['run']}: {row['states_per_parameter']:.3f} bytes a parameter",
+    line=lambda row: f"{row['run']}: {row['states_per_parameter']:.3f} bytes per parameter",
     compared=lambda result: {"comparison": compare(result["rows"])},
     show=show,
 )

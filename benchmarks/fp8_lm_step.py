@@ -91,7 +91,7 @@ def gradient_bytes(wire: dict) -> dict:
 
 
 def compare(rows: list[dict], settings: dict) -> list[dict]:
-    """A line a run over its rounds; its speed against the faster stock, `lossless` and FP8 compute alone."""
+    """A line per run over its rounds; its speed against the faster stock, `lossless` and FP8 compute alone."""
     lines = []
     for run in dict.fromkeys(row["run"] for row in rows):
         mine = [row for row in rows if row["run"] == run]
@@ -129,11 +129,11 @@ def show(result: dict) -> None:
     settings = result["settings"]
     print(
         f"\n{result['rows'][0]['parameters'] / 1e9:.3f} B parameters, {settings['ranks']} rank(s) in "
-        f"{link_of(settings)}, {settings['micro_batch']} x {settings['sequence']} tokens a rank"
+        f"{link_of(settings)}, {settings['micro_batch']} x {settings['sequence']} tokens per rank"
     )
     print(
         f"{'':<14}{'ms':>9}{'lowest..highest round':>24}{'tokens/s':>11}{'MFU':>8}{'x stock':>9}"
-        f"{'x bf16':>8}{'x FP8':>8}{'GiB':>8}{'MB a node':>12}{'interface':>11}{'floor':>8}"
+        f"{'x bf16':>8}{'x FP8':>8}{'GiB':>8}{'MB per node':>12}{'interface':>11}{'floor':>8}"
         f"{'gradients below fp32/bf16':>27}  loss"
     )
     for line in result["comparison"]:
@@ -193,7 +193,7 @@ QUESTION = Question(
     + ("peak_tflops", "gib"),
     jobs=rounds,
     work=measure,
-    line=lambda r: f"{r['run']}, round {r['round']}: {r['step_ms']:.1f} ms a step, {r['tokens_per_s']:.0f} tokens/s",
+    line=lambda r: f"{r['run']}, round {r['round']}: {r['step_ms']:.1f} ms per step, {r['tokens_per_s']:.0f} tokens/s",
     compared=lambda result: {"comparison": compare(result["rows"], result["settings"])},
     show=show,
 )

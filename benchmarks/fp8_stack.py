@@ -245,7 +245,7 @@ def main() -> None:
             add_ratios(result["stack"])
             write_result(args.out, result)
             last = result["stack"][-1]
-            print(f"{run} {mode}: {last.get('error') or round(last['step_ms'], 1)} ms a step", flush=True)
+            print(f"{run} {mode}: {last.get('error') or round(last['step_ms'], 1)} ms per step", flush=True)
     show(result["stack"], args)
     write_result(args.out, result | {"finished": True})
     failed = [row["run"] for row in result["stack"] if "error" in row]

@@ -287,7 +287,7 @@ QUESTION = Question(
     parse=parse,
     settings=("size", "ranks", "nodes", "gbit", "batch", "prompt", "bf16"),
     work=measure,
-    line=lambda row: f"{row['run']}: {row['token_ms']:.1f} ms a token",
+    line=lambda row: f"{row['run']}: {row['token_ms']:.1f} ms per token",
     compared=lambda result: {},
     show=show,
 )

@@ -135,7 +135,7 @@ def transfer_of(source, limit: int):
 
 
 def there_at_once(engine, source: Iterable) -> int:
-    """The most bytes of gathered weights, over one more hand-over; a byte an element where there are but codes."""
+    """The most bytes of gathered weights, over one more hand-over; a byte per element where there are but codes."""
     from zeropp_fp8 import sharded
 
     most, params = 0, list(engine.module.parameters())
@@ -206,13 +206,13 @@ def show(result: dict) -> None:
         f"{link}, buckets of {settings['bucket']} MiB"
     )
     print(
-        f"{'':<16}{'ms':>9}{'payload':>10}{'gathered':>10}{'between':>10}{'there':>9}{'peak':>9}\n"
-        f"{'':<25}{'MB':>10}{'MB a rank':>10}{'MB a node':>10}{'MB':>9}{'MB':>9}"
+        f"{'':<16}{'ms':>9}{'payload':>10}{'gathered':>13}{'between':>13}{'there':>9}{'peak':>9}\n"
+        f"{'':<25}{'MB':>10}{'MB per rank':>13}{'MB per node':>13}{'MB':>9}{'MB':>9}"
     )
     keys = ("payload_bytes", "gathered_bytes_per_rank", "tx_bytes_per_node", "there_bytes", "peak_bytes")
     for run in (run for run in RUNS if run in rows):
         row = rows[run]
-        cells = (cell(row[key], 2, 1e6, width) for key, width in zip(keys, (10, 10, 10, 9, 9)))
+        cells = (cell(row[key], 2, 1e6, width) for key, width in zip(keys, (10, 13, 13, 9, 9)))
         print(f"{run:<16}{row['ms']:>9.1f}" + "".join(cells))
 
 

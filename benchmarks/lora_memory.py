@@ -128,7 +128,7 @@ def show(result: dict) -> None:
         )
     timed = [row for row in rows.values() if "step_ms" in row]
     if timed:
-        print("ms a step: " + ", ".join(f"{row['run']} {row['step_ms']:.1f}" for row in timed))
+        print("ms per step: " + ", ".join(f"{row['run']} {row['step_ms']:.1f}" for row in timed))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -291,7 +291,7 @@ def finish(result: dict, args) -> None:
     if not result["rows"]:
         return
     show(result)
-    print(f"\n{'before the first step':<26}{'held-out loss':>15}{'above bf16':>12}{'bytes a frozen weight':>23}")
+    print(f"\n{'before the first step':<26}{'held-out loss':>15}{'above bf16':>12}{'bytes per frozen weight':>23}")
     for line in result["comparison"]:
         above = line.get("start_percent_above_bf16")
         print(

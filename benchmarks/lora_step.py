@@ -89,7 +89,7 @@ def wire_of(before: dict[str, float], after: dict[str, float], args) -> dict[str
 
 
 def compare(rows: list[dict], settings: dict) -> list[dict]:
-    """A line a run over its rounds; its speed against stock and against weights that travel as INT8."""
+    """A line per run over its rounds; its speed against stock and against weights that travel as INT8."""
     lines = []
     for run in dict.fromkeys(row["run"] for row in rows):
         mine = [row for row in rows if row["run"] == run]
@@ -125,8 +125,8 @@ def show(result: dict) -> None:
     name, unit = unit_of(some)
     print(
         f"\nLoRA on {some['parameters'] / 1e9:.3f} B parameters, {settings['ranks']} rank(s) in {link_of(settings)}, "
-        f"{settings['micro_batch']} x {settings['sequence']} tokens a rank, checkpointing "
-        f"{'on' if settings['checkpointing'] else 'off'}; MB that a node sends a step"
+        f"{settings['micro_batch']} x {settings['sequence']} tokens per rank, checkpointing "
+        f"{'on' if settings['checkpointing'] else 'off'}; MB that a node sends per step"
     )
     print(
         f"{'':<15}{'ms':>9}{'lowest..highest round':>24}{'first':>9}{'tokens/s':>10}{'x stock':>9}{'at least':>9}"
@@ -167,7 +167,7 @@ QUESTION = Question(
     settings=("size", "ranks", "nodes", "gbit", "micro_batch", "sequence", "checkpointing", "steps", "warmup", "gib"),
     jobs=rounds,
     work=measure,
-    line=lambda row: f"{row['run']}: {row['step_ms']:.1f} ms a step",
+    line=lambda row: f"{row['run']}: {row['step_ms']:.1f} ms per step",
     compared=lambda result: {"comparison": compare(result["rows"], result["settings"])},
     show=show,
 )

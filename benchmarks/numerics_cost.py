@@ -163,7 +163,7 @@ def show(result: dict) -> None:
     )
     for line in result["comparison"]:
         print(
-            f"{line['run']}, {line['without_ms']:.1f} ms a step, {line['cycles']} cycles: "
+            f"{line['run']}, {line['without_ms']:.1f} ms per step, {line['cycles']} cycles: "
             f"idle costs {between(line['idle_percent'], '%', 2)}, "
             f"a sample costs {between(line['sample_ms'], 'ms', 1)} "
             f"or {between(line['sample_percent'], '%', 2)} by one in {APART}, "

@@ -1,11 +1,13 @@
-"""Step time, bytes and memory on one node whose GPUs have no NVLink between them: PCIe, consumer cards.
+"""Step time, bytes and memory on one node, over NVLink, or as without it: PCIe, consumer cards.
 
-    python -m benchmarks.one_node --ranks 4 --links pcie,64,128 --out runs/one_node.json      (root: namespaces)
+    python -m benchmarks.one_node --ranks 2 --out runs/one_node.json
+    python -m benchmarks.one_node --ranks 4 --links pcie,64,128 --out runs/pcie.json      (root: namespaces)
 
-A link of `pcie` is the node as it is with NCCL_P2P_DISABLE=1: GPUs exchange through the host's memory. A number is a
-link of so many Gbit/s for what each rank sends: each is in a network namespace of its own on one bridge, and NCCL has
-sockets only (NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1). 64 and 128 are PCIe 3.0 and 4.0 with 8 lanes. All ranks are one
-node to NCCL and to the recipes. Without a GPU a small model trains over gloo, to which `pcie` is the host's loopback.
+A link of `nvlink` is the node as it is. On `pcie` it has NCCL_P2P_DISABLE=1: GPUs exchange through the host's memory. A
+number is a link of so many Gbit/s for what each rank sends: each is in a network namespace of its own on one bridge,
+and NCCL has sockets only (NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1). 64 and 128 are PCIe 3.0 and 4.0 with 8 lanes. All
+ranks are one node to NCCL and to the recipes. Without a GPU a small model trains over gloo, to which `nvlink` and
+`pcie` are the host's loopback.
 
 One host moves the bytes of all ranks through its CPUs: a rate may be more than it can move. So each row says what an
 all-gather has reached on the link as it was ("link", Gbit/s that a rank sends), which is what its times are to be
@@ -14,10 +16,13 @@ counted stands beside what the ledger counted.
 
 Every run trains the same Llama on the same data in bf16, clips gradients at 1.0 and uses AdamW with fp32 master
 weights (harness/peers.py). Every run is built and timed in every round, forwards in even rounds and backwards in odd
-ones. The target is that of `zeropp-pcie` over the best peer: twice as fast.
+ones, all in the same processes. Each is compared with the fastest peer that is compiled as it is. The targets: without
+NVLink `zeropp-pcie` is twice as fast; over NVLink `lossless` and `zeropp` are no slower, and FP8 takes at most 0.8 of
+the time of `zeropp`.
 
     stock-zero2, stock            DeepSpeed ZeRO-2, ZeRO-3
     fsdp2, fsdp2-compiled         fully_shard; with decoder layers compiled
+    fsdp2-torchao, ...            fully_shard of torchao's float8 training
     zeropp, zeropp-pcie, ...      ZeRO-3 with this project's recipes
 """
 
@@ -35,22 +40,31 @@ from benchmarks.harness.environment import forget_memory
 from benchmarks.harness.jobs import Job
 from benchmarks.harness.measuring import Steps, micro_batches, random_tokens, reached_gbit, timed_steps
 from benchmarks.harness.nodes import PLACES, ranks_apart, set_rate_everywhere
-from benchmarks.harness.peers import MODELS, SECTIONS, made
+from benchmarks.harness.peers import MODELS, SECTIONS, TORCHAO, made
 from benchmarks.harness.question import Question
 from benchmarks.harness.sizes import SIZES
 from benchmarks.harness.tables import cell, verdict
 from examples.options import whole
 
-PCIE = "pcie"
-PEERS = ("stock-zero2", "stock", "fsdp2", "fsdp2-compiled")
+NVLINK, PCIE = "nvlink", "pcie"
+AS_IT_IS = {NVLINK: "over NVLink", PCIE: "through the host's memory"}
+COMPILED = "-compiled"
+PEERS = ("stock-zero2", "stock", "fsdp2", "fsdp2-compiled")  # in bf16: what others are compared with
+IN_FP8 = (*TORCHAO, *(recipe + mode for recipe in ("fp8-lm-o1", "fp8-lm") for mode in ("", COMPILED)))
 OWN = ("zeropp", "zeropp-pcie", "zeropp-compiled", "zeropp-pcie-compiled")
 RUNS = (*PEERS, *OWN)
-TARGET = 2.0  # times the best peer
+EVERY = tuple(dict.fromkeys((*RUNS, *TORCHAO, *SECTIONS)))
+OVER_NVLINK = ("fsdp2", "fsdp2-compiled", "lossless", "lossless-compiled", "zeropp", "zeropp-compiled", *IN_FP8)
+# (runs, what they are compared with: None for the fastest peer, how many times as fast they have to be), of a link
+TARGETS: dict[bool, list[tuple[tuple[str, ...], str | None, float]]] = {
+    True: [(("lossless", "zeropp"), None, 1.0), (("fp8-lm-o1", "fp8-lm"), "zeropp", 1 / 0.8)],
+    False: [(("zeropp-pcie",), None, 2.0)],
+}
 
 
 def measure(run: str, args, device: torch.device) -> dict:
     """The row of one run on one link in one round."""
-    shaped = args.link != PCIE
+    shaped = args.link not in AS_IT_IS
     if shaped:
         set_rate_everywhere(None)  # what is sent while it is built is not measured
     found = forget_memory(device)
@@ -95,12 +109,13 @@ def wire(engine) -> dict:
 
 
 def compare(rows: list[dict], settings: dict) -> list[dict]:
-    """A line a link and run over its rounds; its speed over the fastest peer on that link."""
+    """A line per link and run over its rounds; its speed over the fastest peer on that link."""
     lines = []
     for link, run in dict.fromkeys((row["link"], row["run"]) for row in rows):
         mine = [row for row in rows if (row["link"], row["run"]) == (link, run)]
         line = {"link": link, "run": run, "step_ms": statistics.median(row["step_ms"] for row in mine)}
         line["step_ms_by_round"] = [row["step_ms"] for row in mine]
+        line["step_ms_range"] = [min(row["min_ms"] for row in mine), max(row["max_ms"] for row in mine)]
         line["reached_gbit"] = statistics.median(row["reached_gbit"] for row in mine)
         line["losses"] = [mine[0]["losses"][0], mine[0]["losses"][-1]]
         for key in ("tx_bytes_per_rank_step", "ledger_bytes_per_rank_step", "peak_gib", "secondary_bytes"):
@@ -108,33 +123,40 @@ def compare(rows: list[dict], settings: dict) -> list[dict]:
         line["tokens_per_s"] = statistics.median(row["tokens_per_s"] for row in mine)
         lines.append(line)
     for line in lines:
-        peers = [other for other in lines if other["link"] == line["link"] and other["run"] in PEERS]
-        best = min(peers, key=lambda other: other["step_ms"], default=None)
+        name, compiled = line["run"].removesuffix(COMPILED), line["run"].endswith(COMPILED)
+        others = [o for o in lines if o["link"] == line["link"]]
+        if line["link"] == NVLINK:
+            others = [other for other in others if other["run"].endswith(COMPILED) == compiled]
+        by_run = {other["run"].removesuffix(COMPILED): other for other in others}
+        best = min((o for o in others if o["run"] in PEERS), key=lambda other: other["step_ms"], default=None)
         line["best_peer"] = best and best["run"]
         line["times_best_peer"] = best and best["step_ms"] / line["step_ms"]
-        if line["run"] == "zeropp-pcie" and best and not SIZES[settings["size"]].small:
-            line["target_met"] = line["times_best_peer"] >= TARGET
+        for runs, than, times in TARGETS[line["link"] == NVLINK]:
+            other = by_run.get(than) if than else best
+            if name in runs and other and not SIZES[settings["size"]].small:
+                line["target_met"] = other["step_ms"] / line["step_ms"] >= times
     return lines
 
 
 def show(result: dict) -> None:
     """A table a link."""
     settings = result["settings"]
-    shape = f"{settings['micro_batch']} x {settings['sequence']} tokens a rank"
+    shape = f"{settings['micro_batch']} x {settings['sequence']} tokens per rank"
     if settings["accumulation"] > 1:
         shape = f"{settings['accumulation']} micro-batches of {shape}"
     for link in dict.fromkeys(line["link"] for line in result["comparison"]):
-        what = "as it is, through the host's memory" if link == PCIE else f"{link:g} Gbit/s a rank"
+        what = f"as it is, {AS_IT_IS[link]}" if link in AS_IT_IS else f"{link:g} Gbit/s per rank"
         print(f"\n{settings['ranks']} ranks in one node, {what}; {settings['size']}, {shape}, bf16")
         print(
-            f"{'':<22}{'ms':>9}{'lowest..highest round':>24}{'tokens/s':>10}{'x peer':>8}{'interface':>11}{'ledger':>9}"
+            f"{'':<22}{'ms':>9}{'fastest..slowest':>24}{'tokens/s':>10}{'x peer':>8}{'interface':>11}{'ledger':>9}"
             f"{'copies':>8}{'peak':>8}{'link':>8}  loss\n{'':<73}{'MB/rank':>11}{'MB/rank':>9}{'GB':>8}{'GiB':>8}"
             f"{'Gbit/s':>8}"
         )
         for line in (line for line in result["comparison"] if line["link"] == link):
-            rounds = f"{min(line['step_ms_by_round']):.1f}..{max(line['step_ms_by_round']):.1f}"
+            fastest, slowest = line["step_ms_range"]
+            steps = f"{fastest:.1f}..{slowest:.1f}"
             print(
-                f"{line['run']:<22}{line['step_ms']:>9.1f}{rounds:>24}{line['tokens_per_s']:>10.0f}"
+                f"{line['run']:<22}{line['step_ms']:>9.1f}{steps:>24}{line['tokens_per_s']:>10.0f}"
                 f"{cell(line['times_best_peer'], 2, width=8)}{cell(line['tx_bytes_per_rank_step'], 1, 1e6, 11)}"
                 f"{cell(line['ledger_bytes_per_rank_step'], 1, 1e6, 9)}{cell(line['secondary_bytes'], 2, 1e9, 8)}"
                 f"{cell(line['peak_gib'], 2, width=8)}{line['reached_gbit']:>8.1f}"
@@ -150,30 +172,31 @@ def jobs(args) -> list[Job]:
     """A job a link and round, of all runs in one group of ranks; odd rounds backwards."""
     found = []
     for link in args.links:
-        environment = {"NCCL_P2P_DISABLE": "1"} | ({} if link == PCIE else SOCKETS)
+        environment = ({} if link == NVLINK else {"NCCL_P2P_DISABLE": "1"}) | ({} if link in AS_IT_IS else SOCKETS)
         for number in range(args.rounds):
             runs = args.runs[:: -1 if number % 2 else 1]
             more = {"link": link, "round": number}
             label = f"{link}, round {number}"
-            found.append(Job(label, runs, more, environment=environment, apart=link != PCIE))
+            found.append(Job(label, runs, more, environment=environment, apart=link not in AS_IT_IS))
     return found
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    parser = command(
-        __doc__, "one_node", tuple(dict.fromkeys((*RUNS, *SECTIONS))), MODELS, "1.3b" if on_gpu else "tiny"
-    )
+    parser = command(__doc__, "one_node", EVERY, MODELS, "1.3b" if on_gpu else "tiny")
     parser.set_defaults(ranks=4)
-    parser.add_argument("--links", default=PCIE, help=f"{PCIE}, or Gbit/s of a rank (0: not shaped), with commas")
+    parser.add_argument(
+        "--links", default=NVLINK, help=f"{', '.join(AS_IT_IS)}, or Gbit/s of a rank (0: not shaped), with commas"
+    )
     parser.add_argument("--accumulation", type=whole(1), default=1, help="micro-batches a step (default 1)")
     add_batch(parser, sequence=1024 if on_gpu else 64)
     add_steps(parser, steps=8 if on_gpu else 2, warmup=4 if on_gpu else 1, rounds=2)
     parser.add_argument("--fsdp-reduce-dtype", choices=("bf16", "fp32"), default="bf16", help="gradients of fsdp2")
     args = parser.parse_args(argv)
     args.links = [_link(text, parser) for text in args.links.split(",")]
-    choose_runs(args, parser, RUNS if args.runs is None else tuple(dict.fromkeys((*RUNS, *SECTIONS))))
-    if any(link != PCIE for link in args.links):
+    default = OVER_NVLINK if args.links == [NVLINK] else RUNS
+    choose_runs(args, parser, default if args.runs is None else EVERY)
+    if any(link not in AS_IT_IS for link in args.links):
         if os.geteuid():
             parser.error("--links: a rate needs namespaces, and they need root")
         if args.ranks > PLACES:
@@ -186,20 +209,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _link(text: str, parser: argparse.ArgumentParser) -> str | float:
-    if text == PCIE:
-        return PCIE
+    if text in AS_IT_IS:
+        return text
     try:
         rate = float(text)
     except ValueError:
         rate = -1.0
     if not 0 <= rate < float("inf"):
-        parser.error(f"--links: {text} is neither {PCIE} nor a rate in Gbit/s")
+        parser.error(f"--links: {text} is neither {' nor '.join(AS_IT_IS)} nor a rate in Gbit/s")
     return rate
 
 
 def links(args) -> contextlib.AbstractContextManager:
     """The namespaces, where a link is a rate."""
-    return ranks_apart(args.ranks) if any(link != PCIE for link in args.links) else contextlib.nullcontext()
+    return ranks_apart(args.ranks) if any(link not in AS_IT_IS for link in args.links) else contextlib.nullcontext()
 
 
 QUESTION = Question(

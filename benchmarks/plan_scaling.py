@@ -42,8 +42,8 @@ PUBLISHED_GPUS = 384
 PUBLISHED_PARAMETERS = (18e9, 138e9)
 PUBLISHED = (
     {"gbit": 100, "tokens": (1024, 2048), "typical": 2.0, "highest": 2.2, "says": "up to 2.2 x, about 2 x on average"},
-    {"gbit": 400, "tokens": (1024,), "lowest": 1.28, "highest": 1.36, "says": "28 % to 36 % at 1k tokens a GPU"},
-    {"gbit": 400, "tokens": (2048,), "lowest": 1.24, "highest": 1.29, "says": "24 % to 29 % at 2k tokens a GPU"},
+    {"gbit": 400, "tokens": (1024,), "lowest": 1.28, "highest": 1.36, "says": "28 % to 36 % at 1k tokens per GPU"},
+    {"gbit": 400, "tokens": (2048,), "lowest": 1.24, "highest": 1.29, "says": "24 % to 29 % at 2k tokens per GPU"},
 )
 
 
@@ -144,7 +144,7 @@ def draw_rate(axes, gbit: int, rows: list[dict]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(GPUS, [str(count) for count in GPUS])
     axes.set_ylim(0, 12)
-    axes.set(title=f"{gbit} Gbit/s a node", xlabel="GPUs, 8 a node", ylabel="speed-up over stock ZeRO-3")
+    axes.set(title=f"{gbit} Gbit/s per node", xlabel="GPUs, 8 a node", ylabel="speed-up over stock ZeRO-3")
     axes.legend(fontsize=7, loc="upper right")
 
 
@@ -202,7 +202,7 @@ def draw(result: dict, path: Path) -> None:
     draw_published(panels[4], result["published"])
     draw_measured(panels[5], result["measured"])
     figure.suptitle(
-        f"{result['parameters'] / 1e9:g} B parameters, {result['tokens']} tokens a GPU, modelled for {result['gpu']} "
+        f"{result['parameters'] / 1e9:g} B parameters, {result['tokens']} tokens per GPU, modelled for {result['gpu']} "
         "(dotted: with NCCL's tabled latency of a hop)"
     )
     figure.tight_layout()

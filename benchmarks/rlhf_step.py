@@ -31,7 +31,7 @@ rest         all else that is allocated between iterations: gathered weights tha
 all          the sum of these
 peak         the most during the training phase, activations included (on a GPU)
 
-Weights are compared with four models in bf16: as computed (2 bytes a parameter and nothing else), and as stock-four or
+Weights are compared with four models in bf16: as computed (2 bytes per parameter, nothing else), and as stock-four or
 stock-full has them. On a CPU "all" is the sum over living tensors that Python finds.
 
 --limit instead finds the largest --batch that fits, by doubling from --start until memory is out and then halving the
@@ -135,7 +135,7 @@ def _over_ranks(everyones: list[dict]) -> dict:
 
 
 def compare(rows: list[dict], ranks: int) -> list[dict]:
-    """A line a run, of several rounds the fastest."""
+    """A line per run, of several rounds the fastest."""
     by_run: dict[str, dict] = {}
     for row in sorted(rows, key=lambda row: -row["training_ms"]):
         by_run[row["run"]] = row
@@ -166,7 +166,7 @@ def show(result: dict) -> None:
     link = f", {settings['gbit']:g} Gbit/s between nodes" if settings["gbit"] else ""
     print(
         f"\nPPO: four Llamas {settings['size']}, {nodes} node(s) x {ranks // nodes} rank(s){link}, a minibatch of "
-        f"{settings['batch']} x {settings['prompt']}+{settings['tokens']} tokens a rank; memory in {name} a rank"
+        f"{settings['batch']} x {settings['prompt']}+{settings['tokens']} tokens per rank; memory in {name} a rank"
     )
     print(
         f"{'':<11}{'training':>10}{'x stock-':>9}{'x stock-':>9}{'x stock-':>9}{'experience':>12}{'MB between':>12}"

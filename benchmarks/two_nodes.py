@@ -303,7 +303,9 @@ def show(result: dict) -> None:
     for rate in rates_of(result):
         rows = [row for row in result["rows"] if row["gbit"] == rate]
         link = "one node" if rate == ONE_NODE else f"{rate:g} Gbit/s between the nodes" if rate else "not shaped"
-        print(f"\n{link}, {result['model']}, {result['micro_batch']} x {result['tokens']} tokens a rank, bf16\n{HEAD}")
+        print(
+            f"\n{link}, {result['model']}, {result['micro_batch']} x {result['tokens']} tokens per rank, bf16\n{HEAD}"
+        )
         print("\n".join(line(row, rows[0]) for row in rows))
     for failure in result["failed"]:
         print(f"\nfailed: {failure.get('run', '')} {failure['error']}")

@@ -121,7 +121,7 @@ def decibels(exact: list[Tensor], found: list[Tensor]) -> float | None:
 
 
 def as_fp8(weights: list[Tensor]) -> list[Tensor]:
-    """Weights as an FP8 layer multiplies them, with a scale a tensor."""
+    """Weights as an FP8 layer multiplies them, with a scale per tensor."""
     scales = [w.float().abs().amax() / torch.finfo(FP8).max for w in weights]
     return [(w / scale).to(FP8).float() * scale for w, scale in zip(weights, scales)]
 

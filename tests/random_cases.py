@@ -132,20 +132,27 @@ class Case:
         traits |= {("zero", name) for name in self.zero}
         return traits | {(name, str(value)) for name, value in self.fields.items()}
 
-    def ds_config(self, plugin: bool) -> dict[str, Any]:
+    @property
+    def section(self) -> dict[str, Any]:
+        """The plugin's."""
         given = dict(self.fields)
         if self.recipe in COMPUTES:
             given["compute"] = {"min_features": 16, **self.fields.get("compute", {})}
         if self.recipe == "qlora":  # under zero.Init it would store all linear ones, before any is frozen
             given["frozen"] = {"modules": "frozen"}
-        the_section = section(self.recipe, self.ranks_per_node, **given) if plugin else None
-        return ds_config(
-            the_section,
-            self.dtype,
-            gradient_accumulation_steps=self.accumulation,
-            gradient_clipping=self.clipping,
-            zero_optimization={**self.zero, "stage3_gather_16bit_weights_on_model_save": True},
-        )
+        return section(self.recipe, self.ranks_per_node, **given)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Further keys of the ds_config."""
+        return {
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clipping,
+            "zero_optimization": {**self.zero, "stage3_gather_16bit_weights_on_model_save": True},
+        }
+
+    def resolved(self):
+        return resolve(ds_config(self.section, self.dtype, **self.config))
 
 
 @dataclass(frozen=True)
@@ -175,7 +182,7 @@ _NOTHING = {"forward": 1e-5, "backward": 1e-5}
 
 def weight_error(case: Case) -> float:
     """The relative rounding error of a matrix on its way to the ranks, until a case falls back; of vectors none."""
-    config = resolve(case.ds_config(plugin=True))
+    config = case.resolved()
     if config.weights.difference.format != "none":  # of what steps here change, which may be as much as there is
         return _ROUNDING[config.weights.difference.format]
     return _ROUNDING[config.weights.format]
@@ -198,7 +205,7 @@ def tolerance(case: Case, rounded_loss: float = 0.0, rounded_gradient: float = 0
 
     A case that has fallen back rounds nothing in its last step, which `loss` and `gradient` are of.
     """
-    config = resolve(case.ds_config(plugin=True))
+    config = case.resolved()
     computed = _COMPUTED if config.computes_in_low_precision else _NOTHING
     dtype = _BF16 if case.dtype == "bf16" else _NOTHING
     formats = (config.gradients.intra_format, config.gradients.inter_format, config.gradients.store_format)
@@ -247,7 +254,7 @@ def draw(seed: int, features: frozenset[str] = FEATURES) -> Case:
     while True:
         case = _draw(rng, seed, features)
         try:
-            resolve(case.ds_config(plugin=True))
+            case.resolved()
         except ConfigError:
             continue
         return case

@@ -97,23 +97,25 @@ class Spec:
         config: further keys of the ds_config.
         model: makes the model, under zero.Init where `zero_init` says so.
         adapted: what becomes of it after that.
-        optimizer: "adamw", "sgd", or None for an engine that does not train.
+        optimizer: "adamw", "sgd", what makes one of a list of parameters, or None for an engine that does not train.
         leaves: classes of DeepSpeed's leaf modules, which make stock gather and reduce as the plugin does of blocks.
+        plugin: whether it is on; None: where there is a section.
     """
 
     section: dict | None = None
     dtype: str = "fp32"
     config: dict = field(default_factory=dict)
     model: Callable[[], nn.Module] = llama
-    optimizer: str | None = "adamw"
+    optimizer: str | Callable[[list], torch.optim.Optimizer] | None = "adamw"
     lr: float = 1e-3
     zero_init: bool = False
     adapted: Callable[[nn.Module], nn.Module] | None = None
     leaves: tuple = ()
+    plugin: bool | None = None
 
     def engine(self, model: nn.Module | None = None):
         """An engine over a new model, or over one that is there."""
-        switch(self.section is not None)
+        switch(self.section is not None if self.plugin is None else self.plugin)
         config = ds_config(self.section, self.dtype, **self.config)
         if model is None:
             model = build(self.model, config, self.zero_init)
@@ -238,6 +240,25 @@ def accumulated(micro_batches: int, style: str = "managed") -> list[Event]:
         events += [boundary(last)] * (style == "set boundary") + [forward]
         events += [backward, *[update] * (not last)] if style == "managed" else [mean, backward]
     return [*events, update]
+
+
+def scaled(factor: float) -> Event:
+    """The last loss times a factor, of which the trace has the loss itself."""
+
+    def event(running: Running) -> None:
+        running.loss = running.loss * factor
+
+    return event
+
+
+def saved(folder: str, tag: str) -> Event:
+    """A checkpoint of the engine."""
+    return on_engine(lambda engine: engine.save_checkpoint(folder, tag=tag))
+
+
+def loaded(folder: str, tag: str) -> Event:
+    """The engine goes on from a checkpoint."""
+    return on_engine(lambda engine: engine.load_checkpoint(folder, tag=tag))
 
 
 def boundary(last: bool) -> Event:

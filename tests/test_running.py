@@ -9,6 +9,7 @@ from running import (
     Running,
     Trace,
     accumulated,
+    backward,
     boundary,
     changed,
     differing,
@@ -16,6 +17,7 @@ from running import (
     freezing,
     on_engine,
     same,
+    scaled,
     see,
     step,
     within,
@@ -85,6 +87,8 @@ def test_events_happen_in_their_order():
     log, trace = happen(step, boundary(True), within(lambda engine: engine, forward), see(lambda engine, x: x, 7))
     assert log == ["forward 2", "backward 2", "step", "last: True", "in", "forward 4", "out"]
     assert trace.losses == [2.0, 4.0] and trace.seen == [7]
+    log, trace = happen(forward, scaled(0.5), backward)
+    assert log == ["forward 2", "backward 1"] and trace.losses == [2.0]
     assert happen(on_engine(lambda engine, what: engine.log.append(what), "own"))[0] == ["own"]
 
 

@@ -4,7 +4,7 @@ stock, stock-leaf   DeepSpeed's ZeRO-3 in bf16 with fp32 AdamW; with every layer
 lossless            the same through this project: what the levels of FP8-LM are added to
 fp8-compute         lossless, linear layers in FP8
 fp8-lm-o1           + FP8 gradients, on the wire and until the step
-fp8-lm-o2           + AdamW's states in 5 bytes a parameter
+fp8-lm-o2           + AdamW's states in 5 bytes per parameter
 fp8-lm              + whole tensors and FP8 weights on the wire (O3)
 """
 

@@ -119,7 +119,7 @@ def _peers() -> tuple[MeasuredPoint, ...]:
         MeasuredPoint(run, emulated_job(gbit), milliseconds / 1e3, "peers")
         for (run, gbit), milliseconds in step_ms.items()
     ]
-    # Four sequences of 2048 tokens a GPU; FSDP2 with torch.compile.
+    # Four sequences of 2048 tokens per GPU; FSDP2 with torch.compile.
     large = emulated_job("nvlink", tokens=8192, sequence=2048)
     points += [MeasuredPoint("stock", large, 0.309, "peers"), MeasuredPoint("fsdp2", large, 0.191, "peers")]
     return tuple(points)

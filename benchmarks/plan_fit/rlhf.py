@@ -76,7 +76,7 @@ def with_a_value_head(model: Model) -> Model:
 
 
 def iteration(method: Method, job: Job, hardware: Hardware, response: int = 0) -> IterationEstimate:
-    """One iteration over a micro-batch of `job`'s tokens a GPU, prompts and responses.
+    """One iteration over a micro-batch of `job`'s tokens per GPU, prompts and responses.
 
     Args:
         job: of the actor: its model, tokens, and adapters if those are trained.
@@ -140,7 +140,7 @@ COLUMNS = (
     ("generation", "ms", lambda one, first: f"{1e3 * one.generation_s:.0f}"),
     ("experience", "ms", lambda one, first: f"{1e3 * one.experience_s:.0f}"),
     ("training", "ms", lambda one, first: f"{1e3 * one.training_s:.0f}"),
-    ("between nodes", "GB a node", lambda one, first: f"{one.inter_bytes / plan.GIGA:.3f}"),
+    ("between nodes", "GB per node", lambda one, first: f"{one.inter_bytes / plan.GIGA:.3f}"),
     ("memory", "GiB", lambda one, first: f"{one.peak_bytes / plan.GIB:.2f}"),
     ("bound by", "", lambda one, first: one.bound),
 )

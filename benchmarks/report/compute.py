@@ -45,7 +45,7 @@ def fp8_linear_says(result: dict, casts: dict) -> str:
     return paragraph(
         f"""The GEMMs alone reach {others[0]:.1f} to {others[-1]:.1f} times bf16 (`block`: {block:.1f}, because a
         product of two operands with 1 x 128 blocks runs at bf16's speed in cuBLAS); the rest is casts, which move
-        {100 * min(ours):.0f} to {100 * max(ours):.0f} % of a copy's bytes a second (`benchmarks.casts`)."""
+        {100 * min(ours):.0f} to {100 * max(ours):.0f} % of a copy's bytes per second (`benchmarks.casts`)."""
     )
 
 

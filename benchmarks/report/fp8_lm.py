@@ -37,7 +37,7 @@ def step(*results: dict) -> str:
         sent = line.get("inter_bytes_per_node_step") or line["tx_bytes_per_node_step"]
         row = [LABELS[run], f"{line['step_ms']:.0f}", bold(times) if line["step_ms"] == best else times]
         rows.append([*row, f"{sent / 1e6:.0f}", f"{line['peak_gib']:.1f}"])
-    return table(["", "ms a step", "x stock", "MB a node sends", "peak of a rank, GiB"], rows)
+    return table(["", "ms per step", "x stock", "MB a node sends", "peak of a rank, GiB"], rows)
 
 
 def step_says(*results: dict) -> str:
@@ -93,7 +93,7 @@ def memory(result: dict) -> str:
     rows = [["stock ZeRO-3, bf16, fp32 AdamW", *cells("stock")], [LABELS["fp8-lm-o1"], *cells("fp8-lm-o1")]]
     below = lines["fp8-lm-o2"]["peak_percent_below_base"]
     rows.append(["`fp8-lm-o2`, `fp8-lm`", states, f"{peak}, {below:.0f} % less"])
-    return table(["", "bytes a parameter", "peak of a step"], rows)
+    return table(["", "bytes per parameter", "peak of a step"], rows)
 
 
 def limits_say(batch: dict, context: dict) -> str:
@@ -128,7 +128,7 @@ def convergence(result: dict) -> str:
         "bf16": "bf16, fp32 AdamW",
         "fp8-lm-o2": "`fp8-lm-o2`",
         "fp8-lm-o1": "`fp8-lm-o1`",
-        "scales_block": "`fp8-lm-o2`, scales a block",
+        "scales_block": "`fp8-lm-o2`, scales per block",
         "master_fp8": "`fp8-lm-o2`, master weights FP8",
         "exp_avg_sq_fp8": "`fp8-lm-o2`, second moment FP8",
     }
@@ -176,8 +176,8 @@ def policies(result: dict) -> str:
 def optimizer(result: dict) -> str:
     """The step of the largest model."""
     labels = {
-        "block scales, fp8 gradients": "FP8 AdamW, scales a block",
-        "tensor scales, fp8 gradients": "FP8 AdamW, scales a tensor",
+        "block scales, fp8 gradients": "FP8 AdamW, scales per block",
+        "tensor scales, fp8 gradients": "FP8 AdamW, scales per tensor",
         "DeepSpeed FusedAdam, fp32": "DeepSpeed's FusedAdam, fp32",
         "torch.optim.AdamW(fused), fp32": "torch's fused AdamW, fp32",
     }
@@ -226,9 +226,9 @@ def gives(nodes: dict, whole: dict, alone: dict, sizes: dict) -> str:
     states = {row["run"]: f"{row['states_per_parameter']:.0f}" for row in sizes["rows"]}
     return paragraph(
         f"""Speed, bytes, memory, losses, and the three ways of scaling side by side are in [Results](results.md). In
-        short: two nodes at 25 Gbit/s take {lines["fp8-lm"]["step_ms"]:.0f} ms a step instead of stock's
+        short: two nodes at 25 Gbit/s take {lines["fp8-lm"]["step_ms"]:.0f} ms per step instead of stock's
         {lines["stock"]["step_ms"]:.0f}, one H200 reaches {share["fp8-lm-o2"]} of its bf16 peak instead of
-        {share["stock-leaf"]}, and states and weights take {states["fp8-lm"]} bytes a parameter instead of
+        {share["stock-leaf"]}, and states and weights take {states["fp8-lm"]} bytes per parameter instead of
         {states["stock"]}. The paper's finding that neither master weights nor the second moment must be FP8 is repeated
         there."""
     )

@@ -73,7 +73,7 @@ def generation_4_gpus(result: dict) -> str:
         ms = f"{found[run]['token_ms']:.{0 if run.startswith('stock') else 1}f}"
         rows.append([LABELS[run], ms])
         rows[-1] += [times(run, found[base], found[run], 1, True) for base in ("stock", "stock-hpz")]
-    return table(["", "ms a token", "x faster than stock", "x faster than in-tree hpZ"], rows)
+    return table(["", "ms per token", "x faster than stock", "x faster than in-tree hpZ"], rows)
 
 
 def generation_graph(result: dict) -> str:
@@ -82,7 +82,7 @@ def generation_graph(result: dict) -> str:
     rows = []
     for run in (run for run in LABELS if run in found and run in OF_THE_PLUGIN):
         rows.append([LABELS[run], *(f"{found[run][key]:.1f}" for key in ("token_ms", "host_ms", "kernels_ms"))])
-    return table(["", "ms a token", "host, ms", "kernels, ms"], rows)
+    return table(["", "ms per token", "host, ms", "kernels, ms"], rows)
 
 
 FILES = ("generation/h200-2-25gbit", "generation/h200-1-local")

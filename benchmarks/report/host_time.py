@@ -22,7 +22,7 @@ def two_gpus_say(large: dict, profile: dict) -> str:
         takes {ms["fp8-lm"] / ms["zeropp"]:.2f} times as long: the host bounds it. It makes {calls["fp8-lm"]:,} calls
         in Python ({calls["zeropp"]:,} in `zeropp`), and each of its
         {count} products takes the host {us:.0f} us under the profiler, of which nothing is this project's
-        ({us_in_16_bits:.0f} us in 16 bits). With more tokens a GPU, or a faster host, the smaller time on the GPU is
+        ({us_in_16_bits:.0f} us in 16 bits). With more tokens per GPU, or a faster host, the smaller time on the GPU is
         what counts."""
     )
 

@@ -33,7 +33,7 @@ def lora_step(result: dict) -> str:
         rows.append([label, f"{row['step_ms']:.0f}", bold(factor) if times[run] == max(times.values()) else factor])
         rows[-1] += [f"{row['tx_bytes_per_node_step'] / 1e6:,.0f}", f"{row['frozen_per_parameter']:.3f}"]
         rows[-1] += [f"{row['peak_bytes'] / GIB:.1f}"]
-    head = ["", "ms a step", "x stock", "MB a node sends", "bytes a frozen weight at rest", "peak of a rank, GiB"]
+    head = ["", "ms per step", "x stock", "MB a node sends", "bytes per frozen weight at rest", "peak of a rank, GiB"]
     return table(head, rows)
 
 
@@ -56,8 +56,8 @@ def lora_memory(first: dict, second: dict) -> str:
         ms = [f"{each['step_ms']:.0f}" for each in both]
         rows.append([label, f"{row['frozen_per_parameter']:.3f}", f"{row['model_bytes'] / GIB:.1f}"])
         rows[-1] += [", ".join(f"{each['peak_bytes'] / GIB:.1f}" for each in both), ", ".join((ms + ["-"])[:2])]
-    head = ["", "bytes a frozen weight", "model, GiB", "peak of a step, GiB"]
-    return table([*head, "ms a step, first and second run"], rows)
+    head = ["", "bytes per frozen weight", "model, GiB", "peak of a step, GiB"]
+    return table([*head, "ms per step, first and second run"], rows)
 
 
 def lora_memory_says(alone: dict, before: dict, after: dict) -> str:

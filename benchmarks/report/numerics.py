@@ -32,7 +32,7 @@ def _says(result: dict, line: dict) -> str:
     noise = ", the host's noise being larger than what four calls take" if line["verdict"] == "not resolved" else ""
     return paragraph(
         f"""On {on}, in `{line["run"]}` with {count(SIZES[settings["size"]].parameters)} parameters and
-        {settings["micro_batch"]} x {settings["sequence"]:,} tokens ({line["without_ms"]:.0f} ms a step,
+        {settings["micro_batch"]} x {settings["sequence"]:,} tokens ({line["without_ms"]:.0f} ms per step,
         {line["cycles"]} cycles), a sample costs {between(line["sample_ms"], "ms", 1)}: with one in {APART} steps
         {between(line["sample_percent"], "%", 2)} of the time, so that the target, below {TARGET:g} %, is {sampled} for
         samples. An idle section costs {between(line["idle_percent"], "%", 2)}, both

@@ -29,7 +29,7 @@ def drawing():
 
 
 def step_time(*results: dict):
-    """Step time against rate, a line a run; one node stands at the right."""
+    """Step time against rate, a line per run; one node stands at the right."""
     pyplot, result = drawing(), results[0]
     found = {(row["run"], row["gbit"]): row for each in results for row in each["rows"]}.values()
     rates = sorted({row["gbit"] for row in found} - {NVLINK, 0}, key=float)
@@ -41,7 +41,7 @@ def step_time(*results: dict):
         style = {"color": f"C{index}", "linestyle": "-" if run in OURS else "--", "marker": "o", "markersize": 4}
         points = [(at[row["gbit"]], row["step_ms"]) for row in rows]
         axis.plot(*zip(*points), label=run, **style)
-    axis.set(xscale="log", yscale="log", xlabel="Gbit/s between the nodes", ylabel="ms a step (median)")
+    axis.set(xscale="log", yscale="log", xlabel="Gbit/s between the nodes", ylabel="ms per step (median)")
     ticks = [rate for rate in (*rates, NVLINK) if any(row["gbit"] == rate for row in found)]
     axis.set_xticks([at[rate] for rate in ticks], [f"{t:g}" if t != NVLINK else "one node" for t in ticks])
     axis.minorticks_off()
@@ -50,7 +50,7 @@ def step_time(*results: dict):
     axis.set_yticks([2**n for n in range(low, high + 1)], [f"{2**n:g}" for n in range(low, high + 1)])
     axis.grid(alpha=0.3)
     figure.legend(frameon=False, loc="outside right upper")
-    axis.set_title(f"{result['model']}, {result['micro_batch']} x {result['tokens']} tokens a rank, bf16")
+    axis.set_title(f"{result['model']}, {result['micro_batch']} x {result['tokens']} tokens per rank, bf16")
     return figure
 
 

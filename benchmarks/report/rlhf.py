@@ -38,8 +38,8 @@ def rlhf_step_says(full: dict, nvlink: dict) -> str:
     return paragraph(
         f"""With `qlora` and `zeropp` the network no longer shows: what is left is computing, decoding and Python
         (`qlora` on four GPUs over NVLink: {qlora:.0f} ms, {stock / qlora:.1f} x stock's {stock:.0f}). `fp8-lm` sends a
-        byte a weight in each pass and a byte a gradient, {sent["fp8-lm"] / sent["zeropp"]:.1f} times `zeropp`'s bytes;
-        where the network is the limit, take `zeropp`."""
+        byte per weight in each pass and a byte per gradient, {sent["fp8-lm"] / sent["zeropp"]:.1f} times `zeropp`'s
+        bytes; where the network is the limit, take `zeropp`."""
     )
 
 
@@ -92,7 +92,7 @@ def rlhf_memory(result: dict) -> str:
         states = f"{gib['states']:.{digits}f} ({compared[run]['states_per_trained_parameter']:.0f})"
         rows.append([label, weights, bold(states) if run == "fp8-lm" else states, f"{gib['all']:.{digits}f}"])
         rows[-1] += [f"{row['peak_bytes'] / GIB:.1f}", f"{row['training_ms']:.0f}"]
-    head = ["", "weights of all four", "states (bytes a trained parameter)", "all at rest", "peak of a step"]
+    head = ["", "weights of all four", "states (bytes per trained parameter)", "all at rest", "peak of a step"]
     return table([*head, "training, ms"], rows)
 
 
@@ -142,7 +142,7 @@ def rlhf_sft_says(stack: dict, memory: dict) -> str:
     states = {run["run"]: f"{run['states_per_trained_parameter']:.0f}" for run in memory["comparison"]}
     return paragraph(
         f"""FP8 compute alone gives transformers' Llama {delayed["times_bf16"]:.2f} x, fused norms and SwiGLU included
-        (see above); the recipe's optimizer besides reads and writes {states["fp8-lm"]} bytes a parameter instead of
+        (see above); the recipe's optimizer besides reads and writes {states["fp8-lm"]} bytes per parameter instead of
         {states["stock-full"]}."""
     )
 

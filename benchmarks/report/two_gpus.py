@@ -22,7 +22,7 @@ def accumulation(result: dict) -> str:
         times = [f"{found[run, rate]['step_ms']:.0f}" for rate in rates]
         rows.append([label, *times, f"{found[run, rates[0]]['tx_bytes_per_node_step'] / 1e6:.0f}"])
     return table(
-        [f"{result['accumulation']} micro-batches, ms a step", "25 Gbit/s", "10 Gbit/s", "MB a node sends"], rows
+        [f"{result['accumulation']} micro-batches, ms per step", "25 Gbit/s", "10 Gbit/s", "MB a node sends"], rows
     )
 
 
@@ -44,7 +44,7 @@ def many_micro_batches(eight: dict, sixteen: dict) -> str:
     columns = [{row["run"]: row for row in result["rows"]} for result in (eight, sixteen)]
     head, rows = [""], []
     for result, found in zip((eight, sixteen), columns):
-        head += [f"{result['accumulation']}, {found['zeropp']['gbit']:.0f} Gbit/s, ms a step", "MB a node sends"]
+        head += [f"{result['accumulation']}, {found['zeropp']['gbit']:.0f} Gbit/s, ms per step", "MB a node sends"]
     for run, label in {
         "hsdp": LABELS["hsdp"],
         "zeropp": LABELS["zeropp"],
@@ -107,8 +107,8 @@ def two_h100(default: dict, compiled: dict, more: dict, more_compiled: dict) -> 
         rows.append([label, "" if floor is None else f"{floor:.0f}"])
         rows[-1] += ["" if row is None else with_range(row) for row in found]
     assert sockets(more) == sockets(more_compiled)
-    head = ["ms a step", "floor", "NCCL's default", "the same, compiled"]
-    return table([*head, f"{sockets(more)} sockets a channel", f"{sockets(more)} sockets, compiled"], rows)
+    head = ["ms per step", "floor", "NCCL's default", "the same, compiled"]
+    return table([*head, f"{sockets(more)} sockets per channel", f"{sockets(more)} sockets, compiled"], rows)
 
 
 def two_h100_say(default: dict, compiled: dict, more: dict, profile: dict) -> str:
@@ -205,7 +205,7 @@ def differences(result: dict) -> str:
         rows.append([f"**`{run}`**", *times, " / ".join(sent)])
     sent = "MB a node sends, by the ledger / by the interface"
     said = ". ".join(_two_bits_at(found, rate, target) for rate, target in zip(rates, (190, 450)))
-    return f"{table(['ms a step', *(f'{rate:.0f} Gbit/s' for rate in rates), sent], rows)}\n\n{paragraph(said)}."
+    return f"{table(['ms per step', *(f'{rate:.0f} Gbit/s' for rate in rates), sent], rows)}\n\n{paragraph(said)}."
 
 
 def _two_bits_at(found: dict, rate: float, target: float) -> str:
@@ -226,7 +226,7 @@ def two_gpus(small: dict, large: dict) -> str:
         for run, label in ON_NVLINK.items()
     ]
     head = [f"{result['micro_batch']} x {result['tokens']:,}" for result in (small, large)]
-    return table(["ms a step", head[0], "compiled", head[1], "compiled"], rows)
+    return table(["ms per step", head[0], "compiled", head[1], "compiled"], rows)
 
 
 def two_gpus_since(before: dict, after: dict) -> str:
@@ -264,7 +264,7 @@ def without_nvlink(result: dict) -> str:
         fastest = min(time for time in times if time)
         cells = ["" if time is None else f"{time:.0f}" for time in times]
         rows.append([label, *cells, f"{best / fastest:.2f}", "" if not sent[run] else f"{sent[run] / 1e6:,.0f}"])
-    return table(["ms a step", "eager", "compiled", "x the best peer", "MB a rank sends"], rows)
+    return table(["ms per step", "eager", "compiled", "x the best peer", "MB a rank sends"], rows)
 
 
 def without_nvlink_says(result: dict) -> str:
@@ -301,7 +301,7 @@ def link_each(result: dict) -> str:
         row = found[run]
         cells = [f"{row['step_ms']:,.0f}", range_of(row), f"{row['reached_gbit']:.0f}"]
         rows.append([label, *cells, f"{best / row['step_ms']:.2f}", f"{row['tx_bytes_per_rank_step'] / 1e6:,.0f}"])
-    head = ["ms a step", "fastest to slowest", "Gbit/s reached before it", "x the best peer"]
+    head = ["ms per step", "fastest to slowest", "Gbit/s reached before it", "x the best peer"]
     return table(["", *head, "MB a rank sends, by the interface"], rows)
 
 

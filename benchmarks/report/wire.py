@@ -157,7 +157,7 @@ def weight_fidelity(result: dict) -> str:
 
 
 def sent(rows: list[dict]) -> float:
-    """Of M, weights a step after the first."""
+    """Of M, weights per step after the first."""
     return rows[0]["later_bytes_a_parameter"] / 2
 
 
@@ -181,7 +181,7 @@ def weight_fidelity_says(result: dict) -> str:
     return paragraph(
         f"""A choice that is made anew while training goes on sends between {sent(found["int4"]):.3f} M of weights a
         step (always INT4) and {sent(found["int8"]):.3f} M (always INT8), and needs room for a copy of {copy["int8"]}
-        bytes a parameter as soon as it takes INT8. Differences on INT8 have that room too, send
+        bytes per parameter as soon as it takes INT8. Differences on INT8 have that room too, send
         {sent(found["difference on int8"]):.3f} M in every step, and give {db["difference on int8"]} dB at the end,
         where INT8 gives {db["int8"]} and INT4 {db["int4"]}. Of the {len(switched)} choices above, which change once,
         `{least}` sends least, {sent(found[least]):.3f} M. None sends less than differences, and none gives weights that

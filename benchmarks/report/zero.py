@@ -40,7 +40,7 @@ def demo_output(result: dict) -> str:
         f"{'':<13}{'loss':>7}{'loss':>8}{'held-out':>10}{'step':>9}{'between nodes':>17}{'':>9}{'within nodes':>16}"
     ]
     lines.append(f"{'':<13}{'start':>7}{'end':>8}{'loss':>10}{'s':>9}")
-    lines[-1] += f"{'MB a step':>17}{'x stock':>9}{'MB a step':>16}{'x stock':>9}"
+    lines[-1] += f"{'MB per step':>17}{'x stock':>9}{'MB per step':>16}{'x stock':>9}"
     for name, run in result["runs"].items():
         line = f"{name:<13}{run['loss_start']:>7.3f}{run['loss_end']:>8.3f}{run['held_out_loss']:>10.4f}"
         line += f"{run['step_s']:>9.3f}"
@@ -78,7 +78,7 @@ def step_time(*results: dict) -> str:
             times += [min(in_tree) / ms] if in_tree else []
             cells.append(" / ".join(f"{factor:.1f} x" for factor in times))
         rows.append([f"`{run}` against stock / the best in-tree ZeRO++", *cells])
-    return table(["ms a step", "25 Gbit/s", "10 Gbit/s", "one node, NVLink"], rows)
+    return table(["ms per step", "25 Gbit/s", "10 Gbit/s", "one node, NVLink"], rows)
 
 
 def nvlink_says(nvlink: dict, larger: dict, profile: dict) -> str:
@@ -88,7 +88,7 @@ def nvlink_says(nvlink: dict, larger: dict, profile: dict) -> str:
     return paragraph(
         f"""On NVLink all of these wait for Python, not for the GPU (busy {min(busy.values()):.0f} to
         {max(busy.values()):.0f} ms of a step), so those figures vary by 10 % and more with what else the host does;
-        stock pays Python for every parameter, this project for every block. With 4 x 2,048 tokens a GPU on NVLink:
+        stock pays Python for every parameter, this project for every block. With 4 x 2,048 tokens per GPU on NVLink:
         stock {ms["stock"]} ms, with leaf modules {ms["stock-leaf"]}, `lossless` {ms["lossless"]}, `zeropp`
         {ms["zeropp"]}, FSDP2 {ms["fsdp2"]}."""
     )
@@ -163,10 +163,10 @@ def step_bytes(result: dict) -> str:
 
     times = [f"{2 * found[run]['ledger_bytes_per_node_step'] / size:.3f} M" for run in QUANTIZED]
     rows = [
-        ["sent by a node a step, by the ledger / by the interface (MB)", *map(sent, columns)],
+        ["sent by a node per step, by the ledger / by the interface (MB)", *map(sent, columns)],
         ["the same over (N-1)/N, in sizes M of the 16-bit model", *times, "", ""],
         [
-            "peak memory of the 25 Gbit/s runs (GiB a GPU)",
+            "peak memory of the 25 Gbit/s runs (GiB per GPU)",
             *(f"{found[run]['peak_gib']:.2f}" for run in columns),
         ],
         ["secondary shard, of the 16-bit one", *(f"{kept(run):.3f}" for run in QUANTIZED), "1", ""],
@@ -293,7 +293,8 @@ def few_bits(result: dict) -> str:
         ]
         rows.append([f"INT{kind[-1]}, rotated", f"{int(kind[-1]) + 16 / result['block_size']:.3f}"])
         rows[-1] += [f"{cosine:.4f}" for cosine in cosines]
-    return table(["between nodes", "bits a number", "one", f"sum of {added}", f"sum of {added}, error feedback"], rows)
+    sums = f"sum of {added}", f"sum of {added}, error feedback"
+    return table(["between nodes", "bits per number", "one", *sums], rows)
 
 
 def added_in_node(result: dict) -> str:

@@ -72,7 +72,7 @@ def test_on_two_ranks(tmp_path):
     assert len(row["cycles_ms"]) == 6 and all(len(times) == 4 for times in row["cycles_ms"])
     for kind in ("weights", "gradients", "compute_activations"):
         assert f"numerics/{kind}/lowest_snr_db" in row["sampled_last"]
-    assert line["without_ms"] > 0 and f"fp8-lm, {line['without_ms']:.1f} ms a step, 6 cycles" in done.stdout
+    assert line["without_ms"] > 0 and f"fp8-lm, {line['without_ms']:.1f} ms per step, 6 cycles" in done.stdout
     assert "Cost of sampled numerics, Llama tiny, 2 rank(s) in 2 nodes on the links of one" in done.stdout
     several = result | {"hardware": {"gpu": "H100"}, "comparison": [line, line | {"run": "zeropp-diff"}]}
     said = numerics_cost_says(several)

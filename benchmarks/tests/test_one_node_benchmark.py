@@ -46,7 +46,7 @@ def answered(out, *more):
 
 
 def test_one_node(tmp_path):
-    as_it_is = answered(tmp_path / "pcie.json")
+    as_it_is = answered(tmp_path / "pcie.json", "--links", "pcie")
     for row in as_it_is.values():
         assert row["tx_bytes_per_rank_step"] is None and row["reached_gbit"] > 0
         assert row["times_best_peer"] == as_it_is["stock-zero2"]["step_ms"] / row["step_ms"]
@@ -97,18 +97,42 @@ def test_jobs_of_links():
     assert jobs(args)[0].apart and jobs(args)[0].environment["NCCL_SHM_DISABLE"] == "1"
 
 
-@pytest.mark.parametrize("links", ["nvlink", "-1", "pcie,inf", ""])
+@pytest.mark.parametrize("links", ["nvlink2", "-1", "pcie,inf", ""])
 def test_links_that_cannot_be(links):
     with pytest.raises(SystemExit):
         parse(["--links", links, "--ranks", "2"])
 
 
-def test_the_target():
-    def row(run, step_ms):
-        same = {"link": 64.0, "reached_gbit": 60.0, "tokens_per_s": 1.0, "losses": [2.0, 1.0]}
-        return {**same, "run": run, "step_ms": step_ms}
+def test_the_targets():
+    """By hand: 400 / 210 is below 2, 400 / 180 is not; over NVLink only peers that are compiled alike count."""
+
+    def row(run, step_ms, link=64.0):
+        same = {"reached_gbit": 60.0, "tokens_per_s": 1.0, "losses": [2.0, 1.0]}
+        return {**same, "link": link, "run": run, "step_ms": step_ms, "min_ms": step_ms - 1, "max_ms": step_ms + 9}
+
+    def compared(*rows):
+        return {line["run"]: line for line in compare(list(rows), {"size": "1.3b"})}
 
     rows = [row("stock", 500.0), row("fsdp2", 400.0), row("zeropp", 90.0), row("zeropp-pcie", 210.0)]
-    lines = {line["run"]: line for line in compare(rows, {"size": "1.3b"})}
+    lines = compared(*rows)
     assert lines["zeropp-pcie"]["best_peer"] == "fsdp2" and lines["zeropp-pcie"]["target_met"] is False
-    assert compare([*rows, row("zeropp-pcie", 180.0)], {"size": "1.3b"})[-1]["target_met"]
+    assert "target_met" not in lines["zeropp"]
+    both = compared(*rows[:-1], row("zeropp-pcie", 170.0), row("zeropp-pcie", 190.0))["zeropp-pcie"]
+    assert both["target_met"] and both["step_ms"] == 180 and both["step_ms_range"] == [169, 199]
+
+    times = {"fsdp2": 100.0, "fsdp2-compiled": 80.0, "zeropp": 100.0, "zeropp-compiled": 81.0, "fp8-lm": 80.0}
+    times |= {"fp8-lm-compiled": 70.0, "fsdp2-torchao": 60.0}
+    lines = compared(*(row(run, ms, "nvlink") for run, ms in times.items()))
+    assert {run: line["target_met"] for run, line in lines.items() if "target_met" in line} == {
+        "zeropp": True,
+        "zeropp-compiled": False,
+        "fp8-lm": True,
+        "fp8-lm-compiled": False,
+    }
+    assert lines["zeropp-compiled"]["best_peer"] == "fsdp2-compiled" and lines["zeropp"]["best_peer"] == "fsdp2"
+
+
+def test_over_nvlink():
+    args = parse(["--ranks", "2"])
+    assert args.links == ["nvlink"] and {"fsdp2", "fsdp2-torchao", "lossless", "fp8-lm-compiled"} <= set(args.runs)
+    assert [(job.environment, job.apart) for job in jobs(args)] == [({}, False)] * args.rounds

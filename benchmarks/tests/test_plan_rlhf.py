@@ -77,7 +77,7 @@ def test_generation_gathers_once_and_takes_a_token_at_a_time():
 
 
 def test_memory_is_of_four_models_and_one_pass():
-    """Stock: 2 + 12 + 2 bytes a trained parameter and 2 a frozen one; activations are one model's."""
+    """Stock: 2 + 12 + 2 bytes per trained parameter and 2 a frozen one; activations are one model's."""
     found = iteration(METHODS["stock"], JOB, EMULATED_H200).memory
     numel, ranks = MODEL.parameters + with_a_value_head(MODEL).parameters, JOB.cluster.world_size
     assert found.held == pytest.approx((16 + 2) * numel / ranks)

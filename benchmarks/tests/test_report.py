@@ -121,7 +121,7 @@ def value(key, **where):
 
 FIGURES = {
     ("demo", "`zeropp`", "held-out loss"): ("demo/cpu-4-gloo", lambda runs: runs["zeropp"]["held_out_loss"], "runs"),
-    ("two_h100", "**`zeropp-2bit`**", "16 sockets a channel"): (
+    ("two_h100", "**`zeropp-2bit`**", "16 sockets per channel"): (
         "two_nodes/h100-2-25gbit-sockets",
         value("step_ms", run="zeropp-2bit"),
     ),
@@ -133,7 +133,7 @@ FIGURES = {
         "one_node/h100-2-64gbit",
         lambda rows_: value("step_ms", run="fsdp2-compiled")(rows_) / value("step_ms", run="zeropp-pcie")(rows_),
     ),
-    ("many_micro_batches", "**`zeropp`**", "16, 10 Gbit/s, ms a step"): (
+    ("many_micro_batches", "**`zeropp`**", "16, 10 Gbit/s, ms per step"): (
         "two_nodes/h100-2-10gbit-k16",
         value("step_ms", run="zeropp"),
     ),
@@ -155,7 +155,7 @@ FIGURES = {
         "direct_cast/cpu-1-local",
         lambda rows_: value("weights_activations", format="mxfp4 floor")(rows_)["difference"],
     ),
-    ("fp8_lm_step", "`fp8-lm`", "ms a step"): (
+    ("fp8_lm_step", "`fp8-lm`", "ms per step"): (
         "fp8_lm_step/h200-4-25gbit-o3",
         lambda rows_: statistics.fmean(row["step_ms"] for row in rows_ if row["run"] == "fp8-lm"),
     ),
@@ -163,7 +163,7 @@ FIGURES = {
         "fp8_lm_memory/h200-1-local",
         lambda rows_: value("peak_bytes", run="fp8-lm-o1")(rows_) / 2**30,
     ),
-    ("optimizer", "FP8 AdamW, scales a tensor", "ms"): (
+    ("optimizer", "FP8 AdamW, scales per tensor", "ms"): (
         "optimizer/h200-1-local",
         value("ms", parameters=2**30, step="tensor scales, fp8 gradients"),
     ),

@@ -28,7 +28,7 @@ def test_what_travels_whole_is_what_the_format_makes_of_it(way):
 
 
 def test_differences_come_nearer_and_are_cheap():
-    """First all, then half a byte a number; weights that stay are approached."""
+    """First all, then half a byte per number; weights that stay are approached."""
     sent = [one.bfloat16() for one in weights()]
     wire_of = question.Wire(question.Way(question.BF16, question.CHANGES), sent)
     assert question.decibels(sent, wire_of.send(sent)) is None and wire_of.sent == wire_of.kept

@@ -108,7 +108,7 @@ def table(runs: dict[str, dict]) -> str:
     head = f"{'':<13}{'loss':>7}{'loss':>8}{'held-out':>10}{'step':>9}{'between nodes':>17}{'':>9}{'within nodes':>16}"
     units = (
         f"{'':<13}{'start':>7}{'end':>8}{'loss':>10}{'s':>9}"
-        + f"{'MB a step':>17}{'x stock':>9}{'MB a step':>16}{'x stock':>9}"
+        + f"{'MB per step':>17}{'x stock':>9}{'MB per step':>16}{'x stock':>9}"
     )
     lines = [head, units]
     stock = runs["stock"]
@@ -158,7 +158,7 @@ def draw(results: dict[str, dict], runs: dict[str, dict], title: str, path: Path
         )
         right.bar_label(bars, texts, padding=3, fontsize=9)
     right.set_xticks([0, 1], ["between nodes", "within nodes"])
-    right.set(ylabel="MB a step, all ranks together", title="Bytes sent")
+    right.set(ylabel="MB per step, all ranks together", title="Bytes sent")
     right.margins(y=0.3)
     right.legend(frameon=False, loc="upper center", ncols=3, columnspacing=1.2, handlelength=1.2)
 
@@ -183,7 +183,7 @@ def main() -> None:
     setting = (
         f"{arguments.model}, {dtype}, {NODES} nodes x {ranks // NODES} ranks emulated on one machine's "
         f"{'GPUs' if accelerator == 'cuda' else 'CPU'}, "
-        f"{arguments.micro_batch} sequences of {arguments.sequence_length} tokens a rank"
+        f"{arguments.micro_batch} sequences of {arguments.sequence_length} tokens per rank"
     )
     print(f"zeropp_fp8 demo: {' / '.join(RUNS)}; {setting}; {arguments.steps} steps each", flush=True)
     results = {run: train(run, arguments, accelerator, ranks) for run in RUNS}

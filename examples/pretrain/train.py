@@ -288,7 +288,7 @@ def main() -> None:
         print(
             f"{arguments.model}: {parameters / MEGA:.2f} million parameters; {len(training.tokens) / MEGA:.2f} million "
             f"tokens to train on, {len(held_out.tokens) / MEGA:.2f} held out; {engine.train_batch_size()} sequences of "
-            f"{arguments.sequence_length} tokens a step on {dist.get_world_size()} rank(s)",
+            f"{arguments.sequence_length} tokens per step on {dist.get_world_size()} rank(s)",
             flush=True,
         )
     figures = train(arguments, engine, training, held_out, start, fixed)

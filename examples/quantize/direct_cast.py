@@ -102,7 +102,7 @@ def direct_cast(
         format_name: any name that make_format knows.
         activations: round the input of each cast layer too, along its last axis.
         skip_modules: a layer whose name contains one of these is left alone.
-        **format_options: of make_format: `block_size` (None: one scale a row) and so on; `scale_mode` for MX.
+        **format_options: of make_format: `block_size` (None: one scale per row) and so on; `scale_mode` for MX.
 
     Returns:
         What was cast and what was not.

@@ -111,7 +111,7 @@ def rows_db(reference, actual):
 
 
 def test_scales_per_row_and_block_hold_rows_of_very_different_size():
-    """Tokens from 1e-4 to 1e4, features too: one scale a tensor rounds the small ones to zero."""
+    """Tokens from 1e-4 to 1e4, features too: one scale per tensor rounds the small ones to zero."""
     sizes_of_tokens, sizes_of_features = torch.logspace(-4, 4, 256)[:, None], torch.logspace(4, -4, 256)
     worst = {}
     for scaling in ("current", "per_channel", "block"):

@@ -219,7 +219,7 @@ def gather_as_operand(layer, reference):
 @pytest.mark.parametrize("checkpointed", [None, True, False])
 @pytest.mark.parametrize("compute_format, scaling", FP8_CASES + HYBRID_CASES)
 def test_gathered_codes_are_the_operand(compute_format, scaling, checkpointed):
-    """The same bits as from the values; with a scale a row, the other axis is quantized from the decoded codes."""
+    """The same bits as from the values; with a scale per row, the other axis is quantized from the decoded codes."""
     layer, scales, plain = make_layer(compute_format, scaling, 256, 128)
     x, grad = draw("normal", 24, 256), draw("normal", 24, 128, seed=1)
     expected = run(layer, x, grad)

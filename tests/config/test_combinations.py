@@ -82,7 +82,7 @@ def test_format_that_is_there(field, name):
             ({"recipe": "zeropp-diff", **fields}, ['"zeropp_fp8.weights.difference', *words])
             for fields, words in (
                 ({"secondary": {"scope": "none"}}, ["there is none", 'set "secondary.scope" to "node"']),
-                ({"weights": {"format": "int4"}}, ['"weights.format": "int4"', '"none" (2 bytes a parameter']),
+                ({"weights": {"format": "int4"}}, ['"weights.format": "int4"', '"none" (2 bytes per parameter']),
                 ({"weights": {"format": "fp8_e4m3"}}, ['"weights.format": "fp8_e4m3"', '"int8" (1.01)', "cast"]),
                 ({"weights": {"difference": {"format": "fp8_e4m3"}}}, ['"fp8_e4m3"', "int8, int4, int3, int2"]),
                 ({"weights": {"difference": {"block_size": 12}}}, ["12", "a multiple of 8"]),

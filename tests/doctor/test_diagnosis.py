@@ -141,7 +141,7 @@ print("|".join(kernel_differences(CPU)))
     assert equal == "0"
     expected = [f"kernel: {name}, encoded: 1 of" for name in FORMATS]
     assert [line.partition(" of")[0] + " of" for line in encoded.split("|")] == expected
-    assert cast == "kernel: FP8, a scale a tensor: 1 of 35360 bytes differ from those of the torch code"
+    assert cast == "kernel: FP8, a scale per tensor: 1 of 35360 bytes differ from those of the torch code"
 
 
 def a_rank(**others):

@@ -102,7 +102,7 @@ def test_scale_of_amax(name):
 def test_what_the_format_is_and_refuses():
     wire_format = SharedScaleFormat("fp8_e4m3")
     assert wire_format.payload_bytes(1) == 16 and wire_format.payload_bytes(33) == 48
-    assert repr(wire_format) == "fp8_e4m3 (a shared scale a tensor)" and wire_format.bits_per_element == 8
+    assert repr(wire_format) == "fp8_e4m3 (a shared scale per tensor)" and wire_format.bits_per_element == 8
     with pytest.raises(TypeError, match="use encode_scaled"):
         wire_format.encode_rows(torch.ones(1, 4))
     with pytest.raises(TypeError, match="fp8_e4m3"):

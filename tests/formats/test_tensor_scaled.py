@@ -1,4 +1,4 @@
-"""FP8 with one scale a tensor: the format, beside the cast of a linear layer's weight and written-out rounding."""
+"""FP8 with one scale per tensor: the format, beside the cast of a linear layer's weight and written-out rounding."""
 
 import pytest
 import torch
@@ -37,4 +37,4 @@ def test_nothing_and_numbers_beyond_a_dtype():
     assert FORMAT.decode(torch.empty(0, dtype=torch.uint8), (0,), torch.float32).shape == (0,)
     large = torch.tensor([3e38, 1.0])
     assert FORMAT.decode(FORMAT.encode(large), (2,), torch.float16).tolist() == [65504.0, 0.0]
-    assert repr(FORMAT) == "fp8_e4m3 (a scale a tensor)" and FORMAT.bits_per_element == 8
+    assert repr(FORMAT) == "fp8_e4m3 (a scale per tensor)" and FORMAT.bits_per_element == 8

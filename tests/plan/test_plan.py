@@ -69,7 +69,7 @@ def test_bytes_between_two_nodes(name, expected):
 
 
 def test_bytes_of_the_zeropp_recipe_in_gigabytes():
-    """0.67 GB of INT8 weights and 0.33 GB of INT4 gradients leave a node a step, plus their scales."""
+    """0.67 GB of INT8 weights and 0.33 GB of INT4 gradients leave a node per step, plus their scales."""
     method, job = METHODS["zeropp"], NONE_KEPT
     assert method.forward_traffic(job).inter / 1e9 == pytest.approx(0.67, abs=0.01)
     assert method.backward_traffic(job).inter == 0
@@ -326,7 +326,7 @@ def test_a_gpu_without_fp8_gains_nothing_by_it():
 
 
 def test_memory_by_hand():
-    """8 GPUs, 2 nodes: 2 + 12 + 2 bytes a parameter over 8; the INT8 copy over the 4 ranks of a node."""
+    """8 GPUs, 2 nodes: 2 + 12 + 2 bytes per parameter over 8; the INT8 copy over the 4 ranks of a node."""
     job = Job(Model.from_parameters(7e9), Cluster(2, 4, 100), 1024)
     stock = memory_per_gpu(METHODS["stock"], job)
     assert stock.held == pytest.approx(16 * 7e9 / 8)
@@ -337,7 +337,7 @@ def test_memory_by_hand():
     kept = memory_per_gpu(METHODS["fp8-lm-zeropp"], job)
     assert kept.secondary == pytest.approx(7e9 / 4)
     assert kept.held - kept.secondary == pytest.approx((8 + 1 / 128) * 7e9 / 8)
-    for name in ("fp8-lm-o2", "fp8-lm"):  # 2 a weight, 6 of states and gradient
+    for name in ("fp8-lm-o2", "fp8-lm"):  # 2 per weight, 6 of states and gradient
         assert memory_per_gpu(METHODS[name], job).held == pytest.approx(8 * 7e9 / 8)
     assert memory_per_gpu(METHODS["hsdp"], job).held == pytest.approx(16 * 7e9 / 4)
     assert stock.held < stock.peak == stock.held + max(stock.gathered + stock.activations, stock.update)

@@ -297,5 +297,5 @@ def test_what_copies_take_is_said():
     job = Job(Model.from_parameters(7e9), Cluster(4, 8, 25), 2048)
     text = recommend(job, H200).text.partition("\n")[0]
     gib = 2 * job.model.parameters / 8 / 2**30
-    assert text.endswith(f"; copies of the weights in 16 bits a parameter take {gib:.2f} GiB a GPU"), text
+    assert text.endswith(f"; copies of the weights in 16 bits per parameter take {gib:.2f} GiB per GPU"), text
     assert "copies" not in recommend(replace(job, cluster=Cluster(1, 8)), H200).text

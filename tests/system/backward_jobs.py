@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from models import ds_config, full_weights, make_engine, section
+from models import full_weights, section
+from running import Spec
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-import zeropp_fp8
 
 WIDTH, VOCABULARY, LENGTH = 32, 16, 6
 
@@ -164,7 +163,6 @@ def mean_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def engine_of(recipe: str, fields: dict | None = None, make=TwoOutputs, dtype: str = "fp32", **options):
     """An engine over the same small model each time."""
-    zeropp_fp8.enable()
     given = dict(fields or {})
     computes, stored = {"compute": {"min_features": 16}}, {"frozen": {"modules": "frozen"}}
     for more in [computes] * ("fp8" in recipe) + [stored] * (recipe == "qlora"):
@@ -172,7 +170,7 @@ def engine_of(recipe: str, fields: dict | None = None, make=TwoOutputs, dtype: s
             given[key] = {**values, **given.get(key, {})}
     torch.manual_seed(0)
     optimizer = "adamw" if "fp8-lm" in recipe else "sgd"
-    return make_engine(make(), ds_config(section(recipe, **given), dtype, **options), optimizer, lr=1e-2)
+    return Spec(section(recipe, **given), dtype, options, make, optimizer, 1e-2).engine()
 
 
 def run_programs(cases: list[dict]) -> list[list[float]]:

@@ -17,13 +17,12 @@ import torch.distributed as dist
 from deepspeed import utils as ds_utils
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from models import batches, build, ds_config, full_fp32_weights, full_weights, llama, make_engine, section
-from running import allow_fp16_on_cpu, forward_backward, shared_folder, stepped, switch
+from models import batches, build, ds_config, full_weights, llama, section
+from running import Spec, allow_fp16_on_cpu, forward_backward, run, see, shared_folder, step, stepped
 from token_drop_jobs import KEYS as TOKEN_DROP
 from token_drop_jobs import by_token_drop
 from torch import nn
 
-import zeropp_fp8
 from zeropp_fp8.comm import all_gather
 
 CPU = {"device": "cpu"}
@@ -278,30 +277,22 @@ def beside_stock(case):
 
 
 def compared(case):
-    """{"stock", "lossless" or "zeropp": what `run` returns, and the weights at the end}."""
+    """{"stock", "lossless" or "zeropp": the trace, whose one thing seen is what the case's `run` returns}."""
     importlib.import_module("torch._dynamo")  # zero.Init needs it imported before, see plugin.enable
     found = {}
     if "fp16" in case.config:
         allow_fp16_on_cpu()
     for name, chosen in {"stock": None, "lossless": MODULE, "zeropp": case.fields}.items():
-        switch(chosen is not None)
-        config = ds_config(None if chosen is None else section(name, **chosen), **case.config)
-        torch.manual_seed(0)
-        model = case.model(config)
-        engine = engine_of(model, config, case.optimizer(model.parameters()))
-        found[name] = {
-            "seen": case.run(engine),
-            "weights": full_weights(engine.module),
-            "fp32 weights": full_fp32_weights(engine.module),
-        }
-        engine.destroy()
+        the_section = None if chosen is None else section(name, **chosen)
+
+        def model(the_section=the_section):
+            torch.manual_seed(0)
+            return case.model(ds_config(the_section, **case.config))
+
+        spec = Spec(the_section, config=case.config, model=model, optimizer=case.optimizer)
+        found[name] = run(spec, [see(case.run)], ("weights", "masters"))
         deepspeed.checkpointing.reset()
     return found
-
-
-def engine_of(model, config, optimizer=None):
-    options = {"optimizer": optimizer, "model_parameters": model.parameters()}
-    return deepspeed.initialize(model=model, config=config, **options)[0]
 
 
 # -- offload with copies in each node ------------------------------------------------------------------------------
@@ -309,37 +300,26 @@ def engine_of(model, config, optimizer=None):
 
 def offloaded_with_copies():
     """{offload: (losses, norms of gradients, bytes between nodes of a second forward)} of hpZ, two ranks a node."""
-    switch(True)
     keys = {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}
     kinds = {"none": {}, "optimizer": {"offload_optimizer": CPU}, "param": {"offload_param": CPU}}
     kinds["both"] = {**kinds["optimizer"], **kinds["param"]}
-    found = {}
+    without_recipe = {key: value for key, value in section().items() if key != "recipe"}
+    norm, found = see(lambda engine: float(engine.get_global_grad_norm())), {}
     for name, offload in kinds.items():
-        config = ds_config(section(None), **zero(**keys, **offload), gradient_accumulation_steps=2)
-        config["zeropp_fp8"].pop("recipe")
-        engine, norms, losses = make_engine(llama(), config), [], []
-        for step, tokens in enumerate(batches(6, dist.get_rank())):
-            losses.append(stepped(engine, tokens))
-            if step % 2:
-                norms.append(float(engine.get_global_grad_norm()))
-        report = zeropp_fp8.wire_report(engine)
-        found[name] = losses, norms, report["per_step"]["weights_backward"]["inter"]
-        engine.destroy()
+        spec = Spec(without_recipe, config={**zero(**keys, **offload), "gradient_accumulation_steps": 2})
+        trace = run(spec, [step, step, norm] * 3, ("bytes",))
+        found[name] = trace.losses, trace.seen, trace.bytes["weights_backward"]["inter"]
     return found
 
 
 def gradient_bytes():
     """{keys: bytes that a rank sends for gradients in a step}; and the number of parameters."""
-    switch(True)
-    found = {}
+    found, numel = {}, see(lambda engine: sum(p.ds_numel for p in engine.module.parameters()))
     for name, keys in {"reduce-scatter": {}, "all-reduce": ALL_REDUCED, "in fp32": ALL_REDUCED}.items():
-        more = {"bf16": {"enabled": True}, **({"communication_data_type": "fp32"} if name == "in fp32" else {})}
-        engine = make_engine(llama(), ds_config(section("lossless", **MODULE), **keys, **more))
-        trained(engine, 2)
-        found[name] = sum(zeropp_fp8.wire_report(engine)["per_step"]["gradients"].values())
-        numel = sum(p.ds_numel for p in engine.module.parameters())
-        engine.destroy()
-    return found, numel
+        more = {"communication_data_type": "fp32"} if name == "in fp32" else {}
+        trace = run(Spec(section("lossless", **MODULE), "bf16", {**keys, **more}), [step, step, numel], ("bytes",))
+        found[name] = sum(trace.bytes["gradients"].values())
+    return found, *trace.seen
 
 
 # -- collectives that are late -------------------------------------------------------------------------------------
@@ -365,22 +345,20 @@ def late(collective):
     return call
 
 
+def wrong_when_late(engine):
+    """Names of weights that are not what they are otherwise, when collectives are as late as can be."""
+    expected, params = full_weights(engine.module), list(engine.module.parameters())
+    with contextlib.ExitStack() as patches:
+        for module, collective in ((deepspeed.comm, "all_gather_into_tensor"), (all_gather, "_all_gather_single")):
+            patches.enter_context(mock.patch.object(module, collective, late(getattr(module, collective))))
+        with deepspeed.zero.GatheredParameters(params):
+            return [n for n, p in engine.module.named_parameters() if not torch.equal(p.detach(), expected[n])]
+
+
 def gathered_late():
-    """{who gathers: names of weights that are not what they are otherwise, when collectives are as late as can be}."""
-    found = {}
-    for name, chosen in {"stock": None, "lossless": MODULE, "zeropp": {}}.items():
-        switch(chosen is not None)
-        engine = make_engine(llama(), ds_config(None if chosen is None else section(name, **chosen)))
-        trained(engine, 1)
-        expected, params = full_weights(engine.module), list(engine.module.parameters())
-        with contextlib.ExitStack() as patches:
-            for module, collective in ((deepspeed.comm, "all_gather_into_tensor"), (all_gather, "_all_gather_single")):
-                patches.enter_context(mock.patch.object(module, collective, late(getattr(module, collective))))
-            with deepspeed.zero.GatheredParameters(params):
-                wrong = [n for n, p in engine.module.named_parameters() if not torch.equal(p.detach(), expected[n])]
-        found[name] = wrong
-        engine.destroy()
-    return found
+    """{who gathers: the names}."""
+    sections = {"stock": None, "lossless": section("lossless", **MODULE), "zeropp": section("zeropp")}
+    return {name: run(Spec(chosen), [step, see(wrong_when_late)]).seen[0] for name, chosen in sections.items()}
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
@@ -396,37 +374,37 @@ class WithExperts(nn.Module):
         self.moe = MoE(16, nn.Linear(16, 16), num_experts=2, ep_size=1)
 
 
-def pipeline(config):
-    model = deepspeed.pipe.PipelineModule([nn.Linear(8, 8)] * 2, num_stages=2, loss_fn=nn.MSELoss())
-    return engine_of(model, config, torch.optim.AdamW(model.parameters()))
+def pipeline():
+    return deepspeed.pipe.PipelineModule([nn.Linear(8, 8)] * 2, num_stages=2, loss_fn=nn.MSELoss())
 
 
-def without_sync(config):
-    with make_engine(llama(), config).no_sync():
-        pass
-
-
-def of_meta_tensors(config):
+def of_meta_tensors():
     with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
-        model = llama()
-    return make_engine(model, config)
+        return llama()
 
 
 def refusals():
     """{what was tried: (the error's type, its message)} of what DeepSpeed, torch or the plugin refuses."""
-    switch(True)
-    plain = ds_config(section("zeropp"))
+    the_section = section("zeropp")
+
+    def of(model=llama, optimizer="adamw", **config):
+        return Spec(the_section, config=config, model=model, optimizer=optimizer).engine
+
+    def without_sync():
+        with of()().no_sync():
+            pass
+
     tried = {
-        "pipeline, stage 1": lambda: pipeline({**plain, "zero_optimization": {"stage": 1}}),
-        "pipeline, stage 3": lambda: pipeline(plain),
-        "MoE": lambda: make_engine(WithExperts(), plain),
-        "AutoEP": lambda: make_engine(llama(), {**plain, "expert_parallel": {"enabled": True, "autoep_size": 2}}),
-        "init_inference": lambda: deepspeed.init_inference(llama(), config={"zeropp_fp8": section("zeropp")}),
-        "no_sync": lambda: without_sync(plain),
-        "meta": lambda: of_meta_tensors(plain),
-        "untested optimizer": lambda: make_engine(llama(), {**plain, "zero_allow_untested_optimizer": False}, "sgd"),
-        "Muon": lambda: engine_of(llama(), {**plain, "zero_optimization": {"stage": 3, "reduce_scatter": False}}),
-        "pipeline, stock": lambda: type(pipeline({**ds_config(), "zero_optimization": {"stage": 1}})).__name__,
+        "pipeline, stage 1": of(pipeline, **zero(stage=1)),
+        "pipeline, stage 3": of(pipeline),
+        "MoE": of(WithExperts),
+        "AutoEP": of(expert_parallel={"enabled": True, "autoep_size": 2}),
+        "init_inference": lambda: deepspeed.init_inference(llama(), config={"zeropp_fp8": the_section}),
+        "no_sync": without_sync,
+        "meta": of(of_meta_tensors),
+        "untested optimizer": of(optimizer="sgd", zero_allow_untested_optimizer=False),
+        "Muon": of(optimizer=None, **ALL_REDUCED),
+        "pipeline, stock": lambda: type(Spec(config=zero(stage=1), model=pipeline, plugin=True).engine()).__name__,
     }
     found = {}
     for name, attempt in tried.items():

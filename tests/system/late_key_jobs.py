@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from models import batches, build, ds_config, llama, make_engine, section
-from running import Spec, accumulated, loss_of, run, stepped, switch
+from models import batches, llama, section
+from running import Spec, accumulated, evaluate, loaded, run, saved, see, step
 
 UNMANAGED = {"managed_gradient_accumulation": False}
 ON_CPU = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
@@ -37,7 +40,6 @@ def named_buffers(plugin, recipe, dtype, zero_init, fields, folder):
     from transformers import LlamaForCausalLM
 
     importlib.import_module("torch._dynamo")  # zero.Init needs it imported before, see plugin.enable
-    switch(plugin)
     shape = llama().config
 
     class Biased(LlamaForCausalLM):
@@ -59,22 +61,18 @@ def named_buffers(plugin, recipe, dtype, zero_init, fields, folder):
         torch.manual_seed(seed)
         return Biased(shape)
 
-    config = ds_config(section(recipe, **fields) if plugin else None, dtype)
-    tokens, losses = next(batches(1, dist.get_rank())), []
+    def freeze(model):
+        model.model.layers[0].requires_grad_(False)
+        return model
 
-    def engine_of(seed):
-        model = build(lambda: make(seed), config, zero_init)
-        for param in model.model.layers[0].parameters():
-            param.requires_grad_(False)
-        return make_engine(model, config)
+    def look(engine):
+        buffers = dict(engine.module.named_buffers())
+        return {n: (buffers[n].dtype, buffers[n].float().tolist()) for n in ("correction_bias", "other_bias")}
 
-    engine = engine_of(0)
-    for _ in range(2):
-        losses.append(stepped(engine, tokens))
-    engine.save_checkpoint(folder, tag=f"{plugin}")
-    again = engine_of(9)
-    again.load_checkpoint(folder, tag=f"{plugin}")
-    with torch.no_grad():
-        losses.append(float(loss_of(again, tokens)))
-    kept = [dict(e.module.named_buffers()) for e in (engine, again)]
-    return losses, [{n: (b[n].dtype, b[n].float().tolist()) for n in ("correction_bias", "other_bias")} for b in kept]
+    the_section, model = section(recipe, **fields) if plugin else None, functools.partial(make, 0)
+    spec = Spec(the_section, dtype, model=model, zero_init=zero_init, adapted=freeze)
+    tokens, tag = next(batches(1, dist.get_rank())), f"{plugin}"
+    trace = run(spec, [step, step, saved(folder, tag), see(look)], data=itertools.repeat(tokens))
+    again = replace(spec, model=functools.partial(make, 9))
+    again = run(again, [loaded(folder, tag), evaluate(tokens), see(look)])
+    return trace.losses + again.losses, trace.seen + again.seen

@@ -7,8 +7,8 @@ import importlib
 from dataclasses import replace
 
 import torch
-from models import KEPT, Mlp, ds_config, full_weights, llama, make_engine, section
-from running import Spec, allow_fp16_on_cpu, run, see, step, switch, trained
+from models import KEPT, Mlp, llama, section
+from running import LEFT, Spec, allow_fp16_on_cpu, run, see, step, switch
 from torch import nn
 
 import zeropp_fp8
@@ -49,10 +49,9 @@ def train_llama(
     model = functools.partial(llama, layers=layers, tie=tie, seed=seed)
     spec = Spec(the_section, dtype, overrides, model, "adamw", 1e-2 if lora else 1e-3, zero_init, adapted)
     spec = replace(spec, leaves=("LlamaDecoderLayer",) * leaf)
-    start = see(lambda engine: full_weights(engine.module))
     steps *= overrides.get("gradient_accumulation_steps", 1)
     left = ("weights", "masters", "bytes") if plugin else ("weights", "masters")
-    return run(spec, [start, *[step] * steps], left)
+    return run(spec, [see(LEFT["weights"]), *[step] * steps], left)
 
 
 def train_both(granularity, recipe="lossless", **options):
@@ -81,23 +80,19 @@ def stock_plugin_stock(steps=3):
 
 def train_mlp(steps=10):
     """Losses of the linear stack: stock, lossless, and the ZeRO++ keys of DeepSpeed alone."""
-
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     data = [
         (torch.randn(8, 16, generator=generator), torch.randint(0, 16, (8,), generator=generator)) for _ in range(steps)
     ]
     keys = {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}
 
-    def losses(plugin, section, config):
-        switch(plugin)
-        engine = make_engine(Mlp(), ds_config(section, **config), lr=1e-2)
-        return trained(engine, data)
-
-    return (
-        losses(False, None, {"zero_optimization": KEPT}),
-        losses(True, section("lossless", gather_granularity="module"), {}),
-        losses(True, None, {"zero_optimization": keys}),
+    kinds = (
+        (None, KEPT, False),
+        (section("lossless", gather_granularity="module"), {}, True),
+        (None, keys, True),
     )
+    specs = [Spec(given, "fp32", {"zero_optimization": zero}, Mlp, lr=1e-2, plugin=on) for given, zero, on in kinds]
+    return [run(spec, [step] * steps, data=data).losses for spec in specs]
 
 
 VARIANTS = {
@@ -185,19 +180,19 @@ class Branchy(nn.Module):
         return self.head(x * self.gain if use_extra else x).square().mean()
 
 
-def train_branchy(recipe, fields=None, steps=3):
-    """Ranks differ in what they use; returns the gradient-trained weights."""
-    zeropp_fp8.enable()
+def train_branchy(runs, steps=3):
+    """Ranks differ in what they use. Of each (recipe, fields): the gradient-trained weights, this rank's report, and
+    on rank 1 that of all ranks."""
     rank = torch.distributed.get_rank()
-    config = ds_config(section(recipe, **(fields or {})))
-    engine = make_engine(Branchy(), config, optimizer="sgd", lr=0.5)
     torch.manual_seed(5 + rank)
-    for number in range(steps):
-        loss = engine(torch.randn(3, 24), use_extra=(rank + number) % 2 == 0)
-        engine.backward(loss)
-        engine.step()
-    reports = zeropp_fp8.wire_report(engine), zeropp_fp8.wire_report(engine, total=True) if rank == 1 else None
-    return full_weights(engine.module), *reports
+    data = [(torch.randn(3, 24), (rank + number) % 2 == 0) for number in range(steps)]
+
+    def reports(engine):
+        return zeropp_fp8.wire_report(engine), zeropp_fp8.wire_report(engine, total=True) if rank == 1 else None
+
+    specs = [Spec(section(recipe, **fields), model=Branchy, optimizer="sgd", lr=0.5) for recipe, fields in runs]
+    traces = [run(spec, [*[step] * steps, see(reports)], ("weights",), data) for spec in specs]
+    return [(trace.weights, *trace.seen[0]) for trace in traces]
 
 
 def branchy_reference(steps=3, world=4):

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-import copy
-import tempfile
+import functools
+from unittest import mock
 
+import deepspeed
 import torch
 import torch.distributed as dist
-from models import batches, ds_config, full_weights, llama, make_engine, secondary_bytes, section
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_grad
+from models import batches, full_weights, llama, secondary_bytes, section
+from running import (
+    Spec,
+    backward,
+    evaluate,
+    evaluated,
+    forward,
+    loaded,
+    loss_of,
+    on_engine,
+    run,
+    saved,
+    see,
+    shared_folder,
+    step,
+    update,
+    within,
+)
 from torch import nn
 
 import zeropp_fp8
 from zeropp_fp8 import sharded
 from zeropp_fp8.zero.gather.adopted import unit_of
+from zeropp_fp8.zero.report import predicted_bytes
 
 LIMITS = {
     "none": (0, 0, 0),
@@ -35,16 +56,14 @@ def with_limits(limits, persistent_below=0):
     }
 
 
-def engine_of(recipe, limits="none", model=None, fields=None, optimizer="adamw", **overrides):
-    """An engine over a small Llama (or `model`); `limits` also as (name, persistence threshold)."""
-    zeropp_fp8.enable()
+small_llama = functools.partial(llama, layers=3, hidden=32, vocab=64)
+
+
+def spec_of(recipe, limits="none", fields=None, model=small_llama, optimizer="adamw", **overrides):
+    """Of an engine over a small model; `limits` also as (name, persistence threshold)."""
     limits = limits if isinstance(limits, tuple) else (limits,)
-    config = ds_config(section(recipe, **(fields or {})), zero_optimization=with_limits(*limits), **overrides)
-    return make_engine(small_llama() if model is None else model, config, optimizer)
-
-
-def small_llama(seed=0):
-    return llama(layers=3, hidden=32, vocab=64, seed=seed)
+    config = {"zero_optimization": with_limits(*limits), **overrides}
+    return Spec(section(recipe, **(fields or {})), config=config, model=model, optimizer=optimizer)
 
 
 def some_batches(count, seed=1, same_on_all_ranks=False):
@@ -52,142 +71,98 @@ def some_batches(count, seed=1, same_on_all_ranks=False):
     return list(batches(count, rank, length=8, vocab=64, seed=seed))
 
 
-def loss_of(engine, tokens):
-    return engine(input_ids=tokens, labels=tokens).loss
+def units_of(engine):
+    return engine.optimizer.gatherer.units
 
 
-def train_step(engine, tokens):
-    loss = loss_of(engine, tokens)
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
+# -- limits
 
 
-def evaluate(engine, tokens):
-    with torch.no_grad():
-        return loss_of(engine, tokens).item()
-
-
-def pipeline_of(engine):
-    return engine.optimizer.parameter_offload.param_coordinator, engine.optimizer.gatherer
-
-
-def count_ahead(engine):
-    """A list that grows by the unit's elements whenever a gather is started ahead."""
-    _, gatherer = pipeline_of(engine)
-    started, start = [], gatherer.hops.start
+def count_ahead(engine, started):
+    """Append the unit's elements whenever a gather is started ahead."""
+    hops = engine.optimizer.gatherer.hops
+    start = hops.start
 
     def counted(unit, ahead=False):
         if ahead:
             started.append(unit.numel)
         return start(unit, ahead)
 
-    gatherer.hops.start = counted
-    return started
-
-
-# -- limits
+    hops.start = counted
 
 
 def train_with_limits(recipe, fields=None, steps=3, names=tuple(LIMITS), persistent_below=()):
-    """{limits: (losses, gathers started ahead, bytes a step)}."""
+    """{limits: (losses, gathers started ahead, bytes per step)}."""
     results = {}
-    cases = [(name, 0) for name in names] + [("small", threshold) for threshold in persistent_below]
-    for case in cases:
-        engine = engine_of(recipe, case, fields=fields)
-        ahead = count_ahead(engine)
-        losses = [train_step(engine, tokens) for tokens in some_batches(steps)]
-        results[case] = losses, len(ahead), zeropp_fp8.wire_report(engine)["per_step"]
-        engine.destroy()
+    for case in [(name, 0) for name in names] + [("small", threshold) for threshold in persistent_below]:
+        ahead = []
+        events = [on_engine(count_ahead, ahead), *[step] * steps]
+        trace = run(spec_of(recipe, case, fields), events, ("bytes",), some_batches(steps))
+        results[case] = trace.losses, len(ahead), trace.bytes
     return results
 
 
 # -- bytes
 
 
-def bytes_of_a_step(recipe, granularity, steps=2):
-    """What the ledger says at the start, after each step and after each of two evaluations; what the formats say."""
-    from zeropp_fp8.zero.report import predicted_bytes
-
-    engine = engine_of(recipe, fields={"gather_granularity": granularity})
-    _, gatherer = pipeline_of(engine)
+def sizes(engine):
+    """What the formats say."""
+    gatherer = engine.optimizer.gatherer
     params = gatherer.ownership.params.values()
-    payloads = sum(unit_of(p).format_of(p).payload_bytes(p.ds_tensor.ds_numel) for p in params)
-    tokens, reports = some_batches(steps), [zeropp_fp8.wire_report(engine)]
-    for batch in tokens:
-        train_step(engine, batch)
-        reports.append(zeropp_fp8.wire_report(engine))
-    for _ in range(2):
-        evaluate(engine, tokens[0])
-        reports.append(zeropp_fp8.wire_report(engine))
     return {
-        "reports": reports,
-        "payloads": payloads,
+        "payloads": sum(unit_of(p).format_of(p).payload_bytes(p.ds_tensor.ds_numel) for p in params),
         "predicted": predicted_bytes(engine.zeropp_fp8_session, gatherer),
         "quantized numel": sum(p.ds_numel for p in params if len(p.ds_shape) >= 2),
     }
 
 
+def bytes_of_a_step(recipe, granularity, steps=2):
+    """What the ledger says at the start, after each step and after each of two evaluations; what the formats say."""
+    tokens, report = some_batches(steps), see(zeropp_fp8.wire_report)
+    events = [report, *[step, report] * steps, *[evaluate(tokens[0]), report] * 2, see(sizes)]
+    *reports, said = run(spec_of(recipe, fields={"gather_granularity": granularity}), events, data=tokens).seen
+    return {"reports": reports, **said}
+
+
 # -- evaluations between the steps
 
 
+def generate(engine, tokens):
+    engine.eval()
+    with torch.no_grad():
+        generated = engine.module.generate(input_ids=tokens[:, :3], max_new_tokens=2, do_sample=False)
+    assert generated.shape == (2, 5)
+    engine.train()
+
+
+def infer(engine, tokens):
+    with torch.inference_mode():
+        loss_of(engine, tokens)
+
+
 def interleaved(recipe, limits, fields=None, steps=3):
-    """Losses of training alone, and with evaluations and generation in between."""
-
-    def losses(between):
-        engine = engine_of(recipe, limits, fields=fields)
-        found, evaluated = [], []
-        for step, tokens in enumerate(some_batches(steps)):
-            if between:
-                evaluated += [evaluate(engine, t) for t in some_batches(2, seed=5)]
-            loss = loss_of(engine, tokens)
-            engine.backward(loss)
-            if between:
-                evaluated.append(evaluate(engine, tokens))  # its values are those of before the step
-                assert evaluated[-1] == loss.item()
-            engine.step()
-            found.append(loss.item())
-            if between and step % 2 == 0:
-                engine.eval()
-                with torch.no_grad():
-                    generated = engine.module.generate(input_ids=tokens[:, :3], max_new_tokens=2, do_sample=False)
-                assert generated.shape == (2, 5)
-                engine.train()
-        engine.destroy()
-        return found, evaluated
-
-    return losses(False)[0], losses(True)[0]
-
-
-def evaluated_in_inference_mode(recipe, fields=None):
-    """Losses of training alone, and with evaluations under torch.inference_mode() before each step."""
-
-    def losses(between):
-        engine, found = engine_of(recipe, "none", fields=fields), []
-        for tokens in some_batches(2):
-            if between:
-                with torch.inference_mode():
-                    loss_of(engine, tokens)
-            found.append(train_step(engine, tokens))
-        engine.destroy()
-        return found
-
-    return losses(False), losses(True)
+    """Losses of training alone; with evaluations and generation in between, and what those after a backward say of its
+    batch; and with forwards under torch.inference_mode() before each step."""
+    spec, data, events = spec_of(recipe, limits, fields), some_batches(steps), []
+    for place, tokens in enumerate(data):
+        events += [*map(evaluate, some_batches(2, seed=5)), forward, backward, evaluate(tokens), update]
+        events += [on_engine(generate, tokens)] * (place % 2 == 0)
+    between = run(spec, events, data=data).losses
+    inference = run(spec, [event for tokens in data for event in (on_engine(infer, tokens), step)], data=data).losses
+    return run(spec, [step] * steps, data=data).losses, between[2::4], between[3::4], inference
 
 
 def frozen_between_forwards():
     """Losses around the freezing of some matrices: of an engine that gathered them before, and of one that did not."""
     fields = {"weights": {"format": "int8", "block_size": 128}, "frozen": {"format": "int4", "modules": "frozen"}}
-    tokens = some_batches(1)[0]
+    spec, evaluation = spec_of("lossless", fields=fields), evaluate(*some_batches(1))
 
-    def loss(gathered_before):
-        engine = engine_of("lossless", "none", fields=fields)
-        before = evaluate(engine, tokens) if gathered_before else None
+    def freeze(engine):
         for name, param in engine.module.named_parameters():
             param.requires_grad_("up_proj" not in name)
-        return before, evaluate(engine, tokens)
 
-    return loss(True), loss(False)
+    events = [evaluation, on_engine(freeze), evaluation]
+    return run(spec, events).losses, run(spec, events[1:]).losses
 
 
 # -- gradients that come in some micro-batches only
@@ -216,20 +191,15 @@ def micro_inputs(rank, micro):
     return inputs
 
 
+def gradients(engine):
+    return {name: safe_get_full_grad(p).double().clone() for name, p in engine.module.named_parameters()}
+
+
 def accumulated_gradients(fields=None):
     """Reduced gradients after three micro-batches, twice (the second step must not see the first)."""
-    from deepspeed.utils import safe_get_full_grad
-
-    engine = engine_of("zeropp", "none", Sometimes(), fields, "sgd", gradient_accumulation_steps=3)
-    found = []
-    for step in range(2):
-        for micro in range(3):
-            engine.backward(engine(micro_inputs(dist.get_rank() + 10 * step, micro)))
-            if micro == 2:
-                named = engine.module.named_parameters()
-                found.append({name: safe_get_full_grad(p).double().clone() for name, p in named})
-            engine.step()
-    return found
+    spec = spec_of("zeropp", "none", fields, Sometimes, "sgd", gradient_accumulation_steps=3)
+    data = [(micro_inputs(dist.get_rank() + 10 * number, micro),) for number in range(2) for micro in range(3)]
+    return run(spec, [step, step, forward, backward, see(gradients), update] * 2, data=data).seen
 
 
 # -- writes while units are on their way
@@ -239,66 +209,52 @@ def fresh_losses(recipe, weights, tokens):
     """The loss of an engine that never knew other weights than these, and of torch alone."""
     model = small_llama(seed=7)
     model.load_state_dict(weights)
-    plain = evaluate(model, tokens)
-    engine = engine_of(recipe, "none", model)
-    loss = evaluate(engine, tokens)
-    engine.destroy()
-    return loss, plain
+    plain = evaluated(model, tokens)
+    return *run(spec_of(recipe, model=lambda: model), [evaluate(tokens)]).losses, plain
 
 
-def shared_folder():
-    """A temporary folder, the same on every rank."""
-    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, 0)
-    return box[0]
+def change(source, chosen):
+    """A rank writes to those parameters of the model that are chosen."""
 
-
-def writes_are_seen(recipe, limits, fields=None):
-    """{write: (loss before, after, of a fresh engine and of torch alone, units under way, units live)}, same tokens."""
-    import deepspeed
-
-    engine = engine_of(recipe, limits, fields=fields)
-    module, (_, gatherer) = engine.module, pipeline_of(engine)
-    tokens = some_batches(1, same_on_all_ranks=True)[0]
-    results = {}
-
-    def under_way():
-        return sum(unit.pending is not None for unit in gatherer.units)
-
-    def check(name, write):
-        before = evaluate(engine, tokens)
-        states = under_way(), sum(unit.live for unit in gatherer.units)
-        write()
-        after = [evaluate(engine, tokens) for _ in range(2)]
-        assert after[0] == after[1]
-        weights = full_weights(module)
-        assert evaluate(engine, tokens) == after[0]
-        results[name] = (before, after[0], *fresh_losses(recipe, weights, tokens), *states)
-
-    def change(params, source):
+    def event(running):
+        params = chosen(running.engine.module)
         with deepspeed.zero.GatheredParameters(params, modifier_rank=source):
             if dist.get_rank() == source:
                 for param in params:
                     param.data.mul_(-0.7)
 
-    folder = shared_folder()
-    engine.save_checkpoint(folder, tag="start")
-    for batch in some_batches(2):
-        train_step(engine, batch)
+    return event
 
-    def step_after_an_evaluation():
-        loss = loss_of(engine, tokens)
-        engine.backward(loss)
-        evaluate(engine, tokens)
-        engine.step()
 
-    layers = module.model.layers
-    check("step", step_after_an_evaluation)
-    check("one matrix", lambda: change([layers[1].mlp.up_proj.weight], 0))
-    check("part of each block", lambda: change([layer.self_attn.q_proj.weight for layer in layers], 3))
-    check("a vector", lambda: change([layers[2].input_layernorm.weight], 1))
-    check("everything", lambda: change(list(module.parameters()), 0))
-    check("load_checkpoint", lambda: engine.load_checkpoint(folder, tag="start"))
+def writes_are_seen(recipe, limits, fields=None):
+    """{write: (loss before, after, of a fresh engine and of torch alone, units under way, units live)}, same tokens."""
+    folder, (tokens,), results = shared_folder(), some_batches(1, same_on_all_ranks=True), {}
+
+    def check(name, *write):
+        def event(running):
+            engine = running.engine
+            before, units = evaluated(engine, tokens), units_of(engine)
+            states = sum(unit.pending is not None for unit in units), sum(unit.live for unit in units)
+            for each in write:
+                each(running)
+            after = [evaluated(engine, tokens) for _ in range(2)]
+            assert after[0] == after[1]
+            weights = full_weights(engine.module)
+            assert evaluated(engine, tokens) == after[0]
+            results[name] = (before, after[0], *fresh_losses(recipe, weights, tokens), *states)
+
+        return event
+
+    events = [
+        *(saved(folder, "start"), step, step),
+        check("step", forward, backward, evaluate(tokens), update),
+        check("one matrix", change(0, lambda model: [model.model.layers[1].mlp.up_proj.weight])),
+        check("part of each block", change(3, lambda model: [b.self_attn.q_proj.weight for b in model.model.layers])),
+        check("a vector", change(1, lambda model: [model.model.layers[2].input_layernorm.weight])),
+        check("everything", change(0, lambda model: list(model.parameters()))),
+        check("load_checkpoint", loaded(folder, "start")),
+    ]
+    run(spec_of(recipe, limits, fields), events, data=[*some_batches(2), tokens])
     return results
 
 
@@ -315,16 +271,12 @@ def owners(module):
 
 def two_engines_one_module(limits):
     """What parameters call during and after an engine; losses of a second engine, and of one over another module."""
-    model, tokens = small_llama(), some_batches(3)
-    first = engine_of("zeropp", limits, model)
-    log = {"during": owners(model)}
-    for batch in tokens[:2]:
-        train_step(first, batch)
-    evaluate(first, tokens[2])
-    _, gatherer = pipeline_of(first)
-    log["under way"] = sum(unit.in_flight for unit in gatherer.units)
-    weights = copy.deepcopy(full_weights(model))
-    first.destroy()
+    model, other_model, tokens, log = small_llama(), small_llama(seed=7), some_batches(3), {}
+    spec, own = spec_of("zeropp", limits, model=lambda: model), see(lambda engine: owners(model))
+    look = see(lambda engine: (engine.optimizer.gatherer, full_weights(model)))
+    under_way = see(lambda engine: sum(unit.in_flight for unit in units_of(engine)))
+    events = [own, step, step, evaluate(tokens[2]), under_way, look]
+    log["during"], log["under way"], (gatherer, weights) = run(spec, events, data=tokens).seen
     log["after"] = owners(model)
     log["state"] = sum(hasattr(p, sharded.SLOT) for p in model.parameters())
     log["kept"] = all(torch.equal(w, weights[name]) for name, w in full_weights(model).items())
@@ -332,13 +284,10 @@ def two_engines_one_module(limits):
         secondary_bytes(gatherer) + gatherer.hops.gathered_ring.num_bytes() + gatherer.hops.held_ring.num_bytes()
     )
 
-    second = engine_of("zeropp", limits, model)
-    log["second"] = [train_step(second, batch) for batch in tokens]
-    log["second owners"] = owners(model)
-    other_model = small_llama(seed=7)
+    second = run(spec, [*[step] * 3, own], data=tokens)
+    log["second"], (log["second owners"],) = second.losses, second.seen
     other_model.load_state_dict(weights)
-    other = engine_of("zeropp", limits, other_model)
-    log["other"] = [train_step(other, batch) for batch in tokens]
+    log["other"] = run(spec_of("zeropp", limits, model=lambda: other_model), [step] * 3, data=tokens).losses
     return log
 
 
@@ -346,57 +295,47 @@ def two_engines_one_module(limits):
 
 
 def train_as_if_streams_had_to_be_waited_for():
-    """(losses, losses where DeepSpeed believes it must stop the host for its reduction stream; there is none here)."""
-    from unittest import mock
+    """Losses, and those where DeepSpeed believes it must stop the host for its reduction stream; there is none here."""
 
-    from deepspeed.accelerator import get_accelerator
+    def losses(data_dependency):
+        answer = mock.patch.object(get_accelerator(), "resolves_data_dependency", lambda: data_dependency)
+        return run(
+            spec_of("zeropp"), [forward, within(lambda engine: answer, backward), update] * 2, data=some_batches(2)
+        ).losses
 
-    results = []
-    for data_dependency in (True, False):
-        engine = engine_of("zeropp", ("none", 0))
-        answer = mock.patch.object(get_accelerator(), "resolves_data_dependency", lambda: data_dependency)  # noqa: B023
-        losses = []
-        for tokens in some_batches(2):
-            loss = loss_of(engine, tokens)
-            with answer:
-                engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        engine.destroy()
-        results.append(losses)
-    return tuple(results)
+    return losses(True), losses(False)
 
 
 # -- what is under way, and optimizer states on the CPU
 
 
-def most_under_way(limits):
-    """(most elements whose gather was under way after a fetch, elements of the largest unit), without a copy."""
-    engine = engine_of("lossless", limits)
-    coordinator, gatherer = pipeline_of(engine)
-    fetch, seen = coordinator.fetch_sub_module, []
+def most_under_way(names):
+    """{limits: (most elements whose gather was under way after a fetch, elements of the largest unit)}, no copies."""
+    found = {}
+    for limits in names:
+        seen = []
 
-    def watched(module, forward):
-        fetch(module, forward)
-        seen.append(sum(unit.numel for unit in gatherer.units if unit.pending is not None))
+        def watch(engine, seen=seen):
+            coordinator = engine.optimizer.parameter_offload.param_coordinator
+            fetch = coordinator.fetch_sub_module
 
-    coordinator.fetch_sub_module = watched
-    for tokens in some_batches(3):
-        train_step(engine, tokens)
-    largest = max(unit.numel for unit in gatherer.units)
-    engine.destroy()
-    return max(seen), largest
+            def watched(module, forward):
+                fetch(module, forward)
+                seen.append(sum(unit.numel for unit in units_of(engine) if unit.pending is not None))
+
+            coordinator.fetch_sub_module = watched
+
+        largest = see(lambda engine: max(unit.numel for unit in units_of(engine)))
+        trace = run(spec_of("lossless", limits), [on_engine(watch), *[step] * 3, largest], data=some_batches(3))
+        found[limits] = max(seen), *trace.seen
+    return found
 
 
 def offloaded(recipe):
     """Losses with optimizer states where they are, and with DeepSpeed's CPU offload, over two micro-batches a step."""
-    results = []
-    for offload in ({}, {"offload_optimizer": {"device": "cpu"}}):
-        zero = {**with_limits("none"), **offload}
-        config = ds_config(section(recipe), zero_optimization=zero, gradient_accumulation_steps=2)
-        config["zero_force_ds_cpu_optimizer"] = False  # its own Adam is compiled; torch's does as well
-        zeropp_fp8.enable()
-        engine = make_engine(small_llama(), config, "adamw")
-        results.append([train_step(engine, tokens) for tokens in some_batches(6)])
-        engine.destroy()
-    return tuple(results)
+
+    def losses(**offload):
+        config = {"zero_optimization": {**with_limits("none"), **offload}, "gradient_accumulation_steps": 2}
+        return run(Spec(section(recipe), "fp32", config, small_llama), [step] * 6, data=some_batches(6)).losses
+
+    return losses(), losses(offload_optimizer={"device": "cpu"})

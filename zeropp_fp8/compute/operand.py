@@ -60,7 +60,7 @@ class Float8Operand:
         """
         if self.granularity not in ("tensor", "tile"):
             raise ValueError(
-                f"an operand with a scale a {self.granularity} cannot be transposed: quantize along both axes"
+                f"an operand with a scale per {self.granularity} cannot be transposed: quantize along both axes"
             )
         rows, summed = self.shape
         padded = rows + -rows % (BLOCK if self.granularity == "tile" else ALIGNMENT)

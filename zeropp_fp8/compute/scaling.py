@@ -182,9 +182,9 @@ class MXScaling(Scaling):
 class DelayedScaling(Scaling):
     """Scales from the amax of earlier steps, which the casts record on the way.
 
-    The amax of all operands is one small tensor on the device, reduced over ranks in one collective a step. An operand
-    that has no history yet (the first step, an expert that was never used, nothing but zeros so far) is scaled by its
-    current amax.
+    The amax of all operands is one small tensor on the device, reduced over ranks in one collective per step. An
+    operand that has no history yet (the first step, an expert that was never used, nothing but zeros so far) is
+    scaled by its current amax.
     """
 
     def __init__(self, compute: ComputeConfig) -> None:

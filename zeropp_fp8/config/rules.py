@@ -281,7 +281,7 @@ PARTS: Rules = {
     '"{S}.weights.difference" adds to a copy of the weights in each node, and there is none: set "secondary.scope" '
     'to "node" or "rank", or remove it': lambda c: _difference(c) and c.secondary.scope == "none",
     '"{S}.weights.difference" does not go with "weights.format": "{c.weights.format}", in which what differences '
-    'are added to would rest: set that to "none" (2 bytes a parameter and node) or "int8" (1.01), which layers '
+    'are added to would rest: set that to "none" (2 bytes per parameter and node) or "int8" (1.01), which layers '
     "that compute in FP8 or MX cast as it arrives": lambda c: (
         _difference(c) and c.weights.format not in ("none", "int8")
     ),

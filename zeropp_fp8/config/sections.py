@@ -231,7 +231,7 @@ class FrozenConfig(_Section):
     )
     format: AtRest = Field("none", description="what frozen linear weights rest, travel and are kept in")
     scales: Literal["block", "tensor"] = Field(
-        "block", description="tensor: of fp8_e4m3 one scale a weight; FP8 layers multiply the codes as they rest"
+        "block", description="tensor: of fp8_e4m3 one scale per weight; FP8 layers multiply the codes as they rest"
     )
     block_size: BlockSize = Field(64, description=_SHARE_A_SCALE)
     double_quantize: Flag = Field(False, description="scales of blocks in 8 bits (QLoRA)")
@@ -245,7 +245,7 @@ class ActivationsConfig(_Section):
     """Activations that sequence parallelism (DeepSpeed-Ulysses) exchanges around attention."""
 
     wire_format: Literal["none", "fp8", "detect"] = Field(
-        "none", description="fp8: E4M3 forward and E5M2 backward, a scale a token; detect: where the job has it"
+        "none", description="fp8: E4M3 forward and E5M2 backward, a scale per token; detect: where the job has it"
     )
 
 

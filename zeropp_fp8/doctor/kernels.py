@@ -19,7 +19,7 @@ FORMATS = {
     "mxfp8_e4m3": ("mxfp8_e4m3", {}),
     "mxfp4": ("mxfp4", {}),
 }
-CASTS = {"a scale a tensor": cast_per_tensor, "a scale a row": cast_per_row, "a scale a block": cast_blocks}
+CASTS = {"a scale per tensor": cast_per_tensor, "a scale per row": cast_per_row, "a scale per block": cast_blocks}
 NUMELS, RANKS = (4096, 1001), 4  # aligned slices, and odd ones with padding
 GEMM_ERROR = 1e-2  # relative, in the norm; bf16 rounds by 2^-9, another order of sums by less
 CPU = torch.device("cpu")

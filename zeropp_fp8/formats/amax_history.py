@@ -1,7 +1,7 @@
 """Delayed scaling: the largest magnitudes of earlier steps, from which the next step's scales come.
 
 "FP8 Formats for Deep Learning" (arXiv 2209.05433), section 3, and Transformer Engine's recipe of that name: a cast that
-knows its scale beforehand takes one pass over its data, and all ranks can agree on scales in one collective a step.
+knows its scale beforehand takes one pass over its data, and all ranks can agree on scales in one collective per step.
 """
 
 from __future__ import annotations

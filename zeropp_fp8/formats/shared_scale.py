@@ -38,7 +38,7 @@ class SharedScaleFormat(WireFormat):
         self.dtype = self.element.dtype
 
     def __repr__(self) -> str:
-        return f"{self.name} (a shared scale a tensor)"
+        return f"{self.name} (a shared scale per tensor)"
 
     def options(self) -> dict[str, Any]:
         return {"name": self.name}  # `make_format` makes none: without a caller's scale its codes say nothing

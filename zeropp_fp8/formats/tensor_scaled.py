@@ -39,7 +39,7 @@ class TensorScaledFormat(WireFormat):
         self.dtype = self._codes.dtype
 
     def __repr__(self) -> str:
-        return f"{self.name} (a scale a tensor)"
+        return f"{self.name} (a scale per tensor)"
 
     def options(self) -> dict[str, Any]:
         return {"name": self.name, "scales": "tensor"}

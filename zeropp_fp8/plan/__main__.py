@@ -156,9 +156,9 @@ COLUMNS: tuple[Column, ...] = (
     ("method", "", lambda one, first: one.method),
     ("step", "ms", lambda one, first: f"{1e3 * one.step_s:.1f}"),
     ("speed-up", "", lambda one, first: f"{first.step_s / one.step_s:.2f} x"),
-    ("tokens/s", "a GPU", lambda one, first: f"{one.tokens_per_s:.0f}"),
-    ("between nodes", "GB a node", lambda one, first: f"{one.inter_bytes / GIGA:.3f}"),
-    ("in the node", "GB a GPU", lambda one, first: f"{one.intra_bytes / GIGA:.3f}"),
+    ("tokens/s", "per GPU", lambda one, first: f"{one.tokens_per_s:.0f}"),
+    ("between nodes", "GB per node", lambda one, first: f"{one.inter_bytes / GIGA:.3f}"),
+    ("in the node", "GB per GPU", lambda one, first: f"{one.intra_bytes / GIGA:.3f}"),
     ("memory", "GiB", lambda one, first: f"{one.peak_bytes / GIB:.2f}"),
     ("bound by", "", lambda one, first: one.bound),
 )
@@ -171,7 +171,7 @@ def steps_table(estimates: Sequence[Any], job: Job, columns: Sequence[Column] = 
     trains = f"LoRA of rank {job.lora.rank}, {job.trained_parameters / MEGA:.3g} M trained, " if job.lora else ""
     heading = (
         f"{model.parameters / GIGA:.3g} B parameters ({model.layers} layers, hidden {model.hidden}), {cluster.nodes} x "
-        f"{cluster.ranks_per_node} GPUs, {link}, {trains}{job.micro_batches} x {job.tokens} tokens a GPU (modelled)"
+        f"{cluster.ranks_per_node} GPUs, {link}, {trains}{job.micro_batches} x {job.tokens} tokens per GPU (modelled)"
     )
     rows = [[cell(one, estimates[0]) for _, _, cell in columns] for one in estimates]
     names, units, _ = zip(*columns)

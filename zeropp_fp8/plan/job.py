@@ -101,7 +101,7 @@ class Model:
         return self.layers * self.tensors_per_layer + self.embeddings
 
     def matrix_flop(self, tokens: float) -> float:
-        """Floating point operations of one forward pass in products with weights: 2 a parameter and token. The input
+        """Floating point operations of one forward pass in products with weights: 2 per parameter and token. The input
         embedding is a look-up."""
         return 2 * tokens * (self.parameters - (self.embeddings - 1) * self.vocabulary * self.hidden)
 
@@ -168,8 +168,8 @@ class Cluster:
         require_whole(nodes=self.nodes, ranks_per_node=self.ranks_per_node)
         if self.nodes > 1 and not 0 < self.inter_gbit < math.inf:
             raise PlanError(
-                f"{self.nodes} nodes need a link between them: inter_gbit (Gbit/s a node) must be above 0 and finite, "
-                f"got {self.inter_gbit!r}"
+                f"{self.nodes} nodes need a link between them: inter_gbit (Gbit/s per node) must be above 0 and finite"
+                f", not {self.inter_gbit!r}"
             )
 
     @property

@@ -53,7 +53,7 @@ class Method:
         stored_bytes: bytes per parameter of the blocks' frozen weights, which rest and travel as codes; None: 16 bits.
         reduce: route of the gradients; "node" is HSDP's, with an all-reduce between nodes; "ring" of this project is
             one exchange between all ranks, and sums then rest on each rank alone.
-        gradient_intra, gradient_inter: bytes a gradient on the two levels.
+        gradient_intra, gradient_inter: bytes per gradient on the two levels.
         sums_in_node: gradients of several micro-batches add up in the node and cross between nodes once per step (HSDP:
             each replica keeps its own until the last one).
         gathered_by: what is gathered at once.
@@ -266,7 +266,7 @@ def method_of(config: PluginConfig) -> Method:
     weights, gradients, compute, frozen = config.weights, config.gradients, config.compute, config.frozen
     scope, ring = config.secondary.scope, config.topology.ranks_per_node == 1
     fp8 = config.computes_in_low_precision and compute.format not in MX_FORMATS and compute.scaling != "mx"
-    # Codes that the GEMMs multiply as they come have a scale per tensor, a row or a tile.
+    # Codes that the GEMMs multiply as they come have a scale per tensor, row or tile.
     sent = 1.0 if fp8 and weights.format == "fp8_e4m3" else element_bytes(weights.format, weights.block_size)
     changes: dict[str, Any] = {"weight_bytes": sent, "backward_bytes": sent}
     if scope != "none":

@@ -108,8 +108,8 @@ def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, esti
     if not fits:
         chosen = min(found, key=lambda one: one.peak_bytes)
         text = (
-            f"nothing fits into {gpu_bytes / GIB:.3g} GiB a GPU: {chosen.method} needs {chosen.peak_bytes / GIB:.3g}, "
-            "the least of all; take more ranks, fewer tokens or --checkpointing"
+            f"nothing fits into {gpu_bytes / GIB:.3g} GiB per GPU: {chosen.method} needs {chosen.peak_bytes / GIB:.3g}"
+            ", the least of all; take more ranks, fewer tokens or --checkpointing"
         )
         return Advice(chosen.method, text, found, fits=False)
     chosen = _worth_it([one for one in fits if LOSS.get(one.method, 0.0) <= TARGET] or fits)[-1]
@@ -128,8 +128,8 @@ def recommend(job: Job, hardware: Hardware, gpu_bytes: float | None = None, esti
         else:
             text += f"; nothing to gain by sending less: {chosen.bound} bounds {chosen.unit}"
     if chosen.memory.secondary:
-        bits = "" if job.lora else f" in {8 * METHODS[chosen.method].secondary_bytes:.3g} bits a parameter"
-        text += f"; copies of the weights{bits} take {chosen.memory.secondary / GIB:.2f} GiB a GPU"
+        bits = "" if job.lora else f" in {8 * METHODS[chosen.method].secondary_bytes:.3g} bits per parameter"
+        text += f"; copies of the weights{bits} take {chosen.memory.secondary / GIB:.2f} GiB per GPU"
     for one in offered:
         text += f"\nrounds more: {one.method}, {1e3 * one.step_s:.1f} ms, loss up to {LOSS[one.method]} % higher"
     return Advice(chosen.method, text, found, offered)

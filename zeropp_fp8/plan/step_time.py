@@ -15,7 +15,7 @@ waits for the last gradient:
     busy = max(computing + quantizing, host)           one third of the host's time is the forward pass, which
                                                        activation checkpointing runs again in the backward pass
     wire = bytes a node sends / link rate  and  bytes a GPU sends / rate within the node, at once (ring) or in turn
-           + hops per collective * latency of a hop * collectives
+           + hops a collective * latency of a hop * collectives
 
 Not modelled: contention of NCCL kernels with computing, stragglers, network congestion, data loading.
 """
@@ -228,7 +228,7 @@ def _backward(method: Method, job: Job, hardware: Hardware, last: bool) -> PassT
 
 
 def optimizer_seconds(method: Method, job: Job, hardware: Hardware) -> float:
-    """The update is bound by memory: bytes a trained parameter of the shard over the copy bandwidth."""
+    """The update is bound by memory: bytes per trained parameter of the shard over the copy bandwidth."""
     shard = job.trained_parameters / method.state_ranks(job)
     return shard * getattr(hardware, f"{method.update}_bytes") / (hardware.memory_gbs * 1e9)
 

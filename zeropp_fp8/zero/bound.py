@@ -134,7 +134,7 @@ def explained(shares: StepShares, session: Session) -> str | None:
     full = [] if one_rank else in_full(session, INTRA if within_bounds or topology.nodes == 1 else INTER)
     if between_bounds and not full and not (small and topology.nodes > 1):
         return None
-    fewer_messages = "more tokens a micro-batch"
+    fewer_messages = "more tokens per micro-batch"
     fewer_messages += "" if config.gather_granularity == "block" else ', or "gather_granularity": "block"'
     if one_rank:
         why = "one rank: nothing is sent. What is left of the recipe is memory, and FP8 products"
@@ -147,7 +147,7 @@ def explained(shares: StepShares, session: Session) -> str | None:
         elif full:
             why += "they can carry fewer bits"
         else:
-            why += "more tokens a step"
+            why += "more tokens per step"
             why += "" if config.recipe == "zeropp-pcie" else ', or recipe "zeropp-pcie" without NVLink'
     elif shares.behind is not None and shares.behind < BEHIND:
         why = f"Python: the GPU has waited for it ({100 * shares.behind:.1f} % of a step left to do after backward, "
@@ -170,7 +170,7 @@ def explained(shares: StepShares, session: Session) -> str | None:
         says = "no speed-up yet: bytes between nodes are not few"
     if full:
         are, them = ("are", "them") if len(full) > 1 else ("is", "it")
-        bits = f'{" and ".join(full)} {are} "none", so 16 or 32 bits a number travel'
+        bits = f'{" and ".join(full)} {are} "none", so 16 or 32 bits per number travel'
         if (between_bounds or within_bounds) and not small:
             why += f'. {bits}: set {them}, or recipe "{"zeropp" if topology.nodes > 1 else "zeropp-pcie"}"'
         else:

@@ -47,7 +47,7 @@ def _weight_rows(session: Session, gatherer: Gatherer) -> list[Row]:
             continue
         if unit.travels_as_operand(param):
             sorted_first = "" if gatherer.route.in_rank_order else " after one copy that sorts slices"
-            what = f"{wire_format.name}, a scale a {gatherer.route.gemm_weights.granularity}"
+            what = f"{wire_format.name}, a scale per {gatherer.route.gemm_weights.granularity}"
             by_format[what, f"GEMM operands as they come{sorted_first}"].append(param)
             continue
         reasons = (_why(session, unit, param, wire_format), without_kernel(session.device, wire_format))
@@ -86,7 +86,7 @@ def _gather_rows(session: Session, gatherer: Gatherer, blocks: list[nn.Module]) 
         rows.append(("secondary shard", how, kept, remark if kept else "no unit fits"))
         if config.secondary.memory_gb != "all":
             others = sum(unit.numel for unit in gatherer.units) - kept
-            limit = f"{gatherer.secondary.limit / GIGA:.3g} GB a rank, from memory_gb {config.secondary.memory_gb}"
+            limit = f"{gatherer.secondary.limit / GIGA:.3g} GB per rank, from memory_gb {config.secondary.memory_gb}"
             rows.append(("", "gathered each time", others, f"beyond {limit}"))
     remark = ""
     if config.gather_granularity == "block":
@@ -126,7 +126,7 @@ def _difference_rows(session: Session, gatherer: Gatherer) -> list[Row]:
     held = gatherer.route.reached * sum(unit.bytes_of(p) for unit in units for p in unit.params) / GIGA
     remarks = (
         f"{len(params)} tensors; all of them cross at start",
-        f"added to copies of {held:.3g} GB a rank",
+        f"added to copies of {held:.3g} GB per rank",
         without_kernel(session.device, chosen),
     )
     return [
@@ -182,7 +182,7 @@ def print_start_table(session: Session, gatherer: Gatherer, model: nn.Module, bl
     for what, name, numel, remark in _rows(session, gatherer, model, blocks):
         lines.append(f"  {what:<24}{name:<34}{numel if numel else '':>14}  {remark}".rstrip())
     of = "one micro-batch; nothing stays until its backward"
-    lines.append(f"  {'MB a rank sends a step':<24}{'between nodes':>16}{'within node':>18}  ({of})")
+    lines.append(f"  {'MB a rank sends per step':<24}{'between nodes':>16}{'within node':>18}  ({of})")
     for what, links in predicted_bytes(session, gatherer).items():
         lines.append(f"  {what:<24}{links['inter'] / MEGA:>16.3f}{links['intra'] / MEGA:>18.3f}")
     print("\n".join(lines), flush=True)

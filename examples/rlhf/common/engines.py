@@ -61,8 +61,8 @@ def make_frozen_engine(model: nn.Module, ds_config: dict):
 def frozen_ds_config(ds_config: dict, frozen_format: str | None) -> dict:
     """The ds_config of a model that is never trained, its linear weights stored in `frozen_format`; "none": 16 bits.
 
-    None: what the ds_config stores frozen weights in, or else what linear layers multiply (FP8 with a scale a tensor),
-    or else the format in which it sends weights. A copy of the trained model then computes with exactly the numbers
+    None: what the ds_config stores frozen weights in, else what linear layers multiply (FP8 with a scale per tensor),
+    else the format in which it sends weights. A copy of the trained model then computes with exactly the numbers
     that the model itself computes with, as far as blocks of both begin at the same elements: the parts of a weight that
     ranks have are multiples of the block size, and no Hadamard rotation comes before.
     """

@@ -156,7 +156,7 @@ def test_generation_from_some_copies():
 def test_the_start_table():
     _, table = run_two(jobs.with_memory, available=[9_000_000] * 2, secondary={"memory_gb": SOME / 1e9})[0]
     assert re.search(r"secondary shard +as received +\d+  one copy in 1 rank\(s\); backward stays there", table)
-    assert re.search(r"gathered each time +\d+  beyond 7e-05 GB a rank, from memory_gb 7e-05", table)
+    assert re.search(r"gathered each time +\d+  beyond 7e-05 GB per rank, from memory_gb 7e-05", table)
     assert re.search(r"error feedback +int8 \(block 128\) +124224  what the hop between nodes drops: 0\.0", table)
     assert re.search(r"gradients within nodes +- +one rank on this level", table)
     assert re.search(r"weights backward +0\.0\d+ +0\.000", table)

@@ -242,7 +242,7 @@ def test_the_start_table(sent):
     assert re.search(r"weights +bfloat16 +123904  16 tensors; in each node, where differences are added to them", table)
     assert re.search(
         r"weight differences +int4 \(block 128\) +123904  16 tensors; all of them cross at start; added to copies of "
-        r"0.000124 GB a rank",
+        r"0.000124 GB per rank",
         table,
     )
     assert re.search(r"weights forward +0.016 +0.124\n +weights backward +0.000 +0.124", table)

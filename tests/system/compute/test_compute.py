@@ -65,7 +65,7 @@ def test_codes_from_the_wire_equal_a_cast_of_the_gathered_weight(scaling, option
     (cast, weights), (gathered, weights_of_codes), text = start(jobs.cast_and_gathered, **run)[0]
     assert gathered == cast and len(set(cast)) == 3
     assert all(torch.equal(weights[name], weights_of_codes[name]) for name in weights)
-    assert "fp8_e4m3, a scale a t" in text
+    assert "fp8_e4m3, a scale per t" in text
 
 
 def test_values_of_a_weight_that_is_there_as_codes():

@@ -92,7 +92,7 @@ def test_uneven_shares(backward, decibels):
     ],
 )
 def test_the_ledger_counts_forward_backward_and_recomputation(per_node, size, peers):
-    """Three exchanges a shape, each of a scale of 2 bytes a token and a byte an element, to each other rank."""
+    """Three exchanges a shape, each of a scale of 2 bytes per token and a byte per element, to each other rank."""
     # 5 x 3 tokens of 4 x 32 numbers, and 6 x 1 tokens of 100; scales and codes are each padded to 16 bytes.
     own = (32 + 5 * 3 * 128) + (16 + 608)
     stock = 2 * (5 * 3 * 128 + 6 * 100)

@@ -69,10 +69,10 @@ def test_training_equals_training_with_slices(ranks_per_node, zero_init, accumul
         ({"recipe": "fp8-lm", "weights": {"format": "int8"}, "compute": {"format": "none"}}, 1),
         ({"recipe": "zeropp", "partition": "whole_tensor"}, 2),
     ],
-    ids=["o3", "one node", "hpZ, tiles", "a copy a rank, rows", "int8, one rank a node", "zeropp"],
+    ids=["o3", "one node", "hpZ, tiles", "a copy a rank, rows", "int8, one rank per node", "zeropp"],
 )
 def test_every_combination_trains(options, ranks_per_node):
-    """Against the same formats with slices; codes of weights with a scale a tensor are the same numbers in both."""
+    """Against the same formats with slices; codes of weights with a scale per tensor are the same numbers in both."""
     whole = run_ranks(jobs.losses_of, options=options, ranks_per_node=ranks_per_node)
     sliced = {k: v for k, v in {**options, "partition": "slice"}.items() if k != "partition_split"}
     expected = run_ranks(jobs.losses_of, options=sliced, ranks_per_node=ranks_per_node)

@@ -30,7 +30,7 @@ class Masked(Sliced):
 
 
 class MaskedUnit(Unit):
-    """Slices one after the other, a row a rank."""
+    """Slices one after the other, a row per rank."""
 
     def bytes_in(self, wire_format, param):
         return param.ds_tensor.numel() * param.ds_tensor.element_size()

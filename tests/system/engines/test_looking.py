@@ -33,7 +33,8 @@ def test_training_goes_on_bit_for_bit(way, looks):
     assert len(differences) == len(looks) and not any(differences.values()), differences
 
 
-@pytest.mark.parametrize("way", ["lossless, node's copy", "zeropp, no copy", "fp8-lm-o2"])
-def test_what_is_written_is_read(way):
+def test_what_is_written_is_read():
     """Also where slices end beyond the tensor, which DeepSpeed's own functions cannot write."""
-    assert run_two(jobs.written_and_read, way=way) == [[], []]
+    ways = ["lossless, node's copy", "zeropp, no copy", "fp8-lm-o2"]
+    for found in run_two(jobs.written_and_read, ways=ways):
+        assert found.keys() == set(ways) and not any(found.values()), found

@@ -53,7 +53,7 @@ def check_rows(recipe, rows, oracle):
         if recipe == "lossless":
             continue
         if kind == "weights" and recipe.startswith("fp8-lm") and "self_attn" in layer:
-            assert rows[kind, layer]["snr_db"] > 31  # with a scale a tensor: NUMERICS, E4M3
+            assert rows[kind, layer]["snr_db"] > 31  # with a scale per tensor: NUMERICS, E4M3
             continue
         row = rows[kind, layer]
         assert row["snr_db"] == pytest.approx(snr_db, abs=1e-4), (recipe, kind, layer)

@@ -139,7 +139,7 @@ OF_TWO = [(case, re.sub(r"\w+ within nodes, ", "", words)) for case, words in FA
 
 @pytest.mark.parametrize(("ranks", "fallen"), [(4, OF_FOUR), (2, OF_TWO)])
 def test_after_a_fall_back_of_every_recipe(ranks, fallen):
-    """Weights arrive as they rest, of 4 bytes an element; so do gradients; what is updated is by the formulas."""
+    """Weights arrive as they rest, of 4 bytes per element; so do gradients; what is updated is by the formulas."""
     cases = [case for case, _ in fallen]
     found = run_ranks(jobs.fallen, world=ranks, ranks_per_node=ranks // 2, cases=cases)
     for rank, of_rank in enumerate(found):

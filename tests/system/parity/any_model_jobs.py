@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import importlib
 import os
 import tempfile
 
+import deepspeed
 import torch
 import torch.distributed as dist
-from models import build, compiled_by, full_weights, make_engine
+from models import compiled_by, full_weights
 from random_cases import ROUNDED, Case, parsed, tolerance, weight_error
 from random_models import VOCABULARY, RandomModel
+from running import Spec, Trace, changed, differing, evaluated, forward_backward, switch, trained
 
-import zeropp_fp8
 from zeropp_fp8.handover import WeightSource
 from zeropp_fp8.zero.gather.blocks import find_blocks
 
@@ -24,6 +26,14 @@ SEQUENCES, LENGTH = 2, 6
 
 class Mismatch(AssertionError):
     """The plugin's run is not what it has to be."""
+
+
+@dataclasses.dataclass
+class Outcome(Trace):
+    """A case's trace; `start`: its weights then, where a recipe rounds them; `figures`: see beside_one_process."""
+
+    start: dict[str, torch.Tensor] | None = None
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def marker(case: Case, phase: str) -> str:
@@ -43,7 +53,7 @@ def run_case(case: Case, phases=("plugin", "stock")) -> dict[str, float]:
     results, figures = {}, {}
     for phase in phases:
         print(marker(case, phase), flush=True)
-        start = results.get("plugin", {}).get("start")
+        start = results["plugin"].start if "plugin" in results else None
         try:
             results[phase] = train(case, plugin=phase == "plugin", start=start)
         except Exception as error:
@@ -51,7 +61,7 @@ def run_case(case: Case, phases=("plugin", "stock")) -> dict[str, float]:
         print(marker(case, "compare"), flush=True)
         try:
             if phase == "plugin":
-                figures = check_figures(case, results[phase]["figures"])
+                figures = check_figures(case, results[phase].figures)
                 check_neutral(case, results[phase])
             elif "plugin" in results:
                 figures |= compare(case, results["plugin"], results["stock"])
@@ -63,16 +73,17 @@ def run_case(case: Case, phases=("plugin", "stock")) -> dict[str, float]:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def train(case: Case, plugin: bool, start=None) -> dict:
+def train(case: Case, plugin: bool, start=None) -> Outcome:
     """One run of a case.
 
     `start`: weights to begin with, of a run whose recipe rounds them before the first step.
     """
-    zeropp_fp8.enable() if plugin else zeropp_fp8.disable()
+    switch(plugin)
     torch._dynamo.reset()
     with compiled_by("aot_eager"):
         run = Run(case, plugin, start)
-        run.all_steps()
+        for step in range(case.steps):
+            run.step(step)
         result = run.result()
     run.destroy()  # not after an error, which other ranks may not have met: it can be collective
     return result
@@ -89,41 +100,48 @@ class Run:
     """A case being trained."""
 
     def __init__(self, case: Case, plugin: bool, start) -> None:
-        import deepspeed
-
-        self.case, self.plugin = case, plugin
+        self.case, self.plugin, self.start, self.trace = case, plugin, start, Outcome()
         self.rank = dist.get_rank()
-        config = case.ds_config(plugin)
-        self.model = build(lambda: make_model(case), config, case.zero_init)
-        if start is not None:
-            _set_weights(self.model, start)
-        if not plugin and case.is_lossless and case.granularity == "block":
-            blocks = find_blocks(self.model)
-            for block in blocks:
-                deepspeed.utils.set_z3_leaf_module(block, True)
-        self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.engine = self._engine(config)
-        self.reference = None
+        spec = Spec(
+            case.section if plugin else None,
+            case.dtype,
+            case.config,
+            functools.partial(make_model, case),
+            self.optimizer,
+            zero_init=case.zero_init,
+            adapted=self.adapted,
+            plugin=plugin,
+        )
+        self.engine, self.reference = spec.engine(), None
+        self.model = self.engine.module
         if case.reference:
-            reference_config = case.ds_config(plugin and case.reference == "same")
-            model = build(lambda: make_model(case, case.seed + 1), reference_config, case.zero_init)
-            model.requires_grad_(False)
-            self.reference = make_engine(model, reference_config, optimizer=None)
+            self.reference = dataclasses.replace(
+                spec,
+                section=spec.section if case.reference == "same" else None,
+                model=functools.partial(make_model, case, case.seed + 1),
+                optimizer=None,
+                adapted=lambda model: model.requires_grad_(False),
+            ).engine()
             self.reference.eval()
         self.source, self.held = None, {}  # of do_hand
-        self.losses: list[float] = []
-        self.seen: list[float] = []
-        self.start = None if case.is_lossless or not plugin else full_weights(self.engine.module)
+        self.trace.start = None if case.is_lossless or not plugin else full_weights(self.model)
         self.tokens = torch.Generator().manual_seed(1000 * case.seed + self.rank)
         self.tokens_seen = torch.Generator().manual_seed(1000 * case.seed + 500 + self.rank)  # by events only
         torch.manual_seed(case.seed + self.rank)  # of dropout
 
-    def _engine(self, config):
-        import deepspeed
+    def adapted(self, model: RandomModel) -> RandomModel:
+        if self.start is not None:
+            _set_weights(model, self.start)
+        if not self.plugin and self.case.is_lossless and self.case.granularity == "block":
+            for block in find_blocks(model):
+                deepspeed.utils.set_z3_leaf_module(block, True)
+        return model
 
-        matrices = [p for p in self.trained if _dimensions(p) > 1]
-        others = [p for p in self.trained if _dimensions(p) <= 1]
-        groups = [{"params": self.trained}]
+    def optimizer(self, trained: list) -> torch.optim.Optimizer:
+        self.trained = trained
+        matrices = [p for p in trained if _dimensions(p) > 1]
+        others = [p for p in trained if _dimensions(p) <= 1]
+        groups = [{"params": trained}]
         if self.case.groups == 2 and matrices and others:
             groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         options = {
@@ -132,17 +150,13 @@ class Run:
             "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
         }
         kind, arguments = options[self.case.optimizer]
-        return deepspeed.initialize(model=self.model, optimizer=kind(groups, **arguments), config=config)[0]
+        return kind(groups, **arguments)
 
     def batch(self, generator: torch.Generator | None = None) -> torch.Tensor:
         generator = generator or self.tokens
         start = torch.randint(0, VOCABULARY, (SEQUENCES, 1), generator=generator)
         stride = torch.randint(1, 4, (SEQUENCES, 1), generator=generator)
         return (start + stride * torch.arange(LENGTH)) % VOCABULARY
-
-    def all_steps(self) -> None:
-        for step in range(self.case.steps):
-            self.step(step)
 
     def step(self, step: int) -> None:
         case, engine = self.case, self.engine
@@ -160,7 +174,7 @@ class Run:
             if micro == case.accumulation - 1:
                 self.events(step, case.accumulation)
             engine.step()
-            self.losses.append(loss.item())
+            self.trace.losses.append(loss.item())
 
     # -- events ----------------------------------------------------------------------------------------------------
 
@@ -176,20 +190,15 @@ class Run:
 
     def do_evaluate(self) -> None:
         self.engine.eval()
-        with torch.no_grad():
-            self.seen.append(float(self.engine(self.batch(self.tokens_seen))))
+        self.trace.seen.append(evaluated(self.engine, (self.batch(self.tokens_seen),)))
         self.engine.train()
 
     def do_look(self, stage: str) -> None:
-        import deepspeed
-
         params = self.params_of(stage)
         with deepspeed.zero.GatheredParameters(params):
-            self.seen += [float(p.detach().float().norm()) for p in params]
+            self.trace.seen += [float(p.detach().float().norm()) for p in params]
 
     def do_write(self, stage: str) -> None:
-        import deepspeed
-
         params = [p for p in self.params_of(stage) if any(p is t for t in self.trained)]
         if not params:
             return
@@ -203,7 +212,7 @@ class Run:
             self.engine.save_16bit_model(folder)
             if self.rank == 0:
                 saved = torch.load(os.path.join(folder, "pytorch_model.bin"), weights_only=True)
-                self.seen += [float(saved[name].float().norm()) for name in sorted(saved)]
+                self.trace.seen += [float(saved[name].float().norm()) for name in sorted(saved)]
 
     def do_freeze(self, stage: str) -> None:
         """In stock too: where the weight needs no gradient, torch may multiply in another way, with other last bits.
@@ -237,7 +246,8 @@ class Run:
         came = {name: tensor.clone() for name, tensor in self.source}
         self.held |= came
         exact = full_weights(self.model)
-        same_weights({name: tensor for name, tensor in self.held.items() if name in exact}, exact, "handed over")
+        if others := changed({name: tensor for name, tensor in self.held.items() if name in exact}, exact):
+            raise Mismatch(f"handed over otherwise: {others}")
         if not (first or self.case.falls_back):  # with which all is due
             ids = {id(p) for p in self.trained}
             still = [key for key, stage in self.model.stages.items() if ids.isdisjoint(map(id, stage.parameters()))]
@@ -247,29 +257,21 @@ class Run:
 
     def do_sync(self) -> None:
         """What TRL's sync_ref_model does."""
-        import deepspeed
-
         pairs = list(zip(self.model.parameters(), self.reference.module.parameters()))
         flat = [p for pair in pairs for p in pair]
         with deepspeed.zero.GatheredParameters(flat, modifier_rank=0), torch.no_grad():
             if self.rank == 0:
                 for own, other in pairs:
                     other.mul_(0.4).add_(own, alpha=0.6)
-        with torch.no_grad():
-            self.seen.append(float(self.reference(self.batch(self.tokens_seen))))
+        self.trace.seen.append(evaluated(self.reference, (self.batch(self.tokens_seen),)))
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def result(self) -> dict:
-        figures = {} if self.case.is_lossless or not self.plugin else self.beside_one_process()
-        return {
-            "losses": self.losses,
-            "seen": self.seen,
-            "start": self.start,
-            "figures": figures,
-            "weights": full_weights(self.model),
-            "fp32 weights": self.fp32_weights(),
-        }
+    def result(self) -> Outcome:
+        if self.plugin and not self.case.is_lossless:
+            self.trace.figures = self.beside_one_process()
+        self.trace.weights, self.trace.masters = full_weights(self.model), self.fp32_weights()
+        return self.trace
 
     def fp32_weights(self) -> dict[str, torch.Tensor]:
         """The optimizer's, frozen by now or not."""
@@ -287,17 +289,11 @@ class Run:
         case, engine = self.case, self.engine
         batches = [self.batch() for _ in range(case.accumulation)]
         engine.eval()
-        with torch.no_grad():
-            evaluated = float(engine(batches[0]))
+        losses = [evaluated(engine, (batches[0],))]
         engine.train()
         torch.manual_seed(7 + self.rank)
-        losses = []
-        for tokens in batches:
-            loss = engine(tokens)
-            losses.append(loss.item())
-            engine.backward(loss)
-            if tokens is not batches[-1]:
-                engine.step()
+        *before, last = ((tokens,) for tokens in batches)
+        losses += [*trained(engine, before), forward_backward(engine, last)]
         named = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
         gradient = torch.cat([safe_get_full_grad(p).float().flatten() for p in named.values()])
         weights = full_weights(engine.module)
@@ -306,7 +302,7 @@ class Run:
         for name, p in plain.named_parameters():
             p.requires_grad_(name in named)
         exact = self.in_one_process(plain, weights, batches)
-        figures = _apart(([evaluated, *losses], gradient), exact)
+        figures = _apart((losses, gradient), exact)
         size = 0.0 if case.falls_back else weight_error(case)
         noise = torch.Generator().manual_seed(case.seed)  # all ranks draw the same
         rounded = [
@@ -385,20 +381,16 @@ def _what(event: str) -> str:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def compare(case: Case, plugin: dict, stock: dict) -> dict[str, float]:
+def compare(case: Case, plugin: Trace, stock: Trace) -> dict[str, float]:
     """Figures of how the two runs differ.
 
     Raises:
         Mismatch: by more than the case's recipe allows; for `lossless` by one bit.
     """
     if not case.is_lossless:
-        apart = max(abs(a - b) / abs(b) for a, b in zip(plugin["losses"], stock["losses"]))
+        apart = max(abs(a - b) / abs(b) for a, b in zip(plugin.losses, stock.losses))
         return check_figures(case, {"losses": apart})
-    for what in ("losses", "seen"):
-        if plugin[what] != stock[what]:
-            raise Mismatch(f"{what}: {plugin[what]} with the plugin, {stock[what]} in stock")
-    for what in ("weights", "fp32 weights"):
-        same_weights(plugin[what], stock[what], what)
+    must_be_same(plugin, stock)
     return {}
 
 
@@ -416,16 +408,13 @@ def check_figures(case: Case, figures: dict[str, float]) -> dict[str, float]:
     return figures
 
 
-def same_weights(ours: dict, theirs: dict, what: str) -> None:
-    """Every weight bit for bit."""
-    if ours.keys() != theirs.keys():
-        raise Mismatch(f"{what}: {ours.keys() ^ theirs.keys()} only on one side")
-    for name, weight in theirs.items():
-        if not torch.equal(ours[name], weight):
-            raise Mismatch(f"{what}: {name} differs by up to {float((ours[name] - weight).abs().max())}")
+def must_be_same(ours: Trace, theirs: Trace, but=()) -> None:
+    """Every bit."""
+    if found := differing(ours, theirs, but):
+        raise Mismatch(found)
 
 
-def check_neutral(case: Case, plugin: dict) -> None:
+def check_neutral(case: Case, plugin: Trace) -> None:
     """Looking at weights, saving and evaluating change no bit of what comes afterwards.
 
     `lossless` is compared with stock, bit for bit, anyway.
@@ -436,7 +425,4 @@ def check_neutral(case: Case, plugin: dict) -> None:
     if case.is_lossless or not any(_what(event) in case.neutral for event in case.events):
         return
     events = tuple(event for event in case.events if _what(event) not in case.neutral)
-    alone = train(dataclasses.replace(case, events=events), plugin=True)
-    if alone["losses"] != plugin["losses"]:
-        raise Mismatch(f"losses: {plugin['losses']}, {alone['losses']} without looking, saving and evaluating")
-    same_weights(plugin["weights"], alone["weights"], "weights with and without looking, saving and evaluating")
+    must_be_same(plugin, train(dataclasses.replace(case, events=events), plugin=True), but=["seen"])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 import torch.distributed as dist
-from models import KEPT, ds_config, full_weights, make_engine, section
-from running import Spec, Trace, backward, forward, on_engine, run, see, switch, update
+from models import KEPT, section
+from running import Spec, backward, boundary, forward, on_engine, run, see, step, update
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -203,87 +204,71 @@ def beside_plain(kinds, the_section, plain="itself", **options):
     return found
 
 
-def after_failure(recipe, failure, fields=None, **options):
-    """Losses, weights and what a forward finds where a backward fails on all ranks, and of a run without it."""
-    switch(True)
-    found = {}
-    for fails in (False, True):
-        model, some, log = Checkpointed("several"), list(data(4)), {"left": []}
-        engine = make_engine(model, ds_config(section(recipe, 1, **(fields or {})), **options), lr=1e-2)
+def failing(failure):
+    """A micro-batch whose backward fails on all ranks; its loss does not count."""
 
-        def look(module, inputs, engine=engine, log=log):
-            log["left"] += left_gathered(engine)
+    def event(running):
+        running.engine.module.failure = failure
+        forward(running)
+        with pytest.raises(Injected):
+            backward(running)
+        running.engine.module.failure = None
+        running.trace.losses.pop()
 
-        # After DeepSpeed's hook that begins a forward, before any fetch.
-        hook = model.register_forward_pre_hook(look)
-        model._forward_pre_hooks.move_to_end(hook.id, last=False)
-        model._forward_pre_hooks.move_to_end(engine.optimizer.parameter_offload.fwd_pre_hook.id, last=False)
-        losses = []
-        for index, (tokens, labels) in enumerate(some):
-            if index == 1 and not fails:
-                continue
-            model.failure = failure if index == 1 else None
-            try:
-                loss = engine(tokens, labels)
-                # As users of engines and as users of plain torch do it.
-                engine.backward(loss) if index < 3 else loss.backward()
-                engine.step()
-                losses.append(loss.item())
-            except Injected:
-                log["raised at"] = index
-        found[fails] = Trace(losses, [log["left"]], full_weights(engine.module)), log.get("raised at")
-        engine.destroy()
+    return event
+
+
+def look_at_each_forward(running):
+    """After DeepSpeed's hook that begins a forward, before any fetch."""
+    model = running.engine.module
+    hook = model.register_forward_pre_hook(lambda *_: running.trace.seen.append(left_gathered(running.engine)))
+    model._forward_pre_hooks.move_to_end(hook.id, last=False)
+    model._forward_pre_hooks.move_to_end(running.engine.optimizer.parameter_offload.fwd_pre_hook.id, last=False)
+
+
+def backward_of_the_loss(running):
+    """As users of plain torch do it."""
+    running.loss.backward()
+
+
+def after_failure(recipe, failures, fields=None):
+    """{failure: a run whose second backward fails so}; None: one that never saw that batch."""
+    found, several = {}, functools.partial(Checkpointed, "several")
+    for failure in (None, *failures):
+        spec = Spec(section(recipe, 1, **(fields or {})), model=several, lr=1e-2)
+        fails, some = [failing(failure)] * (failure is not None), list(data(4))
+        if not fails:
+            del some[1]
+        events = [step, *fails, step, forward, backward_of_the_loss, update]
+        found[failure] = run(spec, [look_at_each_forward, *events], ("weights",), some)
     return found
 
 
-def engine_after_failure(recipe, failure):
-    """(loss of a second engine after the first was destroyed where a backward had failed, and had not been begun)."""
-    switch(True)
-    losses, config = [], ds_config(section(recipe, 1))
-    for fails in (True, False):
-        model, (batch,) = Checkpointed("several"), data(1)
-        engine = make_engine(model, config)
-        loss = engine(*batch)
-        if fails:
-            model.failure = failure
-            try:
-                engine.backward(loss)
-            except Injected:
-                model.failure = None
-        engine.destroy()
-        engine = make_engine(model, config)
-        losses.append(engine(*batch).item())
-        engine.destroy()
+def engine_after_failure(recipe, failures):
+    """{failure: loss of a second engine, after the first was destroyed}; None: where no backward had begun."""
+    losses = {}
+    for failure in (None, *failures):
+        model = Checkpointed("several")
+        spec = Spec(section(recipe, 1), model=lambda model=model: model)
+        run(spec, [forward if failure is None else failing(failure)], data=data(1))
+        (losses[failure],) = run(spec, [forward], data=data(1)).losses
     return losses
 
 
+def refused(running):
+    """A forward; what it raises is seen."""
+    with pytest.raises(RuntimeError) as said:
+        forward(running)
+    running.trace.seen.append(str(said.value))
+
+
 def failure_while_accumulating():
-    """What the forward after it says, and the losses of the step that is begun again, and without any failure."""
-    switch(True)
-    found = []
-    for fails in (True, False):
-        model, some, losses = Checkpointed("several"), list(data(3)), []
-        engine = make_engine(model, ds_config(section("zeropp", 1), gradient_accumulation_steps=2), lr=1e-2)
-        if fails:
-            engine.backward(engine(*some[0]))
-            engine.step()
-            model.failure = "backward"
-            try:
-                engine.backward(engine(*some[1]))
-            except Injected:
-                model.failure = None
-            try:
-                engine(*some[1])
-            except RuntimeError as error:
-                found.append(str(error))
-            engine.optimizer.zero_grad()
-            engine.set_gradient_accumulation_boundary(False)
-        for index, (tokens, labels) in enumerate(some):
-            engine.set_gradient_accumulation_boundary(index == 1)
-            loss = engine(tokens, labels)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        found.append(losses)
-        engine.destroy()
-    return found
+    """(what the forward after it says, the losses of the step that is begun again, and those without any failure)."""
+    some = list(data(3))
+    model = functools.partial(Checkpointed, "several")
+    spec = Spec(section("zeropp", 1), config={"gradient_accumulation_steps": 2}, model=model, lr=1e-2)
+    begun_again = [on_engine(lambda engine: engine.optimizer.zero_grad()), boundary(False)]
+    steps = [event for place in range(3) for event in (boundary(place == 1), step)]
+    events = [step, failing("backward"), refused, *begun_again, *steps]
+    failed = run(spec, events, data=[*some[:2], some[1], *some])
+    return *failed.seen, failed.losses[1:], run(spec, steps, data=some).losses

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-from models import batches, ds_config, llama, make_engine, section
-from running import forward_backward, switch
+import functools
+from itertools import product
+
+from models import llama, section
+from running import Spec, on_engine, run, step
+from torch.optim import AdamW
 
 
-def held_at_the_end(recipe):
-    """{order of the optimizer: elements of gradients that wait when backward has come to the embedding}."""
+def held_at_the_end(recipes):
+    """{(recipe, order of the optimizer): elements of gradients that wait when backward has come to the embedding}."""
     held = {}
-    for order in ("registered", "last first"):
-        switch(True)
-        model = llama(layers=4)
-        params = list(model.parameters()) if order == "registered" else list(model.parameters())[::-1]
-        config = ds_config(section(recipe), zero_optimization={"reduce_bucket_size": 1000})
-        engine = make_engine(model, config, model_parameters=params)
+    for recipe, (order, stride) in product(recipes, {"registered": 1, "last first": -1}.items()):
 
-        def count(_, order=order, params=params):
-            held[order] = sum(p.grad.numel() for p in params if p.grad is not None)
+        def watch(engine, case=(recipe, order)):
+            def count(_):
+                held[case] = sum(p.grad.numel() for p in engine.module.parameters() if p.grad is not None)
 
-        model.model.embed_tokens.weight.register_hook(count)
-        for tokens in batches(2, dist.get_rank()):
-            forward_backward(engine, tokens)
-            engine.step()
-        engine.destroy()
+            engine.module.model.embed_tokens.weight.register_hook(count)
+
+        config = {"zero_optimization": {"reduce_bucket_size": 1000}}
+        model, optimizer = functools.partial(llama, layers=4), lambda params, stride=stride: AdamW(params[::stride])
+        run(Spec(section(recipe), "fp32", config, model, optimizer), [on_engine(watch), step, step])
     return held

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from breadth_jobs import Case, compared, engine_of
-from models import ds_config, llama, section
-from running import switch
+from breadth_jobs import Case, compared
+from models import llama, section
+from running import Spec
 from torch import nn
 
 
@@ -41,6 +41,5 @@ def beside_stock(case):
 
 def one_bit():
     """What the engine's constructor raises."""
-    switch(True)
     optimizer = {"type": "OneBitAdam", "params": {"lr": 1e-3}}
-    engine_of(llama(), {**ds_config(section("zeropp")), "optimizer": optimizer})
+    Spec(section("zeropp"), config={"optimizer": optimizer}, optimizer=None).engine()

@@ -1,5 +1,6 @@
 """hpZ, qgZ inside ZeRO-3, accuracy, checkpoints, refusals and what is printed."""
 
+import functools
 import re
 import statistics
 
@@ -34,9 +35,9 @@ def test_secondary_shards(scope, world, ranks_per_node):
 
 
 def test_persistent_parameters_stay_exact():
-    lossy, report = run_ranks(jobs.persistent_parameters_stay_exact)[0]
+    lossy, sent = run_ranks(jobs.persistent_parameters_stay_exact)[0]
     assert lossy > 0, "the case did not occur"
-    assert report["per_step"]["weights_backward"]["inter"] == 0
+    assert sent["weights_backward"]["inter"] == 0
 
 
 def test_several_inits_with_hpz():
@@ -53,7 +54,7 @@ def test_quantized_nontrainable_weights():
         assert wire_format.startswith("int8" if stored else "float32"), name
         assert at_rest[name] == (torch.uint8 if stored else torch.float32), name
     assert any(trainable.values()) and losses[1] == losses[1]
-    assert re.search(r"frozen store +int8 \(block 256\) +\d+  7 tensors, as they rest: 1\.0\d+ bytes a parameter", text)
+    assert re.search(r"frozen store +int8 \(block 256\) +\d+  7 tensors, as they rest: 1\.0\d+ bytes per param", text)
 
 
 def test_data_parallel_group_is_not_the_world():
@@ -93,6 +94,12 @@ HELD_OUT = {
 }
 
 
+@functools.cache
+def held_out_of_stock(dtype, seeds):
+    runs = [(None, seed) for seed in seeds]
+    return run_ranks(jobs.held_out_losses, world=1, ranks_per_node=1, dtype=dtype, runs=runs, ranks=4)[0]
+
+
 @pytest.mark.parametrize("recipe, dtype", thinned(HELD_OUT, ["fp32", "bf16"]))
 def test_held_out_loss_and_bytes(recipe, dtype):
     """zeropp within 0.7 % of stock, zeropp-4bit within 2 %; bytes between nodes 0.19 x and 0.13 x.
@@ -105,8 +112,7 @@ def test_held_out_loss_and_bytes(recipe, dtype):
     """
     seeds, limit, limit_of_bytes = HELD_OUT[recipe]
     stock, own = ([(name, seed) for seed in seeds] for name in (None, recipe))
-    results = run_ranks(jobs.held_out_losses, world=1, ranks_per_node=1, dtype=dtype, runs=stock, ranks=4)[0]
-    results |= run_ranks(jobs.held_out_losses, dtype=dtype, runs=own, ranks=4)[0]
+    results = held_out_of_stock(dtype, seeds) | run_ranks(jobs.held_out_losses, dtype=dtype, runs=own, ranks=4)[0]
     print(dtype, {run: loss for run, loss in results.items() if "report" not in run})
     stock, own = (statistics.mean(results[run] for run in runs) for runs in (stock, own))
     assert stock < 3.6, "little was learned"
@@ -139,7 +145,7 @@ def test_what_lies_beyond_the_end_of_a_parameter_is_not_sent(recipe, fields):
 
 def test_a_part_of_the_model_that_is_called_by_itself():
     """As `generate` of a reference engine does: its order is learned, and does not grow from call to call."""
-    few, many = (run_ranks(jobs.a_part_called_by_itself, world=2, calls=calls)[0] for calls in (3, 20))
+    few, many = run_ranks(jobs.a_part_called_by_itself, world=2, numbers_of_calls=(3, 20))[0]
     assert few == many and many[1] >= 3
 
 
@@ -191,13 +197,13 @@ def test_load_checkpoint_with_frozen_parameters_and_hpz():
 def test_refusals_reach_every_rank_before_any_collective():
     """Each message names the key and the remedy, and the next case can still be tried: no rank is left waiting."""
     cases = {
-        "hpz": ({"zeropp_fp8/secondary": {"scope": 3}}, False),
-        "world": ({"zeropp_fp8/topology/ranks_per_node": 3}, False),
-        "stage": ({"zero_optimization/stage": 2}, False),
-        "nvme": ({"zero_optimization/offload_param": {"device": "nvme", "nvme_path": "/nvme"}}, True),
-        "hybrid": ({"hybrid_engine": {"enabled": True}}, False),
-        "unknown": ({"zeropp_fp8/weights": {"fromat": "int8"}}, True),
-        "contradiction": ({"zero_optimization/zero_quantized_weights": False}, True),
+        "hpz": ({"secondary": {"scope": 3}}, {}, False),
+        "world": ({"ranks_per_node": 3}, {}, False),
+        "stage": ({}, {"zero_optimization": {"stage": 2}}, False),
+        "nvme": ({}, {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/nvme"}}}, True),
+        "hybrid": ({}, {"hybrid_engine": {"enabled": True}}, False),
+        "unknown": ({"weights": {"fromat": "int8"}}, {}, True),
+        "contradiction": ({}, {"zero_optimization": {"zero_quantized_weights": False}}, True),
     }
     expected = {
         "hpz": ("secondary.scope", "divisor of 2"),
@@ -210,7 +216,7 @@ def test_refusals_reach_every_rank_before_any_collective():
     }
     for messages in run_ranks(jobs.refusals, cases=cases):
         for name, parts in expected.items():
-            assert messages[name] is not None, f"{name} was accepted"
+            assert messages[name].startswith("ConfigError: "), (name, messages[name])
             assert all(part in messages[name] for part in parts), messages[name]
 
 
@@ -223,7 +229,7 @@ def test_start_table_and_progress_line():
         "int4 (block 128, hadamard)",
         "one copy in 2 rank(s)",
         "2 blocks (LlamaDecoderLayer)",
-        "MB a rank sends a step",
+        "MB a rank sends per step",
         "step 2: a rank sends",
         "zeropp_fp8: stock DeepSpeed",
     ):

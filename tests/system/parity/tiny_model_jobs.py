@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import functools
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from models import Mlp, ds_config, full_fp32_weights, make_engine
+from models import Mlp
 from recipes import section_of
-from running import switch
+from running import Spec, changed, loaded, run, saved, step
 
 HIDDEN = 64  # the least that computes in FP8
 
@@ -18,34 +19,15 @@ def tokens(seed):
     return torch.randn(4, HIDDEN, generator=generator).bfloat16(), torch.randint(0, HIDDEN, (4,), generator=generator)
 
 
-def losses_of(engine, seeds):
-    found = []
-    for seed in seeds:
-        loss = engine(*tokens(seed))
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.item())
-    return found
-
-
 def gone_on(ways, folder):
     """{way: (losses, those of another engine that has loaded the checkpoint, weights that differ)}; two micro-batches
     a step; `way` None: stock DeepSpeed."""
-    found = {}
+    found, data = {}, [tokens(seed) for seed in range(8)]
     for number, way in enumerate(ways):
-        switch(way is not None)
-        section, place = None if way is None else section_of(way), os.path.join(folder, str(number))
-        config = ds_config(section, "bf16", gradient_accumulation_steps=2, gradient_clipping=0.5)
-        results = []
-        for loads in (False, True):
-            engine = make_engine(Mlp(hidden=HIDDEN, layers=1, seed=5 * loads), config)
-            if loads:
-                engine.load_checkpoint(place, tag="half")
-            else:
-                losses_of(engine, range(4))
-                engine.save_checkpoint(place, tag="half")
-            results.append((losses_of(engine, range(4, 8)), full_fp32_weights(engine.module)))
-            engine.destroy()
-        (losses, weights), (others, loaded) = results
-        found[way] = losses, others, [name for name in weights if not torch.equal(weights[name], loaded[name])]
+        config, model = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}, functools.partial(Mlp, HIDDEN, 1)
+        spec, tag = Spec(way and section_of(way), "bf16", config, model), str(number)
+        trace = run(spec, [*[step] * 4, saved(folder, tag), *[step] * 4], ("masters",), data)
+        other = replace(spec, model=functools.partial(model, seed=5))
+        other = run(other, [loaded(folder, tag), *[step] * 4], ("masters",), data[4:])
+        found[way] = trace.losses[4:], other.losses, changed(trace.masters, other.masters)
     return found

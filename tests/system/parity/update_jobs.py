@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import deepspeed
+import functools
+
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
-from models import batches, ds_config, full_weights, llama, section
-from running import forward_backward, shared_folder, switch
+from models import batches, llama, section
+from ranks import attempt
+from running import Spec, backward, changed, forward, loaded, run, saved, see, shared_folder, step, update
 from whole_jobs import fields
 
 from zeropp_fp8.optim import UPDATES, Update
@@ -52,73 +54,54 @@ class NormalizedUpdate(Update):
         return weight - options["lr"] * direction(velocity), [velocity]
 
 
-def engine_of(update, lr=0.05, momentum=0.9, seed=0, **options):
-    UPDATES["Normalized"] = update
-    switch(True)
-    config = ds_config(section("lossless", **{**fields(), "optimizer": FORMATS, **options}), "fp32")
-    model = llama(layers=1, seed=seed)
-    optimizer = Normalized(model.parameters(), lr, momentum)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+def spec_of(known, lr=0.05, momentum=0.9, seed=0, **options):
+    """Of an engine that trains by the update `known`."""
+    UPDATES["Normalized"] = known
+    the_section = section("lossless", **{**fields(), "optimizer": FORMATS, **options})
+    optimizer = functools.partial(Normalized, lr=lr, momentum=momentum)
+    return Spec(the_section, model=functools.partial(llama, layers=1, seed=seed), optimizer=optimizer)
 
 
-def _seen(look, engine, *args):
-    return {name: look(param, *args).double() for name, param in engine.module.named_parameters()}
+NUMBERS = (safe_get_full_fp32_param, functools.partial(safe_get_full_optimizer_state, optim_state_key="velocity"))
 
 
-def beside_float64(steps=4):
-    """(largest error of a weight over its change, of a velocity over its amax, shapes that were not whole, losses)."""
-    update = NormalizedUpdate()
-    engine = engine_of(update)
-    shapes = {tuple(param.ds_shape) for param in engine.module.parameters()}
-    weight_error, velocity_error, losses = 0.0, 0.0, []
-    for tokens in batches(steps, dist.get_rank()):
-        losses.append(forward_backward(engine, tokens))
-        before, grads = _seen(safe_get_full_fp32_param, engine), _seen(safe_get_full_grad, engine)
-        velocities = _seen(safe_get_full_optimizer_state, engine, "velocity")
-        engine.step()
-        after, written = (
-            _seen(safe_get_full_fp32_param, engine),
-            _seen(safe_get_full_optimizer_state, engine, "velocity"),
-        )
-        for name, weight in before.items():
+def numbers(engine, *looks):
+    """{name: what is seen of a parameter} by each of the looks."""
+    return [{name: look(param).double() for name, param in engine.module.named_parameters()} for look in looks]
+
+
+def held(engine):
+    """Shapes of whole parameters, and names of the optimizer's states as DeepSpeed saves them."""
+    states = engine.optimizer.state_dict()["optimizer_state_dict"]["state"]
+    return {tuple(param.ds_shape) for param in engine.module.parameters()}, {tuple(state) for state in states.values()}
+
+
+def trained_and_resumed(steps=4):
+    """(largest error of a weight over its change, of a velocity over its amax, shapes that were not whole, losses,
+    states that a checkpoint holds, names of what differs in a run that has gone on from a checkpoint).
+
+    Errors are those of steps written out in float64. The checkpoint holds equal slices.
+    """
+    known, folder, half = NormalizedUpdate(), shared_folder(), steps // 2
+    data = list(batches(steps, dist.get_rank()))
+    seen = [forward, backward, see(numbers, *NUMBERS, safe_get_full_grad), update, see(numbers, *NUMBERS)]
+    trace = run(spec_of(known), [*seen * half, saved(folder, "half"), *seen * half, see(held)], data=data)
+    *looks, (whole, states) = trace.seen
+    weight_error, velocity_error = 0.0, 0.0
+    for (weights, velocities, grads), (after, written) in zip(looks[::2], looks[1::2]):
+        for name, weight in weights.items():
             velocity = 0.9 * velocities[name] + grads[name]
             change = 0.05 * direction(velocity)
             weight_error = max(weight_error, ((after[name] - weight + change).abs().max() / change.abs().max()).item())
             amax = velocity.abs().max()
             velocity_error = max(velocity_error, ((written[name] - velocity).abs().max() / amax).item())
-    return weight_error, velocity_error, update.shapes - shapes, losses
-
-
-def resumed(steps=3):
-    """Whether a run that loads a checkpoint, which holds equal slices, goes on bit for bit; the states it holds."""
-    folder = shared_folder()
-    data = list(batches(2 * steps, dist.get_rank()))
-
-    def train(engine, some):
-        for tokens in some:
-            forward_backward(engine, tokens)
-            engine.step()
-        return full_weights(engine.module), _seen(safe_get_full_optimizer_state, engine, "velocity")
-
-    engine = engine_of(NormalizedUpdate())
-    train(engine, data[:steps])
-    engine.save_checkpoint(folder, tag="half")
-    saved = engine.optimizer.state_dict()["optimizer_state_dict"]["state"]
-    expected = train(engine, data[steps:])
-    engine.destroy()
-    engine = engine_of(NormalizedUpdate(), seed=3)
-    engine.load_checkpoint(folder, tag="half")
-    found = train(engine, data[steps:])
-    equal = all(torch.equal(a[name], b[name]) for a, b in zip(expected, found) for name in a)
-    return equal, {tuple(state) for state in saved.values()}
+    events = [loaded(folder, "half"), *[step] * half, see(numbers, *NUMBERS)]
+    resumed = run(spec_of(NormalizedUpdate(), seed=3), events, data=data[half:])
+    others = [name for pair in zip(looks[-1], resumed.seen[0]) for name in changed(*pair)]
+    return weight_error, velocity_error, known.shapes - whole, trace.losses, states, others
 
 
 def refusals():
     """What is said of matrices that are cut, and of options that the update refuses."""
-    said = []
-    for options in ({"partition_split": "balance"}, {"momentum": 1.0}):
-        try:
-            engine_of(NormalizedUpdate(), **options)
-        except ValueError as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+    cases = {"partition_split": "balance"}, {"momentum": 1.0}
+    return [attempt(spec_of(NormalizedUpdate(), **options).engine) for options in cases]

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sysconfig
+from dataclasses import replace
+from operator import methodcaller
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.distributed as dist
-from models import KEPT, batches, build, ds_config, full_weights, llama, make_engine, secondary_bytes, section, train
-from ranks import printed
-from running import Spec, allow_fp16_on_cpu, evaluated, forward_backward, loss_of, same, shared_folder, switch, trained
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from models import KEPT, batches, full_weights, llama, secondary_bytes, section
+from ranks import attempt, printed
+from running import (
+    LEFT,
+    Spec,
+    allow_fp16_on_cpu,
+    backward,
+    evaluate,
+    evaluated,
+    forward,
+    loaded,
+    on_engine,
+    run,
+    same,
+    saved,
+    scaled,
+    see,
+    shared_folder,
+    step,
+    update,
+)
 
 import zeropp_fp8
 from zeropp_fp8 import sharded
@@ -19,98 +45,69 @@ from zeropp_fp8.zero.gather.adopted import unit_of
 # -- hpZ -----------------------------------------------------------------------------------------------------------
 
 
-class InterCounter:
-    """Bytes this rank sent between nodes, in and outside steps, since the last call."""
+class Moved:
+    """Bytes this rank has sent between nodes since the last count, in and outside steps, by the name of the count."""
 
-    def __init__(self, engine):
-        self.ledger = engine.zeropp_fp8_session.ledger
-        self.last = 0
-        self()
+    def __init__(self):
+        self.last, self.log = 0, {}
 
-    def __call__(self):
-        counters = self.ledger.outside, self.ledger.pending, self.ledger.of_run.bytes
+    def __call__(self, name="something"):
+        return on_engine(self.count, name)
+
+    def count(self, engine, name):
+        ledger = engine.zeropp_fp8_session.ledger
+        counters = ledger.outside, ledger.pending, ledger.of_run.bytes
         now = sum(n for each in counters for (table, *_, link), n in each.items() if (table, link) == (SENT, "inter"))
-        now, self.last = now - self.last, now
-        return now
+        self.log[name], self.last = now - self.last, now
 
 
 def secondary_shards(scope, node_size=2):
     """What each action moves between nodes, and how many bytes the secondary shards hold."""
-    import deepspeed
+    tokens, moved = next(batches(1, dist.get_rank())), Moved()
+    log = moved.log
 
-    switch(True)
-    config = ds_config(
-        section(
-            "zeropp",
-            ranks_per_node=node_size,
-            secondary={"scope": scope},
-            gradients={"intra_format": "none", "inter_format": "none"},
-        ),
-        gradient_accumulation_steps=3,
-    )
-    engine = make_engine(llama(), config)
-    gatherer = engine.optimizer.gatherer
-    tokens = list(batches(8, dist.get_rank()))
-    moved = InterCounter(engine)
-    log = {}
+    def held(name):
+        return on_engine(lambda engine: log.update({name: secondary_bytes(engine.optimizer.gatherer)}))
 
-    def forward():
-        return loss_of(engine, tokens[0])
+    def generate(engine):
+        with torch.no_grad():
+            generated = engine.module.generate(input_ids=tokens[:, :4], max_new_tokens=3, do_sample=False)
+        assert generated.shape == (2, 7)
 
-    with torch.no_grad():
-        first = forward().item()
-        log["first evaluation"] = moved()
-        assert forward().item() == first
-        log["second evaluation"] = moved()
-    log["held"] = secondary_bytes(gatherer)
-    loss = forward()
-    assert loss.item() == first
-    log["training forward"] = moved()
-    engine.backward(loss)
-    engine.step()
-    moved()
-    loss = forward()
-    log["second micro-batch"] = moved()
-    engine.backward(loss)
-    engine.step()
-    engine.backward(forward())
-    moved()
-    engine.step()
-    log["held after step"] = secondary_bytes(gatherer)
-    moved()
-    with torch.no_grad():
-        assert forward().item() != first
-        log["after step"] = moved()
-        generated = engine.module.generate(input_ids=tokens[0][:, :4], max_new_tokens=3, do_sample=False)
-        log["generation"] = moved()
-    assert generated.shape == (2, 7)
-
-    # GatheredParameters is exact, also for parameters that are there in quantized form, and a write is seen.
-    weight = engine.module.model.embed_tokens.weight
-    before = full_weights(engine.module)
-    shard = weight.ds_tensor.clone()
-    with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
-        exact = torch.equal(weight.detach(), before["model.embed_tokens.weight"])
-    log["exact"] = exact and torch.equal(weight.ds_tensor, shard)
-    with torch.no_grad():
-        with_weights = forward().item()
+    def look(engine):
+        """GatheredParameters is exact, also for parameters that are there in quantized form."""
+        weight, before = engine.module.model.embed_tokens.weight, full_weights(engine.module)
+        shard = weight.ds_tensor.clone()
         with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
+            exact = torch.equal(weight.detach(), before["model.embed_tokens.weight"])
+        log["exact"] = exact and torch.equal(weight.ds_tensor, shard)
+
+    def write(engine):
+        weight = engine.module.model.embed_tokens.weight
+        with deepspeed.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
             if dist.get_rank() == 0:
                 weight.mul_(0)
-        log["write is seen"] = forward().item() != with_weights
-    return log
+
+    evaluation = evaluate(tokens)
+    events = [
+        *(moved(), evaluation, moved("first evaluation"), evaluation, moved("second evaluation"), held("held")),
+        *(forward, moved("training forward"), backward, update, moved()),
+        *(forward, moved("second micro-batch"), backward, update),
+        *(forward, backward, moved(), update, held("held after step"), moved()),
+        *(evaluation, moved("after step"), on_engine(generate), moved("generation")),
+        *(on_engine(look), evaluation, on_engine(write), evaluation),
+    ]
+    exact = {"intra_format": "none", "inter_format": "none"}
+    the_section = section("zeropp", ranks_per_node=node_size, secondary={"scope": scope}, gradients=exact)
+    spec = Spec(the_section, config={"gradient_accumulation_steps": 3})
+    losses = run(spec, events, data=itertools.repeat(tokens)).losses
+    assert losses[0] == losses[1] == losses[2] != losses[5]
+    return {**log, "write is seen": losses[7] != losses[6]}
 
 
-def persistent_parameters_stay_exact():
-    """With DeepSpeed's default thresholds all parameters persist; what GatheredParameters shows must be the shards."""
-    import deepspeed
-
-    switch(True)
-    engine = make_engine(
-        llama(), ds_config(section("zeropp"), zero_optimization={"stage3_param_persistence_threshold": 10**6})
-    )
-    train(engine, 2)
-    lossy = [p for p in engine.module.parameters() if sharded.known(p).lossy]
+def shown_and_there(engine):
+    """(parameters that travel in low precision, bytes of a step); GatheredParameters shows what the shards are."""
+    lossy = sum(sharded.known(p).lossy for p in engine.module.parameters())
     shards = {name: p.ds_tensor.clone() for name, p in engine.module.named_parameters()}
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
         shown = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
@@ -120,41 +117,47 @@ def persistent_parameters_stay_exact():
         size = p.ds_tensor.numel()
         own = shown[name].reshape(-1)[rank * size : (rank + 1) * size]
         assert torch.equal(own, shards[name][: own.numel()])
-    report = zeropp_fp8.wire_report(engine)
-    return len(lossy), report
+    return lossy, LEFT["bytes"](engine)
+
+
+def persistent_parameters_stay_exact():
+    """With DeepSpeed's default thresholds all parameters persist; what GatheredParameters shows must be the shards."""
+    return run(Spec(section("zeropp"), config={"zero_optimization": KEPT}), [step, step, see(shown_and_there)]).seen[0]
 
 
 def several_inits_with_hpz():
     """Four models under zero.Init with the in-tree hpZ key, as RLHF needs; two with optimizers, two without."""
-    import deepspeed
-
-    switch(True)
     keys = {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}
-    config = ds_config(zero_optimization=keys, dtype="bf16")
-    tokens = next(batches(1, dist.get_rank()))
-    losses = []
+    spec = Spec(None, "bf16", {"zero_optimization": keys}, zero_init=True, plugin=True)
+    tokens, engines, losses = next(batches(1, dist.get_rank())), [], []
     for index in range(4):
-        model = build(lambda i=index: llama(seed=i % 2), config, zero_init=True)
-        engine = make_engine(model, config, optimizer="adamw" if index < 2 else None)
-        losses.append(evaluated(engine, tokens))
-        if index >= 2:
-            assert isinstance(engine.optimizer, deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload)
-            report = zeropp_fp8.wire_report(engine)
-            assert report["steps"] == 0 and report["outside_steps"]["inter"] > 0
+        model, optimizer = functools.partial(llama, seed=index % 2), "adamw" if index < 2 else None
+        engines.append(replace(spec, model=model, optimizer=optimizer).engine())
+        losses.append(evaluated(engines[-1], tokens))
+    for engine in engines[2:]:
+        assert isinstance(engine.optimizer, DeepSpeedZeRoOffload)
+        report = zeropp_fp8.wire_report(engine)
+        assert report["steps"] == 0 and report["outside_steps"]["inter"] > 0
     return losses, printed()
 
 
 def quantized_nontrainable_weights():
     """The in-tree key alone: frozen matrices rest and travel in int8, trainable ones in full."""
-    switch(True)
-    model = llama()
-    for name, p in model.named_parameters():
-        p.requires_grad_("layers.1." in name)
-    engine = make_engine(model, ds_config(zero_optimization={"zero_quantized_nontrainable_weights": True}))
-    losses = train(engine, 2)
-    formats = {name: repr(unit_of(p).format_of(p)) for name, p in engine.module.named_parameters()}
-    at_rest = {name: p.ds_tensor.dtype for name, p in engine.module.named_parameters()}
-    return losses, formats, at_rest, {n: p.requires_grad for n, p in engine.module.named_parameters()}, printed()
+
+    def freeze(model):
+        for name, p in model.named_parameters():
+            p.requires_grad_("layers.1." in name)
+        return model
+
+    def look(engine):
+        named = dict(engine.module.named_parameters())
+        formats = {name: repr(unit_of(p).format_of(p)) for name, p in named.items()}
+        at_rest = {name: p.ds_tensor.dtype for name, p in named.items()}
+        return formats, at_rest, {name: p.requires_grad for name, p in named.items()}
+
+    config = {"zero_optimization": {"zero_quantized_nontrainable_weights": True}}
+    trace = run(Spec(None, config=config, adapted=freeze, plugin=True), [step, step, see(look)])
+    return trace.losses, *trace.seen[0], printed()
 
 
 class _PairGroups:
@@ -185,35 +188,40 @@ def data_parallel_group_is_not_the_world():
 
 def padding_of_shards(recipe, fields):
     """(loss, loss with NaN beyond the end of every parameter, shards that have such a part)."""
-    switch(True)
-    engine = make_engine(llama(), ds_config(section(recipe, ranks_per_node=1, **fields)))
-    session, tokens = engine.zeropp_fp8_session, next(batches(1, 0))
-    losses, padded = [], 0
-    for _ in range(2):
-        losses.append(evaluated(engine, tokens))
+
+    def spoil(engine):
+        padded = 0
         for param in engine.module.parameters():
-            beyond = param.ds_tensor.data.view(-1)[session.own_numel(param) :]
+            beyond = param.ds_tensor.data.view(-1)[engine.zeropp_fp8_session.own_numel(param) :]
             beyond.fill_(torch.nan)
             padded += bool(beyond.numel())
         engine.optimizer.gatherer.weights_changed()
-    return *losses, padded
+        return padded
+
+    evaluation = evaluate(next(batches(1, 0)))
+    spec = Spec(section(recipe, ranks_per_node=1, **fields))
+    trace = run(spec, [evaluation, see(spoil), evaluation])
+    return *trace.losses, *trace.seen
 
 
-def a_part_called_by_itself(calls):
-    """(fetches that the order of an engine without optimizer holds, units that a call fetches ahead)."""
-    switch(True)
+def a_part_called_by_itself(numbers_of_calls):
+    """For each: (fetches in the order of an engine without optimizer, units that a call fetches ahead)."""
     zero = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**6}
-    config = ds_config(section("zeropp", ranks_per_node=1, secondary={"scope": "none"}), zero_optimization=zero)
-    engine = make_engine(llama(layers=3), config, optimizer=None)
-    offload, seen = engine.optimizer, []
-    start = offload.gatherer.hops.start
-    offload.gatherer.hops.start = lambda unit, ahead=False: (seen.append(ahead), start(unit, ahead))
-    for _ in range(calls):
-        seen.clear()
-        with torch.no_grad():
-            engine.module.model(input_ids=next(batches(1, 0)))
-    trace = offload.param_coordinator._trace
-    return len(trace._now) + len(trace._known), sum(seen)
+    the_section = section("zeropp", ranks_per_node=1, secondary={"scope": "none"})
+    spec = Spec(the_section, "fp32", {"zero_optimization": zero}, functools.partial(llama, layers=3), None)
+
+    def look(engine, calls):
+        offload, seen = engine.optimizer, []
+        start = offload.gatherer.hops.start
+        offload.gatherer.hops.start = lambda unit, ahead=False: (seen.append(ahead), start(unit, ahead))
+        for _ in range(calls):
+            seen.clear()
+            with torch.no_grad():
+                engine.module.model(input_ids=next(batches(1, 0)))
+        trace = offload.param_coordinator._trace
+        return len(trace._now) + len(trace._known), sum(seen)
+
+    return [run(spec, [see(look, calls)]).seen[0] for calls in numbers_of_calls]
 
 
 # -- gradients -----------------------------------------------------------------------------------------------------
@@ -228,49 +236,35 @@ FORMATS = {
 
 def reduced_gradient(dtype, formats, sequences=128):
     """Cosine and ratio of norms of the reduced gradient of one batch to stock's; weights travel exactly."""
-    from deepspeed.utils import safe_get_full_grad
-
     if dtype == "fp16":
         allow_fp16_on_cpu()
     per_rank = sequences // dist.get_world_size()
     tokens = next(batches(1, dist.get_rank(), batch=per_rank, length=48))
 
-    def gradient(fields):
-        switch(fields is not None)
-        the_section = None if fields is None else section("zeropp", weights={"format": "none"}, gradients=fields)
-        engine = make_engine(
-            llama(layers=2, hidden=96), ds_config(the_section, dtype, train_micro_batch_size_per_gpu=per_rank)
-        )
-        forward_backward(engine, tokens)
+    def look(engine):
         scale = engine.optimizer.loss_scale if dtype == "fp16" else 1.0
-        grads = [safe_get_full_grad(p).double().flatten() / scale for p in engine.module.parameters()]
-        return torch.cat(grads)
+        return torch.cat([safe_get_full_grad(p).double().flatten() / scale for p in engine.module.parameters()])
 
-    stock, mine = gradient(None), gradient(FORMATS[formats])
+    def gradient(the_section):
+        model = functools.partial(llama, hidden=96)
+        spec = Spec(the_section, dtype, {"train_micro_batch_size_per_gpu": per_rank}, model)
+        return run(spec, [forward, backward, see(look)], data=[tokens]).seen[0]
+
+    stock = gradient(None)
+    mine = gradient(section("zeropp", weights={"format": "none"}, gradients=FORMATS[formats]))
     return torch.nn.functional.cosine_similarity(mine, stock, dim=0).item(), (mine.norm() / stock.norm()).item()
 
 
 def overflow_is_seen():
     """A gradient with Inf on one rank skips the step on every rank, and training goes on."""
     allow_fp16_on_cpu()
-    switch(True)
-    fields = {"gradients": {"error_feedback": True}}
-    config = ds_config(section("zeropp", **fields), fp16={"enabled": True, "initial_scale_power": 8})
-    engine = make_engine(llama(), config)
-    tokens = list(batches(6, dist.get_rank()))
-    forward_backward(engine, tokens[0])
-    engine.step()
-    kept = len(engine.optimizer.reducer.error_feedback)
-    before = full_weights(engine.module)
-    loss = loss_of(engine, tokens[1])
-    engine.backward(loss * (float("inf") if dist.get_rank() == 3 else 1.0))
-    engine.step()
-    dropped = len(engine.optimizer.reducer.error_feedback)
-    after = full_weights(engine.module)
-    unchanged = all(torch.equal(before[name], after[name]) for name in before)
-    losses = [forward_backward(engine, t) or engine.step() for t in tokens[2:3]]
-    engine.step()
-    return engine.optimizer.overflow, unchanged, kept, dropped, losses, engine.skipped_steps
+    look = see(lambda engine: (len(engine.optimizer.reducer.error_feedback), full_weights(engine.module)))
+    infinite = scaled(float("inf") if dist.get_rank() == 3 else 1.0)
+    end = see(lambda engine: (engine.optimizer.overflow, engine.skipped_steps))
+    events = [step, look, forward, infinite, backward, update, look, step, end]
+    trace = run(Spec(section("zeropp", gradients={"error_feedback": True}), "fp16"), events)
+    (kept, before), (dropped, after), (overflow, skipped) = trace.seen
+    return overflow, same(before, after), kept, dropped, trace.losses[2:], skipped
 
 
 # -- accuracy ------------------------------------------------------------------------------------------------------
@@ -298,30 +292,25 @@ def held_out_losses(dtype, runs, ranks, steps=20, batch=8, length=32, peak_lr=2e
         starts = torch.cat([torch.randint(0, len(text) - length, (count,), generator=g) for g in generators])
         return torch.stack([text[start : start + length] for start in starts])
 
+    def set_rate(engine, rate):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate
+
+    rates = [peak_lr * min(1.0, (number + 1) / 10) for number in range(steps)]
+    held_out = draw(held_out, [torch.Generator().manual_seed(stream) for stream in streams], 32)
     for recipe, seed in runs:
-        switch(recipe is not None)
-        kept = {} if recipe else KEPT
-        config = ds_config(
-            section(recipe) if recipe else None,
-            dtype,
-            train_micro_batch_size_per_gpu=batch * len(streams),
-            zero_optimization=kept,
-        )
-        engine = make_engine(llama(seed=seed), config, lr=peak_lr)
+        config = {"train_micro_batch_size_per_gpu": batch * len(streams), "zero_optimization": {} if recipe else KEPT}
+        spec = Spec(recipe and section(recipe), dtype, config, functools.partial(llama, seed=seed), lr=peak_lr)
         generators = [torch.Generator().manual_seed(100 * seed + stream) for stream in streams]
-        for step in range(steps):
-            for group in engine.optimizer.param_groups:
-                group["lr"] = peak_lr * min(1.0, (step + 1) / 10)
-            forward_backward(engine, draw(train_text, generators, batch))
-            engine.step()
-        tokens = draw(held_out, [torch.Generator().manual_seed(stream) for stream in streams], 32)
-        with torch.no_grad():
-            loss = loss_of(engine, tokens).detach().float()
+        data = (draw(train_text, generators, batch) for _ in range(steps))
+        events = [event for rate in rates for event in (on_engine(set_rate, rate), step)]
+        reports = [see(zeropp_fp8.wire_report)] * (recipe is not None)
+        trace = run(spec, [*events, evaluate(held_out), *reports], data=data)
+        loss = torch.tensor(trace.losses[-1])
         dist.all_reduce(loss)
         results[(recipe, seed)] = loss.item() / dist.get_world_size()
         if recipe is not None:
-            results[(recipe, "report")] = zeropp_fp8.wire_report(engine)
-        engine.destroy()
+            (results[(recipe, "report")],) = trace.seen
     return results
 
 
@@ -330,42 +319,25 @@ def held_out_losses(dtype, runs, ranks, steps=20, batch=8, length=32, peak_lr=2e
 
 def checkpoints(recipe, fields=None, dtype="bf16", evaluates=False, persistent=0, exchanges=True):
     """Save and resume; if it `exchanges`, also with stock, zero_to_fp32 and the consolidated 16-bit weights."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    folder = shared_folder()
-    tokens = list(batches(8, dist.get_rank()))
+    folder, tokens, steps = shared_folder(), list(batches(8, dist.get_rank())), [step] * 4
     zero = {"stage3_param_persistence_threshold": persistent}
     own = Spec(section(recipe, **(fields or {})), dtype, {"gradient_clipping": 1.0, "zero_optimization": zero})
     stock = Spec(None, dtype, {"gradient_clipping": 1.0})
 
-    def resumed(spec, tag, seed):
-        engine = spec.engine(llama(seed=seed))
-        engine.load_checkpoint(folder, tag=tag)
-        return engine
+    def resumed(spec, tag, seed, events):
+        spec = replace(spec, model=functools.partial(llama, seed=seed))
+        return run(spec, [loaded(folder, tag), *events], ("weights",), tokens[4:])
 
-    engine = own.engine()
-    trained(engine, tokens[:4])
-    if evaluates:  # which encodes the weights that are saved
-        evaluated(engine, tokens[0])
-    engine.save_checkpoint(folder, tag="own")
-    uninterrupted = trained(engine, tokens[4:])
-    final = full_weights(engine.module)
-
-    again = resumed(own, "own", seed=9)
-    at_save = full_weights(again.module)
-    losses = trained(again, tokens[4:])
-    found = {"resume losses": (uninterrupted, losses), "resume weights": same(full_weights(again.module), final)}
+    encoded = [evaluate(tokens[0])] * evaluates  # the weights that are saved
+    trace = run(own, [*steps, *encoded, saved(folder, "own"), *steps], ("weights",), tokens)
+    uninterrupted = trace.losses[-4:]
+    again = resumed(own, "own", 9, [see(LEFT["weights"]), *steps])
+    found = {"resume losses": (uninterrupted, again.losses), "resume weights": same(again.weights, trace.weights)}
     if not exchanges:
         return found
 
-    in_stock = resumed(stock, "own", seed=9)
-    found["stock losses"] = uninterrupted, trained(in_stock, tokens[4:])
-    in_stock.save_checkpoint(folder, tag="stock")
-    stock_weights = full_weights(in_stock.module)
-
-    back = resumed(own, "stock", seed=5)
-    back_weights = full_weights(back.module)
-    consolidated = back._zero3_consolidated_16bit_state_dict()
+    in_stock = resumed(stock, "own", 9, [*steps, saved(folder, "stock")])
+    back = resumed(own, "stock", 5, [see(methodcaller("_zero3_consolidated_16bit_state_dict"))])
     fp32 = get_fp32_state_dict_from_zero_checkpoint(folder, tag="own")
     lp = torch.bfloat16 if dtype == "bf16" else torch.float32
 
@@ -373,67 +345,45 @@ def checkpoints(recipe, fields=None, dtype="bf16", evaluates=False, persistent=0
         return all(torch.equal(these[name].float(), those[name].float()) for name in those)
 
     return found | {
-        "stock to own": same(back_weights, stock_weights),
-        "consolidated": dist.get_rank() != 0 or holds(consolidated, back_weights),
-        "zero_to_fp32": holds({name: weight.to(lp) for name, weight in fp32.items()}, at_save),
+        "stock losses": (uninterrupted, in_stock.losses),
+        "stock to own": same(back.weights, in_stock.weights),
+        "consolidated": dist.get_rank() != 0 or holds(back.seen[0], back.weights),
+        "zero_to_fp32": holds({name: weight.to(lp) for name, weight in fp32.items()}, again.seen[0]),
     }
 
 
 def load_with_frozen_parameters():
     """hpZ and frozen parameters: after load_checkpoint outputs come from the loaded weights, not from old copies."""
-    switch(True)
-    folder = shared_folder()
-    tokens = next(batches(1, dist.get_rank()))
+    folder, evaluation = shared_folder(), evaluate(next(batches(1, dist.get_rank())))
 
-    def engine_of(seed):
-        model = llama(seed=seed)
-        model.model.embed_tokens.weight.requires_grad_(False)
-        for p in model.model.layers[0].parameters():
-            p.requires_grad_(False)
-        return make_engine(model, ds_config(section("zeropp")))
+    def freeze(model):
+        for part in (model.model.embed_tokens, model.model.layers[0]):
+            part.requires_grad_(False)
+        return model
 
-    saved = engine_of(0)
-    saved.save_checkpoint(folder, tag="a")
-    expected = evaluated(saved, tokens)
-    other = engine_of(1)
-    before = evaluated(other, tokens)  # fills secondary shards, frozen parameters' too
-    other.load_checkpoint(folder, tag="a")
-    return expected, before, evaluated(other, tokens)
+    spec = Spec(section("zeropp"), adapted=freeze)
+    losses = run(spec, [saved(folder, "a"), evaluation]).losses
+    other = replace(spec, model=functools.partial(llama, seed=1))
+    # The first fills secondary shards, frozen parameters' too.
+    return losses + run(other, [evaluation, loaded(folder, "a"), evaluation]).losses
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
 def refusals(cases):
-    """The ConfigError each ds_config raises on this rank, from deepspeed.initialize and from zero.Init."""
-    import deepspeed
-
-    switch(True)
+    """What is raised on this rank for fields of the section and keys of the ds_config, also by zero.Init alone."""
     messages = {}
-    for name, (changes, through_init) in cases.items():
-        config = ds_config(section("zeropp"))
-        for path, value in changes.items():
-            node = config
-            *parents, last = path.split("/")
-            for part in parents:
-                node = node.setdefault(part, {})
-            node[last] = value
-        try:
-            if through_init:
-                with deepspeed.zero.Init(config_dict_or_path=config):
-                    pass
-            else:
-                make_engine(llama(), config)
-            messages[name] = None
-        except zeropp_fp8.ConfigError as error:
-            messages[name] = str(error)
+    for name, (fields, config, through_init) in cases.items():
+        model = (lambda: None) if through_init else llama
+        messages[name] = attempt(
+            Spec(section("zeropp", **fields), "fp32", config, model, zero_init=through_init).engine
+        )
     return messages
 
 
 def start_table(fields=None):
     """What a quantized engine and a stock engine print at start."""
-    switch(True)
-    engine = make_engine(llama(), ds_config(section("zeropp", **{**(fields or {}), "report": {"every": 2}})))
-    train(engine, 2)
-    make_engine(llama(), ds_config())
+    run(Spec(section("zeropp", **{**(fields or {}), "report": {"every": 2}})), [step, step])
+    Spec(plugin=True).engine()
     return printed()

@@ -421,7 +421,7 @@ def least_memory_decides():
     train(engine, 1)
     real, chosen = psutil.virtual_memory, []
     numel = sum(p.ds_numel for p in engine.module.parameters())
-    # Values take 4 bytes a parameter, codes and two decoded blocks of eight 2.2.
+    # Values take 4 bytes per parameter, codes and two decoded blocks of eight 2.2.
     for bytes_a_parameter in (100, 3, 1):
         if dist.get_rank() == 2:
             free = bytes_a_parameter * numel * 2 * 2  # two ranks a node share it; half is for weights

@@ -91,16 +91,16 @@ def test_a_rank_that_only_gathers():
 
 FP8 = {"format": "fp8", "min_features": 16, "skip_modules": ["lm_head"]}
 FLOAT8 = {
-    "a scale a row": ("zeropp", {"weights": {"format": "fp8_e4m3"}, "compute": {**FP8, "scaling": "per_channel"}}),
+    "a scale per row": ("zeropp", {"weights": {"format": "fp8_e4m3"}, "compute": {**FP8, "scaling": "per_channel"}}),
     "a scale a tile": ("zeropp", {"weights": {"format": "fp8_e4m3"}, "compute": {**FP8, "scaling": "block"}}),
-    "a scale a tensor": ("zeropp", {"weights": {"format": "fp8_e4m3"}, "compute": {**FP8, "scaling": "current"}}),
+    "a scale per tensor": ("zeropp", {"weights": {"format": "fp8_e4m3"}, "compute": {**FP8, "scaling": "current"}}),
     "owners": ("fp8-lm", {"compute": {**FP8, "scaling": "delayed"}}),
     "in 16 bits": ("zeropp", {}),
 }
 
 
 def test_float8_weights():
-    """The codes that training multiplies, where it does; else a cast of the weight, with a scale a row."""
+    """The codes that training multiplies, where it does; else a cast of the weight, with a scale per row."""
     for found in run_two(jobs.float8_weights, ways=FLOAT8):
         for way, of in found.items():
             assert of["declared"] and of["names"] and of["others"], (way, of)

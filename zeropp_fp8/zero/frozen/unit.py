@@ -146,7 +146,7 @@ class Stored(Storage):
         for name, members in by_format.items():
             numel = sum(sharded.numel(p) for p in members)
             at_rest = sum(sharded.shard(p).numel() for p in members) * self.route.world_size / numel
-            remarks = [f"{len(members)} tensors, as they rest: {at_rest:.3f} bytes a parameter on all ranks together"]
+            remarks = [f"{len(members)} tensors, as they rest: {at_rest:.3f} bytes per parameter on all ranks together"]
             operands = sum(self.operands.rests_as_operand(p) for p in members)
             if operands:
                 remarks.append(f"{operands} are GEMM operands as they rest")

@@ -157,7 +157,7 @@ class GradientScales(StagePart):
         self.session.parts.remove(self)
 
     def rows(self) -> list[Row]:
-        return [("gradient scales", "one a tensor, shared", 0, f"from {STEPS} steps; mu adapts; added in fp32")]
+        return [("gradient scales", "one per tensor, shared", 0, f"from {STEPS} steps; mu adapts; added in fp32")]
 
     @torch.no_grad()
     def end_step(self, overflow: bool, loss_scale_change: float = 1.0) -> None:

@@ -41,5 +41,5 @@ class Residuals(StagePart):
     def rows(self) -> list[Row]:
         if not self.num_bytes:
             return []
-        remark = f"what the hop between nodes drops: {self.num_bytes / _GIGA:.3g} GB a rank, from step 1 on"
+        remark = f"what the hop between nodes drops: {self.num_bytes / _GIGA:.3g} GB per rank, from step 1 on"
         return [("error feedback", f"int8 (block {self.session.config.gradients.block_size})", self.numel, remark)]

@@ -18,7 +18,7 @@ from zeropp_fp8.formats.shapes import is_vector
 from zeropp_fp8.optim import Segments
 
 STAYS = (
-    "gradients and states in low precision; they take 6 bytes a parameter instead of 16. Leave the call out, or set "
+    "gradients and states in low precision; they take 6 bytes per parameter instead of 16. Leave the call out, or set "
     "gradients.store_format to none and the optimizer's formats to fp32"
 )
 
