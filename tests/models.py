@@ -83,18 +83,18 @@ def batches(steps, rank, batch=2, length=32, vocab=256, seed=1):
         yield (start + stride * torch.arange(length)) % vocab
 
 
-def make_engine(model, config, optimizer="adamw", lr=1e-3):
+def make_engine(model, config, optimizer="adamw", lr=1e-3, **given):
     """deepspeed.initialize with torch's AdamW (no compiler), or what `optimizer` makes of a list of parameters."""
     import deepspeed
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     if optimizer is None:
-        return deepspeed.initialize(model=model, config=copy.deepcopy(config))[0]
+        return deepspeed.initialize(model=model, config=copy.deepcopy(config), **given)[0]
     if callable(optimizer):
         chosen = optimizer(parameters)
     else:
         chosen = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer](parameters, lr=lr)
-    return deepspeed.initialize(model=model, optimizer=chosen, config=copy.deepcopy(config))[0]
+    return deepspeed.initialize(model=model, optimizer=chosen, config=copy.deepcopy(config), **given)[0]
 
 
 @contextlib.contextmanager

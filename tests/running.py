@@ -34,6 +34,17 @@ def allow_fp16_on_cpu():
     accelerator.supported_dtypes = lambda self: [torch.float, torch.half, torch.bfloat16]
 
 
+def freezing(*parts):
+    """What makes parameters not train whose names have one of these parts; of a Spec, `adapted`."""
+
+    def frozen(model):
+        for name, param in model.named_parameters():
+            param.requires_grad_(not any(part in name for part in parts))
+        return model
+
+    return frozen
+
+
 def shared_folder():
     """A temporary folder, the same on every rank."""
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]

@@ -14,6 +14,7 @@ from running import (
     changed,
     differing,
     forward,
+    freezing,
     on_engine,
     same,
     scaled,
@@ -102,3 +103,10 @@ def test_a_step_of_several_micro_batches():
         "step",
     ]
     assert trace.losses == [2.0, 4.0], "of the forward, not of the mean"
+
+
+def test_parameters_that_do_not_train_are_named_by_parts():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+    assert freezing("0.", "bias")(model) is model
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["1.weight"]
+    assert all(p.requires_grad for p in freezing()(model).parameters()), "of nothing, all train"

@@ -79,15 +79,6 @@ def evaluate(engine):
     return loss
 
 
-def attempt(call):
-    """The message of what a call raises."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
-
-
 def gathered(model, modifier_rank=None):
     import deepspeed
 

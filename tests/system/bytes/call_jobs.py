@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import os
 import sys
 from collections import Counter
@@ -11,8 +14,8 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from models import ds_config, llama, make_engine, section
-from running import forward_backward, switch
+from models import llama, section
+from running import Spec, run, step, within
 
 import zeropp_fp8
 
@@ -30,8 +33,8 @@ NOTHING_STAYS = {
 
 def _calls(layers: int, recipe: str, folders: Sequence[Path] = (_ZERO, _SHARDED, _DEEPSPEED), **more) -> Counter:
     """Functions of some folders (none: all) that one step calls, after some that have learned its order."""
-    switch(True)
-    engine = make_engine(llama(layers), ds_config(section(recipe, **more), "bf16", zero_optimization=NOTHING_STAYS))
+    config = {"zero_optimization": NOTHING_STAYS}
+    spec = Spec(section(recipe, **more), "bf16", config, functools.partial(llama, layers))
     tokens = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
     found: Counter = Counter()
 
@@ -40,18 +43,15 @@ def _calls(layers: int, recipe: str, folders: Sequence[Path] = (_ZERO, _SHARDED,
         if event == "call" and (not folders or any(map(path.is_relative_to, folders))):
             found[f"{path.stem}.{frame.f_code.co_name}"] += 1
 
-    def step() -> None:
-        forward_backward(engine, tokens)
-        engine.step()
+    @contextlib.contextmanager
+    def profiled(engine):
+        sys.setprofile(count)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
 
-    for _ in range(4):
-        step()
-    sys.setprofile(count)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    engine.destroy()
+    run(spec, [step, step, step, step, within(profiled, step)], data=itertools.repeat(tokens))
     return found
 
 

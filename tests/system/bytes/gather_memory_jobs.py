@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import time
 import weakref
 from unittest import mock
 
-import torch
 import torch.distributed as dist
+from frozen_jobs import with_lora
 from hang_guard import HANG
-from models import batches, ds_config, llama, make_engine, secondary_bytes, section, train
+from models import batches, llama, secondary_bytes, section
 from pipeline_jobs import with_limits
 from ranks import printed
-from running import evaluated, forward_backward, switch
+from running import Spec, evaluate, freezing, on_engine, run, see, step, trained, within
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.zero.gather import hops as hops_module
@@ -32,17 +33,11 @@ def large_vocabulary(hidden=32, **kwargs):
     return llama(layers=3, hidden=hidden, **{"vocab": 4096, **kwargs})
 
 
-def engine_of(recipe, fields, limits="none", buffers="as chosen", lora=False, dtype="fp32", **model):
-    """An engine; `buffers`: whose buffers do not come from rings."""
-    switch(True)
-    config = ds_config(section(recipe, **fields), dtype, zero_optimization=with_limits(limits))
-    module = large_vocabulary(**model)
-    if lora:
-        from frozen_jobs import with_lora
-
-        module = with_lora(module)
-    with BUFFERS_FOR[buffers]():
-        return make_engine(module, config)
+def spec_of(recipe, fields, limits="none", lora=False, dtype="fp32", **model):
+    """Of a Llama with a large vocabulary."""
+    options = {"zero_optimization": with_limits(limits)}
+    model = functools.partial(large_vocabulary, **model)
+    return Spec(section(recipe, **fields), dtype, options, model, adapted=with_lora if lora else None)
 
 
 def names_of(engine, units):
@@ -52,14 +47,12 @@ def names_of(engine, units):
 
 def runs(recipe, fields, buffers, steps=2, **options):
     """{whose buffers do not come from rings: losses, bytes of both rings, ...} of the same training."""
-    found = {}
-    for choice in buffers:
-        engine = engine_of(recipe, fields, buffers=choice, **options)
+    data, spec = list(batches(steps, dist.get_rank(), vocab=64)), spec_of(recipe, fields, **options)
+
+    def told(engine):
         gatherer = engine.optimizer.gatherer
-        losses = train(engine, steps, vocab=64)
         blocks = [unit for unit in gatherer.units if len(unit.params) > 2 and unit not in gatherer.hops.outsized]
-        found[choice] = {
-            "losses": losses,
+        return {
             "outsized": names_of(engine, gatherer.hops.outsized),
             "gathered ring": gatherer.hops.gathered_ring.num_bytes(),
             "held ring": gatherer.hops.held_ring.num_bytes(),
@@ -69,54 +62,57 @@ def runs(recipe, fields, buffers, steps=2, **options):
             "row": [line.split()[2:] for line in printed().splitlines() if line.startswith("  secondary shard ")][-1:],
             "held": sum(unit.secondary is not None for unit in gatherer.units),
         }
-        engine.destroy()
+
+    found = {}
+    for choice in buffers:
+        with BUFFERS_FOR[choice]():
+            trace = run(spec, [*[step] * steps, see(told)], data=data)
+        found[choice] = {"losses": trace.losses, **trace.seen[0]}
     return found
 
 
-def scopes(recipe, fields, names, node_size, steps=2, accumulation=1):
+def scopes(recipe, fields, names, node_size):
     """{scope: (losses, ranks of a copy, bytes of copies after an evaluation, bytes sent per step)}."""
+
+    def copies(engine):
+        return engine.zeropp_fp8_session.secondary_ranks, secondary_bytes(engine.optimizer.gatherer)
+
     found = {}
     for scope in names:
-        switch(True)
         given = section(recipe, ranks_per_node=node_size, secondary={"scope": scope}, **fields)
-        config = ds_config(given, gradient_accumulation_steps=accumulation)
-        engine = make_engine(large_vocabulary(vocab=256), config)
-        gatherer, session = engine.optimizer.gatherer, engine.zeropp_fp8_session
-        losses = train(engine, steps, accumulation)
-        tokens = next(batches(1, dist.get_rank()))
-        losses.append(evaluated(engine, tokens))
-        sent = session.ledger.report()["per_step"]
-        found[scope] = (losses, session.secondary_ranks, secondary_bytes(gatherer), sent)
-        engine.destroy()
+        spec = Spec(given, model=functools.partial(large_vocabulary, vocab=256))
+        trace = run(spec, [step, step, evaluate(next(batches(1, dist.get_rank()))), see(copies)], ("bytes",))
+        found[scope] = trace.losses, *trace.seen[0], trace.bytes
     return found
 
 
 def values_of_all_gathers(fields, micro_batches=2):
     """{name: for each of two steps, the values that each gather gave}: forwards, backwards and evaluations."""
-    switch(True)
-    model = large_vocabulary(vocab=256)
-    for param in model.model.layers[0].parameters():
-        param.requires_grad_(False)
-    engine = make_engine(model, ds_config(section("zeropp", **fields), gradient_accumulation_steps=micro_batches))
-    watched = {f"layer {i}": layer.mlp.up_proj.weight for i, layer in enumerate(model.model.layers)}
-    watched["embedding"] = model.model.embed_tokens.weight
-    seen, step = {name: [[], []] for name in watched}, 0
-    gatherer = engine.optimizer.gatherer
-    real = gatherer.release
+    seen, tokens = {}, list(batches(2 * micro_batches, dist.get_rank()))
 
-    def look(unit):
-        for name, param in watched.items():
-            if any(param is member for member in unit.params) and param.data.numel():
-                seen[name][step].append(param.data.clone())
-        real(unit)
+    def watch(engine):
+        gatherer, model = engine.optimizer.gatherer, engine.module.model
+        watched = {f"layer {i}": layer.mlp.up_proj.weight for i, layer in enumerate(model.layers)}
+        watched["embedding"] = model.embed_tokens.weight
+        seen.update({name: [[], []] for name in watched})
+        real = gatherer.release
 
-    gatherer.release = look
-    for step in range(2):
-        for tokens in batches(micro_batches, dist.get_rank(), seed=step + 1):
-            with torch.no_grad():
-                engine(input_ids=tokens, labels=tokens)
-            forward_backward(engine, tokens)
-            engine.step()
+        def look(unit):
+            for name, param in watched.items():
+                if any(param is member for member in unit.params) and param.data.numel():
+                    seen[name][engine.global_steps].append(param.data.clone())
+            real(unit)
+
+        gatherer.release = look
+
+    config, model = {"gradient_accumulation_steps": micro_batches}, functools.partial(large_vocabulary, vocab=256)
+    spec = Spec(section("zeropp", **fields), config=config, model=model, adapted=freezing("layers.0"))
+    passes = [event for batch in tokens for event in (evaluate(batch), step)]
+    run(
+        spec,
+        [on_engine(watch), *passes, on_engine(lambda engine: engine.optimizer.gatherer.__dict__.pop("release"))],
+        data=tokens,
+    )
     return seen
 
 
@@ -146,9 +142,9 @@ def buffers_end(fields, recipe="zeropp"):
         return buffer
 
     with mock.patch.object(hops_module, "buffer_for", watched):
-        engine = engine_of(recipe, fields, "far ahead")
+        engine = spec_of(recipe, fields, "far ahead").engine()
         gatherer = engine.optimizer.gatherer
-        train(engine, 2, vocab=64)
+        trained(engine, batches(2, dist.get_rank(), vocab=64))
         log = {"made in two steps": len(made), "after a step": alive(made)}
         embedding, head = engine.module.model.embed_tokens.weight, engine.module.lm_head.weight
         embedding.all_gather_coalesced([embedding, head])
@@ -169,15 +165,14 @@ def buffers_end(fields, recipe="zeropp"):
 
 def operands_in_a_buffer(scaling):
     """Losses where FP8 operands lie in rings and in buffers for one gather, and what is left of these."""
-    found = {}
+    fields = {"compute": {"format": "fp8", "scaling": scaling}, "weights": {"format": "fp8_e4m3"}}
+    fields["topology"] = {"ranks_per_node": 4}
+    spec, found = spec_of("lossless", fields, dtype="bf16", hidden=128, intermediate=384, vocab=256), {}
+    real = hops_module.buffer_for
     for choice in ("none", "all"):
-        fields = {"compute": {"format": "fp8", "scaling": scaling}, "weights": {"format": "fp8_e4m3"}}
-        fields["topology"] = {"ranks_per_node": 4}
-        engine = engine_of("lossless", fields, buffers=choice, dtype="bf16", hidden=128, intermediate=384, vocab=256)
-        gatherer, storages, inside = engine.optimizer.gatherer, {}, []
-        real = hops_module.buffer_for
+        storages, inside = {}, []
 
-        def watched(lane, num_bytes, device, real=real, storages=storages):
+        def watched(lane, num_bytes, device, storages=storages):
             buffer = real(lane, num_bytes, device)
             storages[buffer.untyped_storage().data_ptr()] = weakref.ref(buffer)
             return buffer
@@ -186,12 +181,18 @@ def operands_in_a_buffer(scaling):
             codes = sharded.known(module.weight).operand.codes
             inside.append(codes.untyped_storage().data_ptr() in storages)
 
-        layer = engine.module.model.layers[1].mlp.up_proj
-        with mock.patch.object(hops_module, "buffer_for", watched):
-            hook = layer.register_forward_pre_hook(look)
-            losses = train(engine, 2)
-            hook.remove()
-        left = alive(storages.values(), none_is_due=True)
-        found[choice] = (losses, inside, left, sum(len(unit.lent) for unit in gatherer.units))
-        engine.destroy()
+        @contextlib.contextmanager
+        def looking(engine, watched=watched, look=look):
+            with mock.patch.object(hops_module, "buffer_for", watched):
+                hook = engine.module.model.layers[1].mlp.up_proj.register_forward_pre_hook(look)
+                yield
+                hook.remove()
+
+        def left(engine, storages=storages):
+            lent = sum(len(unit.lent) for unit in engine.optimizer.gatherer.units)
+            return alive(storages.values(), none_is_due=True), lent
+
+        with BUFFERS_FOR[choice]():
+            trace = run(spec, [within(looking, step, step), see(left)])
+        found[choice] = trace.losses, inside, *trace.seen[0]
     return found

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from late_key_jobs import ON_CPU, UNMANAGED
 from models import batches, full_fp32_weights, section
-from running import Spec, accumulated, allow_fp16_on_cpu, forward_backward, loss_of, run, see
+from ranks import attempt, printed
+from running import (
+    Spec,
+    accumulated,
+    allow_fp16_on_cpu,
+    backward,
+    forward,
+    on_engine,
+    run,
+    same,
+    see,
+    step,
+    update,
+)
 
 from zeropp_fp8.comm import ErrorFeedback, make_topology
 from zeropp_fp8.comm.lanes import Lane
@@ -128,98 +142,64 @@ def several_hops_apart(cases):
 # -- what happens in the middle of a step ------------------------------------------------------------------------------
 
 
-def in_the_middle(recipe, offload=False):
+def in_the_middle(recipe, offload, folder):
     """Looks, failures and saves between the micro-batches of a step; what became of each."""
     from deepspeed.utils import safe_get_full_grad, safe_get_local_grad
 
-    found = {}
-    tokens = list(batches(6, dist.get_rank()))
+    found, looked = {}, []
+    tokens = list(batches(4, dist.get_rank()))
+    options = {"offload": offload, "gradient_accumulation_steps": 3}
 
-    def backward(engine, which):
-        forward_backward(engine, tokens[which])
+    def refused(engine):
+        if engine.optimizer.reduction.sums_numel:
+            found["refused"] = attempt(lambda: safe_get_local_grad(next(engine.module.parameters())))
 
-    def full_grads(engine):
-        return {n: safe_get_full_grad(p) for n, p in engine.module.named_parameters()}
+    def local(engine):
+        found["local"] = safe_get_local_grad(next(engine.module.parameters())) is not None
 
+    def begin_again(engine):
+        engine.optimizer.zero_grad()
+        engine.micro_steps = 0
+
+    full_grads = see(lambda engine: {n: safe_get_full_grad(p) for n, p in engine.module.named_parameters()})
+    looks = [step, step, on_engine(refused), *[full_grads] * (not offload), forward, backward, full_grads]
     # In 8 bits, whose errors are small enough to see anything else.
     gradients = {"inter_format": "int8"} if recipe == "zeropp" else {}
+    for way in ("world", "node"):
+        spec = spec_of(recipe, way, gradients=gradients, **options)
+        trace = run(spec, [*looks, on_engine(local), update], ("masters",), tokens)
+        looked += [*trace.seen, trace.masters]
 
-    def engines():
-        options = {"offload": offload, "gradients": gradients, "gradient_accumulation_steps": 3}
-        return (spec_of(recipe, way, **options).engine() for way in ("world", "node"))
-
-    looked = []
-    for engine in engines():
-        for which in range(2):
-            backward(engine, which)
-            engine.step()
-        if engine.optimizer.reduction.sums_numel:
-            try:
-                safe_get_local_grad(next(engine.module.parameters()))
-            except RuntimeError as error:
-                found["refused"] = str(error)
-        if not offload:
-            looked.append(full_grads(engine))
-        backward(engine, 2)
-        looked.append(full_grads(engine))
-        found["local"] = safe_get_local_grad(next(engine.module.parameters())) is not None
-        engine.step()
-        looked.append(full_fp32_weights(engine.module))
-        engine.destroy()
-    found["looked"] = looked
-
-    engine = spec_of(recipe, "node", offload=offload, gradient_accumulation_steps=3).engine()
-    backward(engine, 3)
-    engine.step()
-    engine.optimizer.zero_grad()  # begins the step again
-    engine.micro_steps = 0
-    for which in range(3):
-        backward(engine, which)
-        engine.step()
-    found["again"] = full_fp32_weights(engine.module)
-    engine.destroy()
-    return found
-
-
-def fresh(recipe, offload, saves_in=None):
-    """Weights after the first step of an engine that has done nothing before, but saved between its micro-batches."""
-    engine = spec_of(recipe, "node", offload=offload, gradient_accumulation_steps=3).engine()
-    for place, tokens in enumerate(batches(3, dist.get_rank())):
-        if saves_in is not None:
-            engine.save_checkpoint(saves_in, tag=f"before {place}")
-        forward_backward(engine, tokens)
-        engine.step()
-    weights = full_fp32_weights(engine.module)
-    engine.destroy()
-    return weights
+    spec = spec_of(recipe, "node", **options)
+    saves = [on_engine(lambda engine, tag=tag: engine.save_checkpoint(folder, tag=tag)) for tag in ("a", "b", "c")]
+    cases = {
+        "again": ([step, on_engine(begin_again), step, step, step], [tokens[3], *tokens]),
+        "fresh": ([step, step, step], tokens),
+        "saved": ([event for save in saves for event in (save, step)], tokens),
+    }
+    weights = {name: run(spec, events, ("masters",), data).masters for name, (events, data) in cases.items()}
+    return found | {"looked": looked} | weights
 
 
 def skipped_and_right_again(recipe):
     """fp16: a gradient of Inf in the first of three micro-batches on one rank; whether steps were skipped, weights."""
-
     allow_fp16_on_cpu()
-    engine = spec_of(recipe, "node", dtype="fp16", gradient_accumulation_steps=3).engine()
-    data, skipped, changed = batches(9, dist.get_rank()), [], []
-    for step in range(3):
-        before = full_fp32_weights(engine.module)
-        for place in range(3):
-            tokens = next(data)
-            loss = loss_of(engine, tokens)
-            bad = step == 1 and place == 0 and dist.get_rank() == 1
-            engine.backward(loss * float("inf") if bad else loss)
-            engine.step()
-        skipped.append(engine.skipped_steps)
-        after = full_fp32_weights(engine.module)
-        changed.append(any(not torch.equal(before[name], after[name]) for name in before))
-        assert all(weight.isfinite().all() for weight in after.values())
-    engine.destroy()
-    return skipped, changed
+
+    def overflow(running):
+        if dist.get_rank() == 1:
+            running.loss = running.loss * float("inf")
+
+    spec = spec_of(recipe, "node", dtype="fp16", gradient_accumulation_steps=3)
+    look = see(lambda engine: (engine.skipped_steps, full_fp32_weights(engine.module)))
+    bad = [forward, overflow, backward, update, step, step]
+    seen = run(spec, [look, step, step, step, look, *bad, look, step, step, step, look]).seen
+    assert all(weight.isfinite().all() for _, weights in seen for weight in weights.values())
+    return [skipped for skipped, _ in seen[1:]], [not same(this, that) for (_, this), (_, that) in pairwise(seen)]
 
 
 def table_of(memory):
     """The start table where a device has so much memory."""
     from deepspeed.accelerator import get_accelerator
-    from ranks import printed
 
     accelerator = type(get_accelerator())
     accelerator.total_memory = lambda self, index=None: memory * (1 + dist.get_rank())

@@ -8,9 +8,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from looking_jobs import LOOKS, STORED
-from models import batches, ds_config, llama, make_engine
+from models import batches, llama
 from recipes import section_of
-from running import loss_of, shared_folder, switch
+from running import Spec, evaluated, freezing, on_engine, run, see, shared_folder, step
 
 import zeropp_fp8.integrations
 from zeropp_fp8.zero.report import predicted_bytes
@@ -29,9 +29,8 @@ STEPS = 9
 
 def _evaluate(engine, folder):
     engine.eval()
-    with torch.no_grad():
-        for tokens in batches(2, dist.get_rank(), seed=9):
-            engine(input_ids=tokens, labels=tokens)
+    for tokens in batches(2, dist.get_rank(), seed=9):
+        evaluated(engine, tokens)
     engine.train()
 
 
@@ -57,34 +56,30 @@ BETWEEN = {**LOOKS, "evaluate": _evaluate, "look": _look, "write": _write, "gene
 
 def _sent(way, stays, folder):
     """(what is done before it, what it is said to send) of each step; and what the start table says."""
-    config = section_of("zeropp", frozen=STORED) if way == "stored" else section_of(way)
-    model, chosen = llama(), random.Random(0)
-    for name, param in model.named_parameters():
-        param.requires_grad_(way != "stored" or "mlp" not in name)
-    engine = make_engine(model, ds_config(config, "bf16", zero_optimization=STAYS[stays]))
-    foreseen = predicted_bytes(engine.zeropp_fp8_session, engine.optimizer.gatherer)
-    metrics, rows = StepMetrics(engine.zeropp_fp8_session), []
+    stored, chosen, metrics = way == "stored", random.Random(0), []
+    config = section_of("zeropp", frozen=STORED) if stored else section_of(way)
+    spec = Spec(config, "bf16", {"zero_optimization": STAYS[stays]}, adapted=freezing(*["mlp"] * stored))
     # Steps after these work more: copies of frozen weights, and those that differences are added to, come anew when the
     # weights were written; and after an evaluation in another order a step learns the order of fetches anew.
     more = {"write"} if way in ("stored", "zeropp-diff") else set()
     more |= {"last layers first"} if stays == "all" else set()
     names = sorted(BETWEEN.keys() - more)
-    for tokens in batches(STEPS, dist.get_rank()):
-        between = chosen.sample(names, chosen.randrange(4)) if rows else []
-        for name in between:
-            BETWEEN[name](engine, folder)
-        loss = loss_of(engine, tokens)
-        engine.backward(loss)
-        engine.step()
-        found = metrics().items()
-        rows.append((between, {name: value for name, value in found if name.startswith(("mb_", "of_stock"))}))
-    engine.destroy()
-    return rows, foreseen
+    done = [(), *(chosen.sample(names, chosen.randrange(4)) for _ in range(STEPS - 1))]
+
+    def begin(engine):
+        metrics.append(StepMetrics(engine.zeropp_fp8_session))
+        return predicted_bytes(engine.zeropp_fp8_session, engine.optimizer.gatherer)
+
+    def sent(engine):
+        return {name: value for name, value in metrics[0]().items() if name.startswith(("mb_", "of_stock"))}
+
+    events = [event for names in done for event in (*(on_engine(BETWEEN[n], folder) for n in names), step, see(sent))]
+    foreseen, *rows = run(spec, [see(begin), *events]).seen
+    return list(zip(done, rows)), foreseen
 
 
 def sent(cases):
     """{(way, what stays): `_sent`}."""
-    switch(True)
     folder = shared_folder()
     return {case: _sent(*case, folder) for case in cases}
 

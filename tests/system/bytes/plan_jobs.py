@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
+import torch.distributed as dist
 from frozen_models import with_adapters
-from models import ds_config, llama, make_engine, section, train
-from running import switch
+from models import batches, llama, section
+from running import Spec, run, see, step
 
 import zeropp_fp8
 
@@ -17,36 +20,37 @@ def lora_bytes(cases, shape, rank, targets=LINEAR):
 
     "sent" {link: bytes of all ranks}; "weights", "secondary", "states" bytes; "base" and "adapters" parameters.
     """
-    switch(True)
     return [_lora_bytes(*case, shape, rank, targets) for case in cases]
 
 
 def _lora_bytes(recipe, fields, micro_batches, shape, rank, targets):
-    model = llama(**shape)
-    base = sum(p.numel() for p in model.parameters())
-    model.enable_input_require_grads()  # as with activation checkpointing
-    config = ds_config(section(recipe, **fields), "bf16", gradient_accumulation_steps=micro_batches)
-    engine = make_engine(with_adapters(model, r=rank, target_modules=targets), config)
+    def adapted(model):
+        model.enable_input_require_grads()  # as with activation checkpointing
+        return with_adapters(model, r=rank, target_modules=targets)
 
-    def sent():
-        report = zeropp_fp8.wire_report(engine, total=True)
-        kinds = report["per_step"].values()
-        return {link: sum(kind[link] for kind in kinds) * report["steps"] for link in ("inter", "intra")}
+    config, model = {"gradient_accumulation_steps": micro_batches}, functools.partial(llama, **shape)
+    spec = Spec(section(recipe, **fields), "bf16", config, model, adapted=adapted)
+    steps, base = [step] * micro_batches, sum(p.numel() for p in model().parameters())
+    data = batches(10**6, dist.get_rank(), vocab=shape["vocab"])
+    before, after, held = run(spec, [*steps * 2, see(_sent), *steps, see(_sent), see(_held)], data=data).seen
+    adapters = held.pop("parameters") - base
+    return {"sent": {link: after[link] - before[link] for link in after}, "base": base, "adapters": adapters, **held}
 
-    train(engine, 2, micro_batches, vocab=shape["vocab"])
-    before = sent()
-    train(engine, 1, micro_batches, vocab=shape["vocab"])
-    after, params = sent(), list(engine.module.parameters())
+
+def _sent(engine):
+    report = zeropp_fp8.wire_report(engine, total=True)
+    kinds = report["per_step"].values()
+    return {link: sum(kind[link] for kind in kinds) * report["steps"] for link in ("inter", "intra")}
+
+
+def _held(engine):
+    params = list(engine.module.parameters())
     states = [t for state in engine.optimizer.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     states = [t for t in states if t.dim()] + list(engine.optimizer.fp32_partitioned_groups_flat)
     secondary = [unit.secondary for unit in engine.optimizer.gatherer.units if unit.secondary is not None]
-    found = {
-        "sent": {link: after[link] - before[link] for link in after},
+    return {
         "weights": sum(p.ds_tensor.nbytes for p in params),
         "secondary": sum(tensor.nbytes for tensor in secondary),
         "states": sum(tensor.nbytes for tensor in states),
-        "base": base,
-        "adapters": sum(p.ds_numel for p in params) - base,
+        "parameters": sum(p.ds_numel for p in params),
     }
-    engine.destroy()
-    return found

@@ -30,12 +30,18 @@ def assert_bytes(run, accumulation, ranks):
     assert run["held"] == run["kept bytes"]
 
 
+@pytest.fixture(scope="module")
+def limited():
+    """By micro-batches: for each rank, a run with each of the limits."""
+    limits = [{"scope": "rank", **LIMITS[0]}, *LIMITS[1:]]
+    cases = {k: [{"secondary": limit, "accumulation": k} for limit in limits] for k in (1, 3)}
+    return {k: run_two(jobs.runs, cases=of_k) for k, of_k in cases.items()}
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_memory_changes_bytes_and_nothing_else(accumulation):
-    cases = [
-        {"secondary": limit, "accumulation": accumulation} for limit in [{"scope": "rank", **LIMITS[0]}, *LIMITS[1:]]
-    ]
-    for found in run_two(jobs.runs, cases=cases):
+def test_memory_changes_bytes_and_nothing_else(limited, accumulation):
+    """What is kept is sent once a step, whatever the number of micro-batches."""
+    for found in limited[accumulation]:
         every, auto, some, few, none = found
         assert every["kept"] == auto["kept"] == [0, 1, 2, 3, 4] and none["kept"] == []
         assert some["kept"] == [0, 1, 3], "the embedding, one block, and what is small enough behind it"
@@ -47,10 +53,9 @@ def test_memory_changes_bytes_and_nothing_else(accumulation):
             assert run["residuals"] == run["expected residuals"] > 0
 
 
-def test_bytes_of_weights_do_not_depend_on_micro_batches():
-    cases = [{"secondary": {"memory_gb": "auto"}, "accumulation": k, "steps": 2} for k in (1, 2, 5)]
-    for found in run_two(jobs.runs, cases=cases):
-        assert len({run["bytes"] for run in found}) == 1 and found[0]["bytes"] > 0
+def test_bytes_of_weights_do_not_depend_on_micro_batches(limited):
+    for once, thrice in zip(limited[1], limited[3]):
+        assert [run["bytes"] for run in once[:2]] == [run["bytes"] for run in thrice[:2]] and once[1]["bytes"] > 0
 
 
 @pytest.mark.parametrize(
@@ -157,20 +162,19 @@ def test_the_start_table():
     assert re.search(r"weights backward +0\.0\d+ +0\.000", table)
 
 
-def test_the_plan_counts_as_engines_do():
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_plan_counts_as_engines_do(limited, micro_batches):
     """Bytes of weights and what stays, with all copies and with some; up to norms and padding."""
-    for found in run_two(jobs.runs, cases=[{"secondary": limit, "accumulation": 2} for limit in LIMITS[1:]]):
-        for run in found:
-            model = Model(124_224, 64, 2, 256)
-            job = Job(model, Cluster(2, 1, 10), 32, micro_batches=2, kept_parameters=0, copies=run["kept bytes"])
-            method = METHODS["zeropp-pcie"]
-            modelled = memory_per_gpu(method, job)
-            passes = [method.forward_traffic(job, first) for first in (True, False)] + 2 * [
-                method.backward_traffic(job)
-            ]
-            assert sum(traffic.inter for traffic in passes) == pytest.approx(run["bytes"], rel=0.02)
-            assert modelled.secondary == pytest.approx(run["kept bytes"], rel=0.02)
-            assert modelled.residuals == pytest.approx(run["residuals"], rel=0.02)
+    model, method = Model(124_224, 64, 2, 256), METHODS["zeropp-pcie"]
+    for run in (run for found in limited[micro_batches] for run in found[1:]):
+        cluster, kept = Cluster(2, 1, 10), run["kept bytes"]
+        job = Job(model, cluster, 32, micro_batches=micro_batches, kept_parameters=0, copies=kept)
+        modelled = memory_per_gpu(method, job)
+        passes = [method.forward_traffic(job, place == 0) for place in range(micro_batches)]
+        passes += [method.backward_traffic(job)] * micro_batches
+        assert sum(traffic.inter for traffic in passes) == pytest.approx(run["bytes"], rel=0.02)
+        assert modelled.secondary == pytest.approx(kept, rel=0.02)
+        assert modelled.residuals == pytest.approx(run["residuals"], rel=0.02)
 
 
 def test_the_recipe():

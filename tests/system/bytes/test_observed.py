@@ -10,9 +10,22 @@ WAYS = ["zeropp", "FP8 operands", "lossless, delayed FP8 compute", "fp8-lm", "ze
 RANKS = 4
 
 
+ACCUMULATION = {"accumulation in the node": {}, "accumulation in the world": {"gradients": {"accumulate_in": "world"}}}
+CASES = {
+    **{way: (way, jobs.EVERYTHING, 1, {}) for way in WAYS},
+    **{f"{way}, plain": (way, None, 1, {}) for way in WAYS},
+    **{name: ("zeropp", jobs.EVERYTHING, 3, fields) for name, fields in ACCUMULATION.items()},
+    "fp8-lm, accumulation": ("fp8-lm", jobs.EVERYTHING, 3, {}),
+    "chosen": ("zeropp", jobs.SOME, 1, {}),
+}
+HANDED_OVER = ("zeropp", *ACCUMULATION, "fp8-lm", "fp8-lm, accumulation")
+
+
 @pytest.fixture(scope="module")
-def found():
-    return run_ranks(jobs.logged, ways=WAYS)
+def found(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("numerics") / "numerics.jsonl")
+    numerics = {"numerics": {"every": 1, "parts": 1, "file": path, "watch": "stop"}}
+    return run_ranks(jobs.logged, cases={**CASES, "samples": ("zeropp", jobs.EVERYTHING, 1, numerics)})
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -28,16 +41,19 @@ def test_messages_add_up_to_the_ledger(way, found):
         assert ("other" in logged) == (not way.startswith("zeropp"))
 
 
-def test_messages_of_samples_and_a_watch_add_up_too(tmp_path):
-    for (none, plain), (logged, ledger) in run_ranks(jobs.with_samples, path=str(tmp_path / "numerics.jsonl")):
-        assert none == 0 and logged == pytest.approx(ledger - plain, rel=1e-12) and logged > 0
+def test_messages_of_samples_and_a_watch_add_up_too(found):
+    for of_rank in found:
+        plain, sampled = of_rank["zeropp"], of_rank["samples"]
+        more = sampled["ledger"]["other"] - plain["ledger"]["other"]
+        assert "other" not in plain["logged"] and sampled["logged"]["other"] > 0
+        assert sampled["logged"]["other"] * RANKS == pytest.approx(more, rel=1e-12)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_logging_changes_nothing(way, found):
-    for result in (of_rank[way] for of_rank in found):
-        assert result["silent"] == {}
-        assert result["losses"][0] == result["losses"][1]
+    for result, plain in ((of_rank[way], of_rank[f"{way}, plain"]) for of_rank in found):
+        assert plain["silent"] == {}
+        assert plain["losses"] == result["losses"]
         assert all(ms > 0 for ms in result["times"])
         for expected, rate in result["rates"]:
             assert rate == pytest.approx(expected)
@@ -56,7 +72,7 @@ def test_rows_say_what_is_sent_where_to_how_many(found):
 
 
 def test_lossless_gradients_are_in_deepspeeds_own_row(found):
-    stock = found[0]["lossless, delayed FP8 compute"]["stock"]
+    stock = found[0]["lossless, delayed FP8 compute"]["all names"]
     assert any(name.startswith("reduce_scatter") for name in stock)
 
 
@@ -74,30 +90,20 @@ def test_rows_of_a_run_that_quantizes_nothing_are_stocks():
             assert mine == stock and sum(stock["reduce_scatter_tensor"].values()) == 2 * accumulation
 
 
-HANDED_OVER = {
-    "zeropp": ("zeropp", 1, {}),
-    "accumulation in the node": ("zeropp", 3, {}),
-    "accumulation in the world": ("zeropp", 3, {"gradients": {"accumulate_in": "world"}}),
-    "fp8-lm": ("fp8-lm", 1, {}),
-    "fp8-lm, accumulation": ("fp8-lm", 3, {}),
-}
-
-
-def test_rows_are_what_is_handed_to_the_backend():
-    for found in run_ranks(jobs.handed_over, cases=HANDED_OVER):
-        for case, (logged, calls, (logged_bytes, sent)) in found.items():
-            assert logged == calls and calls["all_to_all_single"] > 0, case
+def test_rows_are_what_is_handed_to_the_backend(found):
+    for of_rank in found:
+        calls_of = {}
+        for case in HANDED_OVER:
+            logged, calls_of[case], (logged_bytes, sent) = of_rank[case]["handed over"]
+            assert logged == calls_of[case] and logged["all_to_all_single"] > 0, case
             assert logged_bytes == pytest.approx(sent, rel=1e-12) and sent > 0, case
-        # Between nodes they cross once a step.
-        in_node, in_world = (
-            found[f"accumulation in the {where}"][1]["all_to_all_single"] for where in ("node", "world")
-        )
-        assert in_node < in_world == 3 * found["zeropp"][1]["all_to_all_single"]
+        once, in_node, in_world = (calls_of[case]["all_to_all_single"] for case in ("zeropp", *ACCUMULATION))
+        assert in_node < in_world == 3 * once, "between nodes they cross once a step"
 
 
-def test_operations_can_be_chosen():
-    for names in run_ranks(jobs.some_operations):
-        assert names == [
+def test_operations_can_be_chosen(found):
+    for of_rank in found:
+        assert of_rank["chosen"]["all names"] == [
             "zeropp_fp8 all_to_all_single of gradients between nodes (2 ranks)",
             "zeropp_fp8 all_to_all_single of gradients within nodes (2 ranks)",
         ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+import functools
+
 import torch.distributed as dist
 from frozen_jobs import with_lora
-from models import batches, ds_config, full_weights, llama, make_engine, section, train
-from running import switch
+from models import batches, full_weights, llama, section
+from running import Spec, evaluated, same, trained
 
 LOADS = {
     "all": {},
@@ -17,41 +18,40 @@ LOADS = {
 
 
 def engine_of(recipe, fields, seed):
-    switch(True)
-    model = llama(seed=seed, hidden=128)
-    lora = recipe == "qlora"
-    config = ds_config(section(recipe, ranks_per_node=1, **fields), "bf16")
-    return make_engine(with_lora(model) if lora else model, config)
+    model = functools.partial(llama, seed=seed, hidden=128)
+    adapted = with_lora if recipe == "qlora" else None
+    return Spec(section(recipe, ranks_per_node=1, **fields), "bf16", model=model, adapted=adapted).engine()
 
 
-@torch.no_grad()
 def evaluation(engine):
-    return float(engine(input_ids=next(batches(1, 77)), labels=next(batches(1, 77))).loss)
+    return evaluated(engine, next(batches(1, 77)))
 
 
 def save(folder, recipe, fields):
     """Two steps and a checkpoint; a loss of what is in it."""
     engine = engine_of(recipe, fields, seed=0)
-    train(engine, 2)
+    trained(engine, batches(2, dist.get_rank()))
     engine.save_checkpoint(folder)
     return evaluation(engine)
 
 
 def load(folder, recipe, fields):
-    """{way to load: the error, or the loss afterwards; before}; each into an engine of its own, that then trains."""
-    results = {}
+    """{way to load: the error, or the loss afterwards}; into an engine that has loaded nothing, that then trains."""
+    results, engine = {}, None
     for name, options in LOADS.items():
-        engine = engine_of(recipe, fields, seed=5)
+        engine = engine or engine_of(recipe, fields, seed=5)
         before, weights = evaluation(engine), full_weights(engine.module)
         try:
             engine.load_checkpoint(folder, **options)
-            results[name] = evaluation(engine)
+            results[name], loaded = evaluation(engine), True
         except RuntimeError as error:
-            results[name] = str(error)
-            assert all(torch.equal(w, weights[n]) for n, w in full_weights(engine.module).items())
+            results[name], loaded = str(error), False
+            assert same(full_weights(engine.module), weights)
             assert evaluation(engine) == before
-        train(engine, 1)
-        engine.destroy()
+        trained(engine, batches(1, dist.get_rank()))
+        if loaded:
+            engine.destroy()
+            engine = None
     return results
 
 

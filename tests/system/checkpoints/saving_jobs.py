@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import shutil
@@ -10,17 +11,20 @@ import signal
 from pathlib import Path
 
 import torch.distributed as dist
-from models import ds_config, llama, make_engine, section, train
-from running import switch
+from models import batches, llama, section
+from running import Spec, stepped
 
 from zeropp_fp8.zero.checkpoint import commit as checkpoint_commit
 from zeropp_fp8.zero.checkpoint import manifest as checkpoint_manifest
 
 
 def engine_of(recipe="zeropp", verify=True, seed=0):
-    switch(True)
     fields = section(recipe, ranks_per_node=dist.get_world_size(), checkpoint={"verify": verify})
-    return make_engine(llama(layers=1, vocab=64, seed=seed), ds_config(fields))
+    return Spec(fields, model=functools.partial(llama, layers=1, vocab=64, seed=seed)).engine()
+
+
+def step(engine):
+    stepped(engine, next(batches(1, dist.get_rank(), vocab=64)))
 
 
 def message_of(function, *arguments, **options):
@@ -85,9 +89,9 @@ STAGES = {
 def killed_while_saving(folder, stage, dying_rank):
     """A whole checkpoint `first`, then one during which a rank dies; what the others are told."""
     engine = engine_of()
-    train(engine, 1, vocab=64)
+    step(engine)
     engine.save_checkpoint(folder, tag="first")
-    train(engine, 1, vocab=64)
+    step(engine)
     if dist.get_rank() == dying_rank:
         STAGES[stage](engine)
     return message_of(engine.save_checkpoint, folder, tag="second")
@@ -95,13 +99,13 @@ def killed_while_saving(folder, stage, dying_rank):
 
 def loads(folders, verify=True):
     """For each folder: what loading `latest` gives (its steps, or an error), and what loading `second` gives."""
-    found = {}
-    for folder in folders:
-        engine = engine_of(verify=verify, seed=1)
-        latest = message_of(engine.load_checkpoint, folder) or engine.global_steps
-        found[folder] = latest, message_of(engine.load_checkpoint, folder, tag="second") or engine.global_steps
-        engine.destroy()
-    return found
+    engine = engine_of(verify=verify, seed=1)
+
+    def loaded(folder, tag=None):
+        engine.global_steps = -1
+        return message_of(engine.load_checkpoint, folder, tag=tag) or engine.global_steps
+
+    return {folder: (loaded(folder), loaded(folder, "second")) for folder in folders}
 
 
 # -- a rank cannot write ---------------------------------------------------------------------------------------------
@@ -122,11 +126,11 @@ def small_files(limit):
 def one_rank_cannot_write(folder, recipe):
     """A save that fails on one rank, with a new name and over an old one; then training and saving go on."""
     engine = engine_of(recipe)
-    train(engine, 1, vocab=64)
+    step(engine)
     engine.save_checkpoint(folder, tag="first")
     messages = []
     for tag in ("second", "first"):
-        train(engine, 1, vocab=64)
+        step(engine)
         limit = small_files(20_000) if dist.get_rank() == 1 else contextlib.nullcontext()
         with limit:
             messages.append(message_of(engine.save_checkpoint, folder, tag=tag))
@@ -144,7 +148,7 @@ def one_rank_cannot_write(folder, recipe):
 def full_disk(folder):
     """Saves until the file system is full; then everything is taken away but the last whole checkpoint."""
     engine = engine_of()
-    train(engine, 1, vocab=64)
+    step(engine)
     for number in range(100):
         message = message_of(engine.save_checkpoint, folder, tag=f"number{number}")
         if message is not None:
@@ -208,7 +212,7 @@ def damaged(folder):
     """For each damage, what loading the checkpoint says on this rank; then without its manifest."""
     engine = engine_of()
     for tag in ("first", "second"):
-        train(engine, 1, vocab=64)
+        step(engine)
         engine.save_checkpoint(folder, tag=tag)
     second, kept = Path(folder, "second"), Path(folder, "kept")
     is_first = dist.get_rank() == 0

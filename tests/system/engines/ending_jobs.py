@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -14,30 +15,29 @@ from failing_jobs import (
     FAILURES,
     HOOKS,
     OF_TRAINING,
-    config_of,
     differing,
     fails_to_be_made,
     on_model,
+    spec_of,
 )
-from models import batches, llama, make_engine
-from running import evaluated, stepped, switch
+from models import batches, llama
+from running import Spec, evaluated, stepped, switch
 
 from zeropp_fp8.handover import WeightSource
 
 
 def hooks_again():
     """Losses of an engine whose hooks were taken off and put on again, as TRL does, beside a later one, and alone."""
-    switch(True)
     tokens, found = list(batches(3, dist.get_rank())), []
     for beside in (False, True):
-        engine = make_engine(llama(), config_of("zeropp", "block"))
+        engine = spec_of("zeropp", "block").engine()
         offload = engine.optimizer.parameter_offload
         for hook in (*offload.forward_hooks, *offload.backward_hooks):
             hook.remove()
         offload.forward_hooks, offload.backward_hooks = [], []
         offload._register_deepspeed_module(offload.module)
         losses = [stepped(engine, tokens[0])]
-        later = make_engine(engine.module, config_of("zeropp", "block"), optimizer=None) if beside else engine
+        later = spec_of("zeropp", "block", trains=False).engine(engine.module) if beside else engine
         losses += [evaluated(later, tokens[2]), stepped(engine, tokens[1])]
         if beside:
             later.destroy()
@@ -49,8 +49,7 @@ def hooks_again():
 
 def compiled_in_turn():
     """Each block's forward before, in and after two engines that compile them: which are the same."""
-    switch(True)
-    config, model, seen = config_of("zeropp", "block", compile="blocks"), llama(), []
+    spec, model, seen = spec_of("zeropp", "block", trains=False, compile="blocks"), llama(), []
     wrapped = model.model.layers[1].forward
     model.model.layers[1].forward = lambda *args, **kwargs: wrapped(*args, **kwargs)
 
@@ -58,9 +57,9 @@ def compiled_in_turn():
         seen.append([layer.__dict__.get("forward") for layer in model.model.layers])
 
     look()
-    first = make_engine(model, config, optimizer=None)
+    first = spec.engine(model)
     look()
-    second = make_engine(model, config, optimizer=None)
+    second = spec.engine(model)
     look()
     for engine in (second, first):
         engine.destroy()
@@ -71,15 +70,14 @@ def compiled_in_turn():
 
 def ended_too_early():
     """What destroy() of an engine says while a later one lives, thrice; losses of both beside those of each alone."""
-    switch(True)
     tokens, found = list(batches(4, dist.get_rank())), []
     for kind in ("zeropp", "whole tensors", "FP8 states", "FP8 operands, node's copy"):
         runs, said = [], []
         for early in (False, True):
-            engine = make_engine(llama(), config_of(kind, "block"))
+            engine = spec_of(kind, "block").engine()
             losses = [stepped(engine, tokens[0])]
             its = kind if "FP8" not in kind else "zeropp"  # layers that compute in low precision are the first one's
-            later = make_engine(engine.module, config_of(its, "module"), optimizer=None)
+            later = spec_of(its, "module", trains=False).engine(engine.module)
             before = on_model(engine.module)
             for end in (engine.destroy, engine.optimizer.destroy, engine.destroy) if early else ():
                 with pytest.raises(RuntimeError) as raised:
@@ -98,7 +96,6 @@ def ended_too_early():
 
 def units_gathered(granularities):
     """{granularities: units, modules with hooks and leaves of two engines; of the first again; leaves at last}."""
-    switch(True)
     found = {}
 
     def seen(engine):
@@ -112,9 +109,9 @@ def units_gathered(granularities):
             model = llama()
             if own:
                 set_z3_leaf_modules(model, ["LlamaMLP"])
-            first = make_engine(model, config_of("zeropp", pair[0]), optimizer=None)
+            first = spec_of("zeropp", pair[0], trains=False).engine(model)
             alone = seen(first)
-            second = make_engine(model, config_of("zeropp", pair[1]), optimizer=None)
+            second = spec_of("zeropp", pair[1], trains=False).engine(model)
             beside = seen(second)
             second.destroy()
             again = seen(first)
@@ -128,15 +125,14 @@ def collected_on_a_rank():
 
     What a source of the other owes before and after, what it hands over, and what is said of its next step.
     """
-    switch(True)
     tokens = next(batches(1, dist.get_rank()))
-    engine = make_engine(llama(), config_of("zeropp", "block"))
+    engine = spec_of("zeropp", "block").engine()
     stepped(engine, tokens)
     source = WeightSource(engine, only_changed=True)
     other = llama(seed=1)
     for mine, its in zip(engine.module.modules(), other.modules(), strict=True):
         its._parameters.update(mine._parameters)
-    later, found = make_engine(other, config_of("zeropp", "module"), optimizer=None), []
+    later, found = spec_of("zeropp", "module", trains=False).engine(other), []
     evaluated(later, tokens)
     found.append(len(list(source)))
     if dist.get_rank() == 0:
@@ -151,21 +147,19 @@ def collected_on_a_rank():
 
 def loaded_after_a_later_one(kinds, folder):
     """{kind: {whether a later engine to train was there: losses after weights alone, then all, were loaded}}."""
-    switch(True)
     tokens, found = list(batches(6, dist.get_rank())), {}
     for kind in kinds:
-        found[kind] = {}
+        found[kind], spec = {}, spec_of(kind, "block")
         for beside in (False, True):
-            model, tag = llama(), f"{kind} {beside}"
-            engine = make_engine(model, config_of(kind, "block"))
+            engine, tag = spec.engine(), f"{kind} {beside}"
             losses = [stepped(engine, batch) for batch in tokens[:2]]
             if beside:
-                make_engine(model, config_of(kind, "block")).destroy()
+                spec.engine(engine.module).destroy()
             engine.save_checkpoint(folder, tag=tag)
             losses.append(stepped(engine, tokens[2]))
             for options in ({"load_module_only": True}, {"load_optimizer_states": False}, {}):
                 if beside:
-                    make_engine(model, config_of(kind, "block")).destroy()
+                    spec.engine(engine.module).destroy()
                 engine.load_checkpoint(folder, tag=tag, **options)
                 losses += [stepped(engine, tokens[3]), evaluated(engine, tokens[4])]
             found[kind][beside] = losses
@@ -195,7 +189,7 @@ class Sequence:
             set_z3_leaf_modules(self.model, ["LlamaMLP"])
         self.tokens = list(batches(40, dist.get_rank()))
         self.engines: dict[int, object] = {}  # by number, in the order in which they were made
-        self.configs: dict[int, dict] = {}
+        self.specs: dict[int, Spec] = {}  # as if they were to train
         self.trains: set[int] = set()
         self.numbers = itertools.count()
         self.trained, self.evaluated, self.said, self.log = [], [], [], []
@@ -218,30 +212,30 @@ class Sequence:
             actions += [self.train] * 2
         self.chance.choice(actions)()
 
-    def config(self, fails: bool = False) -> dict:
+    def spec(self, fails: bool = False) -> Spec:
         """Of another granularity than others, where it fails, and in a mixed sequence."""
         if fails or (self.mixed and self.kind != "whole tensors"):  # whose units decide on the owners
             granularity = self.chance.choice(["block", "module", "parameter"])
-            return config_of(self.kind, granularity, self.chance.choice([0, 100, 10**6]))
-        return config_of(self.kind, "block")
+            return spec_of(self.kind, granularity, self.chance.choice([0, 100, 10**6]))
+        return spec_of(self.kind, "block")
 
     def make(self) -> None:
-        number, config = next(self.numbers), self.config()
+        number, spec = next(self.numbers), self.spec()
         trains = self.chance.random() < 0.5 and len(self.trains) < 2
         self.log.append(f"make {number}{' to train' * trains}")
-        self.configs[number] = config
-        self.engines[number] = make_engine(self.model, config, optimizer="adamw" if trains else None)
+        self.specs[number] = spec
+        self.engines[number] = (spec if trains else replace(spec, optimizer=None)).engine(self.model)
         if trains:
             self.trains.add(number)
         self.check()
 
     def fail(self) -> None:
-        config, trains = self.config(fails=True), self.chance.random() < 0.5
+        spec, trains = self.spec(fails=True), self.chance.random() < 0.5
         where = self.chance.choice(sorted(FAILURES if trains else FAILURES.keys() - OF_TRAINING))
         self.log.append(f"fail at {where}")
         is_zero = hasattr(next(self.model.parameters()), "ds_id")
         before = on_model(self.model)
-        if not fails_to_be_made(self.model, config, where, trains):
+        if not fails_to_be_made(spec if trains else replace(spec, optimizer=None), self.model, where):
             self.wrong("did not fail")
         if is_zero:
             self.compare(before)
@@ -326,7 +320,7 @@ def reference(done):
 
     def evaluate():
         if len(trained) in wanted:
-            there = engine or make_engine(model, config_of(done.kind, "block"), optimizer=None)
+            there = engine or spec_of(done.kind, "block", trains=False).engine(model)
             evaluations[len(trained)] = evaluated(there, done.tokens[-1])
             if there is not engine:
                 there.destroy()
@@ -336,7 +330,7 @@ def reference(done):
         if number != last:
             if engine is not None:
                 engine.destroy()
-            engine, last = make_engine(model, done.configs[number]), number
+            engine, last = done.specs[number].engine(model), number
         trained.append((number, stepped(engine, done.tokens[len(trained)])))
         evaluate()
     if engine is not None:

@@ -13,9 +13,9 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero import parameter_offload
-from models import batches, ds_config, llama, make_engine
+from models import batches, llama
 from recipes import section_of
-from running import evaluated, stepped, switch
+from running import Spec, evaluate, evaluated, run, step, stepped, switch
 
 from zeropp_fp8 import sharded
 from zeropp_fp8.compute.products import LinearPrecision
@@ -132,18 +132,19 @@ def differing(before, after):
     return sorted(f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys)
 
 
-def config_of(kind, granularity, persistent=0, **fields):
+def spec_of(kind, granularity, persistent=0, trains=True, **fields):
     if kind == "whole tensors":
         kind, fields = "zeropp", {**fields, "partition": "whole_tensor"}
     zero = {"stage3_param_persistence_threshold": persistent}
-    return ds_config(section_of(kind, gather_granularity=granularity, **fields), zero_optimization=zero)
+    chosen = section_of(kind, gather_granularity=granularity, **fields)
+    return Spec(chosen, config={"zero_optimization": zero}, optimizer="adamw" if trains else None)
 
 
-def fails_to_be_made(model, config, where, trains):
+def fails_to_be_made(spec, model, where):
     """Whether an engine fails there."""
     try:
         with failing(where):
-            make_engine(model, config, optimizer="adamw" if trains else None)
+            spec.engine(model)
     except Late:
         return True
     return False
@@ -154,34 +155,28 @@ def beside_failures(kind, granularities):
 
     Engines that train and others fail at every place, with one of the granularities each, in turn.
     """
-    switch(True)
     tokens, found = list(batches(6, dist.get_rank())), {}
-    for first, second in granularities:
-        engine = make_engine(llama(), config_of(kind, first))
-        alone = [stepped(engine, batch) for batch in tokens[:4]]
-        alone.append(evaluated(engine, tokens[5]))
-        engine.destroy()
-        found[first, second, "alone"] = alone
+    alone = [*[step] * 4, evaluate(tokens[5])]
+    losses = {first: run(spec_of(kind, first), alone, data=tokens).losses for first in dict(granularities)}
+    found.update({(first, second, "alone"): losses[first] for first, second in granularities})
     cases = [(trains, where) for trains in (True, False) for where in FAILURES if trains or where not in OF_TRAINING]
     for (trains, where), (first, second) in zip(cases, itertools.cycle(granularities)):
-        its_config = config_of(kind, second, persistent=100, compute=COMPUTE if first == "module" else {})
-        beside = beside_a_failure(config_of(kind, first), its_config, where, trains, tokens)
-        found[first, second, trains, where] = beside
+        its = spec_of(kind, second, 100, trains, compute=COMPUTE if first == "module" else {})
+        found[first, second, trains, where] = beside_a_failure(spec_of(kind, first), its, where, tokens)
     return found
 
 
-def beside_a_failure(config, its_config, where, trains, tokens):
-    model = llama()
-    engine = make_engine(model, config)
-    losses = [stepped(engine, tokens[0])]
+def beside_a_failure(spec, its, where, tokens):
+    engine = spec.engine()
+    model, losses = engine.module, [stepped(engine, tokens[0])]
     before = on_model(model)
-    failed = fails_to_be_made(model, its_config, where, trains)
+    failed = fails_to_be_made(its, model, where)
     left = differing(before, on_model(model))
     losses.append(stepped(engine, tokens[1]))
     gc.collect()  # what has failed is collected
     left += differing(before, on_model(model))
     losses.append(stepped(engine, tokens[2]))
-    again = make_engine(model, its_config, optimizer="adamw" if trains else None)
+    again = its.engine(model)
     evaluated(again, tokens[5])
     again.destroy()
     left += differing(before, on_model(model))
@@ -201,19 +196,19 @@ def without_another(kind):
     """{(where, whether an engine was there before): what a failed engine leaves, parts of it, losses of the next}."""
     switch(True)
     tokens, found = list(batches(2, dist.get_rank())), {}
-    config = config_of(kind, "block")
+    spec = spec_of(kind, "block")
     for where in (None, *FAILURES):
         for had_one in (False, True):
             model = llama()
             if had_one:
-                make_engine(model, config).destroy()
+                spec.engine(model).destroy()
             before, alive = on_model(model), parts_alive()
-            failed = where is None or fails_to_be_made(model, config, where, trains=True)
+            failed = where is None or fails_to_be_made(spec, model, where)
             parts = parts_alive() - alive
             left = differing(before, on_model(model))
             if not had_one:  # what DeepSpeed makes a parameter with is there for good
                 left = [line for line in left if not any(f"'{key}'" in line for key in ON_PARAMETERS)]
-            engine = make_engine(model, config_of(kind, "module"))
+            engine = spec_of(kind, "module").engine(model)
             found[where, had_one] = failed, left, parts, [stepped(engine, batch) for batch in tokens]
             engine.destroy()
     return found
@@ -226,14 +221,14 @@ def converted_again():
     """
     switch(True)
     model, found = llama(), []
-    config = config_of("zeropp", "block", compute=COMPUTE)
+    spec = spec_of("zeropp", "block", compute=COMPUTE)
 
     def count():
         found.append(sum(isinstance(getattr(m, "precision", None), LinearPrecision) for m in model.modules()))
 
-    assert fails_to_be_made(model, config, "the scheduler", trains=True)
+    assert fails_to_be_made(spec, model, "the scheduler")
     count()
-    engine = make_engine(model, config)
+    engine = spec.engine(model)
     count()
     gc.collect()
     count()
@@ -244,17 +239,16 @@ def converted_again():
 
 def failed_on_a_rank(kind):
     """What an engine that fails on rank 1 alone leaves there, and losses of the earlier one, alone and after it."""
-    switch(True)
     tokens, found, left = list(batches(3, dist.get_rank())), [], []
     for beside in (False, True):
-        engine = make_engine(llama(), config_of(kind, "block"))
+        engine = spec_of(kind, "block").engine()
         losses = [stepped(engine, tokens[0])]
         if beside:
-            before, config = on_model(engine.module), config_of(kind, "module")
+            before, its = on_model(engine.module), spec_of(kind, "module")
             if dist.get_rank() == 1:
-                assert fails_to_be_made(engine.module, config, "the timers", trains=True)
+                assert fails_to_be_made(its, engine.module, "the timers")
             else:
-                make_engine(engine.module, config).destroy()
+                its.engine(engine.module).destroy()
             left = differing(before, on_model(engine.module))
         losses += [stepped(engine, tokens[1]), evaluated(engine, tokens[2])]
         engine.destroy()
@@ -265,17 +259,16 @@ def failed_on_a_rank(kind):
 def owners_half_placed():
     """{call: (whether an engine failed in it, what that left, losses beside it)} of handing parts to owners, by an
     engine over one with owners, too; of None: losses alone."""
-    switch(True)
     tokens, found = list(batches(4, dist.get_rank())), {}
-    config = config_of("whole tensors", "block")
+    spec = spec_of("whole tensors", "block")
     owners = "zeropp_fp8.zero.owners.placement", "Owners", "own_part"
     given_up = "zeropp_fp8.zero.owners.unit", "", "slice_of_rank"
     calls = {f"{place[2]}, {call}": (*place, call, False) for place in (owners, given_up) for call in (1, 5, 20)}
     with mock.patch.dict(FAILURES, calls):
         for where in (None, *calls, "the timers"):
-            engine = make_engine(llama(), config)
+            engine = spec.engine()
             losses, before = [stepped(engine, tokens[0])], on_model(engine.module)
-            failed = where is not None and fails_to_be_made(engine.module, config, where, trains=True)
+            failed = where is not None and fails_to_be_made(spec, engine.module, where)
             left = differing(before, on_model(engine.module))
             losses += [stepped(engine, tokens[1]), evaluated(engine, tokens[2])]
             engine.destroy()
@@ -285,14 +278,13 @@ def owners_half_placed():
 
 def owners_failed_on_a_rank():
     """Whether rank 1, which alone fails with whole tensors, is told at once: the others go on somewhere else."""
-    switch(True)
     tokens = next(batches(1, dist.get_rank()))
-    config = config_of("whole tensors", "block")
-    engine = make_engine(llama(), config)
+    spec = spec_of("whole tensors", "block")
+    engine = spec.engine()
     stepped(engine, tokens)
     if dist.get_rank() == 1:
-        return fails_to_be_made(engine.module, config, "the timers", trains=True)
-    make_engine(engine.module, config)
+        return fails_to_be_made(spec, engine.module, "the timers")
+    spec.engine(engine.module)
     return None
 
 
@@ -300,15 +292,14 @@ def stored_weights():
     """What failures leave of an engine whose weights rest as codes, and its losses before, beside and after them."""
     switch(True)
     tokens = next(batches(1, dist.get_rank()))
-    config = config_of("zeropp", "block", frozen={"modules": "all-linear", "format": "int8", "block_size": 32})
-    model = llama()
-    failed = fails_to_be_made(model, config, "the timers", trains=False)
-    engine = make_engine(model, config, optimizer=None)
+    codes = {"modules": "all-linear", "format": "int8", "block_size": 32}
+    spec, model = spec_of("zeropp", "block", trains=False, frozen=codes), llama()
+    failed = fails_to_be_made(spec, model, "the timers")
+    engine = spec.engine(model)
     losses, before, left = [evaluated(engine, tokens)], on_model(model), []
     for where in sorted(FAILURES.keys() - OF_TRAINING):
-        failed = fails_to_be_made(model, config, where, trains=False) and failed
+        failed = fails_to_be_made(spec, model, where) and failed
         left += differing(before, on_model(model))
         losses.append(evaluated(engine, tokens))
-    later = make_engine(model, config, optimizer=None)
-    losses.append(evaluated(later, tokens))
+    losses.append(evaluated(spec.engine(model), tokens))
     return failed, left, losses

@@ -13,9 +13,9 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils import safe_get_full_fp32_param
 from freezing_jobs import exact_loss
 from frozen_models import evaluate, with_adapters
-from models import batches, build, ds_config, llama, make_engine, section, train
+from models import batches, section
 from recipes import section_of
-from running import loss_of, switch
+from running import Spec, loss_of, trained
 
 from zeropp_fp8.zero.offload import _begin_alone
 
@@ -25,14 +25,13 @@ QLORA, FROZEN, STOCK = "qlora", "qlora, no optimizer", "stock"
 def engine_of(kind, zero_init=False):
     """An engine that has worked. `kind`: one of recipes.WAYS or the three above."""
     if kind in (QLORA, FROZEN):
-        config = ds_config(section("qlora", frozen={"block_size": 32}), "bf16")
+        chosen, dtype = section("qlora", frozen={"block_size": 32}), "bf16"
     else:
-        config = ds_config(None if kind == STOCK else section_of(kind))
-    model = build(llama, config, zero_init)
-    if kind == QLORA:
-        model = with_adapters(model.bfloat16())
-    engine = make_engine(model, config, optimizer=None if kind == FROZEN else "adamw")
-    evaluate(engine) if kind == FROZEN else train(engine, 2)
+        chosen, dtype = None if kind == STOCK else section_of(kind), "fp32"
+    adapted = (lambda model: with_adapters(model.bfloat16())) if kind == QLORA else None
+    optimizer = None if kind == FROZEN else "adamw"
+    engine = Spec(chosen, dtype, optimizer=optimizer, zero_init=zero_init, adapted=adapted).engine()
+    evaluate(engine) if kind == FROZEN else trained(engine, batches(2, dist.get_rank()))
     return engine
 
 
@@ -66,54 +65,41 @@ def live_bytes():
 
 
 def dropped(kind, zero_init=False):
-    """What is alive of engines that nobody keeps, one after the other, and the bytes that each has left behind."""
+    """What is alive of engines that nobody keeps, one after the other, and the bytes that each has left behind.
+
+    And of the second, before that: what is alive while the engine is kept, its bytes before and after destroy(); then
+    what is alive while the model is kept, the bytes of that, and of the model's shards and buffers.
+    """
     left, held = [], [live_bytes()]
     for _ in range(2):
         engine = engine_of(kind, zero_init)
-        parts = parts_of(engine)
+        parts, model = parts_of(engine), engine.module
+        before = live_bytes() - held[-1]
         engine.destroy()
+        of_engine = alive(parts), before, live_bytes() - held[-1]
         del engine
+        tensors = (*(getattr(p, "ds_tensor", p) for p in model.parameters()), *model.buffers())
+        storages = {t.data_ptr(): t for t in (tensor.untyped_storage() for tensor in tensors)}
+        weights = sum(storage.nbytes() for storage in storages.values())
+        del tensors, storages
+        of_model = alive(parts), live_bytes() - held[-1], weights
+        del model
         left.append(alive(parts))
         held.append(live_bytes())
-    return left, [after - before for before, after in pairwise(held)]
-
-
-def model_kept(kind):
-    """What is alive of an engine whose model is kept, the bytes of that, and of the model's shards and buffers."""
-    before = live_bytes()
-    engine = engine_of(kind)
-    parts, model = parts_of(engine), engine.module
-    engine.destroy()
-    del engine
-    left, held = alive(parts), live_bytes() - before
-    tensors = (*(p.ds_tensor for p in model.parameters()), *model.buffers())
-    storages = {t.data_ptr(): t for t in (tensor.untyped_storage() for tensor in tensors)}
-    return left, held, sum(storage.nbytes() for storage in storages.values())
-
-
-def engine_kept(kind):
-    """What is alive of an engine that is kept itself, and its bytes before and after."""
-    before = live_bytes()
-    engine = engine_of(kind)
-    parts, held = parts_of(engine), live_bytes() - before
-    engine.destroy()
-    return alive(parts), held, live_bytes() - before
+    return (left, [after - before for before, after in pairwise(held)]), of_model, of_engine
 
 
 def left_by(kinds):
-    """{kind: what the three jobs above say}."""
-    switch(True)
-    return {kind: (dropped(kind), model_kept(kind), engine_kept(kind)) for kind in kinds}
+    """{kind: `dropped`}."""
+    return {kind: dropped(kind) for kind in kinds}
 
 
 def made_under_zero_init(kinds):
-    switch(True)
-    return {kind: dropped(kind, zero_init=True) for kind in kinds}
+    return {kind: dropped(kind, zero_init=True)[0] for kind in kinds}
 
 
 def run_alone(kind):
     """Of a model before destroy(), after it and in a second engine: losses, and what DeepSpeed and the model hold."""
-    switch(True)
     tokens = next(batches(1, dist.get_rank()))
     engine = engine_of(kind)
     model, losses = engine.module, [exact_loss(engine, tokens)]
@@ -125,14 +111,13 @@ def run_alone(kind):
         on_stack = len(parameter_offload.FWD_MODULE_STACK)
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             pass  # drops what the forward has gathered
-        second = make_engine(model, ds_config(section_of(kind)))
+        second = Spec(section_of(kind)).engine(model)
         losses.append(loss_of(second, tokens).item())
     return losses, on_stack, _begin_alone in model._forward_pre_hooks.values()
 
 
 def said_by_what_is_freed():
     """What an engine that is kept says of its states and of its checkpoints."""
-    switch(True)
     engine = engine_of("FP8 states")
     engine.destroy()
     said = []
@@ -146,7 +131,6 @@ def said_by_what_is_freed():
 
 def destroyed_twice(kind):
     """As DeepSpeed allows: its engine destroys its optimizer too. What is left of the model's entry on the stack."""
-    switch(True)
     engine = engine_of(kind)
     engine.optimizer.destroy()
     engine.destroy()

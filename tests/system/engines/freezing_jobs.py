@@ -6,9 +6,9 @@ import importlib
 
 import torch
 import torch.distributed as dist
-from models import batches, ds_config, full_weights, llama, make_engine
+from models import batches, full_weights, llama
 from recipes import section_of
-from running import Spec, evaluate, forward_backward, loss_of, on_engine, run, see, step, switch
+from running import Spec, evaluate, loss_of, on_engine, run, see, step
 
 # Before which step, parameters whose names contain what, are frozen (False) or trained again (True).
 SCHEDULES = {
@@ -67,16 +67,16 @@ def frozen_between_micro_batches(way, granularity="block"):
 
     Decoupled weight decay alone takes 1e-4 of a weight, the first step of Adam 1e-2 of each element.
     """
-    switch(way is not None)
     section = None if way is None else section_of(way, gather_granularity=granularity)
-    engine = make_engine(llama(), ds_config(section, gradient_accumulation_steps=2), lr=1e-2)
-    before = full_weights(engine.module)
-    for index, tokens in enumerate(batches(2, dist.get_rank())):
+
+    def freeze(engine):
         for name, param in engine.module.named_parameters():
-            param.requires_grad_(index == 0 or "layers.0" not in name)
-        forward_backward(engine, tokens)
-        engine.step()
-    moved = {n: (w - before[n]).abs().max().item() for n, w in full_weights(engine.module).items()}
+            param.requires_grad_("layers.0" not in name)
+
+    weights = see(lambda engine: full_weights(engine.module))
+    spec = Spec(section, config={"gradient_accumulation_steps": 2}, lr=1e-2)
+    before, after = run(spec, [weights, step, on_engine(freeze), step, weights]).seen
+    moved = {n: (w - before[n]).abs().max().item() for n, w in after.items()}
     frozen = [change for name, change in moved.items() if "layers.0" in name]
     return max(frozen), min(change for name, change in moved.items() if "layers.0" not in name)
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from models import batches, ds_config, llama, make_engine
+from models import batches, llama
 from recipes import section_of
-from running import Spec, Trace, backward, forward, forward_backward, on_engine, run, step, switch, update, within
+from running import Spec, Trace, backward, forward, freezing, on_engine, run, step, update, within
 from torch import Tensor, nn
 
 STORED = {"modules": "frozen", "format": "nf4", "block_size": 32}
@@ -88,13 +88,6 @@ def parameters_of(model: nn.Module, names: Sequence[str]) -> list[nn.Parameter]:
     return list({id(p): p for name in names for p in model.get_submodule(name).parameters()}.values())
 
 
-def _model(section: dict) -> nn.Module:
-    model = llama()
-    for name, param in model.named_parameters():
-        param.requires_grad_("frozen" not in section or "mlp" not in name)
-    return model
-
-
 def _plain_copy(model: nn.Module) -> nn.Module:
     """The model as one process has it, with the values that are there."""
     here = {name: param.detach().clone() for name, param in model.named_parameters() if param.numel()}
@@ -140,7 +133,7 @@ def with_excursions(way: str, dtype: str, keeps: bool, granularity: str, excursi
             for when, event in zip(WHEN, (forward, backward, update)):
                 here = [each for each in excursions if (each.step, each.when) == (index, when)]
                 events += [*(on_engine(_go, each, exact) for each in here), event]
-        spec = Spec(section, dtype, config, lambda: _model(section))
+        spec = Spec(section, dtype, config, adapted=freezing(*["mlp"] * ("frozen" in section)))
         return run(spec, events, ("weights",), batches(6, dist.get_rank(), length=8))
 
     return trained(()), trained(excursions)
@@ -183,33 +176,29 @@ def lens(way: str, granularity: str) -> tuple:
 
 def generation_inside(way: str, weights: str) -> None:
     """zeropp_fp8.generation uses the values that are there, and leaves them."""
-    import deepspeed
-
     import zeropp_fp8
 
-    switch(True)
-    engine = make_engine(llama(), ds_config(section_of(way)))
-    tokens, params = torch.arange(8)[None], list(engine.module.parameters())
-    forward_backward(engine, tokens)
-    engine.step()
-    with deepspeed.zero.GatheredParameters(params):
+    tokens = torch.arange(8)[None]
+
+    def generating(engine) -> None:
         before, expected = _sent(engine), generate(_plain_copy(engine.module), tokens)
         with zeropp_fp8.generation(engine, weights=weights) as model:
             assert torch.equal(generate(model, tokens), expected)
         assert _sent(engine) == before
-        assert all(param.numel() == param.ds_numel for param in params)
-    assert not any(param.numel() for param in params)
+        assert all(param.numel() == param.ds_numel for param in engine.module.parameters())
+
+    def check_dropped(engine) -> None:
+        assert not any(param.numel() for param in engine.module.parameters())
+
+    run(Spec(section_of(way)), [step, within(_gathered, on_engine(generating)), on_engine(check_dropped)])
 
 
 def a_rank_alone(way: str, gathered: Sequence[str], granularity: str) -> str:
     """What a rank says that runs a model of which only these modules are gathered, while the other does not."""
-    import deepspeed
-
-    switch(True)
-    engine = make_engine(llama(), ds_config(section_of(way, gather_granularity=granularity)))
+    engine = Spec(section_of(way, gather_granularity=granularity)).engine()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     store, said = dist.distributed_c10d._get_default_store(), ""
-    with deepspeed.zero.GatheredParameters(parameters_of(engine.module, gathered)):
+    with _gathered(engine, gathered):
         if dist.get_rank() == 0:
             try:
                 evaluate(engine.module, torch.arange(8)[None])

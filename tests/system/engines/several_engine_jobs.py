@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from freezing_jobs import exact_loss
-from models import batches, ds_config, full_weights, llama, make_engine
+from models import batches, full_weights, llama
 from recipes import section_of
-from running import evaluated, loss_of, switch, trained
+from running import Spec, backward, evaluated, forward, run, see, trained, update, within
 
 from zeropp_fp8.config import ConfigError
 
 OVER_ONE_MODEL = ("lossless", "zeropp", "zeropp, rank's copy", "zeropp-diff", "whole tensors", "FP8 states")
 
 
-def _engine(kind, seed, trains):
-    """`kind`: one of recipes.WAYS, "stock", or "stored" for linear weights that rest as INT8 codes."""
+def _spec(kind, seed=0, trains=True):
+    """`kind`: one of recipes.WAYS, "whole tensors", "stock", or "stored" for linear weights that rest as INT8 codes."""
     if kind == "stock":
         section = None
+    elif kind == "whole tensors":
+        section = section_of("zeropp", partition="whole_tensor")
     elif kind == "stored":
         section = section_of("zeropp", frozen={"modules": "all-linear", "format": "int8", "block_size": 32})
     else:
         section = section_of(kind)
-    return make_engine(llama(seed=seed), ds_config(section), optimizer="adamw" if trains else None)
+    return Spec(section, model=functools.partial(llama, seed=seed), optimizer="adamw" if trains else None)
 
 
 def follow(first, second, first_follows):
     """One of two engines trains, the other takes over twice its weights; {what: numbers}."""
     import deepspeed
 
-    switch(True)
     tokens = list(batches(2, dist.get_rank()))  # the first step records the order of modules, the second uses it
-    engines = [_engine(first, 0, trains=not first_follows), _engine(second, 1, trains=first_follows)]
+    engines = [_spec(first, 0, not first_follows).engine(), _spec(second, 1, first_follows).engine()]
     target, source = engines if first_follows else reversed(engines)
-    for batch in tokens:
-        loss = loss_of(source, batch)
-        source.backward(loss)
-        source.step()
+    trained(source, tokens)
     before, source_loss = evaluated(target, tokens[0]), evaluated(source, tokens[0])
     weights = full_weights(source.module)
     pairs = list(zip(target.module.parameters(), source.module.parameters()))
@@ -70,13 +71,11 @@ def follow_stored(kind):
 
 
 def _over(kind, model, trains):
-    section = section_of("zeropp", partition="whole_tensor") if kind == "whole tensors" else section_of(kind)
-    return make_engine(model, ds_config(section), optimizer="adamw" if trains else None)
+    return _spec(kind, trains=trains).engine(model)
 
 
 def over_one_model(kind):
     """{who was made when: (losses of training, losses of evaluation by the engine that trains, and by the other)}."""
-    switch(True)
     tokens, made = list(batches(5, dist.get_rank())), functools.partial(_over, kind)
     found = {}
 
@@ -120,7 +119,6 @@ def over_one_model(kind):
 
 def before_a_later_one(first, later, destroyed):
     """Losses of an engine that trains alone, and beside one that is made later and evaluates; or all that it raises."""
-    switch(True)
     tokens, found = list(batches(5, dist.get_rank())), {}
     for name in ("alone", "beside"):
         model = llama()
@@ -155,25 +153,24 @@ KEPT = {
 
 
 def keeping_weights_gathered(kinds):
-    """{(kind, what stays): losses of an engine alone, and beside a later one that evaluates before each step}."""
-    switch(True)
-    tokens, found = list(batches(4, dist.get_rank())), {}
-    for kind in kinds:
-        for name, kept in KEPT.items():
-            config = ds_config(section_of(kind), zero_optimization=kept)
-            runs = []
-            for beside in (False, True):
-                model = llama()
-                trains = make_engine(model, config)
-                evaluates = make_engine(model, config, optimizer=None) if beside else trains
-                losses = []
-                for batch in tokens[:3]:
-                    loss = loss_of(trains, batch)
-                    trains.backward(loss)
-                    losses += [loss.item(), evaluated(evaluates, tokens[3])]
-                    trains.step()
-                runs.append((losses, evaluates.optimizer.gatherer.live_numel >= 0))
-            found[kind, name] = runs
+    """{(kind, what stays): training alone, and beside a later engine that evaluates before each step}."""
+    tokens = list(batches(4, dist.get_rank()))
+
+    @contextlib.contextmanager
+    def a_later_one(spec, engine):
+        later.append(replace(spec, optimizer=None).engine(engine.module))
+        yield
+        later.pop().destroy()
+
+    def look(engine):
+        evaluates = later[0] if later else engine
+        return evaluated(evaluates, tokens[3]), evaluates.optimizer.gatherer.live_numel >= 0
+
+    later, steps, found = [], [forward, backward, see(look), update] * 3, {}
+    for kind, (name, kept) in itertools.product(kinds, KEPT.items()):
+        spec = Spec(section_of(kind), config={"zero_optimization": kept})
+        beside = within(functools.partial(a_later_one, spec), *steps)
+        found[kind, name] = [run(spec, events, data=tokens) for events in (steps, [beside])]
     return found
 
 
@@ -186,8 +183,7 @@ def across_engines():
     """What is said of a module of one engine that has a parameter of another among its own."""
     import deepspeed
 
-    switch(True)
-    first, second = _engine("zeropp", 0, trains=True), _engine("zeropp", 1, trains=False)
+    first, second = _spec("zeropp").engine(), _spec("zeropp", 1, trains=False).engine()
     theirs = second.module.lm_head.weight
     deepspeed.zero.register_external_parameter(first.module.lm_head, theirs)
     try:
@@ -200,7 +196,6 @@ def master_weights():
     """What is said of unrounded master weights while a later engine has weights elsewhere; whether they are back."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    switch(True)
     model = llama()
     first = _over("FP8 states", model, True)
     param = model.lm_head.weight
@@ -216,15 +211,15 @@ def master_weights():
 
 def refused():
     """What is said of later engines that cannot be; losses of the earlier one beside them, and of one left alone."""
-    switch(True)
-    config, said, losses = ds_config(section_of("zeropp")), [], []
+    stored = Spec(section_of("zeropp", frozen={"format": "int8", "block_size": 32}), optimizer=None)
+    said, losses = [], []
     for beside in (False, True):
-        model = llama()
-        engine = make_engine(model, config)
-        stored = ds_config(section_of("zeropp", frozen={"format": "int8", "block_size": 32}))
-        for part, its_config in ((model.model.layers[0].mlp, config), (model, stored)) if beside else ():
+        engine = _spec("zeropp").engine()
+        model = engine.module
+        over = ((model.model.layers[0].mlp, _spec("zeropp", trains=False)), (model, stored)) if beside else ()
+        for part, spec in over:
             try:
-                make_engine(part, its_config, optimizer=None)
+                spec.engine(part)
             except ConfigError as error:
                 said.append(str(error))
         losses.append(trained(engine, batches(2, dist.get_rank())))
@@ -235,10 +230,8 @@ def generating():
     """What is said of a generation in an engine whose model a later one has, and after that has ended."""
     import zeropp_fp8
 
-    switch(True)
     model, said = llama(), []
-    engine = make_engine(model, ds_config(section_of("zeropp")))
-    later = make_engine(model, ds_config(section_of("zeropp")), optimizer=None)
+    engine, later = _over("zeropp", model, True), _over("zeropp", model, False)
     for end in (False, True):
         if end:
             later.destroy()

@@ -6,8 +6,8 @@ import math
 from unittest import mock
 
 import torch
-from models import batches, ds_config, full_weights, llama, make_engine, section, train
-from running import switch
+from models import batches, section
+from running import Spec, evaluate, on_engine, run, step
 from torch import Tensor
 
 from zeropp_fp8.comm.all_gather import start_level
@@ -87,26 +87,22 @@ Masked.unit_class = MaskedUnit
 
 
 def trained(node_size, secondary, granularity, own):
-    """(losses with an evaluation, weights, bytes sent, what was called) of training with or without it."""
-    switch(True)
-    made = []
+    """Training with or without it, an evaluation at its end; and what was called of it."""
+    made, called = [], []
 
     def storages_of(route):
         made.extend([Masked(route), Sliced(route)])
         return made
 
     fields = {"secondary": {"scope": "node"}} if secondary else {}
-    config = ds_config(
-        section("lossless", ranks_per_node=node_size, gather_granularity=granularity, **fields),
-        gradient_accumulation_steps=2,
-    )
+    the_section = section("lossless", ranks_per_node=node_size, gather_granularity=granularity, **fields)
+    look = on_engine(lambda engine: called.extend(made[0].calls if made else ()))
     with mock.patch.object(offload, "storages_of", storages_of if own else offload.storages_of):
-        engine = make_engine(llama(), config)
-    losses = train(engine, 3, 2)
-    with torch.no_grad():
-        losses.append(engine(input_ids=next(batches(1, 0)), labels=next(batches(1, 0))).loss.item())
-    sent = engine.zeropp_fp8_session.ledger.report()["per_step"]
-    weights = full_weights(engine.module)
-    calls = set(made[0].calls) if made else set()
-    engine.destroy()
-    return losses, weights, sent, calls
+        spec = Spec(the_section, config={"gradient_accumulation_steps": 2})
+        trace = run(spec, [*[step] * 6, evaluate(next(batches(1, 0))), look], ("weights", "bytes"))
+    return trace, set(called)
+
+
+def trained_each(cases):
+    """{case: `trained` with a storage of the tests' own, and without}."""
+    return {case: tuple(trained(*case, own) for own in (True, False)) for case in cases}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from failing_jobs import FAILURES, config_of, fails_to_be_made
-from models import batches, ds_config, llama, make_engine
+from failing_jobs import FAILURES, fails_to_be_made, spec_of
+from models import batches
 from recipes import section_of
-from running import Spec, backward, evaluate, evaluated, forward, on_engine, run, stepped, switch, update
+from running import Spec, backward, evaluate, evaluated, forward, on_engine, run, stepped, update
 
 # Ways in which training depends on more than weights and optimizer states.
 OWN_STATES = {
@@ -34,7 +35,6 @@ TURNS = (None, 0, 2)
 
 def without_a_trace(name, first):
     """Three steps of two micro-batches, with another engine in all places between them."""
-    switch(True)
     way, fields = OWN_STATES[name]
     # Small matrices stay gathered between steps.
     zero = {"stage3_param_persistence_threshold": 5000}
@@ -42,19 +42,20 @@ def without_a_trace(name, first):
     own = section_of(way, **fields)
     # Layers that compute in low precision are the first one's.
     way, fields = ("zeropp", {}) if "compute" in own else (way, fields)
-    its_config = ds_config(section_of(way, gather_granularity="module", **fields), "bf16", **settings)
+    its = Spec(section_of(way, gather_granularity="module", **fields), "bf16", settings)
     *tokens, last = batches(7, dist.get_rank())
     ends = itertools.repeat(None) if first is None else itertools.cycle(ENDS[first:] + ENDS[:first])
 
     def another(engine, trains):
         drawn, end = torch.get_rng_state(), next(ends)
+        spec = its if trains else replace(its, optimizer=None)
         if end in FAILURES:
-            assert fails_to_be_made(engine.module, its_config, end, trains)
+            assert fails_to_be_made(spec, engine.module, end)
         elif end is not None:
-            its = make_engine(engine.module, its_config, optimizer="adamw" if trains else None)
+            later = spec.engine(engine.module)
             if end == "evaluated":
-                evaluated(its, last)
-            its.destroy()
+                evaluated(later, last)
+            later.destroy()
         assert torch.equal(drawn, torch.get_rng_state())
 
     events = []
@@ -71,7 +72,6 @@ def written_while_later_ones_were_there(kinds):
     Of three engines the last one has the model when weights are written, by a step (of its own, or of the first) or
     from outside.
     """
-    switch(True)
     tokens, found = list(batches(4, dist.get_rank())), {}
 
     def outside(first, last):
@@ -86,21 +86,21 @@ def written_while_later_ones_were_there(kinds):
         "outside": outside,
     }
     for kind, (who, write) in itertools.product(kinds, writers.items()):
-        config = config_of(kind, "block")
-        first = make_engine(llama(), config, optimizer=None if who == "last" else "adamw")
+        trains, evaluates = (spec_of(kind, "block", trains=trains) for trains in (True, False))
+        first = (evaluates if who == "last" else trains).engine()
         for batch in tokens[:2]:
             if who != "last":
                 stepped(first, batch)
             evaluated(first, batch)
-        between = make_engine(first.module, config, optimizer=None)
+        between = evaluates.engine(first.module)
         evaluated(between, tokens[3])
-        last = make_engine(first.module, config, optimizer="adamw" if who == "last" else None)
+        last = (trains if who == "last" else evaluates).engine(first.module)
         write(first, last)
         losses = []
         for ends, has_it in ((last, between), (between, first)):
             ends.destroy()
             losses.append(evaluated(has_it, tokens[3]))
-        new = make_engine(first.module, config, optimizer=None)
+        new = evaluates.engine(first.module)
         found[kind, who] = evaluated(new, tokens[3]), losses
         new.destroy()
         first.destroy()

@@ -7,10 +7,9 @@ import io
 import os
 import time
 
-import deepspeed
 import torch.distributed as dist
-from models import batches, llama
-from running import allow_fp16_on_cpu, forward_backward
+from models import batches, llama, make_engine
+from running import allow_fp16_on_cpu, stepped
 
 import zeropp_fp8
 from zeropp_fp8.doctor import diagnosis, facts, links
@@ -118,11 +117,10 @@ def _checked_and_started(section=None, zero_optimization=None, **others):
     }
     found = [each.text for each in check(given, dist.get_world_size(), 1).problems if each.serious]
     try:
-        engine = deepspeed.initialize(model=llama(layers=1), config=given)[0]
+        engine = make_engine(llama(layers=1), given, optimizer=None)
     except Exception as error:
         return found, str(error) if isinstance(error, zeropp_fp8.ConfigError) else repr(error)
     (tokens,) = batches(1, dist.get_rank())
-    forward_backward(engine, tokens)
-    engine.step()
+    stepped(engine, tokens)
     engine.destroy()
     return found, ""

@@ -53,11 +53,8 @@ class TensorParallel:
 
 
 def tensor_parallel_engine(config):
-    import deepspeed
-
-    model = llama()  # the same on both ranks of a pair, which is enough to see where bytes go
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=TensorParallel())[0]
+    # The same model on both ranks of a pair, which is enough to see where bytes go.
+    return make_engine(llama(), config, mpu=TensorParallel())
 
 
 def nodes_of_tensor_parallel_groups(configured):

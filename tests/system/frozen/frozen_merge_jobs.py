@@ -7,7 +7,6 @@ import gc
 import torch
 import torch.distributed as dist
 from frozen_models import (
-    attempt,
     codes,
     config_of,
     decoded,
@@ -20,6 +19,7 @@ from frozen_models import (
     with_adapters,
 )
 from models import batches, build, llama, make_engine, train
+from ranks import attempt
 from running import loss_of, switch
 
 from zeropp_fp8.zero.frozen.store import stored_weight

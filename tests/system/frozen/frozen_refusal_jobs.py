@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from frozen_models import attempt, codes, config_of, decoded, evaluate, gathered, rounded, same, with_adapters
+from frozen_models import codes, config_of, decoded, evaluate, gathered, rounded, same, with_adapters
 from models import build, ds_config, llama, make_engine, train
+from ranks import attempt
 from running import switch
 
 

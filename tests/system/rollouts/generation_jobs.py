@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import time
 from functools import partial
+from itertools import chain
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from frozen_jobs import TARGETS, frozen, with_lora
-from models import build, ds_config, full_weights, llama, make_engine, section, train
-from running import switch
+from models import batches, full_weights, llama, section, train
+from running import Spec, run, same, step
 
 import zeropp_fp8
 from zeropp_fp8 import sharded
@@ -53,12 +54,15 @@ ADAPTERS = {
 }
 
 
-def engine_of(fields=None, recipe="lossless", lora=False, dtype="fp32", zero_init=False, layers=2, **overrides):
-    """An engine over the small Llama, with `fields` of the section."""
-    switch(True)
-    config = ds_config(section(recipe, **(fields or {})), dtype, **overrides)
-    model = build(lambda: llama(layers), config, zero_init)
-    return make_engine(ADAPTERS[lora][0](model), config, lr=1e-2), config
+def spec_of(fields=None, recipe="lossless", lora=False, dtype="fp32", zero_init=False, layers=2, **overrides):
+    """Of the small Llama, with `fields` of the section."""
+    model, adapted = partial(llama, layers), ADAPTERS[lora][0]
+    options = {"model": model, "lr": 1e-2, "zero_init": zero_init, "adapted": adapted}
+    return Spec(section(recipe, **(fields or {})), dtype, overrides, **options)
+
+
+def engine_of(*args, **kwargs):
+    return spec_of(*args, **kwargs).engine()
 
 
 def prompts(rank=0):
@@ -129,7 +133,7 @@ def grown_since(before):
 
 def equals_a_plain_model(fields=None, recipe="lossless", lora=False, ways=(("values", False),), dtype="fp32", **more):
     """Train, generate in several ways, train on; beside it a model without DeepSpeed that has the same weights."""
-    engine, _ = engine_of(fields, recipe, lora, dtype, **more)
+    engine = engine_of(fields, recipe, lora, dtype, **more)
     losses = train(engine, 2)
     plain = llama()
     plain = ADAPTERS[lora][0](plain).to(next(engine.module.parameters()).dtype)
@@ -212,7 +216,7 @@ def graphs_as_if_on_a_gpu():
 
 def replays(fields=None, recipe="lossless", lora=False, ways=("values", "codes"), **more):
     """By way: tokens of steps that are replayed beside those without a graph, how many were, and what is left."""
-    engine, _ = engine_of(fields, recipe, lora, **more)
+    engine = engine_of(fields, recipe, lora, **more)
     losses, made, found = train(engine, 2), graphs_as_if_on_a_gpu(), {}
     model = next(m for m in engine.module.modules() if type(m).__name__ == "LlamaForCausalLM")
     asked = [{}, {"max_new_tokens": 4}, {"output_hidden_states": True}]
@@ -257,25 +261,20 @@ def replays_each(cases):
     return [replays(**case) for case in cases]
 
 
-def trains_alone(fields=None, recipe="lossless", lora=False, dtype="fp32", **more):
-    """The same steps without generation."""
-    engine, _ = engine_of(fields, recipe, lora, dtype, **more)
-    losses = train(engine, 2)
-    return {"losses": losses + train(engine, 2, seed=5), "weights": full_weights(engine.module)}
-
-
 def both(**options):
+    """`equals_a_plain_model` beside the same steps without generation."""
     generated = equals_a_plain_model(**options)
     options.pop("ways", None)
-    alone = trains_alone(**options)
-    same = all(torch.equal(alone["weights"][n], generated["weights"][n]) for n in alone["weights"])
-    return generated | {"weights": None, "alone": alone["losses"], "same_weights": same}
+    data = (batches(2, dist.get_rank(), seed=seed) for seed in (1, 5))
+    alone = run(spec_of(**options), [step] * 4, ("weights",), chain(*data))
+    same_weights = same(alone.weights, generated["weights"])
+    return generated | {"weights": None, "alone": alone.losses, "same_weights": same_weights}
 
 
 def changed_inside():
     """Errors of logits with adapters that are changed inside the context, against a plain model's with the same."""
     found = {}
-    engine, _ = engine_of({"frozen": frozen("nf4")}, "qlora", "several")
+    engine = engine_of({"frozen": frozen("nf4")}, "qlora", "several")
     train(engine, 1)
     plain = several_adapters(llama())
     plain.load_state_dict(seen_weights(engine))
@@ -312,11 +311,10 @@ def on_parameters(ways):
     without the adapter."""
     from peft import LoraConfig, get_peft_model
 
-    switch(True)
     torch.manual_seed(3)
     targets = {"target_modules": ["k_proj"], "target_parameters": ["q_proj.weight", "down_proj.weight"]}
     model = get_peft_model(llama(), LoraConfig(r=4, init_lora_weights=False, **targets))
-    engine, rank = make_engine(model, ds_config(section("zeropp"))), dist.get_rank()
+    engine, rank = Spec(section("zeropp")).engine(model), dist.get_rank()
     expected, found = logits_of(engine.module, rank), {}
     for weights, merge in ways:
         with zeropp_fp8.generation(engine, weights=weights, merge_adapters=merge) as generating:
@@ -327,7 +325,7 @@ def on_parameters(ways):
 
 def bytes_between_tokens(weights):
     """Bytes that are sent while tokens are generated, and while weights are made resident."""
-    engine, _ = engine_of({"secondary": {"scope": "none"}}, "zeropp")
+    engine = engine_of({"secondary": {"scope": "none"}}, "zeropp")
     train(engine, 1)
     outside = lambda: sum(zeropp_fp8.wire_report(engine)["outside_steps"].values())  # noqa: E731
     start = outside()
@@ -351,7 +349,7 @@ def raising(action):
 def refusals():
     import deepspeed
 
-    engine, _ = engine_of(recipe="zeropp")
+    engine = engine_of(recipe="zeropp")
     train(engine, 1)
     found = {}
 
@@ -419,7 +417,7 @@ def least_memory_decides():
     """ "auto" on every rank is what the rank with the least memory can do."""
     import psutil
 
-    engine, _ = engine_of({"secondary": {"scope": "none"}}, "zeropp", layers=8)
+    engine = engine_of({"secondary": {"scope": "none"}}, "zeropp", layers=8)
     train(engine, 1)
     real, chosen = psutil.virtual_memory, []
     numel = sum(p.ds_numel for p in engine.module.parameters())
@@ -437,11 +435,8 @@ def least_memory_decides():
 
 def without_an_optimizer():
     """An engine that never trains: a reference model."""
-    switch(True)
-    config = ds_config(section("qlora", frozen=frozen("int8")), "bf16")
-    model = llama()
-    engine = make_engine(model.requires_grad_(False), config, optimizer=None)
-    plain_tokens = None
+    spec = Spec(section("qlora", frozen=frozen("int8")), "bf16", optimizer=None)
+    engine = spec.engine(llama().requires_grad_(False))
     with zeropp_fp8.generation(engine, weights="codes") as kept:
         tokens = greedy(kept)
     with zeropp_fp8.generation(engine, weights="values") as kept:
@@ -451,7 +446,7 @@ def without_an_optimizer():
 
 def after_a_change():
     """Weights that stay gathered between steps were written to, and so dropped: whether tokens are a plain model's."""
-    engine, _ = engine_of(zero_optimization={"stage3_param_persistence_threshold": 5000})
+    engine = engine_of(zero_optimization={"stage3_param_persistence_threshold": 5000})
     train(engine, 1)
     params, equal = list(engine.module.parameters()), {}
     for weights in ("values", "codes"):
@@ -469,7 +464,7 @@ def after_a_change():
 
 def hooks_of_users():
     """Hooks that others put on or take off meanwhile."""
-    engine, _ = engine_of(recipe="zeropp")
+    engine = engine_of(recipe="zeropp")
     train(engine, 1)
     layer, calls = engine.module.model.layers[1], []
     gone = layer.register_forward_pre_hook(lambda *_: calls.append("gone"))
@@ -490,7 +485,7 @@ def inside_trl():
 
     from trl.models.utils import unwrap_model_for_generation
 
-    engine, _ = engine_of(recipe="zeropp")
+    engine = engine_of(recipe="zeropp")
     train(engine, 1)
     plugin = SimpleNamespace(zero_stage=3)
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin), unwrap_model=lambda e: e.module)

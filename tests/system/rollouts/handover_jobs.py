@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -14,10 +15,10 @@ import torch.distributed as dist
 from frozen_jobs import frozen
 from generation_jobs import several_adapters
 from merged_jobs import all_kinds_of_adapters
-from models import build, ds_config, full_weights, llama, make_engine, section, train
+from models import full_weights, llama, section, train
 from ranks import printed
 from recipes import WAYS
-from running import loss_of, switch
+from running import Spec, loss_of
 
 import zeropp_fp8
 from tests.places import ROOT, TESTS
@@ -28,12 +29,17 @@ NF4 = frozen("nf4", block_size=16, double_quantize=True)
 
 
 def engine_of(recipe="lossless", adapters="none", dtype="fp32", steps=1, sizes=None, **fields):
-    switch(True)
-    config = ds_config(section(recipe, **fields), dtype)
-    model = all_kinds_of_adapters(adapters)(build(lambda: llama(layers=3, **(sizes or {})), config))
-    engine = make_engine(model, config, lr=1e-2)
+    model = functools.partial(llama, layers=3, **(sizes or {}))
+    engine = Spec(
+        section(recipe, **fields), dtype, model=model, lr=1e-2, adapted=all_kinds_of_adapters(adapters)
+    ).engine()
     train(engine, steps)
     return engine
+
+
+def over(model, **options):
+    """A lossless engine over a model that is there."""
+    return Spec(section("lossless"), lr=1e-2, **options).engine(model)
 
 
 def copied(source):
@@ -213,7 +219,7 @@ def kept_up_to_date():
     engine = engine_of(adapters="lora")
     engine.module.add_adapter("other", LoraConfig(r=8, target_modules=["q_proj"], init_lora_weights=False))
     engine.destroy()
-    engine = make_engine(engine.module, ds_config(section("lossless")), lr=1e-2)
+    engine = over(engine.module)
     lacking("adapter", lambda: engine.module.set_adapter("other"), engine, "merged", "adapters")
 
     def twice():
@@ -227,16 +233,16 @@ def kept_up_to_date():
 
     def taken_over():
         train(engine, 1)
-        later.append(make_engine(engine.module, ds_config(section("lossless")), optimizer=None))
+        later.append(over(engine.module, optimizer=None))
 
     lacking("taken over", taken_over, engine, "merged")
     source = lacking("given back", lambda: (train(engine, 1), later[0].destroy()), engine, "merged")["merged"]
     engine.destroy()
     found["said"] = attempt(lambda: copied(source))
-    engine = make_engine(Normed(), ds_config(section("lossless")))
+    engine = over(Normed())
     lacking("buffers", lambda: engine(torch.randn(4, 128)), engine, "merged")
     engine.destroy()
-    source = WeightSource(make_engine(Normed(tied=True), ds_config(section("lossless"))), format="fp8")
+    source = WeightSource(over(Normed(tied=True)), format="fp8")
     found["codes of tied"] = sorted(copied(source)), source.quantization_config()["ignore"]
     return found
 
@@ -539,11 +545,10 @@ def refusals():
     said["no adapters"] = attempt(lambda: WeightSource(plain, weights="adapters").metadata())
     said["no engine"] = attempt(lambda: WeightSource(llama()))
     tokens = torch.arange(64).view(2, 32)
-    loss = loss_of(plain, tokens)
+    loss_of(plain, tokens)
     plain.optimizer.gatherer.units[-1].active_modules.add(1)
     said["in a pass"] = attempt(lambda: copied(WeightSource(plain)))
     plain.optimizer.gatherer.units[-1].active_modules.clear()
-    plain.backward(loss)
     plain.destroy()
     prompt = engine_of(adapters="prompt", steps=0)
     said["prompt"] = attempt(lambda: WeightSource(prompt))
@@ -551,7 +556,7 @@ def refusals():
     lora = engine_of(adapters="lora", steps=0)
     with mock.patch.object(peft, "get_peft_model_state_dict", lambda *_, **__: {"made": torch.ones(1)}):
         said["made"] = attempt(lambda: WeightSource(lora, weights="adapters").metadata())
-    several = make_engine(several_adapters(llama()), ds_config(section("lossless")))
+    several = over(several_adapters(llama()))
     said["several"] = attempt(lambda: WeightSource(several, weights="adapters").metadata())
     several.module.base_model.set_adapter("second")  # PeftModel.active_adapter stays as it was
     said["ranks of the second"] = str({min(meta.shape) for meta in WeightSource(several, "adapters").metadata()})
