@@ -83,18 +83,18 @@ def batches(steps, rank, batch=2, length=32, vocab=256, seed=1):
         yield (start + stride * torch.arange(length)) % vocab
 
 
-def make_engine(model, config, optimizer="adamw", lr=1e-3):
+def make_engine(model, config, optimizer="adamw", lr=1e-3, **given):
     """deepspeed.initialize with torch's AdamW (no compiler), or what `optimizer` makes of a list of parameters."""
     import deepspeed
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     if optimizer is None:
-        return deepspeed.initialize(model=model, config=copy.deepcopy(config))[0]
+        return deepspeed.initialize(model=model, config=copy.deepcopy(config), **given)[0]
     if callable(optimizer):
         chosen = optimizer(parameters)
     else:
         chosen = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer](parameters, lr=lr)
-    return deepspeed.initialize(model=model, optimizer=chosen, config=copy.deepcopy(config))[0]
+    return deepspeed.initialize(model=model, optimizer=chosen, config=copy.deepcopy(config), **given)[0]
 
 
 @contextlib.contextmanager
@@ -127,6 +127,24 @@ def full_fp32_weights(module):
     from deepspeed.utils import safe_get_full_fp32_param
 
     return {name: safe_get_full_fp32_param(p) for name, p in module.named_parameters() if p.requires_grad}
+
+
+def full_moments(module):
+    """{"exp_avg of name": full tensor} of both moments of the trainable parameters."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    keys = ("exp_avg", "exp_avg_sq")
+    return {f"{key} of {name}": safe_get_full_optimizer_state(p, key) for key in keys for name, p in trained}
+
+
+def with_lora(model, targets=("q_proj", "v_proj"), seed=1, **options):
+    """A model with adapters of PEFT on some of its layers."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    targets = targets if isinstance(targets, str) else list(targets)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=targets, **options))
 
 
 def build(make, config, zero_init=False):

@@ -13,6 +13,7 @@ from running import (
     boundary,
     changed,
     differing,
+    equal,
     forward,
     on_engine,
     same,
@@ -22,8 +23,10 @@ from running import (
     within,
 )
 
-TRACE = Trace([1.0, 0.5], [[]], {"w": torch.ones(3)}, {"w": torch.ones(3)}, {"gradients": {"inter": 8.0}})
-OTHER = Trace([1.0, 0.25], [["left"]], {"w": torch.zeros(3)}, {"w": torch.full((3,), 1 + 2**-23)}, {})
+TRACE = Trace(
+    [1.0, 0.5], [[]], {"w": torch.ones(3)}, {"w": torch.ones(3)}, {"gradients": {"inter": 8.0}}, {"m": torch.ones(3)}
+)
+OTHER = Trace([1.0, 0.25], [["left"]], {"w": torch.zeros(3)}, {"w": torch.full((3,), 1 + 2**-23)}, {}, {})
 
 
 def test_the_same():
@@ -34,7 +37,7 @@ def test_the_same():
 def test_each_part_that_differs(name):
     """By a bit, by a name, or because one trace does not have it."""
     nothing = getattr(Trace(), name)
-    for value in (getattr(OTHER, name), nothing, {} if name in ("weights", "masters") else nothing):
+    for value in (getattr(OTHER, name), nothing, {} if name in ("weights", "masters", "moments") else nothing):
         other = copy.deepcopy(TRACE)
         setattr(other, name, value)
         assert differing(TRACE, other).keys() == differing(other, TRACE).keys() == {name}
@@ -47,6 +50,18 @@ def test_names_on_one_side():
         "b",
         "c",
     ]
+
+
+def test_tensors_inside_of_what_was_seen():
+    one = [{"w": torch.ones(2)}, (1, None)]
+    assert equal(one, copy.deepcopy(one)) and differing(Trace(seen=one), Trace(seen=copy.deepcopy(one))) == {}
+    for unlike in (
+        [{"w": torch.zeros(2)}, (1, None)],
+        [{"w": 1.0}, (1, None)],
+        one[:1],
+        [{"w": torch.ones(2)}, (1, 2)],
+    ):
+        assert not equal(one, unlike) and differing(Trace(seen=one), Trace(seen=unlike)).keys() == {"seen"}
 
 
 class Engine:
