@@ -16,6 +16,8 @@ from running import (
     equal,
     forward,
     on_engine,
+    resumed,
+    run,
     same,
     scaled,
     see,
@@ -83,6 +85,16 @@ class Engine:
     def set_gradient_accumulation_boundary(self, last):
         self.log.append(f"last: {last}")
 
+    def save_checkpoint(self, folder, tag):
+        self.log.append(f"save {folder}/{tag}")
+
+    def load_checkpoint(self, folder, tag):
+        self.log.append(f"load {folder}/{tag}")
+        return f"{folder}/{tag}", {}
+
+    def destroy(self):
+        self.log.append("end")
+
     def __enter__(self):
         self.log.append("in")
 
@@ -117,3 +129,31 @@ def test_a_step_of_several_micro_batches():
         "step",
     ]
     assert trace.losses == [2.0, 4.0], "of the forward, not of the mean"
+
+
+class Engines:
+    """A spec of these."""
+
+    def __init__(self):
+        self.made = []
+
+    def engine(self, model=None):
+        self.made.append(Engine())
+        return self.made[-1]
+
+
+def test_a_run_that_resumes():
+    """What is after the checkpoint happens to both engines, on the same micro-batches."""
+    spec, data = Engines(), [(2,), (4,), (8,)]
+    until, *both = resumed(spec, [step], [step, forward], again=spec, data=data, folder="f", tag="t")
+    assert until.losses == [2.0] and [trace.losses for trace in both] == [[4.0, 8.0]] * 2
+    after = ["forward 4", "backward 4", "step", "forward 8", "end"]
+    assert spec.made[0].log == ["forward 2", "backward 2", "step", "save f/t", *after]
+    assert spec.made[1].log == ["load f/t", *after]
+
+
+def test_an_event_that_raises_ends_the_engine():
+    spec = Engines()
+    with pytest.raises(StopIteration):
+        run(spec, [forward, forward], data=[(2,)])
+    assert spec.made[0].log == ["forward 2", "end"]
