@@ -10,25 +10,14 @@ import warnings
 
 import compute_jobs
 import deepspeed
+import running
 import torch
 import torch.distributed as dist
+from compute_jobs import small_llama
 from deepspeed.utils import safe_get_full_grad
-from models import Mlp, batches, ds_config, full_weights, llama, section, with_lora
+from models import Mlp, batches, ds_config, full_weights, llama, with_lora
 from ranks import attempt
-from running import (
-    Running,
-    Spec,
-    allow_fp16_on_cpu,
-    backward,
-    evaluate,
-    evaluated,
-    forward,
-    on_engine,
-    run,
-    see,
-    step,
-    switch,
-)
+from running import backward, evaluate, evaluated, forward, on_engine, run, see, step
 from torch import nn
 
 from zeropp_fp8 import sharded
@@ -41,15 +30,8 @@ def fp8(scaling="current", **more):
     return {"format": "fp8", "scaling": scaling, **more}
 
 
-def small_llama(seed=0):
-    return llama(hidden=128, intermediate=384, seed=seed)
-
-
-def spec_of(compute=None, weights="fp8_e4m3", dtype="bf16", node_size=None, fields=None, model=small_llama, **more):
-    """`more`: "optimizer", "lr", "adapted", "leaves" of the Spec, and keys of the ds_config."""
-    fields = {"compute": compute or fp8(), "weights": {"format": weights}, **{"recipe": "lossless", **(fields or {})}}
-    options = {key: more.pop(key) for key in ("optimizer", "lr", "adapted", "leaves") if key in more}
-    return Spec(section(ranks_per_node=node_size, **fields), dtype, more, model, **options)
+def spec_of(compute=None, weights="fp8_e4m3", **options):
+    return compute_jobs.spec_of(compute or fp8(), weights, **options)
 
 
 def low_precision_layers(module):
@@ -120,8 +102,9 @@ def weights_read_as_numbers(cases):
     data, found, make = list(inputs(3)), [], functools.partial(Blocks, ReadingBlock)
     names = see(lambda engine: sorted(n for n, p in engine.module.named_parameters() if sharded.known(p).as_numbers))
     for granularity, kept in cases:
-        fields, zero, model = {"gather_granularity": granularity}, KEPT if kept else {}, make()
-        trace = run(spec_of(fields=fields, zero_optimization=zero), [*[step] * 3, names], data=data, model=model)
+        model, config = make(), {"zero_optimization": KEPT if kept else {}}
+        spec = spec_of(fields={"gather_granularity": granularity}, config=config)
+        trace = run(spec, [*[step] * 3, names], data=data, model=model)
         found.append((trace.losses, *trace.seen, sum(sharded.known(p).as_numbers for p in model.parameters())))
     return run(spec_of(weights="none", model=make), [step] * 3, data=data).losses, found
 
@@ -130,7 +113,7 @@ def dora():
     """Losses of LoRA that looks at the norm of the weight: of weights as they are, of codes, and after inference."""
     dora = functools.partial(with_lora, targets=("q_proj",), use_dora=True)
     specs = (spec_of(weights=weights, adapted=dora, lr=1e-2) for weights in ("none", "fp8_e4m3"))
-    kept = spec_of(adapted=dora, lr=1e-2, zero_optimization=KEPT)
+    kept = spec_of(adapted=dora, lr=1e-2, config={"zero_optimization": KEPT})
     tokens = next(batches(1, 0))
 
     def infer(engine):
@@ -156,7 +139,8 @@ def gradients_in_eval_mode():
 
 def same_losses_whatever_the_setting(settings):
     """Losses of each of several (fields, zero_optimization) over the same model and data."""
-    return [run(spec_of(fields=fields, zero_optimization=zero), [step] * 2).losses for fields, zero in settings]
+    specs = [spec_of(fields=fields, config={"zero_optimization": zero}) for fields, zero in settings]
+    return [run(spec, [step, step]).losses for spec in specs]
 
 
 def partial_write(scope, scaling):
@@ -164,7 +148,7 @@ def partial_write(scope, scaling):
 
     Losses before, twice after, of a fresh engine with these weights and of the first one beside it; live weights.
     """
-    spec = spec_of(fp8(scaling), fields={"secondary": {"scope": scope}}, zero_optimization=KEPT)
+    spec = spec_of(fp8(scaling), fields={"secondary": {"scope": scope}}, config={"zero_optimization": KEPT})
     tokens, fresh = next(batches(1, dist.get_rank())), []
     changes = on_engine(write_outputs, rank=1)
     look, beside = evaluate(tokens), on_engine(lambda engine: fresh.append(spec.engine(with_its_weights(engine))))
@@ -253,8 +237,8 @@ def different_experts(compute, weights, recipe="lossless", granularity="block", 
         conversion = engine.zeropp_fp8_session.conversion
         return None if conversion is None else conversion.scaling.state_dict().get("history")
 
-    fields = {"recipe": recipe, "gather_granularity": granularity}
-    spec = spec_of(compute, weights, fields=fields, model=OfExperts, leaves=(Experts,) * leaf)
+    fields = {"gather_granularity": granularity}
+    spec = spec_of(compute, weights, recipe=recipe, fields=fields, model=OfExperts, leaves=(Experts,) * leaf)
     # An evaluation has no backward, and must not be waited for in the next one.
     first = evaluate((torch.ones(4, 8, dtype=torch.bfloat16), {0: 4}))
     trace = run(spec, [first, *[step] * 3, see(history)], ("weights",), data())
@@ -267,7 +251,7 @@ def different_experts(compute, weights, recipe="lossless", granularity="block", 
 def loss_scales(steps=9):
     """Of each fp16 step: (overflow, loss scale, gradients with a history, largest gradient that scales hold,
     largest newest amax of gradients)."""
-    allow_fp16_on_cpu()
+    running.allow_fp16_on_cpu()
     fp16 = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 1}
 
     def look(engine):
@@ -278,7 +262,7 @@ def loss_scales(steps=9):
         return engine.optimizer.overflow, engine.optimizer.loss_scale, len(known), held, newest
 
     data = itertools.chain(*(batches(1, dist.get_rank(), seed=seed) for seed in range(steps)))
-    spec = spec_of(fp8("delayed", allow_fp16=True), dtype="fp16", node_size=1, fp16=fp16)
+    spec = spec_of(fp8("delayed", allow_fp16=True), dtype="fp16", node_size=1, config={"fp16": fp16})
     return run(spec, [step, see(look)] * steps, data=data).seen
 
 
@@ -294,10 +278,7 @@ def after_a_forward_that_raised():
             forward(running)
         hook.remove()
 
-    look, spec = (
-        see(lambda engine: attempt(lambda: full_weights(engine.module))),
-        compute_jobs.spec_of(fp8(), "fp8_e4m3"),
-    )
+    look, spec = see(lambda engine: attempt(lambda: full_weights(engine.module))), spec_of()
     first, *later = batches(3, dist.get_rank())
     trace = run(spec, [raise_in_forward, look, step, step], data=[first, *later])
     return trace.seen[0], trace.losses, run(spec, [step, step], data=later).losses
@@ -341,14 +322,14 @@ def four_models(order):
         spec = spec_of(compute, weights, model=model, optimizer="adamw" if trains else None)
         each.append((spec, step if trains else evaluate(next(batches(1, dist.get_rank())))))
     alone = [run(spec, [use, use]).losses for spec, use in each]
-    engines = [Running(spec.engine(), batches(2, dist.get_rank())) for spec, _ in each]
-    for running, (_, use) in [*zip(engines, each)] * 2:
-        use(running)
+    runs = [running.Running(spec.engine(), batches(2, dist.get_rank())) for spec, _ in each]
+    for one, (_, use) in [*zip(runs, each)] * 2:
+        use(one)
     left = []
     for i in order:
-        engines[i].engine.destroy()
-        left.append([low_precision_layers(running.engine.module) for running in engines])
-    return alone, [running.trace.losses for running in engines], left
+        runs[i].engine.destroy()
+        left.append([low_precision_layers(one.engine.module) for one in runs])
+    return alone, [one.trace.losses for one in runs], left
 
 
 # -- what else DeepSpeed and others do -------------------------------------------------------------------------------
@@ -387,7 +368,7 @@ def saved(folder):
 
     zero = {**KEPT, "stage3_gather_16bit_weights_on_model_save": True}
     events = [step, step, evaluate(next(batches(1, dist.get_rank()))), see(save)]
-    trace = run(spec_of(fp8("delayed"), zero_optimization=zero), events, ("weights",))
+    trace = run(spec_of(fp8("delayed"), config={"zero_optimization": zero}), events, ("weights",))
     if dist.get_rank() != 0:
         return None
     in_16_bits = torch.load(f"{folder}/model.bin")
@@ -409,8 +390,8 @@ def trainer(folder):
 
     PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
     zero = {"stage3_gather_16bit_weights_on_model_save": True}
-    spec = spec_of(fp8("delayed"), dtype="fp32", zero_optimization=zero)
-    switch(True)
+    spec = spec_of(fp8("delayed"), dtype="fp32", config={"zero_optimization": zero})
+    running.switch(True)
     config = ds_config(spec.section, spec.dtype, **spec.config)
     config["train_micro_batch_size_per_gpu"] = config["gradient_clipping"] = "auto"
     arguments = TrainingArguments(

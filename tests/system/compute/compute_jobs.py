@@ -26,31 +26,21 @@ def adapted(model, lora=False, checkpointing=None):
     return model
 
 
-def spec_of(
-    compute,
-    weights="none",
-    node_size=None,
-    dtype="bf16",
-    zero_init=False,
-    hidden=128,
-    recipe=None,
-    fields=None,
-    lora=False,
-    checkpointing=None,
-    **config,
-):
-    """Of a small Llama whose decoder layers compute as `compute` says."""
+def small_llama(hidden=128, seed=0):
+    """Of sizes of which rank slices cut rows and tiles: 384 x 128 over 4 ranks are 96 rows, 128 x 128 are 32."""
+    return llama(hidden=hidden, intermediate=3 * hidden, seed=seed)
+
+
+def spec_of(compute, weights="none", node_size=None, dtype="bf16", recipe=None, fields=None, **options):
+    """Of a small Llama whose decoder layers compute as `compute` says; `options` of the Spec."""
     fields = {**({"compute": compute} if compute else {}), **(fields or {})}
     if weights is not None:
         fields["weights"] = {"format": weights}
-    # Sizes of which rank slices cut rows and tiles: 384 x 128 over 4 ranks are 96 rows, 128 x 128 are 32.
-    model = functools.partial(llama, hidden=hidden, intermediate=3 * hidden)
-    adapt = functools.partial(adapted, lora=lora, checkpointing=checkpointing)
     the_section = section(recipe or "lossless", ranks_per_node=node_size, **fields)
-    return Spec(the_section, dtype, config, model, zero_init=zero_init, adapted=adapt)
+    return Spec(the_section, dtype, **{"model": small_llama, **options})
 
 
-def trained(steps=6, accumulation=1, only_gemm_weights=False, **kwargs):
+def trained(steps=6, accumulation=1, only_gemm_weights=False, lora=False, checkpointing=None, **options):
     """(trace, what was printed); `only_gemm_weights`: all other weights travel as they are."""
 
     def let_others_be(engine):
@@ -58,8 +48,10 @@ def trained(steps=6, accumulation=1, only_gemm_weights=False, **kwargs):
         of_session = route.format_of
         route.format_of = lambda p: of_session(p) if p in route.gemm_weights else UnquantizedFormat(p.dtype)
 
+    options["config"] = {"gradient_accumulation_steps": accumulation}
+    options["adapted"] = functools.partial(adapted, lora=lora, checkpointing=checkpointing)
     events = [on_engine(let_others_be)] * only_gemm_weights + [step] * steps * accumulation
-    return run(spec_of(gradient_accumulation_steps=accumulation, **kwargs), events, ("weights",)), printed()
+    return run(spec_of(**options), events, ("weights",)), printed()
 
 
 def cast_and_gathered(**kwargs):
@@ -175,4 +167,4 @@ def two_engines_over_one_model():
 
 
 def nothing_to_convert():
-    spec_of({"format": "fp8", "scaling": "block"}, hidden=64).engine()
+    spec_of({"format": "fp8", "scaling": "block"}, model=functools.partial(small_llama, hidden=64)).engine()
